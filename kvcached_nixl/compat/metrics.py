@@ -4,6 +4,8 @@
     kvcached_nixl:handover_failures_total{cause}   hand-overs that brought no KV
     kvcached_nixl:revoked_offers_total{cause}      offers that prefill has taken back
     kvcached_nixl:quarantined_blocks               blocks held for transfers that may still be in flight
+    kvcached_nixl:free_tokens, used_tokens, queued_tokens, kept_offers, kept_tokens, free_bytes
+                                                   what this engine could take now (`wire.headroom`)
     kvcached_nixl:compatibility_id, checkpoint_id, weights_id
                                                    what this engine's handshake compares (`wire.kind`)
 
@@ -14,6 +16,7 @@ process, when vLLM can be imported.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,7 @@ from kvcached_nixl.compat.locate import STATS_MODULES
 from kvcached_nixl.compat.private import first_module, optional, private
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import Malformed
+from kvcached_nixl.wire.headroom import read_headroom
 from kvcached_nixl.wire.kind import Kind
 
 __all__ = ["prom_metrics", "record", "stats", "take_reasons"]
@@ -28,6 +32,18 @@ __all__ = ["prom_metrics", "record", "stats", "take_reasons"]
 _FAILURES, _QUARANTINED = "kvcached_nixl_failures", "kvcached_nixl_quarantined_blocks"
 _REASONS, _REVOKED = "kvcached_nixl_failure_reasons", "kvcached_nixl_revoked_offers"
 MAX_REASON = 1000
+_HEADROOM = (
+    (
+        "kvcached_nixl:free_tokens",
+        "Tokens of KV that the engine could take now: of its pool, and of the device's memory.",
+    ),
+    ("kvcached_nixl:used_tokens", "Tokens of KV in blocks that requests have, or that are kept or held for peers."),
+    ("kvcached_nixl:queued_tokens", "Tokens of the prompts of requests that have no blocks yet."),
+    ("kvcached_nixl:kept_offers", "Requests of prefill whose KV is kept until decode has fetched it."),
+    ("kvcached_nixl:kept_tokens", "Tokens of KV of kept offers; part of used_tokens."),
+    ("kvcached_nixl:free_bytes", "Memory of the device that kvcached could map now."),
+)
+"""Gauge and help text of each field of `Headroom`."""
 _KINDS = (  # in the order of `Kind`
     ("kvcached_nixl:compatibility_id", "versions, configuration and layout"),
     ("kvcached_nixl:checkpoint_id", "files that the weights were loaded from; 0 if not known"),
@@ -116,6 +132,40 @@ def _stats_class() -> Any:
     return HandOverStats
 
 
+def _count(counter: Any, labelvalues: Any, causes: Any, counted: Iterable[int]) -> None:
+    for cause in counted:
+        counter.labels(*labelvalues, causes(cause).label).inc()
+
+
+def _kind_gauges(gauge_class: Any, labelnames: Any) -> list[Any]:
+    return [
+        gauge_class(
+            name=name,
+            documentation=f"Identifies the {what}. Engines hand over to each other if compatibility_id is equal, and "
+            "checkpoint_id or weights_id is equal and not 0.",
+            multiprocess_mode="mostrecent",
+            labelnames=labelnames,
+        )
+        for name, what in _KINDS
+    ]
+
+
+class _HeadroomGauges:
+    def __init__(self, gauge_class: Any, labelnames: Any) -> None:
+        self._gauges = {
+            name: gauge_class(name=name, documentation=text, multiprocess_mode="mostrecent", labelnames=labelnames)
+            for name, text in _HEADROOM
+        }
+
+    def set(self, labelvalues: Any, headroom: bytes) -> None:
+        try:
+            said = read_headroom(headroom)
+        except Malformed:
+            return
+        for name, gauge in self._gauges.items():
+            gauge.labels(*labelvalues).set(getattr(said, name.partition(":")[2]))
+
+
 @functools.cache
 def _prom_class() -> Any:
     stock = private(first_module(STATS_MODULES), "NixlPromMetrics")
@@ -143,16 +193,12 @@ def _prom_class() -> Any:
             )
             for values in per_engine_labelvalues.values():
                 self._quarantined.labels(*values).set(0)
-            self._kinds = [
-                self._gauge_cls(
-                    name=name,
-                    documentation=f"Identifies the {what}. Engines hand over to each other if compatibility_id is "
-                    "equal, and checkpoint_id or weights_id is equal and not 0.",
-                    multiprocess_mode="mostrecent",
-                    labelnames=labelnames,
-                )
-                for name, what in _KINDS
-            ]
+            self._kinds = _kind_gauges(self._gauge_cls, labelnames)
+            self._headroom = _HeadroomGauges(self._gauge_cls, labelnames)
+
+        def say_headroom(self, engine_idx: int, headroom: bytes) -> None:
+            """What an engine could take now. Called on a thread of its own, every two seconds."""
+            self._headroom.set(self._labelvalues[engine_idx], headroom)
 
         def say_kind(self, engine_idx: int, answers: list[tuple[str, bytes]]) -> None:
             """An engine's side channel gives other answers than before. Called on a thread of its own."""
@@ -167,10 +213,8 @@ def _prom_class() -> Any:
         def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
             super().observe(transfer_stats_data, engine_idx)
             values = self._labelvalues[engine_idx]
-            for cause in transfer_stats_data.get(_FAILURES, ()):
-                self._failures.labels(*values, FailureCause(cause).label).inc()
-            for cause in transfer_stats_data.get(_REVOKED, ()):
-                self._revoked.labels(*values, RevocationCause(cause).label).inc()
+            _count(self._failures, values, FailureCause, transfer_stats_data.get(_FAILURES, ()))
+            _count(self._revoked, values, RevocationCause, transfer_stats_data.get(_REVOKED, ()))
             for blocks in transfer_stats_data.get(_QUARANTINED, ())[-1:]:
                 self._quarantined.labels(*values).set(blocks)
 

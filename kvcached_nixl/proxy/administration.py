@@ -101,6 +101,7 @@ def _as_dict(instance: Instance) -> dict[str, object]:
         "requests": instance.requests,
         "keeping": instance.keeping,
         "outstanding_tokens": instance.tokens,
+        "capacity_tokens": None if instance.capacity is None else int(instance.capacity.tokens),
         "transfer_mode": None if found is None else found.mode.value,
         "engine_id": None if found is None else found.where.engine_id,
         "incarnation": None if found is None else found.incarnation,

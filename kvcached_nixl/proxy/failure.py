@@ -44,6 +44,8 @@ class RouterFailure(str, Enum):
     KEY = "key"
     BUSY = "busy"
     """The limit of requests in flight, or of memory for their bodies, is reached."""
+    FULL = "full"
+    """Decode servers have no room for the prompt, and will not have for as long as a request may wait."""
     DRAINING = "draining"
     NO_SERVER = "no_server"
     UNREACHABLE = "unreachable"

@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any
 
 from kvcached_nixl.proxy.address import address_of
+from kvcached_nixl.proxy.admission import Admission
 from kvcached_nixl.proxy.affinity import PrefixTree
 from kvcached_nixl.proxy.cost import Costs
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.proxy.instance import Booking, Health, Instance, Role
-from kvcached_nixl.proxy.kind import Kind
+from kvcached_nixl.proxy.kind import Capacity, Kind
 from kvcached_nixl.proxy.metrics import Metrics
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.policy import Wanted, make
@@ -53,6 +54,7 @@ class Fleet:
         self._draw = random.Random()
         self._decoded = PrefixTree()
         self.costs = Costs()
+        self.admission = Admission(options.decode_fill, options.queue_timeout_seconds, self._decodes_capacity)
         self.metrics = Metrics(self._instances.values)
         self.upstream = Upstream(options.connect_timeout_seconds, options.unresponsive_timeout_seconds)
         self.retry_budget = RetryBudget()
@@ -135,6 +137,7 @@ class Fleet:
         """Wake the requests that wait for a server."""
         self._changed.set()
         self._changed = asyncio.Event()
+        self.admission.look()
 
     async def change(self) -> None:
         """Wait until a server has become usable, or has stopped to be."""
@@ -212,6 +215,15 @@ class Fleet:
         alone_seconds, tokens, server = min(costs, key=lambda one: one[0])
         ahead = min(one.tokens for one in prefills) + request.prompt_tokens
         return (Booking(server, None), tokens) if self.costs.is_alone_better(alone_seconds, ahead) else None
+
+    def _decodes_capacity(self) -> Capacity | None:
+        """What all usable decode servers can hold, and have to do; None if one of them does not say it."""
+        usable = self._usable(Role.DECODE)
+        said = [one.capacity for one in usable if one.capacity is not None]
+        if not said or len(said) < len(usable):
+            return None
+        demand = [max(0.0, one.capacity.demand_tokens + one.sent_tokens) for one in usable if one.capacity is not None]
+        return Capacity(sum(one.tokens for one in said), sum(demand))
 
     def decoded(self, server: Instance, request: Wanted) -> None:
         """A decode server has this prompt in its prefix cache from now on."""

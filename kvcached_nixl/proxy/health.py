@@ -17,7 +17,7 @@ from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.fleet import Fleet
 from kvcached_nixl.proxy.instance import Health, Instance, Role
-from kvcached_nixl.proxy.kind import kind_of
+from kvcached_nixl.proxy.kind import capacity_of, kind_of
 
 __all__ = ["pause_seconds", "watch"]
 
@@ -53,7 +53,8 @@ async def watch(instance: Instance, fleet: Fleet) -> None:
             if instance.state is not Health.UP or time.monotonic() >= due_seconds:
                 read_at_seconds = time.monotonic()
                 is_read = await _look_at_metrics(instance, fleet)
-                pause_looks = LOOKS_PER_METRICS if is_read else 1
+                is_filling = instance.capacity is not None and instance.capacity.is_filling
+                pause_looks = LOOKS_PER_METRICS if is_read and not is_filling else 1
                 due_seconds = time.monotonic() + pause_looks * fleet.options.health_interval_seconds
         except LegFailed as failure:
             failures += failure.cause in _CERTAIN
@@ -100,7 +101,7 @@ def _set(instance: Instance, state: Health, reason: str, fleet: Fleet) -> None:
         instance.is_warned = False
     else:
         instance.ranks.forget()
-        instance.kind = None
+        instance.kind = instance.capacity = None
         instance.epoch = time.monotonic_ns()
         if before is Health.UP:
             fleet.metrics.ejections.labels(instance.role.value, instance.name).inc()
@@ -168,11 +169,13 @@ async def _look_at_metrics(instance: Instance, fleet: Fleet) -> bool:
     except LegFailed as failure:
         logger.debug("%s: %s", instance.name, failure.reason)
         return False
+    instance.capacity, instance.sent_tokens = capacity_of(said), 0
     before_kind, instance.kind = instance.kind, kind_of(said)
     if before_kind != instance.kind:
         fleet.notify()
     if instance.role is not Role.DECODE:
         return True
+    fleet.admission.look()
     total = sum(float(found) for found in _FAILURES.findall(said))
     before, instance.reported_failures = instance.reported_failures, total
     # A counter that went down was reset by a restart, so all of it is new.

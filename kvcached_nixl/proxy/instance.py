@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvcached_nixl.proxy.address import address_of
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
-from kvcached_nixl.proxy.kind import Kind
+from kvcached_nixl.proxy.kind import Capacity, Kind
 from kvcached_nixl.proxy.ranks import Ranks
 
 __all__ = ["Instance", "InstanceLoad", "Booking", "Role", "Health", "Leg"]
@@ -95,6 +95,8 @@ class Instance:
     Attributes:
         ranks: of a prefill server: what its responses said about its data-parallel ranks.
         kind: which servers it can hand over to; None if that is not known, and tried.
+        capacity: of a decode server: what it said last of its memory.
+        sent_tokens: of prompts that were sent to it since then, less those that have ended.
         epoch: drawn when it was added, and again when it goes down; no two servers of one name share one.
         weight: its share of the requests, relative to the others of its role.
         requests, tokens: number of legs in flight, and an estimate of their tokens.
@@ -113,6 +115,8 @@ class Instance:
         self.role = role
         self.weight = weight
         self.kind: Kind | None = None
+        self.capacity: Capacity | None = None
+        self.sent_tokens = 0
         self.epoch = time.monotonic_ns()
         self.url = url.rstrip("/")
         self.name = address_of(url)

@@ -6,13 +6,46 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["Kind", "kind_of"]
+__all__ = ["Capacity", "Kind", "capacity_of", "kind_of"]
 
 _GAUGE = re.compile(
     rb"^kvcached_nixl:(compatibility|checkpoint|weights)_id(?:\{[^\n]*\})? "
     rb"([0-9]{1,17}(?:\.[0-9]{1,17})?(?:e\+?[0-9]{1,3})?)$",
     re.M,
 )
+
+
+_TOKENS = re.compile(
+    rb"^kvcached_nixl:(free|used|queued)_tokens(?:\{[^\n]*\})? ([0-9]{1,17}(?:\.[0-9]{1,17})?(?:e\+?[0-9]{1,2})?)$",
+    re.M,
+)
+
+
+class Capacity(NamedTuple):
+    """What a server's metrics say of its memory, in tokens of KV, of all its engines.
+
+    Attributes:
+        tokens: that it can hold: those in use, and those that it could take now. Changes with other engines' needs.
+        demand_tokens: in use or queued.
+    """
+
+    tokens: float
+    demand_tokens: float
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether it should be looked at often."""
+        return self.demand_tokens > self.tokens / 2
+
+
+def capacity_of(metrics: bytes) -> Capacity | None:
+    """Returns the capacity of a server; None if its ``/metrics`` do not say it."""
+    found: dict[bytes, float] = {}
+    for name, value in _TOKENS.findall(metrics):
+        found[name] = found.get(name, 0.0) + float(value)
+    if len(found) < 3 or not found[b"free"] + found[b"used"]:
+        return None
+    return Capacity(found[b"free"] + found[b"used"], found[b"used"] + found[b"queued"])
 
 
 class Kind(NamedTuple):

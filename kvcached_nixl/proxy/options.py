@@ -27,9 +27,10 @@ MIB = 1 << 20
 MOST_WEIGHT = 1000.0
 
 
-def _number(default: Any, description: str) -> Any:
-    """A numeric setting whose flag has its name, without ``_seconds``."""
-    return field(default=default, metadata={"help": description})
+def _number(default: Any, description: str, *, least: float | None = None) -> Any:
+    """A numeric setting whose flag has its name, without ``_seconds``. ``least`` is 1 if not given, or 0 if the default
+    is 0."""
+    return field(default=default, metadata={"help": description, "least": least})
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Options:
     log_json: bool = False
     alone_most_tokens: int = _number(
         0, "tokens of a prompt that decode may compute itself, where it costs less than a hand-over; 0: never"
+    )
+    decode_fill: float = _number(
+        1.5,
+        "how much decode servers may have to do before requests wait, relative to what they can hold; 0: no limit",
+        least=0,
     )
     attempts: int = _number(2, "how often a request is tried at most, before its response has begun")
     max_inflight: int = _number(1024, "requests in flight at once; one more is answered 429")
@@ -106,8 +112,8 @@ def _check_number(one: Field[Any], value: float) -> None:
     if one.name.endswith("_seconds"):
         if not 0 < value <= 86_400:
             raise _bad(f"{one.name}={value}", "a number of seconds above 0 and up to 86,400")
-    elif value < (least := 1 if one.default else 0):
-        raise _bad(f"{one.name}={value}", f"at least {least}")
+    elif not value >= (least := one.metadata["least"] if one.metadata["least"] is not None else bool(one.default)):
+        raise _bad(f"{one.name}={value}", f"at least {int(least)}")
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):

@@ -101,6 +101,14 @@ class Journey:
         asked, options = self._asked, self._options
         if asked.needs_leave and not options.decode_alone:
             raise Refusal(400, RouterFailure.SEVERAL, f"{asked.reason}.", param=asked.param)
+        # With parameters of a client, prefill has computed already, or nothing but prefill is asked for.
+        waits = asked.alone is not Alone.CLIENT
+        async with self._fleet.admission.admitted(asked.prompt_tokens, waits=waits):
+            self._queue_deadline_seconds = time.monotonic() + options.queue_timeout_seconds
+            await self._attempts()
+
+    async def _attempts(self) -> None:
+        options = self._options
         delivered, pause_seconds = 0, FIRST_PAUSE_SECONDS
         while True:
             self._record.attempts += 1
@@ -305,7 +313,8 @@ class Journey:
             return cached_tokens if offer is None else offer.cached_tokens
 
         leg_id = self._leg_id()
-        with self._leg(server, asked.prompt_tokens + asked.max_tokens) as leg:
+        counted = self._fleet.admission.at_decode(server, asked.prompt_tokens)
+        with counted, self._leg(server, asked.prompt_tokens + asked.max_tokens) as leg:
             if beside is not None:
                 beside.watch(leg.guard, self._out)
             body = decode_body(asked, params, leg_id)

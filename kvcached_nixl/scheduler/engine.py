@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.step import BlockIds
 
 __all__ = ["BlockPool", "Progress", "Reader", "Request"]
@@ -139,6 +140,10 @@ class BlockPool(Protocol):
     @property
     def blocks_over_limit(self) -> int:
         """How many more blocks are allocated than kvcached's limit (``kvctl limit``) allows."""
+        ...
+
+    def usage(self) -> BlockUsage:
+        """Numbers at this moment. May be called from any thread."""
         ...
 
     def tell_neighbours(self) -> bool:

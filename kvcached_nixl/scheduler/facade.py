@@ -33,6 +33,7 @@ from kvcached_nixl.scheduler.side_channel_listener import (
 from kvcached_nixl.scheduler.starvation import Starvation
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
+from kvcached_nixl.wire.headroom import Headroom, encode_headroom
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
@@ -133,6 +134,23 @@ class SchedulerFacade:
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
+
+    def headroom(self) -> bytes:
+        """Returns this engine's `Headroom`, encoded; empty before its first step. May be called from any thread."""
+        if self._blocks is None:
+            return b""
+        usage, per_block = self._blocks.usage(), self._terms.groups.tokens_per_block
+        num_offers, num_kept = self._offering.kept_now()
+        return encode_headroom(
+            Headroom(
+                free_tokens=int(usage.num_free * per_block),
+                used_tokens=int(usage.num_used * per_block),
+                queued_tokens=usage.queued_tokens,
+                kept_offers=num_offers,
+                kept_tokens=int(num_kept * per_block),
+                free_bytes=usage.free_bytes,
+            )
+        )
 
     def woken(self) -> None:
         """A worker has something to report: makes the engine step. May be called from any thread."""

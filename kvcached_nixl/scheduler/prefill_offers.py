@@ -135,6 +135,11 @@ class PrefillOffers:
         """Requests that have ended, and whose blocks are kept."""
         return len(self._kept)
 
+    def kept_now(self) -> tuple[int, int]:
+        """Returns how many requests are kept, and their blocks. May be called from any thread."""
+        kept = list(self._kept.values())
+        return len(kept), sum(one.num_blocks for one in kept)
+
     @property
     def due_at_seconds(self) -> float | None:
         """When the next offer is to be revoked; None if none is."""

@@ -205,7 +205,9 @@ def _listen(call: Call) -> None:
 
     def listener(answers: Answers) -> HandshakeListener:
         def listen() -> Listener:
-            return Listener(address.listening, address.bound.port, answers, side.woken, side.wake_address.key)
+            return Listener(
+                address.listening, address.bound.port, answers, side.woken, side.wake_address.key, side.headroom
+            )
 
         return start(address, answers, listen, _channel())
 
@@ -346,7 +348,7 @@ def build_prom_metrics(call: Call) -> Any:
         logger.warning("No metric says what this server's handshake compares: %s", error.line)
         return made
     parallel = call.argument("vllm_config").parallel_config
-    HandshakeWatch(_channel(), engines, int(private(parallel, "tensor_parallel_size")), made.say_kind)
+    HandshakeWatch(_channel(), engines, int(private(parallel, "tensor_parallel_size")), made)
     return made
 
 

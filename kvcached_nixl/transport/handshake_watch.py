@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
-from weakref import WeakMethod
+from typing import Protocol
+from weakref import ref
 
 from kvcached_nixl.side_channel_address import Endpoint
 from kvcached_nixl.transport.side_channel import SideChannel
@@ -22,7 +23,17 @@ logger = logging.getLogger("vllm.kvcached_nixl")
 
 INTERVAL_SECONDS = 2.0
 
-Told = Callable[[int, list[tuple[str, bytes]]], None]
+
+class Listens(Protocol):
+    """What is told, on the watch's thread."""
+
+    def say_kind(self, engine_idx: int, answers: list[tuple[str, bytes]]) -> None:
+        """The answers of all ranks of an engine are new."""
+        ...
+
+    def say_headroom(self, engine_idx: int, headroom: bytes) -> None:
+        """What an engine could take now; empty if it does not know."""
+        ...
 
 
 class HandshakeWatch:
@@ -32,15 +43,14 @@ class HandshakeWatch:
         channel: is closed at the end.
         engines: index of each engine -> its side channel. Those on other hosts do not answer, and stay unknown.
         ranks: of one engine.
-        told: the listener's method, called on the watch's thread with an engine's index and the answers of all its
-            ranks, if they are new. The watch does not keep the listener alive.
+        listener: the watch does not keep it alive.
     """
 
-    def __init__(self, channel: SideChannel, engines: Mapping[int, Endpoint], ranks: int, told: Told) -> None:
+    def __init__(self, channel: SideChannel, engines: Mapping[int, Endpoint], ranks: int, listener: Listens) -> None:
         self._channel = channel
         self._engines = dict(engines)
         self._ranks = ranks
-        self._told = WeakMethod(told)
+        self._listener = ref(listener)
         self._known: dict[int, tuple[str, bytes]] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-handshake-watch", daemon=True)
@@ -53,11 +63,12 @@ class HandshakeWatch:
 
     def _run(self) -> None:
         try:
-            while self._told() is not None:
+            while self._listener() is not None:
                 asked = {index: self._channel.ask(*where, 0) for index, where in self._engines.items()}
                 for index, first in asked.items():
                     try:
                         self._look(index, first.result())
+                        self._ask_headroom(index)
                     except (OSError, ValueError, CancelledError) as error:
                         logger.debug("The side channel of engine %d is not read: %s", index, error)
                     except Exception:
@@ -74,7 +85,12 @@ class HandshakeWatch:
             return
         others = [self._channel.ask(*self._engines[index], rank) for rank in range(1, self._ranks)]
         answers = [first, *(one.result() for one in others)]
-        told = self._told()
-        if told is not None and all(metadata for _, metadata in answers):
-            told(index, answers)
+        listener = self._listener()
+        if listener is not None and all(metadata for _, metadata in answers):
+            listener.say_kind(index, answers)
             self._known[index] = first
+
+    def _ask_headroom(self, index: int) -> None:
+        headroom, listener = self._channel.ask_headroom(*self._engines[index]).result(), self._listener()
+        if listener is not None and headroom:
+            listener.say_headroom(index, headroom)

@@ -34,6 +34,7 @@ logger = logging.getLogger("vllm.kvcached_nixl")
 
 _ASK = b"get_meta_msg"
 _WAKE = b"kvcached_nixl has ended something"
+_HEADROOM = b"kvcached_nixl headroom"
 _REPLY_SECONDS = 5.0
 _STOP_SECONDS = 0.5
 _ASKED_AT_ONCE, _ASKED_AT_ONCE_THERE = 256, 8
@@ -58,6 +59,8 @@ class Listener:
             compatibility string, so that the peer refuses the handshake and logs the text.
         woken: called on the listener's thread when a worker of this engine has something to report.
         key: secret that such a worker sends.
+        headroom: returns what the engine could take now, encoded; empty if that is not known. Called on the listener's
+            thread.
 
     Raises:
         OSError: an address cannot be bound.
@@ -70,7 +73,9 @@ class Listener:
         answers: Mapping[int, tuple[str, bytes]],
         woken: Callable[[], None],
         key: str,
+        headroom: Callable[[], bytes] = lambda: b"",
     ) -> None:
+        self._headroom = headroom
         self._answers: dict[int, bytes] = {}
         self.answer(answers)
         self._woken = woken
@@ -137,6 +142,8 @@ class Listener:
             logger.warning("Dropped a message to the side channel: expected a request for a rank's handshake")
         elif said == [_WAKE, self._key]:
             self._woken()
+        elif said[0] == _HEADROOM:
+            self._send([frames[0], b"", self._said_headroom()])
         elif said[0] == _ASK:
             answer = [frames[0], b"", self._answer(said[-1], said[-2] if len(said) == 3 else 0)]
             if len(said) == 3:
@@ -151,6 +158,14 @@ class Listener:
             said = f"no rank {shown}: this engine has {sorted(self._answers)}; correct the router's tp_size"
             found = msgspec.msgpack.encode(_Reply(said, b""))
         return found
+
+    def _said_headroom(self) -> bytes:
+        try:
+            return self._headroom()
+        except Exception:
+            # The engine's thread changes meanwhile what is read here. Without an answer the asker asks again.
+            logger.debug("The engine's headroom could not be read", exc_info=True)
+            return b""
 
     def _send(self, frames: list[bytes]) -> None:
         try:
@@ -190,6 +205,10 @@ class SideChannel:
         answer cannot be read.
         """
         return asyncio.run_coroutine_threadsafe(self._ask(host, port, tp_rank), self._running())
+
+    def ask_headroom(self, host: str, port: int) -> Future[bytes]:
+        """Requests an engine's headroom, encoded; empty if it does not know it. Fails as `ask` does."""
+        return asyncio.run_coroutine_threadsafe(self._ask_headroom(host, port), self._running())
 
     def wake(self, host: str, port: int, key: str) -> None:
         """Tells this engine's own listener that a worker has something to report. The message may get lost."""
@@ -234,16 +253,30 @@ class SideChannel:
             loop.close()
 
     async def _ask(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
+        frames = await self._exchanged(host, port, (_ASK, 0, tp_rank) if self._names_stage else (_ASK, tp_rank))
+        try:
+            reply = msgspec.msgpack.decode(frames[0], type=_Reply)
+        except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as error:
+            raise ValueError(
+                f"the answer of the side channel at {Endpoint(host, port)} cannot be read: {error}"
+            ) from error
+        return reply.compatibility_hash, reply.agent_metadata_bytes
+
+    async def _ask_headroom(self, host: str, port: int) -> bytes:
+        frames = await self._exchanged(host, port, (_HEADROOM, 0))
+        return bytes(frames[0]) if frames else b""
+
+    async def _exchanged(self, host: str, port: int, question: tuple[object, ...]) -> list[bytes]:
         there = self._asked_there.setdefault((host, port), asyncio.Semaphore(_ASKED_AT_ONCE_THERE))
         async with there, self._asked_at_once:
             try:
-                return await self._asked_alone(host, port, tp_rank)
+                return await self._exchanged_alone(host, port, question)
             except zmq.ZMQError as error:
                 raise OSError(
                     f"no request could be sent to the side channel at {Endpoint(host, port)}: {error}"
                 ) from error
 
-    async def _asked_alone(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
+    async def _exchanged_alone(self, host: str, port: int, question: tuple[object, ...]) -> list[bytes]:
         address = await self._listening(host, port)
         assert self._context is not None
         with self._context.socket(zmq.REQ) as asking:
@@ -252,18 +285,11 @@ class SideChannel:
             asking.setsockopt(zmq.IPV6, int(":" in address))
             try:
                 asking.connect(_url(address, port))
-                await asking.send(msgspec.msgpack.encode((_ASK, 0, tp_rank) if self._names_stage else (_ASK, tp_rank)))
-                frames = await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS)
+                await asking.send(msgspec.msgpack.encode(question))
+                return list(await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS))
             except asyncio.TimeoutError as error:
                 reason = f"the side channel at {Endpoint(host, port)} does not answer within {_REPLY_SECONDS:g} s"
                 raise TimeoutError(reason) from error
-        try:
-            reply = msgspec.msgpack.decode(frames[0], type=_Reply)
-        except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as error:
-            raise ValueError(
-                f"the answer of the side channel at {Endpoint(host, port)} cannot be read: {error}"
-            ) from error
-        return reply.compatibility_hash, reply.agent_metadata_bytes
 
     async def _listening(self, host: str, port: int) -> str:
         """An address of the host at which something listens. ZMQ itself would retry without reporting anything."""

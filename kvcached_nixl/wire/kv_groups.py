@@ -83,6 +83,15 @@ class KVGroups:
         return math.lcm(*self.block_sizes)
 
     @property
+    def tokens_per_block(self) -> float:
+        """Tokens whose KV fits into one block of the pool, on average over the groups: each has blocks of its own.
+
+        Groups that keep only a window or a state count where no other keeps everything.
+        """
+        whole = [group for group in self.all if group.keeps is Keeps.EVERYTHING] or self.all
+        return 1 / sum(1 / group.block_size for group in whole)
+
+    @property
     def drop_blocks(self) -> bool:
         """Whether vLLM frees blocks of some group while a request is computed."""
         return any(group.keeps is not Keeps.EVERYTHING for group in self.all)

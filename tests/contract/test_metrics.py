@@ -18,6 +18,7 @@ from kvcached_nixl.compat import metrics
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.proxy import kind as router
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
+from kvcached_nixl.wire.headroom import Headroom, encode_headroom
 from kvcached_nixl.wire.kind import Kind
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 
@@ -44,6 +45,16 @@ def test_the_router_reads_what_an_engine_says() -> None:
     assert router.kind_of(generate_latest(REGISTRY)) == tuple(map(float, Kind.of([answer()])))
     one.say_kind(0, [("tag", b"\xc1")])
     assert router.kind_of(generate_latest(REGISTRY)) == tuple(map(float, Kind.of([answer()])))
+
+
+def test_an_engine_says_what_it_could_take() -> None:
+    one = made()
+    one.say_headroom(0, encode_headroom(Headroom(10, 20, 30, 1, 5, 2**40)))
+    one.say_headroom(0, b"\xc1")
+    text = generate_latest(REGISTRY).decode()
+    for line in ("free_tokens", "used_tokens", "queued_tokens", "kept_offers", "kept_tokens", "free_bytes"):
+        assert f"kvcached_nixl:{line}{{" in text
+    assert router.capacity_of(text.encode()) == router.Capacity(30.0, 50.0)
 
 
 def test_the_logger_may_be_made_anew() -> None:

@@ -20,6 +20,7 @@ from kvcached_nixl.compat.metrics import take_reasons
 from kvcached_nixl.compat.platform import device_name
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.step import BlockIds, Reports
 
 __all__ = [
@@ -106,6 +107,21 @@ class EngineBlocks:
         allowed = limit_bytes // private(manager, "block_mem_size")
         exceeds = pages.get_num_inuse_pages() > limit_bytes // private(manager, "page_size")
         return max(int(exceeds), int(private(manager, "_get_num_alloced_blocks")()) - allowed)
+
+    def usage(self) -> BlockUsage:
+        """As seen from any thread: the engine's own may change things meanwhile, so a failure means "ask again"."""
+        pool, scheduler = self._pool, self.engine_scheduler
+        num_free = int(pool.get_num_free_blocks())
+        manager = optional(pool, "kv_cache_manager")
+        free_bytes, num_used = 0, int(private(pool, "num_gpu_blocks")) - 1 - num_free
+        if manager is not None:
+            pages = private(manager, "page_allocator")
+            page_bytes = private(manager, "page_size") * private(manager, "num_layers")
+            free_bytes = int(pages.get_avail_physical_pages() * page_bytes * private(manager, "num_kv_buffers"))
+            cached = len(optional(pool, "_evictable_blocks", ()))
+            num_used = max(0, int(private(manager, "_get_num_alloced_blocks")()) - cached)
+        queued_tokens = sum(one.num_prompt_tokens for one in list(queued(scheduler)) if wants_blocks(one))
+        return BlockUsage(num_free, max(0, num_used), free_bytes, queued_tokens)
 
     def tell_neighbours(self) -> bool:
         """Say how much memory the next request waits for that the device does not have. Returns whether it is any."""

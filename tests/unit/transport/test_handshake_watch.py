@@ -26,9 +26,13 @@ def free_port() -> int:
 class Told:
     def __init__(self) -> None:
         self.queue: queue.Queue[tuple[int, list[tuple[str, bytes]]]] = queue.Queue()
+        self.headroom: queue.Queue[tuple[int, bytes]] = queue.Queue()
         self.failures = 0
 
-    def tell(self, index: int, said: list[tuple[str, bytes]]) -> None:
+    def say_headroom(self, index: int, said: bytes) -> None:
+        self.headroom.put((index, said))
+
+    def say_kind(self, index: int, said: list[tuple[str, bytes]]) -> None:
         if self.failures:
             self.failures -= 1
             raise RuntimeError("no room for a metric")
@@ -59,7 +63,7 @@ def listener(port: int, said: Answers) -> Listener:
 def test_each_change_is_told_once() -> None:
     told, ports = Told(), (free_port(), free_port())
     engines = {index: Endpoint("127.0.0.1", port) for index, port in enumerate(ports)}
-    watch = HandshakeWatch(SideChannel(names_stage=True), engines, 2, told.tell)
+    watch = HandshakeWatch(SideChannel(names_stage=True), engines, 2, told)
     try:
         listeners = [listener(port, answers(letter)) for port, letter in zip(ports, (b"a", b"b"), strict=True)]
         first = sorted(told.get() for _ in range(2))
@@ -76,10 +80,33 @@ def test_each_change_is_told_once() -> None:
         watch.close()
 
 
+def test_an_engines_headroom_is_asked_again_and_again() -> None:
+    """As it is at that moment; one that cannot be read, or is not known, is left out."""
+    told, port, said = (
+        Told(),
+        free_port(),
+        iter([b"first", RuntimeError("changed size during iteration"), b"", b"last"]),
+    )
+
+    def headroom() -> bytes:
+        found = next(said, b"last")
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    one = Listener(["127.0.0.1"], port, answers(b"a", 1), lambda: None, "key", headroom)
+    watch = HandshakeWatch(SideChannel(names_stage=True), {3: Endpoint("127.0.0.1", port)}, 1, told)
+    try:
+        assert [told.headroom.get(timeout=10) for _ in range(2)] == [(3, b"first"), (3, b"last")]
+    finally:
+        watch.close()
+        one.close()
+
+
 def test_a_failure_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
     told, port = Told(), free_port()
     told.failures = 2
-    watch = HandshakeWatch(SideChannel(names_stage=True), {0: Endpoint("127.0.0.1", port)}, 1, told.tell)
+    watch = HandshakeWatch(SideChannel(names_stage=True), {0: Endpoint("127.0.0.1", port)}, 1, told)
     one = listener(port, answers(b"a", 1))
     try:
         assert told.get() == (0, [("tag", b"a0")])
@@ -91,7 +118,7 @@ def test_a_failure_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> N
 
 def test_it_ends_with_whom_it_tells() -> None:
     told = Told()
-    watch = HandshakeWatch(SideChannel(names_stage=True), {}, 1, told.tell)
+    watch = HandshakeWatch(SideChannel(names_stage=True), {}, 1, told)
     (thread,) = (one for one in threading.enumerate() if one.name == "kvcached-nixl-handshake-watch")
     del told
     thread.join(10)

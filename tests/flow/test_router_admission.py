@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill computes nothing that decode has no room for: requests wait at the router, or are told when to come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from support.router_under_test import HELLO, UnderTest, check, quiet, serving_before, until
+from support.stub_servers import Fabric, Stub, stubs
+
+PROMPT = "x" * 400
+"""About 100 tokens."""
+FREE, USED = 250, 0
+
+
+@asynccontextmanager
+async def pair(*, pushes: bool = False, **options: object) -> AsyncIterator[UnderTest]:
+    """A router before one prefill and one decode stub, which said once that it can hold two prompts and a half."""
+    fabric = Fabric()
+    prefill, decode = (Stub(fabric, pushes=pushes) for _ in range(2))
+    decode.tokens_of_memory = (FREE, USED, 0)
+    options = {"decode_fill": 1.0, "health_interval_seconds": 60.0, **options}
+    async with stubs(prefill, decode), serving_before([prefill], [decode], **options) as at:
+        yield at
+
+
+async def asked(at: UnderTest, count: int) -> list[asyncio.Task[httpx.Response]]:
+    return [asyncio.create_task(at.complete(PROMPT, max_tokens=4)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+def test_prefill_is_asked_for_as_much_as_decode_can_take(pushes: bool) -> None:
+    async def run() -> None:
+        async with pair(pushes=pushes) as at:
+            at.decodes[0].token_seconds = 0.05
+            requests = await asked(at, 8)
+            most = 0
+            while not all(one.done() for one in requests):
+                most = max(most, sum(one.requests for one in at.router.app.fleet))
+                await asyncio.sleep(0.005)
+            for one in requests:
+                check(one.result(), {**HELLO, "prompt": PROMPT, "stream": False})
+                assert one.result().status_code == 200
+            assert len(at.prefills[0].asked) == 8, "none twice"
+            assert 0 < most <= (4 if pushes else 2)
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+def test_what_others_leave_of_the_device_counts() -> None:
+    """Another engine takes memory, and gives it back: the same requests wait, and then go on."""
+
+    async def run() -> None:
+        async with pair(health_interval_seconds=0.05) as at:
+            decode = at.decodes[0]
+            decode.tokens_of_memory = (10, 0, 40)
+            (known,) = (one for one in at.router.app.fleet if one.name == decode.name)
+            await until(lambda: known.capacity is not None and known.capacity.tokens == 10, "it was not looked at")
+            decode.token_seconds = 0.5
+            first, second = await asked(at, 2)
+            await asyncio.sleep(0.3)
+            assert len(at.prefills[0].asked) == 1, "one alone may be larger than all"
+            decode.tokens_of_memory = (1000, 0, 0)
+            await until(lambda: len(at.prefills[0].asked) == 2, "the second one still waits")
+            assert [one.status_code for one in await asyncio.gather(first, second)] == [200, 200]
+
+    asyncio.run(run())
+
+
+def test_who_would_wait_too_long_is_told_when_to_come_back() -> None:
+    async def run() -> None:
+        async with pair(queue_timeout_seconds=0.4) as at:
+            at.decodes[0].token_seconds = 0.3
+            answers = await asyncio.gather(*await asked(at, 8))
+            assert {one.status_code for one in answers} == {200, 503}
+            refused = [one for one in answers if one.status_code == 503]
+            assert all(int(one.headers["Retry-After"]) >= 1 for one in refused)
+            assert all("no room" in one.json()["error"]["message"] for one in refused)
+            assert len(at.prefills[0].asked) == 8 - len(refused), "nothing was computed for them"
+
+    asyncio.run(run())
+
+
+def test_without_the_limit_all_are_computed_at_once() -> None:
+    async def run() -> None:
+        async with pair(decode_fill=0.0) as at:
+            at.prefills[0].prefill_seconds = 0.3
+            requests = await asked(at, 8)
+            await until(lambda: len(at.prefills[0].asked) == 8, "some wait")
+            assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
+
+    asyncio.run(run())

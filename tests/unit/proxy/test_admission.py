@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""proxy/admission.py: who may start, in which order, and what the others are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.proxy import admission as module
+from kvcached_nixl.proxy.admission import Admission
+from kvcached_nixl.proxy.failure import Refusal, RouterFailure
+from kvcached_nixl.proxy.instance import Instance, Role
+from kvcached_nixl.proxy.kind import Capacity, capacity_of
+
+
+class Decode:
+    """One decode server that can hold 100 tokens."""
+
+    def __init__(self, demand: float = 0.0, tokens: float = 100.0) -> None:
+        self.capacity: Capacity | None = Capacity(tokens, demand)
+        self.server = Instance(Role.DECODE, "http://127.0.0.1:1")
+
+    def said(self) -> Capacity | None:
+        if self.capacity is None:
+            return None
+        return self.capacity._replace(demand_tokens=max(0.0, self.capacity.demand_tokens + self.server.sent_tokens))
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+class Request:
+    """A request that has started, or waits to."""
+
+    def __init__(self, door: Admission, tokens: int, **options: bool) -> None:
+        self.started, self.ending = asyncio.Event(), asyncio.Event()
+        self.task = asyncio.create_task(self._run(door, tokens, options))
+
+    async def _run(self, door: Admission, tokens: int, options: dict[str, bool]) -> None:
+        async with door.admitted(tokens, **options):
+            self.started.set()
+            await self.ending.wait()
+
+    async def end(self) -> None:
+        self.ending.set()
+        await self.task
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def started(*requests: Request) -> list[bool]:
+    return [one.started.is_set() for one in requests]
+
+
+def test_as_many_start_as_there_is_room_for_and_the_others_in_their_order() -> None:
+    async def test() -> None:
+        decode = Decode()
+        door = Admission(1.5, 60.0, decode.said)
+        some = [Request(door, tokens) for tokens in (60, 60, 60, 10, 60)]
+        await settle()
+        assert started(*some) == [True, True, False, False, False], "a small one does not overtake"
+        await some[0].end()
+        await settle()
+        assert started(*some) == [True, True, True, True, False]
+        assert door.waiting_tokens == 60 and door.pending_tokens == 130
+        for one in some:
+            await one.end()
+            await settle()
+        assert (door.pending_tokens, door.waiting_tokens) == (0, 0)
+
+    run(test)
+
+
+def test_what_decode_says_counts_and_what_was_sent_to_it_since() -> None:
+    async def test() -> None:
+        decode = Decode(demand=120)
+        door = Admission(1.5, 60.0, decode.said)
+        first = Request(door, 90)
+        await settle()
+        assert started(first) == [True], "one alone may be larger than all"
+        second = Request(door, 10)
+        await settle()
+        assert started(second) == [False]
+        with door.at_decode(decode.server, 90):
+            assert (door.pending_tokens, decode.server.sent_tokens) == (0, 90)
+            # It has said so itself by now.
+            decode.capacity, decode.server.sent_tokens = Capacity(100, 130), 0
+            door.look()
+            await settle()
+            assert started(second) == [True]
+        assert decode.server.sent_tokens == -90, "what has ended since"
+        await first.end()
+        await second.end()
+        assert door.pending_tokens == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(("fill", "is_known"), [(0.0, True), (1.5, False)])
+def test_without_a_limit_nobody_waits(fill: float, is_known: bool) -> None:
+    async def test() -> None:
+        decode = Decode(demand=1000)
+        if not is_known:
+            decode.capacity = None
+        door = Admission(fill, 60.0, decode.said)
+        some = [Request(door, 60) for _ in range(5)]
+        await settle()
+        assert all(started(*some))
+        for one in some:
+            await one.end()
+
+    run(test)
+
+
+def test_what_does_not_wait_counts_all_the_same() -> None:
+    async def test() -> None:
+        decode = Decode()
+        door = Admission(1.0, 60.0, decode.said)
+        some = [Request(door, 90, waits=False) for _ in range(2)]
+        last = Request(door, 1)
+        await settle()
+        assert started(*some, last) == [True, True, False]
+        for one in (*some, last):
+            await one.end()
+
+    run(test)
+
+
+def test_one_that_leaves_the_queue_does_not_hold_the_others_up() -> None:
+    async def test() -> None:
+        decode = Decode()
+        door = Admission(1.0, 60.0, decode.said)
+        first, large, small = Request(door, 50), Request(door, 90), Request(door, 50)
+        await settle()
+        assert started(first, large, small) == [True, False, False]
+        large.task.cancel()
+        await settle()
+        assert started(small) == [True]
+        for one in (first, small):
+            await one.end()
+
+    run(test)
+
+
+def test_one_that_leaves_as_it_is_let_in_does_not_hold_the_others_up() -> None:
+    async def test() -> None:
+        decode = Decode()
+        door = Admission(1.0, 60.0, decode.said)
+        first, second, third = Request(door, 90), Request(door, 90), Request(door, 90)
+        await settle()
+        first.ending.set()
+        await first.task
+        second.task.cancel()
+        await settle()
+        assert started(third) == [True] and door.pending_tokens == 90
+        await third.end()
+        assert door.pending_tokens == 0
+
+    run(test)
+
+
+def test_who_would_wait_too_long_is_told_how_long_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        decode = Decode()
+        door = Admission(1.0, 20.0, decode.said)
+        now = [1000.0]
+        monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+        first = Request(door, 100)
+        await settle()
+        await first.end()
+        now[0] += 10.0
+        # 100 tokens have ended in ten seconds.
+        kept = [Request(door, tokens) for tokens in (100, 150)]
+        await settle()
+        assert started(*kept) == [True, False]
+        late = Request(door, 100)
+        with pytest.raises(Refusal) as refused:
+            await late.task
+        assert refused.value.cause is RouterFailure.FULL and refused.value.headers == {"Retry-After": "25"}
+        assert "150 tokens wait before it" in str(refused.value)
+        for one in kept:
+            await one.end()
+
+    run(test)
+
+
+def test_who_has_waited_too_long_is_refused() -> None:
+    async def test() -> None:
+        decode = Decode()
+        door = Admission(1.0, 0.05, decode.said)
+        first, second = Request(door, 100), Request(door, 100)
+        await settle()
+        with pytest.raises(Refusal):
+            await second.task
+        assert door.waiting_tokens == 0
+        await first.end()
+
+    run(test)
+
+
+SAID = b"""\
+kvcached_nixl:free_tokens{engine="0",model_name="m"} 100.0
+kvcached_nixl:used_tokens{engine="0",model_name="m"} 1.5e+03
+kvcached_nixl:queued_tokens{engine="0",model_name="m"} 7.0
+"""
+
+
+def test_the_capacity_of_a_server_is_that_of_all_its_engines() -> None:
+    assert capacity_of(SAID) == Capacity(1600.0, 1507.0)
+    assert capacity_of(SAID + SAID.replace(b'engine="0"', b'engine="1"')) == Capacity(3200.0, 3014.0)
+
+
+@pytest.mark.parametrize("said", [b"", SAID[: SAID.rfind(b"kvc")], SAID.replace(b" 1.5e+03", b" NaN"), b"x" + SAID])
+def test_metrics_without_it_say_no_capacity(said: bytes) -> None:
+    assert capacity_of(said) is None
+
+
+def test_a_server_without_memory_says_no_capacity() -> None:
+    assert capacity_of(SAID.replace(b"100.0", b"0.0").replace(b"1.5e+03", b"0.0")) is None

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""wire/headroom.py: numbers that an engine says of itself."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvcached_nixl.wire.checked import Malformed
+from kvcached_nixl.wire.headroom import Headroom, encode_headroom, read_headroom
+
+SAID = Headroom(10, 20, 30, 1, 5, 2**40)
+
+
+def test_it_comes_back_as_it_was() -> None:
+    assert read_headroom(encode_headroom(SAID)) == SAID
+
+
+@pytest.mark.parametrize("name", Headroom.__struct_fields__)
+@pytest.mark.parametrize("value", [-1, 2**63, 1.5, "1", None])
+def test_what_is_no_number_of_things_is_refused(name: str, value: object) -> None:
+    with pytest.raises(Malformed):
+        read_headroom(msgspec.msgpack.encode({**msgspec.structs.asdict(SAID), name: value}))
+
+
+@pytest.mark.parametrize("said", [b"", b"x", b"\xc1", msgspec.msgpack.encode({"free_tokens": 1})])
+def test_other_answers_are_refused(said: bytes) -> None:
+    with pytest.raises(Malformed):
+        read_headroom(said)
