@@ -83,7 +83,7 @@ class Pool:
 
     are_shared = is_producer = False
     stalled = starved = None
-    blocks_over_limit = blocks_for_neighbours = 0
+    blocks_over_limit = 0
 
     def __init__(self, order: Sequence[int]) -> None:
         self.free_blocks = list(reversed(order))
@@ -106,6 +106,15 @@ class Pool:
 
     def tell_neighbours(self) -> bool:
         return False
+
+    def wanted_by_neighbours(self) -> tuple[int, bool]:
+        return (0, False)
+
+    def neighbours_served(self) -> None:
+        """They say again what they still want."""
+
+    def trim(self) -> int:
+        return 0
 
     def drop_cached(self, num_blocks: int) -> int:
         return 0

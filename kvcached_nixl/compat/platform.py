@@ -30,13 +30,18 @@ class Platform:
     is_contiguous: bool
 
 
-def device_name() -> str:
-    """Identifies the device whose memory this engine's kvcached measures: the one of its first rank."""
+def device_name(data_parallel_rank: int) -> str | None:
+    """Identifies the device whose memory an engine's kvcached measures: the one of its first rank. None if it is not
+    known: which device another data-parallel rank of this host uses is decided in its workers (vLLM 0.33).
+
+    Raises:
+        Exception: of the driver's library.
+    """
     from vllm.platforms import current_platform
 
     if current_platform.device_type == "cpu":
         return f"hostvmm {os.environ.get('KVCACHED_HOSTVMM_DEVICE') or '0'}"
-    return str(current_platform.get_device_uuid(0))
+    return None if data_parallel_rank else str(current_platform.get_device_uuid(0))
 
 
 def platform() -> Platform:

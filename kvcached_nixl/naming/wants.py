@@ -2,7 +2,7 @@
 """How much memory each engine of a user waits for on its device, so that its neighbours may give way.
 
     /tmp/kvcached-nixl-wants-UID/    mode 0700
-        NAME                         JSON; NAME is the engine's kvcached name. Its age is that of what it says
+        NAME                         JSON; NAME is the engine's kvcached name. Its time is that of what it says
 
 kvcached tells an engine how much of the device is free, but not who waits for more. Engines of other users, and those
 in containers with a /tmp of their own, are not seen. What is said here is a hint: it never decides whether bytes are
@@ -11,19 +11,35 @@ right. An engine that cannot use the folder says nothing and hears nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
 import time
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["FRESH_SECONDS", "Wants"]
+__all__ = ["AGAIN_SECONDS", "FRESH_SECONDS", "Want", "Wants"]
 
+AGAIN_SECONDS = 1.0
+"""How often an engine that still waits says so again."""
 FRESH_SECONDS = 3.0
-"""An engine that still waits says so again earlier than that."""
+"""What is older does not count."""
 OLD_SECONDS = 600.0
 """What is older belongs to no living engine, and is removed."""
 _MOST_BYTES = 4096
+
+
+class Want(NamedTuple):
+    """What engines wait for together.
+
+    Attributes:
+        num_bytes: of the device.
+        is_stalled: one of them runs nothing, so it goes on only if others give it memory.
+    """
+
+    num_bytes: int
+    is_stalled: bool
 
 
 class Wants:
@@ -39,49 +55,69 @@ class Wants:
         self._folder = root / f"kvcached-nixl-wants-{os.geteuid()}"
         self._name = name
         self._device = device
-        self._has_said = False
+        self._said: tuple[Want, float] | None = None
+        # Names of engines -> the time of what was served.
+        self._served: dict[str, int] = {}
+        self._heard: dict[str, int] = {}
 
-    def say(self, num_bytes: int) -> None:
-        """The engine waits for so many bytes; 0: for none any more."""
-        if not (num_bytes or self._has_said):
+    def say(self, want: Want) -> None:
+        """What the engine waits for now; 0 bytes: for nothing any more. Writes only what is new, or was said a while
+        ago."""
+        now = time.monotonic()
+        if not want.num_bytes:
+            if self._said is not None:
+                self._said = None
+                with contextlib.suppress(OSError):
+                    (self._folder / self._name).unlink(missing_ok=True)
             return
-        try:
-            if not num_bytes:
-                (self._folder / self._name).unlink(missing_ok=True)
-            elif self._is_usable(make=True):
+        if self._said is not None and self._said[0] == want and now < self._said[1] + AGAIN_SECONDS:
+            return
+        with contextlib.suppress(OSError):
+            if self._is_usable(make=True):
                 new = self._folder / f".{self._name}"
-                new.write_text(json.dumps({"device": self._device, "bytes": num_bytes}))
+                new.write_text(
+                    json.dumps({"device": self._device, "bytes": want.num_bytes, "is_stalled": want.is_stalled})
+                )
                 new.replace(self._folder / self._name)
-        except OSError:
-            return
-        self._has_said = num_bytes > 0
+        self._said = want, now
 
-    def of_others(self) -> int:
-        """Returns how many bytes other engines on the device wait for."""
+    def of_others(self) -> Want:
+        """Returns what other engines on the device wait for, without what `served` has answered."""
+        self._heard = {}
         try:
             if not self._is_usable(make=False):
-                return 0
+                return Want(0, False)
             found = [one for one in os.scandir(self._folder) if not one.name.startswith(".")]
-            return sum(self._read(one) for one in found if one.name != self._name)
         except OSError:
-            return 0
+            return Want(0, False)
+        wants = [self._read(one) for one in found if one.name != self._name]
+        return Want(sum(one.num_bytes for one in wants), any(one.is_stalled for one in wants))
 
-    def _read(self, entry: os.DirEntry[str]) -> int:
+    def served(self) -> None:
+        """This engine gives what it has heard of last. Who still waits says so again."""
+        self._served = dict(self._heard)
+
+    def _read(self, entry: os.DirEntry[str]) -> Want:
+        nothing = Want(0, False)
         try:
             status = entry.stat(follow_symlinks=False)
             age_seconds = time.time() - status.st_mtime
             if age_seconds > OLD_SECONDS:
                 os.unlink(entry.path)
-            if not stat.S_ISREG(status.st_mode) or age_seconds > FRESH_SECONDS or status.st_size > _MOST_BYTES:
-                return 0
+            is_new = self._served.get(entry.name) != status.st_mtime_ns
+            if not (stat.S_ISREG(status.st_mode) and age_seconds <= FRESH_SECONDS and status.st_size <= _MOST_BYTES):
+                return nothing
             found = json.loads(Path(entry.path).read_bytes())
         except (OSError, ValueError):
             # Another engine has just removed it.
-            return 0
+            return nothing
         if not isinstance(found, dict) or found.get("device") != self._device:
-            return 0
+            return nothing
         num_bytes = found.get("bytes")
-        return num_bytes if type(num_bytes) is int and num_bytes > 0 else 0
+        self._heard[entry.name] = status.st_mtime_ns
+        if not is_new or type(num_bytes) is not int or num_bytes <= 0:
+            return nothing
+        return Want(num_bytes, found.get("is_stalled") is True)
 
     def _is_usable(self, *, make: bool) -> bool:
         if make:

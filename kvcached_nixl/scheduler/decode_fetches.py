@@ -69,6 +69,11 @@ class DecodeFetches:
         return self.attempts.num_waiting
 
     @property
+    def num_queued(self) -> int:
+        """Requests that have no blocks yet."""
+        return len(self._queued)
+
+    @property
     def has_news(self) -> bool:
         """Whether vLLM has to be told of a failed, aborted or ended request in the next step."""
         return bool(self._failing or self._aborted or self._ending or self.ended)

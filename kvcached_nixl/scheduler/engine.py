@@ -150,13 +150,21 @@ class BlockPool(Protocol):
         """Tells the other engines on the device how much memory `starved` waits for. Returns whether it is any."""
         ...
 
-    @property
-    def blocks_for_neighbours(self) -> int:
-        """How many blocks would have to be freed for other engines on the device that wait for memory."""
+    def wanted_by_neighbours(self) -> tuple[int, bool]:
+        """How many blocks would have to be freed for other engines on the device that wait for memory, and whether one
+        of them runs nothing until it gets some."""
+        ...
+
+    def neighbours_served(self) -> None:
+        """What `wanted_by_neighbours` has returned is being freed."""
         ...
 
     def drop_cached(self, num_blocks: int) -> int:
-        """Frees blocks that only the prefix cache keeps, so that their pages can be given back. Returns how many."""
+        """Frees blocks that only the prefix cache keeps. Returns how many."""
+        ...
+
+    def trim(self) -> int:
+        """Gives the device back what kvcached has mapped in advance. Returns how many blocks would have fitted."""
         ...
 
     def take(self, request_id: str) -> list[Any]:

@@ -45,6 +45,7 @@ from kvcached_nixl.wire.step import (
     failure_of,
     finished_attempts_of,
     idle_holds_of,
+    spared_of,
 )
 
 __all__ = ["SchedulerFacade"]
@@ -91,7 +92,8 @@ class SchedulerFacade:
         self._starvation = Starvation(clock, terms.timeout_seconds)
         self._pressure = MemoryPressure(clock, terms.patience_seconds)
         # Blocks that were freed for others, and that the prefix cache may still keep.
-        self._owed_blocks = self._blocks_for_neighbours = 0
+        self._owed_blocks = 0
+        self._has_to_trim = False
         self._look_at_seconds = 0.0
         self._has_told = False
         self._reported_quarantine = 0
@@ -216,46 +218,63 @@ class SchedulerFacade:
 
     def relieve(self) -> bool:
         """Tells neighbours what this engine waits for, and takes back offers that nobody fetches, if memory is short.
-        Costs little if it is called again at once, or no offer is kept.
+        Looks every LOOK_SECONDS, however often it is called.
 
         Returns: whether the engine has to step.
         """
         if self._blocks is None:
             return False
+        self._give_back()
         now = self._clock.now_seconds()
-        is_due = now >= self._look_at_seconds
-        # What it waits for no longer must not cost neighbours anything.
-        if is_due or self._has_told:
-            self._has_told = self._blocks.tell_neighbours()
-        if is_due:
-            self._look_at_seconds = now + LOOK_SECONDS
-        if not (self._offering.num_kept or self._owed_blocks):
+        if now < self._look_at_seconds:
+            # What it waits for no longer must not cost neighbours anything.
+            self._has_told = self._has_told and (self._blocks.starved is not None or self._blocks.tell_neighbours())
+            return self._has_news or self._step.has_news
+        self._look_at_seconds = now + LOOK_SECONDS
+        self._has_told = self._blocks.tell_neighbours()
+        if self._offering.num_kept:
+            self._give_way(self._blocks)
+        else:
             self._pressure.eased()
-            return False
-        if self._owed_blocks:
-            self._drop_cached(self._owed_blocks)
-            self._blocks_for_neighbours -= self._owed_blocks
-            self._owed_blocks = 0
-        starved, num_missing = self._blocks.starved or ("", 0)
-        if is_due:
-            self._blocks_for_neighbours = self._blocks.blocks_for_neighbours
+        return self._has_news or self._step.has_news
+
+    def _give_way(self, blocks: BlockPool) -> None:
+        starved, num_missing = blocks.starved or ("", 0)
+        num_wanted, is_neighbour_stalled = blocks.wanted_by_neighbours()
         missing = {
             RevocationCause.BLOCKS: num_missing,
-            RevocationCause.LIMIT: self._blocks.blocks_over_limit,
-            RevocationCause.NEIGHBOUR: self._blocks_for_neighbours,
+            RevocationCause.LIMIT: blocks.blocks_over_limit,
+            RevocationCause.NEIGHBOUR: num_wanted,
         }
         for cause, num_blocks in self._pressure.turn(missing).items():
-            is_own = cause is RevocationCause.BLOCKS
-            if not is_own:
+            # What decode waits for goes only to those who could not go on without it. Another prompt to be offered is
+            # none of them, unless this engine, too, has requests that wait for what its peers keep.
+            keeps_wanted = False
+            if cause is RevocationCause.BLOCKS:
+                is_for_offer = self._offering.is_offering(starved) and not self._fetching.num_queued
+                keeps_wanted = is_for_offer or blocks.stalled is None
+            elif cause is RevocationCause.NEIGHBOUR:
+                keeps_wanted = not is_neighbour_stalled
+                num_blocks -= blocks.trim()
+                blocks.neighbours_served()
+            if cause is not RevocationCause.BLOCKS:
                 num_blocks -= self._drop_cached(num_blocks)
-            # Another prompt to be offered is no reason to have decode compute the earlier ones again.
-            keeps_wanted = is_own and self._offering.is_offering(starved)
             self._offering.give_way(cause, num_blocks, self._step, keeps_wanted=keeps_wanted)
-        return self._has_news or self._step.has_news
+
+    def _give_back(self) -> None:
+        """Frees what has been taken back for others, and their pages: those are unmapped at the end of a step, or kept
+        by kvcached for its next allocation."""
+        blocks, num_blocks = self._bound(), self._owed_blocks
+        if num_blocks:
+            self._owed_blocks = 0
+            self._drop_cached(num_blocks)
+            self._has_to_trim = True
+        elif self._has_to_trim:
+            self._has_to_trim = False
+            blocks.trim()
 
     def _drop_cached(self, num_blocks: int) -> int:
         dropped = self._bound().drop_cached(num_blocks)
-        # kvcached unmaps pages at the end of a step.
         self._has_news |= dropped > 0
         return dropped
 
@@ -286,7 +305,8 @@ class SchedulerFacade:
         """
         is_counted = self.num_quarantined_blocks == self._reported_quarantine
         has_ends = bool(self._refused) or self._fetching.has_news
-        has_news = self._has_news or has_ends or self._step.has_news or not is_counted
+        owes = self._owed_blocks > 0 or self._has_to_trim
+        has_news = self._has_news or owes or has_ends or self._step.has_news or not is_counted
         return has_news or self.due_in_seconds == 0
 
     @property
@@ -430,6 +450,9 @@ class SchedulerFacade:
         self._failed |= failed
         if failed:
             reports.invalid.add(FAILING)
+        if self._offering.spared(spared_of(reports.sent)):
+            # Others may give way instead.
+            self._look_at_seconds = 0.0
         num_fetched, num_owed = self._offering.ended(reports.sent, idle_holds_of(reports.sent), blocks)
         self._owed_blocks += num_owed
         if num_fetched:

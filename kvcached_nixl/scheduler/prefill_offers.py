@@ -8,6 +8,7 @@ only when every rank has reported that no peer needs them (rule R2).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -30,6 +31,8 @@ __all__ = ["PrefillOffers"]
 
 ASK_AGAIN_SECONDS = 1.0
 """How long an offer that is to give way counts as giving its blocks back. Decode may be fetching it, and not end."""
+SPARED_SECONDS = 5.0
+"""How long an offer that did not give way counts as wanted: decode may give it up without a word."""
 GRACE_SECONDS = 1.0
 """How long decode may still fetch a request that ends while the engine pauses with ``/pause?mode=wait``."""
 
@@ -122,8 +125,11 @@ class PrefillOffers:
         self.stale: set[int | None] = set()
         self._revoked_at = Deadlines[PrefillRequestId]()
         self._giving_way = Deadlines[PrefillRequestId]()
+        # Numbers of revocations that may be reported as spared.
+        self._asked: dict[int, PrefillRequestId] = {}
+        self._numbers = itertools.count(1)
         # Those of the requests in `_kept` that did not give way, because decode waits for them or fetches them.
-        self._spared: set[PrefillRequestId] = set()
+        self._spared = Deadlines[PrefillRequestId]()
         # Those whose memory is for others than this engine.
         self._for_others: set[PrefillRequestId] = set()
         self._draining: set[int] = set()
@@ -178,20 +184,37 @@ class PrefillOffers:
             keeps_wanted: those for which decode has a request are not taken back at all.
         """
         now = self._clock.now_seconds()
-        self._spared.update(self._giving_way.take_due(now))
+        self._spared.take_due(now)
+        self._spared.move({one: now + SPARED_SECONDS for one in self._giving_way.take_due(now)})
         coming = {*self._giving_way, *self._taken_back} & self._kept.keys()
         num_blocks -= sum(self._kept[one].num_blocks for one in coming)
+        # What the workers are told of in this very step is not old, nor may it follow its revocation.
+        told = {*step.finished, *(one.request_id for one in step.offered)}
         # Those that were spared come last.
         for request_id, kept in sorted(self._kept.items(), key=lambda one: one[0] in self._spared):
             if num_blocks <= 0 or (is_last := request_id in self._spared) and keeps_wanted:
                 return
-            if request_id in coming or now < kept.since_seconds + self._terms.patience_seconds:
+            is_young = now < kept.since_seconds + self._terms.patience_seconds
+            if request_id in coming or request_id in told or is_young:
                 continue
-            step.revoked[request_id] = Revocation(cause, _GIVES_WAY[cause], spares_wanted=not is_last)
+            number = next(self._numbers)
+            step.revoked[request_id] = Revocation(cause, _GIVES_WAY[cause], not is_last, number)
             self._giving_way[request_id] = now + ASK_AGAIN_SECONDS
+            self._asked[number] = request_id
             if cause is not RevocationCause.BLOCKS:
                 self._for_others.add(request_id)
             num_blocks -= kept.num_blocks
+
+    def spared(self, numbers: Iterable[int]) -> bool:
+        """Workers have not taken these offers back, because decode waits for them or fetches them. Returns whether
+        there are any."""
+        found = [self._asked.pop(number) for number in numbers if number in self._asked]
+        for request_id in found:
+            self._giving_way.pop(request_id, None)
+            self._for_others.discard(request_id)
+            if request_id in self._kept:
+                self._spared[request_id] = self._clock.now_seconds() + SPARED_SECONDS
+        return bool(found)
 
     def close(self, reason: str, step: Step, *, grace_seconds: float) -> None:
         """Revokes requests that have ended, or end before `reopen` is called; each after ``grace_seconds``."""
@@ -375,9 +398,11 @@ class PrefillOffers:
             if kept is not None and request_id in self._for_others:
                 num_for_others += kept.num_blocks
             self._for_others.discard(request_id)
-            self._spared.discard(request_id)
+            self._spared.pop(request_id, None)
             self._taken_back.discard(request_id)
             self._giving_way.pop(request_id, None)
+            if self._asked:
+                self._asked = {number: one for number, one in self._asked.items() if one != request_id}
             self._revoked_at.pop(request_id, None)
         return num_served, num_for_others
 

@@ -41,6 +41,8 @@ __all__ = [
     "finished_attempts_of",
     "idle_hold_id",
     "idle_holds_of",
+    "spared_id",
+    "spared_of",
 ]
 
 BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
@@ -49,12 +51,22 @@ BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
 FAILING = -1
 """A block id that no block has. Reported as invalid, it makes vLLM ask which requests failed; our patch answers."""
 _CAUSES = 64
-_IDLE_HOLD, _FINISHED = "kvcached-nixl:quiet:", "kvcached-nixl:over:"
+_IDLE_HOLD, _FINISHED, _SPARED = "kvcached-nixl:quiet:", "kvcached-nixl:over:", "kvcached-nixl:spared:"
 
 
 def idle_hold_id(hold: int) -> str:
     """Reported among the sent requests: no rank uses the blocks of this hold any more."""
     return f"{_IDLE_HOLD}{hold}"
+
+
+def spared_id(number: int) -> str:
+    """Reported among the sent requests: no rank has taken the offer of this `Revocation` back."""
+    return f"{_SPARED}{number}"
+
+
+def spared_of(names: set[str]) -> list[int]:
+    """Removes the strings of `spared_id` from a set, and returns their numbers."""
+    return _taken(names, _SPARED)
 
 
 def finished_attempt_id(attempt: int) -> str:
@@ -180,11 +192,13 @@ class Revocation(msgspec.Struct, frozen=True):
 
     Attributes:
         spares_wanted: it stays, too, if decode sends heartbeats for it.
+        number: reported if it stays (`spared_id`); 0 where it cannot stay.
     """
 
     cause: RevocationCause
     reason: str
     spares_wanted: bool = False
+    number: int = 0
 
 
 class WakeAddress(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.wire.step import Step, failed_mark, finished_attempt_id, idle_hold_id
+from kvcached_nixl.wire.step import Step, failed_mark, finished_attempt_id, idle_hold_id, spared_id
 from kvcached_nixl.worker.thread_messages import (
     BlocksWritable,
     Command,
@@ -214,7 +214,7 @@ class WorkerFacade:
         self._counted.moved += outcome.moved
         if not self._local.tp_rank:
             self._counted.revoked.update(outcome.revoked)
-        sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}
+        sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds), *map(spared_id, outcome.spared)}
         return StepOutcome(sent, set(map(finished_attempt_id, outcome.finished)))
 
     def take_marks(self) -> set[int]:

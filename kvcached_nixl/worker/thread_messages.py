@@ -164,6 +164,7 @@ class Outcome:
         expired: prefill's requests whose lease expired; they are in ``done`` as well.
         moved: (bytes, descriptors, seconds) of each hand-over whose bytes this rank has moved.
         revoked: offers that were taken back, by `RevocationCause`.
+        spared: numbers of revocations whose offers were not.
     """
 
     finished: set[int] = field(default_factory=set)
@@ -173,3 +174,4 @@ class Outcome:
     expired: set[PrefillRequestId] = field(default_factory=set)
     moved: list[tuple[int, int, float]] = field(default_factory=list)
     revoked: Counter[int] = field(default_factory=Counter)
+    spared: set[int] = field(default_factory=set)

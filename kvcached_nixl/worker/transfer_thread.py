@@ -254,6 +254,7 @@ class TransferThread:
 
     def _take_ends(self, command: Stop | Revoke | Preempt) -> None:
         if isinstance(command, Revoke) and self._registry.outlasts(command.request_id, command.revocation):
+            self._outcomes.spared(command.revocation.number)
             return
         # Drop updates that still wait for the device. A revoked request keeps its `Finish`: it ends by itself.
         self._computing = deque(

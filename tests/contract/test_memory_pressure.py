@@ -63,6 +63,22 @@ def test_who_waits_for_blocks_gets_them(node: Callable[..., Node], is_offered: b
     rest(prefill, decode)
 
 
+def test_only_what_vllm_does_not_start_for_want_of_blocks_is_starved(node: Callable[..., Node]) -> None:
+    prefill, _, _ = full(node)
+    blocks = EngineBlocks(prefill.scheduler)
+    # Two blocks of three are those of an offer, which vLLM shares.
+    prefill.add(PREFILL_ID, {"do_remote_decode": True}, 1, 100)
+    prefill.step()
+    assert PREFILL_ID in prefill.scheduler.requests and blocks.starved is None
+    prefill.step_until(lambda: PREFILL_ID in prefill.ended)
+    prefill.add(NEW, {"do_remote_decode": True}, 1, 900)
+    assert blocks.starved is not None
+    with mock.patch.object(prefill.scheduler, "max_num_running_reqs", 0):
+        assert blocks.starved is None
+    prefill.step_until(lambda: NEW in prefill.ended)
+    rest(prefill)
+
+
 def test_what_is_read_is_not_taken_back(
     node: Callable[..., Node], direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,10 +58,13 @@ def specs_of(arm: Arm, **environment: str) -> list[ServerSpec]:
     return found
 
 
-def test_what_nobody_fetches_gives_way_to_another_engine_on_the_device(tmp_path: Path) -> None:
-    """Two prefill servers of one device that has no more memory than one of them may use."""
+@pytest.mark.parametrize("reserve", [0, 3])
+def test_what_nobody_fetches_gives_way_to_another_engine_on_the_device(reserve: int, tmp_path: Path) -> None:
+    """Two prefill servers of one device that has no more memory than one of them may use. ``reserve``: how many pages
+    kvcached keeps mapped for its next allocation; it fills that first with whatever is freed."""
+    pages = {f"KVCACHED_{which}_RESERVED_PAGES": str(reserve) for which in ("MIN", "MAX")}
     device = {"KVCACHED_HOSTVMM_DEVICE": f"test-{uuid.uuid4().hex}", "KVCACHED_HOSTVMM_GIB": "0.1"}
-    (spec, _) = specs_of(PULL, **device)
+    (spec, _) = specs_of(PULL, **device, **pages)
     both = [dataclasses.replace(spec, name=name) for name in ("keeps", "waits")]
 
     async def run(keeps: Server, waits: Server) -> None:

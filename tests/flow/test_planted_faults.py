@@ -191,6 +191,9 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.what_is_freed_for_others_stays_in_the_cache: case(
             pressure.test_a_lower_limit_takes_back_what_exceeds_it, PULL, 4, True
         ),
+        faults.what_is_owed_waits_for_the_next_request: case(
+            pressure.test_a_lower_limit_takes_back_what_exceeds_it, PULL, 0, True
+        ),
         faults.a_digest_is_of_all_heads: case(
             verified.test_what_is_right_is_found_to_be_right, all_of(PUSH), (Shape(tp_size=2), Shape())
         ),

@@ -103,12 +103,22 @@ class Pool:
         self.windows = windows or (0,)
         self.stalled: str | None = None
         self.starved: tuple[str, int] | None = None
-        self.blocks_over_limit = self.blocks_for_neighbours = self.num_cached = 0
+        self.blocks_over_limit = self.num_cached = 0
+        self.wanted = 0, False
         self.asked_for: list[int] = []
         self.let_go_of: list[tuple[str, bool]] = []
 
     def tell_neighbours(self) -> bool:
         return False
+
+    def wanted_by_neighbours(self) -> tuple[int, bool]:
+        return self.wanted
+
+    def neighbours_served(self) -> None:
+        """They say again what they still want."""
+
+    def trim(self) -> int:
+        return 0
 
     def drop_cached(self, num_blocks: int) -> int:
         dropped = min(num_blocks, self.num_cached)

@@ -652,3 +652,11 @@ def what_is_freed_for_others_stays_in_the_cache(patch: Patcher) -> None:
     original = PrefillOffers.ended
     patch.setattr(PrefillOffers, "ended", lambda *arguments: (original(*arguments)[0], 0))
     patch.setattr(Pool, "drop_cached", always(0))
+
+
+def what_is_owed_waits_for_the_next_request(patch: Patcher) -> None:
+    """An idle engine would not step again, and the pages of its last offer would not be given back."""
+    patch.setattr(SchedulerFacade, "_give_back", lambda self: drop(self) if self.num_kept else None)
+
+
+drop = vars(SchedulerFacade)["_give_back"]

@@ -161,6 +161,7 @@ class Pool:
         next_up: returns the request that the engine would start next, if it runs none.
         head: returns the request that waits to be started next, if one does.
         neighbour_leaves_blocks: how many another engine that waits leaves to this one; None if none waits.
+        is_neighbour_stalled: whether that engine runs nothing.
         limit_blocks: as set by ``kvctl limit``; None for no limit.
         lose: called with the id of a request that received its KV and lost it, and whether it recomputes.
     """
@@ -181,6 +182,7 @@ class Pool:
     head: Callable[[], Request | None] = lambda: None
     limit_blocks: int | None = None
     neighbour_leaves_blocks: int | None = None
+    is_neighbour_stalled: bool = True
     lose: Callable[[str, bool], int | None] = lambda request_id, recomputes: None
 
     @property
@@ -278,16 +280,21 @@ class Pool:
     def blocks_over_limit(self) -> int:
         return self._in_use_above(self.limit_blocks)
 
-    @property
-    def blocks_for_neighbours(self) -> int:
-        return self._in_use_above(self.neighbour_leaves_blocks)
-
     def _in_use_above(self, limit_blocks: int | None) -> int:
         used = self.shape.num_blocks - 1 - len(self.free) + sum(block in self.sum_of for block in self.free)
         return 0 if limit_blocks is None else max(0, used - limit_blocks)
 
     def tell_neighbours(self) -> bool:
         return False
+
+    def wanted_by_neighbours(self) -> tuple[int, bool]:
+        return self._in_use_above(self.neighbour_leaves_blocks), self.is_neighbour_stalled
+
+    def neighbours_served(self) -> None:
+        """They say again what they still want."""
+
+    def trim(self) -> int:
+        return 0
 
     def drop_cached(self, num_blocks: int) -> int:
         found = [block for block in self.free if block in self.sum_of][:num_blocks]

@@ -24,6 +24,11 @@ def prompt(seed: int) -> tuple[int, ...]:
     return tuple(100 * seed + token for token in PROMPT)
 
 
+def pass_time(pair: Pair, seconds: float) -> None:
+    """In slices as short as an engine's looks."""
+    pair.cluster.pass_time(seconds, 0.25)
+
+
 def small(mode: TransferMode, num_offers: int, **decode: object) -> Pair:
     """A pair whose prefill has room for so many offers."""
     room = kind(num_blocks=1 + num_offers * BLOCKS_EACH, caches_prefixes=False)
@@ -47,9 +52,9 @@ def test_a_request_that_waits_for_blocks_gets_those_of_the_oldest_offers(mode: T
     pair = small(mode, 3)
     kept = offers(pair, 3)
     new = [pair.ask_prefill(prompt(4 + place)) for place in range(num_waiting)]
-    pair.pass_time(PATIENCE - 0.5)
+    pass_time(pair, PATIENCE - 0.5)
     assert all(one.status is Status.WAITING for one in new), "decode may fetch one at any moment"
-    pair.pass_time(1.0)
+    pass_time(pair, 1.0)
     assert all(one.status is Status.STOPPED and one.answer for one in new)
     assert revoked(pair) == {"blocks": num_waiting}, "and no more than are needed"
     for place, one in enumerate([*kept, *new]):
@@ -68,7 +73,7 @@ def test_nothing_is_taken_back_while_decode_goes_on_fetching(mode: TransferMode)
     kept = offers(pair, 3)
     for place in range(6):
         new = pair.ask_prefill(prompt(4 + place))
-        pair.pass_time(PATIENCE - 0.5)
+        pass_time(pair, PATIENCE - 0.5)
         assert new.status is Status.WAITING
         found = pair.ask_decode(kept.pop(0).answer, prompt(1 + place))
         pair.settle()
@@ -111,7 +116,7 @@ def test_what_decode_waits_for_gives_way_only_to_what_is_served_here(mode: Trans
     wanting = [pair.ask_decode(one.answer, one.prompt) for one in kept]
     new = pair.ask_prefill(prompt(3)) if is_offered else pair.prefill.add(Request("plain", prompt(3), None))
     for _ in range(10):
-        pair.pass_time(1.0)
+        pass_time(pair, 1.0)
     assert (new.status is Status.STOPPED) == (not is_offered)
     assert revoked(pair) == ({} if is_offered else {"blocks": 1})
     pair.decode.admits = True
@@ -129,7 +134,7 @@ def test_a_lower_limit_takes_back_what_exceeds_it(mode: TransferMode, limit_bloc
     pair = Pair(mode, kind(num_blocks=32, caches_prefixes=caches_prefixes), kind(caches_prefixes=False))
     kept = offers(pair, 3)
     pair.prefill.pool.limit_blocks = limit_blocks
-    pair.pass_time(2 * PATIENCE)
+    pass_time(pair, 2 * PATIENCE)
     pair.settle()
     assert pair.prefill.pool.blocks_over_limit == 0
     num_revoked = -(-max(0, 3 * BLOCKS_EACH - limit_blocks) // BLOCKS_EACH)
@@ -147,9 +152,9 @@ def test_a_neighbour_that_waits_gets_what_nobody_fetches() -> None:
     kept = offers(pair, 3)
     pair.prefill.pool.neighbour_leaves_blocks = 2 * BLOCKS_EACH
     for _ in range(6):
-        pair.pass_time(0.5)
+        pass_time(pair, 0.5)
     pair.prefill.pool.neighbour_leaves_blocks = None
-    pair.pass_time(2 * PATIENCE)
+    pass_time(pair, 2 * PATIENCE)
     assert revoked(pair) == {"neighbour": 1}
     assert not pair.prefill.pool.sum_of.keys() & pair.prefill.pool.free.keys(), "nothing stays in the prefix cache"
     for place, one in enumerate(kept):
@@ -166,7 +171,7 @@ def test_idle_blocks_of_the_prefix_cache_go_first() -> None:
     assert pair.prefill.pool.blocks_over_limit == 0
     pair.prefill.pool.limit_blocks = 2 * BLOCKS_EACH
     assert pair.prefill.pool.blocks_over_limit > 0
-    pair.pass_time(2 * PATIENCE)
+    pass_time(pair, 2 * PATIENCE)
     assert pair.prefill.pool.blocks_over_limit == 0 and not revoked(pair)
 
 
@@ -189,13 +194,71 @@ def test_two_full_engines_that_prefill_for_each_other_do_not_wait_for_each_other
         for engine, other in (both, both[::-1])
         for one in answers[engine]
     ]
-    pair.pass_time(PATIENCE - 0.5)
+    pass_time(pair, PATIENCE - 0.5)
     assert all(one.status is Status.WAITING for one in wanting), "nothing would free any block"
     for _ in range(20):
-        pair.pass_time(1.0)
+        pass_time(pair, 1.0)
     assert all(one.status.is_finished for one in wanting), "long before a lease or a timeout ends"
     assert any(one.num_external for one in wanting) or recomputes
     assert all(one.status is Status.STOPPED for one in wanting) or not recomputes
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+def test_nor_if_further_prompts_to_be_offered_wait_before_those_of_decode(mode: TransferMode) -> None:
+    room = kind(num_blocks=1 + 2 * BLOCKS_EACH, caches_prefixes=False)
+    pair = Pair(mode, room, room)
+    both = (pair.prefill, pair.decode)
+    answers = {
+        engine: [pair.ask_prefill(prompt(10 * side + place), engine=engine) for place in range(2)]
+        for side, engine in enumerate(both)
+    }
+    pair.settle()
+    further = [pair.ask_prefill(prompt(30 + side), engine=engine) for side, engine in enumerate(both)]
+    wanting = [
+        pair.ask_decode(one.answer, one.prompt, engine=other)
+        for engine, other in (both, both[::-1])
+        for one in answers[engine]
+    ]
+    for _ in range(20):
+        pass_time(pair, 1.0)
+    assert all(one.status is Status.STOPPED for one in (*wanting, *further))
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize("is_stalled", [False, True])
+def test_a_neighbour_that_runs_gets_nothing_that_decode_waits_for(is_stalled: bool) -> None:
+    """It may be that very decode, and waits for blocks that its running requests free."""
+    pair = Pair(PULL, kind(num_blocks=32, caches_prefixes=False), kind(caches_prefixes=False))
+    kept = offers(pair, 3)
+    pair.acquaint()
+    pair.decode.admits = False
+    wanting = [pair.ask_decode(one.answer, one.prompt) for one in kept]
+    pair.prefill.pool.neighbour_leaves_blocks, pair.prefill.pool.is_neighbour_stalled = BLOCKS_EACH, is_stalled
+    for _ in range(12):
+        pass_time(pair, 0.5)
+    assert revoked(pair) == ({"neighbour": 2} if is_stalled else {})
+    pair.prefill.pool.neighbour_leaves_blocks = None
+    pair.decode.admits = True
+    pair.settle()
+    assert [bool(one.num_external) for one in wanting] == [not is_stalled, not is_stalled, True]
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_an_offer_whose_reader_failed_gives_way_when_decode_is_silent() -> None:
+    """With policy "fail" decode releases nothing: another decode might fetch it."""
+    pair = small(PULL, 1, recomputes=False)
+    pair.acquaint()
+    kept = offers(pair, 1)
+    found = pair.ask_decode(kept[0].answer, kept[0].prompt)
+    for posted in pair.until_posted():
+        pair.wire.fail(posted)
+    pair.settle()
+    assert found.status is Status.ERROR
+    new = pair.ask_prefill(prompt(3))
+    for _ in range(20):
+        pass_time(pair, 1.0)
+    assert new.status is Status.STOPPED and revoked(pair) == {"blocks": 1}
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
@@ -205,9 +268,9 @@ def test_decode_that_has_no_blocks_in_time_lets_go_of_prefills(recomputes: bool)
     (kept,) = offers(pair, 1)
     pair.decode.admits = False
     found = pair.ask_decode(kept.answer, kept.prompt)
-    pair.pass_time(19.0)
+    pass_time(pair, 19.0)
     assert pair.prefill.requests and found.status is Status.WAITING
-    pair.pass_time(2.0)
+    pass_time(pair, 2.0)
     pair.settle()
     assert not pair.prefill.requests and pair.causes() == ({} if recomputes else {"no_blocks": 1})
     assert found.status is (Status.WAITING if recomputes else Status.ERROR)
@@ -238,10 +301,10 @@ def test_a_limit_that_changes_at_random_costs_no_wrong_byte(mode: TransferMode, 
         for _ in range(draw.randrange(4)):
             pair.round()
         if draw.random() < 0.6:
-            pair.settle() if draw.random() < 0.5 else pair.pass_time(draw.choice((0.5, 1.0, 2.5)))
+            pair.settle() if draw.random() < 0.5 else pass_time(pair, draw.choice((0.5, 1.0, 2.5)))
     pair.prefill.pool.limit_blocks = None
     for _ in range(12):
-        pair.pass_time(5.0)
+        pass_time(pair, 5.0)
     assert all(one.status is Status.STOPPED for one in wanting)
     assert revoked(pair).get("limit", 0) > 0 or seed % 3
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)

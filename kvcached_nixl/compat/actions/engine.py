@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kvcached_nixl.compat.metrics import take_reasons
 from kvcached_nixl.compat.platform import device_name
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.naming.wants import Want, Wants
 from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.step import BlockIds, Reports
 
@@ -45,6 +47,8 @@ __all__ = [
     "with_refused",
     "with_reports",
 ]
+
+logger = logging.getLogger("vllm.kvcached_nixl")
 
 _CORE = "_kvcached_nixl_core"
 _WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
@@ -82,12 +86,15 @@ class EngineBlocks:
         vLLM starts it when all of its prompt fits. Its look-ahead and its reserve for running requests add a few
         blocks, which count only if nothing runs: otherwise blocks come free.
         """
-        request = next((one for one in startable(self.engine_scheduler) if wants_blocks(one)), None)
-        if request is None:
+        scheduler = self.engine_scheduler
+        request = next((one for one in startable(scheduler) if wants_blocks(one)), None)
+        if request is None or len(private(scheduler, "running")) >= private(scheduler, "max_num_running_reqs"):
             return None
         managers = self._managers()
         needed = sum(_blocks_of(manager, request) for manager in managers)
         missing = needed - int(self._pool.get_num_free_blocks())
+        if missing > 0:
+            missing -= self._num_shared(request)
         if missing <= 0 and not private(self.engine_scheduler, "running"):
             missing = int(missing + len(managers) > 0)
         return (request.request_id, missing) if missing > 0 else None
@@ -128,21 +135,34 @@ class EngineBlocks:
         if self._wants is None:
             return False
         starved = self.starved
-        num_bytes = 0 if starved is None or not self._lacks_pages else starved[1] * self._block_bytes
-        self._wants.say(num_bytes)
+        num_bytes = 0 if starved is None else min(starved[1] * self._block_bytes, self._bytes_to_map)
+        self._wants.say(Want(num_bytes, not private(self.engine_scheduler, "running")))
         return num_bytes > 0
 
-    @property
-    def blocks_for_neighbours(self) -> int:
-        """How many of this engine's blocks are as large as what other engines lack. What they could still map of the
-        device's free memory they have left out."""
-        wanted_bytes = 0 if self._wants is None else self._wants.of_others()
-        return -(-wanted_bytes // self._block_bytes) if wanted_bytes else 0
+    def wanted_by_neighbours(self) -> tuple[int, bool]:
+        """What other engines lack, in blocks of this one. What they could still map of the device's free memory they
+        have left out."""
+        if self._wants is None:
+            return 0, False
+        want = self._wants.of_others()
+        return (-(-want.num_bytes // self._block_bytes) if want.num_bytes else 0), want.is_stalled
+
+    def neighbours_served(self) -> None:
+        if self._wants is not None:
+            self._wants.served()
 
     def drop_cached(self, num_blocks: int) -> int:
         """Free blocks that only the prefix cache keeps, whole pages first."""
         evict = optional(self._pool, "_evict_blocks_from_pool")
         return 0 if evict is None or num_blocks <= 0 else int(evict(num_blocks))
+
+    def trim(self) -> int:
+        """Give the device back what kvcached has mapped in advance. Returns how many blocks would have fitted."""
+        manager = optional(self._pool, "kv_cache_manager")
+        if manager is None or not (num_pages := int(private(manager, "page_allocator").get_num_reserved_pages())):
+            return 0
+        manager.trim()
+        return num_pages * int(private(manager, "page_size")) // int(private(manager, "block_mem_size"))
 
     def take(self, request_id: str) -> list[Any]:
         """Take a request's blocks away without freeing them, so that vLLM finds none when it frees the request.
@@ -203,15 +223,35 @@ class EngineBlocks:
             for manager in self._managers()
         )
 
+    def _num_shared(self, request: Any) -> int:
+        """How many blocks of a waiting request's prompt others use now, so that they need not be allocated."""
+        manager = private(self.engine_scheduler, "kv_cache_manager")
+        if not private(manager, "enable_caching"):
+            return 0
+        coordinator = private(manager, "coordinator")
+        hits = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[0]
+        return sum(block.ref_cnt > 0 and not block.is_null for group in hits for block in group)
+
     @functools.cached_property
-    def _wants(self) -> Any:
-        return None if optional(self._pool, "kv_cache_manager") is None else wants_of(device_name())
+    def _wants(self) -> Wants | None:
+        if optional(self._pool, "kv_cache_manager") is None:
+            return None
+        parallel = private(self.engine_scheduler, "vllm_config").parallel_config
+        try:
+            device = device_name(private(parallel, "data_parallel_rank_local") or 0)
+        except Exception as error:  # noqa: BLE001 - drivers raise anything, and no engine may end for a hint
+            logger.warning("Engines on one device do not give way to each other: it cannot be identified: %r", error)
+            return None
+        return None if device is None else wants_of(device)
 
     @property
-    def _lacks_pages(self) -> bool:
-        """Whether kvcached could map more pages if the device had more memory."""
-        pages = private(private(self._pool, "kv_cache_manager"), "page_allocator")
-        return bool(pages.get_avail_physical_pages() < pages.get_num_free_pages())
+    def _bytes_to_map(self) -> int:
+        """How much more of the device kvcached would map for this pool if there were more; 0 if there is enough."""
+        manager = private(self._pool, "kv_cache_manager")
+        pages = private(manager, "page_allocator")
+        free = pages.get_avail_physical_pages() + pages.get_num_reserved_pages()
+        layers = private(manager, "num_layers") * private(manager, "num_kv_buffers")
+        return max(0, int(pages.get_num_free_pages() - free) * int(private(manager, "page_size") * layers))
 
     @property
     def _block_bytes(self) -> int:

@@ -148,11 +148,6 @@ class Offer:
         return bool(self.blocks) and (self.update.is_held or self.finished) and not self.stopped
 
     @property
-    def is_fetched(self) -> bool:
-        """Whether a rank of decode has registered for it, or reads it."""
-        return bool(self.write_tasks or self.readers - self.settled)
-
-    @property
     def is_read(self) -> bool:
         """Whether its blocks are being read by a WRITE or a checksum, or by one that is queued."""
         return any(task.jobs for task in self.write_tasks.values())

@@ -150,11 +150,10 @@ class OfferRegistry:
         """Handle a heartbeat: decode still wants these requests."""
         request_ids = [one for name in names for one in self._matcher.renewed_by(name)]
         self._leases.renew(request_ids)
-        wanted_until_seconds = self._clock.now_seconds() + WANTED_INTERVALS * INTERVAL * self._lease_seconds
         for request_id in request_ids:
             offer = self._matcher.offers.get(request_id)
             if offer is not None:
-                offer.wanted_until_seconds = wanted_until_seconds
+                self._wanted(offer)
 
     def stop(self, request_id: PrefillRequestId, reason: str, *, is_kept: bool = True) -> None:
         """The request has ended early: post nothing more of it, and remove its ownership token at once.
@@ -179,7 +178,9 @@ class OfferRegistry:
         if offer is None or not revocation.cause.is_of_memory:
             return False
         is_wanted = self._clock.now_seconds() < offer.wanted_until_seconds
-        return offer.is_fetched or (revocation.spares_wanted and is_wanted)
+        # Who has read and failed says nothing, but sends no heartbeats any more.
+        is_read = is_wanted and bool(offer.readers - offer.settled)
+        return bool(offer.write_tasks) or is_read or (revocation.spares_wanted and is_wanted)
 
     def revoke(self, request_id: PrefillRequestId, revocation: Revocation) -> None:
         """Decode may not have the request any more. Its blocks stay with it until it ends: its `finish` has been called
@@ -238,6 +239,7 @@ class OfferRegistry:
             offer = self._matcher.offers.get(PrefillRequestId(message.request_id))
             if offer is not None:
                 offer.readers.add(message.tp_rank)
+                self._wanted(offer)
         else:
             self._release(message)
 
@@ -280,6 +282,10 @@ class OfferRegistry:
         return min((one for one in due if one is not None), default=None)
 
     # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _wanted(self, offer: Offer) -> None:
+        seconds = WANTED_INTERVALS * INTERVAL * self._lease_seconds
+        offer.wanted_until_seconds = self._clock.now_seconds() + seconds
 
     def _register(self, agent: str, registration: Registration) -> None:
         key = agent, registration.attempt

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcached_nixl.naming.wants import FRESH_SECONDS, OLD_SECONDS, Wants
+from kvcached_nixl.naming import wants as module
+from kvcached_nixl.naming.wants import AGAIN_SECONDS, FRESH_SECONDS, OLD_SECONDS, Want, Wants
+
+NONE = Want(0, False)
 
 
 def folder(root: Path) -> Path:
@@ -20,25 +23,25 @@ def folder(root: Path) -> Path:
 def test_engines_of_one_device_hear_each_other(tmp_path: Path) -> None:
     one, two = (Wants(tmp_path, name, "gpu 0") for name in ("one", "two"))
     other = Wants(tmp_path, "other", "gpu 1")
-    one.say(0)
-    assert not folder(tmp_path).exists() and two.of_others() == 0
-    one.say(100)
-    other.say(7)
-    assert (one.of_others(), two.of_others()) == (0, 100)
-    two.say(20)
-    assert Wants(tmp_path, "three", "gpu 0").of_others() == 120
-    one.say(0)
-    assert two.of_others() == 0 and folder(tmp_path).stat().st_mode & 0o777 == 0o700
+    one.say(Want(0, False))
+    assert not folder(tmp_path).exists() and two.of_others() == NONE
+    one.say(Want(100, False))
+    other.say(Want(7, True))
+    assert (one.of_others(), two.of_others()) == (NONE, Want(100, False))
+    two.say(Want(20, True))
+    assert Wants(tmp_path, "three", "gpu 0").of_others() == Want(120, True)
+    one.say(Want(0, False))
+    assert two.of_others() == NONE and folder(tmp_path).stat().st_mode & 0o777 == 0o700
 
 
 def test_what_is_not_said_again_does_not_count_and_is_removed_in_the_end(tmp_path: Path) -> None:
     """Its engine was killed."""
     one, two = (Wants(tmp_path, name, "d") for name in ("one", "two"))
-    one.say(5)
+    one.say(Want(5, False))
     path = folder(tmp_path) / "one"
     for seconds, is_there in ((FRESH_SECONDS + 1, True), (OLD_SECONDS + 1, False)):
         os.utime(path, (time.time() - seconds,) * 2)
-        assert two.of_others() == 0 and path.exists() == is_there
+        assert two.of_others() == NONE and path.exists() == is_there
 
 
 @pytest.mark.parametrize(
@@ -48,11 +51,11 @@ def test_what_is_not_said_again_does_not_count_and_is_removed_in_the_end(tmp_pat
 )
 def test_odd_files_say_nothing(tmp_path: Path, said: str) -> None:
     one = Wants(tmp_path, "one", "d")
-    one.say(1)
+    one.say(Want(1, False))
     (folder(tmp_path) / "odd").write_text(said)
     (folder(tmp_path) / "link").symlink_to(folder(tmp_path) / "one")
     (folder(tmp_path) / "folder").mkdir()
-    assert one.of_others() == 0
+    assert one.of_others() == NONE
 
 
 @pytest.mark.parametrize("is_link", [False, True])
@@ -63,6 +66,33 @@ def test_a_folder_that_cannot_be_used_is_left_alone(tmp_path: Path, is_link: boo
     else:
         folder(tmp_path).write_text("")
     one = Wants(tmp_path, "one", "d")
-    one.say(5)
-    one.say(0)
-    assert one.of_others() == 0 and (not is_link or not [*(tmp_path / "elsewhere").iterdir()])
+    one.say(Want(5, False))
+    one.say(Want(0, False))
+    assert one.of_others() == NONE and (not is_link or not [*(tmp_path / "elsewhere").iterdir()])
+
+
+def test_it_is_written_when_it_is_new_or_was_said_a_while_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, one = [100.0], Wants(tmp_path, "one", "d")
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    path = folder(tmp_path) / "one"
+
+    def written(want: Want) -> bool:
+        before = path.stat().st_ino if path.exists() else 0
+        one.say(want)
+        return path.stat().st_ino != before
+
+    assert [written(one) for one in (Want(5, False), Want(5, False), Want(5, True), Want(6, True))] == [
+        *(True, False, True, True)
+    ]
+    now[0] += AGAIN_SECONDS
+    assert written(Want(6, True)) and not written(Want(6, True))
+
+
+def test_what_was_served_counts_again_when_it_is_said_again(tmp_path: Path) -> None:
+    one, two = (Wants(tmp_path, name, "d") for name in ("one", "two"))
+    one.say(Want(5, True))
+    assert two.of_others() == Want(5, True)
+    two.served()
+    assert two.of_others() == NONE
+    os.utime(folder(tmp_path) / "one")
+    assert two.of_others() == Want(5, True)

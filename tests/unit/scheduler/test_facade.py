@@ -499,10 +499,20 @@ class AnyOrder(RuleBasedStateMachine):
 
     # what `SchedulerFacade` asks of vLLM
 
-    blocks_over_limit = blocks_for_neighbours = 0
+    blocks_over_limit = 0
+    stalled = None
 
     def tell_neighbours(self) -> bool:
         return False
+
+    def wanted_by_neighbours(self) -> tuple[int, bool]:
+        return (0, False)
+
+    def neighbours_served(self) -> None:
+        """They say again what they still want."""
+
+    def trim(self) -> int:
+        return 0
 
     def drop_cached(self, num_blocks: int) -> int:
         return 0

@@ -562,12 +562,30 @@ def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
     prefill.offering.give_way(RevocationCause.LIMIT, 6, prefill.step)
     revoked = prefill.take().revoked
     assert list(revoked) == ["p2", "p3"] and all(one.spares_wanted for one in revoked.values()), "others give way first"
+    assert len({one.number for one in revoked.values()} - {0}) == 2
     prefill.clock.advance(ASK_AGAIN_SECONDS)
     prefill.offering.give_way(RevocationCause.BLOCKS, 9, prefill.step, keeps_wanted=True)
     assert not prefill.take().revoked, "decode waits for all of them"
     prefill.offering.give_way(RevocationCause.LIMIT, 9, prefill.step)
     revoked = prefill.take().revoked
     assert list(revoked) == ["p1", "p2", "p3"] and not any(one.spares_wanted for one in revoked.values())
+
+
+def test_what_workers_spare_is_told_at_once_and_others_give_way() -> None:
+    """Not one a second: with many that decode waits for, nobody would ever get memory."""
+    prefill = three_kept()
+    asked = []
+    for name in ("p1", "p2", "p3"):
+        prefill.offering.give_way(RevocationCause.LIMIT, 3, prefill.step)
+        (found,) = prefill.take().revoked.items()
+        asked.append(found[0])
+        assert found == (name, found[1]) and found[1].spares_wanted
+        assert prefill.offering.spared([found[1].number]) and not prefill.offering.spared([found[1].number, 99])
+    prefill.offering.give_way(RevocationCause.LIMIT, 3, prefill.step)
+    (found,) = prefill.take().revoked.items()
+    assert found[0] == "p1" and not found[1].spares_wanted
+    assert prefill.offering.ended(["p2"], [], prefill.pool) == (1, 0), "decode has fetched what was spared"
+    assert prefill.offering.ended(["p1"], [], prefill.pool) == (0, 3)
 
 
 def test_an_offer_that_has_just_been_made_does_not_give_way() -> None:

@@ -857,7 +857,7 @@ def test_an_offer_that_is_fetched_does_not_give_way(by: str, cause: RevocationCa
         prefill.register(remote)
     elif by != "nobody":
         prefill.registry.handle(remote.transport.name, Reading(P1 if by == "a reader" else P2, 0))
-    revocation = Revocation(cause, "why")
+    revocation = Revocation(cause, "why", number=7)
     stays = by in ("a reader", "a registration") and cause is RevocationCause.LIMIT
     assert prefill.registry.outlasts(P1, revocation) == stays
     if not stays:
