@@ -21,6 +21,7 @@ Runs two prefill and two decode servers with vLLM {BEFORE} over kvcached, behind
 with push. Clients ask through OpenAI's client, streamed and not, and `vllm bench serve` beside them, while
   every server is restarted, one after the other: drained, stopped, started, added;
   every server is replaced by one with the other vLLM, in the same way;
+  every server gets SIGTERM, ends, and is started again, and nobody tells the router;
   ten processes beside the servers compute for a minute;
   one server of each role is killed, and brought back.
 Each answer is compared with one stock instance's."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +36,8 @@ TOKENS = 24
 AT_ONCE = 4
 STEP_SECONDS = 150.0
 SETTLE_SECONDS = 2.0
+SHUTDOWN_SECONDS = 30
+"""``--shutdown-timeout``."""
 BUSY_LOOPS, BUSY_SECONDS = 10, 60.0
 BENCH_PROMPTS, BENCH_AT_ONCE = 16, 2
 NAMES = ("prefill-1", "decode-1", "prefill-2", "decode-2")
@@ -89,6 +93,7 @@ def spec(name: str, mode: str | None, executable: Path | None = None) -> ServerS
         max_num_batched_tokens=256,
         kv_transfer=transfer if mode else None,
         environment=KVCACHED if mode else {},
+        arguments=("--shutdown-timeout", str(SHUTDOWN_SECONDS)),
         forks=True,
     )
     return made if executable is None else dataclasses.replace(made, executable=executable)
@@ -117,6 +122,7 @@ def measure(mode: str, before: Path, expected: Mapping[int, str], logs: Path, sa
             changes: list[tuple[str, Callable[[], None]]] = [
                 ("restart", lambda: fleet.change_each(mode, before)),
                 ("version", lambda: fleet.change_each(mode, None)),
+                ("terminate", fleet.terminate_each),
                 ("busy", starve),
                 ("kill", lambda: fleet.kill_and_replace(0, 1)),
             ]
@@ -164,16 +170,32 @@ class Fleet:
             self._ask("POST", "", {"role": name.partition("-")[0], "url": successor.base_url})
             self._until(lambda known=known: self._state(known).get("kind") is not None)  # type: ignore[misc]
 
+    def terminate_each(self) -> None:
+        """Send SIGTERM to each server, as an orchestrator that scales down does it, and start it again; the router is
+        told of neither."""
+        for place, name in enumerate(NAMES):
+            time.sleep(SETTLE_SECONDS)
+            server = self.servers[place]
+            os.kill(server.process.pid, signal.SIGTERM)
+            try:
+                server.process.wait(2 * SHUTDOWN_SECONDS)
+            except subprocess.TimeoutExpired as error:
+                raise ServerError(f"found that {name} still runs {2 * SHUTDOWN_SECONDS} s after SIGTERM") from error
+            self._bring_back(place)
+
+    def _bring_back(self, place: int) -> None:
+        successor = self._launched.replace(place)
+        self._until(successor.is_ready)
+        known = successor.base_url.removeprefix("http://")
+        self._until(lambda: self._state(known).get("state") == "up" and self._state(known)["kind"] is not None)
+
     def kill_and_replace(self, *places: int) -> None:
         """Kill servers without a notice, and start them again; the router is told of neither."""
         for place in places:
             time.sleep(SETTLE_SECONDS)
             self.servers[place].kill()
             time.sleep(SETTLE_SECONDS)
-            successor = self._launched.replace(place)
-            self._until(successor.is_ready)
-            known = successor.base_url.removeprefix("http://")
-            self._until(lambda known=known: self._state(known).get("state") == "up")  # type: ignore[misc]
+            self._bring_back(place)
 
     def counted(self) -> tuple[int, int]:
         """Return how many hand-overs have failed, by the servers, and how many attempts the router has repeated."""

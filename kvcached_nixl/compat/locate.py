@@ -16,6 +16,7 @@ from kvcached_nixl.patching import Place, Target
 
 __all__ = [
     "CONNECTOR_BASE",
+    "ENGINE_CLIENT",
     "ENGINE_CORE",
     "ENGINE_CORE_BASE",
     "ENGINE_SCHEDULER",
@@ -25,13 +26,13 @@ __all__ = [
     "FACADE",
     "FACADE_CLASS_NAMES",
     "FACTORY",
+    "INPUT_PROCESSOR",
     "KVCACHED_COORDINATOR",
     "KVCACHED_GPU_WORKER",
     "KVCACHED_INTERFACES",
     "KVCACHED_PATCH",
     "KVCACHED_PATCH_MANAGER",
     "KVCACHED_VERSION_RANGE",
-    "INPUT_PROCESSOR",
     "MEDIA_PROCESSING",
     "METADATA_MODULES",
     "MODEL_LOADER",
@@ -130,6 +131,9 @@ MEDIA_PROCESSING = Target(
     name="media processing", places=(Place("vllm.multimodal.processing.context", "BaseProcessingInfo"),)
 )
 """Computes the identifiers of images, sounds, ..."""
+
+ENGINE_CLIENT = Target(name="engine client", places=(Place("vllm.v1.engine.async_llm", "AsyncLLM"),))
+"""Gives the API server's requests to the engines, and their outputs back."""
 
 OUTPUT_PROCESSOR = Target(
     name="output processor", places=(Place("vllm.v1.engine.output_processor", "OutputProcessor"),)

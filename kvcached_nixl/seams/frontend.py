@@ -10,11 +10,78 @@ import logging
 from typing import Any
 
 from kvcached_nixl.compat.actions.frontend import let_fail, numbers_media, require_readable
+from kvcached_nixl.compat.actions.leaving import is_leaving, leave, not_healthy, refuse_new
 from kvcached_nixl.compat.actions.usage import say_cached_tokens, take_cached_tokens
-from kvcached_nixl.compat.locate import INPUT_PROCESSOR, MEDIA_PROCESSING, OUTPUT_PROCESSOR, RENDERER, REQUEST_STATE
+from kvcached_nixl.compat.locate import (
+    ENGINE_CLIENT,
+    INPUT_PROCESSOR,
+    MEDIA_PROCESSING,
+    OUTPUT_PROCESSOR,
+    RENDERER,
+    REQUEST_STATE,
+)
 from kvcached_nixl.compat.series import BEYOND_KVCACHED
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
+
+_LEAVES = "a server that is shut down would abort new requests with status 200, and leave some without an end."
+_LEAVES_UPSTREAM = "vllm/entrypoints/launcher.py: handle_shutdown stops the engine before the HTTP server"
+_LEAVES_UNTIL = "vLLM refuses new requests from SIGTERM on, and ends those that its engine has not ended"
+
+SHUT_DOWN = Patch(
+    target=ENGINE_CLIENT,
+    attribute="shutdown",
+    process="frontend",
+    parameters=("self", "timeout"),
+    needs="pull",
+    why=_LEAVES,
+    upstream=_LEAVES_UPSTREAM,
+    remove_when=_LEAVES_UNTIL,
+)
+
+
+@SHUT_DOWN.around
+def shut_down(call: Call) -> Any:
+    return leave(call.instance, call.argument("timeout"), lambda timeout: call.proceed(timeout=timeout))
+
+
+CHECK_HEALTH = Patch(
+    target=ENGINE_CLIENT,
+    attribute="check_health",
+    process="frontend",
+    parameters=("self",),
+    needs="pull",
+    why="routers would send requests to a server that is shut down.",
+    upstream=_LEAVES_UPSTREAM,
+    remove_when=_LEAVES_UNTIL,
+)
+
+
+@CHECK_HEALTH.around
+def check_health(call: Call) -> Any:
+    if is_leaving(call.instance):
+        raise not_healthy()
+    return call.proceed()
+
+
+ADD_REQUEST = Patch(
+    target=ENGINE_CLIENT,
+    attribute="add_request",
+    process="frontend",
+    parameters=ANY_PARAMETERS,
+    needs="pull",
+    why=_LEAVES,
+    upstream=_LEAVES_UPSTREAM,
+    remove_when=_LEAVES_UNTIL,
+)
+
+
+@ADD_REQUEST.around
+def add_request(call: Call) -> Any:
+    if is_leaving(call.instance):
+        raise refuse_new()
+    return call.proceed()
+
 
 ASSIGN_REQUEST_ID = Patch(
     target=INPUT_PROCESSOR,
@@ -148,6 +215,9 @@ def model_id(call: Call) -> str:
 
 
 SEAMS = (
+    shut_down,
+    check_health,
+    add_request,
     assign_request_id,
     update_stats_from_finished,
     from_new_request,

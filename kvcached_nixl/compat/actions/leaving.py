@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shutting an API server down: no new work, every request gets its end, and then the engine stops.
+
+On SIGTERM vLLM stops the engine first and the HTTP server after it. In between, ``/health`` says 200 and new requests
+are answered 200 with ``abort``. Requests that come when the engine has ended never end, nor do those whose last outputs
+were not read in time, and the server waits for them. Sources: ``entrypoints/launcher.py`` (``handle_shutdown``),
+``v1/engine/async_llm.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvcached_nixl.compat.private import optional, private
+
+__all__ = ["is_leaving", "leave", "not_healthy", "refuse_new"]
+
+logger = logging.getLogger("vllm.kvcached_nixl")
+
+_LEAVING = "_kvcached_nixl_leaving"
+_LOOK_SECONDS = 0.05
+_LEAST_SECONDS = 1.0
+"""For the engine to stop, however long the requests have taken."""
+RETRY_SECONDS = 1
+
+
+def is_leaving(client: Any) -> bool:
+    """Whether an API server is shutting down that has a KV connector. Others are left to vLLM."""
+    return bool(optional(client, _LEAVING))
+
+
+def refuse_new() -> Exception:
+    """What a request that comes now is answered: 503, so that a router tries another server."""
+    from fastapi import HTTPException
+
+    return HTTPException(503, "This server is shutting down. Use another one.", {"Retry-After": str(RETRY_SECONDS)})
+
+
+def not_healthy() -> Exception:
+    """What vLLM's ``/health`` answers with 503."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return EngineDeadError()
+
+
+def leave(client: Any, timeout: float | None, stop: Callable[[float | None], Any]) -> Any:
+    """Wait for the requests of an API server, then stop its engines.
+
+    Args:
+        client: vLLM's ``AsyncLLM``.
+        timeout: seconds (``--shutdown-timeout``); 0: what is under way is aborted; None: vLLM's default.
+        stop: stops the engines, within so many seconds.
+    """
+    config = optional(client, "vllm_config")
+    if config is None or config.kv_transfer_config is None or is_leaving(client):
+        return stop(timeout)
+    setattr(client, _LEAVING, True)
+    processor = private(client, "output_processor")
+    left = timeout
+    if timeout and not _is_loop_here():
+        until_seconds = time.monotonic() + timeout
+        logger.info("Shutting down: %d requests are under way", len(private(processor, "request_states")))
+        while processor.has_unfinished_requests() and time.monotonic() < until_seconds:
+            time.sleep(_LOOK_SECONDS)
+        left = max(_LEAST_SECONDS, until_seconds - time.monotonic())
+    handler = optional(client, "output_handler")
+    try:
+        return stop(left)
+    finally:
+        if handler is not None:
+            _end_all(handler.get_loop(), processor)
+
+
+def _is_loop_here() -> bool:
+    """Whether requests cannot go on meanwhile, because this is the thread that they run on."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _end_all(loop: asyncio.AbstractEventLoop, processor: Any) -> None:
+    """End what has no end yet with an error: no engine will end it."""
+
+    def end() -> None:
+        if processor.has_unfinished_requests():
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            number = len(private(processor, "request_states"))
+            logger.warning("%d requests had not ended when the engine stopped: they end with an error", number)
+            processor.propagate_error(EngineDeadError())
+
+    try:
+        loop.call_soon_threadsafe(end)
+    except RuntimeError:
+        # The loop has ended, and its requests with it.
+        return

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shutting vLLM's API server down, through its own client of the engine: its requests end first, then the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
+from fastapi import HTTPException
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from kvcached_nixl.compat.versions import reason_to_skip
+from kvcached_nixl.patching import Registry
+from kvcached_nixl.seams import frontend
+
+
+@pytest.fixture(autouse=True)
+def patched() -> Iterator[Registry]:
+    registry = Registry(reason_to_skip)
+    registry.add((frontend.shut_down, frontend.check_health, frontend.add_request))
+    registry.complete()
+    assert not registry.refusals()
+    yield registry
+    registry.uninstall()
+
+
+class Outputs:
+    """In place of the output processor: the requests that have no end yet."""
+
+    def __init__(self, *requests: str) -> None:
+        self.request_states = dict.fromkeys(requests)
+        self.errors: list[Exception] = []
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.request_states)
+
+    def propagate_error(self, error: Exception) -> None:
+        self.errors += [error] * len(self.request_states)
+        self.request_states.clear()
+
+
+class Engine:
+    """In place of the client of the engine core's process."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self.outputs = outputs
+        self.stopped_with: list[tuple[float | None, int]] = []
+        self.resources = SimpleNamespace(engine_dead=False)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.stopped_with.append((timeout, len(self.outputs.request_states)))
+
+
+def client(*requests: str, connector: object = object()) -> Any:
+    made = object.__new__(AsyncLLM)
+    outputs = Outputs(*requests)
+    vars(made).update(
+        vllm_config=SimpleNamespace(kv_transfer_config=connector),
+        output_processor=outputs,
+        engine_core=Engine(outputs),
+        output_handler=None,
+    )
+    return made
+
+
+async def shut_down(made: Any, timeout: float) -> None:
+    """As vLLM's HTTP server does: on a thread beside its loop."""
+    made.output_handler = asyncio.ensure_future(asyncio.sleep(30))
+    await asyncio.get_running_loop().run_in_executor(None, made.shutdown, timeout)
+    await asyncio.sleep(0.01)
+
+
+def test_requests_end_before_the_engine_is_stopped_and_new_ones_are_refused() -> None:
+    made = client("one", "two")
+
+    async def run() -> None:
+        await made.check_health()
+        leaving = asyncio.create_task(shut_down(made, 20.0))
+        while not vars(made).get("_kvcached_nixl_leaving"):
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineDeadError):
+            await made.check_health()
+        with pytest.raises(HTTPException) as refused:
+            await made.add_request("three", None, None)
+        assert refused.value.status_code == 503 and refused.value.headers == {"Retry-After": "1"}
+        await asyncio.sleep(0.1)
+        assert not made.engine_core.stopped_with
+        made.output_processor.request_states.clear()
+        await leaving
+        ((timeout, unfinished),) = made.engine_core.stopped_with
+        assert unfinished == 0 and 1.0 <= timeout < 20.0 and not made.output_processor.errors
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("timeout", [0.0, 0.2])
+def test_what_has_no_end_in_time_ends_with_an_error(timeout: float) -> None:
+    made = client("one", "two")
+    asyncio.run(shut_down(made, timeout))
+    ((given, unfinished),) = made.engine_core.stopped_with
+    assert (given, unfinished) == (timeout and 1.0, 2)
+    assert [type(one) for one in made.output_processor.errors] == [EngineDeadError] * 2
+
+
+def test_the_loops_own_thread_does_not_wait_for_itself() -> None:
+    made = client("one")
+
+    async def run() -> None:
+        begun = time.monotonic()
+        made.shutdown(timeout=20.0)
+        assert time.monotonic() - begun < 5.0 and made.engine_core.stopped_with == [(20.0, 1)]
+
+    asyncio.run(run())
+
+
+def test_a_second_call_waits_for_nothing() -> None:
+    made = client("one")
+    first = threading.Thread(target=made.shutdown, args=(20.0,))
+    first.start()
+    while not vars(made).get("_kvcached_nixl_leaving"):
+        time.sleep(0.01)
+    made.shutdown(timeout=20.0)
+    assert made.engine_core.stopped_with == [(20.0, 1)]
+    made.output_processor.request_states.clear()
+    first.join(10)
+    assert len(made.engine_core.stopped_with) == 2
+
+
+def test_a_server_without_a_connector_is_left_to_vllm() -> None:
+    made = client("one", connector=None)
+    asyncio.run(shut_down(made, 20.0))
+    assert made.engine_core.stopped_with == [(20.0, 1)] and not made.output_processor.errors
