@@ -45,7 +45,7 @@ from kvcached_nixl.wire.step import (
     failure_of,
     finished_attempts_of,
     idle_holds_of,
-    spared_of,
+    take_spared,
 )
 
 __all__ = ["SchedulerFacade"]
@@ -438,6 +438,9 @@ class SchedulerFacade:
 
     def collect(self, reports: Reports) -> None:
         """Takes what all ranks have reported: replaces this package's ids and marks by the requests that they mean."""
+        if self._offering.spared(take_spared(reports.invalid)):
+            # Others may give way instead.
+            self._look_at_seconds = 0.0
         marked = [found for mark in reports.invalid if (found := failure_of(mark)) is not None]
         failures = [(number, HandOverFailed(cause, reports.reasons.get(number, NO_REASON))) for number, cause in marked]
         reports.invalid = {block_id for block_id in reports.invalid if failure_of(block_id) is None}
@@ -450,9 +453,6 @@ class SchedulerFacade:
         self._failed |= failed
         if failed:
             reports.invalid.add(FAILING)
-        if self._offering.spared(spared_of(reports.sent)):
-            # Others may give way instead.
-            self._look_at_seconds = 0.0
         num_fetched, num_owed = self._offering.ended(reports.sent, idle_holds_of(reports.sent), blocks)
         self._owed_blocks += num_owed
         if num_fetched:

@@ -41,8 +41,8 @@ __all__ = [
     "finished_attempts_of",
     "idle_hold_id",
     "idle_holds_of",
-    "spared_id",
-    "spared_of",
+    "spared_mark",
+    "take_spared",
 ]
 
 BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
@@ -51,22 +51,14 @@ BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
 FAILING = -1
 """A block id that no block has. Reported as invalid, it makes vLLM ask which requests failed; our patch answers."""
 _CAUSES = 64
-_IDLE_HOLD, _FINISHED, _SPARED = "kvcached-nixl:quiet:", "kvcached-nixl:over:", "kvcached-nixl:spared:"
+_SPARED = _CAUSES - 1
+"""In place of a cause."""
+_IDLE_HOLD, _FINISHED = "kvcached-nixl:quiet:", "kvcached-nixl:over:"
 
 
 def idle_hold_id(hold: int) -> str:
     """Reported among the sent requests: no rank uses the blocks of this hold any more."""
     return f"{_IDLE_HOLD}{hold}"
-
-
-def spared_id(number: int) -> str:
-    """Reported among the sent requests: no rank has taken the offer of this `Revocation` back."""
-    return f"{_SPARED}{number}"
-
-
-def spared_of(names: set[str]) -> list[int]:
-    """Removes the strings of `spared_id` from a set, and returns their numbers."""
-    return _taken(names, _SPARED)
 
 
 def finished_attempt_id(attempt: int) -> str:
@@ -77,6 +69,18 @@ def finished_attempt_id(attempt: int) -> str:
 def failed_mark(attempt: int, cause: FailureCause) -> int:
     """Reported among the invalid blocks: an attempt has failed. Transfers of it may still be in flight."""
     return -(attempt * _CAUSES + cause + 2)
+
+
+def spared_mark(number: int) -> int:
+    """Reported among the invalid blocks: a rank has not taken the offer of this `Revocation` back."""
+    return -(number * _CAUSES + _SPARED + 2)
+
+
+def take_spared(marks: set[int]) -> list[int]:
+    """Removes the numbers of `spared_mark` from a set, and returns those of their revocations."""
+    found = {mark for mark in marks if mark < FAILING and (-mark - 2) % _CAUSES == _SPARED}
+    marks -= found
+    return [(-mark - 2) // _CAUSES for mark in found]
 
 
 def idle_holds_of(names: set[str]) -> list[int]:
@@ -192,7 +196,7 @@ class Revocation(msgspec.Struct, frozen=True):
 
     Attributes:
         spares_wanted: it stays, too, if decode sends heartbeats for it.
-        number: reported if it stays (`spared_id`); 0 where it cannot stay.
+        number: reported if it stays (`spared_mark`); 0 where it cannot stay.
     """
 
     cause: RevocationCause

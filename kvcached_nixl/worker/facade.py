@@ -18,7 +18,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.wire.step import Step, failed_mark, finished_attempt_id, idle_hold_id, spared_id
+from kvcached_nixl.wire.step import Step, failed_mark, finished_attempt_id, idle_hold_id, spared_mark
 from kvcached_nixl.worker.thread_messages import (
     BlocksWritable,
     Command,
@@ -211,10 +211,11 @@ class WorkerFacade:
             tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
             logger.warning("KV was not fetched: %s: its lease expired", tags)
         self._counted.expired += len(outcome.expired)
+        self._marks |= set(map(spared_mark, outcome.spared))
         self._counted.moved += outcome.moved
         if not self._local.tp_rank:
             self._counted.revoked.update(outcome.revoked)
-        sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds), *map(spared_id, outcome.spared)}
+        sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}
         return StepOutcome(sent, set(map(finished_attempt_id, outcome.finished)))
 
     def take_marks(self) -> set[int]:

@@ -31,6 +31,8 @@ from kvcached_nixl.wire.step import (
     finished_attempts_of,
     idle_hold_id,
     idle_holds_of,
+    spared_mark,
+    take_spared,
 )
 
 PREFILL = RemotePrefill("p", "h", 1, 1)
@@ -114,3 +116,11 @@ def test_a_step_reaches_another_process_as_it_was() -> None:
     step = Step("h", 1, WAKE, "s", **NEWS)
     assert pickle.loads(pickle.dumps(step)) == step
     assert msgspec.structs.asdict(step).keys() == set(Step.__struct_fields__)
+
+
+def test_marks_of_spared_offers_are_told_from_blocks_and_from_failures() -> None:
+    marks = {5, FAILING, failed_mark(1, FailureCause.MEDIA), failed_mark(2**62 - 1, FailureCause.LOST)}
+    kept = set(marks)
+    marks |= {spared_mark(1), spared_mark(77)}
+    assert sorted(take_spared(marks)) == [1, 77] and marks == kept
+    assert not take_spared(marks)
