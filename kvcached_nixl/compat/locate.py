@@ -26,6 +26,7 @@ __all__ = [
     "FACADE",
     "FACADE_CLASS_NAMES",
     "FACTORY",
+    "HTTP_MIDDLEWARE",
     "INPUT_PROCESSOR",
     "KVCACHED_COORDINATOR",
     "KVCACHED_GPU_WORKER",
@@ -134,6 +135,11 @@ MEDIA_PROCESSING = Target(
 
 ENGINE_CLIENT = Target(name="engine client", places=(Place("vllm.v1.engine.async_llm", "AsyncLLM"),))
 """Gives the API server's requests to the engines, and their outputs back."""
+
+HTTP_MIDDLEWARE = Target(
+    name="HTTP middleware", places=(Place("vllm.entrypoints.serve.elastic_ep.middleware", "ScalingMiddleware"),)
+)
+"""Gets each HTTP request of the API server first."""
 
 OUTPUT_PROCESSOR = Target(
     name="output processor", places=(Place("vllm.v1.engine.output_processor", "OutputProcessor"),)

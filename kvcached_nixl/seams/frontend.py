@@ -10,10 +10,11 @@ import logging
 from typing import Any
 
 from kvcached_nixl.compat.actions.frontend import let_fail, numbers_media, require_readable
-from kvcached_nixl.compat.actions.leaving import is_leaving, leave, not_healthy, refuse_new
+from kvcached_nixl.compat.actions.leaving import is_leaving, leave, not_healthy, refusal_of, refuse_new
 from kvcached_nixl.compat.actions.usage import say_cached_tokens, take_cached_tokens
 from kvcached_nixl.compat.locate import (
     ENGINE_CLIENT,
+    HTTP_MIDDLEWARE,
     INPUT_PROCESSOR,
     MEDIA_PROCESSING,
     OUTPUT_PROCESSOR,
@@ -62,6 +63,26 @@ def check_health(call: Call) -> Any:
     if is_leaving(call.instance):
         raise not_healthy()
     return call.proceed()
+
+
+SERVE_HTTP = Patch(
+    target=HTTP_MIDDLEWARE,
+    attribute="__call__",
+    process="frontend",
+    parameters=("self", "scope", "receive", "send"),
+    needs="pull",
+    why=_LEAVES,
+    upstream=_LEAVES_UPSTREAM,
+    remove_when=_LEAVES_UNTIL,
+)
+
+
+@SERVE_HTTP.around
+def serve_http(call: Call) -> Any:
+    refusal = refusal_of(call.argument("scope"))
+    if refusal is None:
+        return call.proceed()
+    return refusal(*map(call.argument, ("scope", "receive", "send")))
 
 
 ADD_REQUEST = Patch(
@@ -217,6 +238,7 @@ def model_id(call: Call) -> str:
 SEAMS = (
     shut_down,
     check_health,
+    serve_http,
     add_request,
     assign_request_id,
     update_stats_from_finished,

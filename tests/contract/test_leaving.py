@@ -14,9 +14,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
-from fastapi import HTTPException
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+from vllm.entrypoints.serve.elastic_ep.middleware import ScalingMiddleware
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
@@ -26,7 +28,7 @@ from kvcached_nixl.seams import frontend
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
     registry = Registry(reason_to_skip)
-    registry.add((frontend.shut_down, frontend.check_health, frontend.add_request))
+    registry.add((frontend.shut_down, frontend.check_health, frontend.serve_http, frontend.add_request))
     registry.complete()
     assert not registry.refusals()
     yield registry
@@ -89,9 +91,8 @@ def test_requests_end_before_the_engine_is_stopped_and_new_ones_are_refused() ->
             await asyncio.sleep(0.01)
         with pytest.raises(EngineDeadError):
             await made.check_health()
-        with pytest.raises(HTTPException) as refused:
+        with pytest.raises(EngineGenerateError, match="shutting down"):
             await made.add_request("three", None, None)
-        assert refused.value.status_code == 503 and refused.value.headers == {"Retry-After": "1"}
         await asyncio.sleep(0.1)
         assert not made.engine_core.stopped_with
         made.output_processor.request_states.clear()
@@ -100,6 +101,23 @@ def test_requests_end_before_the_engine_is_stopped_and_new_ones_are_refused() ->
         assert unfinished == 0 and 1.0 <= timeout < 20.0 and not made.output_processor.errors
 
     asyncio.run(run())
+
+
+def test_new_http_requests_get_503_and_metrics_are_served_to_the_end() -> None:
+    made, app = client("one"), FastAPI()
+    app.state.engine_client = made
+    app.add_middleware(ScalingMiddleware)
+    app.get("/metrics")(lambda: "m")
+    app.post("/v1/completions")(lambda: "text")
+    with TestClient(app) as http:
+        assert http.post("/v1/completions").status_code == 200
+        vars(made)["_kvcached_nixl_leaving"] = True
+        answer = http.post("/v1/completions")
+        assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
+        assert answer.json()["error"]["code"] == 503 and "shutting down" in answer.json()["error"]["message"]
+        assert http.get("/metrics").status_code == 200
+        app.state.engine_client = None
+        assert http.post("/v1/completions").status_code == 200
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.2])

@@ -33,7 +33,7 @@ VLLM_ROUTER, OWN_ROUTER = "router-vllm-router.yaml", "router-kvcached-nixl.yaml"
 RELEASES = ("1.25", "1.29", "1.33", "1.37")
 """Of Kubernetes: the first and the last that the validator has schemas of, and two between them."""
 FAILURES = "kvcached_nixl:handover_failures_total"
-DRAINS = re.compile(r"draining (\d+ )?in-flight requests", re.IGNORECASE)
+DRAINS = re.compile(r"draining (\d+ )?in-flight requests|Shutting down: \d+ requests", re.IGNORECASE)
 OF_THE_CLUSTER = ("HOME", ADDRESS, PORT)
 
 

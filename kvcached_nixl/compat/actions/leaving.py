@@ -17,7 +17,7 @@ from typing import Any
 
 from kvcached_nixl.compat.private import optional, private
 
-__all__ = ["is_leaving", "leave", "not_healthy", "refuse_new"]
+__all__ = ["is_leaving", "leave", "not_healthy", "refusal_of", "refuse_new"]
 
 logger = logging.getLogger("vllm.kvcached_nixl")
 
@@ -26,6 +26,9 @@ _LOOK_SECONDS = 0.05
 _LEAST_SECONDS = 1.0
 """For the engine to stop, however long the requests have taken."""
 RETRY_SECONDS = 1
+_MESSAGE = "This server is shutting down. Use another one."
+_SERVED = ("/health", "/metrics", "/ping")
+"""Paths that answer until the end; ``/health`` with 503."""
 
 
 def is_leaving(client: Any) -> bool:
@@ -33,11 +36,23 @@ def is_leaving(client: Any) -> bool:
     return bool(optional(client, _LEAVING))
 
 
-def refuse_new() -> Exception:
-    """What a request that comes now is answered: 503, so that a router tries another server."""
-    from fastapi import HTTPException
+def refusal_of(scope: Any) -> Any:
+    """What a new HTTP request is answered, as an ASGI application: 503, so that a router tries another server. None if
+    it is served."""
+    state = scope["app"].state if scope["type"] == "http" and "app" in scope else None
+    if state is None or not is_leaving(optional(state, "engine_client")) or scope["path"] in _SERVED:
+        return None
+    from starlette.responses import JSONResponse
 
-    return HTTPException(503, "This server is shutting down. Use another one.", {"Retry-After": str(RETRY_SECONDS)})
+    error = {"message": _MESSAGE, "type": "ServiceUnavailableError", "param": None, "code": 503}
+    return JSONResponse({"error": error}, 503, {"Retry-After": str(RETRY_SECONDS)})
+
+
+def refuse_new() -> Exception:
+    """What a request gets that has come before, and reaches the engine only now."""
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    return EngineGenerateError(_MESSAGE)
 
 
 def not_healthy() -> Exception:
