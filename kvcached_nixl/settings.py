@@ -33,6 +33,8 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
                          Requests that do not fit wait; one longer than the slab is transferred range by range
     verify_fraction      fraction of decode's hand-overs that are verified, from 0 (the default) to 1: prefill sends
                          checksums of the bytes, and decode compares them before it uses the bytes
+    drain_delay          seconds, 5 by default. How long a server that is shut down with --shutdown-timeout still takes
+                         new requests while /health says 503, so that routers notice
     host_buffer_gib      refused
     enforce_handshake_compat     vLLM's; must stay true: this check tells incompatible peers apart
     enable_cross_layers_blocks   vLLM's; must stay false: vLLM would allocate KV memory without kvcached
@@ -56,6 +58,7 @@ SERVER_LOGGER = "vllm.kvcached_nixl"
 DEFAULT_LEASE_DURATION_SECONDS = 30.0
 DEFAULT_HANDOVER_TIMEOUT_SECONDS = 120.0
 DEFAULT_GIVE_WAY_AFTER_SECONDS = 2.0
+DEFAULT_DRAIN_DELAY_SECONDS = 5.0
 MOST_GIB = 65_536
 LONGEST_SECONDS = 86_400
 """One day: the longest lease that a manifest may carry."""
@@ -113,6 +116,7 @@ class Settings:
         memory_path: which memory NIXL is to use.
         staging_gib: size of the slab, if one is used; None to derive it from the engine's limits.
         verify_fraction: the fraction of decode's hand-overs that is verified.
+        drain_delay_seconds: how long a server that shuts down still takes new requests.
     """
 
     transfer_mode: TransferMode = TransferMode.PULL
@@ -123,6 +127,7 @@ class Settings:
     memory_path: MemoryPath = MemoryPath.AUTO
     staging_gib: float | None = None
     verify_fraction: float = 0.0
+    drain_delay_seconds: float = DEFAULT_DRAIN_DELAY_SECONDS
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Settings:
@@ -177,6 +182,12 @@ class Settings:
             memory_path=_memory_path(extra_config),
             staging_gib=_staging_gib(extra_config),
             verify_fraction=_verify_fraction(extra_config),
+            drain_delay_seconds=_seconds(
+                extra_config,
+                "drain_delay",
+                DEFAULT_DRAIN_DELAY_SECONDS,
+                "Routers would not notice in time that the server shuts down, or it would never end.",
+            ),
         )
 
 

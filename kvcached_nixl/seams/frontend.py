@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from kvcached_nixl.compat.actions.frontend import let_fail, numbers_media, require_readable
-from kvcached_nixl.compat.actions.leaving import is_leaving, leave, not_healthy, refusal_of, refuse_new
+from kvcached_nixl.compat.actions.leaving import is_leaving, leave, not_healthy, refusal_of, refuse_new, refuses
 from kvcached_nixl.compat.actions.usage import say_cached_tokens, take_cached_tokens
 from kvcached_nixl.compat.locate import (
     ENGINE_CLIENT,
@@ -99,7 +99,7 @@ ADD_REQUEST = Patch(
 
 @ADD_REQUEST.around
 def add_request(call: Call) -> Any:
-    if is_leaving(call.instance):
+    if refuses(call.instance):
         raise refuse_new()
     return call.proceed()
 

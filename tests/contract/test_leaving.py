@@ -62,11 +62,12 @@ class Engine:
         self.stopped_with.append((timeout, len(self.outputs.request_states)))
 
 
-def client(*requests: str, connector: object = object()) -> Any:
+def client(*requests: str, connector: bool = True, delay: float = 0.001) -> Any:
     made = object.__new__(AsyncLLM)
+    transfer = SimpleNamespace(kv_connector_extra_config={"drain_delay": delay})
     outputs = Outputs(*requests)
     vars(made).update(
-        vllm_config=SimpleNamespace(kv_transfer_config=connector),
+        vllm_config=SimpleNamespace(kv_transfer_config=transfer if connector else None),
         output_processor=outputs,
         engine_core=Engine(outputs),
         output_handler=None,
@@ -91,6 +92,7 @@ def test_requests_end_before_the_engine_is_stopped_and_new_ones_are_refused() ->
             await asyncio.sleep(0.01)
         with pytest.raises(EngineDeadError):
             await made.check_health()
+        await asyncio.sleep(0.01)
         with pytest.raises(EngineGenerateError, match="shutting down"):
             await made.add_request("three", None, None)
         await asyncio.sleep(0.1)
@@ -103,6 +105,15 @@ def test_requests_end_before_the_engine_is_stopped_and_new_ones_are_refused() ->
     asyncio.run(run())
 
 
+def test_an_idle_server_waits_until_routers_have_noticed() -> None:
+    made, begun = client(delay=0.5), time.monotonic()
+    asyncio.run(shut_down(made, 20.0))
+    assert 0.5 <= time.monotonic() - begun < 10.0
+    made, begun = client(delay=60.0), time.monotonic()
+    asyncio.run(shut_down(made, 1.0))
+    assert 0.5 <= time.monotonic() - begun < 10.0, "at most half of the time that there is"
+
+
 def test_new_http_requests_get_503_and_metrics_are_served_to_the_end() -> None:
     made, app = client("one"), FastAPI()
     app.state.engine_client = made
@@ -111,7 +122,9 @@ def test_new_http_requests_get_503_and_metrics_are_served_to_the_end() -> None:
     app.post("/v1/completions")(lambda: "text")
     with TestClient(app) as http:
         assert http.post("/v1/completions").status_code == 200
-        vars(made)["_kvcached_nixl_leaving"] = True
+        vars(made)["_kvcached_nixl_leaving"] = time.monotonic() + 60
+        assert http.post("/v1/completions").status_code == 200, "routers have to notice first"
+        vars(made)["_kvcached_nixl_leaving"] = time.monotonic()
         answer = http.post("/v1/completions")
         assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
         assert answer.json()["error"]["code"] == 503 and "shutting down" in answer.json()["error"]["message"]
@@ -154,6 +167,6 @@ def test_a_second_call_waits_for_nothing() -> None:
 
 
 def test_a_server_without_a_connector_is_left_to_vllm() -> None:
-    made = client("one", connector=None)
+    made = client("one", connector=False)
     asyncio.run(shut_down(made, 20.0))
     assert made.engine_core.stopped_with == [(20.0, 1)] and not made.output_processor.errors

@@ -105,6 +105,7 @@ SECONDS = {
     "push_registration_timeout": "handover_timeout_seconds",
     "allocation_timeout": "allocation_timeout_seconds",
     "give_way_after": "give_way_after_seconds",
+    "drain_delay": "drain_delay_seconds",
 }
 
 

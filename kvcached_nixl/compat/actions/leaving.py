@@ -17,15 +17,17 @@ from typing import Any
 
 from kvcached_nixl.compat.private import optional, private
 
-__all__ = ["is_leaving", "leave", "not_healthy", "refusal_of", "refuse_new"]
+__all__ = ["is_leaving", "leave", "not_healthy", "refusal_of", "refuse_new", "refuses"]
 
 logger = logging.getLogger("vllm.kvcached_nixl")
 
 _LEAVING = "_kvcached_nixl_leaving"
+"""Attribute of vLLM's client of the engine: when it begins to refuse requests, by `time.monotonic`."""
 _LOOK_SECONDS = 0.05
 _LEAST_SECONDS = 1.0
 """For the engine to stop, however long the requests have taken."""
 RETRY_SECONDS = 1
+DEFAULT_DELAY_SECONDS = 5.0
 _MESSAGE = "This server is shutting down. Use another one."
 _SERVED = ("/health", "/metrics", "/ping")
 """Paths that answer until the end; ``/health`` with 503."""
@@ -33,14 +35,20 @@ _SERVED = ("/health", "/metrics", "/ping")
 
 def is_leaving(client: Any) -> bool:
     """Whether an API server is shutting down that has a KV connector. Others are left to vLLM."""
-    return bool(optional(client, _LEAVING))
+    return optional(client, _LEAVING) is not None
+
+
+def refuses(client: Any) -> bool:
+    """Whether such a server takes no new requests any more. At first it does: routers have to notice."""
+    since_seconds = optional(client, _LEAVING)
+    return since_seconds is not None and time.monotonic() >= since_seconds
 
 
 def refusal_of(scope: Any) -> Any:
     """What a new HTTP request is answered, as an ASGI application: 503, so that a router tries another server. None if
     it is served."""
     state = scope["app"].state if scope["type"] == "http" and "app" in scope else None
-    if state is None or not is_leaving(optional(state, "engine_client")) or scope["path"] in _SERVED:
+    if state is None or not refuses(optional(state, "engine_client")) or scope["path"] in _SERVED:
         return None
     from starlette.responses import JSONResponse
 
@@ -73,13 +81,14 @@ def leave(client: Any, timeout: float | None, stop: Callable[[float | None], Any
     config = optional(client, "vllm_config")
     if config is None or config.kv_transfer_config is None or is_leaving(client):
         return stop(timeout)
-    setattr(client, _LEAVING, True)
+    begun_seconds, left = time.monotonic(), timeout
+    waits = bool(timeout) and not _is_loop_here()
+    setattr(client, _LEAVING, begun_seconds + (_delay_seconds(config, timeout or 0.0) if waits else 0.0))
     processor = private(client, "output_processor")
-    left = timeout
-    if timeout and not _is_loop_here():
-        until_seconds = time.monotonic() + timeout
+    if timeout and waits:
         logger.info("Shutting down: %d requests are under way", len(private(processor, "request_states")))
-        while processor.has_unfinished_requests() and time.monotonic() < until_seconds:
+        until_seconds = begun_seconds + timeout
+        while time.monotonic() < until_seconds and (processor.has_unfinished_requests() or not refuses(client)):
             time.sleep(_LOOK_SECONDS)
         left = max(_LEAST_SECONDS, until_seconds - time.monotonic())
     handler = optional(client, "output_handler")
@@ -88,6 +97,12 @@ def leave(client: Any, timeout: float | None, stop: Callable[[float | None], Any
     finally:
         if handler is not None:
             _end_all(handler.get_loop(), processor)
+
+
+def _delay_seconds(config: Any, timeout: float) -> float:
+    # Checked when the engine started.
+    delay = config.kv_transfer_config.kv_connector_extra_config.get("drain_delay", DEFAULT_DELAY_SECONDS)
+    return min(float(delay), timeout / 2)
 
 
 def _is_loop_here() -> bool:
