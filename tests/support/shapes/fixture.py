@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.vllm_source import Source
-from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES, WORKER, WORKER_PROCESS
+from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES, HTTP_MIDDLEWARE, WORKER, WORKER_PROCESS
 from kvcached_nixl.compat.names import KV_TRANSFER, NIXL_PREFIX
 from kvcached_nixl.patching import Patch, Target
 from kvcached_nixl.seams import PATCHES
@@ -44,6 +44,8 @@ _CALLED_ON = {
     "engine scheduler interface": _SCHEDULER,
     "engine core": frozenset({"engine_core"}),
     "engine core base": frozenset({"engine_core"}),
+    "engine client": frozenset({"engine_client", "client", "async_llm"}),
+    "HTTP middleware": frozenset(),
     "input processor": frozenset({"input_processor"}),
     "media processing": frozenset({"info"}),
     "model loader": frozenset(),
@@ -55,6 +57,7 @@ _CALLED_ON = {
 
 _CALLERS_IN = (
     "vllm/config/",
+    "vllm/entrypoints/",
     "vllm/v1/",
     "vllm/distributed/kv_transfer/",
     "vllm/renderers/",
@@ -142,6 +145,8 @@ def _callers(reader: Reader) -> dict[str, list[str]]:
         # The factory constructs a registered connector by name, so the registration counts as the call of __init__.
         is_registered = patch.attribute == "__init__" and patch.target.name == "connector"
         name = "register_connector" if is_registered else patch.attribute
+        # A class of middleware is constructed and called by the HTTP framework.
+        name = "add_middleware" if patch.target is HTTP_MIDDLEWARE else name
         # A worker's methods are called by name through collective_rpc, wherever the worker runs.
         patches["collective_rpc" if patch.target is WORKER_PROCESS else name].append(patch)
         if (patch.target is WORKER and patch.attribute == "__init__") or patch.attribute == "__post_init__":
@@ -161,6 +166,8 @@ def _reaches(reader: Reader, call: Call, patch: Patch) -> bool:
         return bool(FACADE_CLASS_NAMES & set(call.arguments))
     if patch.target is WORKER_PROCESS:
         return patch.attribute in call.arguments
+    if patch.target is HTTP_MIDDLEWARE:
+        return patch.target.places[0].qualname in call.arguments
     if patch.attribute == "__post_init__" or (not call.receiver and patch.attribute == "__init__"):
         return call.attribute in {place.qualname for place in patch.target.places}
     if call.attribute == "__init__":

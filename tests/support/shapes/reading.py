@@ -40,7 +40,7 @@ class Body:
 @dataclass(frozen=True)
 class Call:
     """A call ``receiver.attribute(...)``. ``receiver``: last part of a dotted name; for a call, its function's name;
-    empty for ``attribute(...)``."""
+    empty for ``attribute(...)``. ``arguments``: constants' values, then variables' names."""
 
     receiver: str
     attribute: str
@@ -147,8 +147,9 @@ def _calls(node: ast.AST, module: str, inside: tuple[str, ...], wanted: frozense
     if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         inside = (*inside, node.name)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in wanted:
-        constants = tuple(one.value for one in node.args if isinstance(one, ast.Constant))
-        yield Call(_name(node.func.value), node.func.attr, module, ".".join(inside), constants)
+        arguments = tuple(one.value for one in node.args if isinstance(one, ast.Constant))
+        arguments += tuple(one.id for one in node.args if isinstance(one, ast.Name))
+        yield Call(_name(node.func.value), node.func.attr, module, ".".join(inside), arguments)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in wanted:
         yield Call("", node.func.id, module, ".".join(inside), ())
     elif isinstance(node, ast.Attribute) and node.attr in wanted:

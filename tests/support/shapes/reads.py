@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvcached_nixl.compat.locate import (
+    ENGINE_CLIENT,
     ENGINE_CORE,
     ENGINE_CORE_BASE,
     ENGINE_SCHEDULER,
@@ -137,6 +138,7 @@ READS = (
             "failed_recving_kv_req_ids",
             "recompute_kv_load_failures",
             "finish_requests",
+            "max_num_running_reqs",
             "ec_connector",
         ),
         sometimes={
@@ -183,7 +185,13 @@ READS = (
     # Preparation of prompts in the API server.
     Reads(RENDERER, ("model_config", "config")),
     _of(
-        "vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool", "coordinator", "get_block_ids", "evict_blocks"
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager",
+        "block_pool",
+        "coordinator",
+        "enable_caching",
+        "get_block_ids",
+        "evict_blocks",
     ),
     _of("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", "get_block_ids"),
     _of("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
@@ -195,7 +203,7 @@ READS = (
         "block_size",
         "get_num_skipped_tokens",
     ),
-    _of("vllm.v1.core.block_pool", "BlockPool", "free_blocks", "get_num_free_blocks"),
+    _of("vllm.v1.core.block_pool", "BlockPool", "free_blocks", "get_num_free_blocks", "num_gpu_blocks"),
     Reads(
         Target(name="events of the block pool", places=(Place("vllm.v1.core.block_pool", "BlockPool"),)),
         ("take_events", "_remove_cached_block_hashes", "_emit_block_removed_events"),
@@ -303,6 +311,16 @@ READS = (
     _of("vllm.v1.engine.async_llm", "InputStreamError", "cause"),
     _first_of(ERROR_MODULES, "GenerationError"),
     _of("vllm.v1.engine", "EngineCoreRequestType", "WAKEUP"),
+    # The API server while it shuts down.
+    Reads(ENGINE_CLIENT, ("vllm_config", "output_processor", "output_handler")),
+    _of(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor",
+        "request_states",
+        "has_unfinished_requests",
+        "propagate_error",
+    ),
+    _of("vllm.v1.engine.exceptions", "", "EngineDeadError", "EngineGenerateError"),
     # Configuration.
     _of("vllm.engine.arg_utils", "EngineArgs", "model", "create_engine_config"),
     _of(

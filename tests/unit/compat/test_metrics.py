@@ -128,6 +128,7 @@ def test_what_a_worker_has_counted_is_in_vllms_account() -> None:
         "kvcached_nixl_failures": [FailureCause.LEASE, FailureCause.LEASE, FailureCause.DIGEST],
         "kvcached_nixl_quarantined_blocks": [3],
         "kvcached_nixl_failure_reasons": [],
+        "kvcached_nixl_revoked_offers": [],
     }
     assert all(type(cause) is int for cause in account.data["kvcached_nixl_failures"]), "they go through msgpack"
 

@@ -44,7 +44,8 @@ class Queue:
         return None
 
     def wait(self, seconds: float) -> None:
-        self.waited.append(seconds)
+        # To the millisecond: what the clock has moved on since the deadline was set does not count.
+        self.waited.append(round(seconds, 3))
 
     def _qsize(self) -> int:
         return len(self.items)
@@ -61,7 +62,9 @@ class Blocks:
 
 
 def side(waiting: int = 1, *, pending: bool = False, due_in_seconds: float | None = None) -> SimpleNamespace:
-    return SimpleNamespace(num_waiting=waiting, pending=pending, due_in_seconds=due_in_seconds)
+    return SimpleNamespace(
+        num_waiting=waiting, pending=pending, due_in_seconds=due_in_seconds, num_kept=0, relieve=lambda: False
+    )
 
 
 def core(*statuses: str, ours: SimpleNamespace | None = None, blocks: Blocks | None = None, **changed: Any) -> Any:
