@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much more an engine could take now; its side channel says so to whoever asks."""
+"""The free capacity of an engine, which its side channel sends on request."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_headroom(said: bytes) -> Headroom:
     """Decodes an answer.
 
     Raises:
-        Malformed: it is none.
+        Malformed: the bytes are no valid headroom message.
     """
     if not said:
         raise Malformed("found nothing; expected an engine's headroom")

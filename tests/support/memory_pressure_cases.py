@@ -85,7 +85,7 @@ def test_nothing_is_taken_back_while_decode_goes_on_fetching(mode: TransferMode)
 
 @DIRECTIONS
 def test_what_decode_fetches_does_not_give_way(mode: TransferMode) -> None:
-    """Never while bytes move: another one gives way, and if there is none, the request waits."""
+    """An offer being transferred is never revoked: another one is; without another one, the request waits."""
     pair = small(mode, 2)
     pair.acquaint()
     kept = offers(pair, 2)

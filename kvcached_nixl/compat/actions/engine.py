@@ -123,8 +123,7 @@ class EngineBlocks:
         free_bytes, num_used = 0, int(private(pool, "num_gpu_blocks")) - 1 - num_free
         if manager is not None:
             pages = private(manager, "page_allocator")
-            page_bytes = private(manager, "page_size") * private(manager, "num_layers")
-            free_bytes = int(pages.get_avail_physical_pages() * page_bytes * private(manager, "num_kv_buffers"))
+            free_bytes = int(pages.get_avail_physical_pages() * private(manager, "page_size") * _num_buffers(manager))
             cached = len(optional(pool, "_evictable_blocks", ()))
             num_used = max(0, int(private(manager, "_get_num_alloced_blocks")()) - cached)
         queued_tokens = sum(one.num_prompt_tokens for one in list(queued(scheduler)) if wants_blocks(one))
@@ -250,14 +249,12 @@ class EngineBlocks:
         manager = private(self._pool, "kv_cache_manager")
         pages = private(manager, "page_allocator")
         free = pages.get_avail_physical_pages() + pages.get_num_reserved_pages()
-        layers = private(manager, "num_layers") * private(manager, "num_kv_buffers")
-        return max(0, int(pages.get_num_free_pages() - free) * int(private(manager, "page_size") * layers))
+        return max(0, int((pages.get_num_free_pages() - free) * private(manager, "page_size") * _num_buffers(manager)))
 
     @property
     def _block_bytes(self) -> int:
         manager = private(self._pool, "kv_cache_manager")
-        layers = private(manager, "num_layers") * private(manager, "num_kv_buffers")
-        return int(private(manager, "block_mem_size") * layers)
+        return int(private(manager, "block_mem_size") * _num_buffers(manager))
 
     @property
     def _pool(self) -> Any:
@@ -265,6 +262,11 @@ class EngineBlocks:
 
     def _managers(self) -> Any:
         return private(private(self.engine_scheduler, "kv_cache_manager"), "coordinator").single_type_managers
+
+
+def _num_buffers(manager: Any) -> int:
+    """In how many buffers kvcached maps each page: keys and values of every layer."""
+    return int(private(manager, "num_layers") * private(manager, "num_kv_buffers"))
 
 
 def _blocks_of(manager: Any, request: Any) -> int:

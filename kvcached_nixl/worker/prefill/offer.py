@@ -85,7 +85,7 @@ class Offer:
         settled: ranks of decode that need nothing more of it.
         waived: those of ``settled`` that have released its name only. They may still register, for this prompt.
         readers: ranks of decode that have begun to read its blocks.
-        wanted_until_seconds: until when decode counts as waiting for it, by its last heartbeat.
+        wanted_until_seconds: time until which decode counts as waiting for the offer. Each heartbeat moves it.
         awaited: how many ranks must be in ``settled``; None until a rank of decode has told its size.
         draining: holds of earlier preemptions, whose blocks may still be read.
         write_tasks: registrations that are served from it.
