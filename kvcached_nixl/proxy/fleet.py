@@ -219,11 +219,11 @@ class Fleet:
     def _decodes_capacity(self) -> Capacity | None:
         """What all usable decode servers can hold, and have to do; None if one of them does not say it."""
         usable = self._usable(Role.DECODE)
-        said = [one.capacity for one in usable if one.capacity is not None]
+        said = [(one.capacity, one.sent_tokens) for one in usable if one.capacity is not None]
         if not said or len(said) < len(usable):
             return None
-        demand = [max(0.0, one.capacity.demand_tokens + one.sent_tokens) for one in usable if one.capacity is not None]
-        return Capacity(sum(one.tokens for one in said), sum(demand))
+        demand = sum(max(0.0, capacity.demand_tokens + sent_tokens) for capacity, sent_tokens in said)
+        return Capacity(sum(capacity.tokens for capacity, _ in said), demand)
 
     def decoded(self, server: Instance, request: Wanted) -> None:
         """A decode server has this prompt in its prefix cache from now on."""
