@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests may start: prefill computes nothing that decode has no room for. Once per process.
 
-A request waits here, in the order of arrival, while decode servers together have as much to do as
-``--decode-fill`` times what they can hold. What they have to do is what they said last (`kind.Capacity`), corrected by
-the prompts that this router has sent to them and seen end since, and by those on their way through prefill. Where a
-server does not say it, there is no limit.
+A request waits here, in the order of arrival, while the decode servers have no room for it beside the prompts that are
+on their way through prefill. A server has room while it has less to do than ``--decode-fill`` times what it can hold
+(`Instance.room_tokens`). Where one does not say it, there is no limit.
 
 Who would wait longer than ``--queue-timeout`` is refused at once, with the time after which it is worth trying again,
 by the rate at which prompts have ended lately.
@@ -23,7 +22,6 @@ import anyio
 
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.proxy.instance import Instance
-from kvcached_nixl.proxy.kind import Capacity
 
 __all__ = ["Admission"]
 
@@ -37,27 +35,23 @@ class Admission:
     """See the module's docstring. Used on the event loop only.
 
     Args:
-        fill: how much decode servers may have to do at most, relative to what they can hold; 0: no limit.
         most_wait_seconds: longest time that a request waits.
-        said: returns what all usable decode servers have to do and can hold, together; None if one does not say it.
+        room_tokens: returns how many tokens of prompts the usable decode servers may still get, together.
 
     Attributes:
         pending_tokens: of prompts that have started and are not at decode yet.
+        waiting_tokens: of the prompts that wait.
     """
 
-    def __init__(self, fill: float, most_wait_seconds: float, said: Callable[[], Capacity | None]) -> None:
-        self._fill = fill
+    def __init__(self, most_wait_seconds: float, room_tokens: Callable[[], float]) -> None:
         self._most_wait_seconds = most_wait_seconds
-        self._said = said
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._room_tokens = room_tokens
+        # In the order of arrival; the tokens of each.
+        self._waiting: dict[asyncio.Future[None], int] = {}
         self._ended: deque[tuple[float, int]] = deque()
         self._admitted = 0
         self.pending_tokens = 0
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Of the prompts that wait."""
-        return sum(tokens for tokens, _ in self._waiting)
+        self.waiting_tokens = 0
 
     @asynccontextmanager
     async def admitted(self, tokens: int, *, waits: bool = True) -> AsyncIterator[None]:
@@ -94,19 +88,22 @@ class Admission:
 
     def look(self) -> None:
         """Lets those start for whom there is room."""
-        while self._waiting and self._has_room(self._waiting[0][0]):
-            _, future = self._waiting.popleft()
+        while self._waiting:
+            future = next(iter(self._waiting))
+            if not self._has_room(self._waiting[future]):
+                return
+            self._left(future)
             if not future.done():
                 future.set_result(None)
                 # It counts itself only when its task runs.
                 return
 
     def _has_room(self, tokens: int) -> bool:
-        said = self._said() if self._fill else None
         # One request alone may be larger than everything.
-        if said is None or not self._admitted:
-            return True
-        return said.demand_tokens + self.pending_tokens + tokens <= self._fill * said.tokens
+        return not self._admitted or self.pending_tokens + tokens <= self._room_tokens()
+
+    def _left(self, future: asyncio.Future[None]) -> None:
+        self.waiting_tokens -= self._waiting.pop(future, 0)
 
     async def _enter(self, tokens: int) -> None:
         if not self._waiting and self._has_room(tokens):
@@ -115,16 +112,15 @@ class Admission:
         if wait_seconds > self._most_wait_seconds:
             raise self._refusal(wait_seconds)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        place = (tokens, future)
-        self._waiting.append(place)
+        self._waiting[future] = tokens
+        self.waiting_tokens += tokens
         try:
             with anyio.move_on_after(self._most_wait_seconds):
                 await future
                 return
             raise self._refusal(self._wait_seconds(tokens))
         finally:
-            if place in self._waiting:
-                self._waiting.remove(place)
+            self._left(future)
             # The next one may be smaller, or this one has taken no place after all.
             asyncio.get_running_loop().call_soon(self.look)
 

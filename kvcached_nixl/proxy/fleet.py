@@ -17,7 +17,7 @@ from kvcached_nixl.proxy.affinity import PrefixTree
 from kvcached_nixl.proxy.cost import Costs
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.proxy.instance import Booking, Health, Instance, Role
-from kvcached_nixl.proxy.kind import Capacity, Kind
+from kvcached_nixl.proxy.kind import Kind
 from kvcached_nixl.proxy.metrics import Metrics
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.policy import Wanted, make
@@ -54,7 +54,7 @@ class Fleet:
         self._draw = random.Random()
         self._decoded = PrefixTree()
         self.costs = Costs()
-        self.admission = Admission(options.decode_fill, options.queue_timeout_seconds, self._decodes_capacity)
+        self.admission = Admission(options.queue_timeout_seconds, self._decodes_room_tokens)
         self.metrics = Metrics(self._instances.values)
         self.upstream = Upstream(options.connect_timeout_seconds, options.unresponsive_timeout_seconds)
         self.retry_budget = RetryBudget()
@@ -216,14 +216,11 @@ class Fleet:
         ahead = min(one.tokens for one in prefills) + request.prompt_tokens
         return (Booking(server, None), tokens) if self.costs.is_alone_better(alone_seconds, ahead) else None
 
-    def _decodes_capacity(self) -> Capacity | None:
-        """What all usable decode servers can hold, and have to do; None if one of them does not say it."""
-        usable = self._usable(Role.DECODE)
-        said = [(one.capacity, one.sent_tokens) for one in usable if one.capacity is not None]
-        if not said or len(said) < len(usable):
-            return None
-        demand = sum(max(0.0, capacity.demand_tokens + sent_tokens) for capacity, sent_tokens in said)
-        return Capacity(sum(capacity.tokens for capacity, _ in said), demand)
+    def _decodes_room_tokens(self) -> float:
+        """How many tokens of prompts the usable decode servers may still get, by ``--decode-fill``."""
+        fill, usable = self.options.decode_fill, self._usable(Role.DECODE)
+        # Who has too much to do takes no room from the others.
+        return sum(one.room_tokens(fill) for one in usable) if fill and usable else math.inf
 
     def decoded(self, server: Instance, request: Wanted) -> None:
         """A decode server has this prompt in its prefix cache from now on."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,11 +58,14 @@ class InstanceLoad(NamedTuple):
             rank is a candidate of its own, named ``HOST:PORT#RANK``.
         requests: number of legs in flight.
         tokens: estimated number of tokens of those legs, prompt and output.
+        room_tokens: of KV that it has room for beside what it has to do, by what it said last; infinite if it does not
+            say it. Of the whole server.
     """
 
     name: str
     requests: int
     tokens: int
+    room_tokens: float = math.inf
 
 
 class Booking(NamedTuple):
@@ -95,8 +99,8 @@ class Instance:
     Attributes:
         ranks: of a prefill server: what its responses said about its data-parallel ranks.
         kind: which servers it can hand over to; None if that is not known, and tried.
-        capacity: of a decode server: what it said last of its memory.
-        sent_tokens: of prompts that were sent to it since then, less those that have ended.
+        capacity: what it said last of its memory.
+        sent_tokens: of a decode server: of prompts that were sent to it since then, less those that have ended.
         epoch: drawn when it was added, and again when it goes down; no two servers of one name share one.
         weight: its share of the requests, relative to the others of its role.
         requests, tokens: number of legs in flight, and an estimate of their tokens.
@@ -136,7 +140,8 @@ class Instance:
         self.quiet = asyncio.Event()
         self.quiet.set()
         self._legs: set[Leg] = set()
-        self._of_ranks: dict[int, InstanceLoad] = {}
+        # Number of legs, and their tokens.
+        self._of_ranks: dict[int, tuple[int, int]] = {}
         self._failed_in_row = 0
         self._doubted_until_seconds = 0.0
 
@@ -158,8 +163,23 @@ class Instance:
     def load(self, rank: int | None) -> InstanceLoad:
         """Load of the whole server, or of one rank. For a rank only the legs are counted that named it."""
         if rank is None:
-            return InstanceLoad(self.name, self.requests, self.tokens)
-        return self._of_ranks.get(rank) or InstanceLoad(f"{self.name}#{rank}", 0, 0)
+            return InstanceLoad(self.name, self.requests, self.tokens, self.room_tokens(1.0))
+        return InstanceLoad(f"{self.name}#{rank}", *self._of_ranks.get(rank, (0, 0)), self.room_tokens(1.0))
+
+    def heard_of_capacity(self, capacity: Capacity | None) -> None:
+        """One of its engines has said its capacity with an answer; it counts if the server has no other engine."""
+        if capacity is not None and self.capacity is not None and self.capacity.num_engines == 1:
+            self.capacity = capacity
+
+    def room_tokens(self, fill: float) -> float:
+        """How many tokens of prompts it may still get until it has ``fill`` times as much to do as it can hold.
+
+        Infinite if it does not say what it can hold.
+        """
+        if self.capacity is None:
+            return math.inf
+        demand_tokens = max(0.0, self.capacity.demand_tokens + self.sent_tokens)
+        return max(0.0, fill * self.capacity.tokens - demand_tokens)
 
     @property
     def is_busy(self) -> bool:
@@ -236,7 +256,7 @@ class Instance:
         self.tokens += tokens
         if rank is None:
             return
-        before = self.load(rank)
-        self._of_ranks[rank] = InstanceLoad(before.name, before.requests + requests, before.tokens + tokens)
-        if not self._of_ranks[rank].requests:
+        others, other_tokens = self._of_ranks.get(rank, (0, 0))
+        self._of_ranks[rank] = others + requests, other_tokens + tokens
+        if not self._of_ranks[rank][0]:
             del self._of_ranks[rank]

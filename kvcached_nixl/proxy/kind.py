@@ -25,12 +25,15 @@ class Capacity(NamedTuple):
     """What a server's metrics say of its memory, in tokens of KV, of all its engines.
 
     Attributes:
-        tokens: that it can hold: those in use, and those that it could take now. Changes with other engines' needs.
+        tokens: that it can hold: those in use, and those that it could take now. Changes with other engines' needs; 0
+            if they have taken all of the device.
         demand_tokens: in use or queued.
+        num_engines: how many it has said it of.
     """
 
     tokens: float
     demand_tokens: float
+    num_engines: int = 1
 
     @property
     def is_filling(self) -> bool:
@@ -39,13 +42,14 @@ class Capacity(NamedTuple):
 
 
 def capacity_of(metrics: bytes) -> Capacity | None:
-    """Returns the capacity of a server; None if its ``/metrics`` do not say it."""
-    found: dict[bytes, float] = {}
+    """Returns the capacity of a server; None if its ``/metrics`` do not say it of each of its engines."""
+    found: dict[bytes, list[float]] = {b"free": [], b"used": [], b"queued": []}
     for name, value in _TOKENS.findall(metrics):
-        found[name] = found.get(name, 0.0) + float(value)
-    if len(found) < 3 or not found[b"free"] + found[b"used"]:
+        found[name].append(float(value))
+    free, used, queued = found.values()
+    if not free or not len(free) == len(used) == len(queued):
         return None
-    return Capacity(found[b"free"] + found[b"used"], found[b"used"] + found[b"queued"])
+    return Capacity(sum(free) + sum(used), sum(used) + sum(queued), len(free))
 
 
 class Kind(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -13,8 +13,9 @@ from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.client import Response
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.instance import Instance
+from kvcached_nixl.proxy.kind import Capacity
 from kvcached_nixl.proxy.ranks import Found
-from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, Malformed, parse
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HEADROOM_KEY, Malformed, parse
 
 __all__ = ["Beside", "NoParameters", "RemoteOffer", "read_offer"]
 
@@ -27,8 +28,22 @@ class _Usage(msgspec.Struct):
     cached_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = msgspec.field(default=None, name=CACHED_TOKENS_KEY)
 
 
+_Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Headroom(msgspec.Struct):
+    free_tokens: _Tokens
+    used_tokens: _Tokens
+    queued_tokens: _Tokens
+
+
+class _Hint(msgspec.Struct):
+    headroom: _Headroom | None = msgspec.field(default=None, name=HEADROOM_KEY)
+
+
 _prefill_answer = msgspec.json.Decoder(_PrefillAnswer)
 _usage = msgspec.json.Decoder(_Usage)
+_hint = msgspec.json.Decoder(_Hint)
 
 
 @dataclass(frozen=True)
@@ -39,11 +54,13 @@ class RemoteOffer:
         raw: its kv_transfer_params, unchanged, for decode; None if there are none.
         found: where prefill is; None without kv_transfer_params.
         cached_tokens: of the prompt, in prefill's prefix cache; None if prefill does not say it.
+        capacity: of the engine that answered; None if it does not say it.
     """
 
     raw: msgspec.Raw | None
     found: Found | None
     cached_tokens: int | None = None
+    capacity: Capacity | None = None
 
 
 def read_offer(name: str, said: bytes) -> RemoteOffer:
@@ -62,10 +79,21 @@ def read_offer(name: str, said: bytes) -> RemoteOffer:
         params = parse(raw)
         if not params.do_remote_prefill:
             return RemoteOffer(None, None)
-        return RemoteOffer(raw, Found.of(params), _usage.decode(raw).cached_tokens)
+        return RemoteOffer(raw, Found.of(params), _usage.decode(raw).cached_tokens, _capacity_in(raw))
     except (msgspec.MsgspecError, Malformed, RecursionError) as error:
         reason = f"prefill's response cannot be used: {str(error)[:200]}"
         raise LegFailed(RouterFailure.ANSWER, name, reason) from error
+
+
+def _capacity_in(raw: msgspec.Raw) -> Capacity | None:
+    try:
+        said = _hint.decode(raw).headroom
+    except msgspec.MsgspecError:
+        # A hint from another version must not cost the request.
+        return None
+    if said is None:
+        return None
+    return Capacity(said.free_tokens + said.used_tokens, said.used_tokens + said.queued_tokens)
 
 
 class NoParameters(LegFailed):

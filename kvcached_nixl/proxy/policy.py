@@ -57,8 +57,16 @@ class RoundRobin:
         return self._turn % len(candidates)
 
 
+def tokens_before(server: InstanceLoad, request: Wanted) -> float:
+    """How many tokens a server has to complete before it is done with a prompt, without its own.
+
+    Those that it has to compute, and as many as it lacks room for: these have to end before the prompt can begin.
+    """
+    return server.tokens + max(0.0, request.prompt_tokens - server.room_tokens)
+
+
 class LeastTokens:
-    """The server with the fewest outstanding tokens; equal servers in turn."""
+    """The server that would be done soonest, by `tokens_before`. Equal servers in turn."""
 
     def __init__(self) -> None:
         self._turn = -1
@@ -66,11 +74,11 @@ class LeastTokens:
     def choose(self, candidates: Sequence[InstanceLoad], request: Wanted) -> int:
         self._turn += 1
         count, turn = len(candidates), self._turn
-        return min(range(count), key=lambda place: (candidates[place].tokens, (place - turn) % count))
+        return min(range(count), key=lambda place: (tokens_before(candidates[place], request), (place - turn) % count))
 
 
 class PowerOfTwo:
-    """The less loaded of two random servers, so that independent routers do not all choose the same one."""
+    """Of two random servers the one that would be done sooner, so that independent routers choose different ones."""
 
     def __init__(self, draw: random.Random | None = None) -> None:
         self._draw = draw or random.Random()
@@ -79,11 +87,12 @@ class PowerOfTwo:
         if len(candidates) == 1:
             return 0
         one, other = self._draw.sample(range(len(candidates)), 2)
-        return one if candidates[one].tokens <= candidates[other].tokens else other
+        return min(one, other, key=lambda place: tokens_before(candidates[place], request))
 
 
 class PrefixAffinity:
-    """The server that computed the longest prefix of the prompt, unless its load is far above the lowest.
+    """The server that computed the longest prefix of the prompt, unless its load is far above the lowest, or it has no
+    room for the prompt.
 
     "Far" is more than ``MOST_AHEAD_TOKENS`` outstanding tokens.
     """
@@ -100,7 +109,9 @@ class PrefixAffinity:
         near = [
             place
             for place, one in enumerate(candidates)
-            if one.name in known and one.tokens <= least + self.MOST_AHEAD_TOKENS
+            if one.name in known
+            and one.tokens <= least + self.MOST_AHEAD_TOKENS
+            and one.room_tokens >= request.prompt_tokens
         ]
         place = min(near, key=lambda place: candidates[place].tokens) if near else None
         if place is None:

@@ -352,6 +352,7 @@ class Journey:
         prefill = place.server
         if offer.found is not None:
             prefill.ranks.learn(place.rank, offer.found)
+            prefill.heard_of_capacity(offer.capacity)
             prefill.is_warned = False
             return
         prefill.ranks.lost(place.rank)

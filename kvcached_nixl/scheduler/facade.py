@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
@@ -35,7 +37,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.headroom import Headroom, encode_headroom
 from kvcached_nixl.wire.kv_groups import Keeps
-from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill
 from kvcached_nixl.wire.step import (
     FAILING,
     BlockIds,
@@ -95,6 +97,8 @@ class SchedulerFacade:
         self._owed_blocks = 0
         self._has_to_trim = False
         self._look_at_seconds = 0.0
+        self._said_headroom: Headroom | None = None
+        self._said_headroom_until_seconds = 0.0
         self._has_told = False
         self._reported_quarantine = 0
         self._has_news = False
@@ -139,20 +143,27 @@ class SchedulerFacade:
 
     def headroom(self) -> bytes:
         """Returns this engine's `Headroom`, encoded; empty before its first step. May be called from any thread."""
-        if self._blocks is None:
-            return b""
-        usage, per_block = self._blocks.usage(), self._terms.groups.tokens_per_block
+        return b"" if self._blocks is None else encode_headroom(self._headroom_of(self._blocks))
+
+    def _headroom_of(self, blocks: BlockPool) -> Headroom:
+        usage, per_block = blocks.usage(), self._terms.groups.tokens_per_block
         num_offers, num_kept = self._offering.kept_now()
-        return encode_headroom(
-            Headroom(
-                free_tokens=int(usage.num_free * per_block),
-                used_tokens=int(usage.num_used * per_block),
-                queued_tokens=usage.queued_tokens,
-                kept_offers=num_offers,
-                kept_tokens=int(num_kept * per_block),
-                free_bytes=usage.free_bytes,
-            )
+        return Headroom(
+            free_tokens=int(usage.num_free * per_block),
+            used_tokens=int(usage.num_used * per_block),
+            queued_tokens=usage.queued_tokens,
+            kept_offers=num_offers,
+            kept_tokens=int(num_kept * per_block),
+            free_bytes=usage.free_bytes,
         )
+
+    def _headroom_in_answer(self) -> Headroom:
+        """For prefill's answers. Its cost grows with the queue, so answers of a quarter of a second share one."""
+        now = self._clock.now_seconds()
+        if self._said_headroom is None or now >= self._said_headroom_until_seconds:
+            self._said_headroom_until_seconds = now + LOOK_SECONDS
+            self._said_headroom = self._headroom_of(self._bound())
+        return self._said_headroom
 
     def woken(self) -> None:
         """A worker has something to report: makes the engine step. May be called from any thread."""
@@ -425,7 +436,10 @@ class SchedulerFacade:
         for decode's request.
         """
         self._fetching.finished(request, self._bound(), self._step)
-        return self._offering.finished(request, is_whole, block_ids, self._bound(), self._step)
+        is_kept, params = self._offering.finished(request, is_whole, block_ids, self._bound(), self._step)
+        if params is not None:
+            params[HEADROOM_KEY] = msgspec.to_builtins(self._headroom_in_answer())
+        return is_kept, params
 
     def keeps(self, request_id: str) -> bool:
         """Whether a request has ended and its blocks are kept for decode; vLLM may have freed the request already."""

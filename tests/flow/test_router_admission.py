@@ -95,3 +95,96 @@ def test_without_the_limit_all_are_computed_at_once() -> None:
             assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
 
     asyncio.run(run())
+
+
+FALSE = {
+    "endless queue": (FREE, USED, "9e16"),
+    "nothing at all": (0, 0, 0),
+    "nothing left": (0, 10**15, 0),
+    "endless memory": ("9e16", USED, 0),
+    "no number": ("NaN", USED, 0),
+    "infinite": (FREE, USED, "+Inf"),
+    "negative": (-FREE, USED, 0),
+    "not said of all": (FREE, USED),
+}
+
+
+@pytest.mark.parametrize("said", FALSE.values(), ids=FALSE.keys())
+def test_a_false_capacity_of_one_server_holds_nobody_up(said: tuple[object, object, object]) -> None:
+    """A decode server that says nonsense gets less, or no limit; the other one serves as before."""
+
+    async def run() -> None:
+        fabric = Fabric()
+        prefill, liar, other = (Stub(fabric) for _ in range(3))
+        liar.tokens_of_memory, other.tokens_of_memory = said, (1000, 0, 0)
+        options = {"decode_fill": 1.0, "health_interval_seconds": 60.0, "queue_timeout_seconds": 20.0}
+        async with stubs(prefill, liar, other), serving_before([prefill], [liar, other], **options) as at:
+            liar.token_seconds = other.token_seconds = 0.05
+            requests = await asked(at, 12)
+            most = 0
+            while not all(one.done() for one in requests):
+                most = max(most, sum(one.requests for one in at.router.app.fleet))
+                await asyncio.sleep(0.005)
+            assert {one.result().status_code for one in requests} == {200}
+            assert most >= 5, "they went one after the other"
+            await quiet(at)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("said", [(0, 0, 0), (0, 10**15, 0), (1, 0, 10**16)], ids=["no memory", "full", "queue"])
+def test_where_no_server_has_room_one_request_at_a_time_is_tried(said: tuple[object, object, object]) -> None:
+    async def run() -> None:
+        async with pair() as at:
+            (known,) = (one for one in at.router.app.fleet if one.name == at.decodes[0].name)
+            at.decodes[0].tokens_of_memory = said
+            known.suspected.set()
+            await until(lambda: known.room_tokens(1.0) == 0, "it was not looked at")
+            requests, most = await asked(at, 4), 0
+            while not all(one.done() for one in requests):
+                most = max(most, sum(one.requests for one in at.router.app.fleet))
+                await asyncio.sleep(0.005)
+            assert {one.result().status_code for one in requests} == {200} and most == 1
+
+    asyncio.run(run())
+
+
+def headroom(free: object, used: object, queued: object) -> dict[str, object]:
+    return {"free_tokens": free, "used_tokens": used, "queued_tokens": queued, "kept_offers": 1}
+
+
+def test_what_prefill_answers_of_its_memory_decides_which_prefill_is_asked() -> None:
+    async def run() -> None:
+        fabric = Fabric()
+        full, other, decode = (Stub(fabric) for _ in range(3))
+        full.tokens_of_memory = other.tokens_of_memory = (1000, 0, 0)
+        async with (
+            stubs(full, other, decode),
+            serving_before([full, other], [decode], health_interval_seconds=60.0) as at,
+        ):
+            await asyncio.gather(*await asked(at, 8))
+            assert len(full.asked) == 4, "in turn"
+            full.headroom, other.headroom = headroom(50, 950, 0), headroom(1000, 0, 0)
+            await asyncio.gather(*await asked(at, 2))
+            before = len(full.asked)
+            for _ in range(4):
+                await asyncio.gather(*await asked(at, 1))
+            assert len(full.asked) == before, "it has no room"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "said", [0, [], "x", headroom(-1, 0, 0), headroom(1.5, 0, 0), headroom(None, 0, 0), {"free_tokens": 2**80}, {}]
+)
+def test_a_headroom_that_cannot_be_read_costs_nothing(said: object) -> None:
+    async def run() -> None:
+        async with pair() as at:
+            at.prefills[0].tokens_of_memory = (1000, 0, 0)
+            at.prefills[0].headroom = said
+            answers = await asyncio.gather(*await asked(at, 3))
+            for one in answers:
+                check(one, {**HELLO, "prompt": PROMPT, "stream": False})
+                assert one.status_code == 200
+
+    asyncio.run(run())

@@ -12,6 +12,7 @@ from kvcached_nixl.ids import LogicalBlock
 from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
@@ -107,6 +108,9 @@ class Pool:
         self.wanted = 0, False
         self.asked_for: list[int] = []
         self.let_go_of: list[tuple[str, bool]] = []
+
+    def usage(self) -> BlockUsage:
+        return BlockUsage(90, sum(map(len, self.of.values())), 1 << 20, 0)
 
     def tell_neighbours(self) -> bool:
         return False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.planes import Planes
 
 if TYPE_CHECKING:
@@ -286,6 +287,9 @@ class Pool:
 
     def tell_neighbours(self) -> bool:
         return False
+
+    def usage(self) -> BlockUsage:
+        return BlockUsage(len(self.free), len(self.holders) - len(self.free), 0, 0)
 
     def wanted_by_neighbours(self) -> tuple[int, bool]:
         return self._in_use_above(self.neighbour_leaves_blocks), self.is_neighbour_stalled

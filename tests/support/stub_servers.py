@@ -78,7 +78,8 @@ class Stub:
     """One server. Each POST takes one of ``faults`` (see `_misbehave`); ``token_seconds`` pass between tokens.
 
         Each request is answered only after up to ``most_delay_seconds``. A server with a ``model_id`` says it in its
-        metrics, and takes no KV of another model. So does one with ``tokens_of_memory``: free, used and queued.
+        metrics, and takes no KV of another model. So does one with ``tokens_of_memory``: free, used and queued, numbers
+        or text; and prefill answers with its ``headroom``.
 
     With ``ranks`` 0 it is one engine without data parallelism. Otherwise engine ids end in ``_dp`` and a number that
         starts at ``first_rank``, and the header that names a rank counts from 0, as with vLLM's hybrid load balancing.
@@ -106,9 +107,10 @@ class Stub:
         self.most_delay_seconds = 0.0
         self.metrics_text = ""
         self.metrics_seconds = 0.0
-        self.tokens_of_memory: tuple[int, int, int] | None = None
+        self.tokens_of_memory: tuple[object, object, object] | None = None
         self.model_id = 0
         self.cached_tokens: int | None = None
+        self.headroom: object = None
         self.usage: dict[str, int] | None = None
         self.failures = 0
         self.pad_bytes = 0
@@ -189,7 +191,7 @@ class Stub:
             await asyncio.sleep(self.metrics_seconds)
             line = f'kvcached_nixl:handover_failures_total{{cause="lost"}} {self.failures}\n'
             for name, tokens in zip(("free", "used", "queued"), self.tokens_of_memory or (), strict=False):
-                line += f"kvcached_nixl:{name}_tokens {tokens}.0\n"
+                line += f"kvcached_nixl:{name}_tokens {tokens}\n"
             await self._whole(writer, 200, (self.metrics_text or line + self._kind()).encode(), "text/plain")
         elif path == "/v1/models":
             await self._json(writer, 200, {"object": "list", "data": [{"id": "model", "object": "model"}]})
@@ -319,6 +321,7 @@ class Stub:
             "remote_port": 5600 + self.first_rank + asked.rank,
             "tp_size": 1,
             **({} if self.cached_tokens is None else {"remote_prefill_cached_tokens": self.cached_tokens}),
+            **({} if self.headroom is None else {"kvcached_nixl_headroom": self.headroom}),
             "something_new": {"kept": [1, 2.50]},
             "kvcached_nixl": {
                 **{

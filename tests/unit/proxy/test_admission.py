@@ -16,17 +16,14 @@ from kvcached_nixl.proxy.instance import Instance, Role
 from kvcached_nixl.proxy.kind import Capacity, capacity_of
 
 
-class Decode:
-    """One decode server that can hold 100 tokens."""
+def decode_server(demand: float = 0.0, tokens: float = 100.0) -> Instance:
+    server = Instance(Role.DECODE, "http://127.0.0.1:1")
+    server.capacity = Capacity(tokens, demand)
+    return server
 
-    def __init__(self, demand: float = 0.0, tokens: float = 100.0) -> None:
-        self.capacity: Capacity | None = Capacity(tokens, demand)
-        self.server = Instance(Role.DECODE, "http://127.0.0.1:1")
 
-    def said(self) -> Capacity | None:
-        if self.capacity is None:
-            return None
-        return self.capacity._replace(demand_tokens=max(0.0, self.capacity.demand_tokens + self.server.sent_tokens))
+def door_to(server: Instance, fill: float, most_wait_seconds: float) -> Admission:
+    return Admission(most_wait_seconds, lambda: server.room_tokens(fill))
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -61,8 +58,8 @@ def started(*requests: Request) -> list[bool]:
 
 def test_as_many_start_as_there_is_room_for_and_the_others_in_their_order() -> None:
     async def test() -> None:
-        decode = Decode()
-        door = Admission(1.5, 60.0, decode.said)
+        decode = decode_server()
+        door = door_to(decode, 1.5, 60.0)
         some = [Request(door, tokens) for tokens in (60, 60, 60, 10, 60)]
         await settle()
         assert started(*some) == [True, True, False, False, False], "a small one does not overtake"
@@ -80,22 +77,22 @@ def test_as_many_start_as_there_is_room_for_and_the_others_in_their_order() -> N
 
 def test_what_decode_says_counts_and_what_was_sent_to_it_since() -> None:
     async def test() -> None:
-        decode = Decode(demand=120)
-        door = Admission(1.5, 60.0, decode.said)
+        decode = decode_server(demand=120)
+        door = door_to(decode, 1.5, 60.0)
         first = Request(door, 90)
         await settle()
         assert started(first) == [True], "one alone may be larger than all"
         second = Request(door, 10)
         await settle()
         assert started(second) == [False]
-        with door.at_decode(decode.server, 90):
-            assert (door.pending_tokens, decode.server.sent_tokens) == (0, 90)
+        with door.at_decode(decode, 90):
+            assert (door.pending_tokens, decode.sent_tokens) == (0, 90)
             # It has said so itself by now.
-            decode.capacity, decode.server.sent_tokens = Capacity(100, 130), 0
+            decode.capacity, decode.sent_tokens = Capacity(100, 130), 0
             door.look()
             await settle()
             assert started(second) == [True]
-        assert decode.server.sent_tokens == -90, "what has ended since"
+        assert decode.sent_tokens == -90, "what has ended since"
         await first.end()
         await second.end()
         assert door.pending_tokens == 0
@@ -103,13 +100,11 @@ def test_what_decode_says_counts_and_what_was_sent_to_it_since() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(("fill", "is_known"), [(0.0, True), (1.5, False)])
-def test_without_a_limit_nobody_waits(fill: float, is_known: bool) -> None:
+def test_where_a_server_does_not_say_what_it_can_hold_nobody_waits() -> None:
     async def test() -> None:
-        decode = Decode(demand=1000)
-        if not is_known:
-            decode.capacity = None
-        door = Admission(fill, 60.0, decode.said)
+        decode = decode_server(demand=1000)
+        decode.capacity = None
+        door = door_to(decode, 1.5, 60.0)
         some = [Request(door, 60) for _ in range(5)]
         await settle()
         assert all(started(*some))
@@ -121,8 +116,8 @@ def test_without_a_limit_nobody_waits(fill: float, is_known: bool) -> None:
 
 def test_what_does_not_wait_counts_all_the_same() -> None:
     async def test() -> None:
-        decode = Decode()
-        door = Admission(1.0, 60.0, decode.said)
+        decode = decode_server()
+        door = door_to(decode, 1.0, 60.0)
         some = [Request(door, 90, waits=False) for _ in range(2)]
         last = Request(door, 1)
         await settle()
@@ -135,8 +130,8 @@ def test_what_does_not_wait_counts_all_the_same() -> None:
 
 def test_one_that_leaves_the_queue_does_not_hold_the_others_up() -> None:
     async def test() -> None:
-        decode = Decode()
-        door = Admission(1.0, 60.0, decode.said)
+        decode = decode_server()
+        door = door_to(decode, 1.0, 60.0)
         first, large, small = Request(door, 50), Request(door, 90), Request(door, 50)
         await settle()
         assert started(first, large, small) == [True, False, False]
@@ -151,8 +146,8 @@ def test_one_that_leaves_the_queue_does_not_hold_the_others_up() -> None:
 
 def test_one_that_leaves_as_it_is_let_in_does_not_hold_the_others_up() -> None:
     async def test() -> None:
-        decode = Decode()
-        door = Admission(1.0, 60.0, decode.said)
+        decode = decode_server()
+        door = door_to(decode, 1.0, 60.0)
         first, second, third = Request(door, 90), Request(door, 90), Request(door, 90)
         await settle()
         first.ending.set()
@@ -168,8 +163,8 @@ def test_one_that_leaves_as_it_is_let_in_does_not_hold_the_others_up() -> None:
 
 def test_who_would_wait_too_long_is_told_how_long_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        decode = Decode()
-        door = Admission(1.0, 20.0, decode.said)
+        decode = decode_server()
+        door = door_to(decode, 1.0, 20.0)
         now = [1000.0]
         monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
         first = Request(door, 100)
@@ -193,8 +188,8 @@ def test_who_would_wait_too_long_is_told_how_long_at_once(monkeypatch: pytest.Mo
 
 def test_who_has_waited_too_long_is_refused() -> None:
     async def test() -> None:
-        decode = Decode()
-        door = Admission(1.0, 0.05, decode.said)
+        decode = decode_server()
+        door = door_to(decode, 1.0, 0.05)
         first, second = Request(door, 100), Request(door, 100)
         await settle()
         with pytest.raises(Refusal):
@@ -214,7 +209,7 @@ kvcached_nixl:queued_tokens{engine="0",model_name="m"} 7.0
 
 def test_the_capacity_of_a_server_is_that_of_all_its_engines() -> None:
     assert capacity_of(SAID) == Capacity(1600.0, 1507.0)
-    assert capacity_of(SAID + SAID.replace(b'engine="0"', b'engine="1"')) == Capacity(3200.0, 3014.0)
+    assert capacity_of(SAID + SAID.replace(b'engine="0"', b'engine="1"')) == Capacity(3200.0, 3014.0, num_engines=2)
 
 
 @pytest.mark.parametrize("said", [b"", SAID[: SAID.rfind(b"kvc")], SAID.replace(b" 1.5e+03", b" NaN"), b"x" + SAID])
@@ -222,5 +217,12 @@ def test_metrics_without_it_say_no_capacity(said: bytes) -> None:
     assert capacity_of(said) is None
 
 
-def test_a_server_without_memory_says_no_capacity() -> None:
-    assert capacity_of(SAID.replace(b"100.0", b"0.0").replace(b"1.5e+03", b"0.0")) is None
+def test_a_server_whose_device_others_have_taken_has_no_room() -> None:
+    assert capacity_of(SAID.replace(b"100.0", b"0.0").replace(b"1.5e+03", b"0.0")) == Capacity(0.0, 7.0)
+
+
+def test_a_line_that_is_missing_for_one_engine_says_no_capacity() -> None:
+    other = SAID.replace(b'engine="0"', b'engine="1"')
+    for bad in (b" NaN", b" -1.0", b" +Inf", b" 1e999", b" 0x10"):
+        assert capacity_of(SAID + other.replace(b" 100.0", bad)) is None
+    assert capacity_of(SAID.replace(b" 100.0", b" 9e99")) == Capacity(9e99 + 1500, 1507.0)

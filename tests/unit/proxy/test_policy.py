@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,6 +47,23 @@ def test_round_robin_gives_each_the_same() -> None:
 def test_least_tokens_gives_to_the_least_loaded_and_takes_turns_among_equals() -> None:
     assert chosen(LeastTokens(), loads(9, 3, 5)) == {1: 12}
     assert chosen(LeastTokens(), loads(0, 0, 0)) == {0: 4, 1: 4, 2: 4}
+
+
+def test_who_lacks_room_is_done_later() -> None:
+    """Tokens for which there is no room count as work before the prompt."""
+    wanted = text("a")
+
+    def two(full_tokens: float, busy_tokens: float = math.inf) -> list[InstanceLoad]:
+        """With 100 and with 250 tokens to compute, and room for so many."""
+        return [InstanceLoad("full", 1, 100, full_tokens), InstanceLoad("busy", 1, 250, busy_tokens)]
+
+    for policy in (LeastTokens(), PowerOfTwo(random.Random(1))):
+        assert chosen(policy, two(56.0), wanted) == {1: 12}, "200 of its 256 tokens have to wait for others"
+        assert chosen(policy, two(256.0), wanted) == {0: 12}
+    policy = PrefixAffinity()
+    assert policy.choose(two(56.0), wanted) == 1
+    assert policy.choose(two(1000.0), wanted) == 1
+    assert policy.choose(two(1000.0, 255.0), wanted) == 0, "its prefix does not help it"
 
 
 def test_power_of_two_never_gives_to_the_most_loaded_of_three() -> None:

@@ -37,6 +37,7 @@ from kvcached_nixl.scheduler.facade import QUIET_SECONDS, SchedulerFacade
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.step import FAILING, Step, failed_mark, finished_attempt_id, idle_hold_id
 
 BLOCKS = ([7, 3, 9],)
@@ -502,6 +503,9 @@ class AnyOrder(RuleBasedStateMachine):
     blocks_over_limit = 0
     stalled = None
 
+    def usage(self) -> BlockUsage:
+        return BlockUsage(0, 0, 0, 0)
+
     def tell_neighbours(self) -> bool:
         return False
 
@@ -729,3 +733,18 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+def test_prefill_answers_with_its_headroom_looked_up_four_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, looked = Engine(), list[int]()
+    usage = engine.pool.usage
+    monkeypatch.setattr(engine.pool, "usage", lambda: looked.append(1) or usage())
+    for number in range(3):
+        request = engine.sending(f"p{number}")
+        _, params = engine.handover.finished(request, True, BLOCKS)
+        assert params is not None and params["kvcached_nixl_headroom"]["free_tokens"] == 90 * BLOCK_SIZE
+        assert set(params["kvcached_nixl_headroom"]) >= {"used_tokens", "queued_tokens", "kept_tokens"}
+    assert len(looked) == 1
+    engine.clock.advance(0.3)
+    _, params = engine.handover.finished(engine.sending("p9"), True, BLOCKS)
+    assert params is not None and params["kvcached_nixl_headroom"]["kept_offers"] == 4 and len(looked) == 2
