@@ -4,58 +4,28 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
-from prometheus_client.parser import text_string_to_metric_families
+from support.pressed_servers import (
+    LEASE_SECONDS,
+    gets_its_memory,
+    keep_offers,
+    neighbours,
+    revoked,
+    specs_of,
+    until,
+)
 
 from experiments.common.client import Client, Offer, Pair, http_client, read_answer
 from experiments.common.pages import own_names
-from experiments.common.servers import Running, Server, ServerSpec
+from experiments.common.servers import Running, Server
 from experiments.lease_recovery.arms import NUM_BLOCKS, PULL, PUSH, TOKENS, Arm, prompts
-
-LEASE_SECONDS = 120
-SOON_SECONDS = 15.0
-"""``give_way_after`` is 2 s; the rest is for a busy machine."""
-
-
-async def until(reached: Callable[[], bool], seconds: float = SOON_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, "it takes too long"
-        await asyncio.sleep(0.05)
-
-
-def revoked(server: Server) -> dict[str, float]:
-    """Returns the offers that the server has taken back, by cause."""
-    said = httpx.get(f"{server.base_url}/metrics", timeout=30).text
-    return {
-        sample.labels["cause"]: sample.value
-        for family in text_string_to_metric_families(said)
-        for sample in family.samples
-        if sample.name == "kvcached_nixl:revoked_offers_total"
-    }
-
-
-def specs_of(arm: Arm, **environment: str) -> list[ServerSpec]:
-    """Returns the pair's configurations, with leases that end after the test."""
-    found = []
-    for spec in arm.specs("recompute"):
-        assert spec.kv_transfer is not None
-        extra = {**spec.kv_transfer["kv_connector_extra_config"], "kv_lease_duration": LEASE_SECONDS}  # type: ignore[dict-item]
-        # kvcached looks at its limit on the thread that allocates pages in advance.
-        changed = {**spec.environment, "KVCACHED_PAGE_PREALLOC_ENABLED": "true", **environment}
-        kv_transfer = {**spec.kv_transfer, "kv_connector_extra_config": extra}
-        found.append(dataclasses.replace(spec, environment=changed, kv_transfer=kv_transfer))
-    return found
 
 
 @pytest.mark.parametrize("reserve", [0, 3])
@@ -65,32 +35,19 @@ def test_what_nobody_fetches_gives_way_to_another_engine_on_the_device(reserve: 
     ``reserve``: how many pages of 8 MiB the first one keeps mapped for its next allocation. They go first.
     """
     device = {"KVCACHED_HOSTVMM_DEVICE": f"test-{uuid.uuid4().hex}", "KVCACHED_HOSTVMM_GIB": str(0.1 + reserve / 128)}
-    pages = {f"KVCACHED_{which}_RESERVED_PAGES": str(reserve) for which in ("MIN", "MAX")}
-    (spec, _) = specs_of(PULL, **device)
-    keeper = dataclasses.replace(spec, name="keeps", environment={**spec.environment, **pages})
-    both = [keeper, dataclasses.replace(spec, name="waits")]
 
     async def run(keeps: Server, waits: Server) -> None:
-        async with http_client(2) as http:
-            clients = [Client(server.base_url, http) for server in (keeps, waits)]
-            asked = prompts(7, seed=9)
-            long = max(asked, key=len)
-            for place, one in enumerate(asked[:5]):
-                await Pair(clients[0], clients[1]).prefill_only(one, salt=f"o-{place}", request_id=f"o-{place}")
-            answer = asyncio.create_task(clients[1].answer(long, max_tokens=TOKENS, salt="long", request_id="long"))
-            done, _ = await asyncio.wait([answer], timeout=SOON_SECONDS)
-            assert done, "it waits for memory that another engine keeps for nobody"
-            found = revoked(keeps)
-            if reserve:
-                assert not found
-            else:
-                assert set(found) == {"neighbour"} and found["neighbour"] <= 4, "the first one alone empties no page"
-            alone = await clients[0].answer(long, max_tokens=TOKENS, salt="alone", request_id="alone")
-            assert answer.result().token_ids == alone.token_ids
+        await keep_offers(keeps)
+        await gets_its_memory(waits)
+        found = revoked(keeps)
+        if reserve:
+            assert not found
+        else:
+            assert set(found) == {"neighbour"} and found["neighbour"] <= 4, "the first one alone empties no page"
         for server in (keeps, waits):
             server.check_alive()
 
-    with Running(both, tmp_path) as running:
+    with Running(neighbours(PULL, reserve, **device), tmp_path) as running:
         asyncio.run(run(*running.ready()))
 
 
