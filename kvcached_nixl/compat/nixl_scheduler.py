@@ -68,6 +68,10 @@ class SchedulerView:
         return bool(self.config.kv_transfer_config.kv_load_failure_policy == "recompute")
 
     @property
+    def max_num_batched_tokens(self) -> int:
+        return int(self.config.scheduler_config.max_num_batched_tokens)
+
+    @property
     def reader(self) -> RequestReader:
         """A new reader for the engine's requests, at each access."""
         return RequestReader(self.config)

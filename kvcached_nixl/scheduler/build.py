@@ -46,6 +46,8 @@ class StockScheduler(Protocol):
     @property
     def recomputes(self) -> bool: ...
     @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
     def reader(self) -> Reader: ...
     @property
     def extra_config(self) -> Mapping[str, Any]: ...
@@ -79,6 +81,7 @@ def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: C
         timeout_seconds=settings.handover_timeout_seconds,
         allocation_seconds=settings.allocation_timeout_seconds or settings.handover_timeout_seconds / 2,
         patience_seconds=settings.give_way_after_seconds,
+        most_unclaimed_tokens=stock.max_num_batched_tokens,
     )
     own = RemotePrefill(stock.engine_id, *address.advertised, stock.tp_size)
     wake_address = WakeAddress(*address.local, secrets.token_hex(16))

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvcached_nixl.clock import Clock
-from kvcached_nixl.ids import DecodeRequestId
+from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
 from kvcached_nixl.scheduler.failures import Failures
@@ -32,6 +32,7 @@ from kvcached_nixl.scheduler.side_channel_listener import (
     is_staged,
     weights_of,
 )
+from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.scheduler.starvation import Starvation
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
@@ -47,6 +48,7 @@ from kvcached_nixl.wire.step import (
     failure_of,
     finished_attempts_of,
     idle_holds_of,
+    take_claimed,
     take_spared,
 )
 
@@ -91,6 +93,9 @@ class SchedulerFacade:
         self._fetching = DecodeFetches(terms, clock, self._attempts, self._failures)
         self._offering = PrefillOffers(own, incarnation, terms, clock, self._holds, self._failures)
         self._step = self._new_step()
+        self._gate = StartGate(clock, terms.allocation_seconds)
+        # `PrefillOffers.is_left_waiting`, once it was looked up for the step being built.
+        self._is_left_waiting: bool | None = None
         self._starvation = Starvation(clock, terms.timeout_seconds)
         self._pressure = MemoryPressure(clock, terms.patience_seconds)
         # Blocks that were freed for others, and that the prefix cache may still keep.
@@ -343,8 +348,8 @@ class SchedulerFacade:
     @property
     def due_in_seconds(self) -> float | None:
         """Seconds until the next hand-over times out, or the next offer is revoked; None if there is none."""
-        both = (self._fetching.due_at_seconds, self._offering.due_at_seconds)
-        due_at = min((one for one in both if one is not None), default=None)
+        some = (self._fetching.due_at_seconds, self._offering.due_at_seconds, self._gate.due_at_seconds)
+        due_at = min((one for one in some if one is not None), default=None)
         return None if due_at is None else max(0.0, due_at - self._clock.now_seconds())
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
@@ -372,13 +377,26 @@ class SchedulerFacade:
         self._fetching.ended = []
         return refused
 
-    def matched(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously."""
+    def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously.
+
+        None: the request may not begin yet; ask again (`StartGate`).
+        """
+        if self._terms.mode.is_push and not self._offering.has_begun(request.request_id):
+            if self._is_left_waiting is None:
+                self._is_left_waiting = self._offering.is_left_waiting
+            request_id = PrefillRequestId(request.request_id)
+            if not self._gate.may_start(request_id, self._step, needs_claim=self._is_left_waiting):
+                return None, False
         is_stale = self._offering.is_stale(request.adapter)
         is_producer = self._bound().is_producer
         return self._fetching.matched(
             request, num_computed_tokens, self._step, is_stale=is_stale, is_producer=is_producer
         )
+
+    def holds_back(self, request_id: str) -> bool:
+        """Whether a request would not begin whatever blocks are free: see `matched`."""
+        return self._gate.holds(request_id)
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         """A request was given blocks; on decode, for its whole prompt."""
@@ -392,10 +410,11 @@ class SchedulerFacade:
         """
         progress = list(progress)
         self._fetching.progressed(one.request_id for one in progress)
+        self._gate.turn(one.request_id for one in progress)
         self._offering.scheduled(progress, self._bound(), self._step)
         self._offering.turn(self._step)
         self.relieve()
-        self._has_news = False
+        self._has_news, self._is_left_waiting = False, None
         step, self._step = self._step, self._new_step()
         step.counts = {**self._failures.counts}
         self._failures.counts.clear()
@@ -435,6 +454,7 @@ class SchedulerFacade:
         Returns: whether vLLM must keep its blocks until `collect` reports it as sent, and the ``kv_transfer_params``
         for decode's request.
         """
+        self._gate.gone([request.request_id])
         self._fetching.finished(request, self._bound(), self._step)
         is_kept, params = self._offering.finished(request, is_whole, block_ids, self._bound(), self._step)
         if params is not None:
@@ -455,6 +475,7 @@ class SchedulerFacade:
         if self._offering.spared(take_spared(reports.invalid)):
             # Others may give way instead.
             self._look_at_seconds = 0.0
+        self._gate.claimed(take_claimed(reports.invalid))
         marked = [found for mark in reports.invalid if (found := failure_of(mark)) is not None]
         failures = [(number, HandOverFailed(cause, reports.reasons.get(number, NO_REASON))) for number, cause in marked]
         reports.invalid = {block_id for block_id in reports.invalid if failure_of(block_id) is None}

@@ -39,6 +39,8 @@ class Terms:
         timeout_seconds: time after which a hand-over fails.
         allocation_seconds: time after which decode gives up a hand-over whose request was given no blocks.
         patience_seconds: how long memory is short before offers that nobody fetches are taken back.
+        most_unclaimed_tokens: push: of prompts that prefill keeps while decode leaves them waiting, before it begins
+            others that decode has not registered for.
     """
 
     groups: KVGroups
@@ -49,6 +51,7 @@ class Terms:
     timeout_seconds: float
     allocation_seconds: float
     patience_seconds: float
+    most_unclaimed_tokens: int
 
 
 @dataclass

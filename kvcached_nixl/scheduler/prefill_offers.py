@@ -33,6 +33,8 @@ ASK_AGAIN_SECONDS = 1.0
 """How long an offer that is to give way counts as giving its blocks back. Decode may be fetching it, and not end."""
 SPARED_SECONDS = 5.0
 """How long an offer that did not give way counts as wanted: decode may give it up without a word."""
+UNCLAIMED_SECONDS = 1.0
+"""How long KV is kept for a decode that only has not been written yet."""
 GRACE_SECONDS = 1.0
 """How long decode may still fetch a request that ends while the engine pauses with ``/pause?mode=wait``."""
 
@@ -140,6 +142,22 @@ class PrefillOffers:
     def num_kept(self) -> int:
         """Requests that have ended, and whose blocks are kept."""
         return len(self._kept)
+
+    @property
+    def is_left_waiting(self) -> bool:
+        """Whether decode leaves so much KV waiting that nothing more should be computed for it unasked."""
+        now = self._clock.now_seconds()
+        num_blocks = sum(
+            one.num_blocks
+            for request_id, one in self._kept.items()
+            if now > one.since_seconds + UNCLAIMED_SECONDS and request_id not in self._taken_back
+        )
+        return num_blocks * self._terms.groups.tokens_per_block >= self._terms.most_unclaimed_tokens
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a request is not to be offered, or has been computed in part."""
+        sending = self._sending.get(PrefillRequestId(request_id))
+        return sending is None or sending.cached_tokens is not None
 
     def kept_now(self) -> tuple[int, int]:
         """Returns how many requests are kept, and their blocks. May be called from any thread."""

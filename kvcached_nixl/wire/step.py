@@ -35,6 +35,7 @@ __all__ = [
     "Step",
     "WakeAddress",
     "FetchSpec",
+    "claimed_mark",
     "failed_mark",
     "failure_of",
     "finished_attempt_id",
@@ -42,6 +43,7 @@ __all__ = [
     "idle_hold_id",
     "idle_holds_of",
     "spared_mark",
+    "take_claimed",
     "take_spared",
 ]
 
@@ -51,7 +53,7 @@ BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
 FAILING = -1
 """A block id that no block has. Reported as invalid, it makes vLLM ask which requests failed; our patch answers."""
 _CAUSES = 64
-_SPARED = _CAUSES - 1
+_SPARED, _CLAIMED = _CAUSES - 1, _CAUSES - 2
 """In place of a cause."""
 _IDLE_HOLD, _FINISHED = "kvcached-nixl:quiet:", "kvcached-nixl:over:"
 
@@ -76,9 +78,23 @@ def spared_mark(number: int) -> int:
     return -(number * _CAUSES + _SPARED + 2)
 
 
+def claimed_mark(number: int) -> int:
+    """Reported among the invalid blocks: a rank of decode has registered for a request of `Step.awaited`."""
+    return -(number * _CAUSES + _CLAIMED + 2)
+
+
 def take_spared(marks: set[int]) -> list[int]:
     """Removes the numbers of `spared_mark` from a set, and returns those of their revocations."""
-    found = {mark for mark in marks if mark < FAILING and (-mark - 2) % _CAUSES == _SPARED}
+    return _marked(marks, _SPARED)
+
+
+def take_claimed(marks: set[int]) -> list[int]:
+    """Removes the numbers of `claimed_mark` from a set, and returns those of `Step.awaited`."""
+    return _marked(marks, _CLAIMED)
+
+
+def _marked(marks: set[int], what: int) -> list[int]:
+    found = {mark for mark in marks if mark < FAILING and (-mark - 2) % _CAUSES == what}
     marks -= found
     return [(-mark - 2) // _CAUSES for mark in found]
 
@@ -234,6 +250,8 @@ class Step(msgspec.Struct):
         revoked: prefill's request whose offer is revoked -> why. It is still computed, or has ended: then it is in
             ``finished`` of this step or of an earlier one.
         unkept: those of ``stopped`` whose blocks vLLM has already freed: workers report nothing of them.
+        awaited: prefill's requests, and numbers: workers report the number when decode registers for the request, or at
+            once if it has already.
         counts: failures for the metrics, by `FailureCause`.
         quarantined_blocks: blocks held for transfers that may be in flight; None if the number has not changed.
         is_idle: the step computes no request.
@@ -253,6 +271,7 @@ class Step(msgspec.Struct):
     stopped: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
     revoked: dict[PrefillRequestId, Revocation] = msgspec.field(default_factory=dict)
     unkept: set[PrefillRequestId] = msgspec.field(default_factory=set)
+    awaited: list[tuple[PrefillRequestId, int]] = msgspec.field(default_factory=list)
     offered: list[OfferUpdate] = msgspec.field(default_factory=list)
     counts: dict[int, int] = msgspec.field(default_factory=dict)
     quarantined_blocks: int | None = None
@@ -272,6 +291,7 @@ class Step(msgspec.Struct):
             or self.stopped
             or self.revoked
             or self.offered
+            or self.awaited
             or self.counts
             or self.quarantined_blocks is not None
         )

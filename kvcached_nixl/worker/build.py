@@ -283,6 +283,7 @@ def assemble(
         expired=outcomes.expired,
         moved=outcomes.moved,
         revoked=outcomes.revoked,
+        claimed=outcomes.claimed,
     )
     peers.listen(_Roles(routes, receiver, registry, gate_connections))
 

@@ -18,8 +18,16 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.wire.step import Step, failed_mark, finished_attempt_id, idle_hold_id, spared_mark
+from kvcached_nixl.wire.step import (
+    Step,
+    claimed_mark,
+    failed_mark,
+    finished_attempt_id,
+    idle_hold_id,
+    spared_mark,
+)
 from kvcached_nixl.worker.thread_messages import (
+    AwaitClaim,
     BlocksWritable,
     Command,
     Computed,
@@ -139,6 +147,7 @@ class WorkerFacade:
             commands += self._writable()
         # Offers without computed tokens. A request aborted since then is in `stopped` as well, so offer it before.
         commands += (update for update in step.offered if not update.ready_tokens)
+        commands += (AwaitClaim(request_id, number) for request_id, number in step.awaited)
         commands += (Withdraw(attempt, reason) for attempt, reason in step.withdrawn.items())
         commands += step.released
         commands += (Preempt(request_id, hold) for request_id, hold in step.preempted)
@@ -211,7 +220,7 @@ class WorkerFacade:
             tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
             logger.warning("KV was not fetched: %s: its lease expired", tags)
         self._counted.expired += len(outcome.expired)
-        self._marks |= set(map(spared_mark, outcome.spared))
+        self._marks |= {*map(spared_mark, outcome.spared), *map(claimed_mark, outcome.claimed)}
         self._counted.moved += outcome.moved
         if not self._local.tp_rank:
             self._counted.revoked.update(outcome.revoked)

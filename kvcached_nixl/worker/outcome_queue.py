@@ -66,6 +66,11 @@ class OutcomeQueue:
             self._outcome.spared.add(number)
             self._has_news()
 
+    def claimed(self, number: int) -> None:
+        with self._lock:
+            self._outcome.claimed.add(number)
+            self._has_news()
+
     def take_news(self) -> bool:
         """Returns whether to wake the engine now: for the first end since `take`, then every TELL_AGAIN_SECONDS until
         `take` is called."""

@@ -19,6 +19,7 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, Revocation, UnneededOffer, WakeAddress
 
 __all__ = [
+    "AwaitClaim",
     "BlocksWritable",
     "Command",
     "Computed",
@@ -121,6 +122,14 @@ class Revoke:
 
 
 @dataclass(frozen=True)
+class AwaitClaim:
+    """Prefill: report ``number`` when a rank of decode has registered for the request."""
+
+    request_id: PrefillRequestId
+    number: int
+
+
+@dataclass(frozen=True)
 class Preempt:
     """Prefill: the request was preempted and lost its blocks. The scheduler keeps them under the number ``hold`` until
     nothing reads them."""
@@ -139,6 +148,7 @@ Command: TypeAlias = (
     | Finish
     | Stop
     | Revoke
+    | AwaitClaim
     | Preempt
 )
 """A bare `OfferUpdate` has no computed tokens, so it need not wait for the device; `Computed` wraps one that has."""
@@ -165,6 +175,7 @@ class Outcome:
         moved: (bytes, descriptors, seconds) of each hand-over whose bytes this rank has moved.
         revoked: offers that were taken back, by `RevocationCause`.
         spared: numbers of revocations whose offers were not.
+        claimed: numbers of `AwaitClaim`.
     """
 
     finished: set[int] = field(default_factory=set)
@@ -175,3 +186,4 @@ class Outcome:
     moved: list[tuple[int, int, float]] = field(default_factory=list)
     revoked: Counter[int] = field(default_factory=Counter)
     spared: set[int] = field(default_factory=set)
+    claimed: set[int] = field(default_factory=set)

@@ -39,6 +39,7 @@ from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.thread_messages import (
+    AwaitClaim,
     BlocksWritable,
     Command,
     Computed,
@@ -236,6 +237,8 @@ class TransferThread:
             self._registry.offer(command)
         elif isinstance(command, (Computed, Finish, BlocksWritable)):
             self._computing.append(command)
+        elif isinstance(command, AwaitClaim):
+            self._registry.await_claim(command.request_id, command.number)
         else:
             self._take_ends(command)
 
@@ -354,6 +357,6 @@ class TransferThread:
             elif isinstance(command, BlocksWritable):
                 for attempt in command.attempts:
                     self._receiver.fail(attempt, cause)
-            elif isinstance(command, (OfferUpdate, Computed, Finish, Stop, Revoke, Preempt, NewWeights)):
+            elif isinstance(command, (OfferUpdate, Computed, Finish, Stop, Revoke, AwaitClaim, Preempt, NewWeights)):
                 # The scheduler must hear when prefill's blocks are free, so half-updated state stops the engine.
                 raise

@@ -38,6 +38,8 @@ from support.transports import nixl_side, until
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
+from kvcached_nixl.compat.actions.engine import EngineBlocks
+from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.messages import Withdrawal, Written, encode
 from kvcached_nixl.wire.step import OfferUpdate
@@ -591,3 +593,35 @@ def test_messages_that_come_twice_or_late_or_from_a_stranger_change_nothing(
     counted(prefill, by_decode, to_prefill, encode(registration), "doubled or late registration")
     assert decode.are_filled(local, ANOTHER_REQUESTS)
     served(prefill, decode, 8)
+
+
+@pytest.mark.parametrize("ends", ["decode registers", "decode has taken the rest", "aborted"])
+def test_vllm_asks_again_until_a_prompt_may_begin(ends: str, node: Callable[..., Node]) -> None:
+    """Decode leaves KV waiting, so prefill computes only what decode has blocks for. The engine rests meanwhile."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    other = "cmpl-o-0-oooooooo"
+    decode.add(other, {**prefill.address(), "transfer_id": "t0"}, first_token=500)
+    decode.step()
+    until(lambda: prefill.write_tasks)
+    leaves = mock.PropertyMock(return_value=True)
+    with mock.patch.object(PrefillOffers, "is_left_waiting", leaves):
+        prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
+        plain = "cmpl-n-0-nnnnnnnn"
+        prefill.add(plain, None, 1, 900)
+        prefill.step_until(lambda: plain in prefill.ended)
+        prefill.step()
+        prefill.settle()
+        prefill.step()
+        assert prefill.status(PREFILL_ID) is RequestStatus.WAITING and not prefill.tokens(PREFILL_ID)
+        blocks = EngineBlocks(prefill.scheduler)
+        assert blocks.starved is None and blocks.stalled is None and not prefill.wakes
+        if ends == "decode has taken the rest":
+            leaves.return_value = False
+        if ends == "aborted":
+            prefill.abort(PREFILL_ID)
+        else:
+            decode.add(DECODE_ID, {**prefill.address(), **NAME})
+            until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+            assert decode.holds(decode.blocks(DECODE_ID))
+    decode.abort(other)
+    rest(prefill, decode)

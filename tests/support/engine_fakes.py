@@ -23,6 +23,7 @@ TOKENS = 10
 LEASE = 30.0
 TIMEOUT = 120.0
 PATIENCE = 2.0
+MOST_UNCLAIMED_TOKENS = 4 * TOKENS
 OWN = RemotePrefill("own", "10.0.0.1", 5600, 2)
 WAKE = WakeAddress("127.0.0.1", 5601, "key")
 """Not the address for peers."""
@@ -175,6 +176,7 @@ def terms(*, block_sizes: tuple[int, ...] = (BLOCK_SIZE,), drops_blocks: bool = 
         "timeout_seconds": TIMEOUT,
         "allocation_seconds": TIMEOUT,
         "patience_seconds": PATIENCE,
+        "most_unclaimed_tokens": MOST_UNCLAIMED_TOKENS,
     }
     return Terms(**fields | changed)
 

@@ -193,6 +193,7 @@ class Kind:
         slots: slots of the slab, and how many are reserved for sending and as many for receiving; (0, 0): no staging.
         depth: steps that are scheduled before the output of the first of them is handled.
         allocation_seconds: how long decode waits for blocks; None for as long as for a whole hand-over.
+        most_unclaimed_tokens: as in `Terms`.
         keeps_stale_output: a preempted request takes the token of a step that was in flight (vLLM 0.19).
     """
 
@@ -210,6 +211,7 @@ class Kind:
     slots: tuple[int, int] = (0, 0)
     drops_blocks: bool = False
     allocation_seconds: float | None = None
+    most_unclaimed_tokens: int = 1 << 30
 
 
 class Channel:
@@ -416,6 +418,7 @@ class Engine:
             timeout_seconds=self.settings.handover_timeout_seconds,
             allocation_seconds=kind.allocation_seconds or self.settings.handover_timeout_seconds,
             patience_seconds=self.settings.give_way_after_seconds,
+            most_unclaimed_tokens=kind.most_unclaimed_tokens,
         )
         number = cluster.next_number()
         self.handover = SchedulerFacade(
@@ -555,7 +558,11 @@ class Engine:
             if not num_computed:
                 hits = self.pool.hits(request)
                 num_local = len(hits) * self.kind.shape.block_size
-                num_external, is_async = self.handover.matched(request, num_local)
+                found, is_async = self.handover.matched(request, num_local)
+                if found is None:
+                    skipped.appendleft(queue.popleft())
+                    continue
+                num_external = found
                 num_computed = num_local + num_external
                 assert num_computed <= request.num_tokens
             count = 0 if is_async else min(request.num_tokens - num_computed, left)
@@ -713,11 +720,15 @@ class Engine:
         return 0
 
     def _head(self) -> Request | None:
-        waiting = (one for one in (*self.waiting, *self.skipped) if one.status in (Status.WAITING, Status.PREEMPTED))
+        waiting = (one for one in self._startable if one.status in (Status.WAITING, Status.PREEMPTED))
         return next(waiting, None) if self.admits else None
 
+    @property
+    def _startable(self) -> list[Request]:
+        return [one for one in (*self.waiting, *self.skipped) if not self.handover.holds_back(one.request_id)]
+
     def _next_up(self) -> str | None:
-        waiting = (one for one in (*self.waiting, *self.skipped) if one.status is Status.WAITING)
+        waiting = (one for one in self._startable if one.status is Status.WAITING)
         return None if self.running else next((one.request_id for one in waiting), None)
 
     def _let_load_fail(self, names: set[str]) -> set[str]:

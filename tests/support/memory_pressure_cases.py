@@ -308,3 +308,112 @@ def test_a_limit_that_changes_at_random_costs_no_wrong_byte(mode: TransferMode, 
     assert all(one.status is Status.STOPPED for one in wanting)
     assert revoked(pair).get("limit", 0) > 0 or seed % 3
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+# ------------------------------------------------------------------------------------------- push: ask before computing
+
+
+def overloaded(most_unclaimed_tokens: int = 2 * len(PROMPT), **more: object) -> Pair:
+    """A pair that pushes, whose router asks both sides at once. Decode has no room for a while."""
+    room = kind(num_blocks=64, caches_prefixes=False, most_unclaimed_tokens=most_unclaimed_tokens)
+    pair = Pair(PUSH, room, kind(**{"caches_prefixes": False, "num_blocks": 64, **more}))
+    pair.acquaint()
+    ask_both(pair, 9)
+    pair.settle()
+    return pair
+
+
+def ask_both(pair: Pair, seed: int) -> tuple[Request, Request]:
+    upstream = pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}")
+    return upstream, pair.ask_decode(pair.meet(transfer_id=f"t{seed}"), prompt(seed))
+
+
+def test_prefill_computes_little_that_decode_has_no_room_for() -> None:
+    pair = overloaded()
+    pair.decode.admits = False
+    first = [ask_both(pair, seed) for seed in (1, 2)]
+    pair.settle()
+    pass_time(pair, 2.0)
+    later = [ask_both(pair, seed) for seed in (3, 4, 5, 6)]
+    for _ in range(4):
+        pass_time(pair, 1.0)
+    assert all(upstream.answer for upstream, _ in first)
+    assert all(upstream.status is Status.WAITING and not upstream.num_computed for upstream, _ in later)
+    assert not pair.prefill.is_moving, "it rests"
+    pair.decode.admits = True
+    pair.settle()
+    for upstream, found in [*first, *later]:
+        assert upstream.status is Status.STOPPED and found.status is Status.STOPPED
+        assert found.num_external == len(PROMPT)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_what_decode_has_registered_for_overtakes_what_it_has_not() -> None:
+    """One decode server is full; prefill works for the other one."""
+    pair = overloaded()
+    other = pair.cluster.engine("other", kind(caches_prefixes=False, num_blocks=64))
+    pair.decode.admits = False
+    for seed in (1, 2):
+        ask_both(pair, seed)
+    pair.settle()
+    pass_time(pair, 2.0)
+    held = [ask_both(pair, seed) for seed in (3, 4)]
+    upstream = pair.ask_prefill(prompt(5), transfer_id="t5")
+    found = pair.ask_decode(pair.meet(transfer_id="t5"), prompt(5), engine=other)
+    pair.settle()
+    assert found.status is Status.STOPPED and found.num_external == len(PROMPT) and upstream.answer
+    assert all(one.status is Status.WAITING for one, _ in held)
+    pair.decode.admits = True
+    pair.settle()
+    assert all(one.status is Status.STOPPED for pair_ in held for one in pair_)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_where_decode_is_asked_after_prefill_nothing_waits() -> None:
+    """Serial routers: what nobody has registered for yet may be wanted as soon as prefill has answered."""
+    pair = Pair(
+        PUSH,
+        kind(num_blocks=64, caches_prefixes=False, most_unclaimed_tokens=len(PROMPT)),
+        kind(caches_prefixes=False, num_blocks=64),
+    )
+    pair.acquaint()
+    kept = [pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}") for seed in (1, 2, 3)]
+    pair.settle()
+    pass_time(pair, 2.0)
+    kept.append(pair.ask_prefill(prompt(4), transfer_id="t4"))
+    pair.settle()
+    assert all(one.answer for one in kept)
+    for one in kept:
+        found = pair.ask_decode(one.answer, one.prompt)
+        pair.settle()
+        assert found.status is Status.STOPPED and found.num_external == len(PROMPT)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_asking_before_computing_loses_nothing(seed: int) -> None:
+    """Random requests, aborts and rooms, asked at once or one after the other: all end, and nothing is left."""
+    draw = random.Random(seed)
+    pair = overloaded(draw.choice((1, 18, 60)), recomputes=draw.random() < 0.5)
+    asked: list[tuple[Request, Request | None]] = []
+    for number in range(10, 22):
+        if draw.random() < 0.7:
+            asked.append(ask_both(pair, number))
+        else:
+            asked.append((pair.ask_prefill(prompt(number)), None))
+        if draw.random() < 0.3:
+            pair.decode.admits = not pair.decode.admits
+        if draw.random() < 0.2:
+            (gone,) = draw.sample([one for both in asked for one in both if one], 1)
+            if not gone.status.is_finished:
+                (pair.prefill if gone.max_tokens == 1 else pair.decode).abort(gone)
+        pass_time(pair, draw.choice((0.25, 1.0, 2.5)))
+    pair.decode.admits = True
+    for upstream, found in asked:
+        pass_time(pair, 1.0)
+        if found is None and upstream.answer is not None:
+            pair.ask_decode(upstream.answer, upstream.prompt)
+    pass_time(pair, LEASE_SECONDS)
+    pair.settle()
+    pass_time(pair, TIMEOUT_SECONDS)
+    pair.nothing_is_left(LEASE_SECONDS + 2 * TIMEOUT_SECONDS)

@@ -288,12 +288,15 @@ def queued(engine_scheduler: Any) -> Iterator[Any]:
 
 
 def startable(engine_scheduler: Any) -> Iterator[Any]:
-    """Those of `queued` that vLLM would run if there are blocks: all, or, while it is paused, those that hold KV, or
-    none.
+    """Those of `queued` that vLLM would run if there are blocks: all but those that a connector holds back; while it is
+    paused, those that hold KV, or none.
     """
     state = private(engine_scheduler, "pause_state")
     if not state:
-        yield from queued(engine_scheduler)
+        found = list(sides(private(engine_scheduler, "connector")))
+        for request in queued(engine_scheduler):
+            if not any(side.holds_back(request.request_id) for side in found):
+                yield request
     elif installed_row().shape.held_kv_runs_while_pausing and state != type(state).PAUSED_ALL:
         yield from private(engine_scheduler, "kv_holding_waiting")
 

@@ -89,6 +89,7 @@ class Offer:
         awaited: how many ranks must be in ``settled``; None until a rank of decode has told its size.
         draining: holds of earlier preemptions, whose blocks may still be read.
         write_tasks: registrations that are served from it.
+        claim: number to report when decode registers for it; 0 for none.
     """
 
     update: OfferUpdate
@@ -103,6 +104,7 @@ class Offer:
     awaited: int | None = None
     draining: list[int] = field(default_factory=list)
     write_tasks: dict[WriteKey, WriteTask] = field(default_factory=dict)
+    claim: int = 0
 
     @property
     def request_id(self) -> PrefillRequestId:

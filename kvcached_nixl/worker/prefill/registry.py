@@ -58,6 +58,7 @@ class OfferRegistry:
         expired: called with a request whose lease has expired, before ``done``.
         moved: called for each registration whose tokens were all written, if by WRITEs of this rank.
         revoked: called for each offer that is taken back.
+        claimed: called with the number of `await_claim`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class OfferRegistry:
         expired: Callable[[PrefillRequestId], None],
         moved: Callable[[TransferTally], None],
         revoked: Callable[[RevocationCause], None],
+        claimed: Callable[[int], None],
     ) -> None:
         self._context = context
         self._clock = clock
@@ -84,6 +86,9 @@ class OfferRegistry:
         self._lease_seconds = lease_seconds
         self._done, self._hold_idle, self._expired, self._moved = done, hold_idle, expired, moved
         self._revoked = revoked
+        self._claimed = claimed
+        # Whether the last registration came without the request's id, and so without prefill's answer.
+        self._is_asked_at_once = False
         self._matcher = OfferMatcher(clock, remembered_seconds=lease_seconds, unmatched_seconds=unmatched_seconds)
         self._write_tasks: dict[WriteKey, WriteTask] = {}
         self._of_agent: dict[str, dict[WriteKey, WriteTask]] = {}
@@ -145,6 +150,16 @@ class OfferRegistry:
         for task in list(offer.write_tasks.values()):
             self._writer.advance(task)
         self._settle(offer)
+
+    def await_claim(self, request_id: PrefillRequestId, number: int) -> None:
+        """Prefill has not begun this request, and does so when ``claimed`` is called: a rank of decode has registered
+        for it, or needs nothing of it any more. At once if decode is asked only after prefill has answered: the last
+        registration named a request that had ended."""
+        offer = self._matcher.offers.get(request_id)
+        if not self._is_asked_at_once or offer is None or offer.write_tasks or offer.settled or offer.stopped:
+            self._claimed(number)
+        else:
+            offer.claim = number
 
     def renew(self, names: Iterable[str]) -> None:
         """Handle a heartbeat: decode still wants these requests."""
@@ -294,6 +309,7 @@ class OfferRegistry:
             return
         task = self._write_tasks[key] = WriteTask(agent, registration, next_token=registration.begin_token)
         self._of_agent.setdefault(agent, {})[key] = task
+        self._is_asked_at_once = not registration.request_id
         # Later than the matcher's deadline, so that a missing request is reported as that.
         self._stuck[key] = self._clock.now_seconds() + self._unmatched_seconds + PROBE_SECONDS
         if self._context.incarnation not in ("", registration.incarnation):
@@ -320,6 +336,8 @@ class OfferRegistry:
                 self._matcher.join(task, offer)
             else:
                 self._matcher.wait(task)
+        if task.offer is not None:
+            self._claim(task.offer)
         self._writer.connect(task)
 
     def _withdraw(self, agent: str, message: Withdrawal) -> None:
@@ -357,8 +375,14 @@ class OfferRegistry:
             self._settle_rank(offer, decode.tp_rank, decode.tp_size)
             self._settle(offer)
 
+    def _claim(self, offer: Offer) -> None:
+        if offer.claim:
+            self._claimed(offer.claim)
+            offer.claim = 0
+
     def _settle_rank(self, offer: Offer, tp_rank: int, tp_size: int) -> None:
         """A rank of decode needs nothing more of an offer."""
+        self._claim(offer)
         offer.settled.add(tp_rank)
         # How many ranks of decode share this rank's heads.
         offer.awaited = max(1, tp_size // self._writer.tp_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from kvcached_nixl.wire.step import (
     Step,
     UnneededOffer,
     WakeAddress,
+    claimed_mark,
     failed_mark,
     failure_of,
     finished_attempt_id,
@@ -32,6 +34,7 @@ from kvcached_nixl.wire.step import (
     idle_hold_id,
     idle_holds_of,
     spared_mark,
+    take_claimed,
     take_spared,
 )
 
@@ -86,6 +89,7 @@ def test_causes_keep_their_numbers_and_their_labels() -> None:
 
 
 NEWS: dict[str, Any] = {
+    "awaited": [(PrefillRequestId("p1"), 1)],
     "renewed": [LeaseRenewal(DecodeRequestId("d"), PREFILL, "n", 30.0, 120.0)],
     "unrenewed": [DecodeRequestId("d")],
     "fetches": [FetchSpec(1, DecodeRequestId("d"), PREFILL, None, "n", "", 4, 0, 4, (BlockRange(0, (1,)),))],
@@ -118,9 +122,22 @@ def test_a_step_reaches_another_process_as_it_was() -> None:
     assert msgspec.structs.asdict(step).keys() == set(Step.__struct_fields__)
 
 
-def test_marks_of_spared_offers_are_told_from_blocks_and_from_failures() -> None:
+@pytest.mark.parametrize(
+    ("mark", "other", "take", "take_other"),
+    [
+        (spared_mark, claimed_mark, take_spared, take_claimed),
+        (claimed_mark, spared_mark, take_claimed, take_spared),
+    ],
+)
+def test_marks_of_offers_are_told_from_blocks_and_from_failures(
+    mark: Callable[[int], int],
+    other: Callable[[int], int],
+    take: Callable[[set[int]], list[int]],
+    take_other: Callable[[set[int]], list[int]],
+) -> None:
     marks = {5, FAILING, failed_mark(1, FailureCause.MEDIA), failed_mark(2**62 - 1, FailureCause.LOST)}
     kept = set(marks)
-    marks |= {spared_mark(1), spared_mark(77)}
-    assert sorted(take_spared(marks)) == [1, 77] and marks == kept
-    assert not take_spared(marks)
+    marks |= {mark(1), mark(77), other(77)}
+    assert sorted(take(marks)) == [1, 77] and marks == {*kept, other(77)}
+    assert not take(marks)
+    assert take_other(marks) == [77] and marks == kept

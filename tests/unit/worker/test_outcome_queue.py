@@ -27,6 +27,8 @@ def test_everything_is_taken_once() -> None:
     outcomes.expired(P1)
     outcomes.moved(TransferTally(10, 2, 0.5))
     outcomes.revoked(RevocationCause.BLOCKS)
+    outcomes.spared(3)
+    outcomes.claimed(7)
     assert outcomes.take() == Outcome(
         finished={1},
         failed={1: Failed(wanted(1).request_id, FailureCause.LEASE, "token_table")},
@@ -35,6 +37,8 @@ def test_everything_is_taken_once() -> None:
         expired={P1},
         moved=[(10, 2, 0.5)],
         revoked=Counter({RevocationCause.BLOCKS: 1}),
+        spared={3},
+        claimed={7},
     )
     assert outcomes.take() == Outcome()
 
@@ -49,6 +53,8 @@ def test_the_engine_is_told_at_once_and_again_until_it_looks() -> None:
         lambda: outcomes.failed(wanted(1), HandOverFailed(FailureCause.LOST, "")),
         lambda: outcomes.done(P1),
         lambda: outcomes.hold_idle(4),
+        lambda: outcomes.spared(3),
+        lambda: outcomes.claimed(7),
     ):
         report()
         assert outcomes.take_news()

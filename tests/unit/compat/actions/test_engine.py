@@ -49,13 +49,28 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
 
 
 def of_status(*names: str) -> list[SimpleNamespace]:
-    return [SimpleNamespace(request_id=f"r{at}", status=SimpleNamespace(name=name)) for at, name in enumerate(names)]
+    """Those whose name begins with "held" are held back by the connector."""
+    return [
+        SimpleNamespace(
+            request_id=("held" if name.startswith("held") else "r") + str(at),
+            status=SimpleNamespace(name=name.rpartition(" ")[2]),
+        )
+        for at, name in enumerate(names)
+    ]
+
+
+def connector() -> SimpleNamespace:
+    one = SimpleNamespace()
+    attach(one, SimpleNamespace(holds_back=lambda request_id: request_id.startswith("held")))
+    return one
 
 
 @pytest.mark.parametrize(
     ("running", "waiting", "skipped", "expected"),
     [
         ([], ["WAITING", "WAITING"], None, "r0"),
+        ([], ["held WAITING", "WAITING"], None, "r1"),
+        ([], ["held WAITING"], None, None),
         ([], ["WAITING_FOR_REMOTE_KVS", "PREEMPTED"], None, "r1"),
         ([], [], ["WAITING_FOR_FSM", "WAITING"], "r1"),
         ([], ["WAITING_FOR_REMOTE_KVS"], None, None),
@@ -67,7 +82,9 @@ def test_who_is_next_where_nothing_runs(
     running: list[str], waiting: list[str], skipped: list[str] | None, expected: str | None
 ) -> None:
     """vLLM keeps those that it has passed over in a queue of their own."""
-    scheduler = SimpleNamespace(running=of_status(*running), waiting=of_status(*waiting), pause_state=0)
+    scheduler = SimpleNamespace(
+        running=of_status(*running), waiting=of_status(*waiting), pause_state=0, connector=connector()
+    )
     scheduler.skipped_waiting = of_status(*(skipped or ()))
     assert EngineBlocks(scheduler).stalled == expected
     scheduler.pause_state = Pause.NEW
@@ -89,7 +106,9 @@ def test_a_pause_may_let_those_run_that_hold_kv(
 ) -> None:
     """From vLLM 0.32 on. The others, of which the second one waits for blocks, it never does."""
     shape(Shape(held_kv_runs_while_pausing=runs_held_kv))
-    scheduler = SimpleNamespace(running=[], kv_holding_waiting=of_status(holds), waiting=[], pause_state=state)
+    scheduler = SimpleNamespace(
+        running=[], kv_holding_waiting=of_status(holds), waiting=[], pause_state=state, connector=connector()
+    )
     scheduler.waiting = of_status("WAITING_FOR_FSM", "WAITING") if state else []
     assert EngineBlocks(scheduler).stalled == expected
 

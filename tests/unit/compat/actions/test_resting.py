@@ -63,13 +63,21 @@ class Blocks:
 
 def side(waiting: int = 1, *, pending: bool = False, due_in_seconds: float | None = None) -> SimpleNamespace:
     return SimpleNamespace(
-        num_waiting=waiting, pending=pending, due_in_seconds=due_in_seconds, num_kept=0, relieve=lambda: False
+        num_waiting=waiting,
+        pending=pending,
+        due_in_seconds=due_in_seconds,
+        num_kept=0,
+        relieve=lambda: False,
+        holds_back=lambda request_id: request_id.startswith("held"),
     )
 
 
 def core(*statuses: str, ours: SimpleNamespace | None = None, blocks: Blocks | None = None, **changed: Any) -> Any:
     """After a step that has changed nothing, with these requests in its queues."""
-    requests = [SimpleNamespace(status=SimpleNamespace(name=name)) for name in statuses]
+    requests = [
+        SimpleNamespace(status=SimpleNamespace(name=name.partition(" ")[2] or name), request_id=name)
+        for name in statuses
+    ]
     connector = SimpleNamespace()
     attach(connector, side(statuses.count(OURS)) if ours is None else ours)
     scheduler = SimpleNamespace(
@@ -142,11 +150,12 @@ def batch(
         core(),
         core(OURS, OURS),
         core("WAITING", OURS, pause_state=2),
+        core("held WAITING", OURS),
         core(OURS, batch_queue=[]),
         core(OURS, batch_queue=[batch()]),
         core(OURS, batch_queue=[batch(), batch(reported=None)]),
     ],
-    ids=["waits", "keeps", "two", "paused", "no batch", "an idle batch", "two idle batches"],
+    ids=["waits", "keeps", "two", "paused", "held back", "no batch", "an idle batch", "two idle batches"],
 )
 def test_an_engine_that_only_waits_rests(one: Any) -> None:
     """Finding B7: it would step a thousand times a second, and each step go on to the API server."""

@@ -72,6 +72,7 @@ class Prefill(Local):
         self.expired: list[str] = []
         self.moved: list[TransferTally] = []
         self.revoked: list[RevocationCause] = []
+        self.claimed: list[int] = []
         self.table = TokenTable(np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
         self.registry = OfferRegistry(
             self.side,
@@ -86,6 +87,7 @@ class Prefill(Local):
             expired=self.expired.append,
             moved=self.moved.append,
             revoked=self.revoked.append,
+            claimed=self.claimed.append,
         )
         self.listener.role = self.registry
         self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
@@ -1270,3 +1272,45 @@ def test_an_offer_of_another_prompt_under_its_id_takes_it_back(prefill: Prefill,
     (answer,) = said(remote)
     assert isinstance(answer, Stopped) and answer.cause == FailureCause.REVOKED
     assert prefill.done == ["p-1"] and prefill.is_clean()
+
+
+# ------------------------------------------------------------------------------------------------ before prefill begins
+
+
+def test_prefill_is_told_when_decode_registers_for_what_has_not_begun(prefill: Prefill, remote: Remote) -> None:
+    prefill.register(remote, attempt=1, name="another")
+    prefill.offer(0, blocks=())
+    prefill.registry.await_claim(P1, 5)
+    assert prefill.claimed == []
+    prefill.register(remote, attempt=2)
+    assert prefill.claimed == [5]
+    prefill.register(remote, attempt=3)
+    assert prefill.claimed == [5], "once"
+
+
+@pytest.mark.parametrize("why", ["registered", "not known", "ended", "asked after prefill's answer"])
+def test_prefill_is_told_at_once_where_nobody_would_register(prefill: Prefill, remote: Remote, why: str) -> None:
+    request_id = "p-0" if why == "asked after prefill's answer" else ""
+    prefill.register(remote, name="another", **({"request_id": request_id} if request_id else {}))
+    if why != "not known":
+        prefill.offer(0, blocks=())
+    if why == "registered":
+        prefill.register(remote, attempt=2)
+    if why == "ended":
+        prefill.registry.stop(P1, "aborted")
+    prefill.registry.await_claim(P1, 5)
+    assert prefill.claimed == [5]
+
+
+def test_before_any_registration_prefill_waits_for_none(prefill: Prefill) -> None:
+    prefill.offer(0, blocks=())
+    prefill.registry.await_claim(P1, 5)
+    assert prefill.claimed == [5]
+
+
+def test_prefill_is_told_when_decode_needs_nothing_of_what_has_not_begun(prefill: Prefill, remote: Remote) -> None:
+    prefill.register(remote, name="another")
+    prefill.offer(0, blocks=())
+    prefill.registry.await_claim(P1, 5)
+    prefill.registry.handle(remote.transport.name, Release("", NAME, DIGEST, 0, 1))
+    assert prefill.claimed == [5]

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scheduler/start_gate.py, and the facade's use of it: which prompts of a push begin before decode has registered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.engine_fakes import (
+    MOST_UNCLAIMED_TOKENS,
+    OWN,
+    OWN_START,
+    TOKENS,
+    WAKE,
+    Asked,
+    Pool,
+    Reads,
+    of_prefill,
+    terms,
+)
+from support.engine_fakes import reports as reported
+from support.internals import gate_of, leftovers
+
+from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.scheduler.prefill_offers import UNCLAIMED_SECONDS
+from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.wire.step import Step, claimed_mark
+
+LONGEST_SECONDS = 30.0
+START, WAIT = (0, False), (None, False)
+
+
+class Prefill:
+    """An engine that pushes, with ``kept`` prompts that decode leaves waiting."""
+
+    def __init__(
+        self,
+        kept: int = MOST_UNCLAIMED_TOKENS // TOKENS,
+        mode: TransferMode = TransferMode.PUSH,
+        seconds: float = 2 * UNCLAIMED_SECONDS,
+    ) -> None:
+        self.clock = ManualClock()
+        self.side = SchedulerFacade(
+            *(OWN, OWN_START, WAKE, terms(mode=mode, allocation_seconds=LONGEST_SECONDS), self.clock, Reads())
+        )
+        self.side.bind(Pool())
+        self.blocks: dict[str, Any] = {}
+        for number in range(kept):
+            request, blocks = of_prefill(f"kept{number}"), ([3 * number + 1, 3 * number + 2, 3 * number + 3],)
+            self.side.arrived(request)
+            self.side.take_step([Progress(request.request_id, blocks, True, TOKENS)])
+            assert self.side.finished(request, True, blocks)[0]
+        self.side.take_step([])
+        self.clock.advance(seconds)
+
+    def new(self, name: str = "new") -> Asked:
+        request = of_prefill(name)
+        self.side.arrived(request)
+        return request
+
+    def step(self, *begun: str) -> Step:
+        return self.side.take_step([Progress(one, ([90, 91, 92],), True, TOKENS) for one in begun])
+
+    def hear(self, *numbers: int, sent: tuple[str, ...] = ()) -> None:
+        self.side.collect(reported(set(sent), set(), set(map(claimed_mark, numbers))))
+
+    def is_clean(self) -> bool:
+        return not leftovers(gate_of(self.side))
+
+
+def test_a_prompt_begins_at_once_while_decode_takes_what_it_gets() -> None:
+    prefill = Prefill(kept=MOST_UNCLAIMED_TOKENS // TOKENS - 1)
+    assert prefill.side.matched(prefill.new(), 0) == START
+    assert not prefill.step("new").awaited and prefill.is_clean()
+
+
+def test_what_is_being_written_does_not_count() -> None:
+    """KV that was computed a moment ago may be in flight."""
+    prefill = Prefill(seconds=UNCLAIMED_SECONDS / 2)
+    assert prefill.side.matched(prefill.new(), 0) == START
+
+
+def test_pull_never_waits() -> None:
+    prefill = Prefill(mode=TransferMode.PULL)
+    assert prefill.side.matched(prefill.new(), 0) == START and prefill.side.due_in_seconds is None
+
+
+def test_a_prompt_waits_until_decode_registers_for_it() -> None:
+    prefill = Prefill()
+    request = prefill.new()
+    assert prefill.side.matched(request, 0) == WAIT and prefill.side.holds_back("new")
+    step = prefill.step()
+    assert [one for one, _ in step.awaited] == ["new"] and step.has_news
+    for _ in range(3):
+        assert prefill.side.matched(request, 0) == WAIT
+        assert not prefill.step().awaited, "workers are asked once"
+    ((_, number),) = step.awaited
+    prefill.hear(number + 1)
+    assert prefill.side.matched(request, 0) == WAIT
+    prefill.hear(number)
+    assert not prefill.side.holds_back("new")
+    assert prefill.side.matched(request, 0) == START
+    prefill.step()
+    assert prefill.side.matched(request, 0) == START, "vLLM may have had no blocks for it"
+    prefill.step("new")
+    assert prefill.is_clean()
+    # vLLM preempts it, and asks again.
+    assert prefill.side.matched(request, 0) == START
+
+
+def test_a_prompt_begins_when_decode_has_taken_what_was_kept() -> None:
+    prefill = Prefill()
+    request = prefill.new()
+    assert prefill.side.matched(request, 0) == WAIT
+    prefill.step()
+    prefill.hear(sent=("kept0",))
+    assert prefill.side.matched(request, 0) == START and not prefill.side.holds_back("new")
+    prefill.step("new")
+    assert prefill.is_clean()
+
+
+def test_a_prompt_begins_after_the_longest_wait_and_the_engine_is_not_kept_awake() -> None:
+    prefill = Prefill()
+    request = prefill.new()
+    assert prefill.side.matched(request, 0) == WAIT
+    prefill.step()
+    assert prefill.side.due_in_seconds == LONGEST_SECONDS and not prefill.side.pending
+    prefill.clock.advance(LONGEST_SECONDS)
+    assert prefill.side.pending
+    # It is behind others in vLLM's queue, so that vLLM does not ask.
+    prefill.step()
+    assert prefill.side.due_in_seconds is None and not prefill.side.pending
+    assert prefill.side.matched(request, 0) == START
+    prefill.step("new")
+    assert prefill.is_clean()
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_nothing_is_left_of_a_prompt_that_is_aborted_while_it_waits(is_claimed: bool) -> None:
+    prefill = Prefill()
+    request = prefill.new()
+    assert prefill.side.matched(request, 0) == WAIT
+    ((_, number),) = prefill.step().awaited
+    if is_claimed:
+        prefill.hear(number)
+    assert prefill.side.finished(request, False, ([],)) == (False, None)
+    prefill.step()
+    prefill.hear(number)
+    assert prefill.is_clean() and not prefill.side.holds_back("new")
+
+
+def test_requests_that_are_not_offered_never_wait() -> None:
+    prefill = Prefill()
+    plain = Asked("plain", None)
+    prefill.side.arrived(plain)
+    assert prefill.side.matched(plain, 0) == START
