@@ -194,6 +194,10 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.what_is_owed_waits_for_the_next_request: case(
             pressure.test_a_lower_limit_takes_back_what_exceeds_it, PULL, 0, True
         ),
+        faults.every_prompt_begins_at_once: case(pressure.test_prefill_computes_little_that_decode_has_no_room_for),
+        faults.nobody_says_that_decode_has_registered: case(
+            pressure.test_what_decode_has_registered_for_overtakes_what_it_has_not
+        ),
         faults.a_digest_is_of_all_heads: case(
             verified.test_what_is_right_is_found_to_be_right, all_of(PUSH), (Shape(tp_size=2), Shape())
         ),

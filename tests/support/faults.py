@@ -19,6 +19,7 @@ from kvcached_nixl.scheduler.fetch_request import FetchRequest
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.memory_pressure import MemoryPressure
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.transport.memory import MemoryGate, MemoryTransport
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
@@ -34,6 +35,7 @@ from kvcached_nixl.worker.decode.write_part import Access, Comparison, WritePart
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
 from kvcached_nixl.worker.geometry.kv_checksum import Content
+from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.prefill import registry
 from kvcached_nixl.worker.prefill.matching import OfferMatcher
 from kvcached_nixl.worker.prefill.offer import Offer
@@ -660,3 +662,11 @@ def what_is_owed_waits_for_the_next_request(patch: Patcher) -> None:
 
 
 drop = vars(SchedulerFacade)["_give_back"]
+
+
+def every_prompt_begins_at_once(patch: Patcher) -> None:
+    patch.setattr(StartGate, "may_start", always(True))
+
+
+def nobody_says_that_decode_has_registered(patch: Patcher) -> None:
+    patch.setattr(OutcomeQueue, "claimed", nothing)
