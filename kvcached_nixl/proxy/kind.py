@@ -38,7 +38,7 @@ class Capacity(NamedTuple):
     @property
     def is_filling(self) -> bool:
         """Whether it should be looked at often."""
-        return self.demand_tokens > self.tokens / 2
+        return self.demand_tokens >= self.tokens / 2
 
 
 def capacity_of(metrics: bytes) -> Capacity | None:
