@@ -53,6 +53,11 @@ class Admission:
         self.pending_tokens = 0
         self.waiting_tokens = 0
 
+    @property
+    def waiting_requests(self) -> int:
+        """Number of requests that wait."""
+        return len(self._waiting)
+
     @asynccontextmanager
     async def admitted(self, tokens: int, *, waits: bool = True) -> AsyncIterator[None]:
         """Waits until a prompt of so many tokens may start, and counts it until the block is left.

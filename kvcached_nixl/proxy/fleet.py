@@ -55,7 +55,7 @@ class Fleet:
         self._decoded = PrefixTree()
         self.costs = Costs()
         self.admission = Admission(options.queue_timeout_seconds, self._decodes_room_tokens)
-        self.metrics = Metrics(self._instances.values)
+        self.metrics = Metrics(self._instances.values, lambda: self.admission.waiting_requests)
         self.upstream = Upstream(options.connect_timeout_seconds, options.unresponsive_timeout_seconds)
         self.retry_budget = RetryBudget()
         for role, urls in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):

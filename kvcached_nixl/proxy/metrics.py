@@ -22,9 +22,10 @@ class Metrics:
 
     Args:
         instances: returns the current servers, for the gauges; called for each GET of ``/metrics``.
+        waiting: returns how many requests wait until decode has room; called likewise.
     """
 
-    def __init__(self, instances: Callable[[], Iterable[Instance]]) -> None:
+    def __init__(self, instances: Callable[[], Iterable[Instance]], waiting: Callable[[], int]) -> None:
         registry = self._registry = CollectorRegistry()
 
         def counter(name: str, description: str, *labels: str) -> Counter:
@@ -73,7 +74,7 @@ class Metrics:
             "request_seconds", "Seconds until the client has the whole response, of successful requests", "route"
         )
         self.leg_seconds = histogram("leg_seconds", "Seconds of one request to one server", "role")
-        registry.register(_Gauges(instances))
+        registry.register(_Gauges(instances, waiting))
 
     def removed(self, instance: Instance) -> None:
         """Remove the time series of a server that was removed."""
@@ -86,8 +87,9 @@ class Metrics:
 
 
 class _Gauges(Collector):
-    def __init__(self, instances: Callable[[], Iterable[Instance]]) -> None:
+    def __init__(self, instances: Callable[[], Iterable[Instance]], waiting: Callable[[], int]) -> None:
         self._instances = instances
+        self._waiting = waiting
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         labels = ["role", "instance"]
@@ -102,3 +104,6 @@ class _Gauges(Collector):
             requests.add_metric(where, one.requests)
             tokens.add_metric(where, one.tokens)
         yield from (up, requests, tokens)
+        yield GaugeMetricFamily(
+            f"{PREFIX}_waiting_requests", "Requests that wait until decode servers have room", value=self._waiting()
+        )

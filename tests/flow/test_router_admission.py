@@ -65,8 +65,10 @@ def test_what_others_leave_of_the_device_counts() -> None:
             first, second = await asked(at, 2)
             await asyncio.sleep(0.3)
             assert len(at.prefills[0].asked) == 1, "one alone may be larger than all"
+            assert (await at.metrics())["kvcached_nixl_router_waiting_requests"] == 1
             decode.tokens_of_memory = (1000, 0, 0)
             await until(lambda: len(at.prefills[0].asked) == 2, "the second one still waits")
+            assert (await at.metrics())["kvcached_nixl_router_waiting_requests"] == 0
             assert [one.status_code for one in await asyncio.gather(first, second)] == [200, 200]
 
     asyncio.run(run())

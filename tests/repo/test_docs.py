@@ -229,7 +229,7 @@ def test_every_metric_of_the_router_has_a_row_with_its_type() -> None:
     pytest.importorskip("prometheus_client", reason="the router's metrics need it")
     from kvcached_nixl.proxy.metrics import Metrics
 
-    exposed = dict(re.findall(r"^# TYPE (\S+) (\S+)$", Metrics(tuple).text().decode(), re.MULTILINE))
+    exposed = dict(re.findall(r"^# TYPE (\S+) (\S+)$", Metrics(tuple, int).text().decode(), re.MULTILINE))
     rows = pages.rows(pages.section(page("metrics.md"), "Router"))
     documented = {name: cells[1].partition(";")[0] for name, cells in rows.items() if name.startswith("kvcached_nixl")}
     assert documented == exposed
