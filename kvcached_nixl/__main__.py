@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvcached_nixl import install, status
 from kvcached_nixl.cli import report
 from kvcached_nixl.cli.report import Report
+from kvcached_nixl.cli.top import options as top_options
 from kvcached_nixl.compat.versions import found_version, import_vllm
 from kvcached_nixl.errors import MissingDependency, Refused
 from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, read_gate
@@ -65,6 +66,22 @@ example:
 
 exit status: 0 after SIGTERM or SIGINT, when requests in flight have ended; 1 it could not start; 2 wrong usage
 """
+_DUMB = ("dumb", "unknown")
+_TOP = """\
+Shows routers, engines, hand-overs and memory in a terminal. It reads /metrics over HTTP and nothing else, so it runs
+wherever the servers can be reached, and it sends no key. A router's servers are asked under the names that the router
+has for them, by http; give their own URLs beside it where that is not right.
+"""
+_TOP_EPILOG = """\
+example:
+  kvcached-nixl top http://127.0.0.1:8000
+  kvcached-nixl top --once http://127.0.0.1:8100 https://[2001:db8::1]:8443/base
+
+exit status:
+  0  every server answered, with --once; otherwise, it was ended by q, Ctrl-C or SIGTERM
+  1  --once: a server did not answer. Or what top needs is not installed
+  2  wrong usage
+"""
 _EPILOG = """\
 exit status:
   0  a server with a NIXL connector would start
@@ -75,7 +92,7 @@ exit status:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report, or run doctor or proxy. Returns the exit status."""
+    """Print the report, or run doctor, proxy or top. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="kvcached-nixl",
         description=_DESCRIPTION,
@@ -85,8 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
     parser.add_argument("--model", help="show which model runner vLLM uses for it: a folder or a name; no download")
     parser.add_argument("--version", action="version", version=f"kvcached_nixl {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="{doctor,proxy}")
+    commands = parser.add_subparsers(dest="command", metavar="{doctor,proxy,top}")
     _add_doctor(commands.add_parser)
+    _add_top(commands.add_parser)
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Not by argparse: what follows "--" is another program's command line, with flags of the same names.
     serves = given[given.index("--") + 1 :] if "--" in given else []
@@ -102,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _deploy(options, serves) if options.deploy else _doctor(options)
     if options.command == "proxy":
         return _proxy(options)
+    if options.command == "top":
+        return _top(options)
 
     # The report goes to standard output. Without this it would be in the log as well.
     logging.getLogger(SERVER_LOGGER).disabled = True
@@ -161,6 +181,18 @@ def _add_proxy(add: Callable[..., argparse.ArgumentParser], *, is_asked: bool) -
         add_arguments(parser)
 
 
+def _add_top(add: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add(
+        "top",
+        help="engines, routers, hand-overs and memory, live in a terminal",
+        description=_TOP,
+        epilog=_TOP_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    top_options.add_arguments(parser)
+
+
 def _proxy(options: argparse.Namespace) -> int:
     """Run the router until SIGTERM or SIGINT. Returns the exit status."""
     try:
@@ -174,6 +206,22 @@ def _proxy(options: argparse.Namespace) -> int:
     except Refused as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def _top(options: argparse.Namespace) -> int:
+    """Show the servers. Returns the exit status."""
+    try:
+        is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in _DUMB
+        asked = top_options.from_arguments(options, is_terminal=is_terminal)
+    except Refused as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        from kvcached_nixl.cli.top import command
+    except ImportError as error:
+        print(f"top: {error}. Run pip install '.[top]' in a clone to install it.", file=sys.stderr)
+        return 1
+    return command.run(asked)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -46,7 +46,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "lint": (None, 1.0),
     "unit": (None, 2.2),
     "coverage": (None, 8.5),
-    "flow": (2.5, 6.0),
+    "flow": (2.5, 6.5),
     "repo": (None, 0.3),
     "install": (None, 3.0),
     "gpu": (None, 0.2),

@@ -7,11 +7,13 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support.looked_at import looked_at
 from support.routed_answers import STEP_SECONDS, TEMPLATE, client_of, complete, spec
 
 from experiments.common import model as models
@@ -66,6 +68,20 @@ def failures(server: Server) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in said if line.startswith("kvcached_nixl:handover_failures"))
 
 
+def check_top(status: int, found: dict[str, Any], *, url: str, moves: str) -> None:
+    """What ``top`` has shown of the four servers under load; ``moves`` is the role that moves the bytes."""
+    assert (status, found["attention"]) == (0, [])
+    (router,) = found["routers"]
+    assert router["name"] == url.removeprefix("http://") and router["ok_per_second"] > 0
+    assert 0 < router["ttft_p50_seconds"] <= router["ttft_p99_seconds"]
+    engines = found["engines"]
+    assert [one["role"] for one in engines] == ["prefill", "prefill", "decode", "decode"]
+    # Each fits the one of the other role that has its model.
+    assert [(one["fits_peers"], one["peers"]) for one in engines] == [(1, 2)] * 4
+    assert all(one["gets_requests"] and one["tokens"]["free"] > 0 for one in engines)
+    assert all((one["bytes_per_second"] > 0) is (one["role"] == moves) for one in engines)
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_two_models_behind_one_router(mode: str, expected: tuple[list[str], list[str]], tmp_path: Path) -> None:
@@ -96,8 +112,11 @@ def test_two_models_behind_one_router(mode: str, expected: tuple[list[str], list
             assert [one[1:] for one in kinds[:2]] == [one[1:] for one in kinds[2:]]
             assert kinds[0][1] != kinds[1][1] and kinds[0][2] != kinds[1][2]
 
-            begun = time.monotonic()
-            counts = asyncio.run(ask_on(url, expected, lambda: time.monotonic() > begun + 15))
+            with ThreadPoolExecutor(1) as beside:
+                begun = time.monotonic()
+                looking = beside.submit(looked_at, url, interval_seconds=8.0)
+                counts = asyncio.run(ask_on(url, expected, lambda: time.monotonic() > begun + 15))
+                check_top(*looking.result(), url=url, moves="decode" if mode == "pull" else "prefill")
             assert min(counts) > 5
 
             def replace_all() -> None:

@@ -209,3 +209,12 @@ def test_deploy_examines_what_is_installed(with_wheel: Environment, tree: Callab
 def test_deploy_without_vllm_is_no_crash(with_wheel: Environment) -> None:
     done = with_wheel.run(*COMMAND, "doctor", "--deploy", **DEPLOYED)
     assert done.returncode == 1 and "no vLLM in this environment" in done.stdout and not done.stderr
+
+
+def test_top_without_its_extra_says_what_to_install(with_wheel: Environment) -> None:
+    """Its help, and what it says to a wrong URL, need nothing."""
+    done = with_wheel.run(*COMMAND, "top", "http://127.0.0.1:8000")
+    assert done.returncode == 1 and "pip install '.[top]'" in done.stderr and "Traceback" not in done.stderr
+    assert "exit status:" in with_wheel.run(*COMMAND, "top", "--help").stdout
+    done = with_wheel.run(*COMMAND, "top", "127.0.0.1:8000")
+    assert done.returncode == 2 and "expected:" in done.stderr

@@ -10,7 +10,7 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from support import markdown_pages as pages
 
+from kvcached_nixl.cli.top.columns import ALONE, ENGINE_COLUMNS, KINDS, ROUTER_COLUMNS, UP, Column
+from kvcached_nixl.cli.top.options import add_arguments as add_top_arguments
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.hostvmm.errors import HostvmmError
 from kvcached_nixl.proxy.failure import RouterFailure
@@ -186,10 +188,10 @@ def test_variables_are_found_in_the_code() -> None:
 # -------------------------------------------------------------------------------------------------------------- router
 
 
-def router_flags() -> dict[str, object]:
+def flags_of(add: Callable[[argparse.ArgumentParser], None]) -> dict[str, Any]:
     """Flag -> default; those that are kept for one release and not shown by --help are left out."""
     parser = argparse.ArgumentParser(add_help=False)
-    add_arguments(parser)
+    add(parser)
     return {
         max(action.option_strings, key=len): action.default
         for action in parser._actions
@@ -205,7 +207,7 @@ def documented_flags() -> dict[str, str]:
 
 def test_every_router_flag_is_documented_with_its_default() -> None:
     """And no other one is."""
-    assert documented_flags() == {flag: shown_default(default) for flag, default in router_flags().items()}
+    assert documented_flags() == {flag: shown_default(default) for flag, default in flags_of(add_arguments).items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- metrics
@@ -233,6 +235,36 @@ def test_every_metric_of_the_router_has_a_row_with_its_type() -> None:
     rows = pages.rows(pages.section(page("metrics.md"), "Router"))
     documented = {name: cells[1].partition(";")[0] for name, cells in rows.items() if name.startswith("kvcached_nixl")}
     assert documented == exposed
+
+
+YET_TO_COME = {
+    f"kvcached_nixl:{one}"
+    for one in (
+        *("mapped_bytes", "moved_bytes", "waiting_fetches", "oldest_fetch_seconds", "slab_used_slots", "slab_waiting"),
+        "handover_state_seconds",
+    )
+}
+"""What `top` shows where an engine has it."""
+
+
+def test_every_metric_that_top_shows_has_a_row() -> None:
+    """A column of a metric that was renamed would be empty for ever."""
+    shown = {name for one in (*ENGINE_COLUMNS, *ROUTER_COLUMNS) for name in one.metrics} | {UP, ALONE, *KINDS}
+    documented = pages.rows(page("metrics.md"))
+    known = {name.removesuffix("_total") for name in documented} | YET_TO_COME
+    ours = {re.sub("_(?:total|count|sum)$", "", name) for name in shown if not name.startswith("vllm:num_")}
+    assert ours <= known
+
+
+@pytest.mark.parametrize(("section", "columns"), [("Engines", ENGINE_COLUMNS), ("Routers", ROUTER_COLUMNS)])
+def test_every_column_of_top_has_a_row(section: str, columns: tuple[Column, ...]) -> None:
+    rows = pages.rows(pages.section(page("top.md"), section))
+    assert {one.title for one in columns} == {*rows} - {"column", "role", "fits"}
+
+
+def test_every_flag_of_top_has_a_row() -> None:
+    rows = pages.rows(pages.section(page("top.md"), "Flags"))
+    assert {*flags_of(add_top_arguments)} == {name.split()[0] for name in rows if name.startswith("--")}
 
 
 # -------------------------------------------------------------------------------------------------------------- README

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "activation": {"errors", "settings", "compat", "patching", "seams", "cli.report", "hostvmm"},
     "cli": {
         *("errors", "settings", "compat", "patching", "proof", "transport", "version"),
-        *("side_channel_address", "this_host", "worker.transfer.host"),
+        *("side_channel_address", "this_host", "worker.transfer.host", "proxy.kind"),
     },
     "__init__": {"activation.bootstrap", "cli.report", "version"},
     "__main__": {"errors", "settings", "compat", "cli", "proxy", "install", "status", "version"},
@@ -66,9 +66,10 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
     "psutil": ("this_host.py",),
-    "aiohttp": ("proxy",),
+    "aiohttp": ("proxy", "cli/top/scrape.py"),
     "anyio": ("proxy",),
-    "prometheus_client": ("proxy", "compat/metrics.py"),
+    "prometheus_client": ("proxy", "compat/metrics.py", "cli/top/look.py"),
+    "rich": ("hostvmm", "cli/top/screen.py", "cli/top/command.py"),
 }
 """Foreign package -> folders or files below the package that may import it."""
 
