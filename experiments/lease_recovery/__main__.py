@@ -28,7 +28,9 @@ while faults are inflicted in random order: either server is killed at a random 
 ports; either is frozen (SIGSTOP) for less and for more than a lease; prefill stays away until decode has freed its
 memory; clients disconnect in every phase, also while their requests wait for blocks of decode; a decode request has the
 parameters of a lease that has ended and whose blocks other requests have used; an operator pauses one or both servers,
-in every mode, resets caches with running requests, and changes the weights of one server after the other.
+in every mode, resets caches with running requests, and changes the weights of one server after the other. In arms
+that are short of memory, kvcached's limits change at random, a neighbour on a server's device takes memory, gives it
+back and waits for more, and servers are shut down (SIGTERM).
 Arms: kvcached with pull and push, direct and staged, with registrations that follow its pages and that do not, and with
 a model whose layers keep states (Nemotron-H); and the stock connector for comparison. Every answer is compared with the
 answer of one server alone."""
@@ -105,7 +107,7 @@ def _outcome(arm: Arm, options: argparse.Namespace, stamp: str, narrator: Narrat
         if arm.kvcached:
             await traffic.learn_other()
         # Not for stock: its answers after a change of weights, or from caches of other weights, would only be wrong.
-        chaos = Chaos(running, traffic, narrator.update, is_operated=arm.kvcached)
+        chaos = Chaos(running, traffic, narrator.update, is_operated=arm.kvcached, is_short=arm.is_short)
         await chaos.run(options.rounds, LEAST_REQUESTS)
         return Outcome(arm.name, arm.kvcached, traffic.ended, chaos.recoveries, chaos.told)
 

@@ -38,6 +38,7 @@ class Arm:
         extra: further extra config of the connector, besides mode and lease.
         family: a model with several KV-cache groups, of `families.FAMILIES`, in place of ``MODEL``.
         num_blocks: of the pool: a few of the longest requests fill it.
+        is_short: memory comes and goes, too: limits are changed, and a neighbour takes memory of the device.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Arm:
     environment: Mapping[str, str] = field(default_factory=dict)
     family: str = ""
     num_blocks: int = NUM_BLOCKS
+    is_short: bool = False
 
     def specs(self, policy: str) -> list[ServerSpec]:
         """Return the configurations of P and D; ``policy`` is ``kv_load_failure_policy``."""
@@ -81,6 +83,13 @@ class Arm:
 
 
 PULL, PUSH = Arm("pull", "pull"), Arm("push", "push")
+# kvcached looks at its limit on the thread that allocates pages in advance.
+_LOOKS = {"KVCACHED_PAGE_PREALLOC_ENABLED": "true"}
+SHORT = (
+    Arm("short of memory, pull", "pull", environment=_LOOKS, is_short=True),
+    Arm("short of memory, push", "push", environment=_LOOKS, is_short=True),
+    Arm("short of memory, staged", "push", extra={"memory_path": "device"}, environment=_LOOKS, is_short=True),
+)
 STOCK = Arm("stock pull", "pull", kvcached=False)
 STAGED = (
     # These set no memory_path: the proof at start must find that registrations do not follow kvcached's pages.
@@ -94,7 +103,7 @@ HYBRID = (
     Arm("hybrid push", "push", family="nemotron-h", num_blocks=32),
     Arm("hybrid staged pull", "pull", extra={"memory_path": "device"}, family="nemotron-h", num_blocks=32),
 )
-ARMS = (PULL, PUSH, *STAGED, *HYBRID, STOCK)
+ARMS = (PULL, PUSH, *STAGED, *HYBRID, *SHORT, STOCK)
 
 
 def prompts(count: int, seed: int = 5) -> list[list[int]]:

@@ -23,6 +23,7 @@ from experiments.common.client import Client, http_client
 from experiments.common.pages import PageWatch
 from experiments.common.servers import Running, Server, ServerError
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
+from experiments.lease_recovery.memory import be_a_neighbour, change_limits
 from experiments.lease_recovery.traffic import FIRST_WEIGHTS, HANG_SECONDS, OTHER_WEIGHTS, Ended, Traffic
 
 CLIENTS = 4
@@ -32,8 +33,8 @@ LOOK_SECONDS = 0.05
 GIVE_UP_SECONDS = 4 * (LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)
 STALE_REQUESTS = 50
 # A lease must not end when a heartbeat is late by up to half of the lease.
-_SHORTER_SECONDS, _LONGER_SECONDS = 0.45 * LEASE_SECONDS, 2 * LEASE_SECONDS
-SHORTER, LONGER = f"{_SHORTER_SECONDS:.2f} s", f"{_LONGER_SECONDS:.0f} s"
+SHORTER_SECONDS, LONGER_SECONDS = 0.45 * LEASE_SECONDS, 2 * LEASE_SECONDS
+SHORTER, LONGER = f"{SHORTER_SECONDS:.2f} s", f"{LONGER_SECONDS:.0f} s"
 GONE = "prefill is killed and stays away"
 MEANWHILE = "decode, while prefill stays away"
 _USAGE = "vllm:kv_cache_usage_perc"
@@ -80,16 +81,25 @@ class Chaos:
     Args:
         running: the pair, P and D.
         is_operated: whether an operator also pauses them, resets their caches and changes their weights.
+        is_short: instead of that, memory comes and goes, and servers are shut down.
         seed: seed of all random choices.
     """
 
     def __init__(
-        self, running: Running, traffic: Traffic, say: Callable[[str], None], *, is_operated: bool, seed: int = 11
+        self,
+        running: Running,
+        traffic: Traffic,
+        say: Callable[[str], None],
+        *,
+        is_operated: bool,
+        is_short: bool = False,
+        seed: int = 11,
     ) -> None:
         self.running = running
         self.traffic = traffic
         self.say = say
         self.is_operated = is_operated
+        self.is_short = is_short
         self.draw = random.Random(seed)
         self.recoveries: list[Recovery] = []
         self.told: list[Told] = []
@@ -98,18 +108,37 @@ class Chaos:
 
     def faults(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Return name -> function for each kind of fault."""
+        if self.is_short:
+            return self._shortages()
         return {
             "prefill is killed": lambda: self._kill(0),
             "decode is killed": lambda: self._kill(1),
-            f"prefill stands still, {SHORTER}": lambda: self._stand_still(0, _SHORTER_SECONDS),
-            f"prefill stands still, {LONGER}": lambda: self._stand_still(0, _LONGER_SECONDS),
-            f"decode stands still, {SHORTER}": lambda: self._stand_still(1, _SHORTER_SECONDS),
-            f"decode stands still, {LONGER}": lambda: self._stand_still(1, _LONGER_SECONDS),
+            f"prefill stands still, {SHORTER}": lambda: self._stand_still(0, SHORTER_SECONDS),
+            f"prefill stands still, {LONGER}": lambda: self._stand_still(0, LONGER_SECONDS),
+            f"decode stands still, {SHORTER}": lambda: self._stand_still(1, SHORTER_SECONDS),
+            f"decode stands still, {LONGER}": lambda: self._stand_still(1, LONGER_SECONDS),
             "clients go away": self._clients_go_away,
             "clients go away while they wait": self._clients_of_a_burst_go_away,
             "stale parameters": self._stale,
             GONE: self._prefill_is_gone,
         } | (self._operations() if self.is_operated else {})
+
+    def _shortages(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        prefill, decode = range(2)
+        return {
+            "limits change": lambda: change_limits(self.running.servers, self.draw),
+            "a neighbour of prefill": lambda: be_a_neighbour(self.running.servers[prefill], self.draw),
+            "a neighbour of decode": lambda: be_a_neighbour(self.running.servers[decode], self.draw),
+            "limits and both neighbours": self._everything_is_short,
+            f"limits change, prefill stands still, {SHORTER}": lambda: self._short_and(
+                self._stand_still, SHORTER_SECONDS
+            ),
+            "limits change, prefill is paused": lambda: self._short_and(self._pause),
+            "clients go away while they wait": self._clients_of_a_burst_go_away,
+            "prefill is shut down": lambda: self._shut_down(prefill),
+            "decode is shut down": lambda: self._shut_down(decode),
+            "memory changes, prefill is killed": lambda: self._short_and(self._kill),
+        }
 
     def _operations(self) -> dict[str, Callable[[], Awaitable[None]]]:
         return {
@@ -225,6 +254,25 @@ class Chaos:
         self.running.servers[side].kill()
         self.running.replace(side)
         await asyncio.to_thread(self.running.ready)
+
+    async def _shut_down(self, side: int) -> None:
+        """As an orchestrator does it: SIGTERM, and a new server when the old one has ended."""
+        server = self.running.servers[side]
+        server.ask_to_stop()
+        async with asyncio.timeout(HANG_SECONDS):
+            while server.process.poll() is None:
+                await asyncio.sleep(LOOK_SECONDS)
+        self.running.replace(side)
+        await asyncio.to_thread(self.running.ready)
+
+    async def _everything_is_short(self) -> None:
+        servers, draw = self.running.servers, self.draw
+        await asyncio.gather(change_limits(servers, draw), *(be_a_neighbour(server, draw) for server in servers))
+
+    async def _short_and(self, inflict: Callable[..., Awaitable[None]], *arguments: float) -> None:
+        """Inflict another fault on prefill while limits change."""
+        servers = self.running.servers[1:] if inflict == self._kill else self.running.servers
+        await asyncio.gather(change_limits(servers, self.draw), inflict(0, *arguments))
 
     async def _stand_still(self, side: int, seconds: float) -> None:
         server = self.running.servers[side]

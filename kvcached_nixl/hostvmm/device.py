@@ -169,6 +169,40 @@ def clear_abandoned(folder: Path = Path("/dev/shm")) -> tuple[str, ...]:
     return tuple(path.name for path in folder.glob(f"kvcached-hostvmm-{os.getuid()}-*") if _clear(path))
 
 
+def occupy(num_bytes: int, index: int = 0, environment: Mapping[str, str] = os.environ) -> None:
+    """Has this process count as holding so many bytes of an opened device, as another engine would; 0: none any more.
+
+    For experiments that need a device which others have filled. The calling process must not use the device otherwise.
+
+    Raises:
+        HostvmmError: nobody uses the device, or too many processes do.
+    """
+    path = account_path(index, environment)
+    try:
+        file = path.open("r+b", buffering=0)
+    except FileNotFoundError as error:
+        raise _cannot_occupy(f"no file {path}", "a device that an engine uses") from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        content = file.read(_HEADER.size + _SLOTS * _SLOT.size)
+        pids = [slot[0] for slot in _SLOT.iter_unpack(content[_HEADER.size :])]
+        mine = next((at for at, pid in enumerate(pids) if pid == os.getpid()), None)
+        place = mine if mine is not None else next((at for at, pid in enumerate(pids) if not pid), None)
+        if place is None:
+            raise _cannot_occupy(f"{len(pids)} processes in {path}", f"fewer than {_SLOTS} that use one device")
+        use = (os.getpid(), start_ticks(os.getpid()) or 0, num_bytes) if num_bytes else (0, 0, 0)
+        os.pwrite(file.fileno(), _SLOT.pack(*use, *[0] * 6), _HEADER.size + place * _SLOT.size)
+
+
+def _cannot_occupy(found: str, expected: str) -> HostvmmError:
+    return HostvmmError(
+        found=found,
+        expected=expected,
+        consequence="No memory of it can be taken.",
+        remedy="Call this while an engine uses the device.",
+    )
+
+
 def _clear(path: Path) -> bool:
     try:
         file = path.open("rb")

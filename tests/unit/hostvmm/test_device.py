@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcached_nixl.hostvmm import HostvmmError, capacity_bytes, device, device_info
-from kvcached_nixl.hostvmm.device import account_path, clear_abandoned, refuse_foreign_account, sign_account
+from kvcached_nixl.hostvmm.device import account_path, clear_abandoned, occupy, refuse_foreign_account, sign_account
 from kvcached_nixl.processes import start_ticks
 
 OWN_START = start_ticks(os.getpid())
@@ -101,3 +101,22 @@ def test_an_account_is_signed_once_and_readable(tmp_path: Path, monkeypatch: pyt
         sign_account()
     assert path.read_bytes() == account((os.getpid(), OWN_START))
     assert [one.pid for one in device_info().processes] == [os.getpid()]
+
+
+def test_a_process_that_occupies_memory_counts_as_one_that_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "account"
+    monkeypatch.setattr(device, "account_path", lambda *_: path)
+    with pytest.raises(HostvmmError, match="no file"):
+        occupy(1)
+    path.write_bytes(account((os.getppid(), start_ticks(os.getppid()))))
+    for num_bytes in (5 << 20, 7 << 20):
+        occupy(num_bytes)
+        assert device_info().free_bytes == (1 << 30) - num_bytes
+        assert len(device_info().processes) == 2
+    occupy(0)
+    assert device_info().free_bytes == 1 << 30 and len(device_info().processes) == 1
+    path.write_bytes(account(*[(1, 1)] * device._SLOTS))
+    with pytest.raises(HostvmmError, match="128 processes"):
+        occupy(1)
