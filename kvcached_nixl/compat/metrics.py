@@ -4,13 +4,11 @@
     kvcached_nixl:handover_failures_total{cause}   hand-overs that brought no KV
     kvcached_nixl:revoked_offers_total{cause}      offers that prefill has taken back
     kvcached_nixl:quarantined_blocks               blocks held for transfers that may still be in flight
-    kvcached_nixl:free_tokens, used_tokens, queued_tokens, kept_offers, kept_tokens, free_bytes
-                                                   what this engine could take now (`wire.headroom`)
     kvcached_nixl:compatibility_id, checkpoint_id, weights_id
                                                    what this engine's handshake compares (`wire.kind`)
 
-Both classes are subclasses of vLLM's (``NixlKVConnectorStats``, ``NixlPromMetrics``). They are created once per
-process, when vLLM can be imported.
+`compat.memory_metrics` has those of memory. Both classes are subclasses of vLLM's (``NixlKVConnectorStats``,
+``NixlPromMetrics``). They are created once per process, when vLLM can be imported.
 """
 
 from __future__ import annotations
@@ -21,29 +19,20 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvcached_nixl.compat.locate import STATS_MODULES
+from kvcached_nixl.compat.memory_metrics import HeadroomMetrics, MovedBytes, SlabMetrics
 from kvcached_nixl.compat.private import first_module, optional, private
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.headroom import read_headroom
 from kvcached_nixl.wire.kind import Kind
 
 __all__ = ["prom_metrics", "record", "stats", "take_reasons"]
 
 _FAILURES, _QUARANTINED = "kvcached_nixl_failures", "kvcached_nixl_quarantined_blocks"
 _REASONS, _REVOKED = "kvcached_nixl_failure_reasons", "kvcached_nixl_revoked_offers"
+_MOVED, _SLABS = "kvcached_nixl_moved_bytes", "kvcached_nixl_slabs"
+_OURS = (_FAILURES, _QUARANTINED, _REASONS, _REVOKED, _MOVED, _SLABS)
+"""Lists in vLLM's statistics, which are joined over ranks and steps."""
 MAX_REASON = 1000
-_HEADROOM = (
-    (
-        "kvcached_nixl:free_tokens",
-        "Tokens of KV that the engine could take now: of its pool, and of the device's memory.",
-    ),
-    ("kvcached_nixl:used_tokens", "Tokens of KV in blocks that requests have, or that are kept or held for peers."),
-    ("kvcached_nixl:queued_tokens", "Tokens of the prompts of requests that have no blocks yet."),
-    ("kvcached_nixl:kept_offers", "Requests of prefill whose KV is kept until decode has fetched it."),
-    ("kvcached_nixl:kept_tokens", "Tokens of KV of kept offers; part of used_tokens."),
-    ("kvcached_nixl:free_bytes", "Memory of the device that kvcached could map now."),
-)
-"""Gauge and help text of each field of `Headroom`."""
 _KINDS = (  # in the order of `Kind`
     ("kvcached_nixl:compatibility_id", "versions, configuration and layout"),
     ("kvcached_nixl:checkpoint_id", "files that the weights were loaded from; 0 if not known"),
@@ -78,6 +67,10 @@ def record(account: Any, counted: Any) -> None:
     account.data[_REASONS] += [[attempt, reason[:MAX_REASON]] for attempt, reason in counted.reasons]
     if counted.quarantined_blocks is not None:
         account.data[_QUARANTINED].append(counted.quarantined_blocks)
+    account.data[_MOVED] += [[*route, num_bytes] for route, num_bytes in counted.moved_bytes.items()]
+    if counted.slab is not None:
+        rank, use = counted.slab
+        account.data[_SLABS].append([rank, *use, counted.slab_waits])
 
 
 def take_reasons(account: Any) -> dict[int, str]:
@@ -120,14 +113,10 @@ def _stats_class() -> Any:
 
         def reset(self) -> None:
             super().reset()
-            self.data[_FAILURES] = []
-            self.data[_QUARANTINED] = []
-            self.data[_REASONS] = []
-            self.data[_REVOKED] = []
+            self.data.update({name: [] for name in _OURS})
 
         def is_empty(self) -> bool:
-            ours = (_FAILURES, _QUARANTINED, _REASONS, _REVOKED)
-            return bool(super().is_empty() and not any(self.data.get(key) for key in ours))
+            return bool(super().is_empty() and not any(map(self.data.get, _OURS)))
 
     return HandOverStats
 
@@ -135,6 +124,11 @@ def _stats_class() -> Any:
 def _count(counter: Any, labelvalues: Any, causes: Any, counted: Iterable[int]) -> None:
     for cause in counted:
         counter.labels(*labelvalues, causes(cause).label).inc()
+
+
+def _count_from_0(counter: Any, labelvalues: Any, causes: Iterable[Any]) -> None:
+    for cause in causes:
+        counter.labels(*labelvalues, cause.label).inc(0)
 
 
 def _kind_gauges(gauge_class: Any, labelnames: Any) -> list[Any]:
@@ -148,22 +142,6 @@ def _kind_gauges(gauge_class: Any, labelnames: Any) -> list[Any]:
         )
         for name, what in _KINDS
     ]
-
-
-class _HeadroomGauges:
-    def __init__(self, gauge_class: Any, labelnames: Any) -> None:
-        self._gauges = {
-            name: gauge_class(name=name, documentation=text, multiprocess_mode="mostrecent", labelnames=labelnames)
-            for name, text in _HEADROOM
-        }
-
-    def set(self, labelvalues: Any, headroom: bytes) -> None:
-        try:
-            said = read_headroom(headroom)
-        except Malformed:
-            return
-        for name, gauge in self._gauges.items():
-            gauge.labels(*labelvalues).set(getattr(said, name.partition(":")[2]))
 
 
 @functools.cache
@@ -193,12 +171,17 @@ def _prom_class() -> Any:
             )
             for values in per_engine_labelvalues.values():
                 self._quarantined.labels(*values).set(0)
+                # From 0 on: Prometheus sees no rise where a counter appears with its first count.
+                _count_from_0(self._failures, values, FailureCause)
+                _count_from_0(self._revoked, values, RevocationCause)
             self._kinds = _kind_gauges(self._gauge_cls, labelnames)
-            self._headroom = _HeadroomGauges(self._gauge_cls, labelnames)
+            self._headroom = HeadroomMetrics(self, labelnames)
+            self._moved, self._slabs = MovedBytes(self, labelnames), SlabMetrics(self, labelnames)
+            self.counts_engines = True
 
         def say_headroom(self, engine_idx: int, headroom: bytes) -> None:
             """What an engine could take now. Called on a thread of its own, every two seconds."""
-            self._headroom.set(self._labelvalues[engine_idx], headroom)
+            self._headroom.set(engine_idx, self._labelvalues[engine_idx], headroom, counts=self.counts_engines)
 
         def say_kind(self, engine_idx: int, answers: list[tuple[str, bytes]]) -> None:
             """An engine's side channel gives other answers than before. Called on a thread of its own."""
@@ -217,5 +200,7 @@ def _prom_class() -> Any:
             _count(self._revoked, values, RevocationCause, transfer_stats_data.get(_REVOKED, ()))
             for blocks in transfer_stats_data.get(_QUARANTINED, ())[-1:]:
                 self._quarantined.labels(*values).set(blocks)
+            self._moved.observe(values, transfer_stats_data.get(_MOVED, ()))
+            self._slabs.observe(values, transfer_stats_data.get(_SLABS, ()))
 
     return HandOverPromMetrics

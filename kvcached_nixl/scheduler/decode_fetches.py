@@ -68,6 +68,17 @@ class DecodeFetches:
         """Requests that have their blocks and wait only for KV."""
         return self.attempts.num_waiting
 
+    def waiting_now(self) -> tuple[int, float]:
+        """Returns how many requests wait for KV, with blocks or without, and the seconds since the first one arrived.
+        May be called from any thread."""
+        # Not `_queued`: iterating over deadlines changes them.
+        waiting = [
+            one.arrived_at_seconds
+            for request_id, one in list(self._fetch_requests.items())
+            if not one.is_tried or self.attempts.of_request(request_id) is not None
+        ]
+        return len(waiting), max(0.0, self._clock.now_seconds() - min(waiting)) if waiting else 0.0
+
     @property
     def num_queued(self) -> int:
         """Requests that have no blocks yet."""

@@ -146,6 +146,10 @@ class BlockPool(Protocol):
         """Numbers at this moment. May be called from any thread."""
         ...
 
+    def mapped_bytes(self) -> int:
+        """Memory of one device that is mapped for KV, with the reserve of free pages. May be called from any thread."""
+        ...
+
     def tell_neighbours(self) -> bool:
         """Tells the other engines on the device how much memory `starved` waits for. Returns whether it is any."""
         ...

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler side of hand-overs: decode's half and prefill's half, between vLLM's scheduler and the workers.
 
-One per engine, used on the engine's thread only, except `woken`. Changes go to the workers with the next step, and the
-workers' reports come back with a step's output. Between steps the engine sleeps until a worker reports something.
+One per engine, used on the engine's thread only, except `woken`, `headroom` and `watch_memory`. Changes go to the
+workers with the next step, and the workers' reports come back with a step's output. Between steps the engine sleeps
+until a worker reports something.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
@@ -22,6 +21,7 @@ from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER, Terms
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.mapped_memory import MappedMemory
 from kvcached_nixl.scheduler.memory_pressure import MemoryPressure
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.side_channel_listener import (
@@ -36,7 +36,7 @@ from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.scheduler.starvation import Starvation
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.headroom import Headroom, encode_headroom
+from kvcached_nixl.wire.headroom import HEADROOM_IN_ANSWERS, Headroom, encode_headroom
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill
 from kvcached_nixl.wire.step import (
@@ -98,6 +98,7 @@ class SchedulerFacade:
         self._is_left_waiting: bool | None = None
         self._starvation = Starvation(clock, terms.timeout_seconds)
         self._pressure = MemoryPressure(clock, terms.patience_seconds)
+        self._mapped = MappedMemory()
         # Blocks that were freed for others, and that the prefix cache may still keep.
         self._owed_blocks = 0
         self._has_to_trim = False
@@ -147,12 +148,14 @@ class SchedulerFacade:
             listener.close()
 
     def headroom(self) -> bytes:
-        """Returns this engine's `Headroom`, encoded; empty before its first step. May be called from any thread."""
+        """Returns this engine's `Headroom`, encoded; empty before its first step. Called on the listener's thread."""
+        self.watch_memory()
         return b"" if self._blocks is None else encode_headroom(self._headroom_of(self._blocks))
 
     def _headroom_of(self, blocks: BlockPool) -> Headroom:
         usage, per_block = blocks.usage(), self._terms.groups.tokens_per_block
-        num_offers, num_kept = self._offering.kept_now()
+        num_offers, num_kept, oldest_offer_seconds = self._offering.kept_now()
+        num_fetches, oldest_fetch_seconds = self._fetching.waiting_now()
         return Headroom(
             free_tokens=int(usage.num_free * per_block),
             used_tokens=int(usage.num_used * per_block),
@@ -160,7 +163,18 @@ class SchedulerFacade:
             kept_offers=num_offers,
             kept_tokens=int(num_kept * per_block),
             free_bytes=usage.free_bytes,
+            mapped_bytes=self._mapped.num_bytes,
+            map_bytes=self._mapped.risen_bytes,
+            unmap_bytes=self._mapped.fallen_bytes,
+            waiting_fetches=num_fetches,
+            oldest_fetch_seconds=oldest_fetch_seconds,
+            oldest_offer_seconds=oldest_offer_seconds,
         )
+
+    def watch_memory(self) -> None:
+        """Counts what kvcached has mapped and unmapped since the last call. Called on the listener's thread."""
+        if self._blocks is not None:
+            self._mapped.look(self._blocks.mapped_bytes())
 
     def _headroom_in_answer(self) -> Headroom:
         """For prefill's answers. Its cost grows with the queue, so answers of a quarter of a second share one."""
@@ -458,7 +472,8 @@ class SchedulerFacade:
         self._fetching.finished(request, self._bound(), self._step)
         is_kept, params = self._offering.finished(request, is_whole, block_ids, self._bound(), self._step)
         if params is not None:
-            params[HEADROOM_KEY] = msgspec.to_builtins(self._headroom_in_answer())
+            said = self._headroom_in_answer()
+            params[HEADROOM_KEY] = {name: getattr(said, name) for name in HEADROOM_IN_ANSWERS}
         return is_kept, params
 
     def keeps(self, request_id: str) -> bool:

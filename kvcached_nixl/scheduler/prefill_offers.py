@@ -159,10 +159,13 @@ class PrefillOffers:
         sending = self._sending.get(PrefillRequestId(request_id))
         return sending is None or sending.cached_tokens is not None
 
-    def kept_now(self) -> tuple[int, int]:
-        """Returns how many requests are kept, and their blocks. May be called from any thread."""
+    def kept_now(self) -> tuple[int, int, float]:
+        """Returns how many requests are kept, their blocks, and the seconds since the first one ended. May be called
+        from any thread."""
         kept = list(self._kept.values())
-        return len(kept), sum(one.num_blocks for one in kept)
+        now = self._clock.now_seconds()
+        oldest_seconds = max((now - one.since_seconds for one in kept), default=0.0)
+        return len(kept), sum(one.num_blocks for one in kept), max(0.0, oldest_seconds)
 
     @property
     def due_at_seconds(self) -> float | None:

@@ -206,7 +206,13 @@ def _listen(call: Call) -> None:
     def listener(answers: Answers) -> HandshakeListener:
         def listen() -> Listener:
             return Listener(
-                address.listening, address.bound.port, answers, side.woken, side.wake_address.key, side.headroom
+                address.listening,
+                address.bound.port,
+                answers,
+                side.woken,
+                side.wake_address.key,
+                side.headroom,
+                side.watch_memory,
             )
 
         return start(address, answers, listen, _channel())
@@ -348,6 +354,8 @@ def build_prom_metrics(call: Call) -> Any:
         logger.warning("No metric says what this server's handshake compares: %s", error.line)
         return made
     parallel = call.argument("vllm_config").parallel_config
+    # The engine's own totals are the same for each of several API servers, whose counters are added up.
+    made.counts_engines = private(parallel, "_api_process_rank") < 1
     HandshakeWatch(_channel(), engines, int(private(parallel, "tensor_parallel_size")), made)
     return made
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -35,8 +35,10 @@ logger = logging.getLogger("vllm.kvcached_nixl")
 _ASK = b"get_meta_msg"
 _WAKE = b"kvcached_nixl has ended something"
 _HEADROOM = b"kvcached_nixl headroom"
+_T = TypeVar("_T")
 _REPLY_SECONDS = 5.0
-_STOP_SECONDS = 0.5
+_WATCH_SECONDS = 0.1
+"""How often the listener calls ``watch``, and looks whether it is to stop."""
 _ASKED_AT_ONCE, _ASKED_AT_ONCE_THERE = 256, 8
 """Concurrent requests, in all and per address: each holds sockets, and a router may name any number of addresses."""
 _LOOKED_UP_AT_ONCE, _NAMES_REMEMBERED = 64, 4096
@@ -61,6 +63,7 @@ class Listener:
         key: secret that such a worker sends.
         headroom: returns what the engine could take now, encoded; empty if that is not known. Called on the listener's
             thread.
+        watch: called there after each message, and every `_WATCH_SECONDS`.
 
     Raises:
         OSError: an address cannot be bound.
@@ -74,8 +77,9 @@ class Listener:
         woken: Callable[[], None],
         key: str,
         headroom: Callable[[], bytes] = lambda: b"",
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
-        self._headroom = headroom
+        self._headroom, self._watch = headroom, watch
         self._answers: dict[int, bytes] = {}
         self.answer(answers)
         self._woken = woken
@@ -121,8 +125,9 @@ class Listener:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                if self._socket.poll(int(_STOP_SECONDS * 1000)):
+                if self._socket.poll(int(_WATCH_SECONDS * 1000)):
                     self._take(self._socket.recv_multipart())
+                self._try(self._watch)
         finally:
             self._context.destroy(linger=0)
 
@@ -143,7 +148,7 @@ class Listener:
         elif said == [_WAKE, self._key]:
             self._woken()
         elif said[0] == _HEADROOM:
-            self._send([frames[0], b"", self._said_headroom()])
+            self._send([frames[0], b"", self._try(self._headroom) or b""])
         elif said[0] == _ASK:
             answer = [frames[0], b"", self._answer(said[-1], said[-2] if len(said) == 3 else 0)]
             if len(said) == 3:
@@ -159,13 +164,13 @@ class Listener:
             found = msgspec.msgpack.encode(_Reply(said, b""))
         return found
 
-    def _said_headroom(self) -> bytes:
+    def _try(self, read: Callable[[], _T]) -> _T | None:
         try:
-            return self._headroom()
+            return read()
         except Exception:
-            # The engine's thread changes meanwhile what is read here. Without an answer the asker asks again.
+            # The engine's thread changes meanwhile what is read here. It is read again soon.
             logger.debug("The engine's headroom could not be read", exc_info=True)
-            return b""
+            return None
 
     def _send(self, frames: list[bytes]) -> None:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The free capacity of an engine, which its side channel sends on request."""
+"""The free capacity of an engine, and what waits in it. Its side channel sends both on request."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import msgspec
 
 from kvcached_nixl.wire.checked import Malformed, decoder
 
-__all__ = ["BlockUsage", "Headroom", "encode_headroom", "read_headroom"]
+__all__ = ["HEADROOM_IN_ANSWERS", "BlockUsage", "Headroom", "encode_headroom", "read_headroom"]
 
 
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 class BlockUsage(NamedTuple):
@@ -34,6 +35,11 @@ class Headroom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         queued_tokens: of the prompts of requests that have no blocks yet.
         kept_offers, kept_tokens: requests that prefill keeps for decode, and their KV; part of ``used_tokens``.
         free_bytes: memory of the device that kvcached could map, whatever the pool's size.
+        mapped_bytes: memory of the device that kvcached has mapped for KV, with its reserve of free pages.
+        map_bytes, unmap_bytes: rises and falls of ``mapped_bytes`` since the engine's start.
+        waiting_fetches: requests of decode whose KV has not arrived, with blocks or without.
+        oldest_fetch_seconds, oldest_offer_seconds: since the first of those requests arrived, and since the first of
+            the kept ones ended; 0 if there is none.
     """
 
     free_tokens: _Number
@@ -42,8 +48,16 @@ class Headroom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_offers: _Number
     kept_tokens: _Number
     free_bytes: _Number
+    mapped_bytes: _Number
+    map_bytes: _Number
+    unmap_bytes: _Number
+    waiting_fetches: _Number
+    oldest_fetch_seconds: _Seconds
+    oldest_offer_seconds: _Seconds
 
 
+HEADROOM_IN_ANSWERS = ("free_tokens", "used_tokens", "queued_tokens", "kept_offers", "kept_tokens")
+"""The fields that prefill's answers have."""
 _encoder = msgspec.msgpack.Encoder()
 _decode = decoder(Headroom)
 

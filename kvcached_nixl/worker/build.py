@@ -16,7 +16,7 @@ import torch
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.current_device import select
 from kvcached_nixl.ids import EngineId
-from kvcached_nixl.settings import Settings
+from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.transport.agent import NixlTransport, open_gate, register_host_memory
 from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag, Weights
@@ -162,7 +162,7 @@ def build_worker(
         copier = Copier(slab, device, wake.set)
         slots = Slots(slab.num_slots, num_kept(slab.num_slots))
         in_slot = tuple(group.planes[0].num_blocks // slab.num_slots for group in groups)
-        staging = Staging(slots, copier, local.kernel_block_sizes, in_slot)
+        staging = Staging(slots, copier, local.kernel_block_sizes, in_slot, slab.extent[1])
     blocks = Content(own_groups, layout.areas())
     background = Background("kvcached-nixl-checksums", device, wake.set)
     checksums = Checksums(
@@ -197,6 +197,7 @@ def build_worker(
         (lambda: wait_for(device)) if is_early else nothing,
         lambda: select(device.type, device.index or 0),
         zeroes_blocks=worker.zeroes_blocks,
+        memory_path=registered.path,
     )
     facade.thread.start()
     return facade
@@ -249,11 +250,13 @@ def assemble(
     select_device: Callable[[], None] = nothing,
     *,
     zeroes_blocks: bool = False,
+    memory_path: MemoryPath = MemoryPath.DIRECT,
 ) -> WorkerFacade:
     """Build all parts of one worker; its thread is not started.
 
     Args:
         offer_handshake, before_answer, zeroes_blocks: see `WorkerFacade`.
+        memory_path: where the memory is that KV is moved from and to.
         select_device, wake: see `TransferThread`.
         local: describes the slab's memory where KV is staged, else the KV cache's.
         gates: see `Receiver`.
@@ -264,7 +267,9 @@ def assemble(
     ask: Ask = channel.ask
     peers = Peers(Handshaker(transport, compatibility, lambda rank: fits(local, rank)), clock, ask, wake.set)
     gate_connections = GateConnections(transport, peers)
-    transfer_queue = TransferQueue(transport, clock, gate_connections.lost, connection=gate_connections.connection)
+    transfer_queue = TransferQueue(
+        transport, clock, gate_connections.lost, connection=gate_connections.connection, moved=outcomes.moved_bytes
+    )
     routes = PeerRoutes(local)
     buffers = TokenBuffers(tokens[BUCKETS:])
     context = WorkerContext(local, transport, peers, transfer_queue, routes, buffers, checksums, host, staging)
@@ -303,7 +308,15 @@ def assemble(
     # Where KV is staged decode cannot read blocks: prefill frees them as soon as they are copied.
     is_read = not mode.is_push and staging is None
     return WorkerFacade(
-        thread, local, table, record, offer_handshake, before_answer, is_read=is_read, zeroes_blocks=zeroes_blocks
+        thread,
+        local,
+        table,
+        record,
+        offer_handshake,
+        before_answer,
+        is_read=is_read,
+        zeroes_blocks=zeroes_blocks,
+        route=(mode.value, memory_path.value),
     )
 
 

@@ -26,6 +26,7 @@ from kvcached_nixl.wire.step import (
     idle_hold_id,
     spared_mark,
 )
+from kvcached_nixl.worker.staging.slots import SlabUse
 from kvcached_nixl.worker.thread_messages import (
     AwaitClaim,
     BlocksWritable,
@@ -73,6 +74,9 @@ class WorkerCounters:
         quarantined_blocks: blocks held because a transfer may still touch them; None if the number has not changed.
         revoked: offers that were taken back, by `RevocationCause`; reported by rank 0.
         reasons: (attempt, why it failed).
+        moved_bytes: of KV, by the transfer mode and the memory path of this rank, also for hand-overs that fail.
+        slab: this rank, and the use of its slab; None if that has not changed.
+        slab_waits: how often a hand-over has begun to wait for slots.
     """
 
     moved: list[tuple[int, int, float]] = field(default_factory=list)
@@ -81,6 +85,9 @@ class WorkerCounters:
     quarantined_blocks: int | None = None
     revoked: Counter[int] = field(default_factory=Counter)
     reasons: list[tuple[int, str]] = field(default_factory=list)
+    moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    slab: tuple[int, SlabUse] | None = None
+    slab_waits: int = 0
 
 
 class WorkerFacade:
@@ -95,6 +102,7 @@ class WorkerFacade:
         offer_handshake: publishes the handshake answer for peers, given the weights this rank computes with.
         before_answer: called before KV is offered for a pull that prefill is about to answer for; it may wait for the
             device. Needed where prefill's answer does not imply that its device has finished the step.
+        route: transfer mode and memory path, for the metrics.
     """
 
     def __init__(
@@ -108,6 +116,7 @@ class WorkerFacade:
         *,
         is_read: bool,
         zeroes_blocks: bool = False,
+        route: tuple[str, str] = ("pull", "direct"),
     ) -> None:
         self.thread = thread
         self.tokens = tokens
@@ -120,7 +129,9 @@ class WorkerFacade:
         self._before_answer = before_answer
         self._step: Step | None = None
         self._incarnation = ""
-        self._counted = WorkerCounters()
+        self._route = route
+        # Shown from the start, so that the first bytes are a rise.
+        self._counted = WorkerCounters(moved_bytes={route: 0})
         self._marks: set[int] = set()
 
     def begin_step(self, step: Step) -> None:
@@ -222,6 +233,12 @@ class WorkerFacade:
         self._counted.expired += len(outcome.expired)
         self._marks |= {*map(spared_mark, outcome.spared), *map(claimed_mark, outcome.claimed)}
         self._counted.moved += outcome.moved
+        if outcome.moved_bytes:
+            found = self._counted.moved_bytes
+            found[self._route] = found.get(self._route, 0) + outcome.moved_bytes
+        if outcome.slab is not None:
+            self._counted.slab = self._local.tp_rank, outcome.slab
+            self._counted.slab_waits += outcome.slab_waits
         if not self._local.tp_rank:
             self._counted.revoked.update(outcome.revoked)
         sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}

@@ -53,6 +53,7 @@ class Registered:
         memory_type: NIXL's name for the slab's memory type; None if it is the same as the KV cache's.
         extents: address and size in bytes of each registered range.
         device_id: NIXL's number of the device that holds the registered memory.
+        path: which memory that is.
     """
 
     layout: Layout
@@ -61,6 +62,7 @@ class Registered:
     memory_type: MemoryType | None = None
     extents: tuple[tuple[int, int], ...] = ()
     device_id: int = 0
+    path: MemoryPath = MemoryPath.DIRECT
 
     def __str__(self) -> str:
         one = self.layout
@@ -117,7 +119,7 @@ def register(
     is_host = path is MemoryPath.HOST
     where = 0 if is_host else device_id
     worker.register_memory([slab.extent], where, "DRAM" if is_host else None)
-    return Registered(layout, layers_of_groups, slab, "DRAM" if is_host else None, (slab.extent,), where)
+    return Registered(layout, layers_of_groups, slab, "DRAM" if is_host else None, (slab.extent,), where, path)
 
 
 def _page(num_bytes: int, num_tokens: int, num_heads: int, state_bytes: int, parts: Sequence[tuple[int, ...]]) -> Page:

@@ -9,6 +9,7 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import HandOverFailed, RevocationCause
 from kvcached_nixl.wire.step import FetchSpec
+from kvcached_nixl.worker.staging.slots import SlabUse
 from kvcached_nixl.worker.thread_messages import Failed, Outcome
 from kvcached_nixl.worker.transfer.tally import TransferTally
 
@@ -27,6 +28,8 @@ class OutcomeQueue:
         self._lock = threading.Lock()
         self._outcome = Outcome()
         self._tell_at_seconds: float | None = None
+        self._slab: SlabUse | None = None
+        self._num_waits = 0
 
     def failed(self, spec: FetchSpec, failure: HandOverFailed) -> None:
         with self._lock:
@@ -70,6 +73,23 @@ class OutcomeQueue:
         with self._lock:
             self._outcome.claimed.add(number)
             self._has_news()
+
+    def moved_bytes(self, num_bytes: int) -> None:
+        """A transfer of KV has succeeded."""
+        with self._lock:
+            self._outcome.moved_bytes += num_bytes
+
+    def slab(self, use: SlabUse, num_waits: int) -> None:
+        """The slab's use now, and how often a hand-over has waited for slots since the start."""
+        if use == self._slab and num_waits == self._num_waits:
+            return
+        with self._lock:
+            self._outcome.slab = use
+            self._outcome.slab_waits += num_waits - self._num_waits
+            if use.is_idle and self._slab is not None:
+                # An engine that is idle, too, would go on showing slots that are free.
+                self._has_news()
+        self._slab, self._num_waits = use, num_waits
 
     def take_news(self) -> bool:
         """Returns whether to wake the engine now: for the first end since `take`, then every TELL_AGAIN_SECONDS until

@@ -17,6 +17,7 @@ from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, Revocation, UnneededOffer, WakeAddress
+from kvcached_nixl.worker.staging.slots import SlabUse
 
 __all__ = [
     "AwaitClaim",
@@ -176,6 +177,9 @@ class Outcome:
         revoked: offers that were taken back, by `RevocationCause`.
         spared: numbers of revocations whose offers were not.
         claimed: numbers of `AwaitClaim`.
+        moved_bytes: of KV that this rank's transfers have moved, also for hand-overs that fail.
+        slab: its use now; None if it has not changed, or there is none.
+        slab_waits: how often a hand-over has begun to wait for slots.
     """
 
     finished: set[int] = field(default_factory=set)
@@ -187,3 +191,6 @@ class Outcome:
     revoked: Counter[int] = field(default_factory=Counter)
     spared: set[int] = field(default_factory=set)
     claimed: set[int] = field(default_factory=set)
+    moved_bytes: int = 0
+    slab: SlabUse | None = None
+    slab_waits: int = 0

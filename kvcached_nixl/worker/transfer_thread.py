@@ -204,6 +204,8 @@ class TransferThread:
         self._context.checksums.turn()
         self._context.transfer_queue.turn()
         deadlines = [self._registry.turn(), self._receiver.turn(), self._renew()]
+        if self._context.staging is not None:
+            self._outcomes.slab(self._context.staging.use, self._context.staging.num_waits)
         if self._outcomes.take_news() and self._identity is not None:
             self._wake_engine(self._identity)
         if (

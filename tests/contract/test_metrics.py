@@ -49,7 +49,7 @@ def test_the_router_reads_what_an_engine_says() -> None:
 
 def test_an_engine_says_what_it_could_take() -> None:
     one = made()
-    one.say_headroom(0, encode_headroom(Headroom(10, 20, 30, 1, 5, 2**40)))
+    one.say_headroom(0, encode_headroom(Headroom(10, 20, 30, 1, 5, 2**40, 7, 9, 2, 3, 1.5, 0.0)))
     one.say_headroom(0, b"\xc1")
     text = generate_latest(REGISTRY).decode()
     for line in ("free_tokens", "used_tokens", "queued_tokens", "kept_offers", "kept_tokens", "free_bytes"):

@@ -28,7 +28,8 @@ def rules() -> dict[str, Any]:
 
 
 def exported() -> set[str]:
-    engine = set(EXPORTED.findall((ROOT / "kvcached_nixl/compat/metrics.py").read_text()))
+    compat = (path.read_text() for path in (ROOT / "kvcached_nixl/compat").glob("*metrics.py"))
+    engine = {name for text in compat for name in EXPORTED.findall(text)}
     router = {
         f"kvcached_nixl_router_{one or other}"
         for one, other in ROUTERS.findall((ROOT / "kvcached_nixl/proxy/metrics.py").read_text())

@@ -306,7 +306,7 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         return one
 
     # How long a listener may take to notice that it shall stop.
-    with mock.patch.object(side_channel, "_STOP_SECONDS", 0.02):
+    with mock.patch.object(side_channel, "_WATCH_SECONDS", 0.02):
         try:
             yield make
         finally:

@@ -35,7 +35,7 @@ def revoked(server: Server) -> dict[str, float]:
         sample.labels["cause"]: sample.value
         for family in text_string_to_metric_families(said)
         for sample in family.samples
-        if sample.name == "kvcached_nixl:revoked_offers_total"
+        if sample.name == "kvcached_nixl:revoked_offers_total" and sample.value
     }
 
 

@@ -129,6 +129,15 @@ class EngineBlocks:
         queued_tokens = sum(one.num_prompt_tokens for one in list(queued(scheduler)) if wants_blocks(one))
         return BlockUsage(num_free, max(0, num_used), free_bytes, queued_tokens)
 
+    def mapped_bytes(self) -> int:
+        """As seen from any thread. Each rank has mapped as much on its device."""
+        manager = optional(self._pool, "kv_cache_manager")
+        if manager is None:
+            return 0
+        pages = private(manager, "page_allocator")
+        num_pages = pages.get_num_inuse_pages() + pages.get_num_reserved_pages()
+        return int(num_pages * private(manager, "page_size") * _num_buffers(manager))
+
     def tell_neighbours(self) -> bool:
         """Say how much memory the next request waits for that the device does not have. Returns whether it is any."""
         if self._wants is None:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from enum import Enum
+from typing import NamedTuple
 
-__all__ = ["Slots", "Use"]
+__all__ = ["SlabUse", "Slots", "Use"]
 
 
 class Use(Enum):
@@ -26,6 +27,21 @@ class Use(Enum):
     PARKED = "parked"
     SENDING = "sending"
     RECEIVING = "receiver"
+
+
+class SlabUse(NamedTuple):
+    """A slab's bytes and slots, how many of them are taken for each `Use`, and how many hand-overs wait for some."""
+
+    num_bytes: int
+    num_slots: int
+    parked: int
+    sending: int
+    receiving: int
+    waiting: int
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.parked or self.sending or self.receiving or self.waiting)
 
 
 class Slots:

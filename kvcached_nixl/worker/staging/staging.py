@@ -14,7 +14,7 @@ from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.staging.copier import Copy
-from kvcached_nixl.worker.staging.slots import Slots, Use
+from kvcached_nixl.worker.staging.slots import SlabUse, Slots, Use
 
 __all__ = ["Copies", "Held", "Staging"]
 
@@ -66,6 +66,8 @@ class Staging:
     """See the module.
 
     Attributes:
+        num_waits: how often a hand-over has begun to wait for slots.
+        num_bytes: of the slab.
         block_sizes: per KV-cache group, tokens in a kernel block.
         blocks_in_slot: per KV-cache group, its blocks that a slot has room for; 1 for each where it is left out. Of a
             group with states it is one, which is split into as many kernel blocks as a slot has.
@@ -75,6 +77,8 @@ class Staging:
     copier: Copies
     block_sizes: tuple[int, ...]
     blocks_in_slot: tuple[int, ...] = ()
+    num_bytes: int = 0
+    num_waits: int = 0
     _waiting: dict[tuple[Use, str], dict[object, Callable[[], bool]]] = field(default_factory=dict)
     _owned: Counter[str] = field(default_factory=Counter)
     _freed: bool = False
@@ -140,7 +144,9 @@ class Staging:
             who: identifies the caller, which waits once for each use, however often it calls.
             owner: as in `take`; there is one queue for each use and owner.
         """
-        self._waiting.setdefault((use, owner), {}).setdefault(who, retry)
+        waiting = self._waiting.setdefault((use, owner), {})
+        self.num_waits += who not in waiting
+        waiting.setdefault(who, retry)
 
     def forget(self, use: Use, who: object, owner: str = "") -> None:
         """``who`` does not wait any more. Idempotent."""
@@ -148,6 +154,17 @@ class Staging:
         waiting.pop(who, None)
         if not waiting:
             self._waiting.pop((use, owner), None)
+
+    @property
+    def use(self) -> SlabUse:
+        return SlabUse(
+            num_bytes=self.num_bytes,
+            num_slots=self.slots.count,
+            parked=self.slots.used(Use.PARKED),
+            sending=self.slots.used(Use.SENDING),
+            receiving=self.slots.used(Use.RECEIVING),
+            waiting=sum(map(len, self._waiting.values())),
+        )
 
     def is_waiting(self, use: Use, who: object) -> bool:
         """Whether ``who`` waits for slots."""

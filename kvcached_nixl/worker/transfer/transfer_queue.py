@@ -108,6 +108,7 @@ class TransferQueue:
     Args:
         lost: called with a peer to which a transfer has failed, before the job's ``ended``. It must remove the peer:
             only that ends what is left of a failed transfer.
+        moved: called with the bytes of KV of each transfer that has succeeded.
         connection: returns an object that stands for the current connection to a peer, so that a transfer of an earlier
             connection that fails does not take the current one down.
     """
@@ -119,11 +120,13 @@ class TransferQueue:
         lost: Callable[[str], None],
         budget: Budget | None = None,
         connection: Callable[[str], object] = lambda _: None,
+        moved: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._transport = transport
         self._clock = clock
         self._lost = lost
         self._connection = connection
+        self._moved = moved
         self._budget = Budget() if budget is None else budget
         self._lanes: dict[str, _Lane] = {}
         self._active: dict[_Batch, None] = {}
@@ -208,6 +211,8 @@ class TransferQueue:
             job.tally.ended(self._clock.now_seconds())
             if state is TransferState.DONE:
                 job.tally.succeeded(batch.num_bytes, batch.descriptors)
+                if not job.is_host:
+                    self._moved(batch.num_bytes)
             if batch in self._active:
                 self._leave(batch)
             else:

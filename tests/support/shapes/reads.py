@@ -376,6 +376,7 @@ READS = (
     _of(
         f"{_CONFIG}.parallel",
         "ParallelConfig",
+        "_api_process_rank",
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "decode_context_parallel_size",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from kvcached_nixl.compat import metrics
 from kvcached_nixl.compat.locate import STATS_MODULES
 from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.headroom import Headroom, encode_headroom
 from kvcached_nixl.worker.facade import WorkerCounters
+from kvcached_nixl.worker.staging.slots import SlabUse
 
 STOCK = '''
 from dataclasses import dataclass, field
@@ -116,6 +119,8 @@ def test_what_a_worker_has_counted_is_in_vllms_account() -> None:
     metrics.record(account, counted())
     assert account.is_empty()
     made = counted(moved=[(64, 2, 0.5), (8, 1, 0.25)], expired=2, quarantined_blocks=3)
+    made.moved_bytes["push", "host"] = 72
+    made.slab, made.slab_waits = (1, SlabUse(1024, 8, 1, 2, 3, 4)), 5
     made.failures.update({FailureCause.LEASE: 2, FailureCause.DIGEST: 1})
     metrics.record(account, made)
     assert not account.is_empty()
@@ -129,6 +134,8 @@ def test_what_a_worker_has_counted_is_in_vllms_account() -> None:
         "kvcached_nixl_quarantined_blocks": [3],
         "kvcached_nixl_failure_reasons": [],
         "kvcached_nixl_revoked_offers": [],
+        "kvcached_nixl_moved_bytes": [["push", "host", 72]],
+        "kvcached_nixl_slabs": [[1, 1024, 8, 1, 2, 3, 4, 5]],
     }
     assert all(type(cause) is int for cause in account.data["kvcached_nixl_failures"]), "they go through msgpack"
 
@@ -146,14 +153,19 @@ def test_a_workers_account_goes_to_an_engine_in_another_process() -> None:
 
 
 @pytest.mark.usefixtures("stock")
-@pytest.mark.parametrize("what", ["failures", "quarantined_blocks"])
-def test_either_is_enough_to_be_told(what: str) -> None:
-    """Also that nothing is in quarantine any more."""
-    account, made = metrics.stats(), counted()
-    if what == "failures":
-        made.failures[FailureCause.LEASE] = 1
-    else:
-        made.quarantined_blocks = 0
+@pytest.mark.parametrize(
+    "made",
+    [
+        counted(failures=Counter({FailureCause.LEASE: 1})),
+        counted(quarantined_blocks=0),
+        counted(moved_bytes={("pull", "direct"): 0}),
+        counted(slab=(0, SlabUse(1024, 8, 0, 0, 0, 0))),
+    ],
+    ids=["failures", "quarantined_blocks", "moved_bytes", "slab"],
+)
+def test_each_is_enough_to_be_told(made: WorkerCounters) -> None:
+    """Also that nothing is in quarantine or in the slab any more."""
+    account = metrics.stats()
     metrics.record(account, made)
     assert not account.is_empty()
     account.reset()
@@ -183,12 +195,50 @@ def test_the_api_server_shows_failures_by_cause_and_the_last_of_the_blocks(stock
         "kvcached_nixl_quarantined_blocks": [7, 3],
     }
     shown.observe(data, 1)
-    assert failures.values == {("m", "1", "lease"): 2, ("m", "1", "digest"): 1}
+    assert set(failures.values) == {("m", engine, cause.label) for engine in "01" for cause in FailureCause}, (
+        "from 0 on"
+    )
+    assert {key: value for key, value in failures.values.items() if value} == {
+        ("m", "1", "lease"): 2,
+        ("m", "1", "digest"): 1,
+    }
     assert blocks.values == {("m", "0"): 0, ("m", "1"): 3}
     shown.observe({}, 1)
     shown.observe({"kvcached_nixl_failures": [], "kvcached_nixl_quarantined_blocks": [0]})
     assert blocks.values == {("m", "0"): 0, ("m", "1"): 3}
     assert shown.observed[0] == (data, 1), "vLLM's own are shown as ever"
+
+
+def test_the_api_server_shows_bytes_by_route_and_each_ranks_slab(stock: ModuleType) -> None:
+    """Of gauges the last one, of counters the sum."""
+    shown = metrics.prom_metrics("config", "types", ["model", "engine"], {0: ["m", "0"]})
+    slabs = [[0, 1024, 8, 1, 2, 3, 4, 5], [1, 1024, 8, 0, 0, 0, 0, 0], [0, 1024, 8, 0, 0, 1, 0, 1]]
+    moved = [["pull", "direct", 0], ["pull", "direct", 72], ["push", "host", 8]]
+    shown.observe({"kvcached_nixl_slabs": slabs, "kvcached_nixl_moved_bytes": moved})
+    made = {name.partition(":")[2]: metric.values for name, metric in stock.Metric.made.items()}
+    assert made["moved_bytes"] == {("m", "0", "pull", "direct"): 72, ("m", "0", "push", "host"): 8}
+    assert made["slab_bytes"] == {("m", "0", "0"): 1024, ("m", "0", "1"): 1024}
+    assert made["slab_slots"] == {("m", "0", "0"): 8, ("m", "0", "1"): 8}
+    assert made["slab_waiting"] == {("m", "0", "0"): 0, ("m", "0", "1"): 0}
+    assert made["slab_waits"] == {("m", "0", "0"): 6, ("m", "0", "1"): 0}
+    assert made["slab_used_slots"] == {
+        ("m", "0", rank, use): int((rank, use) == ("0", "receiving"))
+        for rank in "01"
+        for use in ("parked", "sending", "receiving")
+    }
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_an_engines_totals_are_shown_as_rises_by_one_process(stock: ModuleType, counts: bool) -> None:
+    """Prometheus' library adds up the counters of several API servers, and each of them asks the engine."""
+    shown = metrics.prom_metrics("config", "types", ["model", "engine"], {0: ["m", "0"]})
+    shown.counts_engines = counts
+    for mapped, risen, fallen in ((100, 100, 0), (60, 140, 80), (10, 10, 0)):
+        shown.say_headroom(0, encode_headroom(Headroom(1, 2, 3, 4, 5, 6, mapped, risen, fallen, 0, 0.0, 0.0)))
+    made = {name.partition(":")[2]: metric.values for name, metric in stock.Metric.made.items()}
+    assert made["mapped_bytes"] == {("m", "0"): 10}
+    assert made["map_bytes"] == ({("m", "0"): 150} if counts else {}), "the last one is another engine"
+    assert made["unmap_bytes"] == ({("m", "0"): 80} if counts else {})
 
 
 @pytest.mark.usefixtures("stock")

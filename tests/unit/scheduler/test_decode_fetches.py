@@ -936,3 +936,23 @@ def test_a_prompt_that_prefill_leaves_whole_is_computed_here(num_tokens: int, en
     decode.arrive(request)
     assert decode.match(request) == NOTHING
     assert decode.failures.counts == {}
+
+
+def test_what_waits_now_is_told_from_what_has_ended() -> None:
+    """Queued, then with blocks; and since when the oldest has waited."""
+    decode = Decode()
+    assert decode.fetching.waiting_now() == (0, 0.0)
+    first, second = of_decode("d1"), of_decode("d2")
+    decode.arrive(first)
+    decode.clock.advance(2.0)
+    decode.arrive(second)
+    decode.clock.advance(1.0)
+    assert decode.fetching.waiting_now() == (2, 3.0)
+    decode.match(first)
+    decode.allocate(first)
+    assert decode.fetching.waiting_now() == (2, 3.0)
+    (fetch,) = decode.take().fetches
+    decode.collect(overs=(fetch.attempt,))
+    assert decode.fetching.waiting_now() == (1, 1.0)
+    decode.finish(second)
+    assert decode.fetching.waiting_now() == (0, 0.0)

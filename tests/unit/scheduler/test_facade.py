@@ -37,7 +37,7 @@ from kvcached_nixl.scheduler.facade import QUIET_SECONDS, SchedulerFacade
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.headroom import BlockUsage
+from kvcached_nixl.wire.headroom import BlockUsage, read_headroom
 from kvcached_nixl.wire.step import FAILING, Step, failed_mark, finished_attempt_id, idle_hold_id
 
 BLOCKS = ([7, 3, 9],)
@@ -466,6 +466,24 @@ def test_the_side_channel_answers_anew_and_is_closed_with_it(engine: Engine) -> 
     engine.handover.close()
     engine.handover.close()
     assert heard == [{}, {}, "closed"]
+
+
+def test_what_an_engine_says_of_its_memory_and_of_what_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.pool, "usage", lambda: BlockUsage(4, 2, 1 << 30, 7), raising=False)
+    monkeypatch.setattr(engine.pool, "mapped_bytes", iter((100, 30, 50)).__next__, raising=False)
+    for _ in range(2):
+        engine.handover.watch_memory()
+    engine.waiting()
+    engine.clock.advance(3.0)
+    said = read_headroom(engine.handover.headroom())
+    assert (said.mapped_bytes, said.map_bytes, said.unmap_bytes) == (50, 120, 70)
+    assert (said.waiting_fetches, said.oldest_fetch_seconds, said.oldest_offer_seconds) == (1, 3.0, 0.0)
+
+
+def test_an_engine_says_nothing_before_its_first_step() -> None:
+    unbound = SchedulerFacade(OWN, OWN_START, WAKE, terms(), ManualClock(), Reads())
+    unbound.watch_memory()
+    assert unbound.headroom() == b""
 
 
 # ----------------------------------------------------------------------------------------------- anything, in any order

@@ -392,6 +392,14 @@ def kept_and_running(mode: TransferMode = TransferMode.PULL) -> Prefill:
     return prefill
 
 
+def test_what_is_kept_now_is_counted_with_the_age_of_the_oldest() -> None:
+    prefill = Prefill()
+    assert prefill.offering.kept_now() == (0, 0, 0.0)
+    prefill = kept_and_running()
+    prefill.clock.advance(2.0)
+    assert prefill.offering.kept_now() == (2, 2 * len(BLOCKS[0]), 2.0)
+
+
 @pytest.mark.parametrize(
     ("chosen", "revoked"),
     [

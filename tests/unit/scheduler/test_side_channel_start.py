@@ -70,7 +70,7 @@ class Channel(SideChannel):
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[SideChannelAddress, Answers], Listener]]:
     """listening(address, answers): another engine's listener."""
-    monkeypatch.setattr(side_channel, "_STOP_SECONDS", 0.02)
+    monkeypatch.setattr(side_channel, "_WATCH_SECONDS", 0.02)
     with contextlib.ExitStack() as stack:
 
         def listen(where: SideChannelAddress, told: Answers) -> Listener:
@@ -86,7 +86,7 @@ def started(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[SideChannelAddress], Channel]]:
     """started(address): starts this engine's side channel, whose answers are `OWN`. Returns what it asked with."""
-    monkeypatch.setattr(side_channel, "_STOP_SECONDS", 0.02)
+    monkeypatch.setattr(side_channel, "_WATCH_SECONDS", 0.02)
     with contextlib.ExitStack() as stack, caplog.at_level(logging.INFO, SERVER_LOGGER):
 
         def start(where: SideChannelAddress) -> Channel:

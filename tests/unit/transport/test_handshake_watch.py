@@ -103,6 +103,21 @@ def test_an_engines_headroom_is_asked_again_and_again() -> None:
         one.close()
 
 
+def test_an_engine_looks_at_its_memory_without_being_asked() -> None:
+    """A look that fails does not end it."""
+    looks: queue.Queue[int] = queue.Queue()
+
+    def watch() -> None:
+        looks.put(0)
+        raise RuntimeError("changed size during iteration")
+
+    one = Listener(["127.0.0.1"], free_port(), answers(b"a", 1), lambda: None, "key", watch=watch)
+    try:
+        assert [looks.get(timeout=10) for _ in range(3)] == [0, 0, 0]
+    finally:
+        one.close()
+
+
 def test_a_failure_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
     told, port = Told(), free_port()
     told.failures = 2

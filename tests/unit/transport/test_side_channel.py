@@ -331,7 +331,7 @@ class Own:
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
-    monkeypatch.setattr(module, "_STOP_SECONDS", 0.02)
+    monkeypatch.setattr(module, "_WATCH_SECONDS", 0.02)
     made = Own()
     yield made
     made.close()
@@ -431,7 +431,7 @@ def test_both_sides_understand_each_other(own: Own, channel: Callable[..., modul
 def test_it_listens_at_the_sixth_version(
     monkeypatch: pytest.MonkeyPatch, channel: Callable[..., module.SideChannel]
 ) -> None:
-    monkeypatch.setattr(module, "_STOP_SECONDS", 0.02)
+    monkeypatch.setattr(module, "_WATCH_SECONDS", 0.02)
     made = Own("::1")
     try:
         asking = channel()
@@ -461,7 +461,7 @@ def test_it_listens_at_each_address_of_a_name_that_this_host_has(
     monkeypatch: pytest.MonkeyPatch,
     channel: Callable[..., module.SideChannel],
 ) -> None:
-    monkeypatch.setattr(module, "_STOP_SECONDS", 0.02)
+    monkeypatch.setattr(module, "_WATCH_SECONDS", 0.02)
     port = free_port()
     listener = module.Listener(addresses, port, {0: ("tag", b"rank")}, lambda: None, "key")
     try:

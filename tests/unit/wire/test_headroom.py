@@ -9,15 +9,21 @@ import pytest
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.headroom import Headroom, encode_headroom, read_headroom
 
-SAID = Headroom(10, 20, 30, 1, 5, 2**40)
+SAID = Headroom(10, 20, 30, 1, 5, 2**40, 2**30, 2**31, 2**30, 2, 1.5, 0.0)
 
 
 def test_it_comes_back_as_it_was() -> None:
     assert read_headroom(encode_headroom(SAID)) == SAID
 
 
-@pytest.mark.parametrize("name", Headroom.__struct_fields__)
-@pytest.mark.parametrize("value", [-1, 2**63, 1.5, "1", None])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (name, value)
+        for name in Headroom.__struct_fields__
+        for value in (-1, 2**63, "1", None, float("nan") if name.endswith("_seconds") else 1.5)
+    ],
+)
 def test_what_is_no_number_of_things_is_refused(name: str, value: object) -> None:
     with pytest.raises(Malformed):
         read_headroom(msgspec.msgpack.encode({**msgspec.structs.asdict(SAID), name: value}))

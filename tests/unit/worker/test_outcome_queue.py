@@ -11,6 +11,7 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.worker.outcome_queue import TELL_AGAIN_SECONDS, OutcomeQueue
+from kvcached_nixl.worker.staging.slots import SlabUse
 from kvcached_nixl.worker.thread_messages import Failed, Outcome
 from kvcached_nixl.worker.transfer.tally import TransferTally
 
@@ -73,3 +74,30 @@ def test_what_can_wait_wakes_nobody() -> None:
     outcomes.moved(TransferTally(1, 1, 1.0))
     outcomes.expired(P1)
     assert not outcomes.take_news()
+
+
+def test_bytes_are_added_up_until_they_are_taken() -> None:
+    outcomes = OutcomeQueue(ManualClock())
+    for num_bytes in (100, 20):
+        outcomes.moved_bytes(num_bytes)
+    assert not outcomes.take_news(), "the transfer's end is news"
+    assert outcomes.take().moved_bytes == 120 and outcomes.take().moved_bytes == 0
+
+
+def test_a_slabs_use_is_told_where_it_has_changed() -> None:
+    """An idle engine is woken only when the slab is empty again: its figures would stay as they were for good."""
+    outcomes = OutcomeQueue(ManualClock())
+    empty, busy = SlabUse(1024, 8, 0, 0, 0, 0), SlabUse(1024, 8, 0, 3, 0, 1)
+    outcomes.slab(empty, 0)
+    assert outcomes.take().slab == empty and not outcomes.take_news()
+    outcomes.slab(empty, 0)
+    assert outcomes.take().slab is None
+    outcomes.slab(busy, 1)
+    outcomes.slab(busy, 2)
+    assert not outcomes.take_news()
+    found = outcomes.take()
+    assert (found.slab, found.slab_waits) == (busy, 2)
+    outcomes.slab(empty, 2)
+    assert outcomes.take_news()
+    found = outcomes.take()
+    assert (found.slab, found.slab_waits) == (empty, 0)

@@ -151,6 +151,7 @@ def test_a_read_from_want_to_over(pull: Worker) -> None:
     assert (outcome.finished, outcome.failed) == ({1}, {})
     assert pull.memory.cells[:, [7, 3, 9]].min() == 5
     assert [num_bytes for num_bytes, _, _ in outcome.moved] == [3 * 4 * 8 * 2], "once, and without its token"
+    assert outcome.moved_bytes == 3 * 4 * 8 * 2 and outcome.slab is None
     assert pull.asking.woken == [("127.0.0.1", 5601, "key")]
 
 

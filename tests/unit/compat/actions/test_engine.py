@@ -448,3 +448,13 @@ def test_what_clients_are_told_goes_with_the_ends_of_their_failed_requests() -> 
     assert failed.stop_reason == "KV hand-over failed: cause=lease" and said.stop_reason == "as vLLM says"
     assert others.stop_reason is fine.stop_reason is on_its_way.stop_reason is None
     with_told(outputs, {})
+
+
+@pytest.mark.parametrize("has_kvcached", [True, False])
+def test_what_is_mapped_counts_pages_in_use_and_in_reserve_in_every_buffer(has_kvcached: bool) -> None:
+    """Not what kvcached's own figure says, which leaves the reserve out."""
+    pages = SimpleNamespace(get_num_inuse_pages=lambda: 3, get_num_reserved_pages=lambda: 2)
+    manager = SimpleNamespace(page_allocator=pages, page_size=1024, num_layers=4, num_kv_buffers=2)
+    pool = SimpleNamespace(kv_cache_manager=manager) if has_kvcached else SimpleNamespace()
+    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
+    assert EngineBlocks(scheduler).mapped_bytes() == (5 * 1024 * 8 if has_kvcached else 0)

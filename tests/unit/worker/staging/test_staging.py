@@ -9,7 +9,7 @@ import pytest
 
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.staging.slots import Slots, Use
+from kvcached_nixl.worker.staging.slots import SlabUse, Slots, Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
 
 
@@ -95,3 +95,20 @@ def test_a_slot_has_room_for_several_kernel_blocks_beside_states() -> None:
     assert staging.take(Use.RECEIVING, [0, 0], 30, 4 * 4 * 64, 4) is not None
     staging.give_back(held)
     assert staging.slots.used(Use.RECEIVING) > 0
+
+
+def test_a_slabs_use_says_what_is_taken_for_what_and_who_waits(staging: Staging) -> None:
+    """Who asks again while it waits has waited once."""
+    staging.num_bytes = 4096
+    assert staging.use == SlabUse(4096, 72, 0, 0, 0, 0) and staging.use.is_idle
+    (held, *_) = take(staging, "a")
+    assert staging.use.receiving > 0 and not staging.use.is_idle
+    for _ in range(2):
+        staging.wait(Use.SENDING, "who", lambda: True)
+    staging.wait(Use.RECEIVING, "who", lambda: True, owner="a")
+    assert (staging.use.waiting, staging.num_waits) == (2, 2)
+    staging.give_back(held)
+    staging.turn()
+    assert (staging.use.waiting, staging.num_waits) == (0, 2)
+    staging.wait(Use.SENDING, "who", lambda: True)
+    assert staging.num_waits == 3

@@ -47,12 +47,14 @@ class Mover:
             self.transport.add_peer(peer.encode())
         self.lost: list[str] = []
         self.ended: dict[str, str] = {}
+        self.moved: list[int] = []
         self.transfer_queue = TransferQueue(
             self.transport,
             self.clock if clock is None else clock,
             self.lose,
             budget,
             connection,
+            self.moved.append,
         )
         self.memory = np.zeros((2, 4096), dtype=np.int64)
 
@@ -101,6 +103,25 @@ def test_a_job_moves_in_batches_and_ends_when_the_last_has() -> None:
     assert mover.transport.unreleased() == []
     assert not mover.transfer_queue.is_busy and len(mover.transfer_queue) == 0
     assert (job.tally.num_bytes, job.tally.descriptors) == (56, 7)
+
+
+def test_bytes_of_kv_are_counted_as_they_are_moved_whatever_becomes_of_the_hand_over() -> None:
+    """Not those of a transfer that fails, nor ownership tokens."""
+    mover = Mover()
+    job = mover.job("dropped", 4)
+    mover.transfer_queue.turn()
+    first, second = mover.in_flight()
+    mover.transfer_queue.drop(job)
+    mover.clock.advance(DROPPED_POLL_SECONDS)
+    mover.deliver(first)
+    assert mover.moved == [2 * ROW]
+    mover.network.fail(second)
+    mover.clock.advance(DROPPED_POLL_SECONDS)
+    mover.transfer_queue.turn()
+    mover.job("tokens", 1, peer="b", is_host=True)
+    mover.transfer_queue.turn()
+    mover.deliver(*mover.in_flight("b"))
+    assert mover.ended.keys() == {"dropped", "tokens"} and mover.moved == [2 * ROW]
 
 
 def test_what_is_moved_of_a_hand_over_is_timed_while_something_of_it_is_in_flight() -> None:
