@@ -89,6 +89,7 @@ class Fleet:
         if len(self._instances) >= MOST_INSTANCES:
             raise Refusal(409, RouterFailure.BODY, f"{MOST_INSTANCES} servers are known already, which is the limit.")
         instance = self._instances[name] = Instance(role, url, weight)
+        self.metrics.added(instance)
         self._watchers[name] = asyncio.create_task(self._watch(instance, self))
         logger.info("%s server %s: added", role.value, name)
         return instance

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvcached_nixl.proxy.instance import Health, Instance
+from kvcached_nixl.proxy.failure import RouterFailure
+from kvcached_nixl.proxy.instance import Health, Instance, Role
 
 __all__ = ["Metrics"]
 
@@ -74,7 +75,21 @@ class Metrics:
             "request_seconds", "Seconds until the client has the whole response, of successful requests", "route"
         )
         self.leg_seconds = histogram("leg_seconds", "Seconds of one request to one server", "role")
+        self._routes: set[str] = set()
         registry.register(_Gauges(instances, waiting))
+
+    def added(self, instance: Instance) -> None:
+        """Show a server's counters from 0 on: where one appears with its first count, Prometheus sees no rise."""
+        self.ejections.labels(instance.role.value, instance.name)
+        (self.without_parameters if instance.role is Role.PREFILL else self.reported).labels(instance.name)
+
+    def ended(self, route: str, outcome: str) -> None:
+        """Count a request that has ended; from the first one of a route on, all its outcomes are shown."""
+        if route not in self._routes:
+            self._routes.add(route)
+            for one in RouterFailure:
+                self.requests.labels(route, one.value)
+        self.requests.labels(route, outcome).inc()
 
     def removed(self, instance: Instance) -> None:
         """Remove the time series of a server that was removed."""

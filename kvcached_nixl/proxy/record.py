@@ -76,7 +76,7 @@ class Recorder:
     def ended(self, record: Record) -> None:
         """Count and log a finished request, and keep it for the page."""
         seconds = time.perf_counter() - record.begun
-        self._metrics.requests.labels(record.route, record.outcome).inc()
+        self._metrics.ended(record.route, record.outcome)
         if record.outcome == "ok":
             self._mean_seconds += (seconds - self._mean_seconds) / MEAN_OF
             self._metrics.request_seconds.labels(record.route).observe(seconds)

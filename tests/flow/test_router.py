@@ -12,6 +12,8 @@ import pytest
 from support.router_under_test import WAIT_SECONDS, UnderTest, serving
 from support.stub_servers import tokens_of
 
+from kvcached_nixl.proxy.failure import RouterFailure
+
 CHAT = [{"role": "user", "content": "hello"}]
 
 
@@ -228,6 +230,24 @@ def test_models_health_metrics_and_the_page() -> None:
             assert (await at.metrics())[
                 f'kvcached_nixl_router_up{{instance="{at.decodes[0].name}",role="decode"}}'
             ] == 1
+
+    asyncio.run(run())
+
+
+def test_counters_are_there_before_the_first_event() -> None:
+    """Where a counter appears with its first count, Prometheus sees no rise, and no alert fires."""
+
+    async def run() -> None:
+        async with serving() as at:
+            found = await at.metrics()
+            for server, role in ((at.prefills[0], "prefill"), (at.decodes[0], "decode")):
+                assert found[f'kvcached_nixl_router_ejections_total{{instance="{server.name}",role="{role}"}}'] == 0
+            (prefill, decode) = at.prefills[0].name, at.decodes[0].name
+            assert found[f'kvcached_nixl_router_prefills_without_parameters_total{{instance="{prefill}"}}'] == 0
+            assert found[f'kvcached_nixl_router_reported_handover_failures_total{{instance="{decode}"}}'] == 0
+            assert (await at.complete(max_tokens=4)).status_code == 200
+            outcomes = {one: value for one, value in (await at.metrics()).items() if "_requests_total{" in one}
+            assert len(outcomes) == 1 + len(RouterFailure) and sum(outcomes.values()) == 1
 
     asyncio.run(run())
 
