@@ -125,7 +125,8 @@ class EngineBlocks:
             pages = private(manager, "page_allocator")
             free_bytes = int(pages.get_avail_physical_pages() * private(manager, "page_size") * _num_buffers(manager))
             cached = len(optional(pool, "_evictable_blocks", ()))
-            num_used = max(0, int(private(manager, "_get_num_alloced_blocks")()) - cached)
+            # The null block is allocated for good.
+            num_used = int(private(manager, "_get_num_alloced_blocks")()) - 1 - cached
         queued_tokens = sum(one.num_prompt_tokens for one in list(queued(scheduler)) if wants_blocks(one))
         return BlockUsage(num_free, max(0, num_used), free_bytes, queued_tokens)
 

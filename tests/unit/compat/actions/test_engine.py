@@ -458,3 +458,16 @@ def test_what_is_mapped_counts_pages_in_use_and_in_reserve_in_every_buffer(has_k
     pool = SimpleNamespace(kv_cache_manager=manager) if has_kvcached else SimpleNamespace()
     scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
     assert EngineBlocks(scheduler).mapped_bytes() == (5 * 1024 * 8 if has_kvcached else 0)
+
+
+@pytest.mark.parametrize(("num_alloced", "num_used"), [(1, 0), (4, 1), (0, 0)])
+def test_neither_the_null_block_nor_a_cached_one_is_in_use(num_alloced: int, num_used: int) -> None:
+    """An idle engine that says otherwise looks as if memory did not come back."""
+    pages = SimpleNamespace(get_avail_physical_pages=lambda: 5)
+    counts = {"page_size": 1024, "num_layers": 4, "num_kv_buffers": 2, "_get_num_alloced_blocks": lambda: num_alloced}
+    manager = SimpleNamespace(page_allocator=pages, **counts)
+    cached = {"_evictable_blocks": {1: 1, 2: 2} if num_alloced > 1 else {}}
+    pool = SimpleNamespace(kv_cache_manager=manager, num_gpu_blocks=10, get_num_free_blocks=lambda: 6, **cached)
+    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool), waiting=[], skipped_waiting=[])
+    usage = EngineBlocks(scheduler).usage()
+    assert (usage.num_free, usage.num_used, usage.free_bytes) == (6, num_used, 5 * 1024 * 8)
