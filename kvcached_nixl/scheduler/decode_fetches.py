@@ -71,11 +71,11 @@ class DecodeFetches:
     def waiting_now(self) -> tuple[int, float]:
         """Returns how many requests wait for KV, with blocks or without, and the seconds since the first one arrived.
         May be called from any thread."""
-        # Not `_queued`: iterating over deadlines changes them.
+        # Not `_queued`: iterating over deadlines changes them. One that was refused waits only to be computed here.
         waiting = [
             one.arrived_at_seconds
             for request_id, one in list(self._fetch_requests.items())
-            if not one.is_tried or self.attempts.of_request(request_id) is not None
+            if self.attempts.of_request(request_id) is not None or not (one.is_tried or one.refused)
         ]
         return len(waiting), max(0.0, self._clock.now_seconds() - min(waiting)) if waiting else 0.0
 

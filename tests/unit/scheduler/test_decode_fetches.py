@@ -940,7 +940,7 @@ def test_a_prompt_that_prefill_leaves_whole_is_computed_here(num_tokens: int, en
 
 def test_what_waits_now_is_told_from_what_has_ended() -> None:
     """Queued, then with blocks; and since when the oldest has waited."""
-    decode = Decode()
+    decode = Decode(recomputes=True)
     assert decode.fetching.waiting_now() == (0, 0.0)
     first, second = of_decode("d1"), of_decode("d2")
     decode.arrive(first)
@@ -954,5 +954,6 @@ def test_what_waits_now_is_told_from_what_has_ended() -> None:
     (fetch,) = decode.take().fetches
     decode.collect(overs=(fetch.attempt,))
     assert decode.fetching.waiting_now() == (1, 1.0)
-    decode.finish(second)
-    assert decode.fetching.waiting_now() == (0, 0.0)
+    decode.clock.advance(TIMEOUT)
+    decode.collect()
+    assert decode.fetching.waiting_now() == (0, 0.0), "it has given up, and only waits to be computed here"
