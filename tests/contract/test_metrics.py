@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,3 +64,21 @@ def test_the_logger_may_be_made_anew() -> None:
     made().say_kind(0, [answer()])
     made()
     assert router.kind_of(generate_latest(REGISTRY)) is None
+
+
+def test_what_the_dashboard_and_the_alerts_ask_vllm_for_is_there() -> None:
+    """Prometheus returns nothing for a metric that was renamed, and no alert on it fires."""
+    from importlib.util import find_spec
+
+    root = Path(__file__).parents[2] / "docs" / "deploy" / "prometheus"
+    asked = {
+        re.sub("_bucket$", "", name)
+        for file in ("dashboard.json", "alerts.yaml")
+        for name in re.findall(r"vllm:[a-z_]+", (root / file).read_text())
+    }
+    spec = find_spec("vllm")
+    assert len(asked) >= 3 and spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent
+    sources = [folder / "v1/metrics/loggers.py", *(folder / "distributed/kv_transfer").rglob("*.py")]
+    known = {name for path in sources for name in re.findall(r"\"(vllm:[a-z_]+)\"", path.read_text())}
+    assert asked - known == set()

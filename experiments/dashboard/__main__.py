@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash experiments/dashboard/run.sh``: load pairs, ask Prometheus, draw, report. ``--help`` explains."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+
+from experiments.common.command_line import KEEPS_LAST, add_word, make_parser, run_main
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PICTURE = "docs/deploy/prometheus/dashboard.png"
+
+DESCRIPTION = """\
+Does every query of the dashboard and of the alert rules return data from a real Prometheus?
+
+Starts Prometheus with docs/deploy/prometheus/prometheus.yaml and the alert rules, scraping each second. Then, one after
+the other, pairs of prefill and decode over kvcached behind `kvcached-nixl proxy`:
+  pull    KV moves directly. Requests fail on purpose: parameters that were used before, those of another prompt, a
+          lower memory limit, a prefill server without a connector, a router whose decode servers count as full; at last
+          both servers are killed under load
+  push    prefill writes while it computes
+  staged  KV moves through a small slab in host memory, whose slots are waited for
+Each query of docs/deploy/prometheus/dashboard.json (its variables chosen as "All") and of alerts.yaml (without its
+threshold) is run over the whole time, and the dashboard is drawn from the answers.
+
+Prometheus has to be installed: apt-get install prometheus (Debian, Ubuntu)."""
+
+EPILOG = f"""\
+targets: every query returns a finite value; a query for a metric that does not exist returns none, which shows that the
+check can fail; the router answers most of the requests of each pair; when a pair is idle again, its memory is back.
+
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
+Results: a table; results/last-VERSION.json with every query, what it returned, and which alerts fired; {PICTURE}."""
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser(DESCRIPTION, EPILOG)
+    add_word(parser, "--pair", "pairs", f"{KEEPS_LAST}, and most queries return nothing")
+    return parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    # Imported here, not at the top: --help has to work without an environment.
+    from experiments.common.report import REPOSITORY, Narrator, begin, conclude, last_name
+    from experiments.dashboard.fleet import PAIRS, load_pair
+    from experiments.dashboard.prometheus import scraping
+    from experiments.dashboard.queries import FOLDER, read_alerts, read_dashboard
+    from experiments.dashboard.report import draw, judge, run_queries, table_of
+
+    program = shutil.which("prometheus")
+    if program is None:
+        sys.stderr.write(
+            "found no prometheus; expected it on the PATH. No query can be run. apt-get install prometheus\n"
+        )
+        return 2
+    pairs = [one for one in PAIRS if options.pair is None or options.pair in one]
+    if not pairs:
+        sys.stderr.write(f"found no pair whose name contains {options.pair!r}; expected one of {', '.join(PAIRS)}\n")
+        return 2
+    began, stamp = begin(options.vllm)
+    logs = RESULTS / stamp
+    dashboard = read_dashboard(FOLDER / "dashboard.json")
+    title = f"queries of the dashboard and of the alerts, vLLM {options.vllm}"
+    with Narrator(title) as narrator, scraping(program, logs) as prometheus:
+        loads = [load_pair(one, prometheus, logs, narrator.say) for one in pairs]
+        narrator.say("asking Prometheus")
+        found = run_queries(prometheus, [*dashboard, *read_alerts(FOLDER / "alerts.yaml")])
+        fired = prometheus.fired()
+    keeps = options.pair is not None
+    draw(dashboard, found, loads, logs / "dashboard.png" if keeps else REPOSITORY / PICTURE)
+    content = {
+        "began": began,
+        "prometheus": prometheus.version,
+        "alerts_fired": fired,
+        "loads": [dataclasses.asdict(one) for one in loads],
+        "queries": [one.as_json() for one in found],
+    }
+    path = logs / "results.json" if keeps else RESULTS / f"{last_name(options.vllm)}.json"
+    return conclude([table_of(found)], judge(found, loads), path, content)
+
+
+if __name__ == "__main__":
+    run_main(main, parse())

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/deploy/prometheus/dashboard.json: its structure, and that it shows every metric of this package.
+
+`experiments/dashboard` runs its queries against a real Prometheus.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support import markdown_pages as pages
+
+from experiments.dashboard.queries import (
+    FOLDER,
+    PENDING,
+    metrics_of,
+    panels_of,
+    read_alerts,
+    read_dashboard,
+    without_threshold,
+)
+
+ROOT = Path(__file__).parents[2]
+FILE = FOLDER / "dashboard.json"
+OF_VLLM = {"vllm:num_requests_running", "vllm:num_requests_waiting"}
+"""Not in docs/metrics.md, since this package does not feed them."""
+UNITS = {"short", "s", "bytes", "Bps", "ops", "reqps", "percentunit"}
+
+
+def dashboard() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(FILE.read_text())
+    return read
+
+
+def documented() -> set[str]:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    names = {name for section in ("Engines", "Router") for name in pages.rows(pages.section(text, section))}
+    return {name.removesuffix("_total") for name in names if name.startswith(("kvcached_nixl", "vllm:"))}
+
+
+def faults(board: dict[str, Any]) -> list[str]:
+    """What is wrong with the structure of a dashboard."""
+    found = []
+    ids = [panel["id"] for panel in board["panels"]]
+    if len(set(ids)) != len(ids):
+        found.append("ids")
+    taken: dict[tuple[int, int], str] = {}
+    for _, panel in panels_of(board):
+        title, grid = panel["title"], panel["gridPos"]
+        for cell in (
+            (x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])
+        ):
+            if cell[0] >= 24 or taken.setdefault(cell, title) != title:
+                found.append(f"{title}: place")
+                break
+        targets = panel.get("targets", [])
+        if not targets or not all(one["expr"].strip() and one["legendFormat"] for one in targets):
+            found.append(f"{title}: query")
+        if len({one["refId"] for one in targets}) != len(targets):
+            found.append(f"{title}: refId")
+        if panel["fieldConfig"]["defaults"].get("unit") not in UNITS:
+            found.append(f"{title}: unit")
+        if not panel.get("description", "").endswith("."):
+            found.append(f"{title}: description")
+        if any(one["datasource"]["uid"] != "${datasource}" for one in (panel, *targets)):
+            found.append(f"{title}: datasource")
+    return found
+
+
+def variables_of(board: dict[str, Any]) -> set[str]:
+    return {one["name"] for one in board["templating"]["list"]}
+
+
+def test_the_structure_is_that_of_a_dashboard() -> None:
+    board = dashboard()
+    assert board["schemaVersion"] >= 39 and board["uid"] and board["title"]
+    assert faults(board) == []
+    titles = [panel["title"] for _, panel in panels_of(board)]
+    assert len(set(titles)) == len(titles)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda panel: panel.update(id=1), "ids"),
+        (lambda panel: panel.update(targets=[]), "query"),
+        (lambda panel: panel["targets"][0].update(expr=" "), "query"),
+        (lambda panel: panel["gridPos"].update(x=0), "place"),
+        (lambda panel: panel["gridPos"].update(x=20), "place"),
+        (lambda panel: panel["fieldConfig"]["defaults"].update(unit="furlongs"), "unit"),
+        (lambda panel: panel.pop("description"), "description"),
+        (lambda panel: panel["datasource"].update(uid="mine"), "datasource"),
+    ],
+)
+def test_the_check_of_the_structure_sees_planted_faults(change: Any, found: str) -> None:
+    board = copy.deepcopy(dashboard())
+    panels = [panel for _, panel in panels_of(board)]
+    change(panels[2])
+    assert any(found in one for one in faults(board))
+
+
+def test_queries_use_the_variables_that_there_are() -> None:
+    """Each of them is used, too."""
+    board = dashboard()
+    used = set(re.findall(r"\$\{?([a-z_]+)\}?", json.dumps(board["panels"])))
+    assert used - {"__range", "__rate_interval"} == variables_of(board)
+    assert {"datasource", "job", "model_name", "instance", "engine"} <= used
+
+
+def test_links_lead_to_headings() -> None:
+    links = {link["url"] for _, panel in panels_of(dashboard()) for link in panel.get("links", ())}
+    assert len(links) > 5
+    for link in links:
+        path, _, anchor = link.removeprefix("${docs}/").partition("#")
+        assert anchor in pages.anchors((ROOT / "docs" / path).read_text()), link
+
+
+def test_it_shows_every_metric_of_this_package_and_no_unknown_one() -> None:
+    """And one that does not exist yet."""
+    shown = {name for query in read_dashboard(FILE) for name in metrics_of(query.expression)}
+    assert len(documented()) > 30
+    assert shown - documented() - OF_VLLM - PENDING == set()
+    assert {name for name in documented() if name.startswith("kvcached_nixl")} - shown == set()
+
+
+def test_what_is_pending_does_not_exist_yet() -> None:
+    """Otherwise nothing says that its panel shows something."""
+    assert not PENDING & documented()
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("a > 0", "a > bool 0"),
+        ('rate(a{b!="c", d=~"e>f"}[5m]) >= 0', 'rate(a{b!="c", d=~"e>f"}[5m]) >= bool 0'),
+        ("a > 0 and (b + c) == 0", "a > bool 0 and (b + c) == bool 0"),
+    ],
+)
+def test_an_alert_without_its_threshold_has_a_value_for_each_series(expression: str, expected: str) -> None:
+    assert without_threshold(expression) == expected
+
+
+@pytest.mark.parametrize("expression", ["a", 'a{b!="c"}'])
+def test_an_alert_without_a_comparison_is_refused(expression: str) -> None:
+    with pytest.raises(ValueError, match="no comparison"):
+        without_threshold(expression)
+
+
+def test_names_are_those_of_metrics_and_not_of_their_series() -> None:
+    expression = (
+        'histogram_quantile(0.5, sum by (le) (rate(vllm:a_seconds_bucket{b="kvcached"}[1m]))) / kvcached_nixl:c_total'
+    )
+    assert metrics_of(expression) == {"vllm:a_seconds", "kvcached_nixl:c"}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's package prometheus)")
+def test_promtool_can_read_the_configuration_and_all_queries(tmp_path: Path) -> None:
+    subprocess.run(["promtool", "check", "config", "prometheus.yaml"], cwd=FOLDER, check=True, capture_output=True)
+    queries = [*read_dashboard(FILE), *read_alerts(FOLDER / "alerts.yaml")]
+    rules = [{"record": f"query_{place}", "expr": one.over(60)} for place, one in enumerate(queries)]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", "rules.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{len(queries)} rules" in done.stdout, done.stdout + done.stderr

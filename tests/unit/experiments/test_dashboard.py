@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""experiments/dashboard: what it makes of Prometheus' answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("yaml", reason="needs an environment: bash experiments/env.sh")
+
+from experiments.dashboard.fleet import OK, Load
+from experiments.dashboard.prometheus import config_of, labels_of
+from experiments.dashboard.queries import PENDING, Query, read_dashboard
+from experiments.dashboard.report import PLANTED, Answer, draw, judge, run_queries
+
+GOOD, OTHER = Query("row", "good", "sum(up)", "{{a}}", "s", (0, 0, 8, 7)), Query("row", "other", "sum($__range)")
+
+
+class Prometheus:
+    """Answers each expression with the values that a test gives."""
+
+    began_at = 100.0
+
+    def __init__(self, **answers: list[Any]) -> None:
+        self.answers: dict[str, list[Any]] = {"time()": [{"metric": {}, "values": [[130, "130"]]}], **answers}
+        self.asked: list[str] = []
+        self.names = {"127.0.0.1:1": "x"}
+
+    def over_time(self, expression: str) -> list[Any]:
+        self.asked.append(expression)
+        return self.answers.get(expression, [])
+
+
+def missed(*found: Answer, loads: tuple[Load, ...] = ()) -> list[str]:
+    return [one.target for one in judge([*found, Answer(PLANTED)], loads) if not one.reached]
+
+
+def test_values_that_are_no_numbers_do_not_count() -> None:
+    """A quantile of a histogram without observations."""
+    values: list[Any] = [
+        {"metric": {"a": "127.0.0.1:1"}, "values": [[101, "1.5"], [103, "NaN"]]},
+        {"metric": {}, "values": [[101, "NaN"]]},
+    ]
+    prometheus = Prometheus(**{"sum(up)": values})
+    good, other, planted = run_queries(prometheus, [GOOD, OTHER])  # type: ignore[arg-type]
+    assert good.series == [({"a": "x"}, [(1.0, 1.5)])] and good.as_json()["largest"] == 1.5
+    assert (other.num_values, planted.query) == (0, PLANTED)
+    assert "sum(30s)" in prometheus.asked, "as long as the run"
+
+
+def test_each_query_has_to_return_something() -> None:
+    full, empty = Answer(GOOD, [({}, [(0.0, 0.0)])]), Answer(OTHER)
+    assert missed(full) == []
+    assert missed(full, empty) == ["queries that return no value (0)"]
+
+
+@pytest.mark.skipif(not PENDING, reason="every metric is exported")
+def test_a_metric_that_is_not_exported_yet_may_be_missing() -> None:
+    pending = Answer(Query("row", "later", next(iter(PENDING))))
+    assert missed(pending) == []
+
+
+def test_a_check_that_finds_values_everywhere_is_no_check() -> None:
+    planted = Answer(PLANTED, [({}, [(0.0, 1.0)])])
+    (one,) = [one for one in judge([planted], ()) if not one.reached]
+    assert one.target == "values of a metric that does not exist (0)"
+
+
+@pytest.mark.parametrize(
+    ("load", "found"),
+    [
+        (Load("pull", 0.0, {OK: 9, "503": 3}, True), []),
+        (Load("pull", 0.0, {OK: 3, "503": 9}, True), ["pull: answered (most)"]),
+        (Load("pull", 0.0, {}, True), ["pull: answered (most)"]),
+        (Load("pull", 0.0, {OK: 9}, False), ["pull: no KV in use when idle again (yes)"]),
+    ],
+)
+def test_pairs_have_to_answer_and_to_give_their_memory_back(load: Load, found: list[str]) -> None:
+    assert missed(loads=(load,)) == found
+
+
+def test_the_documented_configuration_is_what_scrapes(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "targets.json")
+    (job,) = config["scrape_configs"]
+    assert job["file_sd_configs"][0]["files"] == [str(tmp_path / "targets.json")] and "static_configs" not in job
+    assert all(Path(one).is_file() for one in config["rule_files"]) and config["global"]["scrape_interval"] == "1s"
+
+
+def test_names_of_series_are_those_of_grafana() -> None:
+    assert labels_of({"role": "decode", "a": "b"}, "{{role}} p50 {{missing}}") == "decode p50 "
+
+
+def test_the_picture_has_every_panel(tmp_path: Path) -> None:
+    """One without data, too."""
+    from experiments.dashboard.queries import FOLDER
+
+    queries = read_dashboard(FOLDER / "dashboard.json")
+    values = [({"instance": "a", "cause": "lease"}, [(0.0, 1.0), (2.0, 3.0), (60.0, 2.0)])]
+    answers = [Answer(one, values if place % 3 else []) for place, one in enumerate(queries)]
+    draw(queries, answers, [Load("pull")], tmp_path / "x" / "dashboard.png")
+    assert (tmp_path / "x" / "dashboard.png").stat().st_size > 50_000
