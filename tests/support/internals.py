@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvcached_nixl.scheduler.facade import SchedulerFacade
     from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
     from kvcached_nixl.scheduler.side_channel_listener import HandshakeListener
-    from kvcached_nixl.scheduler.start_gate import StartGate
     from kvcached_nixl.wire.messages import Peer
     from kvcached_nixl.worker.decode.active_writers import ActiveWriters
     from kvcached_nixl.worker.decode.attempt import Attempt
@@ -188,10 +187,6 @@ def tokens_of(table: TokenTable) -> MutableMapping[Hashable, int]:
 
 def fetching_of(handover: SchedulerFacade) -> DecodeFetches:
     return handover._fetching
-
-
-def gate_of(side: SchedulerFacade) -> StartGate:
-    return side._gate
 
 
 def offering_of(handover: SchedulerFacade) -> PrefillOffers:

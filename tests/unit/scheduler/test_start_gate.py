@@ -19,12 +19,14 @@ from support.engine_fakes import (
     terms,
 )
 from support.engine_fakes import reports as reported
-from support.internals import gate_of, leftovers
+from support.internals import leftovers
 
 from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.prefill_offers import UNCLAIMED_SECONDS
+from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.step import Step, claimed_mark
 
@@ -66,14 +68,11 @@ class Prefill:
     def hear(self, *numbers: int, sent: tuple[str, ...] = ()) -> None:
         self.side.collect(reported(set(sent), set(), set(map(claimed_mark, numbers))))
 
-    def is_clean(self) -> bool:
-        return not leftovers(gate_of(self.side))
-
 
 def test_a_prompt_begins_at_once_while_decode_takes_what_it_gets() -> None:
     prefill = Prefill(kept=MOST_UNCLAIMED_TOKENS // TOKENS - 1)
     assert prefill.side.matched(prefill.new(), 0) == START
-    assert not prefill.step("new").awaited and prefill.is_clean()
+    assert not prefill.step("new").awaited
 
 
 def test_what_is_being_written_does_not_count() -> None:
@@ -105,7 +104,6 @@ def test_a_prompt_waits_until_decode_registers_for_it() -> None:
     prefill.step()
     assert prefill.side.matched(request, 0) == START, "vLLM may have had no blocks for it"
     prefill.step("new")
-    assert prefill.is_clean()
     # vLLM preempts it, and asks again.
     assert prefill.side.matched(request, 0) == START
 
@@ -118,7 +116,6 @@ def test_a_prompt_begins_when_decode_has_taken_what_was_kept() -> None:
     prefill.hear(sent=("kept0",))
     assert prefill.side.matched(request, 0) == START and not prefill.side.holds_back("new")
     prefill.step("new")
-    assert prefill.is_clean()
 
 
 def test_a_prompt_begins_after_the_longest_wait_and_the_engine_is_not_kept_awake() -> None:
@@ -134,7 +131,6 @@ def test_a_prompt_begins_after_the_longest_wait_and_the_engine_is_not_kept_awake
     assert prefill.side.due_in_seconds is None and not prefill.side.pending
     assert prefill.side.matched(request, 0) == START
     prefill.step("new")
-    assert prefill.is_clean()
 
 
 @pytest.mark.parametrize("is_claimed", [False, True])
@@ -148,7 +144,26 @@ def test_nothing_is_left_of_a_prompt_that_is_aborted_while_it_waits(is_claimed: 
     assert prefill.side.finished(request, False, ([],)) == (False, None)
     prefill.step()
     prefill.hear(number)
-    assert prefill.is_clean() and not prefill.side.holds_back("new")
+    assert not prefill.side.holds_back("new")
+
+
+@pytest.mark.parametrize("ends", ["begins", "aborted", "claimed", "late"])
+def test_nothing_is_left_of_a_prompt_that_has_waited(ends: str) -> None:
+    clock, step, one = ManualClock(), Step("h", 1, WAKE, "s"), PrefillRequestId("one")
+    gate = StartGate(clock, LONGEST_SECONDS)
+    assert not gate.may_start(one, step, needs_claim=True)
+    if ends == "aborted":
+        gate.gone([one])
+    if ends == "claimed":
+        gate.claimed([number for _, number in step.awaited])
+    if ends == "late":
+        clock.advance(LONGEST_SECONDS)
+        gate.turn([])
+    if ends != "aborted":
+        assert gate.may_start(one, step, needs_claim=ends != "begins")
+        gate.turn([one])
+    gate.claimed([number for _, number in step.awaited])
+    assert not leftovers(gate) and gate.due_at_seconds is None
 
 
 def test_requests_that_are_not_offered_never_wait() -> None:
