@@ -22,13 +22,14 @@ with push. Clients ask through OpenAI's client, streamed and not, and `vllm benc
   every server is restarted, one after the other: drained, stopped, started, added;
   every server is replaced by one with the other vLLM, in the same way;
   every server gets SIGTERM, ends, and is started again, and nobody tells the router;
+  all servers get SIGTERM, none runs for a while, and all are started again;
   ten processes beside the servers compute for a minute;
   one server of each role is killed, and brought back.
 Each answer is compared with one stock instance's."""
 
 EPILOG = """\
-targets: no wrong answer; none without an end; errors only where a stream had begun, and none but for the kills; no
-hand-over between two versions is tried.
+targets: no wrong answer; none without an end; errors only where a stream had begun, and none but for the kills; where
+no server runs, 503 with Retry-After; no hand-over between two versions is tried.
 
 exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json with every count, versions and hardware."""

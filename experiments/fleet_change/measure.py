@@ -39,6 +39,7 @@ SETTLE_SECONDS = 2.0
 SHUTDOWN_SECONDS = 30
 """``--shutdown-timeout``."""
 BUSY_LOOPS, BUSY_SECONDS = 10, 60.0
+ZERO_SECONDS = 10.0
 BENCH_PROMPTS, BENCH_AT_ONCE = 16, 2
 NAMES = ("prefill-1", "decode-1", "prefill-2", "decode-2")
 """In the order in which they are changed: of two prefills and two decodes, there is always a pair that fits."""
@@ -47,6 +48,7 @@ NAMES = ("prefill-1", "decode-1", "prefill-2", "decode-2")
 class Outcome(enum.Enum):
     RIGHT = "right"
     WRONG = "wrong"
+    REFUSED = "503 with Retry-After"
     BEFORE = "error before the first token"
     AFTER = "error in a stream that had begun"
     NO_END = "no end"
@@ -123,6 +125,7 @@ def measure(mode: str, before: Path, expected: Mapping[int, str], logs: Path, sa
                 ("restart", lambda: fleet.change_each(mode, before)),
                 ("version", lambda: fleet.change_each(mode, None)),
                 ("terminate", fleet.terminate_each),
+                ("scale to zero", fleet.scale_to_zero),
                 ("busy", starve),
                 ("kill", lambda: fleet.kill_and_replace(0, 1)),
             ]
@@ -183,8 +186,29 @@ class Fleet:
                 raise ServerError(f"found that {name} still runs {2 * SHUTDOWN_SECONDS} s after SIGTERM") from error
             self._bring_back(place)
 
+    def scale_to_zero(self) -> None:
+        """Send SIGTERM to all servers, decode first, and start them again when none has run for a while."""
+        time.sleep(SETTLE_SECONDS)
+        for kind in ("decode", "prefill"):
+            some = [one for name, one in zip(NAMES, self.servers, strict=True) if name.startswith(kind)]
+            for server in some:
+                os.kill(server.process.pid, signal.SIGTERM)
+            for server in some:
+                try:
+                    server.process.wait(2 * SHUTDOWN_SECONDS)
+                except subprocess.TimeoutExpired as error:
+                    raise ServerError(f"found {server.spec.name} {2 * SHUTDOWN_SECONDS} s after SIGTERM") from error
+        time.sleep(ZERO_SECONDS)
+        successors = [self._launched.replace(place) for place in range(len(NAMES))]
+        for successor in successors:
+            self._wait_for(successor)
+        # Requests go on for a while.
+        time.sleep(ZERO_SECONDS)
+
     def _bring_back(self, place: int) -> None:
-        successor = self._launched.replace(place)
+        self._wait_for(self._launched.replace(place))
+
+    def _wait_for(self, successor: Server) -> None:
         self._until(successor.is_ready)
         known = successor.base_url.removeprefix("http://")
         self._until(lambda: self._state(known).get("state") == "up" and self._state(known)["kind"] is not None)
@@ -317,6 +341,10 @@ async def judged(client: Any, request: Request, expected: str) -> Outcome:
         text, reason = await asyncio.wait_for(ask(client, request, begun), STEP_SECONDS)
     except (TimeoutError, asyncio.TimeoutError, openai.APITimeoutError):
         return Outcome.NO_END
+    except openai.APIStatusError as error:
+        if error.status_code == httpx.codes.SERVICE_UNAVAILABLE and error.response.headers.get("retry-after"):
+            return Outcome.REFUSED
+        return Outcome.BEFORE
     except openai.OpenAIError:
         if not expected.startswith("".join(begun)):
             return Outcome.WRONG

@@ -11,6 +11,7 @@ from experiments.common.targets import Verdict
 from experiments.fleet_change.measure import Outcome, Phase
 
 KILL = "kill"
+ZERO = "scale to zero"
 
 
 def table_of(phases: Sequence[Phase]) -> Table:
@@ -32,7 +33,10 @@ def judge(phases: Sequence[Phase]) -> list[Verdict]:
         some = [one for one in phases if not planned or one.change != KILL]
         return sum(one.outcomes.get(kind.value, 0) for one in some for kind in kinds)
 
-    planned = [one for one in phases if one.change != KILL]
+    planned = [one for one in phases if one.change not in (KILL, ZERO)]
+    # Where nothing runs, requests are refused, and told when to come back.
+    refused = sum(one.outcomes.get(Outcome.REFUSED.value, 0) for one in phases if one.change != ZERO)
+    back = [one for one in phases if one.change == ZERO and not one.outcomes.get(Outcome.RIGHT.value)]
     right, bad = total(Outcome.RIGHT), total(Outcome.WRONG, Outcome.NO_END)
     errors, early = total(Outcome.BEFORE, Outcome.AFTER, planned=True), total(Outcome.BEFORE)
     benched = sum(one.bench_failed for one in planned)
@@ -41,6 +45,8 @@ def judge(phases: Sequence[Phase]) -> list[Verdict]:
     return [
         Verdict("wrong answers, and answers without an end (0)", f"{bad}, beside {right} right", bad == 0 < right),
         Verdict("errors before the first token (0)", f"{early}", early == 0),
+        Verdict("refused with Retry-After while servers run (0)", f"{refused}", refused == 0),
+        Verdict("no right answer while scaled to zero and back (0 phases)", f"{len(back)}", not back),
         Verdict("errors during restarts and updates, and on a busy machine (0)", f"{errors}", errors == 0),
         Verdict(
             "vllm bench serve: failed during these (0)",

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("openai", reason="the official client is not installed")
 
+import httpx
 import openai
 
 from experiments.fleet_change import measure
@@ -31,6 +32,10 @@ GOOD = Phase("pull", "restart", 1.0, {"right": 9}, 3, 0, 0, 0)
         ("busy", {"error in a stream that had begun": 1}, {}, "errors during"),
         ("version", {}, {"bench_failed": 1}, "vllm bench serve"),
         ("restart", {}, {"failed_hand_overs": 1}, "hand-overs that failed"),
+        ("restart", {"503 with Retry-After": 1}, {}, "refused with Retry-After"),
+        ("scale to zero", {"503 with Retry-After": 1}, {"bench_failed": 1, "failed_hand_overs": 1}, ""),
+        ("scale to zero", {"error in a stream that had begun": 1}, {}, "errors during"),
+        ("scale to zero", {"right": 0, "503 with Retry-After": 1}, {}, "no right answer while scaled"),
     ],
 )
 def test_each_target_can_be_missed(change: str, outcomes: dict[str, int], more: dict[str, int], missed: str) -> None:
@@ -60,6 +65,25 @@ def test_what_a_client_got(
         if fails:
             raise openai.OpenAIError("broken off")
         return "".join(pieces), reason
+
+    monkeypatch.setattr(measure, "ask", ask)
+    assert asyncio.run(measure.judged(None, Request(1, True), "ab")) is outcome
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "outcome"),
+    [
+        (503, {"Retry-After": "7"}, Outcome.REFUSED),
+        (503, {}, Outcome.BEFORE),
+        (502, {"Retry-After": "7"}, Outcome.BEFORE),
+    ],
+)
+def test_a_refusal_says_when_to_come_back(
+    monkeypatch: pytest.MonkeyPatch, status: int, headers: dict[str, str], outcome: Outcome
+) -> None:
+    async def ask(client: Any, request: Request, begun: list[str]) -> tuple[str, str | None]:
+        response = httpx.Response(status, headers=headers, request=httpx.Request("POST", "http://router"))
+        raise openai.APIStatusError("refused", response=response, body=None)
 
     monkeypatch.setattr(measure, "ask", ask)
     assert asyncio.run(measure.judged(None, Request(1, True), "ab")) is outcome
