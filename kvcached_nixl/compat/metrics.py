@@ -67,7 +67,8 @@ def record(account: Any, counted: Any) -> None:
     account.data[_REASONS] += [[attempt, reason[:MAX_REASON]] for attempt, reason in counted.reasons]
     if counted.quarantined_blocks is not None:
         account.data[_QUARANTINED].append(counted.quarantined_blocks)
-    account.data[_MOVED] += [[*route, num_bytes] for route, num_bytes in counted.moved_bytes.items()]
+    if counted.moved_bytes is not None:
+        account.data[_MOVED].append([*counted.route, counted.moved_bytes])
     if counted.slab is not None:
         rank, use = counted.slab
         account.data[_SLABS].append([rank, *use, counted.slab_waits])

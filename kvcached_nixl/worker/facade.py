@@ -74,7 +74,8 @@ class WorkerCounters:
         quarantined_blocks: blocks held because a transfer may still touch them; None if the number has not changed.
         revoked: offers that were taken back, by `RevocationCause`; reported by rank 0.
         reasons: (attempt, why it failed).
-        moved_bytes: of KV, by the transfer mode and the memory path of this rank, also for hand-overs that fail.
+        route: transfer mode and memory path of this rank.
+        moved_bytes: of KV, also for hand-overs that fail; None if none were moved.
         slab: this rank, and the use of its slab; None if that has not changed.
         slab_waits: how often a hand-over has begun to wait for slots.
     """
@@ -85,7 +86,8 @@ class WorkerCounters:
     quarantined_blocks: int | None = None
     revoked: Counter[int] = field(default_factory=Counter)
     reasons: list[tuple[int, str]] = field(default_factory=list)
-    moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    route: tuple[str, str] = ("pull", "direct")
+    moved_bytes: int | None = None
     slab: tuple[int, SlabUse] | None = None
     slab_waits: int = 0
 
@@ -129,9 +131,8 @@ class WorkerFacade:
         self._before_answer = before_answer
         self._step: Step | None = None
         self._incarnation = ""
-        self._route = route
         # Shown from the start, so that the first bytes are a rise.
-        self._counted = WorkerCounters(moved_bytes={route: 0})
+        self._counted = WorkerCounters(route=route, moved_bytes=0)
         self._marks: set[int] = set()
 
     def begin_step(self, step: Step) -> None:
@@ -234,8 +235,7 @@ class WorkerFacade:
         self._marks |= {*map(spared_mark, outcome.spared), *map(claimed_mark, outcome.claimed)}
         self._counted.moved += outcome.moved
         if outcome.moved_bytes:
-            found = self._counted.moved_bytes
-            found[self._route] = found.get(self._route, 0) + outcome.moved_bytes
+            self._counted.moved_bytes = (self._counted.moved_bytes or 0) + outcome.moved_bytes
         if outcome.slab is not None:
             self._counted.slab = self._local.tp_rank, outcome.slab
             self._counted.slab_waits += outcome.slab_waits
@@ -251,7 +251,7 @@ class WorkerFacade:
 
     def take_counted(self) -> WorkerCounters:
         """Returns the counts for the metrics since the last call."""
-        counted, self._counted = self._counted, WorkerCounters()
+        counted, self._counted = self._counted, WorkerCounters(route=self._counted.route)
         return counted
 
     def close(self) -> None:

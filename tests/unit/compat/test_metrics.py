@@ -119,7 +119,7 @@ def test_what_a_worker_has_counted_is_in_vllms_account() -> None:
     metrics.record(account, counted())
     assert account.is_empty()
     made = counted(moved=[(64, 2, 0.5), (8, 1, 0.25)], expired=2, quarantined_blocks=3)
-    made.moved_bytes["push", "host"] = 72
+    made.route, made.moved_bytes = ("push", "host"), 72
     made.slab, made.slab_waits = (1, SlabUse(1024, 8, 1, 2, 3, 4)), 5
     made.failures.update({FailureCause.LEASE: 2, FailureCause.DIGEST: 1})
     metrics.record(account, made)
@@ -158,7 +158,7 @@ def test_a_workers_account_goes_to_an_engine_in_another_process() -> None:
     [
         counted(failures=Counter({FailureCause.LEASE: 1})),
         counted(quarantined_blocks=0),
-        counted(moved_bytes={("pull", "direct"): 0}),
+        counted(moved_bytes=0),
         counted(slab=(0, SlabUse(1024, 8, 0, 0, 0, 0))),
     ],
     ids=["failures", "quarantined_blocks", "moved_bytes", "slab"],

@@ -420,15 +420,15 @@ def test_closing_stops_the_thread() -> None:
 def test_bytes_and_the_slab_are_counted_by_route_and_rank() -> None:
     """Bytes from 0 on, so that the first ones are a rise."""
     worker = Worker(tp_rank=1, tp_size=2)
-    assert worker.side.take_counted().moved_bytes == {("pull", "direct"): 0}
+    assert worker.side.take_counted().moved_bytes == 0
     first, last = SlabUse(1024, 8, 1, 2, 3, 0), SlabUse(1024, 8, 1, 0, 3, 0)
     worker.thread.outcome = Outcome(moved_bytes=100, slab=first, slab_waits=2)
     worker.side.take_ended()
     worker.thread.outcome = Outcome(moved_bytes=20, slab=last, slab_waits=1)
     worker.side.take_ended()
     counted = worker.side.take_counted()
-    assert counted.moved_bytes == {("pull", "direct"): 120}
+    assert (counted.route, counted.moved_bytes) == (("pull", "direct"), 120)
     assert (counted.slab, counted.slab_waits) == ((1, last), 3)
     worker.side.take_ended()
     counted = worker.side.take_counted()
-    assert (counted.moved_bytes, counted.slab, counted.slab_waits) == ({}, None, 0)
+    assert (counted.moved_bytes, counted.slab, counted.slab_waits) == (None, None, 0)
