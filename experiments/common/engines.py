@@ -26,6 +26,7 @@ from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Weights
+from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
@@ -103,6 +104,12 @@ class Pool:
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
         return None
+
+    def usage(self) -> BlockUsage:
+        return BlockUsage(len(self.free_blocks), self.num_blocks - len(self.free_blocks), 0, 0)
+
+    def mapped_bytes(self) -> int:
+        return 0
 
     def tell_neighbours(self) -> bool:
         return False
@@ -198,6 +205,8 @@ class Engine:
             timeout_seconds=settings.handover_timeout_seconds,
             allocation_seconds=settings.handover_timeout_seconds,
             patience_seconds=settings.give_way_after_seconds,
+            # Prefill begins every prompt at once.
+            most_unclaimed_tokens=1 << 30,
         )
         self.own = own
         self.pool = pool
