@@ -114,6 +114,9 @@ class Pool:
     def tell_neighbours(self) -> bool:
         return False
 
+    def apply_limit(self) -> None:
+        """It has none."""
+
     def wanted_by_neighbours(self) -> tuple[int, bool]:
         return (0, False)
 

@@ -150,6 +150,10 @@ class BlockPool(Protocol):
         """Memory of one device that is mapped for KV, with the reserve of free pages. May be called from any thread."""
         ...
 
+    def apply_limit(self) -> None:
+        """Has kvcached look at its limit (``kvctl limit``), which it does only when it allocates."""
+        ...
+
     def tell_neighbours(self) -> bool:
         """Tells the other engines on the device how much memory `starved` waits for. Returns whether it is any."""
         ...

@@ -261,6 +261,8 @@ class SchedulerFacade:
             self._has_told = self._has_told and (self._blocks.starved is not None or self._blocks.tell_neighbours())
             return self._has_news or self._step.has_news
         self._look_at_seconds = now + LOOK_SECONDS
+        # A request that a limit of before keeps waiting allocates nothing, and would wait for ever.
+        self._blocks.apply_limit()
         self._has_told = self._blocks.tell_neighbours()
         if self._offering.num_kept:
             self._give_way(self._blocks)

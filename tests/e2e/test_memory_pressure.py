@@ -14,6 +14,7 @@ pytest.importorskip("kvcached", reason="needs an environment: bash experiments/e
 from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
 from support.pressed_servers import (
     LEASE_SECONDS,
+    SOON_SECONDS,
     gets_its_memory,
     keep_offers,
     neighbours,
@@ -88,6 +89,16 @@ def test_offers_that_nobody_fetches_give_way(arm: Arm, tmp_path: Path) -> None:
             assert set(counts) == {"limit"} and 0 < counts["limit"] <= len(asked)
             assert update_kv_cache_limit(name, whole) is not None
             await fetched(offers, "limit")
+
+            # Nothing runs, so nothing is allocated that would have kvcached look at a limit that is raised again.
+            assert update_kv_cache_limit(name, whole // 16) is not None
+            # A thread of kvcached notices it within 0.1 s, and says so nowhere.
+            await asyncio.sleep(1.0)
+            waiting = asyncio.create_task(pair.prefill_only(max(asked, key=len), salt="waits", request_id="waits"))
+            await asyncio.sleep(2.0)
+            assert not waiting.done()
+            assert update_kv_cache_limit(name, whole) is not None
+            await asyncio.wait_for(waiting, SOON_SECONDS)
 
             # All blocks are kept for a decode that does not come, and another prompt needs some.
             kept = []

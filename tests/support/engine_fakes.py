@@ -113,6 +113,9 @@ class Pool:
     def usage(self) -> BlockUsage:
         return BlockUsage(90, sum(map(len, self.of.values())), 1 << 20, 0)
 
+    def apply_limit(self) -> None:
+        """It has none."""
+
     def tell_neighbours(self) -> bool:
         return False
 

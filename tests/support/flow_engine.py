@@ -569,7 +569,8 @@ class Engine:
             # As vLLM's scheduler_reserve_full_isl: a request that cannot finish would be preempted for ever.
             if not self.pool.fits(request, hits, request.num_tokens):
                 break
-            self.pool.allocate(request, hits, num_computed + count)
+            if self.pool.allocate(request, hits, num_computed + count) is None:
+                break
             self.handover.allocated(request, (self.pool.tables[request.request_id],), num_external)
             queue.popleft()
             request.num_computed = num_computed

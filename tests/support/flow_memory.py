@@ -163,7 +163,8 @@ class Pool:
         head: returns the request that waits to be started next, if one does.
         neighbour_leaves_blocks: how many another engine that waits leaves to this one; None if none waits.
         is_neighbour_stalled: whether that engine runs nothing.
-        limit_blocks: as set by ``kvctl limit``; None for no limit.
+        limit_blocks: as set by ``kvctl limit``; None for no limit. As in kvcached, it counts from the next allocation
+            or `apply_limit` on; vLLM tries none that the limit of before does not allow.
         lose: called with the id of a request that received its KV and lost it, and whether it recomputes.
     """
 
@@ -182,6 +183,7 @@ class Pool:
     next_up: Callable[[], str | None] = lambda: None
     head: Callable[[], Request | None] = lambda: None
     limit_blocks: int | None = None
+    applied_limit_blocks: int | None = None
     neighbour_leaves_blocks: int | None = None
     is_neighbour_stalled: bool = True
     lose: Callable[[str, bool], int | None] = lambda request_id, recomputes: None
@@ -213,10 +215,19 @@ class Pool:
 
     def fits(self, request: Request, hits: Sequence[int], num_tokens: int) -> bool:
         """Whether there are enough free blocks for ``num_tokens`` of a request."""
-        return self._missing(request, hits, num_tokens) <= len(self.free) - sum(block in self.free for block in hits)
+        return self._missing(request, hits, num_tokens) <= self._num_free(hits)
+
+    def _num_free(self, hits: Sequence[int]) -> int:
+        free = len(self.free)
+        if self.applied_limit_blocks is not None:
+            free = min(free, self.applied_limit_blocks - (self.shape.num_blocks - 1 - free))
+        return free - sum(block in self.free for block in hits)
 
     def allocate(self, request: Request, hits: Sequence[int], num_tokens: int) -> list[int] | None:
         """Allocates blocks for ``num_tokens``. Returns the new ones, or None if there are too few."""
+        if not self.fits(request, hits, num_tokens):
+            return None
+        self.apply_limit()
         if not self.fits(request, hits, num_tokens):
             return None
         missing = self._missing(request, hits, num_tokens)
@@ -273,8 +284,7 @@ class Pool:
         if head is None:
             return None
         hits = self.hits(head)
-        free = len(self.free) - sum(block in self.free for block in hits)
-        missing = self._missing(head, hits, head.num_tokens) - free
+        missing = self._missing(head, hits, head.num_tokens) - self._num_free(hits)
         return (head.request_id, missing) if missing > 0 else None
 
     @property
@@ -284,6 +294,9 @@ class Pool:
     def _in_use_above(self, limit_blocks: int | None) -> int:
         used = self.shape.num_blocks - 1 - len(self.free) + sum(block in self.sum_of for block in self.free)
         return 0 if limit_blocks is None else max(0, used - limit_blocks)
+
+    def apply_limit(self) -> None:
+        self.applied_limit_blocks = self.limit_blocks
 
     def tell_neighbours(self) -> bool:
         return False

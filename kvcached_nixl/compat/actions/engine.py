@@ -139,6 +139,13 @@ class EngineBlocks:
         num_pages = pages.get_num_inuse_pages() + pages.get_num_reserved_pages()
         return int(num_pages * private(manager, "page_size") * _num_buffers(manager))
 
+    def apply_limit(self) -> None:
+        """kvcached applies a changed limit in its next allocation, and vLLM asks for none that exceeds the free blocks
+        of before: a limit that was raised again would never count."""
+        manager = optional(self._pool, "kv_cache_manager")
+        if manager is not None and private(manager, "page_allocator").get_resize_target() > 0:
+            manager.alloc(0)
+
     def tell_neighbours(self) -> bool:
         """Say how much memory the next request waits for that the device does not have. Returns whether it is any."""
         if self._wants is None:

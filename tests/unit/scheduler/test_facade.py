@@ -524,6 +524,9 @@ class AnyOrder(RuleBasedStateMachine):
     def usage(self) -> BlockUsage:
         return BlockUsage(0, 0, 0, 0)
 
+    def apply_limit(self) -> None:
+        """It has none."""
+
     def tell_neighbours(self) -> bool:
         return False
 

@@ -471,3 +471,13 @@ def test_neither_the_null_block_nor_a_cached_one_is_in_use(num_alloced: int, num
     scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool), waiting=[], skipped_waiting=[])
     usage = EngineBlocks(scheduler).usage()
     assert (usage.num_free, usage.num_used, usage.free_bytes) == (6, num_used, 5 * 1024 * 8)
+
+
+@pytest.mark.parametrize(("target", "asked"), [(0, []), (1 << 21, [0])])
+def test_kvcached_looks_at_a_limit_that_was_changed(target: int, asked: list[int]) -> None:
+    """By allocating nothing. 0: it was never changed."""
+    found: list[int] = []
+    manager = SimpleNamespace(page_allocator=SimpleNamespace(get_resize_target=lambda: target), alloc=found.append)
+    for pool in (SimpleNamespace(kv_cache_manager=manager), SimpleNamespace()):
+        EngineBlocks(SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))).apply_limit()
+    assert found == asked
