@@ -3,6 +3,8 @@
 
     kvcached_nixl:handover_failures_total{cause}   hand-overs that brought no KV
     kvcached_nixl:revoked_offers_total{cause}      offers that prefill has taken back
+    kvcached_nixl:handover_state_seconds{direction, state}
+                                                   how long hand-overs were in each state (`wire.timeline`)
     kvcached_nixl:quarantined_blocks               blocks held for transfers that may still be in flight
     kvcached_nixl:compatibility_id, checkpoint_id, weights_id
                                                    what this engine's handshake compares (`wire.kind`)
@@ -24,15 +26,19 @@ from kvcached_nixl.compat.private import first_module, optional, private
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.kind import Kind
+from kvcached_nixl.wire.timeline import Lasted, Reported, State
 
-__all__ = ["prom_metrics", "record", "stats", "take_reasons"]
+__all__ = ["add_lasted", "prom_metrics", "record", "stats", "take_reasons", "take_timelines"]
 
 _FAILURES, _QUARANTINED = "kvcached_nixl_failures", "kvcached_nixl_quarantined_blocks"
 _REASONS, _REVOKED = "kvcached_nixl_failure_reasons", "kvcached_nixl_revoked_offers"
 _MOVED, _SLABS = "kvcached_nixl_moved_bytes", "kvcached_nixl_slabs"
-_OURS = (_FAILURES, _QUARANTINED, _REASONS, _REVOKED, _MOVED, _SLABS)
+_TIMELINES, _LASTED = "kvcached_nixl_timelines", "kvcached_nixl_state_seconds"
+_OURS = (_FAILURES, _QUARANTINED, _REASONS, _REVOKED, _MOVED, _SLABS, _TIMELINES, _LASTED)
 """Lists in vLLM's statistics, which are joined over ranks and steps."""
 MAX_REASON = 1000
+_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Seconds: from a READ within a host to the default of ``handover_timeout``."""
 _KINDS = (  # in the order of `Kind`
     ("kvcached_nixl:compatibility_id", "versions, configuration and layout"),
     ("kvcached_nixl:checkpoint_id", "files that the weights were loaded from; 0 if not known"),
@@ -65,6 +71,8 @@ def record(account: Any, counted: Any) -> None:
         account.record_kv_expired_req()
     account.data[_REVOKED] += counted.revoked.elements()
     account.data[_REASONS] += [[attempt, reason[:MAX_REASON]] for attempt, reason in counted.reasons]
+    account.data[_TIMELINES] += counted.timelines
+    account.data[_LASTED] += map(list, counted.lasted)
     if counted.quarantined_blocks is not None:
         account.data[_QUARANTINED].append(counted.quarantined_blocks)
     if counted.moved_bytes is not None:
@@ -86,6 +94,20 @@ def take_reasons(account: Any) -> dict[int, str]:
         for attempt, reason in one.pop(_REASONS, ()):
             found.setdefault(attempt, reason)
     return found
+
+
+def take_timelines(account: Any) -> list[Reported]:
+    """Remove the timelines of ranks from an engine's stats and return them. Args as in `take_reasons`."""
+    data = _data_of(account)
+    return [line for one in (data, *map(_data_of, data.values())) for line in one.pop(_TIMELINES, ())]
+
+
+def add_lasted(account: Any, lasted: Iterable[Lasted]) -> None:
+    """Add times in states to the engine's stats that `take_timelines` has found timelines in."""
+    data = _data_of(account)
+    found = next((one for one in (data, *map(_data_of, data.values())) if _LASTED in one), None)
+    if found is not None:
+        found[_LASTED] += map(list, lasted)
 
 
 def _data_of(account: Any) -> dict[str, Any]:
@@ -175,6 +197,12 @@ def _prom_class() -> Any:
                 # From 0 on: Prometheus sees no rise where a counter appears with its first count.
                 _count_from_0(self._failures, values, FailureCause)
                 _count_from_0(self._revoked, values, RevocationCause)
+            self._states = self._histogram_cls(
+                name="kvcached_nixl:handover_state_seconds",
+                documentation="How long hand-overs were in each state. The states of one side add up to the whole.",
+                buckets=list(_BUCKETS),
+                labelnames=[*labelnames, "direction", "state"],
+            )
             self._kinds = _kind_gauges(self._gauge_cls, labelnames)
             self._headroom = HeadroomMetrics(self, labelnames)
             self._moved, self._slabs = MovedBytes(self, labelnames), SlabMetrics(self, labelnames)
@@ -199,6 +227,9 @@ def _prom_class() -> Any:
             values = self._labelvalues[engine_idx]
             _count(self._failures, values, FailureCause, transfer_stats_data.get(_FAILURES, ()))
             _count(self._revoked, values, RevocationCause, transfer_stats_data.get(_REVOKED, ()))
+            for state, is_push, seconds in transfer_stats_data.get(_LASTED, ()):
+                direction = "push" if is_push else "pull"
+                self._states.labels(*values, direction, State(state).label).observe(seconds)
             for blocks in transfer_stats_data.get(_QUARANTINED, ())[-1:]:
                 self._quarantined.labels(*values).set(blocks)
             self._moved.observe(values, transfer_stats_data.get(_MOVED, ()))

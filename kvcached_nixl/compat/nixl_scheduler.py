@@ -14,6 +14,7 @@ from kvcached_nixl.compat.private import private
 from kvcached_nixl.compat.requests import RequestReader
 from kvcached_nixl.compat.side_channel import side_channel_address
 from kvcached_nixl.compat.specs import keeps_of, specs_of
+from kvcached_nixl.compat.tracing import EngineSpans, spans_of
 from kvcached_nixl.side_channel_address import SideChannelAddress
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 
@@ -75,6 +76,11 @@ class SchedulerView:
     def reader(self) -> RequestReader:
         """A new reader for the engine's requests, at each access."""
         return RequestReader(self.config)
+
+    @property
+    def spans(self) -> EngineSpans | None:
+        """Makes spans of hand-overs; None without ``--otlp-traces-endpoint``."""
+        return spans_of(self.config)
 
     @property
     def extra_config(self) -> Mapping[str, Any]:

@@ -162,6 +162,11 @@ class RequestView:
         return int(self.request.num_prompt_tokens)
 
     @property
+    def trace_headers(self) -> Any:
+        """``traceparent`` and ``tracestate`` as they came, unchecked; None where vLLM traces nothing."""
+        return private(self.request, "trace_headers")
+
+    @property
     def params(self) -> Mapping[str, Any] | None:
         """``kv_transfer_params``; None if it is not a mapping, which the API server refuses or passes on unchecked."""
         found = self.request.kv_transfer_params

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,7 +27,7 @@ from kvcached_nixl.proxy.administration import administer
 from kvcached_nixl.proxy.api import ApiRoute
 from kvcached_nixl.proxy.auth import require_key
 from kvcached_nixl.proxy.cancel_scope import Guard
-from kvcached_nixl.proxy.client import COPIES, Outgoing, draw_id, passed_on, read_body, refuse_odd_head
+from kvcached_nixl.proxy.client import COPIES, Outgoing, draw_id, header, passed_on, read_body, refuse_odd_head
 from kvcached_nixl.proxy.failure import (
     RETRY_SECONDS,
     Answered,
@@ -46,6 +47,7 @@ from kvcached_nixl.proxy.record import Record, Recorder
 from kvcached_nixl.proxy.relay import require_success
 from kvcached_nixl.proxy.request_body import Asked, read
 from kvcached_nixl.proxy.request_flow import Journey
+from kvcached_nixl.proxy.tracing import Part, tracing_to
 
 __all__ = ["App"]
 
@@ -77,6 +79,8 @@ class App:
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        endpoint = options.otlp_traces_endpoint
+        self._tracing = tracing_to(endpoint, os.environ) if endpoint else None
         self.account = Account(options.max_memory_bytes)
         self._guards: set[Guard] = set()
         self._page = files("kvcached_nixl.proxy").joinpath("page.html").read_bytes()
@@ -90,6 +94,8 @@ class App:
 
     async def close(self) -> None:
         await self.fleet.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     def end_all(self) -> None:
         """End every request in flight. Called when the drain timeout has expired, or on the second signal."""
@@ -114,6 +120,7 @@ class App:
         self._begin()
         self.fleet.retry_budget.asked()
         try:
+            self._trace(request, record)
             await self._told(out, record, lambda share: self._serve(request, out, record, route, share))
         except (asyncio.CancelledError, ConnectionError):
             _note(record, RouterFailure.CLIENT_LEFT, "")
@@ -124,7 +131,14 @@ class App:
         finally:
             record.status, record.sent_bytes = out.status, out.sent_bytes
             self.recorder.ended(record)
+            record.trace.end(record.outcome, **{"kvcached_nixl.direction": record.direction})
             self._end()
+
+    def _trace(self, request: web.BaseRequest, record: Record) -> None:
+        if self._tracing is not None:
+            context = {name: value for name in ("traceparent", "tracestate") if (value := header(request, name))}
+            attributes = {"http.route": record.route, "kvcached_nixl.request_id": record.request_id}
+            record.trace = self._tracing.request(f"POST {record.route}", context, record.at, **attributes)
 
     def _begin(self) -> None:
         self.in_flight += 1
@@ -170,13 +184,14 @@ class App:
         self, request: web.BaseRequest, out: Outgoing, record: Record, route: ApiRoute, share: Share
     ) -> None:
         options = self._options
-        require_key(request, options.api_key)
-        self._require_room()
-        refuse_odd_head(request, options.max_body_bytes)
-        body = await read_body(request, options.max_body_bytes, options.client_timeout_seconds, share)
-        asked = read(route, body, allows_params=options.client_params)
+        with record.trace.part("read"):
+            require_key(request, options.api_key)
+            self._require_room()
+            refuse_odd_head(request, options.max_body_bytes)
+            body = await read_body(request, options.max_body_bytes, options.client_timeout_seconds, share)
+            asked = read(route, body, allows_params=options.client_params)
         record.asked(asked)
-        headers = passed_on(request, options.upstream_key)
+        headers = record.trace.without_context(passed_on(request, options.upstream_key))
         with out.kept_alive(options.keep_alive_seconds) if asked.keeps_alive else nullcontext():
             await self._run(asked, headers, out, record, share)
 
@@ -209,7 +224,11 @@ class App:
         prefills: dict[int, str] = {}
 
         async def one(child: Asked, to: Child) -> None:
-            part = replace(record, request_id=f"{record.request_id}-seq{to.place}")
+            with record.trace.part(f"sequence {to.place}") as within:
+                await one_within(child, to, within)
+
+        async def one_within(child: Asked, to: Child, within: Part) -> None:
+            part = replace(record, request_id=f"{record.request_id}-seq{to.place}", trace=within)
             # The prompt is in the prefix cache of the prefill that has computed it for the first child.
             preferred = prefills.get(to.place // asked.n, "")
             try:

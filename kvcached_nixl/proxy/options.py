@@ -47,6 +47,7 @@ class Options:
     decode_alone: bool = False
     client_params: bool = False
     log_json: bool = False
+    otlp_traces_endpoint: str | None = None
     alone_most_tokens: int = _number(
         0, "tokens of a prompt that decode may compute itself, where it costs less than a hand-over; 0: never"
     )
@@ -163,6 +164,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--client-params",
         action="store_true",
         help="accept kv_transfer_params from clients: they then choose which server decode connects to",
+    )
+    parser.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        default=default.otlp_traces_endpoint,
+        help="where to send an OpenTelemetry trace of each request, over OTLP; as vLLM's flag of that name",
     )
     parser.add_argument("--log-json", action="store_true", help="log one JSON object per request instead of key=value")
     for one in _NUMBERS:

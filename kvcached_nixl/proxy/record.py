@@ -15,6 +15,7 @@ import msgspec
 
 from kvcached_nixl.proxy.metrics import Metrics
 from kvcached_nixl.proxy.request_body import Asked
+from kvcached_nixl.proxy.tracing import NOT_TRACED, Part
 
 __all__ = ["Record", "Recorder"]
 
@@ -33,6 +34,7 @@ class Record:
         at: ``time.time`` in seconds.
         first_seconds: from ``begun`` until the client had the first piece.
         on_first: called when the client has the first piece.
+        trace: the request's span.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class Record:
     outcome: str = "ok"
     reason: str = ""
     on_first: Callable[[], None] | None = None
+    trace: Part = NOT_TRACED
 
     def asked(self, asked: Asked) -> None:
         self.prompt_tokens = asked.prompt_tokens

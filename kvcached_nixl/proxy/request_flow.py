@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 
 import anyio
 import msgspec
@@ -35,6 +35,7 @@ from kvcached_nixl.proxy.ranks import RANK_HEADER, Found, range_of
 from kvcached_nixl.proxy.record import Record
 from kvcached_nixl.proxy.relay import Relay, require_success
 from kvcached_nixl.proxy.request_body import Alone, Asked
+from kvcached_nixl.proxy.tracing import NOT_TRACED, Part
 from kvcached_nixl.wire.params import KvTransferParams
 
 __all__ = ["Journey"]
@@ -84,6 +85,7 @@ class Journey:
         self._on_first: Callable[[], None] = lambda: None
         self._first_at_seconds: float | None = None
         self._prefilled_at_seconds: float | None = None
+        self._answering: Part = NOT_TRACED
         record.on_first = self._first
         self._wanted = Wanted(
             *(asked.namespace, asked.prefix, asked.prompt_tokens, asked.max_tokens), piece_tokens=asked.piece_tokens
@@ -103,7 +105,9 @@ class Journey:
             raise Refusal(400, RouterFailure.SEVERAL, f"{asked.reason}.", param=asked.param)
         # With parameters of a client, prefill has computed already, or nothing but prefill is asked for.
         waits = asked.alone is not Alone.CLIENT
-        async with self._fleet.admission.admitted(asked.prompt_tokens, waits=waits):
+        async with AsyncExitStack() as admitted:
+            with self._record.trace.part("admission"):
+                await admitted.enter_async_context(self._fleet.admission.admitted(asked.prompt_tokens, waits=waits))
             self._queue_deadline_seconds = time.monotonic() + options.queue_timeout_seconds
             await self._attempts()
 
@@ -123,7 +127,8 @@ class Journey:
                         raise
                     return await self._alone(Alone.NO_PREFILL)
                 self._note_failed(failure)
-            await asyncio.sleep(pause_seconds)
+            with self._record.trace.part("pause"):
+                await asyncio.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, MOST_PAUSE_SECONDS)
 
     def _may_retry(self, failure: LegFailed) -> bool:
@@ -134,6 +139,7 @@ class Journey:
 
     def _first(self) -> None:
         self._first_at_seconds = time.monotonic()
+        self._answering.follow("answer")
         self._on_first()
 
     def _note_failed(self, failure: LegFailed) -> None:
@@ -160,8 +166,9 @@ class Journey:
         prefill = place.server
         self._record.prefill = prefill.name
         if prefill.ranks.wants_count:
-            headers = self._headers_of(self._leg_id())
-            await ask_rank_count(prefill, self._asked, headers, self._fleet.upstream, self._options)
+            with self._record.trace.part("ranks", server=prefill.name) as part:
+                headers = self._headers_of(self._leg_id(), part)
+                await ask_rank_count(prefill, self._asked, headers, self._fleet.upstream, self._options)
             place = self._fleet.choose_rank(prefill, self._wanted)
         with prefill.counted(keeping=1) as taken:
             self._on_first = taken
@@ -219,7 +226,8 @@ class Journey:
                 if not is_kept or not self._may_retry(failure):
                     raise
                 self._note_failed(failure)
-            await asyncio.sleep(FIRST_PAUSE_SECONDS)
+            with self._record.trace.part("pause"):
+                await asyncio.sleep(FIRST_PAUSE_SECONDS)
 
     async def _push(self, prefill: Booking, found: Found) -> None:
         self._record.direction = "push"
@@ -252,14 +260,15 @@ class Journey:
         asked, options, prefill = self._asked, self._options, place.server
         leg_id = self._leg_id()
         late = LegFailed(RouterFailure.TIME, prefill.name, "prefill did not answer in time", status=504)
-        with self._leg(prefill, asked.prompt_tokens, place.rank) as leg:
+        with self._leg(prefill, asked.prompt_tokens, place.rank) as (leg, part):
             leg.guard.limit(options.prefill_timeout_seconds, late)
-            url, headers = prefill.url + asked.route.value, self._headers_of(leg_id, place.rank)
+            url, headers = prefill.url + asked.route.value, self._headers_of(leg_id, part, place.rank)
             body = one_token_body(asked, KvTransferParams.for_prefill(transfer_id), leg_id)
             ahead, begun_seconds = prefill.tokens, time.monotonic()
             async with self._fleet.upstream.ask("POST", url, prefill.name, headers, body) as reply:
                 leg.heard()
-                said = await reply.body(MOST_PREFILL_ANSWER_BYTES)
+                with part.part("read"):
+                    said = await reply.body(MOST_PREFILL_ANSWER_BYTES)
             if place.rank is not None and reply.status == 400 and range_of(said, place.rank) is not None:
                 reason = f"prefill was restarted, and no longer has data-parallel rank {place.rank}"
                 raise LegFailed(RouterFailure.RESTARTED, prefill.name, reason)
@@ -288,10 +297,13 @@ class Journey:
         leg_id = self._leg_id()
         body = one_token_body(self._asked, params, leg_id)
         try:
-            with decode.leg(self._asked.prompt_tokens) as leg:
+            with (
+                self._record.trace.part("give back", server=decode.name) as part,
+                decode.leg(self._asked.prompt_tokens) as leg,
+            ):
                 leg.guard.limit(GIVE_BACK_SECONDS, late)
-                url = decode.url + self._asked.route.value
-                async with self._fleet.upstream.ask("POST", url, decode.name, self._headers_of(leg_id), body) as reply:
+                url, headers = decode.url + self._asked.route.value, self._headers_of(leg_id, part)
+                async with self._fleet.upstream.ask("POST", url, decode.name, headers, body) as reply:
                     await reply.body(MOST_PREFILL_ANSWER_BYTES)
         except LegFailed as failure:
             logger.debug("%s: prefill keeps what decode has refused until its lease ends: %s", decode.name, failure)
@@ -314,22 +326,26 @@ class Journey:
 
         leg_id = self._leg_id()
         counted = self._fleet.admission.at_decode(server, asked.prompt_tokens)
-        with counted, self._leg(server, asked.prompt_tokens + asked.max_tokens) as leg:
+        with counted, self._leg(server, asked.prompt_tokens + asked.max_tokens) as (leg, part):
+            self._answering = part
             if beside is not None:
                 beside.watch(leg.guard, self._out)
             body = decode_body(asked, params, leg_id)
-            await self._relay.run(server, leg, self._headers_of(leg_id), body, self._record, cached)
+            await self._relay.run(server, leg, self._headers_of(leg_id, part), body, self._record, cached)
         self._fleet.decoded(server, self._wanted)
 
     @contextmanager
-    def _leg(self, server: Instance, tokens: int, rank: int | None = None) -> Iterator[Leg]:
+    def _leg(self, server: Instance, tokens: int, rank: int | None = None) -> Iterator[tuple[Leg, Part]]:
         # Of a cancellation in the same tick as a failure only one is delivered, before Python 3.11.
         if not self._out.is_client_there:
             raise ClientLeft
         metrics, outcome, begun = self._fleet.metrics, "ok", time.perf_counter()
         try:
-            with server.leg(tokens, rank) as leg:
-                yield leg
+            with (
+                self._record.trace.part(server.role.value, server=server.name) as part,
+                server.leg(tokens, rank) as leg,
+            ):
+                yield leg, part
         except LegFailed as failure:
             outcome = failure.cause.value
             # In push, decode's leg may be ended by a failure of prefill, which must not count against decode.
@@ -368,8 +384,8 @@ class Journey:
                 prefill.name,
             )
 
-    def _headers_of(self, leg_id: str, rank: int | None = None) -> dict[str, str]:
-        headers = {"X-Request-Id": leg_id, **self._headers}
+    def _headers_of(self, leg_id: str, part: Part, rank: int | None = None) -> dict[str, str]:
+        headers = {"X-Request-Id": leg_id, **self._headers, **part.headers}
         return headers if rank is None else {**headers, RANK_HEADER: str(rank)}
 
     def _leg_id(self) -> str:
@@ -389,6 +405,10 @@ class Journey:
             Refusal: none came up in time.
             LegFailed: decode servers are up, but none fits this prefill server any more.
         """
+        with self._record.trace.part("queue", role=role.value):
+            return await self._chosen(role, beside, prefill, fits)
+
+    async def _chosen(self, role: Role, beside: Role | None, prefill: str, fits: Kind | None) -> Booking:
         while True:
             place = self._fleet.choose(role, self._wanted, self._tried, self._preferred, beside, fits)
             if place is not None:

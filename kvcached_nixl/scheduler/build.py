@@ -13,6 +13,7 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_request import Terms
+from kvcached_nixl.scheduler.timelines import Spans
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.side_channel_address import SideChannelAddress
 from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
@@ -50,6 +51,8 @@ class StockScheduler(Protocol):
     @property
     def reader(self) -> Reader: ...
     @property
+    def spans(self) -> Spans | None: ...
+    @property
     def extra_config(self) -> Mapping[str, Any]: ...
 
 
@@ -85,4 +88,4 @@ def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: C
     )
     own = RemotePrefill(stock.engine_id, *address.advertised, stock.tp_size)
     wake_address = WakeAddress(*address.local, secrets.token_hex(16))
-    return SchedulerFacade(own, secrets.token_hex(8), wake_address, terms, clock, stock.reader)
+    return SchedulerFacade(own, secrets.token_hex(8), wake_address, terms, clock, stock.reader, stock.spans)

@@ -22,11 +22,13 @@ from kvcached_nixl.scheduler.engine import BlockPool, Request
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempt, FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest, Terms, is_meant
+from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import is_nameable
 from kvcached_nixl.wire.params import FetchParams, asks, read_fetch
 from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, Step, UnneededOffer
+from kvcached_nixl.wire.timeline import State
 
 __all__ = ["DecodeFetches"]
 
@@ -42,9 +44,12 @@ class DecodeFetches:
             told.
     """
 
-    def __init__(self, terms: Terms, clock: Clock, attempts: FetchAttempts, failures: Failures) -> None:
+    def __init__(
+        self, terms: Terms, clock: Clock, attempts: FetchAttempts, failures: Failures, timelines: Timelines
+    ) -> None:
         self._terms = terms
         self._clock = clock
+        self._timelines = timelines
         self.attempts = attempts
         self._fetch_requests: dict[DecodeRequestId, FetchRequest] = {}
         # Timeouts start when the request arrives, whatever it waits for (rule R4).
@@ -106,11 +111,13 @@ class DecodeFetches:
                 self._pass_over(request, None, step)
             else:
                 self._fetch_requests[request_id] = FetchRequest(None, now, request.adapter, refused=error)
+                self._timelines.begin(request, State.DECODE_QUEUED)
             return
         if request.is_session:
             self._pass_over(request, fetch, step)
             return
         self._fetch_requests[request_id] = FetchRequest(fetch, now, request.adapter, request=request)
+        self._timelines.begin(request, State.DECODE_QUEUED)
         self._queued[request_id] = now + self._terms.allocation_seconds
         lease_seconds = self._terms.lease_seconds if fetch.manifest is None else fetch.manifest.lease_seconds
         if is_nameable(fetch.lease_name):
@@ -214,6 +221,7 @@ class DecodeFetches:
         assert fetch_request.fetch is not None
         fetch = fetch_request.fetch
         due_at_seconds = fetch_request.arrived_at_seconds + self._terms.timeout_seconds
+        self._timelines.enter(request_id, State.DECODE_REPORTING)
         step.fetches.append(
             FetchSpec(
                 self.attempts.start(request_id, fetch_request.adapter, due_at_seconds),
@@ -226,6 +234,7 @@ class DecodeFetches:
                 first_token,
                 fetch_request.end_token,
                 groups,
+                is_traced=bool(self._timelines.trace_of(request_id)),
             )
         )
 
@@ -294,6 +303,7 @@ class DecodeFetches:
             if attempt is not None:
                 step.unrenewed.append(attempt.request_id)
                 received.add(attempt.request_id)
+                self._timelines.arrived(attempt.request_id)
                 self._received[attempt.request_id] = attempt.adapter
         failed, self._failing = set(self._failing), {}
         aborted, self._aborted = self._aborted, set()
@@ -371,6 +381,7 @@ class DecodeFetches:
             self._ending.add(request_id)
 
     def _refuse(self, request_id: DecodeRequestId, failure: HandOverFailed) -> None:
+        self._timelines.failed(request_id, failure.cause)
         self._failures.not_received(request_id, failure, prefill_request_id=self._prefill_request_id(request_id))
 
     def _prefill_request_id(self, request_id: DecodeRequestId) -> str:
@@ -382,6 +393,7 @@ class DecodeFetches:
         """Ends the request's wait with a failure; its client is told with the next output."""
         self.attempts.stop_waiting(attempt)
         request_id = attempt.request_id
+        self._timelines.failed(request_id, failure.cause)
         self._failing[request_id] = failure
         fetch_request = self._fetch_requests.get(request_id)
         if fetch_request is not None:

@@ -65,6 +65,11 @@ class Request(Protocol):
         """Whether its prompt has placeholders for images, sounds, ... that did not come with the request."""
         ...
 
+    @property
+    def trace_headers(self) -> Mapping[str, str] | None:
+        """The W3C trace context as its client or router has sent it, unchecked. None without tracing."""
+        ...
+
     def digest(self, num_tokens: int) -> str:
         """Digest of its first ``num_tokens`` tokens (`wire.digest`)."""
         ...

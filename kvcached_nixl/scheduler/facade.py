@@ -34,6 +34,7 @@ from kvcached_nixl.scheduler.side_channel_listener import (
 )
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.scheduler.starvation import Starvation
+from kvcached_nixl.scheduler.timelines import Spans, Timelines
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.headroom import HEADROOM_IN_ANSWERS, Headroom, encode_headroom
@@ -51,6 +52,7 @@ from kvcached_nixl.wire.step import (
     take_claimed,
     take_spared,
 )
+from kvcached_nixl.wire.timeline import attempt_of
 
 __all__ = ["SchedulerFacade"]
 
@@ -72,13 +74,22 @@ class SchedulerFacade:
         incarnation: 16 hexadecimal digits, drawn when this engine starts, and again whenever its weights change.
         read: wraps vLLM's requests.
         wake_address: where the side channel listens for this engine's own workers, and the key that they send.
+        spans: makes spans of hand-overs; None if nothing is traced.
 
     Attributes:
         keeps_states: some layers keep a state, so prefill has to stop one token before the end of a prompt.
+        timelines: of the hand-overs.
     """
 
     def __init__(
-        self, own: RemotePrefill, incarnation: str, wake_address: WakeAddress, terms: Terms, clock: Clock, read: Reader
+        self,
+        own: RemotePrefill,
+        incarnation: str,
+        wake_address: WakeAddress,
+        terms: Terms,
+        clock: Clock,
+        read: Reader,
+        spans: Spans | None = None,
     ) -> None:
         self.own = own
         self.read = read
@@ -90,8 +101,9 @@ class SchedulerFacade:
         self._holds = Holds()
         self._failures = Failures()
         self._attempts = FetchAttempts(self._holds)
-        self._fetching = DecodeFetches(terms, clock, self._attempts, self._failures)
-        self._offering = PrefillOffers(own, incarnation, terms, clock, self._holds, self._failures)
+        self.timelines = Timelines(clock, spans, is_push=terms.mode.is_push)
+        self._fetching = DecodeFetches(terms, clock, self._attempts, self._failures, self.timelines)
+        self._offering = PrefillOffers(own, incarnation, terms, clock, self._holds, self._failures, self.timelines)
         self._step = self._new_step()
         self._gate = StartGate(clock, terms.allocation_seconds)
         # `PrefillOffers.is_left_waiting`, once it was looked up for the step being built.
@@ -427,6 +439,7 @@ class SchedulerFacade:
         progress = list(progress)
         self._fetching.progressed(one.request_id for one in progress)
         self._gate.turn(one.request_id for one in progress)
+        self.timelines.computed(one.request_id for one in progress)
         self._offering.scheduled(progress, self._bound(), self._step)
         self._offering.turn(self._step)
         self.relieve()
@@ -434,6 +447,7 @@ class SchedulerFacade:
         step, self._step = self._step, self._new_step()
         step.counts = {**self._failures.counts}
         self._failures.counts.clear()
+        step.lasted = self.timelines.take_lasted()
         if self.num_quarantined_blocks != self._reported_quarantine:
             step.quarantined_blocks = self._reported_quarantine = self.num_quarantined_blocks
         return step
@@ -472,6 +486,7 @@ class SchedulerFacade:
         """
         self._gate.gone([request.request_id])
         self._fetching.finished(request, self._bound(), self._step)
+        self.timelines.end(request.request_id)
         is_kept, params = self._offering.finished(request, is_whole, block_ids, self._bound(), self._step)
         if params is not None:
             said = self._headroom_in_answer()
@@ -489,6 +504,7 @@ class SchedulerFacade:
 
     def collect(self, reports: Reports) -> None:
         """Takes what all ranks have reported: replaces this package's ids and marks by the requests that they mean."""
+        self._take_timelines(reports)
         if self._offering.spared(take_spared(reports.invalid)):
             # Others may give way instead.
             self._look_at_seconds = 0.0
@@ -511,6 +527,20 @@ class SchedulerFacade:
             self._pressure.eased()
         reports.sent |= self._offering.let_go(blocks)
         self.freshen()
+
+    def _take_timelines(self, reports: Reports) -> None:
+        found, others = [], []
+        for one in reports.timelines:
+            attempt = self._attempts.find_waiting(number) if (number := attempt_of(one)) else None
+            if number and attempt is None:
+                others.append(one)
+            else:
+                found.append(("" if attempt is None else attempt.request_id, one))
+        if found:
+            self.timelines.take(found)
+            # They came with statistics, which take these along.
+            reports.lasted += self.timelines.take_lasted()
+        reports.timelines = others
 
     def freshen(self) -> None:
         """Clears the prefix cache if it may hold KV of other weights and none of its blocks is in use."""

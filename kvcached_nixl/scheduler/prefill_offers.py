@@ -21,11 +21,13 @@ from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_request import Terms, is_meant
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill, asks, prefill_params, read_offer
 from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Step
+from kvcached_nixl.wire.timeline import State
 
 __all__ = ["PrefillOffers"]
 
@@ -111,7 +113,14 @@ class PrefillOffers:
     """
 
     def __init__(
-        self, own: RemotePrefill, incarnation: str, terms: Terms, clock: Clock, holds: Holds, failures: Failures
+        self,
+        own: RemotePrefill,
+        incarnation: str,
+        terms: Terms,
+        clock: Clock,
+        holds: Holds,
+        failures: Failures,
+        timelines: Timelines,
     ) -> None:
         self._own = own
         self.incarnation = incarnation
@@ -136,6 +145,7 @@ class PrefillOffers:
         self._for_others: set[PrefillRequestId] = set()
         self._draining: set[int] = set()
         self._failures = failures
+        self._timelines = timelines
         self.is_read_early = terms.mode.is_push
 
     @property
@@ -304,6 +314,7 @@ class PrefillOffers:
         sending = _Sending(request, name, request.digest(num_tokens), num_tokens)
         sending.is_streamed = not self._terms.groups.have_windows
         self._sending[request_id] = sending
+        self._timelines.begin(request, State.PREFILL_QUEUED)
         if self._terms.mode.is_push:
             # Decode's registration may arrive first: tell the workers that there is such a request.
             self._offer(request_id, sending, step)
@@ -433,6 +444,7 @@ class PrefillOffers:
         self, request_id: PrefillRequestId, sending: _Sending, one: Progress, blocks: BlockPool, step: Step
     ) -> None:
         is_done = sending.manifest is not None and not one.replaces and one.num_computed_tokens >= sending.num_tokens
+        self._timelines.enter(request_id, State.PREFILL_COMPUTING)
         if is_done and self._terms.groups.have_states:
             reason = "its states are about to be overwritten by those of later tokens"
             self._withdraw(request_id, sending, Revocation(RevocationCause.STATES, reason), step)
@@ -508,5 +520,6 @@ class PrefillOffers:
                 sending.ready_tokens,
                 sending.manifest,
                 is_held,
+                self._timelines.trace_of(request_id),
             )
         )

@@ -22,6 +22,7 @@ from kvcached_nixl.compat.locate import (
     REQUEST_STATE,
 )
 from kvcached_nixl.compat.series import BEYOND_KVCACHED
+from kvcached_nixl.compat.tracing import add_server_spans
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
 
@@ -195,6 +196,25 @@ def make_request_output(call: Call) -> Any:
     return call.proceed()
 
 
+DO_TRACING = Patch(
+    target=OUTPUT_PROCESSOR,
+    attribute="do_tracing",
+    process="frontend",
+    parameters=("self", "engine_core_output", "req_state", "iteration_stats"),
+    needs="pull",
+    why="a trace would not say how long the API server had a request, and its first token.",
+    upstream="vllm/v1/engine/output_processor.py: do_tracing makes one span of a whole request",
+    remove_when="vLLM's own spans say when a request has entered its engine, and when its first token was there",
+)
+
+
+@DO_TRACING.around
+def do_tracing(call: Call) -> None:
+    """Called where requests are traced only, once a request has ended."""
+    call.proceed()
+    add_server_spans(call.argument("engine_core_output"), call.argument("req_state"))
+
+
 _OTHER_MEDIA = "two servers would identify different images, sounds, ... as equal, or equal ones as different."
 
 PROCESS_MM_UUIDS = Patch(
@@ -244,6 +264,7 @@ SEAMS = (
     update_stats_from_finished,
     from_new_request,
     make_request_output,
+    do_tracing,
     process_mm_uuids,
     model_id,
 )

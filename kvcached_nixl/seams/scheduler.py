@@ -13,6 +13,7 @@ from kvcached_nixl.compat.actions.changing import identify_if_due
 from kvcached_nixl.compat.actions.engine import (
     bound_sides,
     let_load_fail,
+    note_tokens,
     remember,
     reports_of,
     tell_finished,
@@ -127,6 +128,7 @@ def update_from_output(call: Call) -> Any:
     outputs = with_refused(with_ended(call.instance, outputs, ending), refused)
     for side in bound_sides(call.instance):
         outputs = with_told(outputs, side.take_told())
+    note_tokens(bound_sides(call.instance), outputs)
     note_step(call.instance, call.argument("scheduler_output"), reports, outputs)
     return outputs
 

@@ -23,6 +23,7 @@ from kvcached_nixl.ids import DecodeRequestId, LogicalBlock, PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.timeline import Lasted, Reported
 
 __all__ = [
     "FAILING",
@@ -131,12 +132,16 @@ class Reports:
         received: requests that no longer wait; `finished_attempt_id` strings among them.
         invalid: block ids that hold no valid KV; `failed_mark` numbers among them.
         reasons: failed attempt -> reason, from the first rank that saw the failure.
+        timelines: of hand-overs that have ended on a rank.
+        lasted: set by `SchedulerFacade.collect`, for the metrics.
     """
 
     sent: set[str]
     received: set[str]
     invalid: set[int]
     reasons: dict[int, str] = field(default_factory=dict)
+    timelines: list[Reported] = field(default_factory=list)
+    lasted: list[Lasted] = field(default_factory=list)
 
 
 class FetchSpec(msgspec.Struct):
@@ -147,6 +152,7 @@ class FetchSpec(msgspec.Struct):
         name: as in `params.FetchParams`.
         digest: of the first ``num_tokens`` tokens; decode may fetch one less and compute the last one itself.
         groups: the blocks to fill, per KV-cache group; each range ends at ``end_token``.
+        is_traced: its timeline is to have each chunk that is moved.
     """
 
     attempt: int
@@ -159,6 +165,7 @@ class FetchSpec(msgspec.Struct):
     first_token: int
     end_token: int
     groups: tuple[BlockRange, ...]
+    is_traced: bool = False
 
 
 class UnneededOffer(msgspec.Struct):
@@ -195,6 +202,7 @@ class OfferUpdate(msgspec.Struct):
         manifest: set when the whole prompt is computed.
         is_held: workers may read the blocks before the request has ended: if it loses them, they are held until no rank
             reads them.
+        trace: that it belongs to; comes back with the offer's timeline. "" if it is not traced.
     """
 
     request_id: PrefillRequestId
@@ -205,6 +213,7 @@ class OfferUpdate(msgspec.Struct):
     ready_tokens: int
     manifest: Manifest | None
     is_held: bool = False
+    trace: str = ""
 
 
 class Revocation(msgspec.Struct, frozen=True):
@@ -254,6 +263,7 @@ class Step(msgspec.Struct):
             once if it has already.
         counts: failures for the metrics, by `FailureCause`.
         quarantined_blocks: blocks held for transfers that may be in flight; None if the number has not changed.
+        lasted: times in states of hand-overs, for the metrics.
         is_idle: the step computes no request.
     """
 
@@ -275,6 +285,7 @@ class Step(msgspec.Struct):
     offered: list[OfferUpdate] = msgspec.field(default_factory=list)
     counts: dict[int, int] = msgspec.field(default_factory=dict)
     quarantined_blocks: int | None = None
+    lasted: list[Lasted] = msgspec.field(default_factory=list)
     is_idle: bool = True
 
     @property

@@ -272,8 +272,8 @@ def assemble(
     )
     routes = PeerRoutes(local)
     buffers = TokenBuffers(tokens[BUCKETS:])
-    context = WorkerContext(local, transport, peers, transfer_queue, routes, buffers, checksums, host, staging)
-    receiver = Receiver(context, clock, mode, gates, outcomes.failed, outcomes.finished, outcomes.moved)
+    context = WorkerContext(clock, local, transport, peers, transfer_queue, routes, buffers, checksums, host, staging)
+    receiver = Receiver(context, clock, mode, gates, outcomes.failed, outcomes.finished, outcomes.moved, outcomes.timed)
     table = TokenTable(tokens[:BUCKETS])
     registry = OfferRegistry(
         context,
@@ -289,6 +289,7 @@ def assemble(
         moved=outcomes.moved,
         revoked=outcomes.revoked,
         claimed=outcomes.claimed,
+        timed=outcomes.timed,
     )
     peers.listen(_Roles(routes, receiver, registry, gate_connections))
 

@@ -26,6 +26,7 @@ from kvcached_nixl.wire.step import (
     idle_hold_id,
     spared_mark,
 )
+from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.staging.slots import SlabUse
 from kvcached_nixl.worker.thread_messages import (
     AwaitClaim,
@@ -78,6 +79,8 @@ class WorkerCounters:
         moved_bytes: of KV, also for hand-overs that fail; None if none were moved.
         slab: this rank, and the use of its slab; None if that has not changed.
         slab_waits: how often a hand-over has begun to wait for slots.
+        timelines: of hand-overs that have ended on this rank, for the scheduler.
+        lasted: times in states of hand-overs; from the scheduler, reported by rank 0.
     """
 
     moved: list[tuple[int, int, float]] = field(default_factory=list)
@@ -90,6 +93,8 @@ class WorkerCounters:
     moved_bytes: int | None = None
     slab: tuple[int, SlabUse] | None = None
     slab_waits: int = 0
+    timelines: list[Reported] = field(default_factory=list)
+    lasted: list[Lasted] = field(default_factory=list)
 
 
 class WorkerFacade:
@@ -174,6 +179,7 @@ class WorkerFacade:
         self._step = step
         if not self._local.tp_rank:
             self._counted.failures.update(step.counts)
+            self._counted.lasted += step.lasted
             if step.quarantined_blocks is not None:
                 self._counted.quarantined_blocks = step.quarantined_blocks
         self.thread.engine_computes = not step.is_idle
@@ -239,6 +245,7 @@ class WorkerFacade:
         if outcome.slab is not None:
             self._counted.slab = self._local.tp_rank, outcome.slab
             self._counted.slab_waits += outcome.slab_waits
+        self._counted.timelines += outcome.timelines
         if not self._local.tp_rank:
             self._counted.revoked.update(outcome.revoked)
         sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}

@@ -9,6 +9,7 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import HandOverFailed, RevocationCause
 from kvcached_nixl.wire.step import FetchSpec
+from kvcached_nixl.wire.timeline import Reported
 from kvcached_nixl.worker.staging.slots import SlabUse
 from kvcached_nixl.worker.thread_messages import Failed, Outcome
 from kvcached_nixl.worker.transfer.tally import TransferTally
@@ -59,6 +60,16 @@ class OutcomeQueue:
         """A hand-over has succeeded whose bytes this rank has moved."""
         with self._lock:
             self._outcome.moved.append((tally.num_bytes, tally.descriptors, tally.seconds))
+
+    def timed(self, timeline: Reported) -> None:
+        """A hand-over has ended on this rank: its timeline, before its end is reported.
+
+        An offer that is traced wakes the engine: where KV is staged, its blocks were given back long before.
+        """
+        with self._lock:
+            self._outcome.timelines.append(timeline)
+            if timeline[1]:
+                self._has_news()
 
     def revoked(self, cause: RevocationCause) -> None:
         with self._lock:

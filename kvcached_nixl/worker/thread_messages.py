@@ -17,6 +17,7 @@ from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, Revocation, UnneededOffer, WakeAddress
+from kvcached_nixl.wire.timeline import Reported
 from kvcached_nixl.worker.staging.slots import SlabUse
 
 __all__ = [
@@ -180,6 +181,7 @@ class Outcome:
         moved_bytes: of KV that this rank's transfers have moved, also for hand-overs that fail.
         slab: its use now; None if it has not changed, or there is none.
         slab_waits: how often a hand-over has begun to wait for slots.
+        timelines: of hand-overs that have ended on this rank.
     """
 
     finished: set[int] = field(default_factory=set)
@@ -194,3 +196,4 @@ class Outcome:
     moved_bytes: int = 0
     slab: SlabUse | None = None
     slab_waits: int = 0
+    timelines: list[Reported] = field(default_factory=list)

@@ -26,6 +26,7 @@ from kvcached_nixl.proxy.failure import RouterFailure
 from kvcached_nixl.proxy.options import add_arguments
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.timeline import State
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
@@ -226,6 +227,12 @@ def test_every_metric_of_an_engine_has_a_row() -> None:
     assert {name for name in documented if name.startswith("kvcached_nixl")} == engine_metrics()
 
 
+def test_every_state_of_a_hand_over_is_defined() -> None:
+    """And no other one is."""
+    documented = pages.rows(pages.section(page("metrics.md"), "States of a hand-over"))
+    assert [name for name in documented if name in {state.label for state in State}] == [state.label for state in State]
+
+
 def test_every_metric_of_the_router_has_a_row_with_its_type() -> None:
     """As /metrics has them. And no other one is there."""
     pytest.importorskip("prometheus_client", reason="the router's metrics need it")
@@ -241,7 +248,6 @@ YET_TO_COME = {
     f"kvcached_nixl:{one}"
     for one in (
         *("mapped_bytes", "moved_bytes", "waiting_fetches", "oldest_fetch_seconds", "slab_used_slots", "slab_waiting"),
-        "handover_state_seconds",
     )
 }
 """What `top` shows where an engine has it."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.compat.tracing import traceparent_of
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import Ranges, TransferState
@@ -21,6 +22,7 @@ from kvcached_nixl.transport.memory import GATE, MemoryTransport, Network, Poste
 from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.messages import Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.timeline import Timeline
 from kvcached_nixl.worker.staging.slots import Use
 from support.flow_engine import Engine, Kind, Request, Status, Worker
 from support.flow_memory import Shape
@@ -128,6 +130,19 @@ class Question:
     future: Future[tuple[str, bytes]] = field(default_factory=Future)
 
 
+class KeptSpans:
+    """In place of `compat.tracing.EngineSpans`: keeps the timelines."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[str, Timeline, dict[str, str]]] = []
+
+    def trace_of(self, request: Any) -> str:
+        return traceparent_of(request.trace_headers)
+
+    def add(self, trace: str, timeline: Timeline, attributes: dict[str, str]) -> None:
+        self.kept.append((trace, timeline, attributes))
+
+
 class Cluster:
     """Engines, their network and their clock. See the module docstring.
 
@@ -136,11 +151,13 @@ class Cluster:
         alive: engines that run. Those in ``frozen`` are stopped and send nothing.
         sharing: host names that stand for one host.
         questions: handshakes in flight.
+        spans: of all engines; None where nothing is traced.
     """
 
-    def __init__(self, mode: TransferMode, verify_fraction: float = 0.0) -> None:
+    def __init__(self, mode: TransferMode, verify_fraction: float = 0.0, *, is_traced: bool = False) -> None:
         self.settings = Settings(mode, LEASE_SECONDS, TIMEOUT_SECONDS, verify_fraction=verify_fraction)
         self.clock, self.wire = ManualClock(1000.0), Wire()
+        self.spans = KeptSpans() if is_traced else None
         self.wire.cluster = self
         self.listening: dict[tuple[str, int], Engine] = {}
         self.alive: list[Engine] = []
@@ -346,11 +363,13 @@ def _takings(worker: Worker, ranges: Ranges) -> dict[int, int]:
 def left_on(engine: Engine) -> Iterator[str]:
     """Yields everything that an engine still holds."""
     pool, handover = engine.pool, engine.handover
-    yield from leftovers(engine, but=("answers", "attempts", "workers", "failures", "revoked"))
+    yield from leftovers(engine, but=("answers", "attempts", "workers", "failures", "revoked", "lasted"))
     yield from (f"engine: {counts}" for counts in engine.reported if counts)
     if len(pool.free) != pool.shape.num_blocks - 1 or any(pool.holders) or pool.tables:
         yield f"blocks: {[(block, held) for block, held in enumerate(pool.holders) if held]}"
     yield from leftovers(handover, but=("_weights",))
+    # What was measured last is told to the workers with the next step, which may never come.
+    yield from leftovers(handover.timelines, but=("lasted",))
     yield from (f"hold {number}: {blocks}" for number, blocks in holds_of(handover).items())
     yield from leftovers(fetching_of(handover), fetching_of(handover).attempts, offering_of(handover))
     if handover.pending or handover.num_held_blocks or handover.num_quarantined_blocks or engine.quarantined:
@@ -364,7 +383,7 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
     yield from leftovers(thread, worker.receiver, worker.registry, renewals_of(thread))
     yield from leftovers(context, context.transfer_queue, context.checksums, worker.awaiting_checksum)
     # Transferred bytes are reported with the next step, which may never come.
-    yield from leftovers(outcome_of(thread), but=("moved", "expired"))
+    yield from leftovers(outcome_of(thread), but=("moved", "expired", "timelines"))
     if writer.num_final or context.transfer_queue.num_bytes:
         yield f"posting counts {writer.num_final} {context.transfer_queue.num_bytes}"
     if len(free_buffers_of(context.token_buffers)) != worker.engine.kind.token_buffers:

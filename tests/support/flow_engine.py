@@ -27,6 +27,7 @@ from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.step import FAILING, Reports, Step, WakeAddress
+from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.build import assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_gates import WriteGates
@@ -120,6 +121,7 @@ class Request:
     adapter: int = 0
     num_media: int = 0
     lacks_media: bool = False
+    trace_headers: Mapping[str, str] | None = None
     sequence: Sequence64 = field(init=False)
 
     def __post_init__(self) -> None:
@@ -377,11 +379,12 @@ class Output:
     received: list[set[str]] = field(default_factory=list)
     invalid: set[int] = field(default_factory=set)
     reasons: dict[int, str] = field(default_factory=dict)
+    timelines: list[Reported] = field(default_factory=list)
 
     @property
     def tells(self) -> bool:
         """Whether handling this output changes any state."""
-        return bool(self.scheduled or self.invalid or any(self.sent) or any(self.received))
+        return bool(self.scheduled or self.invalid or any(self.sent) or any(self.received) or self.timelines)
 
 
 class Listening:
@@ -422,7 +425,13 @@ class Engine:
         )
         number = cluster.next_number()
         self.handover = SchedulerFacade(
-            own, f"{number:016x}", WakeAddress("127.0.0.1", 1, f"{number:032x}"), terms, cluster.clock, Reads()
+            own,
+            f"{number:016x}",
+            WakeAddress("127.0.0.1", 1, f"{number:032x}"),
+            terms,
+            cluster.clock,
+            Reads(),
+            cluster.spans,
         )
         self.workers = [Worker(self, rank) for rank in range(shape.tp_size)]
         self.pool = Pool(
@@ -439,6 +448,7 @@ class Engine:
         self.outputs: deque[Output] = deque()
         self.failures: Counter[int] = Counter()
         self.revoked: Counter[int] = Counter()
+        self.lasted: list[Lasted] = []
         self.quarantined = 0
         self._finished_ids = self._has_scheduled = False
         self.finished_receiving: set[str] = set()
@@ -630,6 +640,8 @@ class Engine:
             output.received.append(ended.received)
             output.invalid |= side.take_marks()
             counted = side.take_counted()
+            output.timelines += counted.timelines
+            self.lasted += counted.lasted
             self.failures += counted.failures
             self.revoked += counted.revoked
             for attempt, reason in counted.reasons:
@@ -685,8 +697,10 @@ class Engine:
             self._sum_up(self.reported[1], output.received),
             set(output.invalid),
             output.reasons,
+            output.timelines,
         )
         self.handover.collect(reports)
+        self.lasted += reports.lasted
         starved = self.handover.take_ending()
         assert reports.invalid <= {FAILING}
         sent = {name for name in reports.sent if name in self.requests}
@@ -753,6 +767,7 @@ class Engine:
             return
         request.placeholders -= not is_stale
         request.num_tokens += 1
+        self.handover.timelines.answered([request.request_id])
         if request.is_over:
             self._unqueue(request)
             request.status = Status.STOPPED

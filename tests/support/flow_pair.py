@@ -37,8 +37,9 @@ class Pair:
         decode: Kind | None = None,
         *,
         verify_fraction: float = 0.0,
+        is_traced: bool = False,
     ) -> None:
-        self.cluster = Cluster(mode, verify_fraction)
+        self.cluster = Cluster(mode, verify_fraction, is_traced=is_traced)
         self.wire, self.clock = self.cluster.wire, self.cluster.clock
         self.prefill = self.cluster.engine("p", prefill)
         self.decode = self.cluster.engine("d", decode)

@@ -67,6 +67,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "zmq": ("transport/side_channel.py",),
     "psutil": ("this_host.py",),
     "aiohttp": ("proxy", "cli/top/scrape.py"),
+    "opentelemetry": ("proxy/tracing.py",),
     "anyio": ("proxy",),
     "prometheus_client": ("proxy", "compat/metrics.py", "cli/top/look.py"),
     "rich": ("hostvmm", "cli/top/screen.py", "cli/top/command.py"),

@@ -299,6 +299,7 @@ class Local:
         self.host = KnownHost()
         self.gates = WriteGates(lambda: self.network.open_gate("local"), self.awaiting_checksum, self.clock)
         self.side = WorkerContext(
+            self.clock,
             place,
             self.transport,
             self.peers,

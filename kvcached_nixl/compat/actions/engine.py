@@ -17,7 +17,7 @@ from typing import Any
 
 from kvcached_nixl.compat.actions.engine_name import wants_of
 from kvcached_nixl.compat.attached_state import side_of, sides
-from kvcached_nixl.compat.metrics import take_reasons
+from kvcached_nixl.compat.metrics import add_lasted, take_reasons, take_timelines
 from kvcached_nixl.compat.platform import device_name
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.compat.versions import installed_row
@@ -374,7 +374,8 @@ def reports_of(model_runner_output: Any) -> Reports:
     if found is None:
         return Reports(set(), set(), set())
     sent, received = set(found.finished_sending or ()), set(found.finished_recving or ())
-    return Reports(sent, received, set(found.invalid_block_ids), take_reasons(found.kv_connector_stats))
+    stats = found.kv_connector_stats
+    return Reports(sent, received, set(found.invalid_block_ids), take_reasons(stats), take_timelines(stats))
 
 
 def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Reports) -> Any:
@@ -382,6 +383,8 @@ def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Repor
     from vllm.v1.outputs import KVConnectorOutput
 
     before = model_runner_output.kv_connector_output
+    if before is not None:
+        add_lasted(before.kv_connector_stats, reports.lasted)
     if before is None and not (reports.sent or reports.received or reports.invalid):
         return model_runner_output
     requests = private(engine_scheduler, "requests")
@@ -460,6 +463,14 @@ def with_told(outputs: Any, told: dict[str, str]) -> Any:
             if output.stop_reason is None and output.finish_reason is not None and output.finish_reason.name == "ERROR":
                 output.stop_reason = told.get(output.request_id)
     return outputs
+
+
+def note_tokens(found: Iterable[Any], outputs: Any) -> None:
+    """Tell these facades which requests have got tokens, if a hand-over ends with that."""
+    for side in found:
+        if side.timelines.awaits_tokens:
+            told = (one for of_client in outputs.values() for one in of_client.outputs)
+            side.timelines.answered(one.request_id for one in told if one.new_token_ids)
 
 
 def remember(core: Any) -> None:

@@ -20,10 +20,12 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from kvcached_nixl.clock import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import FetchSpec
+from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.decode.staging_window import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.tally import TransferTally
@@ -67,15 +69,22 @@ class Attempt:
         failed: why it failed; None as long as it has not.
         staging_window: the slots its KV arrives in; None until a rank of prefill is to be told of them.
         tally: of its READs.
+        timeline: its state is that of the part that is furthest behind.
     """
 
-    def __init__(self, spec: FetchSpec, blocks: tuple[KernelBlocks, ...], changed: Callable[[Attempt], None]) -> None:
+    def __init__(
+        self, spec: FetchSpec, blocks: tuple[KernelBlocks, ...], clock: Clock, changed: Callable[[Attempt], None]
+    ) -> None:
         self.spec = spec
         self.blocks = blocks
         self.parts: list[Part] = []
         self.failed: HandOverFailed | None = None
         self.staging_window: StagingWindow | None = None
-        self.tally = TransferTally()
+        self.timeline = Timeline()
+        self.timeline.enter(State.DECODE_ALLOCATED, clock.now_seconds())
+        self.tally = TransferTally(timeline=self.timeline if spec.is_traced else None)
+        self._clock = clock
+        self._states: dict[Peer, State] = {}
         self._changed = changed
 
     @property
@@ -86,6 +95,12 @@ class Attempt:
     def is_finished(self) -> bool:
         """Whether nothing of the attempt is in flight any more, and nothing will be."""
         return all(part.is_idle for part in self.parts)
+
+    def reached(self, part: Part, state: State) -> None:
+        """A part is in this state from now on."""
+        self._states[part.address] = state
+        behind = min(self._states.get(one.address, State.DECODE_ALLOCATED) for one in self.parts)
+        self.timeline.enter(behind, self._clock.now_seconds())
 
     def fail(self, cause: HandOverFailed) -> None:
         """Fail the attempt and stop its parts. Only the first failure is kept."""

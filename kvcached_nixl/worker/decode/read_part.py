@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Peer, Reading, Release, encode
+from kvcached_nixl.wire.timeline import State
 from kvcached_nixl.worker.decode.attempt import Attempt
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
@@ -46,6 +47,7 @@ class ReadPart:
         self._is_stopping = False
 
     def begin(self) -> None:
+        self._attempt.reached(self, State.DECODE_HANDSHAKE)
         self._context.meet(self.address, self._manifest.incarnation, self._connected, self._fail)
 
     def stop(self) -> None:
@@ -83,6 +85,7 @@ class ReadPart:
         context.peers.send(self.address, encode(Reading(manifest.request_id, context.local.tp_rank)))
         ended = context.contained(self._read, self._fail)
         self._job = TransferJob("READ", known.agent, found.local, found.remote, ended, tally=self._attempt.tally)
+        self._attempt.reached(self, State.DECODE_MOVING)
         context.transfer_queue.submit(self._job)
 
     def _read(self, failed: str) -> None:
@@ -100,6 +103,7 @@ class ReadPart:
         assert known is not None
         if self._is_stopping:
             return
+        self._attempt.reached(self, State.DECODE_VERIFYING)
         self._buffer = context.token_buffers.take()
         if self._buffer is None:
             context.waiting_for_buffer.append(self._look)

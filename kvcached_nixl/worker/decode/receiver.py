@@ -16,6 +16,7 @@ from kvcached_nixl.transport.base import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Release, StagingRequest, Stopped, Written, encode
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
+from kvcached_nixl.wire.timeline import Reported
 from kvcached_nixl.worker.decode.active_writers import ActiveWriters
 from kvcached_nixl.worker.decode.attempt import Attempt
 from kvcached_nixl.worker.decode.read_part import ReadPart
@@ -40,6 +41,8 @@ class Receiver:
         failed: called once for each attempt that fails.
         finished: called once for each attempt, when nothing of it is in flight any more.
         moved: called for each attempt that has received its KV by READs.
+        timed: called with the timeline of each attempt, when it has failed or has its KV; before ``failed`` or
+            ``finished``.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Receiver:
         failed: Callable[[FetchSpec, HandOverFailed], None],
         finished: Callable[[FetchSpec], None],
         moved: Callable[[TransferTally], None],
+        timed: Callable[[Reported], None],
     ) -> None:
         self._context = context
         self._clock = clock
@@ -59,6 +63,7 @@ class Receiver:
         self._failed = failed
         self._finished = finished
         self._moved = moved
+        self._timed = timed
         self._attempts: dict[int, Attempt] = {}
         self._reported: set[int] = set()
         self._asked_again = Deadlines[int]()
@@ -85,7 +90,8 @@ class Receiver:
         """Create an attempt: a request was given blocks. Nothing is moved before `begin`."""
         local = self._context.local
         is_whole = len(spec.groups) == len(local.groups)
-        attempt = Attempt(spec, kernel_blocks_of(spec.groups, local.groups) if is_whole else (), self._changed)
+        blocks = kernel_blocks_of(spec.groups, local.groups) if is_whole else ()
+        attempt = Attempt(spec, blocks, self._clock, self._changed)
         self._attempts[spec.attempt] = attempt
         if not is_whole:
             reason = f"found blocks of {len(spec.groups)} KV-cache groups; expected {len(local.groups)}"
@@ -240,6 +246,7 @@ class Receiver:
             self._reported.add(number)
             self._asked_again[number] = self._clock.now_seconds() + REPEAT_SECONDS
             self._writers.failed(number)
+            self._report(attempt)
             self._failed(attempt.spec, attempt.failed)
         if attempt.is_finished:
             del self._attempts[number]
@@ -247,12 +254,18 @@ class Receiver:
             self._asked_again.pop(number, None)
             self._unanswered.discard(number)
             self._writers.finished(attempt)
-            if attempt.failed is None and attempt.tally.num_bytes:
-                self._moved(attempt.tally)
+            if attempt.failed is None:
+                self._report(attempt)
+                if attempt.tally.num_bytes:
+                    self._moved(attempt.tally)
             self._finished(attempt.spec)
             unneeded = self._unneeded.pop(number, None)
             if unneeded is not None:
                 self.release(unneeded)
+
+    def _report(self, attempt: Attempt) -> None:
+        attempt.timeline.end(self._clock.now_seconds())
+        self._timed(attempt.timeline.reported(attempt.number))
 
     def _uses(self, prefill_request_id: str) -> bool:
         """Whether an attempt needs an offer. A router may have sent the same parameters again."""

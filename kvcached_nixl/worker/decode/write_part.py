@@ -30,6 +30,7 @@ from kvcached_nixl.wire.messages import (
     Written,
     encode,
 )
+from kvcached_nixl.wire.timeline import State
 from kvcached_nixl.worker.decode.arrived_writes import ArrivedWrites
 from kvcached_nixl.worker.decode.attempt import Attempt
 from kvcached_nixl.worker.decode.checksum_check import compare
@@ -113,6 +114,7 @@ class WritePart:
         return self._access is Access.MAY_WRITE and not self._is_read
 
     def begin(self) -> None:
+        self._reached(State.DECODE_HANDSHAKE)
         manifest = self._attempt.spec.manifest
         incarnation = "" if manifest is None else manifest.incarnation
         self._context.meet(self.address, incarnation, self._connected, self._fail)
@@ -185,6 +187,10 @@ class WritePart:
         except ValueError as error:
             self._fail(HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.tp_rank} of prefill {error}"))
             return
+        self._reached(State.DECODE_MOVING)
+        if self._attempt.spec.is_traced:
+            # How many bytes it was is known to the writer only.
+            self._attempt.timeline.moved(0, self._context.clock.now_seconds())
         if message.manifest is not None:
             misfit = self._misfit(message.manifest)
             if misfit is not None:
@@ -199,7 +205,9 @@ class WritePart:
         if self.is_idle or self._comparison is Comparison.RUNNING or not self._arrived.is_complete:
             return
         if self._access is not Access.HAS_STOPPED and self._is_wanted and not self._is_filled:
+            self._reached(State.DECODE_COPYING)
             return
+        self._reached(State.DECODE_VERIFYING)
         attempt, context, known = self._attempt, self._context, self._known
         if self._comparison is Comparison.DUE and self._is_wanted and context.checksums.are_compared(attempt.number):
             assert known is not None
@@ -332,6 +340,11 @@ class WritePart:
             return
         self.agent = known.agent
         self._access = Access.MAY_WRITE
+        self._reached(State.DECODE_WAITING)
+
+    def _reached(self, state: State) -> None:
+        # What was read already is only compared.
+        self._attempt.reached(self, State.DECODE_VERIFYING if self._is_read else state)
 
     def _enter(self, known: ConnectedPeer) -> bytes:
         """Joins a gate. Returns the NIXL metadata of the agent that the peer has to write through."""

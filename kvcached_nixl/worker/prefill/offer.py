@@ -18,6 +18,7 @@ from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Registration, StagingGrant
 from kvcached_nixl.wire.step import OfferUpdate
+from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
 from kvcached_nixl.worker.transfer.tally import TransferTally
@@ -90,6 +91,7 @@ class Offer:
         draining: holds of earlier preemptions, whose blocks may still be read.
         write_tasks: registrations that are served from it.
         claim: number to report when decode registers for it; 0 for none.
+        timeline: from the end of its request on. What is written before that is written while prefill computes.
     """
 
     update: OfferUpdate
@@ -105,6 +107,7 @@ class Offer:
     draining: list[int] = field(default_factory=list)
     write_tasks: dict[WriteKey, WriteTask] = field(default_factory=dict)
     claim: int = 0
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def request_id(self) -> PrefillRequestId:
@@ -134,6 +137,20 @@ class Offer:
     def first_tokens(self) -> list[int]:
         """Per KV-cache group, the first token that it has: those that have left its sliding window are not kept."""
         return [blocks.first_token for blocks in self.blocks]
+
+    def follow(self, now_seconds: float, *, is_copied: bool) -> None:
+        """Note in what state it is now. ``is_copied``: its blocks are being copied into a slab."""
+        if not self.finished or (self.is_satisfied and self.timeline.marks):
+            return
+        tasks, state = self.write_tasks.values(), State.PREFILL_OFFERED
+        # Of a push everything may have been written before prefill's request has ended.
+        if self.is_satisfied or self.readers - self.settled or any(task.known is not None for task in tasks):
+            state = State.PREFILL_SENDING
+        elif tasks:
+            state = State.PREFILL_HANDSHAKE
+        elif is_copied:
+            state = State.PREFILL_COPYING
+        self.timeline.enter(state, now_seconds)
 
     def lose_blocks(self) -> None:
         """The request was preempted: it has no blocks and no computed tokens any more."""

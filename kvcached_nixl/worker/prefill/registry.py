@@ -24,6 +24,7 @@ from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.lease import INTERVAL
 from kvcached_nixl.wire.messages import Reading, Registration, Release, StagingGrant, Withdrawal
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
+from kvcached_nixl.wire.timeline import Reported
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
 from kvcached_nixl.worker.prefill.matching import OfferMatcher
 from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
@@ -59,6 +60,7 @@ class OfferRegistry:
         moved: called for each registration whose tokens were all written, if by WRITEs of this rank.
         revoked: called for each offer that is taken back.
         claimed: called with the number of `await_claim`.
+        timed: called with the timeline of each offer that ends, before ``done``; on rank 0 only.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class OfferRegistry:
         moved: Callable[[TransferTally], None],
         revoked: Callable[[RevocationCause], None],
         claimed: Callable[[int], None],
+        timed: Callable[[Reported], None],
     ) -> None:
         self._context = context
         self._clock = clock
@@ -89,6 +92,7 @@ class OfferRegistry:
         self._claimed = claimed
         # Whether the last registration came without the request's id, and so without prefill's answer.
         self._is_asked_at_once = False
+        self._timed = timed
         self._matcher = OfferMatcher(clock, remembered_seconds=lease_seconds, unmatched_seconds=unmatched_seconds)
         self._write_tasks: dict[WriteKey, WriteTask] = {}
         self._of_agent: dict[str, dict[WriteKey, WriteTask]] = {}
@@ -255,6 +259,7 @@ class OfferRegistry:
             if offer is not None:
                 offer.readers.add(message.tp_rank)
                 self._wanted(offer)
+                self._writer.follow(offer)
         else:
             self._release(message)
 
@@ -338,6 +343,7 @@ class OfferRegistry:
                 self._matcher.wait(task)
         if task.offer is not None:
             self._claim(task.offer)
+            self._writer.follow(task.offer)
         self._writer.connect(task)
 
     def _withdraw(self, agent: str, message: Withdrawal) -> None:
@@ -389,6 +395,7 @@ class OfferRegistry:
 
     def _settle(self, offer: Offer) -> None:
         """Report holds and blocks that nothing reads any more, and remove the offer if decode is done with it."""
+        self._writer.follow(offer)
         is_copying = self._writer.source.is_copying(offer)
         if offer.draining and not (is_copying or (offer.is_read and self._context.staging is None)):
             for hold in offer.draining:
@@ -414,6 +421,9 @@ class OfferRegistry:
         self._leases.pop(offer.request_id, None)
         self._matcher.remove(offer)
         self._writer.source.offer_finished(offer)
+        offer.timeline.end(self._clock.now_seconds())
+        if not self._context.local.tp_rank:
+            self._timed(offer.timeline.reported(trace=offer.update.trace))
         if offer.is_kept:
             self._done(offer.request_id)
 

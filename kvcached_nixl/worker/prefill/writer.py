@@ -125,6 +125,10 @@ class Writer:
             said = StagingRequest(task.registration.attempt, self._context.local.tp_rank, *task.asked)
             self._context.peers.send(task.registration.decode, encode(said), only=task.agent)
 
+    def follow(self, offer: Offer) -> None:
+        """Note in the timeline of an offer what state it is in now."""
+        offer.follow(self._context.clock.now_seconds(), is_copied=self.source.is_copying(offer))
+
     def stop(self, task: WriteTask, cause: FailureCause, reason: str, *, is_answered: bool = True) -> None:
         """Stop a registration: post nothing more of it, and answer it once it is idle. Only the first reason counts."""
         if task.stopping is not None:
@@ -150,6 +154,8 @@ class Writer:
             self.stop(task, FailureCause.LOST, "another engine answers at decode's address", is_answered=False)
         elif task.stopping is None:
             task.known = known
+            if task.offer is not None:
+                self.follow(task.offer)
             self.advance(task)
 
     def _write(self, task: WriteTask, offer: Offer, known: ConnectedPeer, source: Source) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvcached_nixl.clock import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -38,9 +39,11 @@ class WorkerContext:
         host: tells which processes of this host live.
         staging: what KV passes through; None where NIXL touches the KV cache itself.
         waiting_for_buffer: called when a token buffer is free, by parts that still have to read their ownership token.
+        clock: for timelines.
         distrusted: (host, port, incarnation) of engines whose bytes did not match their checksums.
     """
 
+    clock: Clock
     local: LocalRank
     transport: Transport
     peers: Peers

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcached_nixl.wire.timeline import Timeline
+
 __all__ = ["TransferTally"]
 
 
@@ -17,11 +19,13 @@ class TransferTally:
 
     Attributes:
         seconds: time in which at least one of them was in flight.
+        timeline: is told of each transfer, as a chunk that was moved; None where nobody wants to know.
     """
 
     num_bytes: int = 0
     descriptors: int = 0
     seconds: float = 0.0
+    timeline: Timeline | None = None
     _in_flight: int = 0
     _since_seconds: float = 0.0
 
@@ -30,9 +34,11 @@ class TransferTally:
             self._since_seconds = now_seconds
         self._in_flight += 1
 
-    def succeeded(self, num_bytes: int, descriptors: int) -> None:
+    def succeeded(self, num_bytes: int, descriptors: int, now_seconds: float) -> None:
         self.num_bytes += num_bytes
         self.descriptors += descriptors
+        if self.timeline is not None:
+            self.timeline.moved(num_bytes, now_seconds)
 
     def ended(self, now_seconds: float) -> None:
         self._in_flight -= 1

@@ -208,9 +208,10 @@ class TransferQueue:
             if state is TransferState.FAILED:
                 self._fail(job, f"a {job.operation} failed", batch.connection)
             self._transport.release(batch.handle)
-            job.tally.ended(self._clock.now_seconds())
+            now = self._clock.now_seconds()
+            job.tally.ended(now)
             if state is TransferState.DONE:
-                job.tally.succeeded(batch.num_bytes, batch.descriptors)
+                job.tally.succeeded(batch.num_bytes, batch.descriptors, now)
                 if not job.is_host:
                     self._moved(batch.num_bytes)
             if batch in self._active:

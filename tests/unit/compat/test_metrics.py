@@ -16,6 +16,7 @@ from kvcached_nixl.compat import metrics
 from kvcached_nixl.compat.locate import STATS_MODULES
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.headroom import Headroom, encode_headroom
+from kvcached_nixl.wire.timeline import State
 from kvcached_nixl.worker.facade import WorkerCounters
 from kvcached_nixl.worker.staging.slots import SlabUse
 
@@ -61,7 +62,7 @@ class NixlKVConnectorStats:
 class Metric:
     made = {}
 
-    def __init__(self, name, documentation, labelnames, multiprocess_mode=None):
+    def __init__(self, name, documentation, labelnames, multiprocess_mode=None, buckets=None):
         self.labelnames, self.values, self.key = list(labelnames), {}, None
         Metric.made[name] = self
 
@@ -76,9 +77,12 @@ class Metric:
     def set(self, value):
         self.values[self.key] = value
 
+    def observe(self, value):
+        self.values.setdefault(self.key, []).append(value)
+
 
 class NixlPromMetrics:
-    _counter_cls = _gauge_cls = Metric
+    _counter_cls = _gauge_cls = _histogram_cls = Metric
 
     def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
         self.observed = []
@@ -136,6 +140,8 @@ def test_what_a_worker_has_counted_is_in_vllms_account() -> None:
         "kvcached_nixl_revoked_offers": [],
         "kvcached_nixl_moved_bytes": [["push", "host", 72]],
         "kvcached_nixl_slabs": [[1, 1024, 8, 1, 2, 3, 4, 5]],
+        "kvcached_nixl_timelines": [],
+        "kvcached_nixl_state_seconds": [],
     }
     assert all(type(cause) is int for cause in account.data["kvcached_nixl_failures"]), "they go through msgpack"
 
@@ -239,6 +245,38 @@ def test_an_engines_totals_are_shown_as_rises_by_one_process(stock: ModuleType, 
     assert made["mapped_bytes"] == {("m", "0"): 10}
     assert made["map_bytes"] == ({("m", "0"): 150} if counts else {}), "the last one is another engine"
     assert made["unmap_bytes"] == ({("m", "0"): 80} if counts else {})
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize("is_one_of_several", [False, True])
+def test_timelines_go_to_the_scheduler_and_come_back_as_times_in_states(is_one_of_several: bool) -> None:
+    """In the same stats. The API server is not given any timeline."""
+    account = metrics.stats()
+    metrics.record(account, counted(timelines=[[7, "", [[1, 2.0, 0]], 3.0]], lasted=[(2, False, 0.5)]))
+    assert not account.is_empty()
+    several = SimpleNamespace(data={"0": SimpleNamespace(data={}), "1": account})
+    whole = several if is_one_of_several else account
+    assert metrics.take_timelines(whole) == [[7, "", [[1, 2.0, 0]], 3.0]]
+    assert metrics.take_timelines(whole) == []
+    metrics.add_lasted(whole, [(3, True, 0.25)])
+    assert account.data["kvcached_nixl_state_seconds"] == [[2, False, 0.5], [3, True, 0.25]]
+    assert "kvcached_nixl_timelines" not in account.data
+    for other in (None, object(), SimpleNamespace(data={"hits": [1]})):
+        metrics.add_lasted(other, [(3, True, 0.25)])
+        assert metrics.take_timelines(other) == []
+
+
+def test_the_api_server_shows_how_long_hand_overs_were_in_each_state(stock: ModuleType) -> None:
+    shown = metrics.prom_metrics("config", "types", ["model", "engine"], {0: ["m", "0"]})
+    states = stock.Metric.made["kvcached_nixl:handover_state_seconds"]
+    assert states.labelnames == ["model", "engine", "direction", "state"]
+    pull, push = [int(State.DECODE_MOVING), False, 0.5], [int(State.PREFILL_QUEUED), True, 2.0]
+    shown.observe({"kvcached_nixl_state_seconds": [pull, push, [*pull[:2], 0.25]]})
+    shown.observe({})
+    assert states.values == {
+        ("m", "0", "pull", "decode_moving"): [0.5, 0.25],
+        ("m", "0", "push", "prefill_queued"): [2.0],
+    }
 
 
 @pytest.mark.usefixtures("stock")

@@ -35,6 +35,7 @@ class Stock:
     recomputes: bool = False
     max_num_batched_tokens: int = 64
     reader: Reads = field(default_factory=Reads)
+    spans: None = None
 
 
 def started(stock: Stock, clock: ManualClock | None = None) -> SchedulerFacade:

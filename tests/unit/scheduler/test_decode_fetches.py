@@ -30,6 +30,7 @@ from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.digest import digest_of
@@ -52,7 +53,8 @@ class Decode:
         self.pool = Pool() if pool is None else pool
         self.failures = Failures()
         self.attempts = FetchAttempts(self.holds)
-        self.fetching = DecodeFetches(terms(**changed), self.clock, self.attempts, self.failures)
+        timelines = Timelines(self.clock, None, is_push=False)
+        self.fetching = DecodeFetches(terms(**changed), self.clock, self.attempts, self.failures, timelines)
         self.step = Step("h", 1, WakeAddress("h", 1, "k"), "s")
 
     def take(self) -> Step:

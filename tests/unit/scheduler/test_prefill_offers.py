@@ -31,6 +31,7 @@ from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.prefill_offers import ASK_AGAIN_SECONDS, GRACE_SECONDS, PrefillOffers
+from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.digest import digest_of
@@ -51,7 +52,10 @@ class Prefill:
         self.clock = ManualClock()
         self.pool = Pool() if pool is None else pool
         self.failures = Failures()
-        self.offering = PrefillOffers(OWN, OWN_START, terms(**changed), self.clock, self.holds, self.failures)
+        timelines = Timelines(self.clock, None, is_push=False)
+        self.offering = PrefillOffers(
+            OWN, OWN_START, terms(**changed), self.clock, self.holds, self.failures, timelines
+        )
         self.step = Step("h", 1, WakeAddress("h", 1, "k"), "s")
 
     def take(self) -> Step:

@@ -108,7 +108,7 @@ NEWS: dict[str, Any] = {
 @pytest.mark.parametrize("field", sorted(NEWS))
 def test_anything_in_a_step_is_news(field: str) -> None:
     """But for a step's own frame, and for what it computes."""
-    frame = {"host", "port", "wake_address", "incarnation", "is_idle", "unkept"}
+    frame = {"host", "port", "wake_address", "incarnation", "is_idle", "unkept", "lasted"}
     assert set(Step.__struct_fields__) == {*NEWS, *frame}
     assert not Step("h", 1, WAKE, "s").has_news
     assert not Step("h", 1, WAKE, "s", is_idle=False).has_news

@@ -18,6 +18,7 @@ from kvcached_nixl.compat.actions.engine import (
     bound_sides,
     is_whole,
     let_load_fail,
+    note_tokens,
     reports_of,
     scheduled,
     tell_finished,
@@ -375,6 +376,32 @@ def test_reports_take_the_place_of_a_steps_own(outputs: ModuleType) -> None:
     assert (told.finished_sending, told.finished_recving, told.invalid_block_ids) == ({"a", "b"}, {"c", "d"}, {4})
     assert (told.stats, made.sampled) == ("stats", "tokens")
     assert step.kv_connector_output is found and found.finished_sending == {"before"}
+
+
+def test_timelines_are_taken_out_and_times_in_states_put_in(outputs: ModuleType) -> None:
+    found, timeline = outputs.KVConnectorOutput(), [7, "", [[1, 2.0, 0]], 3.0]
+    stats = {"kvcached_nixl_timelines": [timeline], "kvcached_nixl_state_seconds": []}
+    found.kv_connector_stats = SimpleNamespace(data=stats)
+    step = SimpleNamespace(kv_connector_output=found)
+    reports = reports_of(step)
+    assert reports.timelines == [timeline] and "kvcached_nixl_timelines" not in stats
+    reports.lasted.append((1, True, 0.5))
+    made = with_reports(SimpleNamespace(requests={}), step, reports)
+    assert made.kv_connector_output.kv_connector_stats.data == {"kvcached_nixl_state_seconds": [[1, True, 0.5]]}
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_a_hand_over_ends_with_a_token_of_its_request(awaits: bool) -> None:
+    """An output without one is no token. Nothing is looked at where no hand-over waits for one."""
+    told: list[str] = []
+
+    def output(name: str, *tokens: int) -> SimpleNamespace:
+        return SimpleNamespace(request_id=name, new_token_ids=list(tokens))
+
+    side = SimpleNamespace(timelines=SimpleNamespace(awaits_tokens=awaits, answered=told.extend))
+    outputs = {0: SimpleNamespace(outputs=[output("a", 5), output("b")]), 1: SimpleNamespace(outputs=[output("c", 6)])}
+    note_tokens([side], outputs if awaits else None)
+    assert told == (["a", "c"] if awaits else [])
 
 
 @pytest.mark.usefixtures("outputs")

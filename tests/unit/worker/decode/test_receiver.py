@@ -43,6 +43,7 @@ from kvcached_nixl.wire.messages import (
 )
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
+from kvcached_nixl.wire.timeline import Reported
 from kvcached_nixl.worker.decode.active_writers import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS, Receiver
 from kvcached_nixl.worker.decode.write_gates import AGAIN_SECONDS, DRAIN_SECONDS
@@ -66,7 +67,8 @@ class Decode(Local):
         self.said: dict[int, str] = {}
         self.over: list[int] = []
         self.moved: list[TransferTally] = []
-        told = (self._failed, self._finished, self.moved.append)
+        self.timed: list[Reported] = []
+        told = (self._failed, self._finished, self.moved.append, self.timed.append)
         self.receiver = Receiver(self.side, self.clock, mode, self.gates, *told)
         self.listener.role, self.listener.may_write = self.receiver, self.receiver.may_be_written_by
 

@@ -41,6 +41,7 @@ from kvcached_nixl.wire.messages import (
     decode,
 )
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
+from kvcached_nixl.wire.timeline import Reported, State, Timeline
 from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
 from kvcached_nixl.worker.prefill.registry import PROBE_SECONDS, OfferRegistry
 from kvcached_nixl.worker.staging.slots import Slots, Use
@@ -73,6 +74,7 @@ class Prefill(Local):
         self.moved: list[TransferTally] = []
         self.revoked: list[RevocationCause] = []
         self.claimed: list[int] = []
+        self.timed: list[Reported] = []
         self.table = TokenTable(np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
         self.registry = OfferRegistry(
             self.side,
@@ -88,6 +90,7 @@ class Prefill(Local):
             moved=self.moved.append,
             revoked=self.revoked.append,
             claimed=self.claimed.append,
+            timed=self.timed.append,
         )
         self.listener.role = self.registry
         self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
@@ -152,6 +155,56 @@ def is_written(
         np.array_equal(prefill.memory.cells[:, here], remote.memory.cells[:, there])
         for here, there in zip(blocks, theirs, strict=True)
     )
+
+
+# ------------------------------------------------------------------------------------------------------------ timelines
+
+
+def timed(prefill: Prefill) -> list[tuple[State, float]]:
+    """The states that its only offer was in, and for how long."""
+    (reported,) = prefill.timed
+    _, _, timeline = Timeline.read(reported)
+    return [(one.state, one.end_seconds - one.begin_seconds) for one in timeline.intervals()]
+
+
+def test_an_offer_is_timed_from_the_end_of_its_request_on() -> None:
+    """Offered, read, and released; a rank that has read and comes again is one more reader."""
+    prefill = Prefill(is_push=False)
+    prefill.offer(is_finished=True)
+    prefill.clock.advance(2.0)
+    prefill.registry.handle("remote-0", Reading(P1, 0))
+    prefill.clock.advance(0.5)
+    prefill.registry.handle("remote-0", Release(P1, "", DIGEST, 0, 1))
+    assert timed(prefill) == [(State.PREFILL_OFFERED, 2.0), (State.PREFILL_SENDING, 0.5)]
+
+
+def test_a_registration_of_an_unknown_rank_is_a_handshake_first(prefill: Prefill) -> None:
+    remote = prefill.remote(is_answering=False)
+    prefill.offer(is_finished=True)
+    prefill.clock.advance(1.0)
+    prefill.register(remote)
+    prefill.deliver()
+    prefill.clock.advance(0.25)
+    prefill.asking.open.pop().set_result(remote.answer())
+    prefill.deliver()
+    expected = [(State.PREFILL_OFFERED, 1.0), (State.PREFILL_HANDSHAKE, 0.25), (State.PREFILL_SENDING, 0.0)]
+    assert timed(prefill) == expected
+
+
+def test_what_was_written_before_its_request_ended_was_never_only_offered(prefill: Prefill, remote: Remote) -> None:
+    prefill.register(remote)
+    prefill.offer()
+    prefill.deliver()
+    prefill.clock.advance(1.0)
+    prefill.registry.finish(P1)
+    assert timed(prefill) == [(State.PREFILL_SENDING, 0.0)]
+
+
+def test_only_the_first_rank_times_an_offer() -> None:
+    prefill = Prefill(is_push=False, tp_size=2, tp_rank=1)
+    prefill.offer(is_finished=True)
+    prefill.registry.handle("remote-0", Release(P1, "", DIGEST, 0, 2))
+    assert prefill.done == [P1] and prefill.timed == []
 
 
 # -------------------------------------------------------------------------------------------------------------- pairing

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a hand-over entered which state: the one record behind the histogram of states and the spans of a trace.
+
+Each side of a hand-over has a timeline of its own. It is in one state at any moment, so the times in all its states add
+up to the whole. Workers send theirs to the scheduler of their engine with the statistics of a step.
+
+Times are those of `Clock`, in seconds. Within an engine they may be compared between processes: an engine lives on one
+host, where CLOCK_MONOTONIC is the same for all. They never leave the engine (rule R6).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+__all__ = ["Interval", "Lasted", "Reported", "State", "Timeline", "attempt_of"]
+
+MOST_MARKS = 128
+"""Of one timeline: chunks beyond that are counted to the last one."""
+
+
+class State(enum.IntEnum):
+    """What one side of a hand-over is doing. The lower-case name is the label of the metric and the name of the span;
+    docs/metrics.md says when each begins and ends.
+
+    The states of a rank of decode are in the order in which it goes through them.
+    """
+
+    PREFILL_QUEUED = enum.auto()
+    PREFILL_COMPUTING = enum.auto()
+    PREFILL_OFFERED = enum.auto()
+    PREFILL_COPYING = enum.auto()
+    PREFILL_HANDSHAKE = enum.auto()
+    PREFILL_SENDING = enum.auto()
+    DECODE_QUEUED = enum.auto()
+    DECODE_ALLOCATED = enum.auto()
+    DECODE_HANDSHAKE = enum.auto()
+    DECODE_WAITING = enum.auto()
+    DECODE_MOVING = enum.auto()
+    DECODE_COPYING = enum.auto()
+    DECODE_VERIFYING = enum.auto()
+    DECODE_REPORTING = enum.auto()
+    DECODE_RESUMING = enum.auto()
+    DECODE_FIRST_TOKEN = enum.auto()
+    DECODE_FAILED = enum.auto()
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+_MOVES = (State.PREFILL_SENDING, State.DECODE_MOVING)
+
+Lasted: TypeAlias = tuple[int, bool, float]
+"""A state, whether the direction is push, and how many seconds a hand-over was in that state."""
+
+Reported: TypeAlias = Sequence[object]
+"""[attempt, trace, marks, end] of a worker's timeline, as `Timeline.reported` makes it: plain values, because they
+travel in vLLM's statistics."""
+
+
+class Interval(NamedTuple):
+    """A state, from when to when, and how many bytes had arrived or left at its end; 0 if that is not known."""
+
+    state: State
+    begin_seconds: float
+    end_seconds: float
+    num_bytes: int
+
+
+@dataclass
+class Timeline:
+    """See the module.
+
+    Attributes:
+        marks: (state, since when, bytes moved by its end), the oldest first.
+        end_seconds: when the last state ended; None until then.
+    """
+
+    marks: list[tuple[State, float, int]] = field(default_factory=list)
+    end_seconds: float | None = None
+
+    @property
+    def state(self) -> State | None:
+        return self.marks[-1][0] if self.marks else None
+
+    def enter(self, state: State, now_seconds: float) -> None:
+        """The hand-over is in a state from now on. Entering its present state changes nothing."""
+        if self.state is not state and len(self.marks) < MOST_MARKS:
+            self.marks.append((state, now_seconds, 0))
+
+    def moved(self, num_bytes: int, now_seconds: float) -> None:
+        """A chunk has been moved: it ends here, and the next one begins. Ignored in other states."""
+        if self.state not in _MOVES:
+            return
+        state, begin_seconds, before = self.marks[-1]
+        self.marks[-1] = state, begin_seconds, before + num_bytes
+        # Leaves room for the states that follow.
+        if len(self.marks) < MOST_MARKS // 2:
+            self.marks.append((state, now_seconds, 0))
+
+    def end(self, now_seconds: float) -> None:
+        """The last state ends. A repeated call changes nothing."""
+        if self.end_seconds is None:
+            self.end_seconds = now_seconds
+
+    def take_in(self, marks: Sequence[tuple[State, float, int]], end_seconds: float) -> None:
+        """Put a worker's timeline in front of the present state: that state begins where the worker's ended, and the
+        worker's first state where the present one had begun."""
+        if self.marks and marks:
+            present, begin_seconds, _ = self.marks[-1]
+            state, _, num_bytes = marks[0]
+            self.marks[-1:] = [(state, begin_seconds, num_bytes), *marks[1:], (present, end_seconds, 0)]
+
+    def intervals(self) -> Iterator[Interval]:
+        """All states in order, without gaps. Without the rest of time behind the last chunk, if that took none."""
+        ends = [begin for _, begin, _ in self.marks[1:]]
+        for place, (state, begin_seconds, num_bytes) in enumerate(self.marks):
+            end_seconds = ends[place] if place < len(ends) else (self.end_seconds or begin_seconds)
+            is_rest = place > 0 and self.marks[place - 1][0] is state and not num_bytes
+            if not (is_rest and end_seconds <= begin_seconds):
+                yield Interval(state, begin_seconds, max(begin_seconds, end_seconds), num_bytes)
+
+    def lasted(self) -> dict[State, float]:
+        """Seconds in each state that it was in."""
+        found: dict[State, float] = {}
+        for one in self.intervals():
+            found[one.state] = found.get(one.state, 0.0) + one.end_seconds - one.begin_seconds
+        return found
+
+    def reported(self, attempt: int = 0, trace: str = "") -> Reported:
+        """Returns what a worker sends of it."""
+        return [attempt, trace, [[int(state), begin, size] for state, begin, size in self.marks], self.end_seconds]
+
+    @classmethod
+    def read(cls, reported: Reported) -> tuple[int, str, Timeline]:
+        """Returns the attempt (0 for an offer of prefill), the trace and the timeline of what a worker has sent."""
+        attempt, trace, marks, end_seconds = reported
+        assert isinstance(attempt, int) and isinstance(trace, str) and isinstance(marks, list)
+        assert isinstance(end_seconds, float)
+        return attempt, trace, cls([(State(state), begin, size) for state, begin, size in marks], end_seconds)
+
+
+def attempt_of(reported: Reported) -> int:
+    """The attempt that a reported timeline is of; 0 for an offer of prefill."""
+    attempt = reported[0]
+    assert isinstance(attempt, int)
+    return attempt

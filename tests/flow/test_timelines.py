@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of a hand-over goes, on both sides: its states, without gaps; and the traces made of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from support.flow_engine import Status
+from support.flow_pair import PROMPT, Pair, kind
+
+from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.wire.step import Step
+from kvcached_nixl.wire.timeline import State, Timeline
+
+PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+CONTEXT = {"traceparent": TRACE}
+_PREFILL = {State.PREFILL_QUEUED, State.PREFILL_COMPUTING, State.PREFILL_SENDING}
+_DECODE = {
+    *(State.DECODE_QUEUED, State.DECODE_ALLOCATED, State.DECODE_HANDSHAKE, State.DECODE_MOVING),
+    *(State.DECODE_VERIFYING, State.DECODE_RESUMING, State.DECODE_FIRST_TOKEN),
+}
+
+
+def traced(pair: Pair, context: Any = CONTEXT, *, at_once: bool = False) -> None:
+    """Runs a hand-over whose requests came with a trace context."""
+    upstream = pair.ask_prefill(trace_headers=context)
+    if not at_once:
+        pair.settle()
+    params = pair.meet() if at_once else upstream.answer
+    found = pair.ask_decode(params, trace_headers=context)
+    pair.settle()
+    assert (found.status, found.num_external) == (Status.STOPPED, len(PROMPT))
+    # Prefill hears in a later step that decode has it.
+    pair.pass_time(1.0)
+    pair.settle()
+
+
+def kept(pair: Pair) -> list[tuple[str, Timeline, dict[str, str]]]:
+    assert pair.cluster.spans is not None
+    return pair.cluster.spans.kept
+
+
+def states_of(pair: Pair) -> set[State]:
+    return {state for _, timeline, _ in kept(pair) for state, _, _ in timeline.marks}
+
+
+@pytest.mark.parametrize("is_staged", [False, True], ids=["direct", "staged"])
+@pytest.mark.parametrize(("mode", "at_once"), [(PULL, False), (PUSH, False), (PUSH, True)], ids=["pull", "push", "met"])
+def test_every_state_of_a_hand_over_is_in_its_trace(mode: TransferMode, at_once: bool, is_staged: bool) -> None:
+    made = kind(slots=(24, 6)) if is_staged else kind()
+    pair = Pair(mode, made, made, is_traced=True)
+    traced(pair, at_once=at_once)
+    expected = {*_PREFILL, *_DECODE}
+    if mode is PUSH or is_staged:
+        expected.add(State.DECODE_WAITING)
+    if is_staged:
+        expected.add(State.DECODE_COPYING)
+    if not at_once:
+        expected.add(State.PREFILL_OFFERED)
+    assert expected <= states_of(pair), f"{expected - states_of(pair)} are missing"
+    assert {trace for trace, _, _ in kept(pair)} == {TRACE}
+    assert {attributes["kvcached_nixl.direction"] for _, _, attributes in kept(pair)} == {mode.value}
+    # Prefill's request, its offer, and decode's request.
+    assert len(kept(pair)) == 3
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+def test_what_is_moved_is_shown_by_chunk(mode: TransferMode) -> None:
+    """With a budget of one descriptor in a transfer; the chunks have all bytes."""
+    from kvcached_nixl.worker.transfer.transfer_queue import Budget
+
+    pair = Pair(mode, *[kind(transfer_queue=Budget(descriptors=1)) for _ in range(2)], is_traced=True)
+    traced(pair)
+    (of_decode,) = [timeline for _, timeline, _ in kept(pair) if timeline.marks[0][0] is State.DECODE_QUEUED]
+    chunks = [one for one in of_decode.marks if one[0] is State.DECODE_MOVING]
+    assert len(chunks) >= 3
+    (offer,) = [timeline for _, timeline, _ in kept(pair) if timeline.marks[0][0] is State.PREFILL_OFFERED]
+    if mode is PUSH:
+        assert sum(size for _, _, size in offer.marks) == pair.written_bytes() > 0
+        return
+    # The last READ is that of the ownership token.
+    *reads, _ = [one.local for one in pair.decode.workers[0].agent.posted if one.operation == "READ"]
+    assert [size for _, _, size in chunks if size] == [int(one[:, 1].sum()) for one in reads if one is not None]
+
+
+def test_times_in_states_add_up_to_the_hand_over() -> None:
+    """On decode from its request's arrival to its first token. Nothing is traced."""
+    pair = Pair(PULL)
+    begun = pair.clock.now_seconds()
+    upstream = pair.ask_prefill()
+    pair.settle()
+    pair.clock.advance(2.0)
+    arrived = pair.clock.now_seconds()
+    found = pair.ask_decode(upstream.answer)
+    for _ in range(6):
+        pair.clock.advance(0.25)
+        pair.round()
+    pair.until_posted()
+    pair.clock.advance(0.5)
+    while found.num_outputs < 1:
+        pair.settle_wire()
+        pair.clock.advance(0.125)
+        pair.round()
+    first_token = pair.clock.now_seconds()
+    pair.settle()
+    pair.pass_time(1.0)
+    pair.settle()
+    lasted: Counter[State] = Counter()
+    for state, is_push, seconds in (*pair.prefill.lasted, *pair.decode.lasted):
+        assert not is_push and seconds >= 0
+        lasted[State(state)] += seconds  # type: ignore[assignment]
+    of_decode = sum(seconds for state, seconds in lasted.items() if state.label.startswith("decode_"))
+    assert of_decode == pytest.approx(first_token - arrived)
+    assert lasted[State.DECODE_MOVING] >= 0.5 and lasted[State.PREFILL_OFFERED] >= 2.0
+    of_prefill = sum(seconds for state, seconds in lasted.items() if state.label.startswith("prefill_"))
+    assert 2.0 <= of_prefill <= pair.clock.now_seconds() - begun
+
+
+def steps_of(pair: Pair) -> list[Step]:
+    """Every step that the workers are told of from now on."""
+    told: list[Step] = []
+    for engine in (pair.prefill, pair.decode):
+        for worker in engine.workers:
+            before = worker.side.begin_step
+
+            def begin(step: Step, before: Any = before) -> None:
+                told.append(step)
+                before(step)
+
+            worker.side.begin_step = begin  # type: ignore[method-assign]
+    return told
+
+
+@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+def test_without_tracing_no_message_has_a_context(mode: TransferMode) -> None:
+    """And no chunk is noted."""
+    pair = Pair(mode)
+    told = steps_of(pair)
+    traced(pair)
+    assert any(step.fetches for step in told) and any(step.offered for step in told)
+    assert not any(one.is_traced for step in told for one in step.fetches)
+    assert not any(one.trace for step in told for one in step.offered)
+    assert pair.cluster.spans is None and pair.decode.lasted and pair.prefill.lasted
+
+
+@pytest.mark.parametrize(
+    "context",
+    [None, {}, {"traceparent": "x" * 1_000_000}, {"traceparent": TRACE + "\r\nx: y"}, {"traceparent": 7}, "text", [1]],
+    ids=["none", "empty", "long", "lines", "number", "text", "list"],
+)
+@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+def test_a_hostile_context_fails_no_request(mode: TransferMode, context: Any) -> None:
+    pair = Pair(mode, is_traced=True)
+    told = steps_of(pair)
+    traced(pair, context)
+    assert kept(pair) == [] and not any(one.trace for step in told for one in step.offered)
+    pair.nothing_is_left()
+
+
+def test_a_failed_hand_over_shows_its_cause_and_where_it_was() -> None:
+    """Decode computes the prompt itself; its trace goes on to its first token."""
+    pair = Pair(PULL, is_traced=True)
+    pair.acquaint()
+    upstream = pair.ask_prefill(trace_headers=CONTEXT)
+    pair.settle()
+    found = pair.ask_decode(upstream.answer, trace_headers=CONTEXT)
+    (posted,) = pair.until_posted()
+    pair.clock.advance(1.0)
+    pair.wire.fail(posted)
+    pair.settle()
+    assert found.status is Status.STOPPED and not found.num_external
+    of_decode = [
+        (timeline, attributes) for _, timeline, attributes in kept(pair) if "kvcached_nixl.cause" in attributes
+    ]
+    ((timeline, attributes),) = of_decode
+    assert attributes["kvcached_nixl.cause"] == "lost"
+    assert timeline.lasted()[State.DECODE_MOVING] == 1.0
+    assert timeline.marks[-1][0] is State.DECODE_FAILED
+    pair.nothing_is_left()
+
+
+def test_of_several_ranks_the_slowest_counts() -> None:
+    """And a hand-over is counted once, however many ranks it has."""
+    pair = Pair(PULL, kind(tp_size=2), kind(tp_size=2), is_traced=True)
+    pair.hand_over()
+    counts = Counter(State(state) for state, _, _ in (*pair.prefill.lasted, *pair.decode.lasted))
+    assert counts[State.DECODE_MOVING] == counts[State.DECODE_QUEUED] == 1
+    assert counts[State.PREFILL_SENDING] <= 1

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached_nixl.wire.timeline`: states without gaps, and what a worker sends of them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvcached_nixl.wire.timeline import MOST_MARKS, Interval, State, Timeline, attempt_of
+
+
+def decoded() -> Timeline:
+    found = Timeline()
+    found.enter(State.DECODE_ALLOCATED, 1.0)
+    found.enter(State.DECODE_HANDSHAKE, 1.5)
+    found.enter(State.DECODE_MOVING, 2.0)
+    return found
+
+
+def test_states_add_up_to_the_whole() -> None:
+    found = decoded()
+    found.enter(State.DECODE_VERIFYING, 3.0)
+    found.end(3.25)
+    assert found.lasted() == {
+        State.DECODE_ALLOCATED: 0.5,
+        State.DECODE_HANDSHAKE: 0.5,
+        State.DECODE_MOVING: 1.0,
+        State.DECODE_VERIFYING: 0.25,
+    }
+    assert sum(found.lasted().values()) == 3.25 - 1.0
+    found.end(9.0)
+    assert found.end_seconds == 3.25, "it has ended"
+
+
+def test_entering_a_state_again_changes_nothing() -> None:
+    found = decoded()
+    found.enter(State.DECODE_MOVING, 2.5)
+    assert found.marks[-1] == (State.DECODE_MOVING, 2.0, 0)
+
+
+def test_a_state_that_took_no_time_is_there() -> None:
+    """A trace shows every state that a hand-over went through."""
+    found = decoded()
+    found.enter(State.DECODE_VERIFYING, 2.0)
+    found.end(2.0)
+    assert [(one.state, one.end_seconds - one.begin_seconds) for one in found.intervals()][-2:] == [
+        (State.DECODE_MOVING, 0.0),
+        (State.DECODE_VERIFYING, 0.0),
+    ]
+
+
+def test_what_is_moved_is_cut_into_chunks() -> None:
+    """They follow each other, so they add up like states; the last one ends with the state."""
+    found = decoded()
+    found.moved(10, 2.25)
+    found.moved(20, 3.0)
+    found.enter(State.DECODE_VERIFYING, 3.0)
+    found.moved(99, 3.5)
+    found.end(4.0)
+    assert list(found.intervals())[2:] == [
+        Interval(State.DECODE_MOVING, 2.0, 2.25, 10),
+        Interval(State.DECODE_MOVING, 2.25, 3.0, 20),
+        Interval(State.DECODE_VERIFYING, 3.0, 4.0, 0),
+    ]
+    assert found.lasted()[State.DECODE_MOVING] == 1.0
+
+
+def test_a_timeline_is_bounded() -> None:
+    """However many chunks there are, and however often an offer is asked for and given up."""
+    found = decoded()
+    for number in range(10 * MOST_MARKS):
+        found.moved(1, 2.0 + number)
+    assert len(found.marks) == MOST_MARKS // 2 and found.marks[-1][2] > 9 * MOST_MARKS
+    for number in range(MOST_MARKS):
+        found.enter(State.PREFILL_OFFERED if number % 2 else State.PREFILL_SENDING, 5e3 + number)
+    found.end(1e5)
+    assert len(found.marks) == MOST_MARKS and sum(found.lasted().values()) == pytest.approx(1e5 - 1.0)
+
+
+def test_a_workers_timeline_takes_the_place_of_the_time_in_which_the_scheduler_knew_nothing() -> None:
+    of_request = Timeline()
+    of_request.enter(State.DECODE_QUEUED, 0.0)
+    of_request.enter(State.DECODE_REPORTING, 0.5)
+    of_rank = decoded()
+    of_rank.end(3.0)
+    of_request.take_in(of_rank.marks, 3.0)
+    of_request.enter(State.DECODE_RESUMING, 3.125)
+    of_request.end(4.0)
+    assert [(one.state, one.begin_seconds) for one in of_request.intervals()] == [
+        (State.DECODE_QUEUED, 0.0),
+        (State.DECODE_ALLOCATED, 0.5),
+        (State.DECODE_HANDSHAKE, 1.5),
+        (State.DECODE_MOVING, 2.0),
+        (State.DECODE_REPORTING, 3.0),
+        (State.DECODE_RESUMING, 3.125),
+    ]
+    assert sum(of_request.lasted().values()) == 4.0
+
+
+def test_what_a_worker_sends_goes_through_msgpack() -> None:
+    """It travels in vLLM's statistics."""
+    found = decoded()
+    found.end(3.0)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(found.reported(7, "a trace")))
+    assert attempt_of(sent) == 7
+    attempt, trace, read = Timeline.read(sent)
+    assert (attempt, trace, read) == (7, "a trace", found) and read.state is State.DECODE_MOVING
+
+
+def test_the_labels_are_few() -> None:
+    """They are label values of a metric."""
+    assert len(State) < 20 and all(one.label.startswith(("prefill_", "decode_")) for one in State)
