@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do the spans of a request account for its time to first token?"""
