@@ -16,7 +16,7 @@ from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat import metrics
-from kvcached_nixl.compat.actions.engine import blocks_of, is_whole, scheduled
+from kvcached_nixl.compat.actions.step_output import blocks_of, is_whole, scheduled
 from kvcached_nixl.compat.actions.zeroing import zero_first
 from kvcached_nixl.compat.attached_state import address_of, attach, attach_step, begin_step, side_of, step_of
 from kvcached_nixl.compat.locate import CONNECTOR_BASE, FACADE, PULL_FACADE

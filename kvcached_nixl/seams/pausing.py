@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvcached_nixl.compat.actions.engine import bound_sides
+from kvcached_nixl.compat.actions.engine_blocks import bound_sides
 from kvcached_nixl.compat.actions.pausing import (
     cleared,
     ends_at_once,

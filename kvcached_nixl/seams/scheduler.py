@@ -10,21 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 from kvcached_nixl.compat.actions.changing import identify_if_due
-from kvcached_nixl.compat.actions.engine import (
-    bound_sides,
+from kvcached_nixl.compat.actions.engine import remember, wake_of
+from kvcached_nixl.compat.actions.engine_blocks import bound_sides
+from kvcached_nixl.compat.actions.pausing import drains
+from kvcached_nixl.compat.actions.resting import note_step, rest
+from kvcached_nixl.compat.actions.step_output import (
     let_load_fail,
     note_tokens,
-    remember,
     reports_of,
     tell_finished,
-    wake_of,
     with_ended,
     with_refused,
     with_reports,
     with_told,
 )
-from kvcached_nixl.compat.actions.pausing import drains
-from kvcached_nixl.compat.actions.resting import note_step, rest
 from kvcached_nixl.compat.arrival import Arrival, arrival_of, drop_unknown_stops, give_own_id, load_once
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE

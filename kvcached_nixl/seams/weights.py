@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcached_nixl.compat.actions.changing import changes_adapters, changes_weights, identify_again, worker_sides
-from kvcached_nixl.compat.actions.engine import bound_sides
+from kvcached_nixl.compat.actions.engine_blocks import bound_sides
 from kvcached_nixl.compat.locate import ENGINE_CORE_BASE, MODEL_LOADER, WORKER_PROCESS
 from kvcached_nixl.compat.weights import note_files, weights_of
 from kvcached_nixl.patching import Call, Patch

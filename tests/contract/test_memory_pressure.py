@@ -25,7 +25,7 @@ from support.handover_node import (
 from support.internals import offering_of
 from support.transports import until
 
-from kvcached_nixl.compat.actions.engine import EngineBlocks
+from kvcached_nixl.compat.actions.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.causes import RevocationCause
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched

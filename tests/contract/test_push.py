@@ -38,7 +38,7 @@ from support.transports import nixl_side, until
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
-from kvcached_nixl.compat.actions.engine import EngineBlocks
+from kvcached_nixl.compat.actions.engine_blocks import EngineBlocks
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.messages import Withdrawal, Written, encode

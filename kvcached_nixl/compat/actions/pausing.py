@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from kvcached_nixl.compat.actions.engine import bound_sides, core_of, due_in_seconds, wait_for_input, wake_of
+from kvcached_nixl.compat.actions.engine import core_of, due_in_seconds, wait_for_input, wake_of
+from kvcached_nixl.compat.actions.engine_blocks import bound_sides
 from kvcached_nixl.compat.actions.resting import wait_relieving
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import private

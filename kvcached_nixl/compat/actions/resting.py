@@ -15,14 +15,9 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from kvcached_nixl.compat.actions.engine import (
-    due_in_seconds,
-    queued,
-    reports_of,
-    startable,
-    wait_for_input,
-    wants_blocks,
-)
+from kvcached_nixl.compat.actions.engine import due_in_seconds, wait_for_input
+from kvcached_nixl.compat.actions.queues import queued, startable, wants_blocks
+from kvcached_nixl.compat.actions.step_output import reports_of
 from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.wire.step import Reports

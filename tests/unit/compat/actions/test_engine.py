@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.actions.engine` with stand-ins for vLLM's scheduler, its requests and its loop."""
+"""`engine`, `engine_blocks` and `step_output` of `kvcached_nixl.compat.actions`, with stand-ins for vLLM's objects."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from support.engine_fakes import TOKENS
 
-from kvcached_nixl.compat.actions import engine
-from kvcached_nixl.compat.actions.engine import (
-    EngineBlocks,
+from kvcached_nixl.compat.actions import queues
+from kvcached_nixl.compat.actions.engine_blocks import EngineBlocks, bound_sides
+from kvcached_nixl.compat.actions.step_output import (
     blocks_of,
-    bound_sides,
     is_whole,
     let_load_fail,
     note_tokens,
@@ -43,7 +42,7 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
     """Sets the shape of the vLLM that is installed; at first that of an old one."""
 
     def install(shape: Shape) -> None:
-        monkeypatch.setattr(engine, "installed_row", lambda: SimpleNamespace(shape=shape))
+        monkeypatch.setattr(queues, "installed_row", lambda: SimpleNamespace(shape=shape))
 
     install(Shape())
     return install

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.compat.actions import engine, resting
+from kvcached_nixl.compat.actions import queues, resting
 from kvcached_nixl.compat.actions.engine import wake_of
 from kvcached_nixl.compat.actions.resting import note_step, rest
 from kvcached_nixl.compat.attached_state import attach
@@ -26,7 +26,7 @@ OURS = "WAITING_FOR_REMOTE_KVS"
 
 @pytest.fixture(autouse=True)
 def an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "installed_row", lambda: SimpleNamespace(shape=Shape()))
+    monkeypatch.setattr(queues, "installed_row", lambda: SimpleNamespace(shape=Shape()))
 
 
 class Queue:

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named access to the queues of vLLM's scheduler. Source: ``v1/core/sched/scheduler.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvcached_nixl.compat.attached_state import sides
+from kvcached_nixl.compat.private import optional, private
+from kvcached_nixl.compat.versions import installed_row
+
+__all__ = ["queued", "startable", "wants_blocks"]
+
+
+def queued(engine_scheduler: Any) -> Iterator[Any]:
+    """The requests that do not run, in vLLM's order."""
+    # From 0.31 on vLLM has a queue of those that hold KV, and schedules them first; before, one of those it skipped.
+    holding = optional(engine_scheduler, "kv_holding_waiting")
+    if holding is not None:
+        yield from holding
+    yield from private(engine_scheduler, "waiting")
+    if holding is None:
+        yield from private(engine_scheduler, "skipped_waiting")
+
+
+def startable(engine_scheduler: Any) -> Iterator[Any]:
+    """Those of `queued` that vLLM would run if there are blocks: all but those that a connector holds back; while it is
+    paused, those that hold KV, or none.
+    """
+    state = private(engine_scheduler, "pause_state")
+    if not state:
+        found = list(sides(private(engine_scheduler, "connector")))
+        for request in queued(engine_scheduler):
+            if not any(side.holds_back(request.request_id) for side in found):
+                yield request
+    elif installed_row().shape.held_kv_runs_while_pausing and state != type(state).PAUSED_ALL:
+        yield from private(engine_scheduler, "kv_holding_waiting")
+
+
+def wants_blocks(request: Any) -> bool:
+    """Whether a request that does not run waits only for its turn and for blocks."""
+    return request.status.name in ("WAITING", "PREEMPTED")
