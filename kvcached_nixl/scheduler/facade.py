@@ -20,9 +20,8 @@ from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER, Terms
+from kvcached_nixl.scheduler.giving_way import GivingWay
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.mapped_memory import MappedMemory
-from kvcached_nixl.scheduler.memory_pressure import MemoryPressure
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.side_channel_listener import (
     Answers,
@@ -35,9 +34,10 @@ from kvcached_nixl.scheduler.side_channel_listener import (
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.scheduler.starvation import Starvation
 from kvcached_nixl.scheduler.timelines import Spans, Timelines
+from kvcached_nixl.scheduler.told_headroom import ToldHeadroom
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.headroom import HEADROOM_IN_ANSWERS, Headroom, encode_headroom
+from kvcached_nixl.wire.headroom import encode_headroom
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill
 from kvcached_nixl.wire.step import (
@@ -60,8 +60,6 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 
 NO_REASON = "the worker did not say why"
-LOOK_SECONDS = 0.25
-"""How often an engine tells its neighbours what it waits for, and looks what they wait for."""
 QUIET_SECONDS = 2.0
 """How long a pause waits for transfers that may be in flight, before its caller is told that the cache is not clear."""
 
@@ -109,15 +107,8 @@ class SchedulerFacade:
         # `PrefillOffers.is_left_waiting`, once it was looked up for the step being built.
         self._is_left_waiting: bool | None = None
         self._starvation = Starvation(clock, terms.timeout_seconds)
-        self._pressure = MemoryPressure(clock, terms.patience_seconds)
-        self._mapped = MappedMemory()
-        # Blocks that were freed for others, and that the prefix cache may still keep.
-        self._owed_blocks = 0
-        self._has_to_trim = False
-        self._look_at_seconds = 0.0
-        self._said_headroom: Headroom | None = None
-        self._said_headroom_until_seconds = 0.0
-        self._has_told = False
+        self._giving_way = GivingWay(clock, terms.patience_seconds, self._offering, self._fetching)
+        self._headroom = ToldHeadroom(clock, terms.groups.tokens_per_block, self._offering, self._fetching)
         self._reported_quarantine = 0
         self._has_news = False
         self._blocks: BlockPool | None = None
@@ -162,39 +153,12 @@ class SchedulerFacade:
     def headroom(self) -> bytes:
         """Returns this engine's `Headroom`, encoded; empty before its first step. Called on the listener's thread."""
         self.watch_memory()
-        return b"" if self._blocks is None else encode_headroom(self._headroom_of(self._blocks))
-
-    def _headroom_of(self, blocks: BlockPool) -> Headroom:
-        usage, per_block = blocks.usage(), self._terms.groups.tokens_per_block
-        num_offers, num_kept, oldest_offer_seconds = self._offering.kept_now()
-        num_fetches, oldest_fetch_seconds = self._fetching.waiting_now()
-        return Headroom(
-            free_tokens=int(usage.num_free * per_block),
-            used_tokens=int(usage.num_used * per_block),
-            queued_tokens=usage.queued_tokens,
-            kept_offers=num_offers,
-            kept_tokens=int(num_kept * per_block),
-            free_bytes=usage.free_bytes,
-            mapped_bytes=self._mapped.num_bytes,
-            map_bytes=self._mapped.risen_bytes,
-            unmap_bytes=self._mapped.fallen_bytes,
-            waiting_fetches=num_fetches,
-            oldest_fetch_seconds=oldest_fetch_seconds,
-            oldest_offer_seconds=oldest_offer_seconds,
-        )
+        return b"" if self._blocks is None else encode_headroom(self._headroom.of(self._blocks))
 
     def watch_memory(self) -> None:
         """Counts what kvcached has mapped and unmapped since the last call. Called on the listener's thread."""
         if self._blocks is not None:
-            self._mapped.look(self._blocks.mapped_bytes())
-
-    def _headroom_in_answer(self) -> Headroom:
-        """For prefill's answers. Its cost grows with the queue, so answers of a quarter of a second share one."""
-        now = self._clock.now_seconds()
-        if self._said_headroom is None or now >= self._said_headroom_until_seconds:
-            self._said_headroom_until_seconds = now + LOOK_SECONDS
-            self._said_headroom = self._headroom_of(self._bound())
-        return self._said_headroom
+            self._headroom.watch(self._blocks)
 
     def woken(self) -> None:
         """A worker has something to report: makes the engine step. May be called from any thread."""
@@ -260,67 +224,14 @@ class SchedulerFacade:
 
     def relieve(self) -> bool:
         """Tells neighbours what this engine waits for, and takes back offers that nobody fetches, if memory is short.
-        Looks every LOOK_SECONDS, however often it is called.
+        Looks four times a second, however often it is called.
 
         Returns: whether the engine has to step.
         """
         if self._blocks is None:
             return False
-        self._give_back()
-        now = self._clock.now_seconds()
-        if now < self._look_at_seconds:
-            # What it waits for no longer must not cost neighbours anything.
-            self._has_told = self._has_told and (self._blocks.starved is not None or self._blocks.tell_neighbours())
-            return self._has_news or self._step.has_news
-        self._look_at_seconds = now + LOOK_SECONDS
-        # A request that a limit of before keeps waiting allocates nothing, and would wait for ever.
-        self._blocks.apply_limit()
-        self._has_told = self._blocks.tell_neighbours()
-        if self._offering.num_kept:
-            self._give_way(self._blocks)
-        else:
-            self._pressure.eased()
+        self._has_news |= self._giving_way.turn(self._blocks, self._step)
         return self._has_news or self._step.has_news
-
-    def _give_way(self, blocks: BlockPool) -> None:
-        starved, num_missing = blocks.starved or ("", 0)
-        num_wanted, is_neighbour_stalled = blocks.wanted_by_neighbours()
-        missing = {
-            RevocationCause.BLOCKS: num_missing,
-            RevocationCause.LIMIT: blocks.blocks_over_limit,
-            RevocationCause.NEIGHBOUR: num_wanted,
-        }
-        for cause, num_blocks in self._pressure.turn(missing).items():
-            # What decode waits for goes only to those who could not go on without it. Another prompt to be offered is
-            # none of them, unless this engine, too, has requests that wait for what its peers keep.
-            keeps_wanted = False
-            if cause is RevocationCause.BLOCKS:
-                is_for_offer = self._offering.is_offering(starved) and not self._fetching.num_queued
-                keeps_wanted = is_for_offer or blocks.stalled is None
-            elif cause is RevocationCause.NEIGHBOUR:
-                keeps_wanted = not is_neighbour_stalled
-                num_blocks -= blocks.trim()
-                blocks.neighbours_served()
-            if cause is not RevocationCause.BLOCKS:
-                num_blocks -= self._drop_cached(num_blocks)
-            self._offering.give_way(cause, num_blocks, self._step, keeps_wanted=keeps_wanted)
-
-    def _give_back(self) -> None:
-        """Frees what has been taken back for others, and their pages: those are unmapped at the end of a step, or kept
-        by kvcached for its next allocation."""
-        blocks, num_blocks = self._bound(), self._owed_blocks
-        if num_blocks:
-            self._owed_blocks = 0
-            self._drop_cached(num_blocks)
-            self._has_to_trim = True
-        elif self._has_to_trim:
-            self._has_to_trim = False
-            blocks.trim()
-
-    def _drop_cached(self, num_blocks: int) -> int:
-        dropped = self._bound().drop_cached(num_blocks)
-        self._has_news |= dropped > 0
-        return dropped
 
     def resumed(self) -> None:
         """The engine runs again after `paused`."""
@@ -349,8 +260,7 @@ class SchedulerFacade:
         """
         is_counted = self.num_quarantined_blocks == self._reported_quarantine
         has_ends = bool(self._refused) or self._fetching.has_news
-        owes = self._owed_blocks > 0 or self._has_to_trim
-        has_news = self._has_news or owes or has_ends or self._step.has_news or not is_counted
+        has_news = self._has_news or self._giving_way.owes or has_ends or self._step.has_news or not is_counted
         return has_news or self.due_in_seconds == 0
 
     @property
@@ -489,8 +399,7 @@ class SchedulerFacade:
         self.timelines.end(request.request_id)
         is_kept, params = self._offering.finished(request, is_whole, block_ids, self._bound(), self._step)
         if params is not None:
-            said = self._headroom_in_answer()
-            params[HEADROOM_KEY] = {name: getattr(said, name) for name in HEADROOM_IN_ANSWERS}
+            params[HEADROOM_KEY] = self._headroom.in_answer(self._bound())
         return is_kept, params
 
     def keeps(self, request_id: str) -> bool:
@@ -507,7 +416,7 @@ class SchedulerFacade:
         self._take_timelines(reports)
         if self._offering.spared(take_spared(reports.invalid)):
             # Others may give way instead.
-            self._look_at_seconds = 0.0
+            self._giving_way.look_soon()
         self._gate.claimed(take_claimed(reports.invalid))
         marked = [found for mark in reports.invalid if (found := failure_of(mark)) is not None]
         failures = [(number, HandOverFailed(cause, reports.reasons.get(number, NO_REASON))) for number, cause in marked]
@@ -522,9 +431,9 @@ class SchedulerFacade:
         if failed:
             reports.invalid.add(FAILING)
         num_fetched, num_owed = self._offering.ended(reports.sent, idle_holds_of(reports.sent), blocks)
-        self._owed_blocks += num_owed
+        self._giving_way.owe(num_owed)
         if num_fetched:
-            self._pressure.eased()
+            self._giving_way.fetched()
         reports.sent |= self._offering.let_go(blocks)
         self.freshen()
 

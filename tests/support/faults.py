@@ -16,6 +16,7 @@ from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
+from kvcached_nixl.scheduler.giving_way import GivingWay
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.memory_pressure import MemoryPressure
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
@@ -658,10 +659,7 @@ def what_is_freed_for_others_stays_in_the_cache(patch: Patcher) -> None:
 
 def what_is_owed_waits_for_the_next_request(patch: Patcher) -> None:
     """An idle engine would not step again, and the pages of its last offer would not be given back."""
-    patch.setattr(SchedulerFacade, "_give_back", lambda self: drop(self) if self.num_kept else None)
-
-
-drop = vars(SchedulerFacade)["_give_back"]
+    patch.setattr(GivingWay, "owes", False)
 
 
 def every_prompt_begins_at_once(patch: Patcher) -> None:

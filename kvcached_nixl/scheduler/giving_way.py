@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine does when memory is short, for itself or for its neighbours on the device. One per engine, on its
+thread.
+
+It tells neighbours what the next request waits for, has offers give way (`MemoryPressure` says when), and gives
+kvcached's pages back that were freed for others.
+"""
+
+from __future__ import annotations
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
+from kvcached_nixl.scheduler.engine import BlockPool
+from kvcached_nixl.scheduler.memory_pressure import MemoryPressure
+from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.wire.causes import RevocationCause
+from kvcached_nixl.wire.step import Step
+
+__all__ = ["LOOK_SECONDS", "GivingWay"]
+
+LOOK_SECONDS = 0.25
+"""How often an engine tells its neighbours what it waits for, and looks what they wait for."""
+
+
+class GivingWay:
+    """See the module.
+
+    Args:
+        patience_seconds: as for `MemoryPressure`.
+    """
+
+    def __init__(self, clock: Clock, patience_seconds: float, offering: PrefillOffers, fetching: DecodeFetches) -> None:
+        self._clock = clock
+        self._offering = offering
+        self._fetching = fetching
+        self._pressure = MemoryPressure(clock, patience_seconds)
+        # Blocks that were freed for others, and that the prefix cache may still keep.
+        self._owed_blocks = 0
+        self._has_to_trim = False
+        self._look_at_seconds = 0.0
+        self._has_told = False
+
+    @property
+    def owes(self) -> bool:
+        """Whether memory that was freed for others has to be given back yet."""
+        return self._owed_blocks > 0 or self._has_to_trim
+
+    def owe(self, num_blocks: int) -> None:
+        """So many blocks have been freed for others."""
+        self._owed_blocks += num_blocks
+
+    def fetched(self) -> None:
+        """Decode has fetched an offer."""
+        self._pressure.eased()
+
+    def look_soon(self) -> None:
+        """Looks in the next turn, whenever the last look was."""
+        self._look_at_seconds = 0.0
+
+    def turn(self, blocks: BlockPool, step: Step) -> bool:
+        """Looks every LOOK_SECONDS, however often it is called.
+
+        Returns: whether blocks of the prefix cache were freed, so that the engine has to step.
+        """
+        num_dropped = self._give_back(blocks)
+        now = self._clock.now_seconds()
+        if now < self._look_at_seconds:
+            # What it waits for no longer must not cost neighbours anything.
+            self._has_told = self._has_told and (blocks.starved is not None or blocks.tell_neighbours())
+            return num_dropped > 0
+        self._look_at_seconds = now + LOOK_SECONDS
+        # A request that a limit of before keeps waiting allocates nothing, and would wait for ever.
+        blocks.apply_limit()
+        self._has_told = blocks.tell_neighbours()
+        if self._offering.num_kept:
+            num_dropped += self._give_way(blocks, step)
+        else:
+            self._pressure.eased()
+        return num_dropped > 0
+
+    def _give_way(self, blocks: BlockPool, step: Step) -> int:
+        starved, num_missing = blocks.starved or ("", 0)
+        num_wanted, is_neighbour_stalled = blocks.wanted_by_neighbours()
+        missing = {
+            RevocationCause.BLOCKS: num_missing,
+            RevocationCause.LIMIT: blocks.blocks_over_limit,
+            RevocationCause.NEIGHBOUR: num_wanted,
+        }
+        num_dropped = 0
+        for cause, num_blocks in self._pressure.turn(missing).items():
+            # What decode waits for goes only to those who could not go on without it. Another prompt to be offered is
+            # none of them, unless this engine, too, has requests that wait for what its peers keep.
+            keeps_wanted = False
+            if cause is RevocationCause.BLOCKS:
+                is_for_offer = self._offering.is_offering(starved) and not self._fetching.num_queued
+                keeps_wanted = is_for_offer or blocks.stalled is None
+            elif cause is RevocationCause.NEIGHBOUR:
+                keeps_wanted = not is_neighbour_stalled
+                num_blocks -= blocks.trim()
+                blocks.neighbours_served()
+            if cause is not RevocationCause.BLOCKS:
+                dropped = blocks.drop_cached(num_blocks)
+                num_dropped, num_blocks = num_dropped + dropped, num_blocks - dropped
+            self._offering.give_way(cause, num_blocks, step, keeps_wanted=keeps_wanted)
+        return num_dropped
+
+    def _give_back(self, blocks: BlockPool) -> int:
+        """Frees what has been taken back for others, and their pages: those are unmapped at the end of a step, or kept
+        by kvcached for its next allocation."""
+        num_blocks, self._owed_blocks = self._owed_blocks, 0
+        if num_blocks:
+            self._has_to_trim = True
+            return blocks.drop_cached(num_blocks)
+        if self._has_to_trim:
+            self._has_to_trim = False
+            blocks.trim()
+        return 0

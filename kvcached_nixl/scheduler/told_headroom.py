@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's `Headroom`, for the side channel and for prefill's answers. One per engine.
+
+Threads: the side channel's thread calls `of` and `watch`; the engine's thread calls `in_answer`.
+"""
+
+from __future__ import annotations
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
+from kvcached_nixl.scheduler.engine import BlockPool
+from kvcached_nixl.scheduler.mapped_memory import MappedMemory
+from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.wire.headroom import HEADROOM_IN_ANSWERS, Headroom
+
+__all__ = ["ANSWER_SECONDS", "ToldHeadroom"]
+
+ANSWER_SECONDS = 0.25
+"""Answers within this time say the same: what it costs to look grows with the queue."""
+
+
+class ToldHeadroom:
+    """See the module.
+
+    Args:
+        tokens_per_block: of all KV-cache groups together.
+    """
+
+    def __init__(self, clock: Clock, tokens_per_block: float, offering: PrefillOffers, fetching: DecodeFetches) -> None:
+        self._clock = clock
+        self._tokens_per_block = tokens_per_block
+        self._offering = offering
+        self._fetching = fetching
+        self._mapped = MappedMemory()
+        self._said: Headroom | None = None
+        self._said_until_seconds = 0.0
+
+    def watch(self, blocks: BlockPool) -> None:
+        """Counts what kvcached has mapped and unmapped since the last call."""
+        self._mapped.look(blocks.mapped_bytes())
+
+    def of(self, blocks: BlockPool) -> Headroom:
+        """At this moment."""
+        usage, per_block = blocks.usage(), self._tokens_per_block
+        num_offers, num_kept, oldest_offer_seconds = self._offering.kept_now()
+        num_fetches, oldest_fetch_seconds = self._fetching.waiting_now()
+        return Headroom(
+            free_tokens=int(usage.num_free * per_block),
+            used_tokens=int(usage.num_used * per_block),
+            queued_tokens=usage.queued_tokens,
+            kept_offers=num_offers,
+            kept_tokens=int(num_kept * per_block),
+            free_bytes=usage.free_bytes,
+            mapped_bytes=self._mapped.num_bytes,
+            map_bytes=self._mapped.risen_bytes,
+            unmap_bytes=self._mapped.fallen_bytes,
+            waiting_fetches=num_fetches,
+            oldest_fetch_seconds=oldest_fetch_seconds,
+            oldest_offer_seconds=oldest_offer_seconds,
+        )
+
+    def in_answer(self, blocks: BlockPool) -> dict[str, int]:
+        """What prefill's answers say of it."""
+        now = self._clock.now_seconds()
+        if self._said is None or now >= self._said_until_seconds:
+            self._said_until_seconds = now + ANSWER_SECONDS
+            self._said = self.of(blocks)
+        said = self._said
+        return {name: getattr(said, name) for name in HEADROOM_IN_ANSWERS}
