@@ -20,7 +20,7 @@ __all__ = [
     "read",
     "replies",
     "says_error",
-    "without_comments",
+    "without_waits",
 ]
 
 
@@ -91,11 +91,11 @@ def replies(heard: bytes, methods: Sequence[str]) -> list[Reply]:
     return found
 
 
-def without_comments(reply: Reply) -> Reply:
-    """Return a stream without the comments that kept it alive; of an error that followed them, the error's response."""
-    if not reply.body.startswith(b":"):
+def without_waits(reply: Reply) -> Reply:
+    """Return a stream without the empty lines that kept it alive; of an error behind them, the error's response."""
+    if not reply.body.startswith(b"\n"):
         return reply
-    rest = b"".join(one + b"\n\n" for one in reply.body.split(b"\n\n") if one and not one.startswith(b":"))
+    rest = b"".join(one + b"\n\n" for one in reply.body.split(b"\n\n") if one)
     bare = Reply(reply.status, reply.headers, rest)
     if rest.count(b"\n\n") != 1:
         return bare

@@ -21,11 +21,24 @@ from kvcached_nixl.proxy.api import ApiRoute
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.failure import ClientLeft, LegFailed, Refusal, RouterFailure, error_body
 
-__all__ = ["Outgoing", "Response", "draw_id", "error_event", "header", "passed_on", "read_body", "refuse_odd_head"]
+__all__ = [
+    "STILL_WAITING",
+    "Outgoing",
+    "Response",
+    "draw_id",
+    "error_event",
+    "header",
+    "passed_on",
+    "read_body",
+    "refuse_odd_head",
+]
 
 SERVER = "kvcached-nixl"
 COPIES = 4
 """Of a body: the client's own, those for prefill and decode, and the prompt while it is read."""
+STILL_WAITING = b"\n\n"
+"""Keeps a stream alive that has no event yet; every parser of events skips empty lines. Not a comment: behind one that
+arrives by itself, `vllm bench serve` skips the first event, and so takes the second token's time for the first's."""
 _USABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _TRACES = ("traceparent", "tracestate")
 
@@ -124,7 +137,7 @@ class Response(Protocol):
 class Outgoing:
     """The response: a whole one, a stream of whole events, or an error.
 
-    A stream may be kept alive by comments before it begins (`kept_alive`). Its status is 200 then, whatever follows,
+    A stream may be kept alive by empty lines before it begins (`kept_alive`). Its status is 200 then, whatever follows,
     and an error becomes an event.
 
     Args:
@@ -171,7 +184,7 @@ class Outgoing:
         """Send a complete response.
 
         Raises:
-            LegFailed: it was to be streamed, and comments were sent.
+            LegFailed: it was to be streamed, and empty lines were sent.
         """
         async with self._sending:
             self.has_begun = True
@@ -210,7 +223,7 @@ class Outgoing:
 
     @contextmanager
     def kept_alive(self, interval_seconds: float) -> Iterator[None]:
-        """Until the stream begins, send a comment at intervals, so that nobody takes a queue for a dead connection."""
+        """Until the stream begins, send empty lines, so that nobody takes a queue for a dead connection."""
         sending: list[asyncio.Task[None]] = []
         # No task before it has something to do: most streams begin sooner.
         begin = asyncio.get_running_loop().call_later(
@@ -231,7 +244,7 @@ class Outgoing:
                 try:
                     if self._response is None:
                         await self._prepare_stream("text/event-stream; charset=utf-8")
-                    await self.piece(b": waiting for a token\n\n")
+                    await self.piece(STILL_WAITING)
                 except ClientLeft:
                     self.abort()
                     return

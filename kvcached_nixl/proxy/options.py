@@ -71,7 +71,7 @@ class Options:
     inter_token_timeout_seconds: float = _number(120.0, "seconds between two pieces of a streamed response")
     response_timeout_seconds: float = _number(3600.0, "seconds for a response that is not streamed")
     keep_alive_seconds: float = _number(
-        1.0, "seconds between comments in a stream that waits for its first token; its status is 200 from then on"
+        1.0, "seconds between empty lines in a stream that waits for its first token; its status is 200 from then on"
     )
     client_timeout_seconds: float = _number(
         60.0, "seconds for a client to send its body, or to read one piece of the response"

@@ -447,12 +447,13 @@ def test_what_decode_refuses_is_given_back(pushes: bool) -> None:
 
 
 def events_of(text: str) -> tuple[int, list[Any], bool]:
-    """Returns the number of comments before the first event, the events, and whether the stream ended as one does."""
-    parts = text.split("\n\n")
-    comments = next((place for place, one in enumerate(parts) if not one.startswith(":")), len(parts))
-    assert not any(one.startswith(":") for one in parts[comments:])
-    found = [json.loads(one.removeprefix("data: ")) for one in parts[comments:] if one.startswith("data: {")]
-    return comments, found, text.endswith("data: [DONE]\n\n")
+    """Returns how often the stream was kept alive before the first event, the events, and whether the stream ended as
+    one does."""
+    parts = text.removesuffix("\n\n").split("\n\n")
+    waits = next((place for place, one in enumerate(parts) if one), len(parts))
+    assert all(parts[waits:])
+    found = [json.loads(one.removeprefix("data: ")) for one in parts[waits:] if one.startswith("data: {")]
+    return waits, found, text.endswith("data: [DONE]\n\n")
 
 
 def test_a_stream_that_waits_is_kept_alive() -> None:
@@ -460,8 +461,8 @@ def test_a_stream_that_waits_is_kept_alive() -> None:
         async with serving(keep_alive_seconds=0.05) as at:
             at.prefills[0].prefill_seconds = 0.3
             answer = await at.complete(max_tokens=4, stream=True)
-            comments, events, is_whole = events_of(answer.text)
-            assert comments >= 3
+            waits, events, is_whole = events_of(answer.text)
+            assert waits >= 3
             assert len(events) == 4
             assert is_whole
             assert right(await at.complete(max_tokens=4))
@@ -479,8 +480,8 @@ def test_a_stream_that_waits_is_tried_elsewhere_all_the_same() -> None:
                 one.faults.append("kv")
             at.decodes[1].faults.clear()
             for _ in range(2):
-                comments, events, is_whole = events_of((await at.complete(max_tokens=4, stream=True)).text)
-                assert (comments > 1, len(events), is_whole) == (True, 4, True)
+                waits, events, is_whole = events_of((await at.complete(max_tokens=4, stream=True)).text)
+                assert (waits > 1, len(events), is_whole) == (True, 4, True)
 
     asyncio.run(run())
 
@@ -492,8 +493,8 @@ def test_a_stream_that_waits_in_vain_ends_with_an_error(fault: str) -> None:
             at.prefills[0].prefill_seconds = 0.2
             at.decodes[0].faults.append(fault)
             answer = await at.complete(max_tokens=4, stream=True)
-            comments, (error,), is_whole = events_of(answer.text)
-            assert (answer.status_code, comments > 1, is_whole) == (200, True, False)
+            waits, (error,), is_whole = events_of(answer.text)
+            assert (answer.status_code, waits > 1, is_whole) == (200, True, False)
             assert error["error"]["code"] == (400 if fault.startswith("4") else 502)
             await at.prefills[0].stop()
             while (await at.instances())[at.prefills[0].name]["state"] == "up":
@@ -508,7 +509,7 @@ def test_a_stream_that_waits_in_vain_ends_with_an_error(fault: str) -> None:
     asyncio.run(run())
 
 
-def test_an_error_after_comments_is_one_to_anthropic_s_client_too() -> None:
+def test_an_error_after_a_wait_is_one_to_anthropic_s_client_too() -> None:
     """It ignores events without a name, and would take the stream for an empty answer."""
 
     async def run() -> None:
@@ -525,7 +526,7 @@ def test_an_error_after_comments_is_one_to_anthropic_s_client_too() -> None:
     asyncio.run(run())
 
 
-def test_a_whole_answer_after_comments_ends_with_an_error() -> None:
+def test_a_whole_answer_after_a_wait_ends_with_an_error() -> None:
     async def run() -> None:
         async with serving(keep_alive_seconds=0.05) as at:
             at.prefills[0].prefill_seconds = 0.2
