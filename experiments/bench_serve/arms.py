@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arms: one instance with all cores, or prefill, decode and the router on the same cores."""
+"""The arms: one instance, or prefill, decode and a router on the same cores; with and without kvcached."""
 
 from __future__ import annotations
 
@@ -19,40 +19,60 @@ KVCACHED: Mapping[str, str] = {
     "KVCACHED_CONTIGUOUS_LAYOUT": "true",
     "KVCACHED_HOSTVMM_GIB": "2",
 }
+OWN, VLLM_ROUTER = "kvcached-nixl proxy", "vllm-router"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm. ``mode`` is the transfer mode, or "" for one instance that gets its requests directly."""
+    """One arm.
+
+    Attributes:
+        mode: the transfer mode, or "" for one instance that gets its requests directly.
+        router: before prefill and decode.
+        is_stock: vLLM's own connector on vLLM's own memory, without kvcached and this package.
+        kvcached: one instance over kvcached; arms with a mode have it unless they are stock.
+    """
 
     name: str
     mode: str = ""
+    router: str = OWN
+    is_stock: bool = False
+    kvcached: bool = False
+
+    @property
+    def tag(self) -> str:
+        """Its name for files."""
+        return "".join(letter if letter.isalnum() else "-" for letter in self.name)
 
     def specs(self, model: Path) -> list[ServerSpec]:
         """Return the configuration of one server, or of prefill and decode."""
         common = ServerSpec(
-            name="one-instance",
+            name=self.tag,
             model=model,
             dtype="float32",
             max_model_len=2048,
             # As many threads as the two servers of another arm have together.
-            environment={"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))},
+            environment={
+                "OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1)),
+                **(KVCACHED if self.kvcached else {}),
+            },
             forks=True,
         )
         if not self.mode:
             return [common]
+        extra = {"num_threads": 0} if self.is_stock else {"num_threads": 0, "transfer_mode": self.mode}
         connector = {
-            "kv_connector": "NixlConnector",
+            "kv_connector": "NixlPushConnector" if self.is_stock and self.mode == "push" else "NixlConnector",
             "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": self.mode},
+            "kv_connector_extra_config": extra,
         }
         return [
             ServerSpec(
-                name=f"{self.mode}-{side}",
+                name=f"{self.tag}-{side}",
                 model=model,
                 dtype=common.dtype,
                 max_model_len=common.max_model_len,
-                environment=KVCACHED,
+                environment={} if self.is_stock else KVCACHED,
                 kv_transfer={**connector, "kv_role": role(side)},
                 forks=True,
             )
@@ -60,5 +80,26 @@ class Arm:
         ]
 
 
-ONE, PULL, PUSH = Arm("one instance"), Arm("router, pull", "pull"), Arm("router, push", "push")
-ARMS = (ONE, PULL, PUSH)
+ONE = Arm("one instance")
+ONE_KVCACHED = Arm("one instance, kvcached", kvcached=True)
+PULL = Arm("router, pull", "pull")
+STOCK_PULL = Arm("router, stock pull", "pull", is_stock=True)
+PUSH = Arm("router, push", "push")
+# This package's router pushes only to servers whose answers have a manifest, so another one is before both of these.
+PUSH_BEHIND = Arm("vllm-router, push", "push", VLLM_ROUTER)
+STOCK_PUSH = Arm("vllm-router, stock push", "push", VLLM_ROUTER, is_stock=True)
+GROUPS: Mapping[str, tuple[Arm, ...]] = {
+    "pull": (ONE, ONE_KVCACHED, PULL, STOCK_PULL),
+    "push": (PUSH, PUSH_BEHIND, STOCK_PUSH),
+}
+"""Arms whose servers run at the same time and take turns, by transfer mode."""
+PAIRS = ((PULL, STOCK_PULL), (PUSH_BEHIND, STOCK_PUSH))
+"""What is compared with a target: this package, and stock P/D behind the same router."""
+
+
+def groups(modes: tuple[str, ...], *, has_stock_push: bool) -> dict[str, tuple[Arm, ...]]:
+    """Return the groups of ``modes``; ``has_stock_push``: whether the vLLM has ``NixlPushConnector``."""
+    return {
+        mode: tuple(arm for arm in GROUPS[mode] if has_stock_push or arm.router == OWN or not arm.mode)
+        for mode in modes
+    }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the arms in turn, with the servers of all arms running throughout: the machine's speed varies over time."""
+"""Measures a group of arms in turn, with all its servers running throughout: the machine's speed varies over time."""
 
 from __future__ import annotations
 
@@ -9,27 +9,33 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from experiments.bench_serve.arms import ARMS, INPUT_TOKENS, OUTPUT_TOKENS, Arm
+from experiments.bench_serve.arms import INPUT_TOKENS, OUTPUT_TOKENS, OWN, Arm
 from experiments.common import device
+from experiments.common.counted import hand_overs
 from experiments.common.router import routed
-from experiments.common.servers import ENVIRONMENT, ServerError, running
+from experiments.common.servers import ENVIRONMENT, Server, ServerError, running
+from experiments.stacks.routers import vllm_router
 
 BENCH_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """Figures that ``vllm bench serve`` reported for one run. Times in milliseconds; tokens are tokens of answers."""
+    """Figures that ``vllm bench serve`` reported for one run. Times in milliseconds; tokens are tokens of answers.
+
+    ``seed``: of its prompts and lengths. Runs of several arms with one seed were made one after another.
+    """
 
     arm: str
     at_a_time: int
+    seed: int
     completed: int
     failed: int
     requests_per_second: float
@@ -42,7 +48,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Handed:
-    """A router's counters: hand-overs by direction, and how often decode computed a prompt itself."""
+    """An arm's hand-overs by direction, and how often decode computed a prompt itself."""
 
     arm: str
     in_its_direction: int
@@ -59,30 +65,60 @@ class Handed:
         )
 
 
+@dataclass(frozen=True)
+class _Deployed:
+    """An arm that runs; ``url`` is where its requests go."""
+
+    arm: Arm
+    url: str
+    servers: Sequence[Server]
+
+    def handed(self, asked: int) -> Handed:
+        """Return the counts since its start; ``asked`` is the number of requests since then."""
+        if self.arm.router == OWN:
+            return handed(self.arm, self.url)
+        moved = hand_overs(self.servers, asked)
+        return Handed(self.arm.name, moved, 0, asked - moved)
+
+
 def measure(
-    at_a_time: tuple[int, ...], rounds: int, prompts: int, model: Path, logs: Path, say: Callable[[str], None]
+    arms: Sequence[Arm],
+    prompts: Mapping[int, int],
+    rounds: int,
+    model: Path,
+    logs: Path,
+    say: Callable[[str], None],
 ) -> tuple[list[Run], list[Handed]]:
-    """Start all servers and routers, run all rounds, stop everything."""
+    """Start all servers and routers of ``arms``, run all rounds, stop everything.
+
+    Args:
+        prompts: how many prompts a run has, by how many are in flight at a time.
+    """
     with contextlib.ExitStack() as stack:
-        urls: dict[Arm, str] = {}
-        for arm in ARMS:
+        deployed = []
+        for arm in arms:
             servers = stack.enter_context(running(arm.specs(model), logs, say))
-            urls[arm] = servers[0].base_url
+            url = servers[0].base_url
             if arm.mode:
-                urls[arm] = stack.enter_context(routed(servers[:1], servers[1:], logs / f"{arm.mode}-router.log"))
-        for arm, url in urls.items():
-            say(f"{arm.name}: warming up")
-            bench(arm, url, model, logs, at_a_time=max(at_a_time), prompts=max(at_a_time), seed=0)
-        routers = {arm: url for arm, url in urls.items() if arm.mode}
-        learnt = {arm: handed(arm, url) for arm, url in routers.items()}
+                log = logs / f"{arm.tag}-router.log"
+                before = (servers[:1], servers[1:], log)
+                url = stack.enter_context(routed(*before) if arm.router == OWN else vllm_router(*before, say))
+            deployed.append(_Deployed(arm, url, servers))
+        warm = max(prompts)
+        for one in deployed:
+            say(f"{one.arm.name}: warming up")
+            bench(one.arm, one.url, model, logs, at_a_time=warm, prompts=warm, seed=0)
+        learnt = {one.arm: one.handed(warm) for one in deployed if one.arm.mode}
         found = []
         # Each run has another seed: a prompt that an engine has seen would be in its prefix cache.
-        for seed, (number, together) in enumerate(itertools.product(range(rounds), at_a_time), start=1):
-            first = number % len(ARMS)
-            for arm in (*ARMS[first:], *ARMS[:first]):
-                say(f"{arm.name}: {together} at a time, {number + 1} of {rounds}")
-                found.append(bench(arm, urls[arm], model, logs, at_a_time=together, prompts=prompts, seed=seed))
-        return found, [handed(arm, url).since(learnt[arm]) for arm, url in routers.items()]
+        for seed, (number, together) in enumerate(itertools.product(range(rounds), prompts), start=1):
+            first = seed % len(arms)
+            for one in (*deployed[first:], *deployed[:first]):
+                say(f"{one.arm.name}: {together} at a time, {number + 1} of {rounds}")
+                count = prompts[together]
+                found.append(bench(one.arm, one.url, model, logs, at_a_time=together, prompts=count, seed=seed))
+        asked = warm + rounds * sum(prompts.values())
+        return found, [one.handed(asked).since(learnt[one.arm]) for one in deployed if one.arm.mode]
 
 
 def bench(arm: Arm, url: str, model: Path, logs: Path, *, at_a_time: int, prompts: int, seed: int) -> Run:
@@ -91,7 +127,7 @@ def bench(arm: Arm, url: str, model: Path, logs: Path, *, at_a_time: int, prompt
     Raises:
         ServerError: the load generator failed.
     """
-    result = logs / f"{arm.mode or 'one'}-{at_a_time}-{seed}.json"
+    result = logs / f"{arm.tag}-{at_a_time}-{seed}.json"
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
         *("--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions"),
@@ -109,6 +145,7 @@ def bench(arm: Arm, url: str, model: Path, logs: Path, *, at_a_time: int, prompt
     return Run(
         arm.name,
         at_a_time,
+        seed,
         said["completed"],
         prompts - said["completed"],
         said["request_throughput"],
@@ -121,7 +158,7 @@ def bench(arm: Arm, url: str, model: Path, logs: Path, *, at_a_time: int, prompt
 
 
 def handed(arm: Arm, url: str) -> Handed:
-    """Return the counts of all requests that the router has served."""
+    """Return the counts of all requests that this package's router has served."""
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics", trust_env=False).text)
     samples = [one for family in families for one in family.samples]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from experiments.bench_serve.arms import PAIRS
 from experiments.bench_serve.measure import Handed, Run
 from experiments.common.targets import Verdict
 
@@ -17,6 +18,17 @@ FIGURES = ("requests_per_second", "tokens_per_second", "first_token_p50_ms", "fi
 def median(runs: Sequence[Run], arm: str, at_a_time: int, figure: str) -> float:
     """Return the median of ``figure`` over an arm's runs with ``at_a_time`` requests at a time."""
     return statistics.median(getattr(one, figure) for one in runs if (one.arm, one.at_a_time) == (arm, at_a_time))
+
+
+def ratio(runs: Sequence[Run], arm: str, other: str, at_a_time: int, figure: str) -> float | None:
+    """Return the median of ``figure`` of ``arm`` divided by that of ``other``, of the same prompts; None if there is
+    none."""
+    both = {
+        name: {one.seed: getattr(one, figure) for one in runs if (one.arm, one.at_a_time) == (name, at_a_time)}
+        for name in (arm, other)
+    }
+    found = [value / both[other][seed] for seed, value in both[arm].items() if seed in both[other]]
+    return statistics.median(found) if found else None
 
 
 def table_of(runs: Sequence[Run]) -> Table:
@@ -32,7 +44,7 @@ def table_of(runs: Sequence[Run]) -> Table:
 
 
 def judge(runs: Sequence[Run], handed: Sequence[Handed]) -> list[Verdict]:
-    """Return the targets: every request is answered, and every one through a router by a hand-over."""
+    """Return the targets: every request is answered, every one through a router by a hand-over, as fast as stock."""
     failed = sum(one.failed for one in runs)
     verdicts = [Verdict("requests without an answer (0)", f"{failed} of {len(runs)} runs' requests", failed == 0)]
     for one in handed:
@@ -49,4 +61,20 @@ def judge(runs: Sequence[Run], handed: Sequence[Handed]) -> list[Verdict]:
                 one.in_its_direction >= 0.9 * total > 0,
             ),
         ]
+    return [*verdicts, *_beside_stock(runs)]
+
+
+def _beside_stock(runs: Sequence[Run]) -> list[Verdict]:
+    verdicts = []
+    for arm, stock in PAIRS:
+        for at_a_time in sorted({one.at_a_time for one in runs}):
+            rate = ratio(runs, arm.name, stock.name, at_a_time, "requests_per_second")
+            first = ratio(runs, arm.name, stock.name, at_a_time, "first_token_p50_ms")
+            if rate is None or first is None:
+                continue
+            words = f"{arm.name} / {stock.name}, {at_a_time} at a time"
+            verdicts += [
+                Verdict(f"{words}: requests/s (>= 1.0)", f"{rate:.2f} x", rate >= 1.0),
+                Verdict(f"{words}: first token p50 (<= 1.0)", f"{first:.2f} x", first <= 1.0),
+            ]
     return verdicts

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("rich")
 
-from experiments.bench_serve.arms import ARMS, ONE, PUSH
+from experiments.bench_serve.__main__ import kept
+from experiments.bench_serve.arms import GROUPS, ONE, PAIRS, PULL, PUSH, STOCK_PULL, STOCK_PUSH, groups
 from experiments.bench_serve.measure import Handed, Run
-from experiments.bench_serve.report import judge, median
+from experiments.bench_serve.report import judge, median, ratio
 
-RUN = Run("router, push", 4, 48, 0, 1.0, 64.0, 100.0, 200.0, 10.0, 20.0)
+RUN = Run("router, push", 4, 1, 48, 0, 1.0, 64.0, 100.0, 200.0, 10.0, 20.0)
 HANDED = Handed("router, push", in_its_direction=9, others=1, computed_by_decode=0)
 
 
@@ -47,4 +49,52 @@ def test_only_the_arms_of_the_router_hand_over() -> None:
     for spec in PUSH.specs(Path("model")):
         assert spec.kv_transfer is not None and spec.environment["ENABLE_KVCACHED"] == "true"
         assert spec.kv_transfer["kv_connector_extra_config"] == {"num_threads": 0, "transfer_mode": "push"}
-    assert len({arm.name for arm in ARMS}) == len(ARMS)
+    arms = [arm for group in GROUPS.values() for arm in group]
+    assert len({arm.name for arm in arms}) == len({arm.tag for arm in arms}) == len(arms)
+
+
+def test_a_stock_arm_has_neither_kvcached_nor_this_packages_keys() -> None:
+    for arm, connector in ((STOCK_PULL, "NixlConnector"), (STOCK_PUSH, "NixlPushConnector")):
+        for spec in arm.specs(Path("model")):
+            assert spec.environment == {} and spec.kv_transfer is not None
+            assert spec.kv_transfer["kv_connector"] == connector
+            assert spec.kv_transfer["kv_connector_extra_config"] == {"num_threads": 0}
+    for ours, stock in PAIRS:
+        assert (ours.router, ours.mode, stock.is_stock) == (stock.router, stock.mode, True)
+        assert any(ours in group and stock in group for group in GROUPS.values()), "they run side by side"
+
+
+def test_without_stock_push_nothing_runs_behind_the_other_router() -> None:
+    found = groups(("pull", "push"), has_stock_push=False)
+    assert found["pull"] == GROUPS["pull"] and found["push"] == (PUSH,)
+
+
+@pytest.mark.parametrize(
+    ("rate", "first_ms", "missed"),
+    [(1.0, 100.0, []), (0.99, 100.0, ["requests/s"]), (1.0, 100.1, ["first token"])],
+)
+def test_this_package_is_held_to_stock(rate: float, first_ms: float, missed: list[str]) -> None:
+    ours = dataclasses.replace(RUN, arm=PULL.name, requests_per_second=rate, first_token_p50_ms=first_ms)
+    stock = dataclasses.replace(RUN, arm=STOCK_PULL.name)
+    found = [one for one in judge([ours, stock], []) if not one.reached]
+    assert len(found) == len(missed) and all(word in one.target for word, one in zip(missed, found, strict=True))
+    assert len(judge([ours], [])) == 1, "nothing is compared that was not run"
+
+
+def test_a_ratio_is_of_the_same_prompts() -> None:
+    def runs(arm: str, figures: dict[int, float]) -> list[Run]:
+        return [dataclasses.replace(RUN, arm=arm, seed=seed, first_token_p50_ms=ms) for seed, ms in figures.items()]
+
+    found = [*runs("a", {1: 10.0, 2: 40.0, 3: 90.0, 4: 1.0}), *runs("b", {1: 10.0, 2: 20.0, 3: 30.0})]
+    assert ratio(found, "a", "b", RUN.at_a_time, "first_token_p50_ms") == 2.0
+    assert ratio(found, "a", "c", RUN.at_a_time, "first_token_p50_ms") is None
+
+
+def test_one_mode_leaves_the_other_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "last.json"
+    assert kept(file, set()) == ([], [])
+    other = dataclasses.replace(RUN, arm="router, pull")
+    content = {"runs": [dataclasses.asdict(one) for one in (RUN, other)], "handed": [dataclasses.asdict(HANDED)]}
+    file.write_text(json.dumps(content))
+    assert kept(file, {RUN.arm}) == ([other], [])
+    assert kept(file, {other.arm}) == ([RUN], [HANDED])
