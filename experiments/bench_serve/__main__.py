@@ -29,8 +29,8 @@ prefill and one decode server behind a router, with pull and with push:
   this package   over kvcached, behind its own router; push also behind vllm-router
   stock          vLLM's own NixlConnector, or NixlPushConnector (vLLM 0.24 on), without kvcached. The same router is
                  before both: this package's for pull, vllm-router for push
-and against one instance with as many threads as both servers together, with and without kvcached. The servers of all
-arms of a transfer mode run at the same time; the arms take turns, each with the same prompts."""
+and against one instance with as many threads as both servers together. The servers of all arms of a transfer mode run
+at the same time; the arms take turns, each with the same prompts."""
 
 EPILOG = """\
 targets: every request is answered; decode computes no prompt instead of a hand-over; hand-overs go in the direction of

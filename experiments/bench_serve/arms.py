@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arms: one instance, or prefill, decode and a router on the same cores; with and without kvcached."""
+"""The arms: one instance, or prefill, decode and a router on the same cores; with kvcached, and stock."""
 
 from __future__ import annotations
 
@@ -30,14 +30,12 @@ class Arm:
         mode: the transfer mode, or "" for one instance that gets its requests directly.
         router: before prefill and decode.
         is_stock: vLLM's own connector on vLLM's own memory, without kvcached and this package.
-        kvcached: one instance over kvcached; arms with a mode have it unless they are stock.
     """
 
     name: str
     mode: str = ""
     router: str = OWN
     is_stock: bool = False
-    kvcached: bool = False
 
     @property
     def tag(self) -> str:
@@ -52,10 +50,7 @@ class Arm:
             dtype="float32",
             max_model_len=2048,
             # As many threads as the two servers of another arm have together.
-            environment={
-                "OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1)),
-                **(KVCACHED if self.kvcached else {}),
-            },
+            environment={"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))},
             forks=True,
         )
         if not self.mode:
@@ -81,7 +76,6 @@ class Arm:
 
 
 ONE = Arm("one instance")
-ONE_KVCACHED = Arm("one instance, kvcached", kvcached=True)
 PULL = Arm("router, pull", "pull")
 STOCK_PULL = Arm("router, stock pull", "pull", is_stock=True)
 PUSH = Arm("router, push", "push")
@@ -89,7 +83,7 @@ PUSH = Arm("router, push", "push")
 PUSH_BEHIND = Arm("vllm-router, push", "push", VLLM_ROUTER)
 STOCK_PUSH = Arm("vllm-router, stock push", "push", VLLM_ROUTER, is_stock=True)
 GROUPS: Mapping[str, tuple[Arm, ...]] = {
-    "pull": (ONE, ONE_KVCACHED, PULL, STOCK_PULL),
+    "pull": (ONE, PULL, STOCK_PULL),
     "push": (PUSH, PUSH_BEHIND, STOCK_PUSH),
 }
 """Arms whose servers run at the same time and take turns, by transfer mode."""
