@@ -459,7 +459,7 @@ def events_of(text: str) -> tuple[int, list[Any], bool]:
 def test_a_stream_that_waits_is_kept_alive() -> None:
     async def run() -> None:
         async with serving(keep_alive_seconds=0.05) as at:
-            at.prefills[0].prefill_seconds = 0.3
+            at.prefills[0].prefill_seconds = 1.0
             answer = await at.complete(max_tokens=4, stream=True)
             waits, events, is_whole = events_of(answer.text)
             assert waits >= 3
