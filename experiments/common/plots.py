@@ -10,13 +10,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def make_panels(count: int, width: float, height: float, **more: Any) -> tuple[Figure, Any]:
-    """Return a figure of ``width`` by ``height`` inches, and its ``count`` panels side by side."""
+def make_panels(count: int, width: float, height: float, *, a_row: int = 0, **more: Any) -> tuple[Figure, Any]:
+    """Return a figure of ``width`` by ``height`` inches, and its ``count`` panels side by side.
+
+    Args:
+        a_row: how many are side by side, in as many rows as it takes; 0: all.
+    """
     # Imported here, not at the top: tables need no matplotlib.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height))
-    return figure, figure.subplots(1, count, squeeze=False, **more)[0]
+    columns = min(a_row or count, count)
+    panels = figure.subplots(-(-count // columns), columns, squeeze=False, **more).flatten()
+    for one in panels[count:]:
+        one.remove()
+    return figure, panels[:count]
 
 
 def save(figure: Figure, title: str, path: Path) -> None:

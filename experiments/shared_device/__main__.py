@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash experiments/shared_device/run.sh``: measure, compare with the targets, report. ``--help`` explains."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from experiments.common.command_line import KEEPS_LAST, add_quick, add_seed, add_word, make_parser, run_main
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PARTS = ("table", "overload")
+
+DESCRIPTION = """\
+What is elastic memory with prefill/decode worth to an operator?
+
+table      Two models on one device (the emulated one, of host memory) that is smaller than the sum of their peaks.
+           Their loads swell at opposite times. Every arm gets the same requests at the same times, whether earlier ones
+           were answered or not (open loop), with prompts of 256 to 1,536 tokens:
+             static split, stock P/D    half of the device for each model; vLLM's own connector and memory
+             kvcached without P/D       one server for each model computes prompts and answers
+             kvcached's own Nixl patch  as kvcached 0.1.6 ships it, without this package
+             this package               pull, push, and pull staged through a slab
+             ..., without both          prefill takes nothing back (give_way_after), and the router does not look at
+                                        what decode can take (--decode-fill 0)
+overload   One model, whose decode has little memory. Its capacity is measured; then twice as many requests come as it
+           can answer, with --decode-fill 0 and 1.5.
+
+Clients leave when they have no token after 15 s. Each answer is compared with that of one stock server."""
+
+EPILOG = """\
+columns: goodput is right answers within the latency bound, a second of load. Wasted is the share of prefilled tokens
+whose KV no decode has received. Taken back counts offers that prefill revoked, again the requests that a server had to
+compute again for want of blocks. Left: clients without a token after 15 s. Retry-After: refusals with that header.
+
+targets: no wrong answer and no request without an end with this package; its memory stays within the device; at twice
+the capacity less prefill is wasted with --decode-fill 1.5 than without, and every refusal says when to try again.
+Which arm is fastest is reported without a target.
+
+exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
+Results: tables; results/last-VERSION.json with every request, versions and hardware; results/last-VERSION.png: memory
+over time."""
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser(DESCRIPTION, EPILOG)
+    add_quick(parser, "less load, and two arms", KEEPS_LAST)
+    add_seed(parser)
+    keeps = "last-VERSION.json keeps the results of the others"
+    parser.add_argument("--part", choices=PARTS, help=f"only this part; {keeps}")
+    add_word(parser, "--arm", "arms of the table", keeps)
+    return parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    # Imported here, not at the top: --help has to work without an environment.
+    from experiments.common.report import Narrator, begin, conclude, last_name, write_json
+    from experiments.shared_device import overload, report, stored, table
+    from experiments.shared_device.reference import reference_of
+
+    began, stamp = begin(options.vllm)
+    logs = RESULTS / stamp
+    logs.mkdir(parents=True)
+    name = stamp if options.quick else last_name(options.vllm)
+    path = RESULTS / f"{name}.json"
+    # Written after each arm: a run takes a quarter of an hour, and one that is ended early can be continued with --arm.
+    found = stored.Measured() if options.quick else stored.read(path)
+    if options.part != "overload" and not options.arm:
+        found = found.without_runs()
+
+    def content() -> dict[str, Any]:
+        return {"began": began, "seed": options.seed, **dataclasses.asdict(found)}
+
+    with Narrator(f"two models on one device, vLLM {options.vllm}") as narrator:
+        folders = table.model_folders()
+        asked = reference_of(folders, logs, narrator.update)
+        if options.part != "table":
+            overloaded = overload.measure(folders, asked, options.seed, logs, narrator, quick=options.quick)
+            found = found.with_overload(overloaded)
+            write_json(path, content())
+        if options.part != "overload":
+            word = options.arm or ""
+            for ran in table.measure(folders, asked, options.seed, logs, narrator, quick=options.quick, word=word):
+                found = found.with_run(ran)
+                write_json(path, content())
+    tables, verdicts = report.summary(found)
+    report.plot(found.runs, f"memory of one device over time, vLLM {options.vllm}", RESULTS / f"{name}.png")
+    return conclude(tables, verdicts, path, content())
+
+
+if __name__ == "__main__":
+    run_main(main, parse())

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arms: how two models share one device, and what their servers and routers are configured with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.common.device import layout
+from experiments.common.model import ModelShape
+from experiments.common.servers import GIVES_BACK, ServerSpec
+from experiments.common.transfer_config import role
+
+BLOCK_SIZE = 32
+MODELS: Mapping[str, ModelShape] = {
+    name: ModelShape(layers=2, heads=16, kv_heads=16, head_size=256, intermediate=256, seed=seed)
+    for name, seed in (("a", 20260), ("b", 20261))
+}
+"""Much KV and little to compute: a page of kvcached, of keys or values of a layer, holds 128 tokens."""
+KV_BYTES_PER_TOKEN = 2 * 2 * 16 * 256 * 4
+"""In float32."""
+PAGE_GROUP_BYTES = 2 * 2 * (2 << 20)
+"""The least that kvcached maps at a time."""
+DEVICE_TOKENS = 10_240
+DEVICE_BYTES = DEVICE_TOKENS * KV_BYTES_PER_TOKEN
+DEVICE_GIB = DEVICE_BYTES / 2**30
+STATIC_TOKENS: Mapping[str, int] = {"prefill": 2048, "decode": 3072}
+"""What each server has where the device is split: half of it for each model, and more of that for decode."""
+MAX_MODEL_LEN = 1792
+LEASE_SECONDS = 30.0
+NEVER_SECONDS = 86_400
+"""``give_way_after``: its greatest value, so that no offer is taken back within a run."""
+DECODE_FILL = 1.5
+
+assert 2 * sum(STATIC_TOKENS.values()) == DEVICE_TOKENS
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of sharing the device.
+
+    Attributes:
+        connector: ``stock`` (vLLM's own, vLLM's own memory), ``own patch`` (kvcached's, without this package),
+            ``ours``, or "" for one server per model that computes prompts and answers.
+        mode: transfer mode.
+        staged: KV goes through a slab in host memory.
+        gives_way: prefill takes back what nobody fetches where memory is short; else only leases end that.
+        decode_fill: of the router; 0: prefill computes whatever decode can take.
+    """
+
+    name: str
+    connector: str
+    mode: str = "pull"
+    staged: bool = False
+    gives_way: bool = True
+    decode_fill: float = DECODE_FILL
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether its servers share the device's memory, as kvcached maps it."""
+        return self.connector != "stock"
+
+    @property
+    def tag(self) -> str:
+        """Its name for files."""
+        return "".join(letter if letter.isalnum() else "-" for letter in self.name)
+
+    def sides(self) -> tuple[str, ...]:
+        """Return the servers of each model."""
+        return ("prefill", "decode") if self.connector else ("alone",)
+
+    def router_options(self) -> tuple[str, ...]:
+        """Return the router's flags."""
+        return ("--decode-fill", str(self.decode_fill))
+
+    def specs(self, model: str, folder: Path, device: str) -> list[ServerSpec]:
+        """Return the configuration of a model's servers.
+
+        Args:
+            folder: of the model.
+            device: name of the emulated device that they share with others.
+        """
+        return [self._spec(model, side, folder, device) for side in self.sides()]
+
+    def _spec(self, model: str, side: str, folder: Path, device: str) -> ServerSpec:
+        tokens = DEVICE_TOKENS if self.is_elastic else STATIC_TOKENS[side]
+        return ServerSpec(
+            name=f"{self.tag}-{model}-{side}",
+            model=folder,
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            kv_transfer=self._transfer(side) if self.connector else None,
+            environment=self._elastic(device) if self.is_elastic else {},
+            arguments=("--num-gpu-blocks-override", str(tokens // BLOCK_SIZE)),
+            forks=True,
+        )
+
+    def _elastic(self, device: str) -> dict[str, str]:
+        own_patch = {"KVCACHED_CONTIGUOUS_LAYOUT": "false", "KVCACHED_NIXL": "0", "EXPERIMENT_HOSTVMM": "1"}
+        return {
+            "ENABLE_KVCACHED": "true",
+            **layout(),
+            "KVCACHED_HOSTVMM_DEVICE": device,
+            "KVCACHED_HOSTVMM_GIB": str(DEVICE_GIB),
+            # kvcached's defaults, ten pages and 16,000 tokens an engine, are more than this device.
+            **GIVES_BACK,
+            **(own_patch if self.connector == "own patch" else {}),
+        }
+
+    def _transfer(self, side: str) -> dict[str, object]:
+        extra: dict[str, object] = {"num_threads": 0}
+        if self.connector == "ours":
+            extra |= {"transfer_mode": self.mode, "kv_lease_duration": LEASE_SECONDS}
+            extra |= {"memory_path": "host"} if self.staged else {}
+            extra |= {} if self.gives_way else {"give_way_after": NEVER_SECONDS}
+        return {
+            "kv_connector": "NixlConnector",
+            "kv_role": role(side),
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+
+
+STATIC = Arm("static split, stock P/D", "stock")
+ALONE = Arm("kvcached without P/D", "")
+OWN_PATCH = Arm("kvcached's own Nixl patch", "own patch")
+PULL, PUSH = Arm("this package, pull", "ours"), Arm("this package, push", "ours", "push")
+STAGED = Arm("this package, staged pull", "ours", staged=True)
+WITHOUT = tuple(
+    Arm(f"{arm.name}, without both", "ours", arm.mode, arm.staged, gives_way=False, decode_fill=0)
+    for arm in (PULL, PUSH, STAGED)
+)
+"""As before leases could be revoked for want of memory, and before routers knew what decode can take."""
+ARMS = (STATIC, ALONE, OWN_PATCH, PULL, PUSH, STAGED, *WITHOUT)
+"""In the order of the table."""

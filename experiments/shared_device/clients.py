@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that stream answers, give up when they have waited too long, and compare what they get with what is right."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from experiments.shared_device.load import Arrival
+
+__all__ = ["ANSWER_SECONDS", "PATIENCE_SECONDS", "Outcome", "Received", "Target", "ask", "nudge", "offered"]
+
+PATIENCE_SECONDS = 15.0
+"""How long a client waits for its first token before it leaves."""
+ANSWER_SECONDS = 60.0
+"""How long a client waits for the whole answer; what has not ended then has no end."""
+NUDGE_TOKENS = 32
+"""So few that it does not matter whether they are counted."""
+_BUSY = (429, 503)
+
+
+class Outcome(str, enum.Enum):
+    RIGHT = "right"
+    WRONG = "wrong"
+    REFUSED = "refused"
+    FAILED = "failed"
+    LEFT = "left"
+    NO_END = "no end"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a model's requests go, its prompts, and the right answer to each."""
+
+    url: str
+    prompts: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[int]]
+
+
+@dataclass
+class Received:
+    """What a client got for one request. Times in seconds, from the request's arrival.
+
+    Attributes:
+        arrived_seconds: after the begin of the load.
+        first_token_seconds: None if none came.
+        gaps_ms: milliseconds between two tokens, as one text: a results file has a line for each value. Tokens in one
+            piece share out the time since the piece before.
+        retry_after: whether a refusal named a time.
+        why: the error, shortened.
+    """
+
+    model: str
+    arrived_seconds: float
+    prompt_tokens: int
+    outcome: Outcome = Outcome.NO_END
+    first_token_seconds: float | None = None
+    gaps_ms: str = ""
+    retry_after: bool = False
+    why: str = ""
+
+    @property
+    def gaps_seconds(self) -> list[float]:
+        return [int(one) / 1e3 for one in self.gaps_ms.split()]
+
+
+async def offered(
+    load: Sequence[Arrival], targets: Mapping[str, Target], salt: str, say: Callable[[str], None]
+) -> list[Received]:
+    """Send each request at its time, and return what came of each when all have ended."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    begun, numbers = time.monotonic(), itertools.count()
+    async with httpx.AsyncClient(timeout=None, trust_env=False, limits=limits) as http:
+
+        async def at_its_time(one: Arrival) -> Received:
+            await asyncio.sleep(begun + one.at_seconds - time.monotonic())
+            say(f"{next(numbers) + 1} of {len(load)} requests sent")
+            return await ask(http, targets[one.model], one, f"{salt}-{one.model}-{one.at_seconds:.4f}")
+
+        return list(await asyncio.gather(*(at_its_time(one) for one in load)))
+
+
+async def nudge(targets: Mapping[str, Target]) -> None:
+    """Send each model one short request: an idle prefill counts what it has moved when it computes the next prompt."""
+    async with httpx.AsyncClient(timeout=ANSWER_SECONDS, trust_env=False) as http:
+        for target in targets.values():
+            body = {"model": "model", "prompt": list(target.prompts[0][:NUDGE_TOKENS]), "max_tokens": 1}
+            await http.post(f"{target.url}/v1/completions", json=body)
+
+
+async def ask(http: httpx.AsyncClient, target: Target, one: Arrival, salt: str) -> Received:
+    """Send one request and judge its answer. ``salt``: of its own, so that no prefix cache knows its prompt."""
+    prompt = target.prompts[one.prompt]
+    found = Received(one.model, one.at_seconds, len(prompt))
+    body = {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": one.max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "cache_salt": salt,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    tokens: list[int] = []
+    first = asyncio.Event()
+    reading = asyncio.ensure_future(_read(http, f"{target.url}/v1/completions", body, tokens, found, first))
+    waiting = asyncio.ensure_future(first.wait())
+    try:
+        await asyncio.wait({reading, waiting}, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if not first.is_set() and not reading.done():
+            found.outcome = Outcome.LEFT
+            return found
+        await asyncio.wait({reading}, timeout=ANSWER_SECONDS)
+        if reading.done() and not reading.exception():
+            found.outcome = reading.result()
+            if found.outcome is Outcome.RIGHT and tokens != list(target.answers[one.prompt][: one.max_tokens]):
+                found.outcome = Outcome.WRONG
+        elif reading.done():
+            found.outcome, found.why = Outcome.FAILED, repr(reading.exception())[:200]
+        return found
+    finally:
+        for task in (reading, waiting):
+            task.cancel()
+        await asyncio.gather(reading, waiting, return_exceptions=True)
+
+
+async def _read(
+    http: httpx.AsyncClient, url: str, body: dict[str, Any], tokens: list[int], found: Received, first: asyncio.Event
+) -> Outcome:
+    begun = last = time.monotonic()
+    gaps: list[float] = []
+    async with http.stream("POST", url, json=body) as reply:
+        if reply.status_code != httpx.codes.OK:
+            found.why = (await reply.aread())[:200].decode(errors="replace")
+            found.retry_after = "retry-after" in reply.headers
+            return Outcome.REFUSED if reply.status_code in _BUSY else Outcome.FAILED
+        async for line in reply.aiter_lines():
+            if line == "data: [DONE]":
+                # A whole answer is judged by its tokens.
+                return Outcome.RIGHT
+            if not line.startswith("data: "):
+                continue
+            said = json.loads(line.removeprefix("data: "))
+            if "error" in said:
+                found.why = json.dumps(said["error"])[:200]
+                is_busy = str(said["error"].get("code")) in map(str, _BUSY)
+                return Outcome.REFUSED if is_busy and not tokens else Outcome.FAILED
+            new = [token for choice in said["choices"] for token in choice.get("token_ids") or ()]
+            if not new:
+                continue
+            now = time.monotonic()
+            if found.first_token_seconds is None:
+                found.first_token_seconds = now - begun
+                first.set()
+                gaps += [0.0] * (len(new) - 1)
+            else:
+                gaps += [(now - last) / len(new)] * len(new)
+            found.gaps_ms = " ".join(f"{gap * 1e3:.0f}" for gap in gaps)
+            last = now
+            tokens += new
+    found.why = "the stream ended without [DONE]"
+    return Outcome.FAILED

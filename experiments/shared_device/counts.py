@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What servers have computed and moved, from vLLM's own metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from experiments.common.servers import Server
+from experiments.shared_device.arms import KV_BYTES_PER_TOKEN
+
+__all__ = ["Counts", "read_counts", "settled_counts"]
+
+SETTLE_SECONDS = 15.0
+LOOK_SECONDS = 1.0
+_COMPUTED, _MOVED = "vllm:prompt_tokens_total", "vllm:nixl_bytes_transferred_sum"
+_PREEMPTED, _REVOKED = "vllm:num_preemptions_total", "kvcached_nixl:revoked_offers_total"
+_FAILED, _EXPIRED = "kvcached_nixl:handover_failures_total", "vllm:nixl_num_kv_expired_reqs_total"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Since the servers' start, or between two looks.
+
+    Attributes:
+        prefilled_tokens: of prompts that prefill servers have computed to their end.
+        moved_tokens: whose KV decode has received.
+        preempted: requests that lost their blocks at any server and were computed again.
+        revoked: offers that prefill took back for want of memory, or for another cause.
+        failed: hand-overs that decode servers did not receive.
+        expired: offers whose lease ended.
+    """
+
+    prefilled_tokens: float = 0.0
+    moved_tokens: float = 0.0
+    preempted: float = 0.0
+    revoked: float = 0.0
+    failed: float = 0.0
+    expired: float = 0.0
+
+    def since(self, earlier: Counts) -> Counts:
+        """Return what was added since ``earlier``."""
+        return Counts(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(Counts)))
+
+    @property
+    def wasted_share(self) -> float | None:
+        """Share of prefilled tokens whose KV no decode has received; None if nothing was prefilled."""
+        if self.prefilled_tokens <= 0:
+            return None
+        return max(0.0, 1 - self.moved_tokens / self.prefilled_tokens)
+
+
+def read_counts(prefills: Sequence[Server], decodes: Sequence[Server]) -> Counts:
+    """Read the metrics of servers once."""
+    ours = [_samples(one) for one in prefills]
+    everyone = [*ours, *(_samples(one) for one in decodes)]
+
+    def total(pages: Sequence[dict[str, float]], name: str) -> float:
+        return sum(page.get(name, 0.0) for page in pages)
+
+    return Counts(
+        prefilled_tokens=total(ours, _COMPUTED),
+        moved_tokens=total(everyone, _MOVED) / KV_BYTES_PER_TOKEN,
+        preempted=total(everyone, _PREEMPTED),
+        revoked=total(everyone, _REVOKED),
+        failed=total(everyone, _FAILED),
+        expired=total(everyone, _EXPIRED),
+    )
+
+
+def settled_counts(prefills: Sequence[Server], decodes: Sequence[Server]) -> Counts:
+    """Read the metrics when nothing is added any more: engines report with a later step. Waits ``SETTLE_SECONDS``."""
+    deadline, found = time.monotonic() + SETTLE_SECONDS, read_counts(prefills, decodes)
+    while time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+        before, found = found, read_counts(prefills, decodes)
+        if found == before:
+            break
+    return found
+
+
+def _samples(server: Server) -> dict[str, float]:
+    """Return the sum of each metric's series."""
+    found: dict[str, float] = {}
+    page = httpx.get(f"{server.base_url}/metrics", trust_env=False, timeout=30).text
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Twice as many requests as decode can answer, with and without the router's look at what decode can take."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from experiments.common.report import Narrator
+from experiments.common.router import routed
+from experiments.common.servers import Running, Server
+from experiments.shared_device.arms import BLOCK_SIZE, DECODE_FILL, PULL
+from experiments.shared_device.clients import Outcome, Received, Target, ask, nudge, offered
+from experiments.shared_device.counts import Counts, settled_counts
+from experiments.shared_device.load import Arrival, Swell, arrivals
+from experiments.shared_device.measure import KEEP_ALIVE_SECONDS, QUEUE_SECONDS
+from experiments.shared_device.reference import Asked
+
+MODEL = "a"
+DECODE_TOKENS = 3072
+"""What decode can hold: about three requests."""
+TIMES_CAPACITY = 2.0
+CLOSED_LOOP_CLIENTS = 6
+CAPACITY_SECONDS, LOAD_SECONDS, ROUNDS = 30.0, 45.0, 2
+QUICK_CAPACITY_SECONDS, QUICK_LOAD_SECONDS, QUICK_ROUNDS = 15.0, 20.0, 1
+FILLS = (0.0, DECODE_FILL)
+
+
+@dataclass
+class Overloaded:
+    """One run at a multiple of decode's capacity. ``capacity`` in requests a second."""
+
+    decode_fill: float
+    capacity: float
+    load_seconds: float
+    received: list[Received] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+
+
+def measure(
+    folders: Mapping[str, Path],
+    asked: Mapping[str, Asked],
+    seed: int,
+    logs: Path,
+    narrator: Narrator,
+    *,
+    quick: bool,
+) -> list[Overloaded]:
+    """Start a pair and a router for each ``--decode-fill``, measure the capacity, then overload each in turn."""
+    prefill, decode = PULL.specs(MODEL, folders[MODEL], f"overload-{uuid.uuid4().hex[:8]}")
+    decode = dataclasses.replace(decode, arguments=("--num-gpu-blocks-override", str(DECODE_TOKENS // BLOCK_SIZE)))
+    seconds, rounds = (QUICK_LOAD_SECONDS, QUICK_ROUNDS) if quick else (LOAD_SECONDS, ROUNDS)
+    with contextlib.ExitStack() as stack:
+        launched = stack.enter_context(Running([prefill, decode], logs / "overload", narrator.update))
+        servers = launched.ready()
+        targets = {}
+        for fill in FILLS:
+            options = ("--queue-timeout", str(QUEUE_SECONDS), "--keep-alive", str(KEEP_ALIVE_SECONDS))
+            log = logs / "overload" / f"router-{fill:g}.log"
+            url = stack.enter_context(routed(servers[:1], servers[1:], log, *options, "--decode-fill", str(fill)))
+            targets[fill] = Target(url, asked[MODEL].prompts, asked[MODEL].answers)
+        capacity = asyncio.run(_capacity(targets[0.0], QUICK_CAPACITY_SECONDS if quick else CAPACITY_SECONDS))
+        narrator.say(f"overload: decode answers {capacity:.2f} requests a second")
+        found = []
+        for number in range(rounds):
+            rate = Swell(TIMES_CAPACITY * capacity, TIMES_CAPACITY * capacity)
+            load = arrivals(MODEL, rate, seconds, len(asked[MODEL].prompts), seed + number)
+            for fill in FILLS if number % 2 == 0 else FILLS[::-1]:
+                name = f"overload, --decode-fill {fill:g}, {number + 1} of {rounds}"
+                found.append(_overloaded(fill, capacity, targets[fill], load, seconds, servers, name, narrator))
+    return found
+
+
+async def _capacity(target: Target, seconds: float) -> float:
+    """Return how many requests a second are answered with as many in flight as keep decode full (closed loop)."""
+    load = iter(arrivals(MODEL, Swell(50.0, 50.0), 60.0, len(target.prompts), 0))
+    numbers = itertools.count()
+    ended: list[float] = []
+    async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
+
+        async def client() -> None:
+            while time.monotonic() < until:
+                one = dataclasses.replace(next(load), at_seconds=0.0)
+                found = await ask(http, target, one, f"capacity-{next(numbers)}")
+                if found.outcome is Outcome.RIGHT:
+                    ended.append(time.monotonic())
+
+        # The first ones find nobody before them.
+        until = time.monotonic() + 1.5 * seconds
+        begun = time.monotonic() + 0.5 * seconds
+        await asyncio.gather(*(client() for _ in range(CLOSED_LOOP_CLIENTS)))
+        return sum(begun <= at < until for at in ended) / seconds
+
+
+def _overloaded(
+    fill: float,
+    capacity: float,
+    target: Target,
+    load: Sequence[Arrival],
+    seconds: float,
+    servers: Sequence[Server],
+    name: str,
+    narrator: Narrator,
+) -> Overloaded:
+    before = settled_counts(servers[:1], servers[1:])
+    received = asyncio.run(offered(load, {MODEL: target}, name, lambda text: narrator.update(f"{name}: {text}")))
+    for one in servers:
+        one.check_alive()
+    asyncio.run(nudge({MODEL: target}))
+    counts = settled_counts(servers[:1], servers[1:]).since(before)
+    return Overloaded(fill, capacity, seconds, received, counts)

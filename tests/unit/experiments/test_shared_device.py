@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""experiments/shared_device: its load is the same for every arm, its arithmetic, and what its arms differ in."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("httpx")
+
+import httpx
+
+from experiments.common.client import Answer
+from experiments.common.servers import ServerError
+from experiments.shared_device import clients, reference
+from experiments.shared_device.arms import (
+    ARMS,
+    BLOCK_SIZE,
+    DECODE_FILL,
+    DEVICE_BYTES,
+    DEVICE_TOKENS,
+    KV_BYTES_PER_TOKEN,
+    MAX_MODEL_LEN,
+    NEVER_SECONDS,
+    PULL,
+    STATIC,
+    STATIC_TOKENS,
+    WITHOUT,
+)
+from experiments.shared_device.clients import Outcome, Received, Target, ask
+from experiments.shared_device.counts import Counts
+from experiments.shared_device.figures import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, figures_of, is_good, percentile
+from experiments.shared_device.load import LENGTHS, MAX_TOKENS, Arrival, Swell, arrivals, draw_prompts, merged
+from experiments.shared_device.measure import Ran
+from experiments.shared_device.memory import Sample
+from experiments.shared_device.overload import Overloaded
+from experiments.shared_device.reference import chosen, lead
+from experiments.shared_device.report import judge, judge_overload, peaks, plot, summary, table_of_overload, tables_of
+from experiments.shared_device.stored import Measured, read
+
+GOOD = Received("a", 0.0, 256, Outcome.RIGHT, 1.0, "100 100")
+
+
+def received(**more: Any) -> Received:
+    return dataclasses.replace(GOOD, **more)
+
+
+def test_every_arm_gets_the_same_requests() -> None:
+    swell = Swell(0.5, 4.0)
+    load = arrivals("a", swell, 60.0, 10, seed=1)
+    assert load == arrivals("a", swell, 60.0, 10, seed=1)
+    assert load != arrivals("a", swell, 60.0, 10, seed=2) and load != arrivals("b", swell, 60.0, 10, seed=1)
+    assert {one.max_tokens for one in load} == set(MAX_TOKENS) and {one.prompt for one in load} == set(range(10))
+
+
+def test_loads_swell_at_opposite_times() -> None:
+    one, other = Swell(0.5, 4.0), Swell(0.5, 4.0, phase=0.5)
+    assert (one.at(0), one.at(9), other.at(0), other.at(9)) == pytest.approx((0.5, 4.0, 4.0, 0.5))
+    early, late = (
+        [each for each in arrivals("a", swell, 3000.0, 4, 3) if each.at_seconds % 18 < 2.25] for swell in (one, other)
+    )
+    assert len(late) > 4 * len(early)
+    # The mean rate is that between low and high.
+    assert len(arrivals("a", one, 3000.0, 4, 3)) == pytest.approx(3000 * 2.25, rel=0.05)
+    both = merged(arrivals("a", one, 60.0, 4, 3), arrivals("b", other, 60.0, 4, 3))
+    assert [each.at_seconds for each in both] == sorted(each.at_seconds for each in both)
+
+
+def test_prompts_are_whole_blocks_and_fit() -> None:
+    prompts = draw_prompts(12, seed=1)
+    assert sorted(map(len, prompts)) == sorted(2 * LENGTHS)
+    assert all(length % BLOCK_SIZE == 0 and length + max(MAX_TOKENS) <= MAX_MODEL_LEN for length in LENGTHS)
+    assert min(STATIC_TOKENS.values()) >= MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize(
+    ("more", "good"),
+    [
+        ({}, True),
+        ({"outcome": Outcome.WRONG}, False),
+        ({"outcome": Outcome.LEFT}, False),
+        ({"first_token_seconds": FIRST_TOKEN_SECONDS}, True),
+        ({"first_token_seconds": FIRST_TOKEN_SECONDS + 0.01}, False),
+        ({"gaps_ms": f"0 {2000 * TOKEN_SECONDS:.0f}"}, True),
+        ({"gaps_ms": f"0 {2000 * TOKEN_SECONDS + 10:.0f}"}, False),
+        ({"gaps_ms": ""}, True),
+    ],
+    ids=str,
+)
+def test_goodput_counts_right_answers_in_time(more: dict[str, Any], good: bool) -> None:
+    assert is_good(received(**more)) is good
+    assert figures_of([received(**more), GOOD], 4.0).goodput == (good + 1) / 4
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    assert percentile([], 0.5) is None
+    assert percentile([3.0], 0.99) == 3.0
+    hundred = [float(number) for number in range(1, 101)]
+    assert (percentile(hundred, 0.5), percentile(hundred, 0.99), percentile(hundred[::-1], 1.0)) == (50, 99, 100)
+    found = figures_of([received(first_token_seconds=None, gaps_ms="", outcome=Outcome.REFUSED), GOOD], 1.0)
+    assert (found.first_p50, found.token_p99, found.outcomes["refused"], found.outcomes["right"]) == (1.0, 0.1, 1, 1)
+
+
+@pytest.mark.parametrize(("prefilled", "moved", "share"), [(0, 0, None), (1000, 750, 0.25), (1000, 1032, 0.0)])
+def test_what_no_decode_received_is_wasted(prefilled: float, moved: float, share: float | None) -> None:
+    begun = Counts(100, 50)
+    assert Counts(100 + prefilled, 50 + moved).since(begun).wasted_share == share
+
+
+def test_arms_differ_in_what_their_names_say() -> None:
+    assert len({arm.tag for arm in ARMS}) == len(ARMS)
+    for arm in WITHOUT:
+        (beside,) = [one for one in ARMS if one.name == arm.name.removesuffix(", without both")]
+        assert (beside.gives_way, beside.decode_fill, arm.gives_way, arm.decode_fill) == (True, DECODE_FILL, False, 0)
+        for mine, other in zip(arm.specs("a", Path("m"), "d"), beside.specs("a", Path("m"), "d"), strict=True):
+            assert (mine.environment, mine.arguments) == (other.environment, other.arguments)
+            extra, others = (dict(one.kv_transfer or {})["kv_connector_extra_config"] for one in (mine, other))
+            assert extra == {**others, "give_way_after": NEVER_SECONDS}  # type: ignore[dict-item]
+    stock = STATIC.specs("a", Path("m"), "d")
+    assert [one.environment for one in stock] == [{}, {}]
+    blocks = sum(int(one.arguments[one.arguments.index("--num-gpu-blocks-override") + 1]) for one in stock)
+    assert 2 * blocks * BLOCK_SIZE == DEVICE_TOKENS
+    for arm in ARMS:
+        if arm.is_elastic:
+            assert {one.environment["KVCACHED_HOSTVMM_DEVICE"] for one in arm.specs("a", Path("m"), "d")} == {"d"}
+    assert DEVICE_BYTES == DEVICE_TOKENS * KV_BYTES_PER_TOKEN
+
+
+def answer(lead_nats: float, tokens: int = 2) -> Answer:
+    return Answer([1] * tokens, [0.0] * tokens, [{"1": 0.0, "2": -1.0}] * (tokens - 1) + [{"2": -lead_nats, "1": 0.0}])
+
+
+def test_prompts_with_a_close_decision_are_left_out() -> None:
+    assert lead(answer(0.5)) == 0.5 and lead(answer(2.0)) == 1.0
+    prompts = draw_prompts(2 * len(LENGTHS), seed=1)
+    answers = [answer(0.0001 if number < len(LENGTHS) else 0.5) for number in range(len(prompts))]
+    found = chosen(prompts, answers, count=len(LENGTHS))
+    assert sorted(map(len, found.prompts)) == sorted(LENGTHS)
+    assert all(prompt in prompts[len(LENGTHS) :] for prompt in found.prompts)
+    with pytest.raises(ServerError, match="without a close decision"):
+        chosen(prompts, answers, count=2 * len(LENGTHS))
+
+
+def test_the_right_answers_are_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each vLLM, model and way of drawing."""
+    asked_for = []
+
+    def ask_servers(folders: Mapping[str, Path], *_: Any) -> dict[str, reference.Asked]:
+        asked_for.append(list(folders))
+        return {model: reference.Asked([[1, 2]], [[3]]) for model in folders}
+
+    monkeypatch.setattr(reference, "_reference_of", ask_servers)
+    for folder in ("m1", "m1", "m2"):
+        found = reference.reference_of({"a": Path(folder)}, tmp_path, lambda _: None, cache=tmp_path)
+        assert found == {"a": reference.Asked([[1, 2]], [[3]])}
+    monkeypatch.setattr(reference, "LEAST_LEAD", 0.5)
+    reference.reference_of({"a": Path("m1")}, tmp_path, lambda _: None, cache=tmp_path)
+    assert len(asked_for) == 3
+
+
+ARRIVAL = Arrival(0.0, "a", 0, 3)
+RIGHT = (4, 5, 6, 7)
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def tokens(*ids: int) -> bytes:
+    return event(choices=[{"text": "", "token_ids": list(ids)}])
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def asked(reply: Callable[[], Any]) -> Received:
+    async def run() -> Received:
+        transport = httpx.MockTransport(lambda request: reply())
+        async with httpx.AsyncClient(transport=transport) as http:
+            return await ask(http, Target("http://x", [[1, 2]], [RIGHT]), ARRIVAL, "salt")
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "outcome", "num_gaps"),
+    [
+        (200, {}, b": comment\n\n" + tokens(4) + tokens(5, 6) + DONE, Outcome.RIGHT, 2),
+        (200, {}, tokens(4, 5, 6) + DONE, Outcome.RIGHT, 2),
+        (200, {}, tokens(4) + tokens(5, 7) + DONE, Outcome.WRONG, 2),
+        (200, {}, tokens(4) + tokens(5) + DONE, Outcome.WRONG, 1),
+        (200, {}, tokens(4) + tokens(5, 6), Outcome.FAILED, 2),
+        (200, {}, tokens(4) + event(error={"code": 503, "message": "x"}), Outcome.FAILED, 0),
+        (200, {}, event(error={"code": 503, "message": "x"}) + DONE, Outcome.REFUSED, 0),
+        (503, {"Retry-After": "3"}, b"{}", Outcome.REFUSED, 0),
+        (500, {}, b"{}", Outcome.FAILED, 0),
+    ],
+)
+def test_outcomes(status: int, headers: dict[str, str], body: bytes, outcome: Outcome, num_gaps: int) -> None:
+    found = asked(lambda: httpx.Response(status, headers=headers, content=body))
+    assert (found.outcome, len(found.gaps_seconds)) == (outcome, num_gaps)
+    assert found.retry_after is bool(headers)
+    assert (found.first_token_seconds is None) is (b"token_ids" not in body)
+
+
+class Silent(httpx.AsyncByteStream):
+    """Sends ``first``, then nothing for ever."""
+
+    def __init__(self, first: bytes) -> None:
+        self.first = first
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self.first
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("first", "outcome"), [(b"\n", Outcome.LEFT), (tokens(4), Outcome.NO_END)])
+def test_a_client_gives_up(first: bytes, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(clients, "ANSWER_SECONDS", 0.05)
+    assert asked(lambda: httpx.Response(200, stream=Silent(first))).outcome is outcome
+
+
+MIB = 2**20
+SAMPLES = [
+    Sample(0.0, {"a, prefill": 10 * MIB, "a, decode": 20 * MIB, "b, prefill": 0, "b, decode": 5 * MIB}),
+    Sample(1.0, {"a, prefill": 0, "a, decode": 5 * MIB, "b, prefill": 20 * MIB, "b, decode": 10 * MIB}),
+]
+RAN = Ran(PULL.name, 10.0, [GOOD], Counts(1000, 900, revoked=2), SAMPLES)
+
+
+def test_peaks_are_of_one_moment() -> None:
+    assert peaks(RAN) == (35 * MIB, {"a": 30 * MIB, "b": 30 * MIB})
+    assert peaks(Ran("x")) == (0, {"a": 0, "b": 0})
+
+
+@pytest.mark.parametrize(
+    ("ran", "missed"),
+    [
+        (RAN, []),
+        (dataclasses.replace(RAN, received=[received(outcome=Outcome.WRONG)]), ["wrong answers"]),
+        (dataclasses.replace(RAN, received=[received(outcome=Outcome.NO_END)]), ["wrong answers"]),
+        (dataclasses.replace(RAN, samples=[Sample(0.0, {"a, decode": DEVICE_BYTES + 1})]), ["within the device"]),
+        (dataclasses.replace(RAN, arm=STATIC.name, received=[received(outcome=Outcome.WRONG)]), []),
+        (Ran(PULL.name, not_run="it does not start"), ["serves throughout"]),
+        (Ran(STATIC.name, not_run="it does not start"), []),
+    ],
+)
+def test_targets_of_the_table(ran: Ran, missed: list[str]) -> None:
+    found = [one.target for one in judge([ran]) if not one.reached]
+    assert len(found) == len(missed) and all(word in one for word, one in zip(missed, found, strict=True))
+
+
+def overloaded(fill: float, moved: float, *each: Received) -> Overloaded:
+    return Overloaded(fill, 1.0, 10.0, list(each or [GOOD]), Counts(1000, moved))
+
+
+@pytest.mark.parametrize(
+    ("found", "missed"),
+    [
+        ([overloaded(0, 500), overloaded(DECODE_FILL, 900)], []),
+        ([overloaded(0, 500), overloaded(DECODE_FILL, 500)], ["less prefill wasted"]),
+        ([overloaded(DECODE_FILL, 900, received(outcome=Outcome.REFUSED))], ["when to try again"]),
+        ([overloaded(DECODE_FILL, 900, received(outcome=Outcome.REFUSED, retry_after=True))], []),
+        ([overloaded(DECODE_FILL, 900, received(outcome=Outcome.WRONG))], ["wrong answers"]),
+    ],
+)
+def test_targets_of_the_overload(found: list[Overloaded], missed: list[str]) -> None:
+    targets = [one.target for one in judge_overload(found) if not one.reached]
+    assert len(targets) == len(missed) and all(word in one for word, one in zip(missed, targets, strict=True))
+
+
+def test_tables_add_up_and_say_what_was_not_run(tmp_path: Path) -> None:
+    speed, fate = tables_of([RAN, Ran("kvcached's own Nixl patch", not_run="it does not start")])
+    assert [list(column.cells)[0] for column in speed.columns][0:2] == [PULL.name, "0.10"]
+    assert [list(column.cells)[0] for column in fate.columns] == [PULL.name, *"100000", "10.0%", "2", "0", "35"]
+    assert list(speed.columns[1].cells)[1] == list(fate.columns[1].cells)[1] == "not run"
+    assert "it does not start" in str(fate.caption)
+    rounds = [overloaded(0, 500), overloaded(0, 700, GOOD, received(outcome=Outcome.LEFT))]
+    cells = {column.header: list(column.cells) for column in table_of_overload(rounds).columns}
+    assert (cells["right"], cells["left"], cells["wasted"]) == (["2"], ["1"], ["40.0%"])
+    assert (cells["asked/s"], cells["goodput/s"]) == (["0.15"], ["0.10"])
+    tables, _ = summary(Measured([RAN], rounds))
+    assert len(tables) == 3
+    pytest.importorskip("matplotlib")
+    plot([RAN, Ran(STATIC.name)], "title", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    plot([Ran(STATIC.name)], "title", tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_results_come_back_and_stay_beside_newer_ones(tmp_path: Path) -> None:
+    file = tmp_path / "last.json"
+    assert read(file) == Measured()
+    earlier = Measured([RAN, Ran(STATIC.name, 1.0)], [overloaded(0, 500)])
+    file.write_text(json.dumps(dataclasses.asdict(earlier)))
+    assert read(file) == earlier
+    newer = dataclasses.replace(RAN, load_seconds=99.0)
+    assert earlier.with_run(newer) == Measured([Ran(STATIC.name, 1.0), newer], [overloaded(0, 500)])
+    assert earlier.without_runs() == Measured([], earlier.overload)
+    assert earlier.with_overload([]) == Measured(earlier.runs, [])
