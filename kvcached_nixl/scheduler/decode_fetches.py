@@ -60,6 +60,8 @@ class DecodeFetches:
         self._received: dict[DecodeRequestId, int] = {}
         self.ended: list[tuple[str, int]] = []
         self._aborted: set[DecodeRequestId] = set()
+        # By `give_up_one`, until they are computed here or end.
+        self._given_up: set[DecodeRequestId] = set()
         self._failures = failures
 
     @property
@@ -247,6 +249,7 @@ class DecodeFetches:
         request_id = DecodeRequestId(request.request_id)
         fetch_request = self._fetch_requests.pop(request_id, None)
         self._failures.request_ended(request_id)
+        self._given_up.discard(request_id)
         if fetch_request is None:
             return
         self._queued.pop(request_id, None)
@@ -329,9 +332,22 @@ class DecodeFetches:
             if client is not None:
                 self.ended.append((request_id, client))
 
+    def give_up_one(self, blocks: BlockPool, step: Step) -> None:
+        """Ends the hand-over that was given blocks last, whose KV has not come: it fails, or is recomputed later."""
+        for attempt in list(self.attempts.waiting())[-1:]:
+            reason = "another engine on decode's device waits for memory, and its KV has not come yet"
+            self._given_up.add(attempt.request_id)
+            self._take_away(attempt, HandOverFailed(FailureCause.REVOKED, reason), blocks, step)
+
+    def needs_others(self, request_id: str) -> bool:
+        """Whether a request has no blocks, and would wait for KV with them, or has been given up for others."""
+        one = DecodeRequestId(request_id)
+        return one in self._queued or one in self._given_up
+
     def progressed(self, request_ids: Iterable[str]) -> None:
         """These requests are computed in a step, so vLLM has resumed them with their KV."""
         for request_id in request_ids:
+            self._given_up.discard(DecodeRequestId(request_id))
             self._received.pop(DecodeRequestId(request_id), None)
             # One that is about to end for its hand-over is scheduled once more.
             if request_id not in self._ending:

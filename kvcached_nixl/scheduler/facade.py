@@ -107,7 +107,9 @@ class SchedulerFacade:
         # `PrefillOffers.is_left_waiting`, once it was looked up for the step being built.
         self._is_left_waiting: bool | None = None
         self._starvation = Starvation(clock, terms.timeout_seconds)
-        self._giving_way = GivingWay(clock, terms.patience_seconds, self._offering, self._fetching)
+        self._giving_way = GivingWay(
+            *(clock, terms.patience_seconds, self._offering, self._fetching), is_push=terms.mode.is_push
+        )
         self._headroom = ToldHeadroom(clock, terms.groups.tokens_per_block, self._offering, self._fetching)
         self._reported_quarantine = 0
         self._has_news = False
@@ -279,6 +281,11 @@ class SchedulerFacade:
         return self._holds.num_blocks
 
     @property
+    def watches_memory(self) -> bool:
+        """Whether `relieve` has to be called while the engine rests."""
+        return self._giving_way.watches
+
+    @property
     def num_kept(self) -> int:
         """Requests that have ended, and whose blocks vLLM keeps because decode may fetch them."""
         return self._offering.num_kept
@@ -318,8 +325,10 @@ class SchedulerFacade:
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously.
 
-        None: the request may not begin yet; ask again (`StartGate`).
+        None: the request may not begin yet; ask again (`StartGate`, `GivingWay.yields`).
         """
+        if self._yields(request.request_id):
+            return None, False
         if self._terms.mode.is_push and not self._offering.has_begun(request.request_id):
             if self._is_left_waiting is None:
                 self._is_left_waiting = self._offering.is_left_waiting
@@ -334,7 +343,10 @@ class SchedulerFacade:
 
     def holds_back(self, request_id: str) -> bool:
         """Whether a request would not begin whatever blocks are free: see `matched`."""
-        return self._gate.holds(request_id)
+        return self._gate.holds(request_id) or self._yields(request_id)
+
+    def _yields(self, request_id: str) -> bool:
+        return self._fetching.needs_others(request_id) and self._giving_way.yields
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         """A request was given blocks; on decode, for its whole prompt."""

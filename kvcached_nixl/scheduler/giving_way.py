@@ -4,6 +4,10 @@ thread.
 
 It tells neighbours what the next request waits for, has offers give way (`MemoryPressure` says when), and gives
 kvcached's pages back that were freed for others.
+
+In push decode has blocks before prefill computes. If both are on one device, decode could take all of it, and wait for
+a prefill that has no memory left. So while a neighbour runs nothing for want of memory, decode takes no more blocks for
+KV that has to come yet, and gives up what has waited the shortest, one prompt after the other.
 """
 
 from __future__ import annotations
@@ -18,6 +22,10 @@ from kvcached_nixl.wire.step import Step
 
 __all__ = ["LOOK_SECONDS", "GivingWay"]
 
+MOST_YIELD_SECONDS = 20.0
+"""A neighbour whose want cannot be met does not hold decode up for longer."""
+_UNHEARD_SECONDS = 3.0
+"""A neighbour that still waits says so every second."""
 LOOK_SECONDS = 0.25
 """How often an engine tells its neighbours what it waits for, and looks what they wait for."""
 
@@ -27,10 +35,24 @@ class GivingWay:
 
     Args:
         patience_seconds: as for `MemoryPressure`.
+        is_push: decode has blocks before prefill computes.
     """
 
-    def __init__(self, clock: Clock, patience_seconds: float, offering: PrefillOffers, fetching: DecodeFetches) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        patience_seconds: float,
+        offering: PrefillOffers,
+        fetching: DecodeFetches,
+        *,
+        is_push: bool,
+    ) -> None:
         self._clock = clock
+        self._patience_seconds = patience_seconds
+        self._is_push = is_push
+        # When a stalled neighbour was heard first, and last.
+        self._stalled_seconds: tuple[float, float] | None = None
+        self._had_yielded = False
         self._offering = offering
         self._fetching = fetching
         self._pressure = MemoryPressure(clock, patience_seconds)
@@ -44,6 +66,21 @@ class GivingWay:
     def owes(self) -> bool:
         """Whether memory that was freed for others has to be given back yet."""
         return self._owed_blocks > 0 or self._has_to_trim
+
+    @property
+    def watches(self) -> bool:
+        """Whether an engine that has nothing to compute has to look all the same."""
+        waits = self._is_push and (self._fetching.num_waiting or self._fetching.num_queued)
+        return bool(self._offering.num_kept or waits)
+
+    @property
+    def yields(self) -> bool:
+        """Whether decode takes no blocks for KV that has to come yet."""
+        if self._stalled_seconds is None:
+            return False
+        first_seconds, last_seconds = self._stalled_seconds
+        now = self._clock.now_seconds()
+        return now < min(last_seconds + _UNHEARD_SECONDS, first_seconds + MOST_YIELD_SECONDS)
 
     def owe(self, num_blocks: int) -> None:
         """So many blocks have been freed for others."""
@@ -60,7 +97,7 @@ class GivingWay:
     def turn(self, blocks: BlockPool, step: Step) -> bool:
         """Looks every LOOK_SECONDS, however often it is called.
 
-        Returns: whether blocks of the prefix cache were freed, so that the engine has to step.
+        Returns: whether the engine has to step: blocks of the prefix cache were freed, or decode yields no longer.
         """
         num_dropped = self._give_back(blocks)
         now = self._clock.now_seconds()
@@ -72,15 +109,38 @@ class GivingWay:
         # A request that a limit of before keeps waiting allocates nothing, and would wait for ever.
         blocks.apply_limit()
         self._has_told = blocks.tell_neighbours()
-        if self._offering.num_kept:
+        if self.watches:
             num_dropped += self._give_way(blocks, step)
         else:
             self._pressure.eased()
-        return num_dropped > 0
+        if self._stalled_seconds is not None and now >= self._stalled_seconds[1] + _UNHEARD_SECONDS:
+            self._stalled_seconds = None
+        had_yielded, self._had_yielded = self._had_yielded, self.yields
+        return num_dropped > 0 or (had_yielded and not self._had_yielded)
+
+    def _hear(self, *, is_stalled: bool, blocks: BlockPool, step: Step) -> None:
+        """Decode's part, where a neighbour wants memory."""
+        if not (self._is_push and is_stalled):
+            return
+        now = self._clock.now_seconds()
+        first_seconds = now if self._stalled_seconds is None else self._stalled_seconds[0]
+        self._stalled_seconds = first_seconds, now
+        # Offers go first.
+        is_due = now >= first_seconds + self._patience_seconds and not self._offering.num_kept
+        if self.yields and is_due:
+            self._fetching.give_up_one(blocks, step)
 
     def _give_way(self, blocks: BlockPool, step: Step) -> int:
         starved, num_missing = blocks.starved or ("", 0)
         num_wanted, is_neighbour_stalled = blocks.wanted_by_neighbours()
+        if num_wanted > 0:
+            self._hear(is_stalled=is_neighbour_stalled, blocks=blocks, step=step)
+            if not self._offering.num_kept:
+                blocks.trim()
+                blocks.neighbours_served()
+        if not self._offering.num_kept:
+            self._pressure.eased()
+            return 0
         missing = {
             RevocationCause.BLOCKS: num_missing,
             RevocationCause.LIMIT: blocks.blocks_over_limit,

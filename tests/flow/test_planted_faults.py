@@ -194,6 +194,9 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.what_is_owed_waits_for_the_next_request: case(
             pressure.test_a_lower_limit_takes_back_what_exceeds_it, PULL, 0, True
         ),
+        faults.decode_never_yields: case(
+            pressure.test_decode_gives_up_what_has_not_come_for_a_prefill_without_memory, True
+        ),
         faults.every_prompt_begins_at_once: case(pressure.test_prefill_computes_little_that_decode_has_no_room_for),
         faults.nobody_says_that_decode_has_registered: case(
             pressure.test_what_decode_has_registered_for_overtakes_what_it_has_not

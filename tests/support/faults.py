@@ -662,6 +662,10 @@ def what_is_owed_waits_for_the_next_request(patch: Patcher) -> None:
     patch.setattr(GivingWay, "owes", False)
 
 
+def decode_never_yields(patch: Patcher) -> None:
+    patch.setattr(GivingWay, "_hear", nothing)
+
+
 def every_prompt_begins_at_once(patch: Patcher) -> None:
     patch.setattr(StartGate, "may_start", always(True))
 

@@ -442,3 +442,90 @@ def test_asking_before_computing_loses_nothing(seed: int) -> None:
     pair.settle()
     pass_time(pair, TIMEOUT_SECONDS)
     pair.nothing_is_left(LEASE_SECONDS + 2 * TIMEOUT_SECONDS)
+
+
+# ------------------------------------------------------------------------------ push: decode and prefill on one device
+
+
+def sharing(recomputes: bool) -> tuple[Pair, list[tuple[Request, Request]]]:
+    """A pair on one device, of which decode has taken so much that prefill cannot begin."""
+    pair = Pair(PUSH, kind(caches_prefixes=False), kind(num_blocks=64, caches_prefixes=False, recomputes=recomputes))
+    pair.acquaint()
+    pair.prefill.admits = False
+    asked = [ask_both(pair, seed) for seed in (1, 2, 3, 4)]
+    pair.settle()
+    assert all(found.status is Status.REMOTE for _, found in asked)
+    return pair, asked
+
+
+def held(pair: Pair) -> int:
+    return pair.decode.pool.shape.num_blocks - 1 - len(pair.decode.pool.free)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["fail", "recompute"])
+def test_decode_gives_up_what_has_not_come_for_a_prefill_without_memory(recomputes: bool) -> None:
+    pair, asked = sharing(recomputes)
+    pool = pair.decode.pool
+    pool.neighbour_leaves_blocks = 2 * BLOCKS_EACH
+    pass_time(pair, PATIENCE - 0.5)
+    assert held(pair) == 4 * BLOCKS_EACH, "it may come at any moment"
+    for _ in range(8):
+        pass_time(pair, 1.0)
+    assert held(pair) == 2 * BLOCKS_EACH, "and no more than are wanted"
+    given_up, kept = [found for _, found in asked[2:]], [found for _, found in asked[:2]]
+    assert all(one.status is Status.REMOTE for one in kept), "those that have waited longest stay"
+    # Computed here once nobody waits for memory any more.
+    assert {one.status for one in given_up} <= ({Status.WAITING, Status.STOPPED} if recomputes else {Status.ERROR})
+    assert pair.causes() == {"revoked": 2}
+    pool.neighbour_leaves_blocks, pair.prefill.admits = None, True
+    for _ in range(6):
+        pass_time(pair, 1.0)
+    pair.settle()
+    assert all(one.status is Status.STOPPED and one.num_external == len(PROMPT) for one in kept)
+    assert all(one.status is (Status.STOPPED if recomputes else Status.ERROR) for one in given_up)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_decode_takes_no_more_while_prefill_has_no_memory() -> None:
+    pair, asked = sharing(recomputes=True)
+    pair.decode.pool.neighbour_leaves_blocks = 4 * BLOCKS_EACH - 1
+    pass_time(pair, 0.5)
+    _, late = ask_both(pair, 5)
+    for _ in range(3):
+        pass_time(pair, 1.0)
+    assert late.status is Status.WAITING and not pair.decode.is_moving, "it rests"
+    pair.decode.pool.neighbour_leaves_blocks, pair.prefill.admits = None, True
+    for _ in range(6):
+        pass_time(pair, 1.0)
+    pair.settle()
+    assert late.status is Status.STOPPED and late.num_external == len(PROMPT)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_a_want_that_cannot_be_met_holds_decode_up_for_a_while_only() -> None:
+    pair, asked = sharing(recomputes=True)
+    pair.decode.pool.neighbour_leaves_blocks = 0
+    for _ in range(40):
+        pass_time(pair, 1.0)
+    pair.prefill.admits = True
+    _, late = ask_both(pair, 5)
+    for _ in range(4):
+        pass_time(pair, 1.0)
+    pair.settle()
+    assert late.status is Status.STOPPED
+    assert all(found.status is Status.STOPPED for _, found in asked)
+    pair.decode.pool.neighbour_leaves_blocks = None
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_decode_gives_nothing_up_for_a_neighbour_that_goes_on() -> None:
+    pair, asked = sharing(recomputes=True)
+    pair.decode.pool.neighbour_leaves_blocks, pair.decode.pool.is_neighbour_stalled = 0, False
+    for _ in range(8):
+        pass_time(pair, 1.0)
+    assert held(pair) == 4 * BLOCKS_EACH
+    pair.prefill.admits = True
+    pair.settle()
+    assert all(found.num_external == len(PROMPT) for _, found in asked)
+    pair.decode.pool.neighbour_leaves_blocks = None
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)

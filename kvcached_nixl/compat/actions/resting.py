@@ -76,7 +76,7 @@ def wait_relieving(core: Any, found: Sequence[Any], seconds: float) -> bool:
     Returns: whether something has entered the queue.
     """
     until_seconds = time.monotonic() + seconds
-    while any(side.num_kept for side in found) and (left_seconds := until_seconds - time.monotonic()) > 0:
+    while any(side.watches_memory for side in found) and (left_seconds := until_seconds - time.monotonic()) > 0:
         if wait_for_input(core, min(left_seconds, _LOOK_FOR_PRESSURE_SECONDS)):
             return True
         if any(side.relieve() for side in found):

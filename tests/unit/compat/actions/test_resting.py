@@ -67,6 +67,7 @@ def side(waiting: int = 1, *, pending: bool = False, due_in_seconds: float | Non
         pending=pending,
         due_in_seconds=due_in_seconds,
         num_kept=0,
+        watches_memory=False,
         relieve=lambda: False,
         holds_back=lambda request_id: request_id.startswith("held"),
     )
