@@ -111,7 +111,7 @@ class Pool:
     def mapped_bytes(self) -> int:
         return 0
 
-    def tell_neighbours(self) -> bool:
+    def tell_neighbours(self, needs_others: Callable[[str], bool]) -> bool:
         return False
 
     def apply_limit(self) -> None:

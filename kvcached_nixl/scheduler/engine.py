@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from kvcached_nixl.wire.headroom import BlockUsage
@@ -159,8 +159,12 @@ class BlockPool(Protocol):
         """Has kvcached look at its limit (``kvctl limit``), which it does only when it allocates."""
         ...
 
-    def tell_neighbours(self) -> bool:
-        """Tells the other engines on the device how much memory `starved` waits for. Returns whether it is any."""
+    def tell_neighbours(self, needs_others: Callable[[str], bool]) -> bool:
+        """Tells the other engines on the device how much memory `starved` waits for. Returns whether it is any.
+
+        Args:
+            needs_others: whether a request would not run with that memory, but wait for another engine.
+        """
         ...
 
     def wanted_by_neighbours(self) -> tuple[int, bool]:

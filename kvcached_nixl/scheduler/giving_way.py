@@ -103,12 +103,12 @@ class GivingWay:
         now = self._clock.now_seconds()
         if now < self._look_at_seconds:
             # What it waits for no longer must not cost neighbours anything.
-            self._has_told = self._has_told and (blocks.starved is not None or blocks.tell_neighbours())
+            self._has_told = self._has_told and (blocks.starved is not None or self._tell(blocks))
             return num_dropped > 0
         self._look_at_seconds = now + LOOK_SECONDS
         # A request that a limit of before keeps waiting allocates nothing, and would wait for ever.
         blocks.apply_limit()
-        self._has_told = blocks.tell_neighbours()
+        self._has_told = self._tell(blocks)
         if self.watches:
             num_dropped += self._give_way(blocks, step)
         else:
@@ -117,6 +117,9 @@ class GivingWay:
             self._stalled_seconds = None
         had_yielded, self._had_yielded = self._had_yielded, self.yields
         return num_dropped > 0 or (had_yielded and not self._had_yielded)
+
+    def _tell(self, blocks: BlockPool) -> bool:
+        return blocks.tell_neighbours(lambda one: self._is_push and self._fetching.needs_others(one))
 
     def _hear(self, *, is_stalled: bool, blocks: BlockPool, step: Step) -> None:
         """Decode's part, where a neighbour wants memory."""

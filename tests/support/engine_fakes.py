@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,7 @@ class Pool:
     def apply_limit(self) -> None:
         """It has none."""
 
-    def tell_neighbours(self) -> bool:
+    def tell_neighbours(self, needs_others: Callable[[str], bool]) -> bool:
         return False
 
     def wanted_by_neighbours(self) -> tuple[int, bool]:

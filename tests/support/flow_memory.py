@@ -298,7 +298,7 @@ class Pool:
     def apply_limit(self) -> None:
         self.applied_limit_blocks = self.limit_blocks
 
-    def tell_neighbours(self) -> bool:
+    def tell_neighbours(self, needs_others: Callable[[str], bool]) -> bool:
         return False
 
     def usage(self) -> BlockUsage:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,13 +117,14 @@ class EngineBlocks:
         if manager is not None and private(manager, "page_allocator").get_resize_target() > 0:
             manager.alloc(0)
 
-    def tell_neighbours(self) -> bool:
+    def tell_neighbours(self, needs_others: Callable[[str], bool]) -> bool:
         """Say how much memory the next request waits for that the device does not have. Returns whether it is any."""
         if self._wants is None:
             return False
         starved = self.starved
         num_bytes = 0 if starved is None else min(starved[1] * self._block_bytes, self._bytes_to_map)
-        self._wants.say(Want(num_bytes, not private(self.engine_scheduler, "running")))
+        runs_then = starved is not None and not needs_others(starved[0])
+        self._wants.say(Want(num_bytes, runs_then and not private(self.engine_scheduler, "running")))
         return num_bytes > 0
 
     def wanted_by_neighbours(self) -> tuple[int, bool]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -527,7 +528,7 @@ class AnyOrder(RuleBasedStateMachine):
     def apply_limit(self) -> None:
         """It has none."""
 
-    def tell_neighbours(self) -> bool:
+    def tell_neighbours(self, needs_others: Callable[[str], bool]) -> bool:
         return False
 
     def wanted_by_neighbours(self) -> tuple[int, bool]:

@@ -27,6 +27,7 @@ from kvcached_nixl.compat.actions.step_output import (
 from kvcached_nixl.compat.attached_state import attach
 from kvcached_nixl.compat.series import Shape
 from kvcached_nixl.errors import ContractChanged
+from kvcached_nixl.naming.wants import Want
 from kvcached_nixl.wire.step import Reports
 
 
@@ -507,3 +508,19 @@ def test_kvcached_looks_at_a_limit_that_was_changed(target: int, asked: list[int
     for pool in (SimpleNamespace(kv_cache_manager=manager), SimpleNamespace()):
         EngineBlocks(SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))).apply_limit()
     assert found == asked
+
+
+@pytest.mark.parametrize(
+    ("running", "needs_others", "is_stalled"), [([], False, True), ([], True, False), (["one"], False, False)]
+)
+def test_only_who_would_run_with_more_memory_is_stalled(
+    monkeypatch: pytest.MonkeyPatch, running: list[str], needs_others: bool, is_stalled: bool
+) -> None:
+    """One that waits for another engine all the same is not worth what others would give up."""
+    said: list[Want] = []
+    for name, value in (("starved", ("r1", 3)), ("_block_bytes", 8), ("_bytes_to_map", 100)):
+        monkeypatch.setattr(EngineBlocks, name, value)
+    blocks = EngineBlocks(SimpleNamespace(running=running))
+    vars(blocks)["_wants"] = SimpleNamespace(say=said.append)
+    assert blocks.tell_neighbours(lambda one: needs_others and one == "r1")
+    assert said == [Want(24, is_stalled)]
