@@ -139,7 +139,7 @@ def test_where_no_server_has_room_one_request_at_a_time_is_tried(said: tuple[obj
     async def run() -> None:
         async with pair() as at:
             (known,) = (one for one in at.router.app.fleet if one.name == at.decodes[0].name)
-            at.decodes[0].tokens_of_memory = said
+            at.decodes[0].tokens_of_memory, at.decodes[0].token_seconds = said, 0.05
             known.suspected.set()
             await until(lambda: known.room_tokens(1.0) == 0, "it was not looked at")
             requests, most = await asked(at, 4), 0
