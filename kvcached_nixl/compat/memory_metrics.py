@@ -27,7 +27,10 @@ _GAUGES = (
     ("kvcached_nixl:free_bytes", "Memory of the device that kvcached could map now."),
     ("kvcached_nixl:mapped_bytes", "Memory of the device that kvcached has mapped for KV, with its reserve."),
     ("kvcached_nixl:waiting_fetches", "Requests of decode whose KV has not arrived."),
-    ("kvcached_nixl:oldest_fetch_seconds", "Since the first request arrived whose KV has not; 0 if there is none."),
+    (
+        "kvcached_nixl:oldest_fetch_seconds",
+        "Seconds since the oldest request that waits for its KV arrived; 0 without one.",
+    ),
     ("kvcached_nixl:oldest_offer_seconds", "Since prefill has kept the oldest offer; 0 if it keeps none."),
 )
 """Gauge and help text of fields of `Headroom`."""

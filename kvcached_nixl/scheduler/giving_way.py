@@ -134,7 +134,6 @@ class GivingWay:
             self._fetching.give_up_one(blocks, step)
 
     def _give_way(self, blocks: BlockPool, step: Step) -> int:
-        starved, num_missing = blocks.starved or ("", 0)
         num_wanted, is_neighbour_stalled = blocks.wanted_by_neighbours()
         if num_wanted > 0:
             self._hear(is_stalled=is_neighbour_stalled, blocks=blocks, step=step)
@@ -144,6 +143,7 @@ class GivingWay:
         if not self._offering.num_kept:
             self._pressure.eased()
             return 0
+        starved, num_missing = blocks.starved or ("", 0)
         missing = {
             RevocationCause.BLOCKS: num_missing,
             RevocationCause.LIMIT: blocks.blocks_over_limit,
