@@ -529,3 +529,28 @@ def test_decode_gives_nothing_up_for_a_neighbour_that_goes_on() -> None:
     assert all(found.num_external == len(PROMPT) for _, found in asked)
     pair.decode.pool.neighbour_leaves_blocks = None
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_neighbour_that_comes_and_goes_costs_no_request_its_end(seed: int) -> None:
+    """With aborts and cleared caches in between, on a device that prefill and decode share."""
+    draw = random.Random(seed)
+    pair, asked = sharing(recomputes=draw.random() < 0.5)
+    pool = pair.decode.pool
+    for number in range(10, 40):
+        pool.neighbour_leaves_blocks = draw.choice((None, 0, 5, 11, 18))
+        pool.is_neighbour_stalled, pair.prefill.admits = draw.random() < 0.7, draw.random() < 0.5
+        if draw.random() < 0.3:
+            asked.append(ask_both(pair, number))
+        if draw.random() < 0.3:
+            gone = draw.choice([one for both in asked for one in both])
+            if not gone.status.is_finished:
+                (pair.prefill if gone.max_tokens == 1 else pair.decode).abort(gone)
+        if draw.random() < 0.1:
+            pair.decode.handover.clear()
+        pass_time(pair, draw.choice((0.25, 1.0, 3.0)))
+    pool.neighbour_leaves_blocks, pair.prefill.admits = None, True
+    for _ in range(30):
+        pass_time(pair, 5.0)
+    assert all(one.status.is_finished for both in asked for one in both)
+    pair.nothing_is_left(LEASE_SECONDS + 2 * TIMEOUT_SECONDS)
