@@ -283,7 +283,7 @@ class SchedulerFacade:
     @property
     def watches_memory(self) -> bool:
         """Whether `relieve` has to be called while the engine rests."""
-        return self._giving_way.watches
+        return self._blocks is not None and self._giving_way.watches(self._blocks)
 
     @property
     def num_kept(self) -> int:
