@@ -22,6 +22,7 @@ import anyio
 import msgspec
 
 from kvcached_nixl.proxy.account import Share
+from kvcached_nixl.proxy.asked import Alone, Asked
 from kvcached_nixl.proxy.client import Response
 from kvcached_nixl.proxy.failure import Answered, ClientLeft, LegFailed, Refusal, RouterFailure
 from kvcached_nixl.proxy.fleet import Fleet
@@ -34,7 +35,6 @@ from kvcached_nixl.proxy.rank_count import ask_rank_count
 from kvcached_nixl.proxy.ranks import RANK_HEADER, Found, range_of
 from kvcached_nixl.proxy.record import Record
 from kvcached_nixl.proxy.relay import Relay, require_success
-from kvcached_nixl.proxy.request_body import Alone, Asked
 from kvcached_nixl.proxy.tracing import NOT_TRACED, Part
 from kvcached_nixl.wire.params import KvTransferParams
 
