@@ -68,8 +68,8 @@ class Sample:
 
     Attributes:
         parts: seconds of a hand-over, by what they were spent on.
-        piece_seconds: duration of each piece of the engine's work meanwhile, on the side that moves the bytes; see
-            `timing.Computing`.
+        piece_seconds: how long after it was due each piece of the engine's work had ended meanwhile, on the side that
+            moves the bytes; see `timing.Computing`.
     """
 
     transport: str

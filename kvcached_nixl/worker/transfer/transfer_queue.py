@@ -36,13 +36,13 @@ class Budget:
     """
 
     descriptors: int = 1000
-    batch_bytes: int = 32 << 20
+    batch_bytes: int = 64 << 20
     peer_bytes: int = 256 << 20
     all_bytes: int = 1 << 30
     peer_transfers: int = 16
 
 
-POSTING_SECONDS = 0.005
+POSTING_SECONDS = 0.01
 """Longest time to post in one turn; the rest is posted in the next turn, after notifications were read."""
 DROPPED_POLL_SECONDS = 0.05
 
@@ -150,6 +150,16 @@ class TransferQueue:
     def has_more(self) -> bool:
         """Whether the last turn ran out of time with budget left and more to post."""
         return self._has_more
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether more is to be posted, with or without budget left."""
+        return any(lane.queue for lane in self._lanes.values())
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether an ownership token is being read: the last and shortest transfer of a hand-over."""
+        return any(batch.job.is_host for batch in self._active)
 
     @property
     def num_bytes(self) -> int:

@@ -62,6 +62,7 @@ from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 from kvcached_nixl.worker.transfer.topology import LocalRank
+from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from kvcached_nixl.worker.transfer_thread import (
     COMPUTING_POLL_SECONDS,
     IDLE_POLL_SECONDS,
@@ -390,6 +391,33 @@ def test_it_looks_soon_while_something_is_in_flight_or_awaited(pull: Worker, pus
     assert pull.thread.turn() == COMPUTING_POLL_SECONDS
     push.offer()
     assert push.thread.turn() == 2 * POLL_SECONDS
+
+
+def test_what_is_left_to_post_is_posted_soon_while_the_engine_computes(
+    pull: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull.remote()
+    pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), always))
+    pull.thread.engine_computes = True
+    pull.thread.turn()
+    assert pull.thread.turn() == COMPUTING_POLL_SECONDS
+    with monkeypatch.context() as patched:
+        patched.setattr(TransferQueue, "has_queued", True)
+        assert pull.thread.turn() == POLL_SECONDS
+
+
+def test_the_end_of_a_hand_over_is_seen_soon_while_the_engine_computes(pull: Worker) -> None:
+    remote = pull.remote()
+    remote.table.publish("p-1", MANIFEST.ownership_token)
+    pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), always))
+    pull.thread.engine_computes = True
+    pull.thread.turn()
+    pull.thread.turn()
+    pull.network.deliver_all()
+    assert pull.thread.turn() == POLL_SECONDS, "the ownership token is being read"
+    pull.network.deliver_all()
+    pull.thread.turn()
+    assert pull.thread.take_outcome().finished == {1}
 
 
 def test_decode_that_waits_for_the_last_write_is_not_kept_waiting_for_a_step(push: Worker) -> None:

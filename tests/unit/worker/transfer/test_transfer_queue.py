@@ -270,9 +270,11 @@ def test_what_a_turn_had_no_time_for_is_told_from_what_there_is_no_room_for() ->
     assert mover.transfer_queue.has_more and 0 < len(mover.in_flight()) < 3
     mover.transfer_queue.turn()
     assert not mover.transfer_queue.has_more and len(mover.in_flight()) == 3
+    assert mover.transfer_queue.has_queued, "whichever it is"
     while mover.network.pending:
         mover.deliver(*mover.in_flight())
     assert mover.ended == {"a": "", "b": ""} and not mover.transfer_queue.has_more
+    assert not mover.transfer_queue.has_queued
 
 
 def test_what_is_urgent_comes_before_what_waits() -> None:
