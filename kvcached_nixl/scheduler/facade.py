@@ -22,6 +22,7 @@ from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER, Terms
 from kvcached_nixl.scheduler.giving_way import GivingWay
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.kept_offers import KeptOffers
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.side_channel_listener import (
     Answers,
@@ -101,16 +102,19 @@ class SchedulerFacade:
         self._attempts = FetchAttempts(self._holds)
         self.timelines = Timelines(clock, spans, is_push=terms.mode.is_push)
         self._fetching = DecodeFetches(terms, clock, self._attempts, self._failures, self.timelines)
-        self._offering = PrefillOffers(own, incarnation, terms, clock, self._holds, self._failures, self.timelines)
+        self._kept = KeptOffers(terms, clock, self._holds)
+        self._offering = PrefillOffers(
+            *(own, incarnation, terms, self._kept, self._holds, self._failures), self.timelines
+        )
         self._step = self._new_step()
         self._gate = StartGate(clock, terms.allocation_seconds)
-        # `PrefillOffers.is_left_waiting`, once it was looked up for the step being built.
+        # `KeptOffers.is_left_waiting`, once it was looked up for the step being built.
         self._is_left_waiting: bool | None = None
         self._starvation = Starvation(clock, terms.timeout_seconds)
         self._giving_way = GivingWay(
             *(clock, terms.patience_seconds, self._offering, self._fetching), is_push=terms.mode.is_push
         )
-        self._headroom = ToldHeadroom(clock, terms.groups.tokens_per_block, self._offering, self._fetching)
+        self._headroom = ToldHeadroom(clock, terms.groups.tokens_per_block, self._kept, self._fetching)
         self._reported_quarantine = 0
         self._has_news = False
         self._blocks: BlockPool | None = None
@@ -208,7 +212,7 @@ class SchedulerFacade:
             clears: the cache is cleared, too, so no transfer into it or out of it may be under way.
         """
         self._quiet_by_seconds = self._clock.now_seconds() + grace_seconds + QUIET_SECONDS
-        self._offering.close("prefill is paused", self._step, grace_seconds=grace_seconds)
+        self._kept.close("prefill is paused", self._step, grace_seconds=grace_seconds)
         if clears:
             self.clear(running=not grace_seconds)
 
@@ -237,18 +241,18 @@ class SchedulerFacade:
 
     def resumed(self) -> None:
         """The engine runs again after `paused`."""
-        self._offering.reopen()
+        self._kept.reopen()
 
     @property
     def has_blocks(self) -> bool:
         """Whether blocks are held, kept for decode, or waiting for KV, although no running request uses them."""
         waits = self._fetching.num_waiting or self._fetching.num_received
-        return bool(self.num_held_blocks or self._offering.num_kept or waits)
+        return bool(self.num_held_blocks or self._kept.num_kept or waits)
 
     @property
     def quiet_in_seconds(self) -> float:
         """How long a pause still waits for transfers in flight; 0 if none can be in flight, or nobody waits."""
-        if not (self.num_held_blocks or self._offering.num_kept):
+        if not (self.num_held_blocks or self._kept.num_kept):
             return 0.0
         return max(0.0, self._quiet_by_seconds - self._clock.now_seconds())
 
@@ -288,12 +292,12 @@ class SchedulerFacade:
     @property
     def num_kept(self) -> int:
         """Requests that have ended, and whose blocks vLLM keeps because decode may fetch them."""
-        return self._offering.num_kept
+        return self._kept.num_kept
 
     @property
     def due_in_seconds(self) -> float | None:
         """Seconds until the next hand-over times out, or the next offer is revoked; None if there is none."""
-        some = (self._fetching.due_at_seconds, self._offering.due_at_seconds, self._gate.due_at_seconds)
+        some = (self._fetching.due_at_seconds, self._kept.due_at_seconds, self._gate.due_at_seconds)
         due_at = min((one for one in some if one is not None), default=None)
         return None if due_at is None else max(0.0, due_at - self._clock.now_seconds())
 
@@ -331,7 +335,7 @@ class SchedulerFacade:
             return None, False
         if self._terms.mode.is_push and not self._offering.has_begun(request.request_id):
             if self._is_left_waiting is None:
-                self._is_left_waiting = self._offering.is_left_waiting
+                self._is_left_waiting = self._kept.is_left_waiting
             request_id = PrefillRequestId(request.request_id)
             if not self._gate.may_start(request_id, self._step, needs_claim=self._is_left_waiting):
                 return None, False
@@ -363,7 +367,7 @@ class SchedulerFacade:
         self._gate.turn(one.request_id for one in progress)
         self.timelines.computed(one.request_id for one in progress)
         self._offering.scheduled(progress, self._bound(), self._step)
-        self._offering.turn(self._step)
+        self._kept.turn(self._step)
         self.relieve()
         self._has_news, self._is_left_waiting = False, None
         step, self._step = self._step, self._new_step()
@@ -416,17 +420,17 @@ class SchedulerFacade:
 
     def keeps(self, request_id: str) -> bool:
         """Whether a request has ended and its blocks are kept for decode; vLLM may have freed the request already."""
-        return self._offering.keeps(request_id)
+        return self._kept.keeps(request_id)
 
     def kept(self, request_id: str) -> None:
         """A request has ended, and at least one connector (of a ``MultiConnector``) keeps its blocks."""
-        if not self._offering.keeps(request_id):
+        if not self._kept.keeps(request_id):
             self._fetching.kept(request_id)
 
     def collect(self, reports: Reports) -> None:
         """Takes what all ranks have reported: replaces this package's ids and marks by the requests that they mean."""
         self._take_timelines(reports)
-        if self._offering.spared(take_spared(reports.invalid)):
+        if self._kept.spared(take_spared(reports.invalid)):
             # Others may give way instead.
             self._giving_way.look_soon()
         self._gate.claimed(take_claimed(reports.invalid))
@@ -438,15 +442,16 @@ class SchedulerFacade:
         self._attempts.let_go(map(DecodeRequestId, reports.sent), blocks)
         received, failed = self._fetching.collect(failures, finished, blocks, self._step)
         # A load that another connector reports as ended must not free blocks that decode may be reading.
-        reports.received = {one for one in reports.received if not self._offering.keeps(one)} | received
+        reports.received = {one for one in reports.received if not self._kept.keeps(one)} | received
         self._failed |= failed
         if failed:
             reports.invalid.add(FAILING)
-        num_fetched, num_owed = self._offering.ended(reports.sent, idle_holds_of(reports.sent), blocks)
+        self._offering.drained(idle_holds_of(reports.sent), blocks)
+        num_fetched, num_owed = self._kept.ended(reports.sent, blocks)
         self._giving_way.owe(num_owed)
         if num_fetched:
             self._giving_way.fetched()
-        reports.sent |= self._offering.let_go(blocks)
+        reports.sent |= self._kept.let_go(blocks)
         self.freshen()
 
     def _take_timelines(self, reports: Reports) -> None:

@@ -20,7 +20,7 @@ from kvcached_nixl.compat.actions.pausing import (
 )
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.scheduler.prefill_offers import GRACE_SECONDS
+from kvcached_nixl.scheduler.kept_offers import GRACE_SECONDS
 from kvcached_nixl.settings import SERVER_LOGGER
 
 logger = logging.getLogger(SERVER_LOGGER)

@@ -750,7 +750,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(self.free) == 60
         fetching = fetching_of(self.handover)
         assert fetching.due_at_seconds is None
-        assert not leftovers(fetching, fetching.attempts, offering_of(self.handover))
+        assert not leftovers(fetching, fetching.attempts, offering_of(self.handover), offering_of(self.handover).kept)
 
 
 TestAnyOrder = AnyOrder.TestCase
