@@ -21,7 +21,8 @@ from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.engine import BlockPool, Request
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempt, FetchAttempts
-from kvcached_nixl.scheduler.fetch_request import FetchRequest, Terms, is_meant
+from kvcached_nixl.scheduler.fetch_request import FetchRequest
+from kvcached_nixl.scheduler.terms import Terms, is_meant
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed

@@ -19,7 +19,6 @@ from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
-from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER, Terms
 from kvcached_nixl.scheduler.giving_way import GivingWay
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
@@ -34,6 +33,7 @@ from kvcached_nixl.scheduler.side_channel_listener import (
 )
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.scheduler.starvation import Starvation
+from kvcached_nixl.scheduler.terms import ANY_ADAPTER, Terms
 from kvcached_nixl.scheduler.timelines import Spans, Timelines
 from kvcached_nixl.scheduler.told_headroom import ToldHeadroom
 from kvcached_nixl.settings import SERVER_LOGGER

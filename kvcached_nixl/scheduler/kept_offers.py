@@ -21,8 +21,8 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import BlockPool
-from kvcached_nixl.scheduler.fetch_request import Terms, is_meant
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.terms import Terms, is_meant
 from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID
 from kvcached_nixl.wire.step import BlockIds, Revocation, Step

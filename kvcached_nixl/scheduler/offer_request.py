@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
-from kvcached_nixl.scheduler.fetch_request import Terms
+from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID, KVGroups
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest

@@ -14,10 +14,10 @@ from typing import Any
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
 from kvcached_nixl.scheduler.failures import Failures
-from kvcached_nixl.scheduler.fetch_request import Terms, is_meant
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
 from kvcached_nixl.scheduler.offer_request import OfferRequest
+from kvcached_nixl.scheduler.terms import Terms, is_meant
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.params import RemotePrefill, asks, prefill_params, read_offer

@@ -20,8 +20,8 @@ import numpy as np
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.scheduler.side_channel_listener import Answers
+from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.params import RemotePrefill

@@ -35,7 +35,7 @@ from support.internals import fetching_of, holds_of, leftovers, offering_of
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import QUIET_SECONDS, SchedulerFacade
-from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
+from kvcached_nixl.scheduler.terms import ANY_ADAPTER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.headroom import BlockUsage, read_headroom
