@@ -17,6 +17,7 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
+from kvcached_nixl.scheduler.failed_fetches import FailedFetches
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.giving_way import GivingWay
@@ -101,7 +102,8 @@ class SchedulerFacade:
         self._failures = Failures()
         self._attempts = FetchAttempts(self._holds)
         self.timelines = Timelines(clock, spans, is_push=terms.mode.is_push)
-        self._fetching = DecodeFetches(terms, clock, self._attempts, self._failures, self.timelines)
+        self._failed_fetches = FailedFetches(terms, self._failures, self.timelines)
+        self._fetching = DecodeFetches(terms, clock, self._attempts, self._failed_fetches, self.timelines)
         self._kept = KeptOffers(terms, clock, self._holds)
         self._offering = PrefillOffers(
             *(own, incarnation, terms, self._kept, self._holds, self._failures), self.timelines
@@ -265,7 +267,7 @@ class SchedulerFacade:
         vllm#45168: an engine that sleeps takes no reports and frees no blocks.
         """
         is_counted = self.num_quarantined_blocks == self._reported_quarantine
-        has_ends = bool(self._refused) or self._fetching.has_news
+        has_ends = bool(self._refused) or self._failed_fetches.has_news
         has_news = self._has_news or self._giving_way.owes or has_ends or self._step.has_news or not is_counted
         return has_news or self.due_in_seconds == 0
 
@@ -322,8 +324,7 @@ class SchedulerFacade:
 
     def take_refused(self) -> list[tuple[str, int]]:
         """(id, client index) of each request that was refused, or ended between two steps, since the last call."""
-        refused, self._refused = self._refused + self._fetching.ended, []
-        self._fetching.ended = []
+        refused, self._refused = self._refused + self._failed_fetches.take_ended(), []
         return refused
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -475,7 +476,7 @@ class SchedulerFacade:
 
     def take_ending(self) -> set[str]:
         """Requests that must end with an error now, whatever they wait for (rule R4)."""
-        return self._starved() | self._fetching.take_ending()
+        return self._starved() | self._failed_fetches.take_ending()
 
     def _starved(self) -> set[str]:
         """Fails the request that has waited too long for blocks which only the end of a quarantine could free."""

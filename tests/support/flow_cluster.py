@@ -372,7 +372,7 @@ def left_on(engine: Engine) -> Iterator[str]:
     yield from leftovers(handover.timelines, but=("lasted",))
     yield from (f"hold {number}: {blocks}" for number, blocks in holds_of(handover).items())
     fetching, offering = fetching_of(handover), offering_of(handover)
-    yield from leftovers(fetching, fetching.attempts, offering, offering.kept)
+    yield from leftovers(fetching, fetching.attempts, fetching.failed, offering, offering.kept)
     if handover.pending or handover.num_held_blocks or handover.num_quarantined_blocks or engine.quarantined:
         yield f"pending {handover.pending}, quarantine {handover.num_quarantined_blocks} {engine.quarantined}"
     for worker in engine.workers:
