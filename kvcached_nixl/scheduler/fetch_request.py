@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcached_nixl.ids import DecodeRequestId, LogicalBlock
@@ -11,13 +12,13 @@ from kvcached_nixl.scheduler.engine import Request
 from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup
+from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup, KVGroups
 from kvcached_nixl.wire.lease import is_nameable
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import FetchParams
 from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, Step, UnneededOffer
 
-__all__ = ["FetchRequest"]
+__all__ = ["FetchRequest", "filled_in_part"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -229,3 +230,10 @@ def _most_tokens(request: Request, terms: Terms) -> int:
         return request.num_prompt_tokens
     is_whole = request.num_prompt_tokens < FEWEST_TOKENS or request.ends_in_media
     return 0 if is_whole else request.num_prompt_tokens - 1
+
+
+def filled_in_part(fetches: Iterable[FetchSpec], groups: KVGroups) -> list[int]:
+    """Returns the blocks that these fetches fill up to a request's last token, and not beyond."""
+    pairs = [pair for fetch in fetches for pair in zip(groups.all, fetch.groups, strict=True)]
+    filled = [blocks for group, blocks in pairs if group.keeps is not Keeps.STATE]
+    return [block_id for blocks in filled for block_id in blocks.block_ids[-1:]]

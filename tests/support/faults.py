@@ -13,13 +13,13 @@ import pytest
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.scheduler import decode_fetches, fetch_attempts
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
 from kvcached_nixl.scheduler.giving_way import GivingWay
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
 from kvcached_nixl.scheduler.memory_pressure import MemoryPressure
+from kvcached_nixl.scheduler.own_side_channel import OwnSideChannel
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.transport.memory import MemoryGate, MemoryTransport
@@ -508,7 +508,7 @@ def a_renewal_outlives_its_request(patch: Patcher) -> None:
 
 def a_sleeping_engine_is_not_woken(patch: Patcher) -> None:
     """vllm#45168: nothing wakes an idle engine when the blocks that it keeps become free."""
-    patch.setattr(SchedulerFacade, "woken", nothing)
+    patch.setattr(OwnSideChannel, "woken", nothing)
 
 
 # ------------------------------------------------------------------------------------------------------------- staging

@@ -367,7 +367,8 @@ def left_on(engine: Engine) -> Iterator[str]:
     yield from (f"engine: {counts}" for counts in engine.reported if counts)
     if len(pool.free) != pool.shape.num_blocks - 1 or any(pool.holders) or pool.tables:
         yield f"blocks: {[(block, held) for block, held in enumerate(pool.holders) if held]}"
-    yield from leftovers(handover, but=("_weights",))
+    yield from leftovers(handover)
+    yield from leftovers(handover.revocations, but=("_weights",))
     # What was measured last is told to the workers with the next step, which may never come.
     yield from leftovers(handover.timelines, but=("lasted",))
     yield from (f"hold {number}: {blocks}" for number, blocks in holds_of(handover).items())
