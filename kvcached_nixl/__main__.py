@@ -11,15 +11,20 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl import install, status
 from kvcached_nixl.cli import report
+from kvcached_nixl.cli.optional_command import OptionalCommand
 from kvcached_nixl.cli.report import Report
 from kvcached_nixl.cli.top import options as top_options
 from kvcached_nixl.compat.versions import found_version, import_vllm
 from kvcached_nixl.errors import MissingDependency, Refused
 from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, read_gate
 from kvcached_nixl.version import __version__
+
+if TYPE_CHECKING:
+    from kvcached_nixl.proxy.options import Options as ProxyOptions
 
 _DESCRIPTION = """\
 Shows the versions of vLLM, kvcached, NIXL and torch in this environment, the state of each patch of
@@ -104,12 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"kvcached_nixl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="{doctor,proxy,top}")
     _add_doctor(commands.add_parser)
-    _add_top(commands.add_parser)
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Not by argparse: what follows "--" is another program's command line, with flags of the same names.
     serves = given[given.index("--") + 1 :] if "--" in given else []
     given = given[: len(given) - len(serves)]
-    _add_proxy(commands.add_parser, is_asked="proxy" in given)
+    for optional in _OPTIONAL:
+        optional.add_to(commands.add_parser, is_asked=optional.name in given)
     options = parser.parse_args([one for one in given if one != "--"])
     if options.command != "doctor" and serves:
         parser.error("-- is for doctor --deploy, followed by a server's command line")
@@ -118,10 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if wrong_usage:
             parser.error(wrong_usage)
         return _deploy(options, serves) if options.deploy else _doctor(options)
-    if options.command == "proxy":
-        return _proxy(options)
-    if options.command == "top":
-        return _top(options)
+    for optional in _OPTIONAL:
+        if options.command == optional.name:
+            return optional.run(options)
 
     # The report goes to standard output. Without this it would be in the log as well.
     logging.getLogger(SERVER_LOGGER).disabled = True
@@ -165,63 +169,58 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
 
 
-def _add_proxy(add: Callable[..., argparse.ArgumentParser], *, is_asked: bool) -> None:
-    parser = add(
-        "proxy",
-        help="a router for prefill and decode servers",
-        description=_PROXY,
-        epilog=_PROXY_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    if is_asked:
-        # The proxy's libraries are an optional extra: the other commands must run without them.
-        from kvcached_nixl.proxy.options import add_arguments
+def _add_proxy_arguments(parser: argparse.ArgumentParser) -> None:
+    # The report runs without msgspec, too.
+    from kvcached_nixl.proxy.options import add_arguments
 
-        add_arguments(parser)
+    add_arguments(parser)
 
 
-def _add_top(add: Callable[..., argparse.ArgumentParser]) -> None:
-    parser = add(
+def _read_proxy(found: argparse.Namespace) -> ProxyOptions:
+    from kvcached_nixl.proxy.options import from_arguments
+
+    return from_arguments(found, os.environ)
+
+
+def _load_proxy() -> Callable[[ProxyOptions], int]:
+    from kvcached_nixl.proxy.command import run
+
+    return run
+
+
+def _read_top(found: argparse.Namespace) -> top_options.Options:
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in _DUMB
+    return top_options.from_arguments(found, is_terminal=is_terminal)
+
+
+def _load_top() -> Callable[[top_options.Options], int]:
+    from kvcached_nixl.cli.top.command import run
+
+    return run
+
+
+_OPTIONAL: tuple[OptionalCommand[Any], ...] = (
+    OptionalCommand(
         "top",
-        help="engines, routers, hand-overs and memory, live in a terminal",
-        description=_TOP,
-        epilog=_TOP_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    top_options.add_arguments(parser)
-
-
-def _proxy(options: argparse.Namespace) -> int:
-    """Run the router until SIGTERM or SIGINT. Returns the exit status."""
-    try:
-        from kvcached_nixl.proxy import command
-        from kvcached_nixl.proxy.options import from_arguments
-    except ImportError as error:
-        print(f"proxy: {error}. Run pip install '.[proxy]' in a clone to install it.", file=sys.stderr)
-        return 1
-    try:
-        return command.run(from_arguments(options, os.environ))
-    except Refused as error:
-        print(error, file=sys.stderr)
-        return 1
-
-
-def _top(options: argparse.Namespace) -> int:
-    """Show the servers. Returns the exit status."""
-    try:
-        is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in _DUMB
-        asked = top_options.from_arguments(options, is_terminal=is_terminal)
-    except Refused as error:
-        print(error, file=sys.stderr)
-        return 2
-    try:
-        from kvcached_nixl.cli.top import command
-    except ImportError as error:
-        print(f"top: {error}. Run pip install '.[top]' in a clone to install it.", file=sys.stderr)
-        return 1
-    return command.run(asked)
+        "engines, routers, hand-overs and memory, live in a terminal",
+        _TOP,
+        _TOP_EPILOG,
+        top_options.add_arguments,
+        _read_top,
+        _load_top,
+        unusable_status=2,
+    ),
+    OptionalCommand(
+        "proxy",
+        "a router for prefill and decode servers",
+        _PROXY,
+        _PROXY_EPILOG,
+        _add_proxy_arguments,
+        _read_proxy,
+        _load_proxy,
+        unusable_status=1,
+    ),
+)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -82,9 +82,6 @@ MINUTES: dict[str, tuple[float | None, float]] = {
 STACKS = tuple(what for what in MINUTES if what.startswith("stacks/") and what != ROUTER)
 """A turn runs one of them, if it fits."""
 ENVIRONMENT_MINUTES = 2.0
-STACKS = tuple(what for what in MINUTES if what.startswith("stacks/") and what != ROUTER)
-"""A turn runs one of them, if it fits."""
-ENVIRONMENT_MINUTES = 2.0
 ONLY_WITH = {what: "0.28.0" for what in STACKS}
 """The vLLM that Dynamo and Ray pin, whose proxies are run, and that docs/deploy has."""
 

@@ -84,7 +84,7 @@ class Pool:
 
     are_shared = is_producer = False
     stalled = starved = None
-    blocks_over_limit = 0
+    blocks_over_limit = num_cached = 0
 
     def __init__(self, order: Sequence[int]) -> None:
         self.free_blocks = list(reversed(order))

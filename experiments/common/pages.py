@@ -14,7 +14,8 @@ import struct
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+
+from experiments.common.sampler import Sampler
 
 SHARED_MEMORY = Path("/dev/shm")
 SAMPLE_SECONDS = 0.002
@@ -55,31 +56,20 @@ def own_names(wish: str, folder: Path = SHARED_MEMORY) -> list[str]:
     return sorted(path.name for path in (folder / wish, *folder.glob(f"{wish}-*")) if path.exists())
 
 
-class PageWatch:
-    """Samples one engine's counters on a separate thread during a ``with`` block.
+class PageWatch(Sampler):
+    """Samples one engine's counters during a ``with`` block.
 
     Args:
         ipc_name: the engine's name, or its ``KVCACHED_IPC_NAME`` if no other engine was started with the same.
     """
 
     def __init__(self, ipc_name: str, folder: Path = SHARED_MEMORY) -> None:
+        super().__init__(f"pages of {ipc_name}", SAMPLE_SECONDS)
         self._ipc_name = ipc_name
         self._folder = folder
         self._path: Path | None = None
         self._samples: list[tuple[int, int]] = []
         self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name=f"pages of {ipc_name}", daemon=True)
-
-    def __enter__(self) -> PageWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join()
 
     def sample(self) -> None:
         """Read the counters once; consecutive equal readings are kept as one. May be called on any thread."""
@@ -119,8 +109,3 @@ class PageWatch:
     def count(self) -> PageCount:
         """Return the counts so far; call it after the ``with`` block."""
         return count_pages(self._samples)
-
-    def _watch(self) -> None:
-        while not self._done.wait(SAMPLE_SECONDS):
-            self.sample()
-        self.sample()

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from experiments.common.targets import Verdict
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
-from experiments.lease_recovery.chaos import SHORTER, Recovery, Told
+from experiments.lease_recovery.faults import SHORTER, Recovery, Told
 from experiments.lease_recovery.traffic import OUT_OF_DATE, Ended
 
 LEAST_REQUESTS = 300

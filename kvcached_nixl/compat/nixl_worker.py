@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,55 +16,28 @@ import msgspec
 from kvcached_nixl.compat.drafts import keeps_draft_kv
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.model_runner_query import runner_of
+from kvcached_nixl.compat.nixl_kv_cache import KVCacheView
 from kvcached_nixl.compat.private import envs, first_module, is_rocm, optional, private
-from kvcached_nixl.compat.specs import is_state, keeps_of, kind_of, kv_heads_of, odd_cells, specs_of, state_bytes
-from kvcached_nixl.compat.state_parts import Part, dims_first, groups_of_states, parts_of_state
+from kvcached_nixl.compat.specs import kind_of, specs_of
+from kvcached_nixl.compat.state_parts import dims_first
 from kvcached_nixl.compat.states import unserved_states
-from kvcached_nixl.compat.versions import found_version, installed_row
+from kvcached_nixl.compat.versions import found_version
 from kvcached_nixl.compat.weights import model_facts
-from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.proof.result import Question
-from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import MemoryType
-from kvcached_nixl.wire.kv_groups import Keeps
-from kvcached_nixl.wire.planes import HeadShare
 
 __all__ = ["WorkerView", "transfer_results"]
 
-_PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
-"""Sizes that no other dimension of a cache has, so that each dimension of a shape can be identified by its size."""
-
-_UNKNOWN_HEAD = 2**20
-"""Above the heads of every model. Times the tensor-parallel size, so that ranks of two sizes have none in common."""
-
 
 @dataclasses.dataclass(frozen=True)
-class WorkerView:
+class WorkerView(KVCacheView):
     """The worker half of a NIXL connector."""
-
-    connector: Any
-
-    @property
-    def worker(self) -> Any:
-        return private(self.connector, "connector_worker")
-
-    @property
-    def _config(self) -> Any:
-        return private(self.worker, "vllm_config")
 
     # -------------------------------------------------------------------------------------------------- what it is
 
     @property
     def engine_id(self) -> str:
         return str(private(self.worker, "engine_id"))
-
-    @property
-    def tp_size(self) -> int:
-        return int(private(self.worker, "world_size"))
-
-    @property
-    def tp_rank(self) -> int:
-        return int(private(self.worker, "tp_rank"))
 
     @property
     def extra_config(self) -> Mapping[str, Any]:
@@ -76,25 +48,25 @@ class WorkerView:
     @property
     def unserved(self) -> Sequence[tuple[str, str]]:
         """Settings of this engine with which no hand-over is possible: (found, expected)."""
-        parallel = self._config.parallel_config
+        parallel = self.vllm_config.parallel_config
         found = [
             (name, getattr(parallel, name.replace("-", "_")))
             for name in ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size")
         ]
         refused = [(f"--{name} {size}", f"--{name} 1") for name, size in found if size > 1]
-        for group in self._groups:
+        for group in self.kv_cache_groups:
             sizes = {spec.block_size for spec in specs_of(group.kv_cache_spec)}
             if len(sizes) > 1:
                 shown = ", ".join(map(str, sorted(sizes)))
                 refused.append((f"a KV-cache group with blocks of {shown} tokens", "blocks of one size in each group"))
-        ratios = {self._kernel_blocks_in(group) for group in self._attention_groups}
+        ratios = {self.kernel_blocks_in(group) for group in self.attention_groups}
         if len(ratios) > 1:
             shown = ", ".join(map(str, sorted(ratios)))
             refused.append((f"KV-cache groups with {shown} kernel blocks in a block", "the same in every group"))
-        specs = [spec for one in self._groups for spec in specs_of(one.kv_cache_spec)]
-        refused += unserved_states(specs, self._config.speculative_config)
+        specs = [spec for one in self.kv_cache_groups for spec in specs_of(one.kv_cache_spec)]
+        refused += unserved_states(specs, self.vllm_config.speculative_config)
         shuffles = is_rocm() and optional(envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")
-        if shuffles or "ROCM_ATTN" in {one.get_name() for one in self._backends}:
+        if shuffles or "ROCM_ATTN" in {one.get_name() for one in self.attention_backends}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
             refused.append((f"{what}, which interleaves the tokens of a block", "another attention backend"))
         model = private(self.worker, "model_config")
@@ -103,61 +75,41 @@ class WorkerView:
             # The encoder computes the token positions, and decode does not run it for what prefill has computed.
             refused.append((f"--video-pruning-rate {pruned} of a model with spatial token positions", "no pruning"))
         # Each engine computes the scales of an fp8 cache for itself. vLLM 0.28 has removed them.
-        if optional(self._config.cache_config, "calculate_kv_scales"):
+        if optional(self.vllm_config.cache_config, "calculate_kv_scales"):
             refused.append(("--calculate-kv-scales", "scales that come with the model"))
         return refused
 
     @property
-    def _has_states(self) -> bool:
-        return any(keeps_of(one.kv_cache_spec) is Keeps.STATE for one in self._groups)
-
-    @property
-    def _groups(self) -> Any:
-        return private(self.worker, "kv_cache_config").kv_cache_groups
-
-    @property
     def facts(self) -> tuple[tuple[str, str], ...]:
         """Everything besides the weights that determines the bytes of KV. Must be equal on both sides."""
-        model, cache = private(self.worker, "model_config"), self._config.cache_config
+        model, cache = private(self.worker, "model_config"), self.vllm_config.cache_config
         facts = {
             "vLLM": found_version("vllm"),
-            **model_facts(self._config),
+            **model_facts(self.vllm_config),
             "cache dtype": cache.cache_dtype,
             "heads": f"{model.get_total_num_kv_heads()} of {model.get_head_size()}",
             "layers": model.get_total_num_hidden_layers(),
             "attention": self._attention,
-            "groups": "; ".join(f"{index}: {kind_of(one.kv_cache_spec)}" for index, one in enumerate(self._groups)),
+            "groups": "; ".join(
+                f"{index}: {kind_of(one.kv_cache_spec)}" for index, one in enumerate(self.kv_cache_groups)
+            ),
         }
-        if self._has_states:
+        if self.has_states:
             facts["states of convolutions"] = "channels first" if dims_first() else "channels last"
         return tuple((name, str(value)) for name, value in facts.items())
 
     @property
     def _attention(self) -> str:
-        names = [str(one.get_name()) for one in self._backends]
+        names = [str(one.get_name()) for one in self.attention_backends]
         # CPU_ATTN stores a block's keys, and on some processors its values, in an order in which no part is one
         # token's. Indexers store a block's scales behind all of its keys.
         indexers = sorted({name for name in names if "INDEXER" in name})
         if names[0] != "CPU_ATTN" and not indexers:
             return names[0]
-        sizes = [str(group.kv_cache_spec.block_size) for group in self._attention_groups]
+        sizes = [str(group.kv_cache_spec.block_size) for group in self.attention_groups]
         shown = sizes[0] if len(set(sizes)) == 1 else "+".join(sizes)
         parts = f" in {self.kernel_blocks_per_block}" if self.kernel_blocks_per_block > 1 else ""
         return f"{'+'.join([names[0], *indexers])}, whole blocks of {shown} tokens{parts}"
-
-    @property
-    def _backends(self) -> list[Any]:
-        """The attention backends, without those of layers that keep a state."""
-        with_kv = self._attention_groups
-        if len(with_kv) == len(self._groups):
-            return list(private(self.worker, "attn_backends"))
-        from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-
-        return list(get_current_attn_backends(self._config, [layer for one in with_kv for layer in one.layer_names]))
-
-    @property
-    def _attention_groups(self) -> list[Any]:
-        return [one for one in self._groups if keeps_of(one.kv_cache_spec) is not Keeps.STATE]
 
     @property
     def zeroes_blocks(self) -> bool:
@@ -172,104 +124,18 @@ class WorkerView:
         it if the drafter needs them on the host (disable_padded_drafter_batch). Sources: ``sample_tokens`` of
         ``v1/worker/gpu/model_runner.py`` and ``v1/worker/gpu_model_runner.py``.
         """
-        speculative = self._config.speculative_config
+        speculative = self.vllm_config.speculative_config
         if not keeps_draft_kv(speculative):
             return False
-        return runner_of(self._config) == "V2" or bool(speculative.disable_padded_drafter_batch)
+        return runner_of(self.vllm_config) == "V2" or bool(speculative.disable_padded_drafter_batch)
 
     # ---------------------------------------------------------------------------------------------------- its memory
 
     @property
-    def num_blocks(self) -> int:
-        """The number of blocks that vLLM planned, in kernel blocks."""
-        return int(private(self.worker, "num_blocks"))
-
-    @property
-    def num_pools(self) -> int:
-        """The number of memory pools behind the KV cache. Layers of different groups may share a pool."""
-        tensors = private(self.worker, "kv_cache_config").kv_cache_tensors
-        if not installed_row().shape.logical_views:
-            return len(tensors)
-        return len({one.offset + number * one.layer_stride for one in tensors for number in range(len(one.layers))})
-
-    @property
-    def use_mla(self) -> bool:
-        return bool(private(self.worker, "use_mla"))
-
-    @property
-    def kv_shares(self) -> int:
-        """How many ranks hold KV of their own, at most: one for latents, one for each KV head."""
-        if self._has_states:
-            # Every rank has a share of its own.
-            return MAX_TP_SIZE
-        specs = [spec for group in self._groups for spec in specs_of(group.kv_cache_spec)]
-        return max(self._shares_of_layer(int(private(spec, "num_kv_heads"))) for spec in specs)
-
-    def _shares_of_layer(self, num_heads: int) -> int:
-        if num_heads > 1:
-            return num_heads * self.tp_size
-        if self.use_mla:
-            return 1
-        return max((total for total in self._numbers_of_heads if total <= self.tp_size), default=self.tp_size)
-
-    @property
-    def _numbers_of_heads(self) -> set[int]:
-        """The numbers of KV heads in layers of the model and its drafter, on all ranks together."""
-        model = private(self.worker, "model_config")
-        drafter = optional(self._config.speculative_config, "draft_model_config")
-        configs = [one.hf_text_config for one in (model, drafter) if one is not None]
-        return kv_heads_of(*configs) | {int(model.get_total_num_kv_heads())}
-
-    @property
-    def kernel_blocks_per_block(self) -> int:
-        """Kernel blocks per logical block, in every KV-cache group (see `unserved`)."""
-        return int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
-
-    def _kernel_blocks_in(self, group: Any) -> int:
-        """Kernel blocks in a logical block of a group with attention. vLLM's worker knows it for one group only."""
-        block_size = int(group.kv_cache_spec.block_size)
-        if installed_row().shape.kernel_blocks_by_spec:
-            return block_size // self._kernel_block_size_by_spec(group)
-        if block_size == self._config.cache_config.block_size:
-            return self.kernel_blocks_per_block
-        from vllm.v1.worker.utils import select_common_block_size
-
-        return block_size // int(select_common_block_size(block_size, self._backends))
-
-    def _kernel_block_size_by_spec(self, group: Any) -> int:
-        from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends_and_specs
-        from vllm.v1.worker.utils import select_common_block_size
-
-        alone = dataclasses.replace(private(self.worker, "kv_cache_config"), kv_cache_groups=[group])
-        found = get_current_attn_backends_and_specs(self._config, alone, self._backends)
-        return int(select_common_block_size(int(group.kv_cache_spec.block_size), *found))
-
-    @property
     def load(self) -> tuple[int, int]:
         """Tokens of the longest request, and most requests that run at a time."""
-        config = self._config
+        config = self.vllm_config
         return int(config.model_config.max_model_len), int(config.scheduler_config.max_num_seqs)
-
-    def share_of(self, num_heads: int) -> HeadShare:
-        """Returns which of the model's KV heads this rank has in layers with ``num_heads`` on a rank; 0 stands for
-        layers that keep a state, of which a rank has a share of its own.
-
-        With more ranks than heads, vLLM gives neighbours copies of a head. Which one a rank's only head is, may not be
-        known if layers have different numbers of heads; then no rank of another tensor-parallel size has the head that
-        is returned.
-        """
-        unknown = HeadShare(_UNKNOWN_HEAD * self.tp_size + self.tp_rank)
-        if not num_heads:
-            return unknown
-        if num_heads > 1 or self.tp_size == 1:
-            return HeadShare(self.tp_rank * num_heads)
-        totals = {1} if self.use_mla else {total for total in self._numbers_of_heads if total <= self.tp_size}
-        found = {self.tp_rank * total // self.tp_size for total in totals}
-        if len(found) != 1 or self.tp_size % max(totals):
-            return unknown
-        # If several numbers of heads are possible, the largest leaves the fewest copies.
-        copies = self.tp_size // max(totals)
-        return HeadShare(found.pop(), copies, self.tp_rank % copies)
 
     @property
     def memory_type(self) -> MemoryType:
@@ -286,52 +152,6 @@ class WorkerView:
     @property
     def device_id(self) -> int:
         return int(private(self.worker, "device_id"))
-
-    def groups(self) -> list[dict[str, tuple[int, int, int, int, tuple[Part, ...]]]]:
-        """Per KV-cache group: layer name -> bytes (K and V, or the latent), tokens and heads of one of its kernel
-        blocks, 0, and (); of a layer with a state: bytes of its page, 1, 1, bytes of its state, and its parts.
-
-        Raises:
-            LayoutRefused: a layer has cells that are not one token of one head.
-        """
-        return [self._pages(group.layer_names, group.kv_cache_spec) for group in self._groups]
-
-    def _pages(self, layers: Sequence[str], spec: Any) -> dict[str, tuple[int, int, int, int, tuple[Part, ...]]]:
-        ratio = self.kernel_blocks_per_block
-        pages: dict[str, tuple[int, int, int, int, tuple[Part, ...]]] = {}
-        for layer in layers:
-            own = spec.kv_cache_specs[layer] if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
-            if is_state(own):
-                pages[layer] = own.page_size_bytes, 1, 1, state_bytes(own), self._parts_of_state(own)
-                continue
-            if reason := odd_cells(own):
-                raise LayoutRefused(
-                    found=f"layer {layer!r} with {reason}",
-                    expected="cells of one token and one head, with K and V together or apart",
-                    consequence="peers with other block sizes or heads would mix cells up; the engine stops",
-                    remedy="choose another --attention-backend or --kv-cache-dtype, or run without ENABLE_KVCACHED",
-                )
-            heads = int(private(own, "num_kv_heads"))
-            pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, heads, 0, ()
-        return pages
-
-    def _parts_of_state(self, spec: Any) -> tuple[Part, ...]:
-        groups = groups_of_states(private(self.worker, "model_config").hf_text_config)
-        return parts_of_state(spec, self.tp_rank, self.tp_size, groups, dim_first=dims_first())
-
-    def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]:
-        """The shape of a layer's cache for distinctive numbers of blocks, tokens and heads, and those numbers."""
-        if installed_row().shape.logical_views:
-            heads = 1 if self.use_mla else _PROBED["num_heads"]
-            return (_PROBED["num_blocks"], heads, _PROBED["block_size"], 1), _PROBED
-        backend = self._backends[0]
-        shape = backend.get_kv_cache_shape(
-            num_blocks=_PROBED["num_blocks"],
-            block_size=_PROBED["block_size"],
-            num_kv_heads=_PROBED["num_heads"],
-            head_size=1,
-        )
-        return tuple(shape), _PROBED
 
     # ----------------------------------------------------------------------------------------------------- its agent
 

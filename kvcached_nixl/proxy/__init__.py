@@ -9,9 +9,11 @@
     instance             one server, with its health and load     once per server
     kind, policy, cost   which servers fit, which one is chosen, and when decode computes alone
     api                  what differs between the endpoints
-    request_body         reads a client's body
+    request_body         reads a client's body (`body_fields`) into a request (`asked`)
     leg_body             makes the bodies for prefill and decode
-    request_flow         one request: its attempts, legs and result
+    request_flow         one request: its attempts, in each direction, and its result
+    server_choice        which servers one request goes to; waits while none is up
+    legs                 the legs of one request
     relay, events        the leg whose response goes to the client
     client               the client's request, and the response to it
 

@@ -25,6 +25,7 @@ from aiohttp import web
 from kvcached_nixl.proxy.account import REQUEST_BYTES, Account, Share
 from kvcached_nixl.proxy.administration import administer
 from kvcached_nixl.proxy.api import ApiRoute
+from kvcached_nixl.proxy.asked import Asked
 from kvcached_nixl.proxy.auth import require_key
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.client import COPIES, Outgoing, draw_id, header, passed_on, read_body, refuse_odd_head
@@ -45,7 +46,7 @@ from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.policy import Wanted
 from kvcached_nixl.proxy.record import Record, Recorder
 from kvcached_nixl.proxy.relay import require_success
-from kvcached_nixl.proxy.request_body import Asked, read
+from kvcached_nixl.proxy.request_body import read
 from kvcached_nixl.proxy.request_flow import Journey
 from kvcached_nixl.proxy.tracing import Part, tracing_to
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
+from kvcached_nixl.proxy.asked import Asked
 from kvcached_nixl.proxy.client import Response
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
-from kvcached_nixl.proxy.request_body import Asked
 
 __all__ = ["FanOut"]
 

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from kvcached_nixl.proxy.api import Api, api_of
-from kvcached_nixl.proxy.request_body import Asked, nested, top_level
+from kvcached_nixl.proxy.asked import Asked
+from kvcached_nixl.proxy.body_fields import nested, top_level
 from kvcached_nixl.wire.params import KvTransferParams
 
 __all__ = ["decode_body", "one_token_body"]

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from kvcached_nixl.proxy.api import ApiRoute
+from kvcached_nixl.proxy.asked import Asked
 from kvcached_nixl.proxy.failure import LegFailed, RouterFailure
 from kvcached_nixl.proxy.instance import Instance
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.ranks import RANK_HEADER, range_of
-from kvcached_nixl.proxy.request_body import Asked
 from kvcached_nixl.proxy.upstream import Upstream
 
 __all__ = ["ask_rank_count"]

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from kvcached_nixl.proxy.asked import Asked
 from kvcached_nixl.proxy.metrics import Metrics
-from kvcached_nixl.proxy.request_body import Asked
 from kvcached_nixl.proxy.tracing import NOT_TRACED, Part
 
 __all__ = ["Record", "Recorder"]

@@ -11,13 +11,13 @@ import msgspec
 
 from kvcached_nixl.proxy.account import Share
 from kvcached_nixl.proxy.api import Api, api_of
+from kvcached_nixl.proxy.asked import Asked
 from kvcached_nixl.proxy.client import Response
 from kvcached_nixl.proxy.events import GIVEN_UP, MOST_EVENT_BYTES, Events
 from kvcached_nixl.proxy.failure import Answered, LegFailed, RouterFailure, hand_over_tags
 from kvcached_nixl.proxy.instance import Instance, Leg
 from kvcached_nixl.proxy.options import Options
 from kvcached_nixl.proxy.record import Record
-from kvcached_nixl.proxy.request_body import Asked
 from kvcached_nixl.proxy.upstream import Reply, Upstream
 
 __all__ = ["Relay", "require_success", "with_cached_tokens"]

@@ -176,6 +176,11 @@ class BlockPool(Protocol):
         """What `wanted_by_neighbours` has returned is being freed."""
         ...
 
+    @property
+    def num_cached(self) -> int:
+        """Blocks that only the prefix cache keeps, and that `drop_cached` could free; 0 without kvcached."""
+        ...
+
     def drop_cached(self, num_blocks: int) -> int:
         """Frees blocks that only the prefix cache keeps. Returns how many."""
         ...

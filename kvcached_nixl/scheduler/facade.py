@@ -169,7 +169,7 @@ class SchedulerFacade:
     @property
     def watches_memory(self) -> bool:
         """Whether `relieve` has to be called while the engine rests."""
-        return self._giving_way.watches
+        return self._link.blocks is not None and self._giving_way.watches(self._link.blocks)
 
     @property
     def num_kept(self) -> int:

@@ -2,8 +2,8 @@
 """What an engine does when memory is short, for itself or for its neighbours on the device. One per engine, on its
 thread.
 
-It tells neighbours what the next request waits for, has offers give way (`MemoryPressure` says when), and gives
-kvcached's pages back that were freed for others.
+It tells neighbours what the next request waits for, has idle blocks of the prefix cache and then offers give way
+(`MemoryPressure` says when), and gives kvcached's pages back that were freed for others.
 
 In push decode has blocks before prefill computes. If both are on one device, decode could take all of it, and wait for
 a prefill that has no memory left. So while a neighbour runs nothing for want of memory, decode takes no more blocks for
@@ -67,11 +67,10 @@ class GivingWay:
         """Whether memory that was freed for others has to be given back yet."""
         return self._owed_blocks > 0 or self._has_to_trim
 
-    @property
-    def watches(self) -> bool:
-        """Whether an engine that has nothing to compute has to look all the same."""
+    def watches(self, blocks: BlockPool) -> bool:
+        """Whether an engine that has nothing to compute has to look all the same: it has something to give."""
         waits = self._is_push and (self._fetching.num_waiting or self._fetching.num_queued)
-        return bool(self._offering.num_kept or waits)
+        return bool(self._offering.num_kept or waits or blocks.num_cached)
 
     @property
     def yields(self) -> bool:
@@ -109,7 +108,7 @@ class GivingWay:
         # A request that a limit of before keeps waiting allocates nothing, and would wait for ever.
         blocks.apply_limit()
         self._has_told = self._tell(blocks)
-        if self.watches:
+        if self.watches(blocks):
             num_dropped += self._give_way(blocks, step)
         else:
             self._pressure.eased()
@@ -137,13 +136,12 @@ class GivingWay:
         num_wanted, is_neighbour_stalled = blocks.wanted_by_neighbours()
         if num_wanted > 0:
             self._hear(is_stalled=is_neighbour_stalled, blocks=blocks, step=step)
-            if not self._offering.num_kept:
-                blocks.trim()
+            # What kvcached has mapped in advance costs nothing to give.
+            num_wanted -= blocks.trim()
+            if num_wanted <= 0:
                 blocks.neighbours_served()
-        if not self._offering.num_kept:
-            self._pressure.eased()
-            return 0
-        starved, num_missing = blocks.starved or ("", 0)
+        # Blocks of its own prefix cache vLLM takes by itself.
+        starved, num_missing = (blocks.starved if self._offering.num_kept else None) or ("", 0)
         missing = {
             RevocationCause.BLOCKS: num_missing,
             RevocationCause.LIMIT: blocks.blocks_over_limit,
@@ -159,11 +157,11 @@ class GivingWay:
                 keeps_wanted = is_for_offer or blocks.stalled is None
             elif cause is RevocationCause.NEIGHBOUR:
                 keeps_wanted = not is_neighbour_stalled
-                num_blocks -= blocks.trim()
                 blocks.neighbours_served()
             if cause is not RevocationCause.BLOCKS:
                 dropped = blocks.drop_cached(num_blocks)
                 num_dropped, num_blocks = num_dropped + dropped, num_blocks - dropped
+                self._has_to_trim |= dropped > 0
             self._offering.give_way(cause, num_blocks, step, keeps_wanted=keeps_wanted)
         return num_dropped
 

@@ -124,8 +124,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     if hasattr(CPUOffloadingSpec, "get_worker"):
         monkeypatch.setattr(CPUOffloadingSpec, "get_worker", lambda spec, caches: made)
     else:
-        from vllm.v1.kv_offload.mediums import CPULoadStoreSpec, GPULoadStoreSpec
-
+        try:
+            from vllm.v1.kv_offload.base import GPULoadStoreSpec
+            from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+        except ImportError:  # up to vLLM 0.21
+            from vllm.v1.kv_offload.mediums import CPULoadStoreSpec, GPULoadStoreSpec
         kinds = [(GPULoadStoreSpec, CPULoadStoreSpec, made)]
         monkeypatch.setattr(CPUOffloadingSpec, "get_handlers", lambda spec, caches: kinds)
     return made

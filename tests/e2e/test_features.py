@@ -23,7 +23,7 @@ from experiments.common.counted import hand_overs
 from experiments.common.router import routed
 from experiments.common.servers import running
 
-ONE_BY_ONE = asks.numbered([*asks.SAMPLING, *asks.REASONING])
+ONE_BY_ONE = asks.numbered([*asks.SAMPLING, *asks.REASONING, *asks.SEVERAL])
 """With seeds, bad words, and the model beside its adapters, what a CPU computes together changes what vLLM says."""
 TOGETHER = asks.numbered([*asks.STRUCTURED, *asks.TOOLS], 100)
 AT_ONCE = 4
@@ -39,8 +39,6 @@ ADAPTED = [
 _PLAIN = {"model": "model", "prompt": asks.prompt(210)}
 _CHAT = {"model": "model", "messages": asks.messages(211)}
 REFUSED_HERE = {
-    "n": {**_PLAIN, "n": 2},
-    "prompt": {**_PLAIN, "prompt": [asks.prompt(212), asks.prompt(213)]},
     "use_beam_search": {**_PLAIN, "use_beam_search": True},
     "truncate_prompt_tokens": {**_PLAIN, "truncate_prompt_tokens": -1},
 }
@@ -56,7 +54,7 @@ REFUSED_THERE = [
     Ask("a token that is not in the vocabulary", {**_PLAIN, "logit_bias": {"100000": 1}}),
     Ask("a streamed prompt's log-probabilities", {**_PLAIN, "prompt_logprobs": 1, "stream": True}),
     Ask("too many log-probabilities", {**_PLAIN, "logprobs": 21}),
-    Ask("a prompt that is too long", {**_PLAIN, "prompt": asks.prompt(214) * 40}),
+    Ask("a prompt that is too long", {**_PLAIN, "prompt": asks.prompt(212) * 40}),
 ]
 """By vLLM, with the same status."""
 
@@ -124,7 +122,7 @@ def test_answers_are_those_of_one_instance(mode: str, model: Path, expected: Exp
     specs = [spec(name, model, mode, *serving(model)) for name in ("prefill", "decode")]
     with running(specs, tmp_path) as servers, routed(servers[:1], servers[1:], tmp_path / "router.log") as url:
         asks.check(asked(url), expected.answers)
-        handed_over = sum(one.hands_over for one in (*ONE_BY_ONE, *ADAPTED, *TOGETHER))
+        handed_over = sum(one.hand_overs for one in (*ONE_BY_ONE, *ADAPTED, *TOGETHER))
         assert hand_overs(servers, handed_over) == handed_over
         # Both sides have the prompts of all adapters in their prefix caches now.
         asks.check(asyncio.run(asks.answers(url, ADAPTED)), expected.answers)

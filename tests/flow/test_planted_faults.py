@@ -192,7 +192,10 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
             pressure.test_a_lower_limit_takes_back_what_exceeds_it, PULL, 4, True
         ),
         faults.what_is_owed_waits_for_the_next_request: case(
-            pressure.test_a_lower_limit_takes_back_what_exceeds_it, PULL, 0, True
+            pressure.test_a_lower_limit_takes_back_what_exceeds_it, PULL, 0, False
+        ),
+        faults.an_idle_engine_does_not_look: case(
+            pressure.test_an_idle_decode_gives_its_prefix_cache_to_a_neighbour, PULL
         ),
         faults.decode_never_yields: case(
             pressure.test_decode_gives_up_what_has_not_come_for_a_prefill_without_memory, True

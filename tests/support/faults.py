@@ -663,6 +663,11 @@ def what_is_owed_waits_for_the_next_request(patch: Patcher) -> None:
     patch.setattr(GivingWay, "owes", False)
 
 
+def an_idle_engine_does_not_look(patch: Patcher) -> None:
+    """What its prefix cache keeps would come back with its next request only."""
+    patch.setattr(GivingWay, "watches", lambda self, blocks: bool(self._offering.num_kept))
+
+
 def decode_never_yields(patch: Patcher) -> None:
     patch.setattr(GivingWay, "_hear", nothing)
 

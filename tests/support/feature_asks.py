@@ -37,13 +37,13 @@ class Ask:
     Attributes:
         number: no two numbers have prompts with a common block.
         body: in an `Ask` without a number, ``prompt`` is a function of token ids, and ``messages`` are empty.
-        hands_over: its prompt's KV comes from prefill, by the router's rules.
+        hand_overs: how often its prompts' KV comes from prefill, by the router's rules.
     """
 
     name: str
     body: Mapping[str, Any]
     number: int = 0
-    hands_over: bool = True
+    hand_overs: int = 1
 
     @property
     def path(self) -> str:
@@ -238,8 +238,8 @@ SAMPLING = [
     Ask("chat", {**OFF, "logprobs": True, "top_logprobs": 3, "return_token_ids": True}),
     Ask("seeded chat", {**OFF, **_SEEDED, "logprobs": True, "top_logprobs": 3}),
     # Decode computes these prompts itself.
-    Ask("log-probabilities of the prompt", {"prompt_logprobs": 2}, hands_over=False),
-    Ask("echo with log-probabilities", {"echo": True, "logprobs": 2}, hands_over=False),
+    Ask("log-probabilities of the prompt", {"prompt_logprobs": 2}, hand_overs=0),
+    Ask("echo with log-probabilities", {"echo": True, "logprobs": 2}, hand_overs=0),
 ]
 STRUCTURED = [
     Ask(
@@ -275,4 +275,9 @@ REASONING = [
     Ask(
         "reasoning without an end", {**_THINKING, "logit_bias": {str(THINK_END): -100}, "max_completion_tokens": TOKENS}
     ),
+]
+# The router asks for each sequence by itself, and makes one answer of them.
+SEVERAL = [
+    Ask("two sequences", {**_SEEDED, "n": 2, "logprobs": 3}, hand_overs=2),
+    Ask("two prompts", {"prompt": lambda ids: [ids, ids[::-1]], "logprobs": 3}, hand_overs=2),
 ]

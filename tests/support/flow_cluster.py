@@ -33,6 +33,7 @@ from support.internals import (
     leftovers,
     offering_of,
     outcome_of,
+    registrations_of,
     renewals_of,
     unfinished_handshakes,
     writer_of,
@@ -382,7 +383,9 @@ def left_on(engine: Engine) -> Iterator[str]:
 
 def _left_on_worker(worker: Worker) -> Iterator[str]:
     thread, context, writer = worker.side.thread, worker.context, writer_of(worker.registry)
-    yield from leftovers(thread, worker.receiver, worker.registry, renewals_of(thread))
+    yield from leftovers(
+        thread, worker.receiver, worker.registry, registrations_of(worker.registry), renewals_of(thread)
+    )
     yield from leftovers(context, context.transfer_queue, context.checksums, worker.awaiting_checksum)
     # Transferred bytes are reported with the next step, which may never come.
     yield from leftovers(outcome_of(thread), but=("moved", "expired", "timelines"))

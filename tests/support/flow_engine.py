@@ -488,8 +488,8 @@ class Engine:
         return self.complete() or did
 
     def dispatch(self) -> bool:
-        # As the engine's loop does while it waits: only if offers are kept, or there is work.
-        if self.handover.num_kept or self.has_requests:
+        # As the engine's loop does while it waits.
+        if self.handover.watches_memory or self.has_requests:
             self.handover.relieve()
         if len(self.outputs) >= self.kind.depth or not self.has_requests:
             return False

@@ -163,6 +163,7 @@ class Pool:
         head: returns the request that waits to be started next, if one does.
         neighbour_leaves_blocks: how many another engine that waits leaves to this one; None if none waits.
         is_neighbour_stalled: whether that engine runs nothing.
+        has_reserve: pages of blocks that came free are still mapped, until `trim`.
         limit_blocks: as set by ``kvctl limit``; None for no limit. As in kvcached, it counts from the next allocation
             or `apply_limit` on; vLLM tries none that the limit of before does not allow.
         lose: called with the id of a request that received its KV and lost it, and whether it recomputes.
@@ -186,6 +187,7 @@ class Pool:
     applied_limit_blocks: int | None = None
     neighbour_leaves_blocks: int | None = None
     is_neighbour_stalled: bool = True
+    has_reserve: bool = False
     lose: Callable[[str, bool], int | None] = lambda request_id, recomputes: None
 
     @property
@@ -266,6 +268,7 @@ class Pool:
                 assert block not in self.free, "a block was given back twice"
                 self.free[block] = None
                 if block not in self.sum_of:
+                    self.has_reserve = True
                     for memory in self.memories:
                         memory.poison(block)
 
@@ -292,7 +295,7 @@ class Pool:
         return self._in_use_above(self.limit_blocks)
 
     def _in_use_above(self, limit_blocks: int | None) -> int:
-        used = self.shape.num_blocks - 1 - len(self.free) + sum(block in self.sum_of for block in self.free)
+        used = self.shape.num_blocks - 1 - len(self.free) + self.num_cached
         return 0 if limit_blocks is None else max(0, used - limit_blocks)
 
     def apply_limit(self) -> None:
@@ -311,12 +314,18 @@ class Pool:
         """They say again what they still want."""
 
     def trim(self) -> int:
+        self.has_reserve = False
         return 0
+
+    @property
+    def num_cached(self) -> int:
+        return sum(block in self.sum_of for block in self.free)
 
     def drop_cached(self, num_blocks: int) -> int:
         found = [block for block in self.free if block in self.sum_of][:num_blocks]
         for block in found:
             self._evict(block)
+        self.has_reserve |= bool(found)
         return len(found)
 
     def take(self, request_id: str) -> list[Any]:

@@ -34,6 +34,7 @@ from support.internals import (
     matcher_of,
     outcome_of,
     receiver_of,
+    registrations_of,
     registry_of,
     write_tasks_of,
 )
@@ -371,7 +372,7 @@ def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
     terms = dataclasses.replace(fetching._terms, timeout_seconds=seconds)
     with (
         mock.patch.object(fetching, "_terms", terms),
-        mock.patch.object(registry, "_unmatched_seconds", seconds),
+        mock.patch.object(registrations_of(registry), "_unmatched_seconds", seconds),
         mock.patch.object(matcher_of(registry), "_unmatched_seconds", seconds),
         mock.patch.object(leases_of(registry), "_lease_seconds", seconds),
     ):

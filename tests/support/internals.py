@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcached_nixl.worker.decode.receiver import Receiver
     from kvcached_nixl.worker.prefill.matching import OfferMatcher
     from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
+    from kvcached_nixl.worker.prefill.registrations import Registrations
     from kvcached_nixl.worker.prefill.registry import OfferRegistry
     from kvcached_nixl.worker.prefill.writer import Writer
     from kvcached_nixl.worker.staging.staging import Held, Staging
@@ -126,7 +127,11 @@ def writers_of(receiver: Receiver) -> ActiveWriters:
 
 def write_tasks_of(registry: OfferRegistry) -> dict[WriteKey, WriteTask]:
     """Returns decode's registrations that are not finished."""
-    return registry._write_tasks
+    return registrations_of(registry).tasks
+
+
+def registrations_of(registry: OfferRegistry) -> Registrations:
+    return registry._registrations
 
 
 def matcher_of(registry: OfferRegistry) -> OfferMatcher:

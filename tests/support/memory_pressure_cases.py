@@ -136,7 +136,7 @@ def test_a_lower_limit_takes_back_what_exceeds_it(mode: TransferMode, limit_bloc
     pair.prefill.pool.limit_blocks = limit_blocks
     pass_time(pair, 2 * PATIENCE)
     pair.settle()
-    assert pair.prefill.pool.blocks_over_limit == 0
+    assert pair.prefill.pool.blocks_over_limit == 0 and not pair.prefill.pool.has_reserve
     num_revoked = -(-max(0, 3 * BLOCKS_EACH - limit_blocks) // BLOCKS_EACH)
     assert revoked(pair) == ({"limit": num_revoked} if num_revoked else {})
     for place, one in enumerate(kept):
@@ -173,6 +173,28 @@ def test_idle_blocks_of_the_prefix_cache_go_first() -> None:
     assert pair.prefill.pool.blocks_over_limit > 0
     pass_time(pair, 2 * PATIENCE)
     assert pair.prefill.pool.blocks_over_limit == 0 and not revoked(pair)
+
+
+@DIRECTIONS
+def test_an_idle_decode_gives_its_prefix_cache_to_a_neighbour(mode: TransferMode) -> None:
+    """It keeps no offers, and has nothing to compute."""
+    pair = Pair(mode)
+    for seed in (1, 2, 3):
+        pair.hand_over(prompt(seed))
+    pool = pair.decode.pool
+    cached = pool.num_cached
+    assert cached >= 3 * (BLOCKS_EACH - 1)
+    pool.neighbour_leaves_blocks = cached - BLOCKS_EACH
+    pass_time(pair, PATIENCE - 0.5)
+    assert pool.num_cached == cached, "what the neighbour runs may free memory at any moment"
+    pass_time(pair, 1.0)
+    assert pool.num_cached == cached - BLOCKS_EACH and not pool.has_reserve, "no more than are wanted"
+    pool.neighbour_leaves_blocks = None
+    pass_time(pair, 2 * PATIENCE)
+    assert pool.num_cached == cached - BLOCKS_EACH and not pair.decode.is_moving
+    for seed in (1, 2, 3):
+        assert pair.hand_over(prompt(seed)).status is Status.STOPPED
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS

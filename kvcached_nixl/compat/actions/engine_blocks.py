@@ -95,9 +95,8 @@ class EngineBlocks:
         if manager is not None:
             pages = private(manager, "page_allocator")
             free_bytes = int(pages.get_avail_physical_pages() * private(manager, "page_size") * _num_buffers(manager))
-            cached = len(optional(pool, "_evictable_blocks", ()))
             # The null block is allocated for good.
-            num_used = int(private(manager, "_get_num_alloced_blocks")()) - 1 - cached
+            num_used = int(private(manager, "_get_num_alloced_blocks")()) - 1 - self.num_cached
         queued_tokens = sum(one.num_prompt_tokens for one in list(queued(scheduler)) if wants_blocks(one))
         return BlockUsage(num_free, max(0, num_used), free_bytes, queued_tokens)
 
@@ -138,6 +137,11 @@ class EngineBlocks:
     def neighbours_served(self) -> None:
         if self._wants is not None:
             self._wants.served()
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that only the prefix cache keeps; 0 without kvcached."""
+        return len(optional(self._pool, "_evictable_blocks", ()))
 
     def drop_cached(self, num_blocks: int) -> int:
         """Free blocks that only the prefix cache keeps, whole pages first."""

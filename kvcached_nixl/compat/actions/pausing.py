@@ -58,7 +58,7 @@ def wait_until_due(core: Any) -> None:
         return
     found = list(sides(private(core.scheduler, "connector")))
     due = due_in_seconds(found)
-    if (math.isfinite(due) or any(side.num_kept for side in found)) and not wait_relieving(core, found, due):
+    if (math.isfinite(due) or any(side.watches_memory for side in found)) and not wait_relieving(core, found, due):
         wake_of(core)()
 
 

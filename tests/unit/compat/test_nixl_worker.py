@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.compat.nixl_worker` with stand-ins for vLLM's NIXL connector: values are found by name, or refused."""
+"""`nixl_worker` and `nixl_kv_cache` of compat with stand-ins for vLLM's NIXL connector: values are found by name, or
+refused."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.compat import nixl_worker as module
-from kvcached_nixl.compat import states
+from kvcached_nixl.compat import nixl_kv_cache, nixl_worker, states
 from kvcached_nixl.compat.locate import METADATA_MODULES
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
 from kvcached_nixl.compat.nixl_worker import WorkerView
@@ -32,8 +32,9 @@ _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 def envs(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that knows nothing of ROCm."""
     make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
-    monkeypatch.setattr(module, "is_rocm", lambda: False)
-    monkeypatch.setattr(module, "dims_first", lambda: False)
+    monkeypatch.setattr(nixl_worker, "is_rocm", lambda: False)
+    for one in (nixl_worker, nixl_kv_cache):
+        monkeypatch.setattr(one, "dims_first", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
     """Sets the shape of the vLLM that is installed; at first that of an old one."""
 
     def install(shape: Shape) -> None:
-        monkeypatch.setattr(module, "installed_row", lambda: SimpleNamespace(shape=shape))
+        monkeypatch.setattr(nixl_kv_cache, "installed_row", lambda: SimpleNamespace(shape=shape))
 
     install(Shape())
     return install
@@ -282,7 +283,7 @@ def test_a_shuffled_cache_is_named(make_module: Callable[..., ModuleType], monke
     """K and V of a block in tiles; elsewhere nobody reads that variable."""
     make_module("vllm").envs = make_module("vllm.envs", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT = True")  # type: ignore[attr-defined]
     assert worker().unserved == []
-    monkeypatch.setattr(module, "is_rocm", lambda: True)
+    monkeypatch.setattr(nixl_worker, "is_rocm", lambda: True)
     assert [found for found, _ in worker().unserved] == [
         "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1, which interleaves the tokens of a block"
     ]
@@ -553,7 +554,7 @@ def test_a_state_of_another_kind_is_another_fact(
     if name:
         monkeypatch.setattr(MambaSpec, name, value)
     else:
-        monkeypatch.setattr(module, "dims_first", lambda: value)
+        monkeypatch.setattr(nixl_worker, "dims_first", lambda: value)
     after = dict(worker(kv_cache_config=config).facts)
     assert [one for one in before if before[one] != after[one]] == [fact]
     monkeypatch.setattr(MambaSpec, "shapes", ((3, 8),))
@@ -565,7 +566,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets what the installed vLLM is known for."""
 
     def known(**shape: Any) -> None:
-        for one in (module, states):
+        for one in (nixl_kv_cache, states):
             monkeypatch.setattr(one, "installed_row", lambda: SimpleNamespace(shape=Shape(**shape)))
 
     return known

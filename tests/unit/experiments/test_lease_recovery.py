@@ -15,7 +15,7 @@ from rich.console import Console
 from experiments.common.client import AnswerError, Client
 from experiments.common.targets import table_of_targets
 from experiments.lease_recovery.arms import PULL, PUSH, STOCK, prompts
-from experiments.lease_recovery.chaos import SHORTER, Recovery, Told
+from experiments.lease_recovery.faults import SHORTER, Recovery, Told
 from experiments.lease_recovery.report import (
     LEAST_REQUESTS,
     MEMORY_BACK_SECONDS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""proxy/request_body.py, proxy/leg_body.py: which fields are taken out of a body, and what is passed on unchanged."""
+"""proxy/request_body.py, body_fields.py, leg_body.py: which fields are taken out of a body, and what stays as it is."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached_nixl.proxy.api import ApiRoute
+from kvcached_nixl.proxy.asked import Alone, Asked
 from kvcached_nixl.proxy.failure import Refusal
 from kvcached_nixl.proxy.leg_body import decode_body, one_token_body
-from kvcached_nixl.proxy.request_body import Alone, Asked, read
+from kvcached_nixl.proxy.request_body import read
 from kvcached_nixl.wire.params import KvTransferParams, RemotePrefill
 
 

@@ -520,7 +520,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     # what `SchedulerFacade` asks of vLLM
 
-    blocks_over_limit = 0
+    blocks_over_limit = num_cached = 0
     stalled = None
 
     def usage(self) -> BlockUsage:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engine_fakes import grown
-from support.internals import forbid_scans, leftovers, matcher_of, offers_of, tokens_of, writer_of
+from support.internals import forbid_scans, leftovers, matcher_of, offers_of, registrations_of, tokens_of, writer_of
 from support.worker_fakes import (
     BLOCK_SIZE,
     DIGEST,
@@ -43,7 +43,8 @@ from kvcached_nixl.wire.messages import (
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.wire.timeline import Reported, State, Timeline
 from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
-from kvcached_nixl.worker.prefill.registry import PROBE_SECONDS, OfferRegistry
+from kvcached_nixl.worker.prefill.registrations import PROBE_SECONDS
+from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.staging.slots import Slots, Use
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
@@ -123,7 +124,10 @@ class Prefill(Local):
     def is_clean(self) -> bool:
         """Whether no offer, registration, deadline or transfer is left. Names of finished offers are remembered."""
         writer, matcher = writer_of(self.registry), matcher_of(self.registry)
-        left = [*leftovers(self.registry, writer), *leftovers(matcher, but=("_recent",))]
+        left = [
+            *leftovers(self.registry, registrations_of(self.registry), writer),
+            *leftovers(matcher, but=("_recent",)),
+        ]
         return not left and not self.unreleased() and writer.num_final == 0
 
 
@@ -1296,7 +1300,7 @@ def test_a_turn_costs_what_is_due() -> None:
     for number in range(2000):
         prefill.register(remote, number, name=f"transfer:{number}")
         prefill.offer(request_id=PrefillRequestId(f"p{number}"), name=f"transfer:x{number}", is_finished=True)
-    forbid_scans(prefill.registry, matcher_of(prefill.registry))
+    forbid_scans(registrations_of(prefill.registry), matcher_of(prefill.registry))
     for _ in range(3):
         prefill.registry.turn()
 

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill: decode's registrations, from their arrival until they are finished. Once per worker, on the transfer thread.
+
+A registration finds its offer by the request's id where decode knows that, else by name and digest; a name alone
+matches nothing (rule R7). One that finds no offer waits for it, for a limited time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.messages import Registration, StagingGrant, Withdrawal
+from kvcached_nixl.worker.prefill.matching import OfferMatcher
+from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
+from kvcached_nixl.worker.prefill.writer import Writer
+from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.recent_set import RecentSet
+
+__all__ = ["Registrations"]
+
+PROBE_SECONDS = 5.0
+"""How often a rank of decode is probed once its registration is overdue."""
+
+
+_STARTED_AGAIN = "prefill was restarted, or its weights were changed, since decode's handshake with it"
+
+
+class Registrations:
+    """See the module.
+
+    Args:
+        mode: whether decode registers blocks and prefill writes them; else decode reads, and sends a release.
+        unmatched_seconds: how long a registration waits for prefill's request to appear.
+        claim: called with the offer of each registration that has found one.
+
+    Attributes:
+        tasks: those that are not finished.
+        is_asked_at_once: whether the last one came without the request's id, and so without prefill's answer.
+        dropped: counts those that were ignored.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        clock: Clock,
+        matcher: OfferMatcher,
+        writer: Writer,
+        *,
+        mode: TransferMode,
+        unmatched_seconds: float,
+        claim: Callable[[Offer], None],
+    ) -> None:
+        self._context = context
+        self._clock = clock
+        self._matcher = matcher
+        self._writer = writer
+        self._mode = mode
+        self._unmatched_seconds = unmatched_seconds
+        self._claim = claim
+        self.tasks: dict[WriteKey, WriteTask] = {}
+        self.is_asked_at_once = False
+        self.dropped: Counter[str] = Counter()
+        self._of_agent: dict[str, dict[WriteKey, WriteTask]] = {}
+        self._finished = RecentSet[WriteKey]()
+        self._stuck = Deadlines[WriteKey]()
+
+    # ----------------------------------------------------------------------------------------------- messages of decode
+
+    def register(self, agent: str, registration: Registration) -> None:
+        """Serve a registration; one that came already, or was withdrawn, is dropped."""
+        key = agent, registration.attempt
+        if key in self.tasks or key in self._finished:
+            self.dropped["doubled or late registration"] += 1
+            return
+        task = self.tasks[key] = WriteTask(agent, registration, next_token=registration.begin_token)
+        self._of_agent.setdefault(agent, {})[key] = task
+        self.is_asked_at_once = not registration.request_id
+        # Later than the matcher's deadline, so that a missing request is reported as that.
+        self._stuck[key] = self._clock.now_seconds() + self._unmatched_seconds + PROBE_SECONDS
+        if self._context.incarnation not in ("", registration.incarnation):
+            self._writer.stop(task, FailureCause.RESTARTED, _STARTED_AGAIN)
+        elif registration.request_id:
+            offer = self._matcher.offers.get(PrefillRequestId(registration.request_id))
+            if offer is None or offer.stopped:
+                why = "" if offer is None else f": {offer.stopped}"
+                self._writer.stop(task, FailureCause.LEASE, f"prefill does not keep this request any more{why}")
+            elif (offer.digest, offer.num_tokens) != (registration.digest, registration.num_tokens):
+                self._writer.stop(task, FailureCause.DIGEST, "prefill computed another prompt")
+            else:
+                self._matcher.join(task, offer)
+        elif not self._mode.is_push:
+            # In pull only an ended request may be written: before that vLLM may give its blocks to another one.
+            self._writer.stop(
+                task,
+                FailureCause.PROTOCOL,
+                "found a pull without a request id; expected that of a request that has ended",
+            )
+        else:
+            offer = self._matcher.wanted_by(registration)
+            if offer is not None:
+                self._matcher.join(task, offer)
+            else:
+                self._matcher.wait(task)
+        if task.offer is not None:
+            self._claim(task.offer)
+            self._writer.follow(task.offer)
+        self._writer.connect(task)
+
+    def take_grant(self, agent: str, message: StagingGrant) -> None:
+        """Decode grants slots for a registration."""
+        task = self.tasks.get((agent, message.attempt))
+        if task is not None:
+            self._writer.take_grant(task, message)
+
+    def withdraw(self, agent: str, message: Withdrawal) -> None:
+        """Decode needs a registration no more. It is answered in any case."""
+        key = agent, message.attempt
+        task = self.tasks.get(key)
+        if task is not None:
+            self._writer.stop(task, FailureCause.STOPPED, "withdrawn")
+            return
+        # It is finished, or its registration is still on its way: remember it, so that it is dropped when it arrives.
+        self._finished.add(key)
+        self._writer.answer(agent, message.decode, message.attempt, FailureCause.STOPPED, "withdrawn")
+
+    # ---------------------------------------------------------------------------------------------------- how they end
+
+    def is_writing_to(self, agent: str) -> bool:
+        """Whether an agent has a registration that is not finished."""
+        return agent in self._of_agent
+
+    def dead(self, agent: str) -> None:
+        """An agent is dead or unreachable: stop its registrations without an answer."""
+        for task in list(self._of_agent.get(agent, {}).values()):
+            self._writer.stop(task, FailureCause.LOST, "the peer is dead or unreachable", is_answered=False)
+
+    def fail(self, key: WriteKey, reason: str) -> None:
+        """An internal error occurred while this registration was served: stop it."""
+        task = self.tasks.get(key)
+        if task is not None:
+            self._writer.stop(task, FailureCause.DEFECT, reason)
+
+    def started(self, incarnation: str) -> None:
+        """Stop registrations that were made for another incarnation of this engine."""
+        for task in list(self.tasks.values()):
+            if task.registration.incarnation != incarnation:
+                self._writer.stop(task, FailureCause.RESTARTED, _STARTED_AGAIN)
+
+    def stop_those_of(self, offer: Offer, cause: FailureCause, reason: str) -> None:
+        """Nothing more of this offer is written."""
+        for task in list(offer.write_tasks.values()):
+            # Otherwise a decode that has vanished silently would be probed only at its deadline.
+            self._stuck[task.key] = self._clock.now_seconds() + PROBE_SECONDS
+            self._writer.stop(task, cause, reason)
+
+    def close(self, reason: str) -> None:
+        """The engine ends: tell the ranks of decode that wait."""
+        for task in list(self.tasks.values()):
+            self._writer.stop(task, FailureCause.REVOKED, reason)
+
+    def forget(self, task: WriteTask) -> None:
+        """It is finished: nothing of it is in flight, and it has been answered if it was stopped."""
+        del self.tasks[task.key]
+        of_agent = self._of_agent[task.agent]
+        del of_agent[task.key]
+        if not of_agent:
+            del self._of_agent[task.agent]
+        self._finished.add(task.key)
+        self._stuck.pop(task.key, None)
+        self._matcher.forget(task)
+
+    @property
+    def first_seconds(self) -> float | None:
+        """When something is due next, in the clock's seconds; None if nothing is."""
+        due = (one.first_seconds for one in (self._matcher, self._stuck))
+        return min((one for one in due if one is not None), default=None)
+
+    def turn(self, now_seconds: float) -> None:
+        """Stop those that are due: without an offer, or not written in time."""
+        for key in self._matcher.take_due(now_seconds):
+            task = self.tasks.get(key)
+            if task is not None:
+                self._writer.stop(task, FailureCause.DEADLINE, "prefill has no request of this name and prompt")
+        for key in self._stuck.take_due(now_seconds):
+            task = self.tasks.get(key)
+            if task is not None:
+                # Decode has given up by now. If it does not answer the probe, its connection is taken down, which ends
+                # what is in flight to it.
+                self._stuck[key] = now_seconds + PROBE_SECONDS
+                self._writer.stop(task, FailureCause.DEADLINE, "prefill did not write it in time")
+                self._context.peers.probe(task.registration.decode)
