@@ -20,8 +20,8 @@ from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.scheduler.side_channel_listener import answers_of
+from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.digest import digest_of

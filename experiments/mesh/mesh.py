@@ -50,7 +50,7 @@ class SideChannel:
     def wake(self, host: str, port: int, key: str) -> None:
         member = self._mesh.listening.get((host, port))
         if member is not None and member.engine.handover.wake_address.key == key:
-            member.engine.handover.woken()
+            member.engine.handover.side_channel.woken()
 
     def close(self) -> None:
         """Nothing to close."""

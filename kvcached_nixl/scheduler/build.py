@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.fetch_request import Terms
+from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.scheduler.timelines import Spans
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.side_channel_address import SideChannelAddress

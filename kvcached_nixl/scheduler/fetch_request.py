@@ -1,57 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: what one request fetches from prefill, whether that matches its prompt, and which blocks it fills."""
+"""Decode: what one request fetches from prefill, whether that fits its prompt, and what the workers are told of it."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvcached_nixl.ids import LogicalBlock
+from kvcached_nixl.ids import DecodeRequestId, LogicalBlock
 from kvcached_nixl.scheduler.engine import Request
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.scheduler.terms import Terms
+from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup, KVGroups
+from kvcached_nixl.wire.lease import is_nameable
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import FetchParams
-from kvcached_nixl.wire.step import BlockIds
+from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, Step, UnneededOffer
 
-__all__ = ["ANY_ADAPTER", "Terms", "FetchRequest", "is_meant"]
+__all__ = ["FetchRequest", "filled_in_part"]
 
-ANY_ADAPTER = -1
-"""In place of a LoRA adapter's number: any adapter."""
-
-
-def is_meant(adapter: int | None, used: int) -> bool:
-    """Whether a selection covers what was computed with the adapter ``used`` (0 for none). ``adapter`` selects one
-    adapter by its number, any adapter (``ANY_ADAPTER``), or everything (None)."""
-    return adapter is None or (bool(used) and adapter in (used, ANY_ADAPTER))
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Settings that apply to every hand-over of an engine.
-
-    Attributes:
-        groups: the engine's KV-cache groups.
-        zeroes_blocks: vLLM zeroes new blocks, because what is behind a request's last token is read, too.
-        mode: who starts a transfer.
-        recomputes: ``kv_load_failure_policy`` is "recompute".
-        lease_seconds: the lease that prefill grants; decode assumes it where there is no manifest to say otherwise.
-        timeout_seconds: time after which a hand-over fails.
-        allocation_seconds: time after which decode gives up a hand-over whose request was given no blocks.
-        patience_seconds: how long memory is short before offers that nobody fetches are taken back.
-        most_unclaimed_tokens: push: of prompts that prefill keeps while decode leaves them waiting, before it begins
-            others that decode has not registered for.
-    """
-
-    groups: KVGroups
-    zeroes_blocks: bool
-    mode: TransferMode
-    recomputes: bool
-    lease_seconds: float
-    timeout_seconds: float
-    allocation_seconds: float
-    patience_seconds: float
-    most_unclaimed_tokens: int
+logger = logging.getLogger(SERVER_LOGGER)
 
 
 @dataclass
@@ -59,25 +28,26 @@ class FetchRequest:
     """A decode request whose parameters name a prefill. One per request, used on the engine's thread only.
 
     Attributes:
+        request: to `check` if it never gets a turn.
         fetch: its parameters, which name the prefill; None if they cannot be used.
         arrived_at_seconds: when its timeout starts (rule R4).
         adapter: the engine's number of its LoRA adapter; 0 for none.
+        refused: why its KV is not handed over.
         lacks_media: its prompt has placeholders for images, sounds, ... that did not come with it, so computing it here
             would give a wrong answer. Set by `check`.
-        request: to `check` if it never gets a turn; None if it cannot be.
-        refused: why its KV is not handed over.
         is_checked: `check` has compared its prompt with the manifest.
         is_tried: it was given blocks, or refused. From then on it is computed here, e.g. after a preemption.
         digest: of the first ``num_tokens`` tokens, which prefill has.
         end_token: one past the last token to fetch.
     """
 
+    request_id: DecodeRequestId
+    request: Request
     fetch: FetchParams | None
     arrived_at_seconds: float
-    adapter: int = 0
+    adapter: int
+    refused: HandOverFailed | None
     lacks_media: bool = False
-    request: Request | None = None
-    refused: HandOverFailed | None = None
     is_checked: bool = False
     is_tried: bool = False
     digest: str = ""
@@ -95,6 +65,11 @@ class FetchRequest:
         """Whether its parameters name the offer of a prompt that has the same digest."""
         manifest = None if self.fetch is None else self.fetch.manifest
         return manifest is not None and manifest.digest == self.digest
+
+    @property
+    def prefill_request_id(self) -> str:
+        """Prefill's request that its parameters name; "" if they name none."""
+        return "" if self.fetch is None or self.fetch.manifest is None else self.fetch.manifest.request_id
 
     def check(self, request: Request, terms: Terms) -> None:
         """Compares the manifest with the prompt, and sets ``refused``, or how many tokens to fetch. Idempotent."""
@@ -130,6 +105,33 @@ class FetchRequest:
         if terms.groups.have_windows:
             # Decode recomputes the last token, and that token's window begins one token before the next token's.
             self.end_token = min(self.end_token, request.num_prompt_tokens - 1)
+
+    def check_start(self, num_computed_tokens: int, terms: Terms, *, is_stale: bool, is_producer: bool) -> None:
+        """Sets ``refused`` if KV cannot be loaded behind what decode has in its prefix cache. Called after `check`.
+
+        Args:
+            is_stale: decode's prefix cache may hold KV that other weights have computed.
+            is_producer: vLLM frees blocks while a step that is under way may still write into them
+                (``defer_block_free`` is for consumers), so no KV is loaded into them.
+        """
+        if self.refused is not None:
+            return
+        if num_computed_tokens % terms.groups.step_tokens:
+            reason = f"its first {num_computed_tokens} tokens end inside a block of {terms.groups.step_tokens}"
+            self.refused = HandOverFailed(FailureCause.RANGE, reason)
+        elif is_stale and num_computed_tokens:
+            reason = (
+                "its first tokens are in the prefix cache, which may hold KV that other weights have computed. Clear "
+                "the prefix cache, or wait until no request runs"
+            )
+            self.refused = HandOverFailed(FailureCause.REVOKED, reason)
+        elif is_producer:
+            reason = (
+                "kv_transfer_params have do_remote_prefill, but this engine's kv_role is kv_producer: its blocks may "
+                "still be written when they are allocated again. Send the request to a server with kv_consumer, or "
+                "start this one with kv_both"
+            )
+            self.refused = HandOverFailed(FailureCause.PARAMETERS, reason)
 
     def groups(self, block_ids: BlockIds, first_token: int, terms: Terms) -> tuple[BlockRange, ...]:
         """Returns the blocks to fill, per KV-cache group. Blocks that a sliding window has passed are not among them.
@@ -169,6 +171,57 @@ class FetchRequest:
     def _no_blocks(self, first_token: int) -> HandOverFailed:
         return HandOverFailed(FailureCause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}")
 
+    # ----------------------------------------------------------------------------------- what the workers are told
+
+    def spec(self, attempt: int, first_token: int, groups: tuple[BlockRange, ...], *, is_traced: bool) -> FetchSpec:
+        """What the workers are told to fetch.
+
+        Args:
+            attempt: its number.
+            groups: as `groups` returns them.
+            is_traced: its timeline is to have each chunk that is moved.
+        """
+        assert self.fetch is not None
+        return FetchSpec(
+            attempt,
+            self.request_id,
+            self.fetch.prefill,
+            self.fetch.manifest,
+            self.fetch.name,
+            self.digest,
+            self.num_tokens,
+            first_token,
+            self.end_token,
+            groups,
+            is_traced,
+        )
+
+    def renew(self, step: Step, terms: Terms) -> None:
+        """Starts renewing the lease of what it fetches, if a heartbeat can name that."""
+        assert self.fetch is not None
+        fetch, manifest = self.fetch, self.fetch.manifest
+        lease_seconds = terms.lease_seconds if manifest is None else manifest.lease_seconds
+        if is_nameable(fetch.lease_name):
+            longest = terms.timeout_seconds
+            renewal = LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds, longest)
+            step.renewed.append(renewal)
+        else:
+            logger.warning(
+                "Request %s waits for the KV of %.80r, which a heartbeat cannot name: expected no comma, and at most 4 "
+                "KB. Its lease cannot be renewed and lasts as long as prefill first granted. Send it with another "
+                "X-Request-Id.",
+                self.request_id,
+                fetch.lease_name,
+            )
+
+    def release(self, step: Step, attempt: int | None = None) -> None:
+        """Tells prefill that decode does not need the offer's KV (vllm#41269): at once, or when ``attempt`` is over."""
+        fetch = self.fetch
+        # The end of a registration frees its offer. A release by name might count for a later request of that name.
+        if fetch is not None and (attempt is None or fetch.manifest is not None):
+            offer = UnneededOffer(fetch.prefill, self.prefill_request_id, fetch.name, self.digest, attempt)
+            step.released.append(offer)
+
 
 def _most_tokens(request: Request, terms: Terms) -> int:
     """How many of a prompt's tokens prefill may have. States are handed over behind all tokens but the last, and decode
@@ -177,3 +230,10 @@ def _most_tokens(request: Request, terms: Terms) -> int:
         return request.num_prompt_tokens
     is_whole = request.num_prompt_tokens < FEWEST_TOKENS or request.ends_in_media
     return 0 if is_whole else request.num_prompt_tokens - 1
+
+
+def filled_in_part(fetches: Iterable[FetchSpec], groups: KVGroups) -> list[int]:
+    """Returns the blocks that these fetches fill up to a request's last token, and not beyond."""
+    pairs = [pair for fetch in fetches for pair in zip(groups.all, fetch.groups, strict=True)]
+    filled = [blocks for group, blocks in pairs if group.keeps is not Keeps.STATE]
+    return [block_id for blocks in filled for block_id in blocks.block_ids[-1:]]

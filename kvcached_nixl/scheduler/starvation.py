@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from kvcached_nixl.clock import Clock
+from kvcached_nixl.scheduler.failures import Failures
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 
 __all__ = ["Starvation"]
 
@@ -12,28 +14,31 @@ class Starvation:
     """Notices when the request at the head of vLLM's queue has starved (rule R4). It need not be a hand-over, and the
     requests behind it wait for it."""
 
-    def __init__(self, clock: Clock, timeout_seconds: float) -> None:
+    def __init__(self, clock: Clock, timeout_seconds: float, failures: Failures) -> None:
         self._clock = clock
         self._timeout_seconds = timeout_seconds
+        self._failures = failures
         self._stalled: tuple[str, float] | None = None
 
-    def has_starved(self, request_id: str | None) -> bool:
+    def turn(self, request_id: str | None, num_quarantined_blocks: int) -> set[str]:
         """Called in each step with the request that waits for blocks while nothing runs, or None if there is none.
 
-        Returns: whether it has waited for the whole timeout. It is then forgotten.
+        Returns: the request, if it has waited for the whole timeout: it has to fail. It is then forgotten.
         """
         if request_id is None:
             self._stalled = None
-            return False
+            return set()
         now = self._clock.now_seconds()
         if self._stalled is None or self._stalled[0] != request_id:
             self._stalled = request_id, now
         if now < self._stalled[1] + self._timeout_seconds:
-            return False
+            return set()
         self._stalled = None
-        return True
+        failure = HandOverFailed(FailureCause.QUARANTINE, self._reason(num_quarantined_blocks))
+        self._failures.not_received(request_id, failure)
+        return {request_id}
 
-    def reason(self, num_quarantined_blocks: int) -> str:
+    def _reason(self, num_quarantined_blocks: int) -> str:
         """What the client of such a request is told."""
         return (
             f"it has waited {self._timeout_seconds:g} s for blocks, nothing else runs, and {num_quarantined_blocks} "

@@ -9,8 +9,8 @@ from __future__ import annotations
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool
+from kvcached_nixl.scheduler.kept_offers import KeptOffers
 from kvcached_nixl.scheduler.mapped_memory import MappedMemory
-from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.wire.headroom import HEADROOM_IN_ANSWERS, Headroom
 
 __all__ = ["ANSWER_SECONDS", "ToldHeadroom"]
@@ -26,10 +26,10 @@ class ToldHeadroom:
         tokens_per_block: of all KV-cache groups together.
     """
 
-    def __init__(self, clock: Clock, tokens_per_block: float, offering: PrefillOffers, fetching: DecodeFetches) -> None:
+    def __init__(self, clock: Clock, tokens_per_block: float, kept: KeptOffers, fetching: DecodeFetches) -> None:
         self._clock = clock
         self._tokens_per_block = tokens_per_block
-        self._offering = offering
+        self._kept = kept
         self._fetching = fetching
         self._mapped = MappedMemory()
         self._said: Headroom | None = None
@@ -42,7 +42,7 @@ class ToldHeadroom:
     def of(self, blocks: BlockPool) -> Headroom:
         """At this moment."""
         usage, per_block = blocks.usage(), self._tokens_per_block
-        num_offers, num_kept, oldest_offer_seconds = self._offering.kept_now()
+        num_offers, num_kept, oldest_offer_seconds = self._kept.kept_now()
         num_fetches, oldest_fetch_seconds = self._fetching.waiting_now()
         return Headroom(
             free_tokens=int(usage.num_free * per_block),

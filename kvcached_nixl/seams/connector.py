@@ -209,15 +209,15 @@ def _listen(call: Call) -> None:
                 address.listening,
                 address.bound.port,
                 answers,
-                side.woken,
+                side.side_channel.woken,
                 side.wake_address.key,
-                side.headroom,
-                side.watch_memory,
+                side.side_channel.headroom,
+                side.side_channel.watch_memory,
             )
 
         return start(address, answers, listen, _channel())
 
-    side.introduce(call.argument("metadata"), listener)
+    side.side_channel.introduce(call.argument("metadata"), listener)
     call.note(f"side channel {address}")
 
 

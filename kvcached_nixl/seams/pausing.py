@@ -20,7 +20,7 @@ from kvcached_nixl.compat.actions.pausing import (
 )
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.scheduler.prefill_offers import GRACE_SECONDS
+from kvcached_nixl.scheduler.kept_offers import GRACE_SECONDS
 from kvcached_nixl.settings import SERVER_LOGGER
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -44,7 +44,7 @@ PAUSE_SCHEDULER = Patch(
 def pause_scheduler(call: Call) -> Any:
     grace_seconds = GRACE_SECONDS if call.argument("mode") == "wait" else 0.0
     for side in bound_sides(call.instance.scheduler):
-        side.paused(grace_seconds=grace_seconds, clears=call.argument("clear_cache"))
+        side.revocations.paused(grace_seconds=grace_seconds, clears=call.argument("clear_cache"))
     try:
         return call.proceed()
     except Exception:
@@ -68,7 +68,7 @@ RESUME_SCHEDULER = Patch(
 def resume_scheduler(call: Call) -> Any:
     found = call.proceed()
     for side in bound_sides(call.instance.scheduler):
-        side.resumed()
+        side.revocations.resumed()
     return found
 
 
@@ -127,7 +127,7 @@ HANDLE_SHUTDOWN = Patch(
 def handle_shutdown(call: Call) -> bool:
     if ends_at_once(call.instance):
         for side in bound_sides(call.instance.scheduler):
-            side.paused(grace_seconds=0.0, clears=True)
+            side.revocations.paused(grace_seconds=0.0, clears=True)
     return bool(call.proceed())
 
 

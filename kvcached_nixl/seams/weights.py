@@ -95,7 +95,7 @@ def collective_rpc(call: Call) -> Any:
         # Also if the call has failed, because it may have succeeded on other workers.
         if changes_adapters(method):
             for side in bound_sides(call.instance.scheduler):
-                side.adapters_changed()
+                side.revocations.adapters_changed()
         identify_again(call.instance, has_changed=changes_weights(method))
 
 
@@ -125,7 +125,7 @@ def add_lora(call: Call) -> Any:
     request = call.argument("lora_request")
     for side in bound_sides(call.instance.scheduler):
         if request.load_inplace:
-            side.adapters_changed(request.lora_int_id)
+            side.revocations.adapters_changed(request.lora_int_id)
         # Identify the files before the workers load them: they may be replaced afterwards.
         side.read.adapter_of(request)
     try:
@@ -149,7 +149,7 @@ def remove_lora(call: Call) -> Any:
         return call.proceed()
     finally:
         for side in bound_sides(call.instance.scheduler):
-            side.adapters_changed(call.argument("lora_id"))
+            side.revocations.adapters_changed(call.argument("lora_id"))
 
 
 SEAMS = (

@@ -104,7 +104,7 @@ def test_an_adapter_that_was_loaded_anew_is_not_loaded_by_each_of_its_requests(
         found.append(node.scheduler.requests[request.request_id].lora_request.load_inplace)
 
     def load() -> None:
-        side.adapters_changed(1)
+        side.revocations.adapters_changed(1)
         side.read.adapter_of(adapter)
         side.read.loaded(1)
 
@@ -116,7 +116,7 @@ def test_an_adapter_that_was_loaded_anew_is_not_loaded_by_each_of_its_requests(
     ask()
     load()
     ask()
-    side.adapters_changed(1)
+    side.revocations.adapters_changed(1)
     ask()
     assert found == [True, False, True, False, True] and adapter.load_inplace
 

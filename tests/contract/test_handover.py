@@ -188,7 +188,7 @@ def test_what_has_come_and_is_revoked_before_it_is_scheduled_counts_as_computed_
     with mock.patch.object(decode.scheduler.kv_cache_manager, "allocate_slots", return_value=None):
         until_both(prefill, decode, lambda: decode.status(DECODE_ID) == RequestStatus.WAITING)
     assert decode.scheduler.requests[DECODE_ID].num_computed_tokens
-    decode.side_of_engine.clear()
+    decode.side_of_engine.revocations.clear()
     # What was given back is others', also where vLLM has cached it.
     decode.fill(blocks, DECODE_FILLING)
     ends_by_policy(policy, decode, prefill)

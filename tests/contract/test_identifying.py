@@ -63,6 +63,10 @@ class Side:
 
     def bind_wake(self, wake: Any) -> None: ...
 
+    @property
+    def revocations(self) -> Side:
+        return self
+
     def weights_changed(self) -> None:
         self._asked.append("revoke")
 

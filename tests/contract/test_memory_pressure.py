@@ -91,7 +91,7 @@ def test_what_is_read_is_not_taken_back(
     gate.closed = False
     until_both(prefill, decode, lambda: DECODE_ID in decode.received)
     assert decode.holds(decode.blocks(DECODE_ID), first_token=100)
-    assert offering_of(prefill.side_of_engine).keeps(OLDER[1]) is False
+    assert offering_of(prefill.side_of_engine).kept.keeps(OLDER[1]) is False
     rest(prefill, decode)
 
 

@@ -88,6 +88,10 @@ class Side:
     watches_memory: bool = False
     told: list[str] = field(default_factory=list)
 
+    @property
+    def revocations(self) -> Side:
+        return self
+
     def paused(self, *, grace_seconds: float, clears: bool) -> None:
         self.told.append("paused")
 

@@ -39,7 +39,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvcached_nixl.compat.actions.engine_blocks import EngineBlocks
-from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.scheduler.kept_offers import KeptOffers
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.messages import Withdrawal, Written, encode
 from kvcached_nixl.wire.step import OfferUpdate
@@ -604,7 +604,7 @@ def test_vllm_asks_again_until_a_prompt_may_begin(ends: str, node: Callable[...,
     decode.step()
     until(lambda: prefill.write_tasks)
     leaves = mock.PropertyMock(return_value=True)
-    with mock.patch.object(PrefillOffers, "is_left_waiting", leaves):
+    with mock.patch.object(KeptOffers, "is_left_waiting", leaves):
         prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
         plain = "cmpl-n-0-nnnnnnnn"
         prefill.add(plain, None, 1, 900)

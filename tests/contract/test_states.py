@@ -57,7 +57,7 @@ def test_a_state_that_is_taken_away_before_its_request_runs_leaves_nothing(
     others = pool.get_new_blocks(pool.get_num_free_blocks())
     decode.step()
     assert decode.status(DECODE_ID) == RequestStatus.WAITING, "vLLM has noticed the KV, and has no block to go on"
-    decode.side_of_engine.weights_changed()
+    decode.side_of_engine.revocations.weights_changed()
     pool.free_blocks(others)
     runs_rightly(prefill, decode, num_tokens)
     rest(prefill, decode)

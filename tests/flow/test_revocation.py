@@ -108,12 +108,12 @@ def test_two_halves_of_one_prompt_with_other_weights_are_never_one(mode: Transfe
         if pair.written_bytes():
             break
     assert pair.written_bytes() and upstream.status is not Status.STOPPED
-    pair.prefill.handover.paused(grace_seconds=0.0, clears=True)
+    pair.prefill.handover.revocations.paused(grace_seconds=0.0, clears=True)
     pair.prefill.running.remove(upstream)
     pair.prefill.preempt(upstream)
     pair.prefill.update(OTHER)
     pair.decode.update(OTHER)
-    pair.prefill.handover.resumed()
+    pair.prefill.handover.revocations.resumed()
     pair.settle()
     assert upstream.status is Status.STOPPED and upstream.answer is None, "it is offered to nobody"
     assert fails_alone(found)
@@ -126,10 +126,10 @@ def test_an_adapter_that_is_loaded_anew_takes_back_what_was_computed_with_it_and
     asked = [pair.prefill.add(Request(f"p{at}", PROMPT, {"do_remote_decode": True}, adapter=at)) for at in range(3)]
     pair.settle()
     assert set(pair.prefill.requests) == {"p0", "p1", "p2"}
-    pair.prefill.handover.adapters_changed(1)
+    pair.prefill.handover.revocations.adapters_changed(1)
     pair.settle()
     assert set(pair.prefill.requests) == {"p0", "p2"} and all(one.answer for one in asked)
-    pair.prefill.handover.adapters_changed()
+    pair.prefill.handover.revocations.adapters_changed()
     pair.settle()
     assert set(pair.prefill.requests) == {"p0"}, "of any adapter, where nobody says of which"
     pair.nothing_is_left(LEASE_SECONDS + 10)
@@ -149,10 +149,10 @@ def test_a_rank_that_has_ended_says_so_once() -> None:
     for _ in range(6):
         pair.round()
     assert pair.transfers and upstream.request_id in pair.prefill.requests
-    pair.prefill.handover.paused(grace_seconds=0.0, clears=True)
+    pair.prefill.handover.revocations.paused(grace_seconds=0.0, clears=True)
     for _ in range(6):
         pair.round()
-    assert pair.transfers and pair.prefill.handover.has_blocks, "rank 1 is still writing"
+    assert pair.transfers and pair.prefill.handover.revocations.has_blocks, "rank 1 is still writing"
     # A pause waits for all requests, and decode may have vanished: vLLM has it no more, and its blocks are nobody's.
     assert upstream.request_id not in pair.prefill.requests and pair.prefill.handover.keeps(upstream.request_id)
     pair.settle()
@@ -175,15 +175,15 @@ def test_what_has_come_and_is_not_used_yet_is_revoked_as_well(mode: TransferMode
         for posted in list(pair.transfers):
             pair.wire.deliver(posted)
         pair.round()
-    assert found.request_id in decode.finished_receiving and decode.handover.has_blocks
+    assert found.request_id in decode.finished_receiving and decode.handover.revocations.has_blocks
     if change == "weights":
         for engine in (pair.prefill, decode):
             engine.update(OTHER)
     else:
-        decode.handover.clear()
+        decode.handover.revocations.clear()
         for _ in range(4):
             pair.round()
-        assert not decode.handover.has_blocks
+        assert not decode.handover.revocations.has_blocks
     decode.admits = True
     pair.settle()
     assert fails_alone(found) and pair.causes() == {"revoked": 1}
@@ -202,10 +202,10 @@ def test_a_paused_prefill_keeps_nothing_though_decode_renews(mode: TransferMode)
     pair.decode.pool.free.clear()
     found = pair.ask_decode(upstream.answer)
     pair.pass_time(1.0)
-    pair.prefill.handover.paused(grace_seconds=0.0, clears=True)
+    pair.prefill.handover.revocations.paused(grace_seconds=0.0, clears=True)
     pair.settle()
-    assert not pair.prefill.requests and not pair.prefill.handover.quiet_in_seconds
-    pair.prefill.handover.resumed()
+    assert not pair.prefill.requests and not pair.prefill.handover.revocations.quiet_in_seconds
+    pair.prefill.handover.revocations.resumed()
     pair.decode.pool.free.update(dict.fromkeys(range(1, 7)))
     pair.settle()
     assert fails_alone(found) and pair.causes() == {"lease": 1}
@@ -219,7 +219,7 @@ def test_an_engine_that_waits_for_its_last_requests_leaves_decode_a_moment_for_t
     pair = pair_of(PULL)
     pair.acquaint()
     first, second = pair.ask_prefill(), pair.ask_prefill(name="cmpl-2-0")
-    pair.prefill.handover.paused(grace_seconds=1.0, clears=True)
+    pair.prefill.handover.revocations.paused(grace_seconds=1.0, clears=True)
     pair.settle()
     found = pair.ask_decode(first.answer)
     pair.settle()
@@ -239,11 +239,11 @@ def test_a_cleared_decode_takes_nothing_that_was_under_way(mode: TransferMode) -
     pair.settle()
     found = pair.ask_decode(upstream.answer)
     pair.until(found, Status.REMOTE)
-    assert pair.decode.handover.has_blocks
-    pair.decode.handover.clear()
+    assert pair.decode.handover.revocations.has_blocks
+    pair.decode.handover.revocations.clear()
     pair.settle()
     assert fails_alone(found) and pair.causes() == {"revoked": 1}
-    assert not pair.decode.handover.has_blocks
+    assert not pair.decode.handover.revocations.has_blocks
     pair.nothing_is_left(LEASE_SECONDS + 10)
 
 

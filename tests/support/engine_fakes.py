@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcached_nixl.ids import LogicalBlock
-from kvcached_nixl.scheduler.fetch_request import Terms
+from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.headroom import BlockUsage

@@ -13,12 +13,13 @@ import pytest
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.scheduler import decode_fetches, fetch_attempts
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
 from kvcached_nixl.scheduler.giving_way import GivingWay
 from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.kept_offers import KeptOffers
 from kvcached_nixl.scheduler.memory_pressure import MemoryPressure
+from kvcached_nixl.scheduler.own_side_channel import OwnSideChannel
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.transport.memory import MemoryGate, MemoryTransport
@@ -251,11 +252,11 @@ def draining_holds_are_forgotten(patch: Patcher) -> None:
 def prefill_s_blocks_are_free_when_its_request_ends(patch: Patcher) -> None:
     def finished(self: Any, request: Any, *arguments: Any) -> Any:
         _, params = original(self, request, *arguments)
-        self._kept.clear()
         return False, params
 
     original = PrefillOffers.finished
     patch.setattr(PrefillOffers, "finished", finished)
+    patch.setattr(KeptOffers, "keep", nothing)
 
 
 def an_unneeded_offer_is_given_back_while_it_is_read(patch: Patcher) -> None:
@@ -507,7 +508,7 @@ def a_renewal_outlives_its_request(patch: Patcher) -> None:
 
 def a_sleeping_engine_is_not_woken(patch: Patcher) -> None:
     """vllm#45168: nothing wakes an idle engine when the blocks that it keeps become free."""
-    patch.setattr(SchedulerFacade, "woken", nothing)
+    patch.setattr(OwnSideChannel, "woken", nothing)
 
 
 # ------------------------------------------------------------------------------------------------------------- staging
@@ -652,8 +653,8 @@ def what_is_revoked_keeps_its_token(patch: Patcher) -> None:
 
 
 def what_is_freed_for_others_stays_in_the_cache(patch: Patcher) -> None:
-    original = PrefillOffers.ended
-    patch.setattr(PrefillOffers, "ended", lambda *arguments: (original(*arguments)[0], 0))
+    original = KeptOffers.ended
+    patch.setattr(KeptOffers, "ended", lambda *arguments: (original(*arguments)[0], 0))
     patch.setattr(Pool, "drop_cached", always(0))
 
 

@@ -368,11 +368,13 @@ def left_on(engine: Engine) -> Iterator[str]:
     yield from (f"engine: {counts}" for counts in engine.reported if counts)
     if len(pool.free) != pool.shape.num_blocks - 1 or any(pool.holders) or pool.tables:
         yield f"blocks: {[(block, held) for block, held in enumerate(pool.holders) if held]}"
-    yield from leftovers(handover, but=("_weights",))
+    yield from leftovers(handover)
+    yield from leftovers(handover.revocations, but=("_weights",))
     # What was measured last is told to the workers with the next step, which may never come.
     yield from leftovers(handover.timelines, but=("lasted",))
     yield from (f"hold {number}: {blocks}" for number, blocks in holds_of(handover).items())
-    yield from leftovers(fetching_of(handover), fetching_of(handover).attempts, offering_of(handover))
+    fetching, offering = fetching_of(handover), offering_of(handover)
+    yield from leftovers(fetching, fetching.attempts, fetching.failed, offering, offering.kept)
     if handover.pending or handover.num_held_blocks or handover.num_quarantined_blocks or engine.quarantined:
         yield f"pending {handover.pending}, quarantine {handover.num_quarantined_blocks} {engine.quarantined}"
     for worker in engine.workers:

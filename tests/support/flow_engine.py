@@ -20,8 +20,8 @@ import numpy as np
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.fetch_request import Terms
 from kvcached_nixl.scheduler.side_channel_listener import Answers
+from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.params import RemotePrefill
@@ -229,7 +229,7 @@ class Channel:
     def wake(self, host: str, port: int, key: str) -> None:
         own = self._engine
         assert WakeAddress(host, port, key) == own.handover.wake_address
-        own.handover.woken()
+        own.handover.side_channel.woken()
 
     def close(self) -> None:
         self.is_closed = True
@@ -439,7 +439,7 @@ class Engine:
         )
         envelopes = {worker.tp_rank: worker.envelope for worker in self.workers}
         self.answers: Answers = {}
-        self.handover.introduce(envelopes, self._listen)
+        self.handover.side_channel.introduce(envelopes, self._listen)
         self.requests: dict[str, Request] = {}
         self.attempts: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -679,10 +679,10 @@ class Engine:
                 show the change.
         """
         if is_known:
-            self.handover.weights_changed()
+            self.handover.revocations.weights_changed()
         for worker in self.workers:
             worker.side.identify(weights)
-        self.handover.introduce({worker.tp_rank: worker.envelope for worker in self.workers}, self._listen)
+        self.handover.side_channel.introduce({worker.tp_rank: worker.envelope for worker in self.workers}, self._listen)
 
     def _listen(self, answers: Answers) -> Listening:
         listening = Listening(self)

@@ -200,7 +200,7 @@ def offering_of(handover: SchedulerFacade) -> PrefillOffers:
 
 def listener_of(handover: SchedulerFacade) -> HandshakeListener | None:
     """Returns the engine's end of the side channel."""
-    return handover._listener
+    return handover.side_channel._listener
 
 
 def holds_of(handover: SchedulerFacade) -> dict[int, list[Any]]:

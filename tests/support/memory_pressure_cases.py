@@ -569,7 +569,7 @@ def test_a_neighbour_that_comes_and_goes_costs_no_request_its_end(seed: int) -> 
             if not gone.status.is_finished:
                 (pair.prefill if gone.max_tokens == 1 else pair.decode).abort(gone)
         if draw.random() < 0.1:
-            pair.decode.handover.clear()
+            pair.decode.handover.revocations.clear()
         pass_time(pair, draw.choice((0.25, 1.0, 3.0)))
     pool.neighbour_leaves_blocks, pair.prefill.admits = None, True
     for _ in range(30):

@@ -62,7 +62,7 @@ def identify_again(core: Any, *, has_changed: bool) -> None:
         return
     if has_changed or core.model_executor.is_sleeping:
         for side in found:
-            side.weights_changed()
+            side.revocations.weights_changed()
     # An engine in its client's own process has no queue.
     if core_of(scheduler) is not None and has_call(core, "collective_rpc"):
         vars(core)[_DUE] = True
@@ -93,7 +93,7 @@ def _identify(core: Any) -> None:
     except Exception:
         logger.exception("The workers' weights cannot be identified. No KV is handed over until they can.")
         for side in sides(private(scheduler, "connector")):
-            side.hide()
+            side.side_channel.hide()
     vars(core)[_DUE] = False
 
 

@@ -44,7 +44,7 @@ def go_on_unless_paused(core: Any) -> None:
     """Resume if vLLM refused the pause, for example because it does not know the mode."""
     if not private(core.scheduler, "pause_state"):
         for side in bound_sides(core.scheduler):
-            side.resumed()
+            side.revocations.resumed()
 
 
 def wait_until_due(core: Any) -> None:
@@ -94,9 +94,9 @@ def cleared(engine_scheduler: Any, reset: Callable[[], bool], *, is_forced: bool
     found = list(bound_sides(engine_scheduler))
     if not is_forced:
         # kvcached reports success even if blocks are held.
-        return not any(side.has_blocks for side in found) and reset()
+        return not any(side.revocations.has_blocks for side in found) and reset()
     for side in found:
-        side.clear()
+        side.revocations.clear()
     try:
         is_clear = reset()
     except RuntimeError:
@@ -105,7 +105,7 @@ def cleared(engine_scheduler: Any, reset: Callable[[], bool], *, is_forced: bool
             raise
         is_clear = reset()
     for side in found:
-        side.freshen()
+        side.revocations.freshen()
     return is_clear
 
 
@@ -123,11 +123,11 @@ def _drained(core: Any) -> bool:
                 wait_for_input(core, min(seconds, _LOOK_SECONDS))
     finally:
         scheduler.set_pause_state(before)
-    return not any(side.has_blocks for side in sides(scheduler.connector))
+    return not any(side.revocations.has_blocks for side in sides(scheduler.connector))
 
 
 def _quiet_in_seconds(core: Any) -> float:
-    return max((side.quiet_in_seconds for side in sides(private(core.scheduler, "connector"))), default=0.0)
+    return max((side.revocations.quiet_in_seconds for side in sides(private(core.scheduler, "connector"))), default=0.0)
 
 
 def tell_who_waits(core: Any, logger: logging.Logger) -> None:

@@ -27,6 +27,7 @@ from support.internals import forbid_scans, leftovers
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
+from kvcached_nixl.scheduler.failed_fetches import FailedFetches
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.holds import Holds
@@ -54,7 +55,9 @@ class Decode:
         self.failures = Failures()
         self.attempts = FetchAttempts(self.holds)
         timelines = Timelines(self.clock, None, is_push=False)
-        self.fetching = DecodeFetches(terms(**changed), self.clock, self.attempts, self.failures, timelines)
+        settings = terms(**changed)
+        self.failed = FailedFetches(settings, self.failures, timelines)
+        self.fetching = DecodeFetches(settings, self.clock, self.attempts, self.failed, timelines)
         self.step = Step("h", 1, WakeAddress("h", 1, "k"), "s")
 
     def take(self) -> Step:
@@ -97,10 +100,10 @@ class Decode:
         assert (step.fetches, step.released, step.unrenewed) == ([], [], [request.request_id])
         (cause,) = self.failures.counts
         assert self.failures.counts == {cause: 1}
-        assert self.fetching.has_news
+        assert self.failed.has_news
         assert self.fetching.num_waiting == 0
         assert self.collect() == ({request.request_id}, {request.request_id})
-        assert not self.fetching.has_news
+        assert not self.failed.has_news
         assert self.holds.num_blocks == 0
         return FailureCause(cause)
 
@@ -143,7 +146,7 @@ def test_requests_of_others_are_not_looked_at(params: dict[str, Any] | None) -> 
     assert decode.match(request) == NOTHING
     decode.allocate(request, BLOCKS, 0)
     decode.finish(request)
-    assert not decode.step.has_news and not decode.failures.counts and not decode.fetching.has_news
+    assert not decode.step.has_news and not decode.failures.counts and not decode.failed.has_news
     assert request.digested == 0
     assert decode.collect() == (set(), set())
 
@@ -340,7 +343,7 @@ def test_a_session_is_computed_here(pushes: bool, recomputes: bool, caplog: pyte
     step = decode.take()
     assert not (step.fetches or step.renewed)
     assert [one.digest for one in step.released] == [request.digest(TOKENS)]
-    assert decode.failures.counts == {FailureCause.PARAMETERS: 1} and not decode.fetching.has_news
+    assert decode.failures.counts == {FailureCause.PARAMETERS: 1} and not decode.failed.has_news
     for word in ("a streaming session", "expected a complete prompt", "computed here", "Send kv_transfer"):
         assert word in caplog.text
 
@@ -382,7 +385,7 @@ def test_blocks_that_another_connector_keeps_are_free_when_both_have_let_go(firs
     attempt = decode.wait(request)
     decode.finish(request)
     decode.fetching.kept(D1)
-    assert not decode.fetching.has_news and decode.attempts.num_quarantined_blocks == 3
+    assert not decode.failed.has_news and decode.attempts.num_quarantined_blocks == 3
     ends = [lambda: decode.attempts.let_go([D1], decode.pool), lambda: decode.collect(overs=(attempt,))]
     if first == "our workers":
         ends.reverse()
@@ -390,7 +393,7 @@ def test_blocks_that_another_connector_keeps_are_free_when_both_have_let_go(firs
     assert not decode.pool.freed
     ends[1]()
     assert sorted(block for _, block in decode.pool.freed) == [3, 7, 9]
-    assert decode.collect() == (set(), set()) and not leftovers(decode.fetching, decode.attempts)
+    assert decode.collect() == (set(), set()) and not leftovers(decode.fetching, decode.attempts, decode.failed)
     assert decode.attempts.num_quarantined_blocks == 0
 
 
@@ -512,7 +515,7 @@ def test_or_it_is_computed_here(case: str, caplog: pytest.LogCaptureFixture) -> 
     assert decode.failures.counts == {cause: 1}
     assert caplog.text.count("KV hand-over failed: ") == 1
     decode.allocate(request, BLOCKS, 0)
-    assert not decode.fetching.has_news
+    assert not decode.failed.has_news
     decode.finish(request)
     assert decode.take().released == []
     assert decode.collect() == (set(), set())
@@ -729,7 +732,7 @@ def test_aborted_while_it_waits_it_is_withdrawn_and_its_blocks_are_held() -> Non
     assert step.withdrawn == {attempt: "the request has ended"}
     assert step.unrenewed == [D1]
     assert decode.fetching.num_waiting == 0
-    assert decode.fetching.has_news
+    assert decode.failed.has_news
     assert decode.attempts.num_quarantined_blocks == 3
     assert decode.collect() == ({D1}, set())
     assert decode.collect() == (set(), set())
@@ -748,7 +751,7 @@ def test_aborted_when_it_has_been_refused_and_vllm_does_not_know_yet() -> None:
     decode.allocate(request, BLOCKS, decode.match(request)[0])
     decode.finish(request)
     assert decode.collect() == ({D1}, set())
-    assert not decode.fetching.has_news
+    assert not decode.failed.has_news
 
 
 def test_aborted_when_it_has_its_kv_nothing_is_said() -> None:
@@ -818,7 +821,7 @@ def test_a_prompt_without_its_media_ends_also_where_another_connector_has_loaded
     decode.arrive(request)
     assert decode.match(request) == ALL
     decode.allocate(request, BLOCKS, 0)
-    assert decode.fetching.take_ending() == {request.request_id} and decode.fetching.num_waiting == 0
+    assert decode.failed.take_ending() == {request.request_id} and decode.fetching.num_waiting == 0
 
 
 def test_a_failure_is_one_story(caplog: pytest.LogCaptureFixture) -> None:
@@ -856,7 +859,7 @@ def test_a_request_that_ends_for_its_hand_over_is_told_though_it_is_scheduled_on
     assert decode.match(request) == ALL
     decode.allocate(request, num_external=0)
     decode.fetching.progressed([request.request_id])
-    assert decode.fetching.take_ending() == {D1}
+    assert decode.failed.take_ending() == {D1}
     decode.finish(request)
     (told,) = decode.failures.take_ended().values()
     assert told.startswith("KV hand-over failed: cause=media request=d1")

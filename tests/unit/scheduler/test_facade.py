@@ -34,8 +34,9 @@ from support.internals import fetching_of, holds_of, leftovers, offering_of
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.facade import QUIET_SECONDS, SchedulerFacade
-from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
+from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.scheduler.revocations import QUIET_SECONDS
+from kvcached_nixl.scheduler.terms import ANY_ADAPTER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.headroom import BlockUsage, read_headroom
@@ -88,15 +89,15 @@ def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
 def test_what_is_known_of_adapters_is_forgotten_where_they_change(engine: Engine) -> None:
     reads = engine.handover.read
     assert isinstance(reads, Reads)
-    engine.handover.adapters_changed()
-    engine.handover.adapters_changed(3)
+    engine.handover.revocations.adapters_changed()
+    engine.handover.revocations.adapters_changed(3)
     assert reads.forgotten == [None, 3]
 
 
 @pytest.mark.parametrize("adapter", [None, 3, ANY_ADAPTER])
 def test_an_idle_engine_steps_once_its_weights_have_changed(adapter: int | None, engine: Engine) -> None:
     """So that its workers are told; only the model's own weights are another incarnation."""
-    engine.handover.weights_changed(adapter)
+    engine.handover.revocations.weights_changed(adapter)
     assert engine.handover.pending
     step = engine.handover.take_step([])
     assert (step.incarnation == engine.handover.incarnation != OWN_START) is (adapter is None)
@@ -124,7 +125,7 @@ def test_what_changed_weights_have_computed_is_revoked_and_nothing_else(
 ) -> None:
     """On both sides: what prefill offers, and what decode waits for."""
     with_adapters(engine)
-    engine.handover.weights_changed(adapter)
+    engine.handover.revocations.weights_changed(adapter)
     assert set(engine.handover.take_step([]).revoked) == {f"p{number}" for number in revoked}
     told = reports()
     engine.handover.collect(told)
@@ -134,7 +135,7 @@ def test_what_changed_weights_have_computed_is_revoked_and_nothing_else(
 
 def test_without_a_number_any_adapter_may_have_changed(engine: Engine) -> None:
     with_adapters(engine)
-    engine.handover.adapters_changed()
+    engine.handover.revocations.adapters_changed()
     assert set(engine.handover.take_step([]).revoked) == {"p3"} and engine.handover.num_waiting == 1
 
 
@@ -156,9 +157,9 @@ def test_prefixes_are_stale_until_the_prefix_cache_is_cleared(
     """Decode refuses what begins with them, unless it begins with nothing."""
     asked: list[int] = []
     monkeypatch.setattr(engine.pool, "forget_prefixes", lambda: asked.append(1) or is_free)
-    engine.handover.freshen()
+    engine.handover.revocations.freshen()
     assert not asked, "nothing is stale"
-    engine.handover.weights_changed()
+    engine.handover.revocations.weights_changed()
     assert len(asked) == 1
     for name, computed in (("d1", BLOCK_SIZE), ("d2", 0)):
         request = of_decode(name)
@@ -177,24 +178,24 @@ def test_a_pause_revokes_what_nobody_may_fetch_any_more(grace_seconds: float, cl
     engine.handover.finished(request, True, BLOCKS)
     engine.sending("p2", 4)
     engine.handover.take_step([])
-    engine.handover.paused(grace_seconds=grace_seconds, clears=clears)
+    engine.handover.revocations.paused(grace_seconds=grace_seconds, clears=clears)
     revoked = engine.handover.take_step([]).revoked
     assert set(revoked) == ({"p1"} if not grace_seconds else set()) | (
         {"p2"} if clears and not grace_seconds else set()
     )
     assert engine.handover.num_waiting == (not clears)
-    assert engine.handover.quiet_in_seconds == grace_seconds + QUIET_SECONDS
-    assert engine.handover.has_blocks
+    assert engine.handover.revocations.quiet_in_seconds == grace_seconds + QUIET_SECONDS
+    assert engine.handover.revocations.has_blocks
     engine.clock.advance(grace_seconds + QUIET_SECONDS)
-    assert engine.handover.quiet_in_seconds == 0.0
+    assert engine.handover.revocations.quiet_in_seconds == 0.0
     assert set(engine.handover.take_step([]).revoked) == ({"p1"} if grace_seconds else set())
 
 
 def test_nobody_waits_for_an_engine_without_transfers(engine: Engine) -> None:
-    engine.handover.paused(grace_seconds=5.0, clears=True)
-    assert engine.handover.quiet_in_seconds == 0.0 and not engine.handover.has_blocks
+    engine.handover.revocations.paused(grace_seconds=5.0, clears=True)
+    assert engine.handover.revocations.quiet_in_seconds == 0.0 and not engine.handover.revocations.has_blocks
     engine.waiting()
-    assert engine.handover.has_blocks and engine.handover.quiet_in_seconds == 0.0
+    assert engine.handover.revocations.has_blocks and engine.handover.revocations.quiet_in_seconds == 0.0
 
 
 def test_what_may_be_stale_of_one_adapter_is_no_other_one_s(engine: Engine) -> None:
@@ -363,12 +364,12 @@ def test_an_engine_with_nothing_to_say_may_sleep(engine: Engine) -> None:
 
 def test_a_workers_report_ends_the_sleep(engine: Engine) -> None:
     woken: list[int] = []
-    engine.handover.woken()
+    engine.handover.side_channel.woken()
     assert engine.handover.pending, "even before anyone can be woken"
     engine.handover.take_step([])
     assert not engine.handover.pending
     engine.handover.bind_wake(lambda: woken.append(1))
-    engine.handover.woken()
+    engine.handover.side_channel.woken()
     assert woken == [1] and engine.handover.pending
 
 
@@ -461,8 +462,8 @@ def test_the_side_channel_answers_anew_and_is_closed_with_it(engine: Engine) -> 
         return Listener()
 
     engine.handover.close()
-    engine.handover.introduce({}, listen)
-    engine.handover.introduce({}, listen)
+    engine.handover.side_channel.introduce({}, listen)
+    engine.handover.side_channel.introduce({}, listen)
     assert heard == [{}, {}], "vLLM registers again after its engine has slept"
     engine.handover.close()
     engine.handover.close()
@@ -473,18 +474,18 @@ def test_what_an_engine_says_of_its_memory_and_of_what_waits(engine: Engine, mon
     monkeypatch.setattr(engine.pool, "usage", lambda: BlockUsage(4, 2, 1 << 30, 7), raising=False)
     monkeypatch.setattr(engine.pool, "mapped_bytes", iter((100, 30, 50)).__next__, raising=False)
     for _ in range(2):
-        engine.handover.watch_memory()
+        engine.handover.side_channel.watch_memory()
     engine.waiting()
     engine.clock.advance(3.0)
-    said = read_headroom(engine.handover.headroom())
+    said = read_headroom(engine.handover.side_channel.headroom())
     assert (said.mapped_bytes, said.map_bytes, said.unmap_bytes) == (50, 120, 70)
     assert (said.waiting_fetches, said.oldest_fetch_seconds, said.oldest_offer_seconds) == (1, 3.0, 0.0)
 
 
 def test_an_engine_says_nothing_before_its_first_step() -> None:
     unbound = SchedulerFacade(OWN, OWN_START, WAKE, terms(), ManualClock(), Reads())
-    unbound.watch_memory()
-    assert unbound.headroom() == b""
+    unbound.side_channel.watch_memory()
+    assert unbound.side_channel.headroom() == b""
 
 
 # ----------------------------------------------------------------------------------------------- anything, in any order
@@ -677,7 +678,9 @@ class AnyOrder(RuleBasedStateMachine):
         for offered in step.offered:
             self.offers.setdefault(offered.request_id, set()).update(*(group.block_ids for group in offered.groups))
         self.owed_done |= {*step.finished, *step.stopped} - step.unkept
-        assert self.handover.pending == (fetching_of(self.handover).has_news or self.handover.due_in_seconds == 0)
+        assert self.handover.pending == (
+            fetching_of(self.handover).failed.has_news or self.handover.due_in_seconds == 0
+        )
 
     @rule()
     def a_step_without_requests(self) -> None:
@@ -750,7 +753,8 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(self.free) == 60
         fetching = fetching_of(self.handover)
         assert fetching.due_at_seconds is None
-        assert not leftovers(fetching, fetching.attempts, offering_of(self.handover))
+        assert not leftovers(fetching, fetching.attempts, fetching.failed)
+        assert not leftovers(offering_of(self.handover), offering_of(self.handover).kept)
 
 
 TestAnyOrder = AnyOrder.TestCase

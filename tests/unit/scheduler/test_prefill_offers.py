@@ -28,9 +28,10 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.failures import Failures
-from kvcached_nixl.scheduler.fetch_request import ANY_ADAPTER
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.prefill_offers import ASK_AGAIN_SECONDS, GRACE_SECONDS, PrefillOffers
+from kvcached_nixl.scheduler.kept_offers import ASK_AGAIN_SECONDS, GRACE_SECONDS, KeptOffers
+from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.scheduler.terms import ANY_ADAPTER
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
@@ -45,7 +46,7 @@ DIGEST = digest_of(prompt(), TOKENS)
 
 
 class Prefill:
-    """`PrefillOffers` with blocks; each call is told to the next step."""
+    """`PrefillOffers` and `KeptOffers` with blocks; each call is told to the next step."""
 
     def __init__(self, pool: Pool | None = None, **changed: Any) -> None:
         self.holds = Holds()
@@ -53,9 +54,9 @@ class Prefill:
         self.pool = Pool() if pool is None else pool
         self.failures = Failures()
         timelines = Timelines(self.clock, None, is_push=False)
-        self.offering = PrefillOffers(
-            OWN, OWN_START, terms(**changed), self.clock, self.holds, self.failures, timelines
-        )
+        settings = terms(**changed)
+        self.kept = KeptOffers(settings, self.clock, self.holds)
+        self.offering = PrefillOffers(OWN, OWN_START, settings, self.kept, self.holds, self.failures, timelines)
         self.step = Step("h", 1, WakeAddress("h", 1, "k"), "s")
 
     def take(self) -> Step:
@@ -266,11 +267,11 @@ def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held(
     again = manifest((BlockRange(0, (5, 6, 2)),))
     assert prefill.finish(request, block_ids=([5, 6, 2],))[0]
     assert prefill.take().offered == [offered(([5, 6, 2],), TOKENS, again)]
-    prefill.offering.ended([], [hold + 1], prefill.pool)
+    prefill.offering.drained([hold + 1], prefill.pool)
     assert prefill.pool.freed == []
-    prefill.offering.ended([], [hold], prefill.pool)
+    prefill.offering.drained([hold], prefill.pool)
     assert prefill.pool.freed == ["a block"]
-    prefill.offering.ended([], [hold], prefill.pool)
+    prefill.offering.drained([hold], prefill.pool)
     assert prefill.holds.num_blocks == 0
 
 
@@ -340,7 +341,7 @@ def test_an_aborted_staged_pull_keeps_its_blocks_until_nothing_copies_them() -> 
     prefill.compute(8, ([7, 3],), replaces=True)
     assert prefill.finish(request, is_whole=False) == (True, None)
     step = prefill.take()
-    assert list(step.stopped) == [P1] and not step.unkept and prefill.offering.num_kept == 1
+    assert list(step.stopped) == [P1] and not step.unkept and prefill.kept.num_kept == 1
 
 
 def test_blocks_that_replace_others_are_not_added_to_them() -> None:
@@ -398,10 +399,10 @@ def kept_and_running(mode: TransferMode = TransferMode.PULL) -> Prefill:
 
 def test_what_is_kept_now_is_counted_with_the_age_of_the_oldest() -> None:
     prefill = Prefill()
-    assert prefill.offering.kept_now() == (0, 0, 0.0)
+    assert prefill.kept.kept_now() == (0, 0, 0.0)
     prefill = kept_and_running()
     prefill.clock.advance(2.0)
-    assert prefill.offering.kept_now() == (2, 2 * len(BLOCKS[0]), 2.0)
+    assert prefill.kept.kept_now() == (2, 2 * len(BLOCKS[0]), 2.0)
 
 
 @pytest.mark.parametrize(
@@ -423,7 +424,7 @@ def test_what_is_revoked_is_what_was_meant(chosen: dict[str, Any], revoked: list
     )
     prefill.offering.revoke(RevocationCause.WEIGHTS, "again", prefill.step, **chosen)
     assert prefill.take().revoked == {}
-    assert prefill.offering.num_kept == 2, "until every rank has reported it"
+    assert prefill.kept.num_kept == 2, "until every rank has reported it"
 
 
 def test_a_request_that_has_computed_nothing_is_not_revoked() -> None:
@@ -498,20 +499,20 @@ def test_a_closed_engine_takes_back_each_offer_when_its_grace_has_passed() -> No
         prefill.compute(TOKENS, BLOCKS, replaces=True, name=name)
     assert prefill.finish(requests[0])[0]
     prefill.take()
-    assert prefill.offering.due_at_seconds is None
+    assert prefill.kept.due_at_seconds is None
     now = prefill.clock.now_seconds()
-    prefill.offering.close("prefill is paused", prefill.step, grace_seconds=5.0)
-    assert prefill.offering.due_at_seconds == now + 5.0 and not prefill.take().revoked
+    prefill.kept.close("prefill is paused", prefill.step, grace_seconds=5.0)
+    assert prefill.kept.due_at_seconds == now + 5.0 and not prefill.take().revoked
     assert prefill.finish(requests[1])[0]
-    assert prefill.offering.due_at_seconds == now + GRACE_SECONDS
+    assert prefill.kept.due_at_seconds == now + GRACE_SECONDS
     for seconds, revoked in ((GRACE_SECONDS, ["p2"]), (5.0 - GRACE_SECONDS, ["p1"])):
         prefill.clock.advance(seconds - 0.1)
-        prefill.offering.turn(prefill.step)
+        prefill.kept.turn(prefill.step)
         assert not prefill.take().revoked
         prefill.clock.advance(0.1)
-        prefill.offering.turn(prefill.step)
+        prefill.kept.turn(prefill.step)
         assert prefill.take().revoked == dict.fromkeys(revoked, Revocation(RevocationCause.PAUSED, "prefill is paused"))
-    assert prefill.offering.due_at_seconds is None
+    assert prefill.kept.due_at_seconds is None
 
 
 def test_an_engine_that_is_open_again_takes_back_nothing() -> None:
@@ -520,15 +521,15 @@ def test_an_engine_that_is_open_again_takes_back_nothing() -> None:
     prefill.compute(TOKENS, BLOCKS, replaces=True)
     prefill.finish(request)
     prefill.take()
-    prefill.offering.close("prefill is paused", prefill.step, grace_seconds=5.0)
-    prefill.offering.reopen()
-    assert prefill.offering.due_at_seconds is None
+    prefill.kept.close("prefill is paused", prefill.step, grace_seconds=5.0)
+    prefill.kept.reopen()
+    assert prefill.kept.due_at_seconds is None
     prefill.clock.advance(10.0)
-    prefill.offering.turn(prefill.step)
+    prefill.kept.turn(prefill.step)
     later = prefill.arrive(of_prefill("p2"))
     prefill.compute(TOKENS, BLOCKS, replaces=True, name="p2")
     assert prefill.finish(later)[0]
-    assert prefill.offering.due_at_seconds is None and not prefill.take().revoked
+    assert prefill.kept.due_at_seconds is None and not prefill.take().revoked
 
 
 def three_kept(**changed: Any) -> Prefill:
@@ -549,36 +550,36 @@ def three_kept(**changed: Any) -> Prefill:
 def test_the_oldest_offers_give_way_and_only_as_many_as_are_needed(num_blocks: int, given_way: list[str]) -> None:
     prefill = three_kept()
     for _ in range(2):
-        prefill.offering.give_way(RevocationCause.BLOCKS, num_blocks, prefill.step)
+        prefill.kept.give_way(RevocationCause.BLOCKS, num_blocks, prefill.step)
     step = prefill.take()
     assert list(step.revoked) == given_way
     assert all(one.cause is RevocationCause.BLOCKS and one.cause.is_of_memory for one in step.revoked.values())
-    assert prefill.offering.num_kept == 3, "their blocks are free when the workers have reported it"
+    assert prefill.kept.num_kept == 3, "their blocks are free when the workers have reported it"
 
 
 def test_what_is_taken_back_for_another_reason_counts() -> None:
     prefill = three_kept()
     prefill.offering.revoke(RevocationCause.WEIGHTS, "", prefill.step)
     prefill.take()
-    prefill.offering.give_way(RevocationCause.BLOCKS, 9, prefill.step)
+    prefill.kept.give_way(RevocationCause.BLOCKS, 9, prefill.step)
     assert not prefill.take().revoked
 
 
 def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
     prefill = three_kept()
-    prefill.offering.give_way(RevocationCause.LIMIT, 3, prefill.step)
+    prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
     prefill.clock.advance(ASK_AGAIN_SECONDS - 0.1)
-    prefill.offering.give_way(RevocationCause.LIMIT, 3, prefill.step)
+    prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
     assert list(prefill.take().revoked) == ["p1"]
     prefill.clock.advance(0.1)
-    prefill.offering.give_way(RevocationCause.LIMIT, 6, prefill.step)
+    prefill.kept.give_way(RevocationCause.LIMIT, 6, prefill.step)
     revoked = prefill.take().revoked
     assert list(revoked) == ["p2", "p3"] and all(one.spares_wanted for one in revoked.values()), "others give way first"
     assert len({one.number for one in revoked.values()} - {0}) == 2
     prefill.clock.advance(ASK_AGAIN_SECONDS)
-    prefill.offering.give_way(RevocationCause.BLOCKS, 9, prefill.step, keeps_wanted=True)
+    prefill.kept.give_way(RevocationCause.BLOCKS, 9, prefill.step, keeps_wanted=True)
     assert not prefill.take().revoked, "decode waits for all of them"
-    prefill.offering.give_way(RevocationCause.LIMIT, 9, prefill.step)
+    prefill.kept.give_way(RevocationCause.LIMIT, 9, prefill.step)
     revoked = prefill.take().revoked
     assert list(revoked) == ["p1", "p2", "p3"] and not any(one.spares_wanted for one in revoked.values())
 
@@ -588,16 +589,16 @@ def test_what_workers_spare_is_told_at_once_and_others_give_way() -> None:
     prefill = three_kept()
     asked = []
     for name in ("p1", "p2", "p3"):
-        prefill.offering.give_way(RevocationCause.LIMIT, 3, prefill.step)
+        prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
         (found,) = prefill.take().revoked.items()
         asked.append(found[0])
         assert found == (name, found[1]) and found[1].spares_wanted
-        assert prefill.offering.spared([found[1].number]) and not prefill.offering.spared([found[1].number, 99])
-    prefill.offering.give_way(RevocationCause.LIMIT, 3, prefill.step)
+        assert prefill.kept.spared([found[1].number]) and not prefill.kept.spared([found[1].number, 99])
+    prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
     (found,) = prefill.take().revoked.items()
     assert found[0] == "p1" and not found[1].spares_wanted
-    assert prefill.offering.ended(["p2"], [], prefill.pool) == (1, 0), "decode has fetched what was spared"
-    assert prefill.offering.ended(["p1"], [], prefill.pool) == (0, 3)
+    assert prefill.kept.ended(["p2"], prefill.pool) == (1, 0), "decode has fetched what was spared"
+    assert prefill.kept.ended(["p1"], prefill.pool) == (0, 3)
 
 
 def test_an_offer_that_has_just_been_made_does_not_give_way() -> None:
@@ -606,7 +607,7 @@ def test_an_offer_that_has_just_been_made_does_not_give_way() -> None:
     prefill.compute(TOKENS, BLOCKS, replaces=True)
     assert prefill.finish(request)[0]
     prefill.clock.advance(PATIENCE - 0.1)
-    prefill.offering.give_way(RevocationCause.BLOCKS, 3, prefill.step)
+    prefill.kept.give_way(RevocationCause.BLOCKS, 3, prefill.step)
     assert not prefill.take().revoked
 
 
@@ -616,11 +617,11 @@ def test_an_offer_that_has_just_been_made_does_not_give_way() -> None:
 def test_what_has_ended_is_told_apart(cause: RevocationCause, num_owed: int) -> None:
     """Blocks that were freed for others must not stay in the prefix cache."""
     prefill = three_kept()
-    prefill.offering.give_way(cause, 3, prefill.step)
+    prefill.kept.give_way(cause, 3, prefill.step)
     prefill.offering.revoke(RevocationCause.CLEARED, "", prefill.step)
-    assert prefill.offering.ended(["p1", "unknown"], [], prefill.pool) == (0, num_owed)
-    assert prefill.offering.ended(["p1"], [], prefill.pool) == (0, 0)
-    assert three_kept().offering.ended(["p2"], [], prefill.pool) == (1, 0)
+    assert prefill.kept.ended(["p1", "unknown"], prefill.pool) == (0, num_owed)
+    assert prefill.kept.ended(["p1"], prefill.pool) == (0, 0)
+    assert three_kept().kept.ended(["p2"], prefill.pool) == (1, 0)
 
 
 def test_a_revoked_request_is_let_go_of_while_the_engine_is_closed() -> None:
@@ -631,13 +632,13 @@ def test_a_revoked_request_is_let_go_of_while_the_engine_is_closed() -> None:
     prefill.finish(request)
     prefill.pool.of["p1"] = ["a block"]
     prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step)
-    assert prefill.offering.let_go(prefill.pool) == set(), "an open engine waits for its ranks"
-    prefill.offering.close("prefill is paused", prefill.step, grace_seconds=0.0)
-    assert prefill.offering.let_go(prefill.pool) == {"p1"}
-    assert prefill.offering.let_go(prefill.pool) == set() and prefill.holds.num_blocks == 1
-    prefill.offering.ended(["p1"], [], prefill.pool)
-    assert prefill.pool.freed == ["a block"] and prefill.offering.num_kept == 0
-    prefill.offering.ended(["p1"], [], prefill.pool)
+    assert prefill.kept.let_go(prefill.pool) == set(), "an open engine waits for its ranks"
+    prefill.kept.close("prefill is paused", prefill.step, grace_seconds=0.0)
+    assert prefill.kept.let_go(prefill.pool) == {"p1"}
+    assert prefill.kept.let_go(prefill.pool) == set() and prefill.holds.num_blocks == 1
+    prefill.kept.ended(["p1"], prefill.pool)
+    assert prefill.pool.freed == ["a block"] and prefill.kept.num_kept == 0
+    prefill.kept.ended(["p1"], prefill.pool)
     assert prefill.pool.freed == ["a block"]
 
 
@@ -662,13 +663,13 @@ def test_a_request_that_has_ended_is_kept_until_every_rank_is_done(pushes: bool)
     request = prefill.arrive(of_prefill())
     prefill.compute(TOKENS, BLOCKS, replaces=True)
     assert prefill.finish(request)[0]
-    assert prefill.offering.num_kept == 1
+    assert prefill.kept.num_kept == 1
     assert not prefill.offering.is_read("p1")
-    prefill.offering.ended(["p2"], [], prefill.pool)
-    assert prefill.offering.num_kept == 1
-    prefill.offering.ended(["p1", "p2"], [], prefill.pool)
-    assert prefill.offering.num_kept == 0
-    prefill.offering.ended(["p1"], [], prefill.pool)
+    prefill.kept.ended(["p2"], prefill.pool)
+    assert prefill.kept.num_kept == 1
+    prefill.kept.ended(["p1", "p2"], prefill.pool)
+    assert prefill.kept.num_kept == 0
+    prefill.kept.ended(["p1"], prefill.pool)
     assert prefill.finish(request) == (False, None)
 
 
@@ -680,9 +681,9 @@ def test_an_aborted_push_is_stopped_and_kept_until_it_is() -> None:
     step = prefill.take()
     assert step.stopped == {P1: "prefill's request ended before it was computed"}
     assert step.finished == [] and step.unkept == set()
-    assert prefill.offering.num_kept == 1
-    prefill.offering.ended(["p1"], [], prefill.pool)
-    assert prefill.offering.num_kept == 0
+    assert prefill.kept.num_kept == 1
+    prefill.kept.ended(["p1"], prefill.pool)
+    assert prefill.kept.num_kept == 0
 
 
 def test_a_push_that_ends_in_the_queue_is_stopped_and_keeps_nothing() -> None:
@@ -692,7 +693,7 @@ def test_a_push_that_ends_in_the_queue_is_stopped_and_keeps_nothing() -> None:
     assert prefill.finish(request, False, ()) == (False, None)
     step = prefill.take()
     assert list(step.stopped) == [P1] and step.unkept == {P1}, "nothing is reported of what vLLM has freed"
-    assert prefill.offering.num_kept == 0
+    assert prefill.kept.num_kept == 0
 
 
 def test_what_was_offered_in_the_same_step_is_told_as_far_as_it_is_true() -> None:

@@ -25,7 +25,7 @@ from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.prefill_offers import UNCLAIMED_SECONDS
+from kvcached_nixl.scheduler.kept_offers import UNCLAIMED_SECONDS
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.step import Step, claimed_mark

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill: requests that have ended, and whose blocks are kept for decode. One per engine, on the engine's thread.
+
+    kept ─── every rank has reported that no peer needs it ───────────────────────────────► its blocks are free
+      ├─ taken back: weights have changed, a pause, a cleared cache ── every rank has reported it ──────► free
+      └─ asked to give way, because memory is short ─┬─ every rank has reported it ─────────────────────► free
+                                                     └─ spared: decode waits for it or fetches it ──────► kept
+
+What is taken back is revoked whether decode fetches it or not (rule R12). What gives way is not: a worker leaves an
+offer as it is if decode fetches it. In each case blocks are freed only when every rank has reported it (rule R2).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.scheduler.engine import BlockPool
+from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.terms import Terms, is_meant
+from kvcached_nixl.wire.causes import RevocationCause
+from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID
+from kvcached_nixl.wire.step import BlockIds, Revocation, Step
+
+__all__ = ["KeptOffers"]
+
+ASK_AGAIN_SECONDS = 1.0
+"""How long an offer that is to give way counts as giving its blocks back. Decode may be fetching it, and not end."""
+SPARED_SECONDS = 5.0
+"""How long an offer that did not give way counts as wanted: decode may give it up without a word."""
+UNCLAIMED_SECONDS = 1.0
+"""How long KV is kept for a decode that only has not been written yet."""
+GRACE_SECONDS = 1.0
+"""How long decode may still fetch a request that ends while the engine pauses with ``/pause?mode=wait``."""
+
+
+_GIVES_WAY = MappingProxyType(
+    {
+        RevocationCause.BLOCKS: "nobody has fetched it, and prefill needs its blocks for another request",
+        RevocationCause.LIMIT: "nobody has fetched it, and prefill uses more memory than kvcached's limit allows",
+        RevocationCause.NEIGHBOUR: "nobody has fetched it, and another engine on prefill's device waits for memory",
+    }
+)
+
+
+@dataclass
+class _Kept:
+    """A request that has ended, and whose blocks are kept.
+
+    Attributes:
+        adapter: the one that it was computed with.
+        since_seconds: when it ended.
+        is_taken_back: nobody may fetch it any more.
+        hold: number of the hold with its blocks, once vLLM has freed the request.
+        asked: numbers of its revocations that workers may report as spared.
+        asked_until_seconds: it counts as giving its blocks back, until then; None if it does not.
+        spared_until_seconds: it did not give way, and counts as wanted until then; None if it does not.
+        is_for_others: it was asked to give way for others than this engine.
+    """
+
+    adapter: int
+    num_blocks: int
+    since_seconds: float
+    is_taken_back: bool = False
+    hold: int | None = None
+    asked: list[int] = field(default_factory=list)
+    asked_until_seconds: float | None = None
+    spared_until_seconds: float | None = None
+    is_for_others: bool = False
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether its blocks are expected to be free soon."""
+        return self.is_taken_back or self.asked_until_seconds is not None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it did not give way, because decode waits for it or fetches it."""
+        return self.spared_until_seconds is not None
+
+    def turn(self, now_seconds: float) -> None:
+        """What it was asked, or spared, counts for a time only."""
+        if self.spared_until_seconds is not None and self.spared_until_seconds <= now_seconds:
+            self.spared_until_seconds = None
+        if self.asked_until_seconds is not None and self.asked_until_seconds <= now_seconds:
+            self.asked_until_seconds = None
+            self.spared_until_seconds = now_seconds + SPARED_SECONDS
+
+
+class KeptOffers:
+    """See the module."""
+
+    def __init__(self, terms: Terms, clock: Clock, holds: Holds) -> None:
+        self._terms = terms
+        self._clock = clock
+        self._holds = holds
+        # Oldest first.
+        self._kept: dict[PrefillRequestId, _Kept] = {}
+        self._closed: str | None = None
+        self._revoked_at = Deadlines[PrefillRequestId]()
+        self._numbers = itertools.count(1)
+        # Number of a revocation that may be reported as spared -> its request.
+        self._asked: dict[int, PrefillRequestId] = {}
+
+    def keep(
+        self, request_id: PrefillRequestId, adapter: int, block_ids: BlockIds, *, is_taken_back: bool = False
+    ) -> None:
+        """A request has ended, and vLLM keeps its blocks until `ended` is told of it.
+
+        Args:
+            adapter: the one that it was computed with.
+            is_taken_back: decode may not fetch it: its workers may only be reading it yet.
+        """
+        now = self._clock.now_seconds()
+        num_blocks = sum(len({*group} - {NULL_BLOCK_ID}) for group in block_ids)
+        self._kept[request_id] = _Kept(adapter, num_blocks, now, is_taken_back)
+        if self._closed is not None and not is_taken_back:
+            self._revoked_at[request_id] = now + GRACE_SECONDS
+
+    def keeps(self, request_id: str) -> bool:
+        """Whether a request has ended and its blocks are kept."""
+        return PrefillRequestId(request_id) in self._kept
+
+    @property
+    def num_kept(self) -> int:
+        """Requests that have ended, and whose blocks are kept."""
+        return len(self._kept)
+
+    def kept_now(self) -> tuple[int, int, float]:
+        """Returns how many requests are kept, their blocks, and the seconds since the first one ended. May be called
+        from any thread."""
+        kept = list(self._kept.values())
+        now = self._clock.now_seconds()
+        oldest_seconds = max((now - one.since_seconds for one in kept), default=0.0)
+        return len(kept), sum(one.num_blocks for one in kept), max(0.0, oldest_seconds)
+
+    @property
+    def is_left_waiting(self) -> bool:
+        """Whether decode leaves so much KV waiting that nothing more should be computed for it unasked."""
+        now = self._clock.now_seconds()
+        num_blocks = sum(
+            one.num_blocks
+            for one in self._kept.values()
+            if now > one.since_seconds + UNCLAIMED_SECONDS and not one.is_taken_back
+        )
+        return num_blocks * self._terms.groups.tokens_per_block >= self._terms.most_unclaimed_tokens
+
+    # ------------------------------------------------------------------------------------------------------ revocation
+
+    def revoke(self, revocation: Revocation, step: Step, *, adapter: int | None = None) -> None:
+        """Takes offers back, whether decode fetches them or not.
+
+        Args:
+            adapter: only those computed with this LoRA adapter, or with any adapter (`ANY_ADAPTER`); None for all.
+        """
+        for request_id, one in self._kept.items():
+            if is_meant(adapter, one.adapter):
+                self._take_back(request_id, one, revocation, step)
+
+    def close(self, reason: str, step: Step, *, grace_seconds: float) -> None:
+        """Revokes requests that have ended, or end before `reopen` is called; each after ``grace_seconds``."""
+        self._closed = reason
+        due = self._clock.now_seconds() + grace_seconds
+        self._revoked_at.move({request_id: due for request_id in self._kept})
+        self.turn(step)
+
+    def reopen(self) -> None:
+        """Undoes `close`: requests that end from now on are kept as long as their leases last."""
+        self._closed = None
+        self._revoked_at.clear()
+
+    @property
+    def due_at_seconds(self) -> float | None:
+        """When the next offer is to be revoked; None if none is."""
+        return self._revoked_at.first_seconds
+
+    def turn(self, step: Step) -> None:
+        """Revokes the offers whose grace has passed."""
+        for request_id in self._revoked_at.take_due(self._clock.now_seconds()):
+            revocation = Revocation(RevocationCause.PAUSED, self._closed or "")
+            self._take_back(request_id, self._kept[request_id], revocation, step)
+
+    def _take_back(self, request_id: PrefillRequestId, one: _Kept, revocation: Revocation, step: Step) -> None:
+        self._revoked_at.pop(request_id, None)
+        if one.is_taken_back:
+            return
+        one.is_taken_back = True
+        step.revoked[request_id] = revocation
+        # An offer that the workers were not told of yet must not reach them before its revocation.
+        step.offered = [update for update in step.offered if update.request_id != request_id]
+
+    # ------------------------------------------------------------------------------------------------------ giving way
+
+    def give_way(self, cause: RevocationCause, num_blocks: int, step: Step, *, keeps_wanted: bool = False) -> None:
+        """Takes back offers that no rank of decode fetches yet, oldest first, until they have ``num_blocks`` blocks
+        together with those that are being given back already.
+
+        A worker leaves an offer as it is if decode fetches it. If decode has a request that waits for it, the others
+        are taken back first.
+
+        Args:
+            keeps_wanted: those for which decode has a request are not taken back at all.
+        """
+        now = self._clock.now_seconds()
+        for one in self._kept.values():
+            one.turn(now)
+        num_blocks -= sum(one.num_blocks for one in self._kept.values() if one.gives_back)
+        # What the workers are told of in this very step is not old, nor may it follow its revocation.
+        told = {*step.finished, *(update.request_id for update in step.offered)}
+        # Those that were spared come last.
+        for request_id, one in sorted(self._kept.items(), key=lambda item: item[1].is_wanted):
+            if num_blocks <= 0 or (one.is_wanted and keeps_wanted):
+                return
+            is_young = now < one.since_seconds + self._terms.patience_seconds
+            if one.gives_back or request_id in told or is_young:
+                continue
+            number = next(self._numbers)
+            step.revoked[request_id] = Revocation(cause, _GIVES_WAY[cause], not one.is_wanted, number)
+            one.asked_until_seconds = now + ASK_AGAIN_SECONDS
+            one.asked.append(number)
+            self._asked[number] = request_id
+            one.is_for_others |= cause is not RevocationCause.BLOCKS
+            num_blocks -= one.num_blocks
+
+    def spared(self, numbers: Iterable[int]) -> bool:
+        """Workers have not taken these offers back, because decode waits for them or fetches them. Returns whether
+        there are any."""
+        found = [self._kept[self._asked.pop(number)] for number in numbers if number in self._asked]
+        for one in found:
+            one.asked_until_seconds, one.is_for_others = None, False
+            one.spared_until_seconds = self._clock.now_seconds() + SPARED_SECONDS
+        return bool(found)
+
+    # ------------------------------------------------------------------------------------------------------------- end
+
+    def let_go(self, blocks: BlockPool) -> set[str]:
+        """Revoked requests, since the last call, that vLLM may free; their blocks are held until `ended` names them.
+
+        Only while the engine is paused: a pause waits until vLLM has freed all requests, and transfers of a decode
+        engine that has vanished stay in flight for long.
+        """
+        if self._closed is None:
+            return set()
+        found = {key: one for key, one in self._kept.items() if one.is_taken_back and one.hold is None}
+        for request_id, one in found.items():
+            one.hold = self._holds.take(blocks, request_id)
+        return set(found)
+
+    def ended(self, sent: Iterable[str], blocks: BlockPool) -> tuple[int, int]:
+        """All ranks have reported that no peer needs these requests; vLLM frees their blocks now.
+
+        Returns: how many offers have ended that were not taken back, and how many blocks are given back to others.
+        """
+        num_served = num_for_others = 0
+        for request_id in map(PrefillRequestId, sent):
+            one = self._kept.pop(request_id, None)
+            if one is None:
+                continue
+            if one.hold is not None:
+                self._holds.give_back(blocks, one.hold)
+            num_served += not one.gives_back
+            num_for_others += one.num_blocks if one.is_for_others else 0
+            for number in one.asked:
+                self._asked.pop(number, None)
+            self._revoked_at.pop(request_id, None)
+        return num_served, num_for_others

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What takes an engine's hand-overs back, on both sides (rule R12): other weights, a pause, a cleared cache. One per
+engine, on its thread.
+
+Prefill's offers are revoked, and decode's hand-overs fail. Neither waits for a peer. Only a transfer that may be in
+flight is waited for, and only for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
+from kvcached_nixl.scheduler.engine import Reader
+from kvcached_nixl.scheduler.engine_link import EngineLink
+from kvcached_nixl.scheduler.holds import Holds
+from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.scheduler.terms import ANY_ADAPTER
+from kvcached_nixl.wire.causes import RevocationCause
+from kvcached_nixl.wire.handshake import Weights
+
+__all__ = ["QUIET_SECONDS", "Revocations"]
+
+QUIET_SECONDS = 2.0
+"""How long a pause waits for transfers that may be in flight, before its caller is told that the cache is not clear."""
+
+
+class Revocations:
+    """What the patches in `seams.pausing` and `seams.weights` call; see the module's docstring."""
+
+    def __init__(
+        self,
+        link: EngineLink,
+        clock: Clock,
+        read: Reader,
+        holds: Holds,
+        offering: PrefillOffers,
+        fetching: DecodeFetches,
+    ) -> None:
+        self._link = link
+        self._clock = clock
+        self._read = read
+        self._holds = holds
+        self._offering = offering
+        self._fetching = fetching
+        self._weights: Mapping[Any, Weights] | None = None
+        self._quiet_by_seconds = 0.0
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    def identified(self, weights: Mapping[Any, Weights]) -> None:
+        """The workers have said which weights they have, by rank."""
+        if self._weights not in (None, weights):
+            self.weights_changed()
+        self._weights = weights
+
+    def weights_changed(self, adapter: int | None = None) -> None:
+        """Revokes every hand-over of KV that was computed with the weights of before.
+
+        Args:
+            adapter: only the weights of this LoRA adapter have changed; None for the model's.
+        """
+        reason = "the weights were changed" if adapter is None else "an adapter was loaded again"
+        # The prefix cache identifies an adapter by its name, so its blocks would match the new weights, too.
+        self._offering.stale.add(adapter)
+        # An idle engine has to step, too, to tell its workers.
+        self._link.has_news = True
+        if adapter is None:
+            self._offering.incarnation = self._link.draw_incarnation()
+            self._weights = None
+        self._offering.revoke(RevocationCause.WEIGHTS, f"prefill: {reason}", self._link.step, adapter=adapter)
+        if self._link.blocks is not None:
+            self._fetching.revoke(f"decode: {reason}", self._link.blocks, self._link.step, adapter=adapter)
+            self.freshen()
+
+    def adapters_changed(self, adapter: int | None = None) -> None:
+        """A LoRA adapter was loaded under a number that was in use, or was removed; None: any adapter may have been."""
+        self._read.forget(adapter)
+        self.weights_changed(adapter or ANY_ADAPTER)
+
+    def freshen(self) -> None:
+        """Clears the prefix cache if it may hold KV of other weights and none of its blocks is in use."""
+        if self._offering.stale and self._link.bound().forget_prefixes():
+            self._offering.stale.clear()
+
+    # ---------------------------------------------------------------------------------------------- a pause, a clearing
+
+    def paused(self, *, grace_seconds: float, clears: bool) -> None:
+        """The engine is paused until `resumed`. Revokes offers: with blocks kept for peers it would never be idle.
+
+        Args:
+            grace_seconds: how long decode still has to fetch from requests that have ended, or end from now on.
+            clears: the cache is cleared, too, so no transfer into it or out of it may be under way.
+        """
+        self._quiet_by_seconds = self._clock.now_seconds() + grace_seconds + QUIET_SECONDS
+        self._offering.kept.close("prefill is paused", self._link.step, grace_seconds=grace_seconds)
+        if clears:
+            self.clear(running=not grace_seconds)
+
+    def clear(self, *, running: bool = True) -> None:
+        """The cache is about to be cleared: revokes the hand-overs out of it and into it.
+
+        Args:
+            running: running requests lose what they have computed, so their offers are revoked, too.
+        """
+        self._quiet_by_seconds = max(self._quiet_by_seconds, self._clock.now_seconds() + QUIET_SECONDS)
+        if running:
+            self._offering.revoke(RevocationCause.CLEARED, "prefill's cache is cleared", self._link.step)
+        if self._link.blocks is not None:
+            self._fetching.revoke("decode's cache is cleared", self._link.blocks, self._link.step)
+
+    def resumed(self) -> None:
+        """The engine runs again after `paused`."""
+        self._offering.kept.reopen()
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether blocks are held, kept for decode, or waiting for KV, although no running request uses them."""
+        return self._keeps_blocks or bool(self._fetching.num_waiting or self._fetching.num_received)
+
+    @property
+    def quiet_in_seconds(self) -> float:
+        """How long a pause still waits for transfers in flight; 0 if none can be in flight, or nobody waits."""
+        return max(0.0, self._quiet_by_seconds - self._clock.now_seconds()) if self._keeps_blocks else 0.0
+
+    @property
+    def _keeps_blocks(self) -> bool:
+        """Whether there are blocks that no running request has, and that transfers may use."""
+        return bool(self._holds.num_blocks or self._offering.num_kept)
