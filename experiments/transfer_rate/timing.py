@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, Transport
@@ -101,20 +102,30 @@ class Computing:
         self._thread.start()
 
     def stop(self) -> tuple[float, ...]:
-        """Stop the thread; returns the seconds that each piece took, from when it was due."""
+        """Stop the thread; returns the seconds that each piece took from when it was due, without those that the thread
+        waited for a core."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
         return tuple(self._pieces)
 
     def _run(self) -> None:
-        while True:
-            due = time.perf_counter() + PIECE_SECONDS
-            if self._stop.wait(PIECE_SECONDS):
-                return
-            _seconds(self._count)
-            # A piece that waits for the interpreter before it begins is as late as one that loses it.
-            self._pieces.append(time.perf_counter() - due)
+        with waits_for_a_core() as waited:
+            while True:
+                due, before = time.perf_counter() + PIECE_SECONDS, waited()
+                if self._stop.wait(PIECE_SECONDS):
+                    return
+                worked = _seconds(self._count, time.thread_time)
+                # A piece that waits for the interpreter before it begins is as late as one that loses it. A wait for a
+                # core before it was due must not make it shorter.
+                self._pieces.append(max(worked, time.perf_counter() - due - (waited() - before)))
+
+
+@contextmanager
+def waits_for_a_core() -> Iterator[Callable[[], float]]:
+    """Yields a function that returns how many seconds this thread has waited for a core, as the kernel counts them."""
+    with open("/proc/thread-self/schedstat", "rb", buffering=0) as counts:
+        yield lambda: int(os.pread(counts.fileno(), 100, 0).split()[1]) / 1e9
 
 
 def longest_hold(action: Callable[[], object]) -> float:
@@ -126,11 +137,7 @@ def longest_hold(action: Callable[[], object]) -> float:
 
     def spin() -> None:
         nonlocal longest
-        with open("/proc/thread-self/schedstat", "rb", buffering=0) as counts:
-
-            def for_a_core() -> float:
-                return int(os.pread(counts.fileno(), 100, 0).split()[1]) / 1e9
-
+        with waits_for_a_core() as for_a_core:
             before, last = for_a_core(), time.perf_counter()
             is_running.set()
             is_over = False

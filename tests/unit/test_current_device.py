@@ -243,10 +243,10 @@ def test_every_thread_of_a_worker_selects_its_device_first(
         assert platform.did[name][:2] == ["selects 1", "a context"], name
     staging = side.thread._context.staging
     assert staging is not None
-    is_done = threading.Event()
-    staging.copier._background.submit(Work("a copy", lambda: None, lambda *_: is_done.set()))
-    side.thread._context.checksums._runs.submit(Work("a digest", lambda: None, lambda *_: None))  # type: ignore[arg-type]
-    assert is_done.wait(SECONDS)
+    copied, digested = threading.Event(), threading.Event()
+    staging.copier._background.submit(Work("a copy", lambda: None, lambda *_: copied.set()))
+    side.thread._context.checksums._runs.submit(Work("a digest", lambda: None, lambda *_: digested.set()))  # type: ignore[arg-type]
+    assert copied.wait(SECONDS) and digested.wait(SECONDS)
     side.close()
     assert "hears" in platform.did["kvcached-nixl-transfer"]
     for name in ("kvcached-nixl-copies", "kvcached-nixl-checksums"):
