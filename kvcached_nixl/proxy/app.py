@@ -124,7 +124,9 @@ class App:
             self._trace(request, record)
             await self._told(out, record, lambda share: self._serve(request, out, record, route, share))
         except (asyncio.CancelledError, ConnectionError):
-            _note(record, RouterFailure.CLIENT_LEFT, "")
+            # In push the request goes on for a moment after its answer, until prefill has answered, too.
+            if not out.has_ended:
+                _note(record, RouterFailure.CLIENT_LEFT, "")
             raise
         except BaseException:
             _note(record, RouterFailure.DEFECT, "")

@@ -147,6 +147,7 @@ class Outgoing:
 
     Attributes:
         sent_bytes: bytes of the body sent so far.
+        has_ended: the client was sent everything.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Outgoing:
         self._response: web.StreamResponse | None = None
         self._sending = asyncio.Lock()
         self.has_begun = False
+        self.has_ended = False
         self.sent_bytes = 0
 
     @property
@@ -258,6 +260,7 @@ class Outgoing:
     async def end(self) -> None:
         """End the stream."""
         await self._told(self.response.write_eof())
+        self.has_ended = True
 
     async def _prepare_stream(self, content_type: str) -> None:
         headers = {**self._headers, "Content-Type": content_type, "Cache-Control": "no-cache"}

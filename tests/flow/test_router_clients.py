@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.router_under_test import ADMIN_KEY, HELLO, UnderTest, learn, quiet, request_of, right, serving, until
-from support.stub_servers import HOST, Fabric, Stub, stubs, tokens_of
+from support.stub_servers import END, HOST, Asked, Fabric, Stub, stubs, tokens_of
 
 pytestmark = pytest.mark.long
 
@@ -62,6 +62,36 @@ def test_a_client_that_leaves_ends_both_legs(when: str, pushes: bool) -> None:
             writer.close()
             prefill.prefill_seconds = decode.token_seconds = 0.0
             assert right(await at.complete(max_tokens=4))
+
+    asyncio.run(run())
+
+
+def test_a_client_that_closes_behind_its_answer_has_not_left() -> None:
+    """In push prefill may answer later than decode, whose answer is all that the client gets."""
+
+    async def run() -> None:
+        async with serving(pushes=True) as at:
+            await learn(at)
+            (prefill,) = at.prefills
+            answer = prefill.answer_prefill
+
+            async def answer_late(fault: str, asked: Asked, writer: asyncio.StreamWriter) -> None:
+                prefill.offer(asked)
+                await until(lambda: has_closed, "the client has no answer")
+                await asyncio.sleep(0.1)
+                await answer(fault, asked, writer)
+
+            has_closed = False
+            prefill.answer_prefill = answer_late  # type: ignore[method-assign]
+            before = await at.count("requests_total", outcome="ok")
+            reader, writer = await asyncio.open_connection(HOST, at.port)
+            writer.write(request_of(json.dumps({**HELLO, "stream": True}).encode()))
+            await reader.readuntil(END + b"\r\n0\r\n\r\n")
+            writer.close()
+            has_closed = True
+            await quiet(at)
+            assert await at.count("requests_total", outcome="client_left") == 0
+            assert await at.count("requests_total", outcome="ok") == before + 1
 
     asyncio.run(run())
 
