@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvcached_nixl.proxy.asked import Alone
 from kvcached_nixl.proxy.failure import RouterFailure
 from kvcached_nixl.proxy.instance import Health, Instance, Role
 
@@ -76,10 +77,18 @@ class Metrics:
         )
         self.leg_seconds = histogram("leg_seconds", "Seconds of one request to one server", "role")
         self._routes: set[str] = set()
+        # Where a series appears with its first count, Prometheus sees no rise.
+        for family, values in (
+            (self.handovers, ("pull", "push", "alone")),
+            (self.alone, [one.value for one in Alone]),
+            (self.retries, [one.value for one in RouterFailure]),
+        ):
+            for value in values:
+                family.labels(value)
         registry.register(_Gauges(instances, waiting))
 
     def added(self, instance: Instance) -> None:
-        """Show a server's counters from 0 on: where one appears with its first count, Prometheus sees no rise."""
+        """Show a server's counters from 0 on."""
         self.ejections.labels(instance.role.value, instance.name)
         (self.without_parameters if instance.role is Role.PREFILL else self.reported).labels(instance.name)
 

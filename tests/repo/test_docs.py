@@ -239,6 +239,8 @@ def test_every_metric_of_the_router_has_a_row_with_its_type() -> None:
     from kvcached_nixl.proxy.metrics import Metrics
 
     exposed = dict(re.findall(r"^# TYPE (\S+) (\S+)$", Metrics(tuple, int).text().decode(), re.MULTILINE))
+    # The library's: when a series began.
+    exposed = {name: kind for name, kind in exposed.items() if not name.endswith("_created")}
     rows = pages.rows(pages.section(page("metrics.md"), "Router"))
     documented = {name: cells[1].partition(";")[0] for name, cells in rows.items() if name.startswith("kvcached_nixl")}
     assert documented == exposed

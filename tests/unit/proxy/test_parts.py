@@ -19,12 +19,14 @@ from multidict import CIMultiDict
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.proxy.address import address_of
 from kvcached_nixl.proxy.api import ApiRoute, api_of
+from kvcached_nixl.proxy.asked import Alone
 from kvcached_nixl.proxy.auth import require_key
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.client import draw_id, passed_on
 from kvcached_nixl.proxy.events import MOST_EVENT_BYTES, Events
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure, error_body, hand_over_tags
 from kvcached_nixl.proxy.health import MOST_PAUSE_SECONDS, pause_seconds
+from kvcached_nixl.proxy.metrics import Metrics
 from kvcached_nixl.proxy.options import Options, add_arguments, from_arguments
 
 # ---------------------------------------------------------------------------------------------------------------- guard
@@ -366,3 +368,15 @@ def test_what_a_server_says_of_a_failed_hand_over_is_found(said: bytes, tags: st
     found = hand_over_tags(said)
     assert found.endswith(tags) and bool(found) == bool(tags)
     assert '"' not in found and "\n" not in found
+
+
+def test_counters_without_a_server_begin_at_0() -> None:
+    """Where one appears with its first count, Prometheus sees no rise, and no alert fires."""
+    found = Metrics(tuple, int).text().decode()
+    for name, label, values in (
+        ("retries", "cause", [one.value for one in RouterFailure]),
+        ("decode_alone", "reason", [one.value for one in Alone]),
+        ("handovers", "direction", ["pull", "push", "alone"]),
+    ):
+        for value in values:
+            assert f'kvcached_nixl_router_{name}_total{{{label}="{value}"}} 0.0' in found
