@@ -23,8 +23,10 @@ table      Two models on one device (the emulated one, of host memory) that is s
              kvcached without P/D       one server for each model computes prompts and answers
              kvcached's own Nixl patch  as kvcached 0.1.6 ships it, without this package
              this package               pull, push, and pull staged through a slab
-             ..., without both          prefill takes nothing back (give_way_after), and the router does not look at
-                                        what decode can take (--decode-fill 0)
+             ..., without revocation    nothing is taken back for want of memory (give_way_after): not by prefill, nor,
+                                        in push, by decode
+             ..., without --decode-fill the router does not look at what decode can take (--decode-fill 0)
+             ..., without both          neither
 overload   One model, whose decode has little memory. Its capacity is measured; then twice as many requests come as it
            can answer, with --decode-fill 0 and 1.5.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ class Arm:
             ``ours``, or "" for one server per model that computes prompts and answers.
         mode: transfer mode.
         staged: KV goes through a slab in host memory.
-        gives_way: prefill takes back what nobody fetches where memory is short; else only leases end that.
+        gives_way: prefill takes back what nobody fetches where memory is short; else only leases end that. In push,
+            decode gives up what it has registered, too.
         decode_fill: of the router; 0: prefill computes whatever decode can take.
     """
 
@@ -123,15 +125,25 @@ class Arm:
         }
 
 
+def _without(arm: Arm, mechanism: str) -> Arm:
+    """Return ``arm`` without ``revocation``, ``--decode-fill``, or ``both``."""
+    return dataclasses.replace(
+        arm,
+        name=f"{arm.name}, without {mechanism}",
+        gives_way=mechanism == "--decode-fill",
+        decode_fill=DECODE_FILL if mechanism == "revocation" else 0,
+    )
+
+
 STATIC = Arm("static split, stock P/D", "stock")
 ALONE = Arm("kvcached without P/D", "")
 OWN_PATCH = Arm("kvcached's own Nixl patch", "own patch")
 PULL, PUSH = Arm("this package, pull", "ours"), Arm("this package, push", "ours", "push")
 STAGED = Arm("this package, staged pull", "ours", staged=True)
-WITHOUT = tuple(
-    Arm(f"{arm.name}, without both", "ours", arm.mode, arm.staged, gives_way=False, decode_fill=0)
-    for arm in (PULL, PUSH, STAGED)
+WITHOUT = (
+    *(each for arm in (PULL, PUSH) for each in (_without(arm, "revocation"), _without(arm, "--decode-fill"))),
+    *(_without(arm, "both") for arm in (PULL, PUSH, STAGED)),
 )
-"""As before leases could be revoked for want of memory, and before routers knew what decode can take."""
+"""As before leases could be revoked for want of memory, before routers knew what decode can take, or before both."""
 ARMS = (STATIC, ALONE, OWN_PATCH, PULL, PUSH, STAGED, *WITHOUT)
 """In the order of the table."""

@@ -116,13 +116,19 @@ def test_what_no_decode_received_is_wasted(prefilled: float, moved: float, share
 
 def test_arms_differ_in_what_their_names_say() -> None:
     assert len({arm.tag for arm in ARMS}) == len(ARMS)
+    kept = {"revocation": (False, DECODE_FILL), "--decode-fill": (True, 0.0), "both": (False, 0.0)}
     for arm in WITHOUT:
-        (beside,) = [one for one in ARMS if one.name == arm.name.removesuffix(", without both")]
-        assert (beside.gives_way, beside.decode_fill, arm.gives_way, arm.decode_fill) == (True, DECODE_FILL, False, 0)
+        name, _, mechanism = arm.name.partition(", without ")
+        (beside,) = [one for one in ARMS if one.name == name]
+        assert (beside.gives_way, beside.decode_fill) == (True, DECODE_FILL)
+        assert (arm.gives_way, arm.decode_fill) == kept[mechanism]
+        assert arm.router_options() == ("--decode-fill", str(arm.decode_fill))
         for mine, other in zip(arm.specs("a", Path("m"), "d"), beside.specs("a", Path("m"), "d"), strict=True):
             assert (mine.environment, mine.arguments) == (other.environment, other.arguments)
             extra, others = (dict(one.kv_transfer or {})["kv_connector_extra_config"] for one in (mine, other))
-            assert extra == {**others, "give_way_after": NEVER_SECONDS}  # type: ignore[dict-item]
+            never = {} if arm.gives_way else {"give_way_after": NEVER_SECONDS}
+            assert extra == {**others, **never}  # type: ignore[dict-item]
+    assert {arm.name.partition("without ")[2] for arm in WITHOUT if arm.mode == "push"} == set(kept)
     stock = STATIC.specs("a", Path("m"), "d")
     assert [one.environment for one in stock] == [{}, {}]
     blocks = sum(int(one.arguments[one.arguments.index("--num-gpu-blocks-override") + 1]) for one in stock)
