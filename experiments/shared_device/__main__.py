@@ -31,7 +31,8 @@ table      Two models on one device (the emulated one, of host memory) that is s
 overload   One model, whose decode has little memory. Its capacity is measured; then twice as many requests come as it
            can answer, with --decode-fill 0 and 1.5.
 hybrid     As table, with a hybrid model (Nemotron-H: attention and Mamba2 states) in place of one of the two, and fewer
-           arms: static split, kvcached without P/D, and this package's pull.
+           arms: static split (as many tokens for each model, so less than half for the hybrid one), kvcached without
+           P/D, and this package's pull.
 
 Clients leave when they have no token after 15 s. Each answer is compared with that of one stock server."""
 

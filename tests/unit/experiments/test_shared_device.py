@@ -18,8 +18,9 @@ pytest.importorskip("httpx")
 import httpx
 
 from experiments.common.client import Answer
+from experiments.common.report import Narrator
 from experiments.common.servers import ServerError, ServerSpec
-from experiments.shared_device import clients, reference
+from experiments.shared_device import clients, reference, table
 from experiments.shared_device.arms import (
     ALONE,
     ARMS,
@@ -392,6 +393,39 @@ def test_results_come_back_and_stay_beside_newer_ones(tmp_path: Path) -> None:
     # Files from before there was another part.
     file.write_text(json.dumps({"runs": [], "overload": []}))
     assert read(file) == Measured()
+
+
+@pytest.mark.parametrize(
+    ("quick", "word", "arms"),
+    [
+        (False, "", [arm.name for arm in HYBRID_ARMS]),
+        (True, "", [STATIC.name, PULL.name]),
+        (True, "without P/D", [ALONE.name]),
+    ],
+)
+def test_arms_take_turns_with_the_same_load(
+    quick: bool, word: str, arms: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, places = [], set()
+
+    def run_arm(
+        arm: Arm, device: Device, folders: Any, asked: Any, load: Any, seconds: float, logs: Path, _: Any
+    ) -> Ran:
+        assert device is WITH_HYBRID and logs.is_dir()
+        loads.append(load)
+        places.add(logs / arm.tag)
+        return Ran(arm.name, seconds)
+
+    monkeypatch.setattr(table, "run_arm", run_arm)
+    asked = {model: reference.Asked([[1]] * 18, [[2]] * 18) for model in "ab"}
+    with Narrator("test") as narrator:
+        found = list(
+            table.measure(
+                *(table.PARTS["hybrid"], {}, asked, 1, 2, tmp_path / "logs", narrator), quick=quick, word=word
+            )
+        )
+    assert [(one.round, one.arm) for one in found] == [(number, arm) for number in (1, 2) for arm in arms]
+    assert len(places) == len(loads) == 2 * len(arms) and loads[0] and all(load == loads[0] for load in loads)
 
 
 def test_rounds_are_kept_until_their_arm_is_measured_again() -> None:
