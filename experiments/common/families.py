@@ -162,6 +162,24 @@ FAMILIES: Mapping[str, Family] = {
         },
         has_mamba2=True,
     ),
+    # A block of 128 tokens is one page of kvcached in each layer, and a state takes half of it.
+    "nemotron-h, much KV": _hybrid(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        "smfsf",
+        {
+            **_SMALL,
+            "hidden_size": 256,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 2,
+        },
+        has_mamba2=True,
+    ),
     "granite4-h": _hybrid(
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",

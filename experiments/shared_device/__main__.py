@@ -11,7 +11,7 @@ from typing import Any
 from experiments.common.command_line import KEEPS_LAST, add_quick, add_seed, add_word, make_parser, run_main
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PARTS = ("table", "overload")
+PARTS = ("table", "overload", "hybrid")
 
 DESCRIPTION = """\
 What is elastic memory with prefill/decode worth to an operator?
@@ -20,13 +20,19 @@ table      Two models on one device (the emulated one, of host memory) that is s
            Their loads swell at opposite times. Every arm gets the same requests at the same times, whether earlier ones
            were answered or not (open loop), with prompts of 256 to 1,536 tokens:
              static split, stock P/D    half of the device for each model; vLLM's own connector and memory
+             static split, stock push   the same with NixlPushConnector (vLLM 0.24 on), behind vllm-router
              kvcached without P/D       one server for each model computes prompts and answers
              kvcached's own Nixl patch  as kvcached 0.1.6 ships it, without this package
              this package               pull, push, and pull staged through a slab
-             ..., without both          prefill takes nothing back (give_way_after), and the router does not look at
-                                        what decode can take (--decode-fill 0)
+             ..., without revocation    nothing is taken back for want of memory (give_way_after): not by prefill, nor,
+                                        in push, by decode
+             ..., without --decode-fill the router does not look at what decode can take (--decode-fill 0)
+             ..., without both          neither
 overload   One model, whose decode has little memory. Its capacity is measured; then twice as many requests come as it
            can answer, with --decode-fill 0 and 1.5.
+hybrid     As table, with a hybrid model (Nemotron-H: attention and Mamba2 states) in place of one of the two, and fewer
+           arms: static split (as many tokens for each model, so less than half for the hybrid one), kvcached without
+           P/D, and this package's pull.
 
 Clients leave when they have no token after 15 s. Each answer is compared with that of one stock server."""
 
@@ -40,17 +46,24 @@ the capacity less prefill is wasted with --decode-fill 1.5 than without, and eve
 Which arm is fastest is reported without a target.
 
 exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
-Results: tables; results/last-VERSION.json with every request, versions and hardware; results/last-VERSION.png: memory
-over time."""
+Results: tables; results/last-VERSION.json with every request, versions and hardware; results/last-VERSION.png and
+last-VERSION-hybrid.png: memory over time."""
 
 
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
-    add_quick(parser, "less load, and two arms", KEEPS_LAST)
+    add_quick(parser, "less load, and two arms if no --arm is given", KEEPS_LAST)
     add_seed(parser)
     keeps = "last-VERSION.json keeps the results of the others"
     parser.add_argument("--part", choices=PARTS, help=f"only this part; {keeps}")
-    add_word(parser, "--arm", "arms of the table", keeps)
+    add_word(parser, "--arm", "arms of the tables", keeps)
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run all arms of the tables N times, in turn, and report medians (%(default)s)",
+    )
     return parser.parse_args()
 
 
@@ -58,8 +71,11 @@ def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
     # Imported here, not at the top: --help has to work without an environment.
     from experiments.common.report import Narrator, begin, conclude, last_name, write_json
-    from experiments.shared_device import overload, report, stored, table
+    from experiments.shared_device import overload, report, stored
+    from experiments.shared_device.models import FULL_ATTENTION
     from experiments.shared_device.reference import reference_of
+    from experiments.shared_device.table import PARTS as TABLES
+    from experiments.shared_device.table import measure
 
     began, stamp = begin(options.vllm)
     logs = RESULTS / stamp
@@ -68,26 +84,39 @@ def main(options: argparse.Namespace) -> int:
     path = RESULTS / f"{name}.json"
     # Written after each arm: a run takes a quarter of an hour, and one that is ended early can be continued with --arm.
     found = stored.Measured() if options.quick else stored.read(path)
-    if options.part != "overload" and not options.arm:
-        found = found.without_runs()
+    chosen = [options.part] if options.part else PARTS
+    if not options.arm:
+        found = found.without_runs(one for one in chosen if one in TABLES)
 
     def content() -> dict[str, Any]:
         return {"began": began, "seed": options.seed, **dataclasses.asdict(found)}
 
     with Narrator(f"two models on one device, vLLM {options.vllm}") as narrator:
-        folders = table.model_folders()
-        asked = reference_of(folders, logs, narrator.update)
-        if options.part != "table":
+        if "overload" in chosen:
+            folders = FULL_ATTENTION.make_models()
+            asked = reference_of(FULL_ATTENTION, folders, logs, narrator.update)
             overloaded = overload.measure(folders, asked, options.seed, logs, narrator, quick=options.quick)
             found = found.with_overload(overloaded)
             write_json(path, content())
-        if options.part != "overload":
-            word = options.arm or ""
-            for ran in table.measure(folders, asked, options.seed, logs, narrator, quick=options.quick, word=word):
-                found = found.with_run(ran)
+        for part, one in TABLES.items():
+            if part not in chosen:
+                continue
+            folders = one.device.make_models()
+            place = logs if part == "table" else logs / part
+            asked = reference_of(one.device, folders, place, narrator.update)
+            runs = measure(
+                *(one, folders, asked, options.seed, options.rounds, place, narrator),
+                quick=options.quick,
+                word=options.arm or "",
+            )
+            for ran in runs:
+                found = found.with_run(part, ran)
                 write_json(path, content())
     tables, verdicts = report.summary(found)
-    report.plot(found.runs, f"memory of one device over time, vLLM {options.vllm}", RESULTS / f"{name}.png")
+    for part, one in TABLES.items():
+        suffix, words = ("", "") if part == "table" else (f"-{part}", f" ({part})")
+        title = f"memory of one device over time{words}, vLLM {options.vllm}"
+        report.plot(found.runs_of(part), one.device, title, RESULTS / f"{name}{suffix}.png")
     return conclude(tables, verdicts, path, content())
 
 

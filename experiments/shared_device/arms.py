@@ -3,37 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common.device import layout
-from experiments.common.model import ModelShape
 from experiments.common.servers import GIVES_BACK, ServerSpec
 from experiments.common.transfer_config import role
+from experiments.shared_device.models import MAX_MODEL_LEN, Device
 
-BLOCK_SIZE = 32
-MODELS: Mapping[str, ModelShape] = {
-    name: ModelShape(layers=2, heads=16, kv_heads=16, head_size=256, intermediate=256, seed=seed)
-    for name, seed in (("a", 20260), ("b", 20261))
-}
-"""Much KV and little to compute: a page of kvcached, of keys or values of a layer, holds 128 tokens."""
-KV_BYTES_PER_TOKEN = 2 * 2 * 16 * 256 * 4
-"""In float32."""
-PAGE_GROUP_BYTES = 2 * 2 * (2 << 20)
-"""The least that kvcached maps at a time."""
-DEVICE_TOKENS = 10_240
-DEVICE_BYTES = DEVICE_TOKENS * KV_BYTES_PER_TOKEN
-DEVICE_GIB = DEVICE_BYTES / 2**30
-STATIC_TOKENS: Mapping[str, int] = {"prefill": 2048, "decode": 3072}
-"""What each server has where the device is split: half of it for each model, and more of that for decode."""
-MAX_MODEL_LEN = 1792
 LEASE_SECONDS = 30.0
 NEVER_SECONDS = 86_400
 """``give_way_after``: its greatest value, so that no offer is taken back within a run."""
 DECODE_FILL = 1.5
-
-assert 2 * sum(STATIC_TOKENS.values()) == DEVICE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -43,9 +25,11 @@ class Arm:
     Attributes:
         connector: ``stock`` (vLLM's own, vLLM's own memory), ``own patch`` (kvcached's, without this package),
             ``ours``, or "" for one server per model that computes prompts and answers.
-        mode: transfer mode.
+        mode: transfer mode. Stock push is behind vllm-router: this package's router pushes only to servers whose
+            answers have a manifest.
         staged: KV goes through a slab in host memory.
-        gives_way: prefill takes back what nobody fetches where memory is short; else only leases end that.
+        gives_way: prefill takes back what nobody fetches where memory is short; else only leases end that. In push,
+            decode gives up what it has registered, too.
         decode_fill: of the router; 0: prefill computes whatever decode can take.
     """
 
@@ -62,6 +46,10 @@ class Arm:
         return self.connector != "stock"
 
     @property
+    def is_stock_push(self) -> bool:
+        return self.connector == "stock" and self.mode == "push"
+
+    @property
     def tag(self) -> str:
         """Its name for files."""
         return "".join(letter if letter.isalnum() else "-" for letter in self.name)
@@ -74,36 +62,37 @@ class Arm:
         """Return the router's flags."""
         return ("--decode-fill", str(self.decode_fill))
 
-    def specs(self, model: str, folder: Path, device: str) -> list[ServerSpec]:
+    def specs(self, device: Device, model: str, folder: Path, device_name: str) -> list[ServerSpec]:
         """Return the configuration of a model's servers.
 
         Args:
             folder: of the model.
-            device: name of the emulated device that they share with others.
+            device_name: of the emulated device that they share with others.
         """
-        return [self._spec(model, side, folder, device) for side in self.sides()]
+        return [self._spec(device, model, side, folder, device_name) for side in self.sides()]
 
-    def _spec(self, model: str, side: str, folder: Path, device: str) -> ServerSpec:
-        tokens = DEVICE_TOKENS if self.is_elastic else STATIC_TOKENS[side]
+    def _spec(self, device: Device, model: str, side: str, folder: Path, device_name: str) -> ServerSpec:
+        served = device.models[model]
+        blocks = device.num_bytes // served.block_bytes if self.is_elastic else served.split_blocks[side]
         return ServerSpec(
             name=f"{self.tag}-{model}-{side}",
             model=folder,
             dtype="float32",
-            block_size=BLOCK_SIZE,
+            block_size=served.block_size,
             max_model_len=MAX_MODEL_LEN,
             kv_transfer=self._transfer(side) if self.connector else None,
-            environment=self._elastic(device) if self.is_elastic else {},
-            arguments=("--num-gpu-blocks-override", str(tokens // BLOCK_SIZE)),
+            environment=self._elastic(device, device_name) if self.is_elastic else served.stock_environment(),
+            arguments=("--num-gpu-blocks-override", str(blocks), *served.arguments()),
             forks=True,
         )
 
-    def _elastic(self, device: str) -> dict[str, str]:
+    def _elastic(self, device: Device, device_name: str) -> dict[str, str]:
         own_patch = {"KVCACHED_CONTIGUOUS_LAYOUT": "false", "KVCACHED_NIXL": "0", "EXPERIMENT_HOSTVMM": "1"}
         return {
             "ENABLE_KVCACHED": "true",
             **layout(),
-            "KVCACHED_HOSTVMM_DEVICE": device,
-            "KVCACHED_HOSTVMM_GIB": str(DEVICE_GIB),
+            "KVCACHED_HOSTVMM_DEVICE": device_name,
+            "KVCACHED_HOSTVMM_GIB": str(device.gib),
             # kvcached's defaults, ten pages and 16,000 tokens an engine, are more than this device.
             **GIVES_BACK,
             **(own_patch if self.connector == "own patch" else {}),
@@ -116,22 +105,34 @@ class Arm:
             extra |= {"memory_path": "host"} if self.staged else {}
             extra |= {} if self.gives_way else {"give_way_after": NEVER_SECONDS}
         return {
-            "kv_connector": "NixlConnector",
+            "kv_connector": "NixlPushConnector" if self.is_stock_push else "NixlConnector",
             "kv_role": role(side),
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
         }
 
 
-STATIC = Arm("static split, stock P/D", "stock")
+def _without(arm: Arm, mechanism: str) -> Arm:
+    """Return ``arm`` without ``revocation``, ``--decode-fill``, or ``both``."""
+    return dataclasses.replace(
+        arm,
+        name=f"{arm.name}, without {mechanism}",
+        gives_way=mechanism == "--decode-fill",
+        decode_fill=DECODE_FILL if mechanism == "revocation" else 0,
+    )
+
+
+STATIC, STATIC_PUSH = Arm("static split, stock P/D", "stock"), Arm("static split, stock push", "stock", "push")
 ALONE = Arm("kvcached without P/D", "")
 OWN_PATCH = Arm("kvcached's own Nixl patch", "own patch")
 PULL, PUSH = Arm("this package, pull", "ours"), Arm("this package, push", "ours", "push")
 STAGED = Arm("this package, staged pull", "ours", staged=True)
-WITHOUT = tuple(
-    Arm(f"{arm.name}, without both", "ours", arm.mode, arm.staged, gives_way=False, decode_fill=0)
-    for arm in (PULL, PUSH, STAGED)
+WITHOUT = (
+    *(each for arm in (PULL, PUSH) for each in (_without(arm, "revocation"), _without(arm, "--decode-fill"))),
+    *(_without(arm, "both") for arm in (PULL, PUSH, STAGED)),
 )
-"""As before leases could be revoked for want of memory, and before routers knew what decode can take."""
-ARMS = (STATIC, ALONE, OWN_PATCH, PULL, PUSH, STAGED, *WITHOUT)
+"""As before leases could be revoked for want of memory, before routers knew what decode can take, or before both."""
+ARMS = (STATIC, STATIC_PUSH, ALONE, OWN_PATCH, PULL, PUSH, STAGED, *WITHOUT)
 """In the order of the table."""
+HYBRID_ARMS = (STATIC, ALONE, PULL)
+"""Where a model has states. kvcached's own patch refuses those."""

@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from experiments.common.counted import HAND_OVERS
 from experiments.common.servers import Server
-from experiments.shared_device.arms import KV_BYTES_PER_TOKEN
+from experiments.shared_device.models import Device, Served
 
-__all__ = ["Counts", "read_counts", "settled_counts"]
+__all__ = ["Counts", "Engines", "moved_tokens", "read_counts", "settled_counts"]
 
 SETTLE_SECONDS = 15.0
 LOOK_SECONDS = 1.0
+Engines = Mapping[tuple[str, str], Server]
+"""By model and side."""
 _COMPUTED, _MOVED = "vllm:prompt_tokens_total", "vllm:nixl_bytes_transferred_sum"
 _PREEMPTED, _REVOKED = "vllm:num_preemptions_total", "kvcached_nixl:revoked_offers_total"
 _FAILED, _EXPIRED = "kvcached_nixl:handover_failures_total", "vllm:nixl_num_kv_expired_reqs_total"
@@ -54,30 +57,47 @@ class Counts:
         return max(0.0, 1 - self.moved_tokens / self.prefilled_tokens)
 
 
-def read_counts(prefills: Sequence[Server], decodes: Sequence[Server]) -> Counts:
+def read_counts(device: Device, engines: Engines) -> Counts:
     """Read the metrics of servers once."""
-    ours = [_samples(one) for one in prefills]
-    everyone = [*ours, *(_samples(one) for one in decodes)]
+    pages = {place: _samples(one) for place, one in engines.items()}
 
-    def total(pages: Sequence[dict[str, float]], name: str) -> float:
-        return sum(page.get(name, 0.0) for page in pages)
+    def total(name: str, model: str | None = None, side: str | None = None) -> float:
+        return sum(
+            page.get(name, 0.0)
+            for (of_model, of_side), page in pages.items()
+            if model in (None, of_model) and side in (None, of_side)
+        )
 
+    is_stock = not any("ENABLE_KVCACHED" in one.spec.environment for one in engines.values())
     return Counts(
-        prefilled_tokens=total(ours, _COMPUTED),
-        moved_tokens=total(everyone, _MOVED) / KV_BYTES_PER_TOKEN,
-        preempted=total(everyone, _PREEMPTED),
-        revoked=total(everyone, _REVOKED),
-        failed=total(everyone, _FAILED),
-        expired=total(everyone, _EXPIRED),
+        prefilled_tokens=total(_COMPUTED, side="prefill"),
+        moved_tokens=sum(
+            moved_tokens(device.models[model], total(_MOVED, model), total(HAND_OVERS, model), is_stock=is_stock)
+            for model in dict.fromkeys(model for model, _ in engines)
+        ),
+        preempted=total(_PREEMPTED),
+        revoked=total(_REVOKED),
+        failed=total(_FAILED),
+        expired=total(_EXPIRED),
     )
 
 
-def settled_counts(prefills: Sequence[Server], decodes: Sequence[Server]) -> Counts:
+def moved_tokens(served: Served, moved_bytes: float, hand_overs: float, *, is_stock: bool) -> float:
+    """Return how many tokens' keys and values are among bytes that were moved, beside the states of each hand-over.
+
+    Args:
+        is_stock: states move without their padding.
+    """
+    state_bytes = served.state_bytes if is_stock or not served.state_bytes else served.block_bytes
+    return max(0.0, moved_bytes - hand_overs * state_bytes) / served.kv_bytes_per_token
+
+
+def settled_counts(device: Device, engines: Engines) -> Counts:
     """Read the metrics when nothing is added any more: engines report with a later step. Waits ``SETTLE_SECONDS``."""
-    deadline, found = time.monotonic() + SETTLE_SECONDS, read_counts(prefills, decodes)
+    deadline, found = time.monotonic() + SETTLE_SECONDS, read_counts(device, engines)
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
-        before, found = found, read_counts(prefills, decodes)
+        before, found = found, read_counts(device, engines)
         if found == before:
             break
     return found

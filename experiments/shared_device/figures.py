@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.shared_device.clients import Outcome, Received
@@ -22,6 +22,7 @@ class Figures:
 
     Attributes:
         goodput: right answers within the latency bound, a second of load.
+        outcomes: how many requests came to each.
     """
 
     goodput: float
@@ -29,7 +30,7 @@ class Figures:
     first_p99: float | None
     token_p50: float | None
     token_p99: float | None
-    outcomes: dict[str, int]
+    outcomes: Mapping[str, float]
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

@@ -13,13 +13,15 @@ from pathlib import Path
 import httpx
 
 from experiments.common.router import routed
-from experiments.common.servers import Running, Server, ServerError
+from experiments.common.servers import Running, ServerError
 from experiments.shared_device.arms import Arm
 from experiments.shared_device.clients import Outcome, Received, Target, ask, nudge, offered
-from experiments.shared_device.counts import Counts, settled_counts
+from experiments.shared_device.counts import Counts, Engines, settled_counts
 from experiments.shared_device.load import Arrival
 from experiments.shared_device.memory import DeviceWatch, Sample
+from experiments.shared_device.models import Device
 from experiments.shared_device.reference import Asked
+from experiments.stacks.routers import vllm_router
 
 QUEUE_SECONDS = 3.0
 """``--queue-timeout`` of routers: within the latency bound, so that who would wait longer is refused at once."""
@@ -32,7 +34,7 @@ ANSWERED_SECONDS = 60.0
 @dataclass
 class Ran:
     """One arm's run. ``load_seconds``: how long requests were sent; ``samples``: of the device, none where it is
-    split. ``not_run``: why it was not; then all else is empty."""
+    split. ``not_run``: why it was not; then all else is empty. ``round``: from 1 on."""
 
     arm: str
     load_seconds: float = 0.0
@@ -40,10 +42,12 @@ class Ran:
     counts: Counts = field(default_factory=Counts)
     samples: list[Sample] = field(default_factory=list)
     not_run: str = ""
+    round: int = 1
 
 
 def run_arm(
     arm: Arm,
+    device: Device,
     folders: Mapping[str, Path],
     asked: Mapping[str, Asked],
     load: Sequence[Arrival],
@@ -52,8 +56,8 @@ def run_arm(
     say: Callable[[str], None],
 ) -> Ran:
     """Start everything, offer the load, stop everything. An arm whose servers do not serve throughout is not run."""
-    device = f"shared-{uuid.uuid4().hex[:8]}"
-    specs = [one for model, folder in folders.items() for one in arm.specs(model, folder, device)]
+    device_name = f"shared-{uuid.uuid4().hex[:8]}"
+    specs = [one for model, folder in folders.items() for one in arm.specs(device, model, folder, device_name)]
     try:
         with contextlib.ExitStack() as stack:
             launched = stack.enter_context(Running(specs, logs / arm.tag, lambda text: say(f"{arm.name}: {text}")))
@@ -65,12 +69,14 @@ def run_arm(
                 url = mine[0].base_url
                 if arm.connector:
                     options = ("--queue-timeout", str(QUEUE_SECONDS), "--keep-alive", str(KEEP_ALIVE_SECONDS))
-                    log = logs / arm.tag / f"{model}-router.log"
-                    url = stack.enter_context(routed(mine[:1], mine[1:], log, *options, *arm.router_options()))
+                    before = (mine[:1], mine[1:], logs / arm.tag / f"{model}-router.log")
+                    own = (*options, *arm.router_options())
+                    router = vllm_router(*before, say) if arm.is_stock_push else routed(*before, *own)
+                    url = stack.enter_context(router)
                 targets[model] = Target(url, asked[model].prompts, asked[model].answers)
             say(f"{arm.name}: warming up")
             asyncio.run(_warm_up(targets, load, arm))
-            return _measured(arm, servers, targets, load, seconds, device, say)
+            return _measured(arm, device, servers, targets, load, seconds, device_name, say)
     except (ServerError, httpx.HTTPError) as error:
         (logs / f"{arm.tag}-error.txt").write_text(str(error))
         return Ran(arm.name, not_run=_shortened(str(error)) or repr(error))
@@ -78,23 +84,22 @@ def run_arm(
 
 def _measured(
     arm: Arm,
-    servers: Mapping[tuple[str, str], Server],
+    device: Device,
+    servers: Engines,
     targets: Mapping[str, Target],
     load: Sequence[Arrival],
     seconds: float,
-    device: str,
+    device_name: str,
     say: Callable[[str], None],
 ) -> Ran:
-    prefills = [one for (_, side), one in servers.items() if side == "prefill"]
-    others = [one for (_, side), one in servers.items() if side != "prefill"]
-    before = settled_counts(prefills, others)
+    before = settled_counts(device, servers)
     sessions = {f"{model}, {side}": one.process.pid for (model, side), one in servers.items()}
-    with DeviceWatch(device, sessions) as watch:
+    with DeviceWatch(device, device_name, sessions) as watch:
         received = asyncio.run(offered(load, targets, arm.tag, lambda text: say(f"{arm.name}: {text}")))
     for one in servers.values():
         one.check_alive()
     asyncio.run(nudge(targets))
-    counts = settled_counts(prefills, others).since(before)
+    counts = settled_counts(device, servers).since(before)
     return Ran(arm.name, seconds, received, counts, watch.samples if arm.is_elastic else [])
 
 

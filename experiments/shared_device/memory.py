@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from experiments.common.sampler import Sampler
-from experiments.shared_device.arms import DEVICE_GIB
+from experiments.shared_device.models import Device
 from kvcached_nixl.hostvmm.device import NAME_VARIABLE, SIZE_VARIABLE, device_info
 
 SAMPLE_SECONDS = 0.25
@@ -31,13 +31,13 @@ class DeviceWatch(Sampler):
     """Samples a device during a ``with`` block.
 
     Args:
-        device: its name.
+        name: of the emulated device, which is a ``device``.
         sessions: the engines' sessions (process ids of their leaders), by the engine's name.
     """
 
-    def __init__(self, device: str, sessions: Mapping[str, int]) -> None:
-        super().__init__(f"memory of {device}", SAMPLE_SECONDS)
-        self._environment = {NAME_VARIABLE: device, SIZE_VARIABLE: str(DEVICE_GIB)}
+    def __init__(self, device: Device, name: str, sessions: Mapping[str, int]) -> None:
+        super().__init__(f"memory of {name}", SAMPLE_SECONDS)
+        self._environment = {NAME_VARIABLE: name, SIZE_VARIABLE: str(device.gib)}
         self._names = {session: name for name, session in sessions.items()}
         self._begun_seconds = time.monotonic()
         self.samples: list[Sample] = []

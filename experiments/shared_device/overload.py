@@ -17,12 +17,13 @@ import httpx
 
 from experiments.common.report import Narrator
 from experiments.common.router import routed
-from experiments.common.servers import Running, Server
-from experiments.shared_device.arms import BLOCK_SIZE, DECODE_FILL, PULL
+from experiments.common.servers import Running
+from experiments.shared_device.arms import DECODE_FILL, PULL
 from experiments.shared_device.clients import Outcome, Received, Target, ask, nudge, offered
-from experiments.shared_device.counts import Counts, settled_counts
+from experiments.shared_device.counts import Counts, Engines, settled_counts
 from experiments.shared_device.load import Arrival, Swell, arrivals
 from experiments.shared_device.measure import KEEP_ALIVE_SECONDS, QUEUE_SECONDS
+from experiments.shared_device.models import FULL_ATTENTION
 from experiments.shared_device.reference import Asked
 
 MODEL = "a"
@@ -56,12 +57,14 @@ def measure(
     quick: bool,
 ) -> list[Overloaded]:
     """Start a pair and a router for each ``--decode-fill``, measure the capacity, then overload each in turn."""
-    prefill, decode = PULL.specs(MODEL, folders[MODEL], f"overload-{uuid.uuid4().hex[:8]}")
-    decode = dataclasses.replace(decode, arguments=("--num-gpu-blocks-override", str(DECODE_TOKENS // BLOCK_SIZE)))
+    prefill, decode = PULL.specs(FULL_ATTENTION, MODEL, folders[MODEL], f"overload-{uuid.uuid4().hex[:8]}")
+    blocks = DECODE_TOKENS // FULL_ATTENTION.models[MODEL].block_size
+    decode = dataclasses.replace(decode, arguments=("--num-gpu-blocks-override", str(blocks)))
     seconds, rounds = (QUICK_LOAD_SECONDS, QUICK_ROUNDS) if quick else (LOAD_SECONDS, ROUNDS)
     with contextlib.ExitStack() as stack:
         launched = stack.enter_context(Running([prefill, decode], logs / "overload", narrator.update))
         servers = launched.ready()
+        engines = {(MODEL, "prefill"): servers[0], (MODEL, "decode"): servers[1]}
         targets = {}
         for fill in FILLS:
             options = ("--queue-timeout", str(QUEUE_SECONDS), "--keep-alive", str(KEEP_ALIVE_SECONDS))
@@ -76,7 +79,7 @@ def measure(
             load = arrivals(MODEL, rate, seconds, len(asked[MODEL].prompts), seed + number)
             for fill in FILLS if number % 2 == 0 else FILLS[::-1]:
                 name = f"overload, --decode-fill {fill:g}, {number + 1} of {rounds}"
-                found.append(_overloaded(fill, capacity, targets[fill], load, seconds, servers, name, narrator))
+                found.append(_overloaded(fill, capacity, targets[fill], load, seconds, engines, name, narrator))
     return found
 
 
@@ -107,14 +110,14 @@ def _overloaded(
     target: Target,
     load: Sequence[Arrival],
     seconds: float,
-    servers: Sequence[Server],
+    engines: Engines,
     name: str,
     narrator: Narrator,
 ) -> Overloaded:
-    before = settled_counts(servers[:1], servers[1:])
+    before = settled_counts(FULL_ATTENTION, engines)
     received = asyncio.run(offered(load, {MODEL: target}, name, lambda text: narrator.update(f"{name}: {text}")))
-    for one in servers:
+    for one in engines.values():
         one.check_alive()
     asyncio.run(nudge({MODEL: target}))
-    counts = settled_counts(servers[:1], servers[1:]).since(before)
+    counts = settled_counts(FULL_ATTENTION, engines).since(before)
     return Overloaded(fill, capacity, seconds, received, counts)

@@ -14,8 +14,8 @@ from pathlib import Path
 from experiments.common.client import Answer, Client, http_client
 from experiments.common.model import CACHE
 from experiments.common.servers import Running, Server, ServerError, ServerSpec
-from experiments.shared_device.arms import BLOCK_SIZE, MAX_MODEL_LEN
 from experiments.shared_device.load import LENGTHS, MAX_TOKENS, draw_prompts
+from experiments.shared_device.models import MAX_MODEL_LEN, Device
 from kvcached_nixl.compat.versions import found_version
 
 KEPT, DRAWN = 18, 42
@@ -36,7 +36,7 @@ class Asked:
 
 
 def reference_of(
-    folders: Mapping[str, Path], logs: Path, say: Callable[[str], None], cache: Path = CACHE
+    device: Device, folders: Mapping[str, Path], logs: Path, say: Callable[[str], None], cache: Path = CACHE
 ) -> dict[str, Asked]:
     """Return the answers of an earlier run with this vLLM; else start a stock server for each model, ask, stop.
 
@@ -49,7 +49,7 @@ def reference_of(
     ]
     known = cache / f"answers-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]}.json"
     if not known.is_file():
-        found = _reference_of(folders, logs, say)
+        found = _reference_of(device, folders, logs, say)
         cache.mkdir(parents=True, exist_ok=True)
         partial = known.with_suffix(".partial")
         partial.write_text(json.dumps({model: dataclasses.asdict(one) for model, one in found.items()}))
@@ -57,14 +57,17 @@ def reference_of(
     return {model: Asked(**one) for model, one in json.loads(known.read_text()).items()}
 
 
-def _reference_of(folders: Mapping[str, Path], logs: Path, say: Callable[[str], None]) -> dict[str, Asked]:
+def _reference_of(
+    device: Device, folders: Mapping[str, Path], logs: Path, say: Callable[[str], None]
+) -> dict[str, Asked]:
     specs = [
         ServerSpec(
             name=f"reference-{model}",
             model=folder,
             dtype="float32",
-            block_size=BLOCK_SIZE,
+            block_size=device.models[model].block_size,
             max_model_len=MAX_MODEL_LEN,
+            arguments=device.models[model].arguments(),
             forks=True,
         )
         for model, folder in folders.items()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,13 +12,16 @@ from rich.table import Table
 
 from experiments.common.plots import make_panels, save
 from experiments.common.targets import Verdict
-from experiments.shared_device.arms import DECODE_FILL, DEVICE_BYTES, MODELS
+from experiments.shared_device.arms import DECODE_FILL
 from experiments.shared_device.clients import Outcome, Received
 from experiments.shared_device.counts import Counts
 from experiments.shared_device.figures import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, figures_of
 from experiments.shared_device.measure import Ran
+from experiments.shared_device.models import Device
 from experiments.shared_device.overload import TIMES_CAPACITY, Overloaded
+from experiments.shared_device.rounds import by_arm, medians_of, peaks
 from experiments.shared_device.stored import Measured
+from experiments.shared_device.table import PARTS
 
 PANELS_A_ROW = 4
 COLORS = {
@@ -33,93 +36,98 @@ _MIB = 2**20
 _OUTCOMES = [kind.value.upper() if kind is Outcome.WRONG else kind.value for kind in Outcome]
 
 
-def peaks(ran: Ran) -> tuple[int, dict[str, int]]:
-    """Return the most bytes of the device that were in use at once, and the most of each model."""
-    total = max((one.total_bytes for one in ran.samples), default=0)
-    of_models = {
-        model: max((_of_model(one.used_bytes.items(), model) for one in ran.samples), default=0) for model in MODELS
-    }
-    return total, of_models
+def tables_of(runs: Sequence[Ran], title: str) -> list[Table]:
+    """Return the tables that an operator decides by: how fast each arm was, and what came of requests and memory.
 
-
-def _of_model(used: Iterable[tuple[str, int]], model: str) -> int:
-    return sum(count for name, count in used if name.startswith(f"{model},"))
-
-
-def tables_of(runs: Sequence[Ran]) -> list[Table]:
-    """Return the tables that an operator decides by: how fast each arm was, and what came of requests and memory."""
+    Args:
+        title: what is served.
+    """
+    arms = by_arm(runs)
+    is_repeated = any(len(rounds) > 1 for rounds in arms.values())
+    medians = "; medians of the rounds" if is_repeated else ""
+    names = ["arm", *(["rounds"] if is_repeated else [])]
     words = f"first token <= {FIRST_TOKEN_SECONDS:g} s, further ones <= {TOKEN_SECONDS * 1e3:g} ms on average"
-    speed = Table(title=f"two models on one device; goodput: right answers a second with {words}")
-    for column in ("arm", "goodput/s", "first token, s: p50", "p99", "between tokens, ms: p50", "p99"):
+    speed = Table(title=f"{title}; goodput: right answers a second with {words}{medians}")
+    for column in (*names, "goodput/s", "first token, s: p50", "p99", "between tokens, ms: p50", "p99"):
         speed.add_column(column, justify="left" if column == "arm" else "right")
-    fate = Table(title="what came of the requests, of prefill and of the memory")
-    columns = ["arm", *_OUTCOMES, "wasted", "taken back", "again", "peak, MiB"]
-    for column in columns:
+    fate = Table(title=f"what came of the requests, of prefill and of the memory{medians}")
+    for column in (*names, *_OUTCOMES, "wasted", "taken back", "again", "peak, MiB"):
         fate.add_column(column, justify="left" if column == "arm" else "right")
-    for ran in runs:
-        if ran.not_run:
-            speed.add_row(ran.arm, "not run")
-            fate.add_row(ran.arm, "not run")
+    for arm, rounds in arms.items():
+        row = [arm, *([str(sum(not ran.not_run for ran in rounds))] if is_repeated else [])]
+        found = medians_of(rounds)
+        if found is None:
+            speed.add_row(*row, "not run")
+            fate.add_row(*row, "not run")
             continue
-        found = figures_of(ran.received, ran.load_seconds)
-        wasted = ran.counts.wasted_share
         speed.add_row(
-            ran.arm,
-            f"{found.goodput:.2f}",
-            _shown(found.first_p50, 1, 2),
-            _shown(found.first_p99, 1, 2),
-            _shown(found.token_p50, 1e3, 0),
-            _shown(found.token_p99, 1e3, 0),
+            *row,
+            f"{found.figures.goodput:.2f}",
+            _shown(found.figures.first_p50, 1, 2),
+            _shown(found.figures.first_p99, 1, 2),
+            _shown(found.figures.token_p50, 1e3, 0),
+            _shown(found.figures.token_p99, 1e3, 0),
         )
         fate.add_row(
-            ran.arm,
-            *(str(found.outcomes[kind.value]) for kind in Outcome),
-            "-" if wasted is None else f"{wasted:.1%}",
-            f"{ran.counts.revoked:.0f}",
-            f"{ran.counts.preempted:.0f}",
-            f"{peaks(ran)[0] / _MIB:.0f}" if ran.samples else "split",
+            *row,
+            *(f"{found.figures.outcomes[kind.value]:g}" for kind in Outcome),
+            "-" if found.wasted_share is None else f"{found.wasted_share:.1%}",
+            f"{found.revoked:g}",
+            f"{found.preempted:g}",
+            "split" if found.peak_bytes is None else f"{found.peak_bytes / _MIB:.0f}",
         )
-    reasons = [f"{ran.arm} was not run: {ran.not_run}" for ran in runs if ran.not_run]
+    reasons = [f"{_named(ran)} was not run: {ran.not_run}" for ran in runs if ran.not_run]
     if reasons:
         fate.caption = "\n".join(reasons)
     return [speed, fate]
+
+
+def _named(ran: Ran) -> str:
+    return ran.arm if ran.round == 1 else f"{ran.arm}, round {ran.round},"
 
 
 def _shown(value: float | None, factor: float, digits: int) -> str:
     return "-" if value is None else f"{value * factor:.{digits}f}"
 
 
-def judge(runs: Sequence[Ran]) -> list[Verdict]:
-    """Return the targets: right tokens and an end for every request of this package; peaks that do not fit together."""
+def judge(runs: Sequence[Ran], device: Device, prefix: str = "") -> list[Verdict]:
+    """Return the targets: right tokens and an end for every request of this package; peaks that do not fit together.
+
+    Args:
+        prefix: of the targets' names.
+    """
     verdicts = []
-    for ran in runs:
-        if not ran.arm.startswith("this package"):
+    for arm, rounds in by_arm(runs).items():
+        if not arm.startswith("this package"):
             continue
-        if ran.not_run:
-            verdicts.append(Verdict(f"{ran.arm}: serves throughout", ran.not_run, False))
+        verdicts += [
+            Verdict(f"{prefix}{_named(ran)}: serves throughout", ran.not_run, False) for ran in rounds if ran.not_run
+        ]
+        ended = [ran for ran in rounds if not ran.not_run]
+        if not ended:
             continue
-        outcomes = figures_of(ran.received, ran.load_seconds).outcomes
-        bad = outcomes[Outcome.WRONG.value] + outcomes[Outcome.NO_END.value]
-        total, of_models = peaks(ran)
+        received = [one for ran in ended for one in ran.received]
+        bad = sum(one.outcome in (Outcome.WRONG, Outcome.NO_END) for one in received)
+        total, of_models = peaks(*ended)
         words = " and ".join(f"{count / _MIB:.0f}" for count in of_models.values())
         verdicts += [
             Verdict(
-                f"{ran.arm}: wrong answers, and requests without an end (0)",
-                f"{bad} of {len(ran.received)}",
+                f"{prefix}{arm}: wrong answers, and requests without an end (0)",
+                f"{bad} of {len(received)}",
                 bad == 0,
             ),
             Verdict(
-                f"{ran.arm}: the models' peaks, {words} MiB, within the device",
-                f"{total / _MIB:.0f} of {DEVICE_BYTES / _MIB:.0f} MiB",
-                total <= DEVICE_BYTES,
+                f"{prefix}{arm}: the models' peaks, {words} MiB, within the device",
+                f"{total / _MIB:.0f} of {device.num_bytes / _MIB:.0f} MiB",
+                total <= device.num_bytes,
             ),
         ]
     return verdicts
 
 
-def plot(runs: Sequence[Ran], title: str, path: Path) -> None:
-    """Plot the memory of each engine over time, a panel for each elastic arm."""
-    shown = [ran for ran in runs if ran.samples]
+def plot(runs: Sequence[Ran], device: Device, title: str, path: Path) -> None:
+    """Plot the memory of each engine over time, a panel for the first round of each elastic arm."""
+    shown = [ran for (ran, *_) in by_arm(one for one in runs if one.samples).values()]
     if not shown:
         return
     figure, panels = make_panels(len(shown), 11, 2.6 * math.ceil(len(shown) / PANELS_A_ROW), a_row=PANELS_A_ROW)
@@ -128,9 +136,9 @@ def plot(runs: Sequence[Ran], title: str, path: Path) -> None:
         engines = [name for name in COLORS if name in ran.samples[0].used_bytes]
         levels = [[one.used_bytes[engine] / _MIB for one in ran.samples] for engine in engines]
         panel.stackplot(seconds, *levels, labels=engines, colors=[COLORS[engine] for engine in engines])
-        panel.axhline(DEVICE_BYTES / _MIB, color="black", linewidth=1, linestyle="--")
+        panel.axhline(device.num_bytes / _MIB, color="black", linewidth=1, linestyle="--")
         panel.set_title(ran.arm.removeprefix("this package, "), fontsize=9)
-        panel.set(xlabel="seconds", ylim=(0, 1.3 * DEVICE_BYTES / _MIB))
+        panel.set(xlabel="seconds", ylim=(0, 1.3 * device.num_bytes / _MIB))
         if place % PANELS_A_ROW == 0:
             panel.set(ylabel="MiB of the device")
         panel.legend(fontsize=6, loc="upper left", ncols=2)
@@ -204,7 +212,9 @@ def _together(runs: Sequence[Overloaded]) -> tuple[list[Received], float, Counts
 def summary(found: Measured) -> tuple[list[Table], list[Verdict]]:
     """Return the tables of what was measured, and its targets."""
     tables = [table_of_overload(found.overload)] if found.overload else []
-    return [*tables, *(tables_of(found.runs) if found.runs else [])], [
-        *judge_overload(found.overload),
-        *judge(found.runs),
-    ]
+    verdicts = judge_overload(found.overload)
+    for name, part in PARTS.items():
+        if runs := found.runs_of(name):
+            tables += tables_of(runs, part.title)
+            verdicts += judge(runs, part.device, "" if name == "table" else f"{name}: ")
+    return tables, verdicts

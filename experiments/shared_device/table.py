@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arms of the table, one after another, with the same requests at the same times."""
+"""The arms of a table, one after another, with the same requests at the same times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.common.model import make_model
 from experiments.common.report import Narrator
-from experiments.shared_device.arms import ARMS, MODELS, PULL, STATIC
+from experiments.shared_device.arms import ARMS, HYBRID_ARMS, PULL, STATIC, Arm
 from experiments.shared_device.figures import figures_of
 from experiments.shared_device.load import Swell, arrivals, merged
 from experiments.shared_device.measure import Ran, run_arm
+from experiments.shared_device.models import FULL_ATTENTION, WITH_HYBRID, Device
 from experiments.shared_device.reference import Asked
 
 SECONDS, QUICK_SECONDS = 36.0, 18.0
@@ -19,29 +21,43 @@ SWELLS = {"a": Swell(0.2, 1.6, 18.0), "b": Swell(0.2, 1.6, 18.0, phase=0.5)}
 QUICK_ARMS = (STATIC, PULL)
 
 
-def model_folders() -> dict[str, Path]:
-    """Return the folder of each model; makes those that do not exist."""
-    return {name: make_model(shape) for name, shape in MODELS.items()}
+@dataclass(frozen=True)
+class Part:
+    """A device and its models, and the arms that share it, in the order of the table. ``title``: what is served."""
+
+    title: str
+    device: Device
+    arms: Sequence[Arm]
+
+
+PARTS: Mapping[str, Part] = {
+    "table": Part("two models on one device", FULL_ATTENTION, ARMS),
+    "hybrid": Part("a hybrid model (a) and another one (b) on one device", WITH_HYBRID, HYBRID_ARMS),
+}
 
 
 def measure(
+    part: Part,
     folders: Mapping[str, Path],
     asked: Mapping[str, Asked],
     seed: int,
+    rounds: int,
     logs: Path,
     narrator: Narrator,
     *,
     quick: bool,
     word: str,
 ) -> Iterator[Ran]:
-    """Run all arms whose names contain ``word``, and yield each when it has ended."""
+    """Run all arms whose names contain ``word`` in turn, ``rounds`` times, and yield each run when it has ended."""
     seconds = QUICK_SECONDS if quick else SECONDS
     load = merged(*(arrivals(name, swell, seconds, len(asked[name].prompts), seed) for name, swell in SWELLS.items()))
-    narrator.say(f"{len(load)} requests in {seconds:.0f} s")
-    for arm in QUICK_ARMS if quick else ARMS:
-        if word not in arm.name:
-            continue
-        ran = run_arm(arm, folders, asked, load, seconds, logs, narrator.update)
-        said = ran.not_run or f"{figures_of(ran.received, seconds).goodput:.2f} requests a second"
-        narrator.say(f"{arm.name}: {said}")
-        yield ran
+    narrator.say(f"{part.title}: {len(load)} requests in {seconds:.0f} s")
+    arms = [arm for arm in (QUICK_ARMS if quick and not word else part.arms) if word in arm.name]
+    for number in range(1, rounds + 1):
+        for arm in arms:
+            place = logs if number == 1 else logs / f"round-{number}"
+            place.mkdir(parents=True, exist_ok=True)
+            ran = run_arm(arm, part.device, folders, asked, load, seconds, place, narrator.update)
+            said = ran.not_run or f"{figures_of(ran.received, seconds).goodput:.2f} requests a second"
+            narrator.say(f"{arm.name}{f', round {number} of {rounds}' if rounds > 1 else ''}: {said}")
+            yield dataclasses.replace(ran, round=number)

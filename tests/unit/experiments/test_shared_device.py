@@ -18,31 +18,32 @@ pytest.importorskip("httpx")
 import httpx
 
 from experiments.common.client import Answer
-from experiments.common.servers import ServerError
-from experiments.shared_device import clients, reference
+from experiments.common.report import Narrator
+from experiments.common.servers import ServerError, ServerSpec
+from experiments.shared_device import clients, reference, table
 from experiments.shared_device.arms import (
+    ALONE,
     ARMS,
-    BLOCK_SIZE,
     DECODE_FILL,
-    DEVICE_BYTES,
-    DEVICE_TOKENS,
-    KV_BYTES_PER_TOKEN,
-    MAX_MODEL_LEN,
+    HYBRID_ARMS,
     NEVER_SECONDS,
     PULL,
     STATIC,
-    STATIC_TOKENS,
+    STATIC_PUSH,
     WITHOUT,
+    Arm,
 )
 from experiments.shared_device.clients import Outcome, Received, Target, ask
-from experiments.shared_device.counts import Counts
+from experiments.shared_device.counts import Counts, moved_tokens
 from experiments.shared_device.figures import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, figures_of, is_good, percentile
 from experiments.shared_device.load import LENGTHS, MAX_TOKENS, Arrival, Swell, arrivals, draw_prompts, merged
 from experiments.shared_device.measure import Ran
 from experiments.shared_device.memory import Sample
+from experiments.shared_device.models import FULL_ATTENTION, MAX_MODEL_LEN, WITH_HYBRID, Device
 from experiments.shared_device.overload import Overloaded
 from experiments.shared_device.reference import chosen, lead
-from experiments.shared_device.report import judge, judge_overload, peaks, plot, summary, table_of_overload, tables_of
+from experiments.shared_device.report import judge, judge_overload, plot, summary, table_of_overload, tables_of
+from experiments.shared_device.rounds import by_arm, medians_of, peaks
 from experiments.shared_device.stored import Measured, read
 
 GOOD = Received("a", 0.0, 256, Outcome.RIGHT, 1.0, "100 100")
@@ -76,8 +77,11 @@ def test_loads_swell_at_opposite_times() -> None:
 def test_prompts_are_whole_blocks_and_fit() -> None:
     prompts = draw_prompts(12, seed=1)
     assert sorted(map(len, prompts)) == sorted(2 * LENGTHS)
-    assert all(length % BLOCK_SIZE == 0 and length + max(MAX_TOKENS) <= MAX_MODEL_LEN for length in LENGTHS)
-    assert min(STATIC_TOKENS.values()) >= MAX_MODEL_LEN
+    assert all(length + max(MAX_TOKENS) <= MAX_MODEL_LEN for length in LENGTHS)
+    for device in (FULL_ATTENTION, WITH_HYBRID):
+        for one in device.models.values():
+            assert all(length % one.block_size == 0 for length in LENGTHS)
+            assert one.block_size * min(one.split_blocks.values()) >= MAX_MODEL_LEN + bool(one.state_bytes)
 
 
 @pytest.mark.parametrize(
@@ -114,23 +118,71 @@ def test_what_no_decode_received_is_wasted(prefilled: float, moved: float, share
     assert Counts(100 + prefilled, 50 + moved).since(begun).wasted_share == share
 
 
+def specs(arm: Arm, device: Device = FULL_ATTENTION, model: str = "a") -> list[ServerSpec]:
+    return arm.specs(device, model, Path("m"), "d")
+
+
 def test_arms_differ_in_what_their_names_say() -> None:
     assert len({arm.tag for arm in ARMS}) == len(ARMS)
+    kept = {"revocation": (False, DECODE_FILL), "--decode-fill": (True, 0.0), "both": (False, 0.0)}
     for arm in WITHOUT:
-        (beside,) = [one for one in ARMS if one.name == arm.name.removesuffix(", without both")]
-        assert (beside.gives_way, beside.decode_fill, arm.gives_way, arm.decode_fill) == (True, DECODE_FILL, False, 0)
-        for mine, other in zip(arm.specs("a", Path("m"), "d"), beside.specs("a", Path("m"), "d"), strict=True):
+        name, _, mechanism = arm.name.partition(", without ")
+        (beside,) = [one for one in ARMS if one.name == name]
+        assert (beside.gives_way, beside.decode_fill) == (True, DECODE_FILL)
+        assert (arm.gives_way, arm.decode_fill) == kept[mechanism]
+        assert arm.router_options() == ("--decode-fill", str(arm.decode_fill))
+        for mine, other in zip(specs(arm), specs(beside), strict=True):
             assert (mine.environment, mine.arguments) == (other.environment, other.arguments)
             extra, others = (dict(one.kv_transfer or {})["kv_connector_extra_config"] for one in (mine, other))
-            assert extra == {**others, "give_way_after": NEVER_SECONDS}  # type: ignore[dict-item]
-    stock = STATIC.specs("a", Path("m"), "d")
-    assert [one.environment for one in stock] == [{}, {}]
-    blocks = sum(int(one.arguments[one.arguments.index("--num-gpu-blocks-override") + 1]) for one in stock)
-    assert 2 * blocks * BLOCK_SIZE == DEVICE_TOKENS
-    for arm in ARMS:
-        if arm.is_elastic:
-            assert {one.environment["KVCACHED_HOSTVMM_DEVICE"] for one in arm.specs("a", Path("m"), "d")} == {"d"}
-    assert DEVICE_BYTES == DEVICE_TOKENS * KV_BYTES_PER_TOKEN
+            never = {} if arm.gives_way else {"give_way_after": NEVER_SECONDS}
+            assert extra == {**others, **never}  # type: ignore[dict-item]
+    assert {arm.name.partition("without ")[2] for arm in WITHOUT if arm.mode == "push"} == set(kept)
+
+
+def test_stock_push_differs_from_stock_pull_in_connector_and_router() -> None:
+    for pull, push in zip(specs(STATIC), specs(STATIC_PUSH), strict=True):
+        assert {**(pull.kv_transfer or {}), "kv_connector": "NixlPushConnector"} == push.kv_transfer
+        assert (pull.environment, pull.arguments) == (push.environment, push.arguments)
+    assert [arm.name for arm in ARMS if arm.is_stock_push] == [STATIC_PUSH.name]
+
+
+@pytest.mark.parametrize("device", [FULL_ATTENTION, WITH_HYBRID])
+def test_a_split_has_the_whole_device_and_elastic_servers_may(device: Device) -> None:
+    def blocks(spec: ServerSpec) -> int:
+        return int(spec.arguments[spec.arguments.index("--num-gpu-blocks-override") + 1])
+
+    split = 0
+    for model, served in device.models.items():
+        split += sum(blocks(one) for one in specs(STATIC, device, model)) * served.block_bytes
+        for one in specs(PULL, device, model):
+            assert blocks(one) * served.block_bytes == device.num_bytes
+            assert one.environment["KVCACHED_HOSTVMM_DEVICE"] == "d"
+            assert float(one.environment["KVCACHED_HOSTVMM_GIB"]) * 2**30 == device.num_bytes
+    assert split == device.num_bytes
+    assert [one.environment for one in specs(STATIC)] == [{}, {}]
+
+
+def test_a_hybrid_model_has_states_and_the_flags_that_they_need() -> None:
+    hybrid, other = WITH_HYBRID.models.values()
+    assert (other.state_bytes, other.kv_bytes_per_token, other.block_bytes) == (0, 64 << 10, 2 << 20)
+    # Two layers of attention, and two of Mamba2: a recurrence's state and that of a convolution.
+    assert hybrid.kv_bytes_per_token == 2 * 2 * 16 * 128 * 4
+    assert hybrid.state_bytes == 2 * 4 * (32 * 64 * 128 + 3 * (32 * 64 + 2 * 2 * 128))
+    assert hybrid.state_bytes <= hybrid.block_bytes == 4 << 20
+    for arm in HYBRID_ARMS:
+        for one in specs(arm, WITH_HYBRID):
+            assert "--no-disable-hybrid-kv-cache-manager" in one.arguments and one.block_size == hybrid.block_size
+            assert one.environment.get("VLLM_SSM_CONV_STATE_LAYOUT") == ("DS" if arm is STATIC else None)
+        assert not any("hybrid" in word for one in specs(arm, WITH_HYBRID, "b") for word in one.arguments)
+    assert [len(specs(arm, WITH_HYBRID)) for arm in (STATIC, ALONE, PULL)] == [2, 1, 2]
+
+
+def test_states_are_no_tokens() -> None:
+    hybrid, other = WITH_HYBRID.models.values()
+    padded, bare = (512 * hybrid.kv_bytes_per_token + 2 * each for each in (hybrid.block_bytes, hybrid.state_bytes))
+    assert moved_tokens(hybrid, padded, 2, is_stock=False) == moved_tokens(hybrid, bare, 2, is_stock=True) == 512
+    assert moved_tokens(other, 512 * other.kv_bytes_per_token, 2, is_stock=False) == 512
+    assert moved_tokens(hybrid, 0, 1, is_stock=True) == 0
 
 
 def answer(lead_nats: float, tokens: int = 2) -> Answer:
@@ -152,16 +204,16 @@ def test_the_right_answers_are_asked_for_once(tmp_path: Path, monkeypatch: pytes
     """For each vLLM, model and way of drawing."""
     asked_for = []
 
-    def ask_servers(folders: Mapping[str, Path], *_: Any) -> dict[str, reference.Asked]:
+    def ask_servers(device: Device, folders: Mapping[str, Path], *_: Any) -> dict[str, reference.Asked]:
         asked_for.append(list(folders))
         return {model: reference.Asked([[1, 2]], [[3]]) for model in folders}
 
     monkeypatch.setattr(reference, "_reference_of", ask_servers)
     for folder in ("m1", "m1", "m2"):
-        found = reference.reference_of({"a": Path(folder)}, tmp_path, lambda _: None, cache=tmp_path)
+        found = reference.reference_of(FULL_ATTENTION, {"a": Path(folder)}, tmp_path, lambda _: None, cache=tmp_path)
         assert found == {"a": reference.Asked([[1, 2]], [[3]])}
     monkeypatch.setattr(reference, "LEAST_LEAD", 0.5)
-    reference.reference_of({"a": Path("m1")}, tmp_path, lambda _: None, cache=tmp_path)
+    reference.reference_of(FULL_ATTENTION, {"a": Path("m1")}, tmp_path, lambda _: None, cache=tmp_path)
     assert len(asked_for) == 3
 
 
@@ -238,7 +290,9 @@ RAN = Ran(PULL.name, 10.0, [GOOD], Counts(1000, 900, revoked=2), SAMPLES)
 
 def test_peaks_are_of_one_moment() -> None:
     assert peaks(RAN) == (35 * MIB, {"a": 30 * MIB, "b": 30 * MIB})
-    assert peaks(Ran("x")) == (0, {"a": 0, "b": 0})
+    assert peaks(Ran("x")) == (0, {})
+    later = [Sample(0.0, {"a, decode": 50 * MIB, "b, decode": 0})]
+    assert peaks(RAN, dataclasses.replace(RAN, samples=later)) == (50 * MIB, {"a": 50 * MIB, "b": 30 * MIB})
 
 
 @pytest.mark.parametrize(
@@ -247,15 +301,45 @@ def test_peaks_are_of_one_moment() -> None:
         (RAN, []),
         (dataclasses.replace(RAN, received=[received(outcome=Outcome.WRONG)]), ["wrong answers"]),
         (dataclasses.replace(RAN, received=[received(outcome=Outcome.NO_END)]), ["wrong answers"]),
-        (dataclasses.replace(RAN, samples=[Sample(0.0, {"a, decode": DEVICE_BYTES + 1})]), ["within the device"]),
+        (
+            dataclasses.replace(RAN, samples=[Sample(0.0, {"a, decode": FULL_ATTENTION.num_bytes + 1})]),
+            ["within the device"],
+        ),
         (dataclasses.replace(RAN, arm=STATIC.name, received=[received(outcome=Outcome.WRONG)]), []),
         (Ran(PULL.name, not_run="it does not start"), ["serves throughout"]),
         (Ran(STATIC.name, not_run="it does not start"), []),
     ],
 )
 def test_targets_of_the_table(ran: Ran, missed: list[str]) -> None:
-    found = [one.target for one in judge([ran]) if not one.reached]
+    found = [one.target for one in judge([ran], FULL_ATTENTION) if not one.reached]
     assert len(found) == len(missed) and all(word in one for word, one in zip(missed, found, strict=True))
+    # In any round.
+    rounds = [dataclasses.replace(one, round=number) for number, one in enumerate((RAN, ran, RAN), 1)]
+    among = [one.target for one in judge(rounds, FULL_ATTENTION, "x: ") if not one.reached]
+    expected = [one for one in missed if ran.arm == RAN.arm]
+    assert len(among) == len(expected) and all(f"x: {PULL.name}" in one for one in among)
+
+
+def test_medians_are_of_the_rounds_that_were_run() -> None:
+    slow = received(first_token_seconds=3.0)
+    rounds = [
+        RAN,
+        dataclasses.replace(RAN, received=[GOOD, slow, slow], counts=Counts(1000, 500, revoked=5), round=2),
+        dataclasses.replace(RAN, received=[GOOD, GOOD, slow], counts=Counts(1000, 800, revoked=3), round=3),
+        Ran(PULL.name, not_run="it does not start", round=4),
+    ]
+    found = medians_of(rounds)
+    assert found is not None
+    assert (found.figures.goodput, found.figures.first_p50, found.figures.outcomes["right"]) == (0.3, 1.0, 3)
+    assert found.wasted_share == pytest.approx(0.2) and (found.revoked, found.peak_bytes) == (3, 35 * MIB)
+    assert medians_of(rounds[3:]) is None
+    left = medians_of([dataclasses.replace(RAN, received=[], samples=[], counts=Counts())])
+    assert left is not None and (left.figures.first_p50, left.wasted_share, left.peak_bytes) == (None, None, None)
+    assert list(by_arm([RAN, Ran(STATIC.name), rounds[1]])) == [PULL.name, STATIC.name]
+    speed, fate = tables_of([*rounds, Ran(STATIC.name, 1.0)], "title")
+    cells = {column.header: list(column.cells) for column in fate.columns}
+    assert (cells["rounds"], cells["right"]) == (["3", "1"], ["3", "0"])
+    assert "round 4, was not run" in str(fate.caption) and "medians" in str(speed.title)
 
 
 def overloaded(fill: float, moved: float, *each: Received) -> Overloaded:
@@ -278,7 +362,7 @@ def test_targets_of_the_overload(found: list[Overloaded], missed: list[str]) -> 
 
 
 def test_tables_add_up_and_say_what_was_not_run(tmp_path: Path) -> None:
-    speed, fate = tables_of([RAN, Ran("kvcached's own Nixl patch", not_run="it does not start")])
+    speed, fate = tables_of([RAN, Ran("kvcached's own Nixl patch", not_run="it does not start")], "title")
     assert [list(column.cells)[0] for column in speed.columns][0:2] == [PULL.name, "0.10"]
     assert [list(column.cells)[0] for column in fate.columns] == [PULL.name, *"100000", "10.0%", "2", "0", "35"]
     assert list(speed.columns[1].cells)[1] == list(fate.columns[1].cells)[1] == "not run"
@@ -287,12 +371,12 @@ def test_tables_add_up_and_say_what_was_not_run(tmp_path: Path) -> None:
     cells = {column.header: list(column.cells) for column in table_of_overload(rounds).columns}
     assert (cells["right"], cells["left"], cells["wasted"]) == (["2"], ["1"], ["40.0%"])
     assert (cells["asked/s"], cells["goodput/s"]) == (["0.15"], ["0.10"])
-    tables, _ = summary(Measured([RAN], rounds))
-    assert len(tables) == 3
+    tables, verdicts = summary(Measured([RAN], rounds, [RAN]))
+    assert len(tables) == 5 and [one.target.startswith("hybrid: ") for one in verdicts].count(True) == 2
     pytest.importorskip("matplotlib")
-    plot([RAN, Ran(STATIC.name)], "title", tmp_path / "plot.png")
+    plot([RAN, Ran(STATIC.name)], FULL_ATTENTION, "title", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
-    plot([Ran(STATIC.name)], "title", tmp_path / "none.png")
+    plot([Ran(STATIC.name)], FULL_ATTENTION, "title", tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 
@@ -303,6 +387,53 @@ def test_results_come_back_and_stay_beside_newer_ones(tmp_path: Path) -> None:
     file.write_text(json.dumps(dataclasses.asdict(earlier)))
     assert read(file) == earlier
     newer = dataclasses.replace(RAN, load_seconds=99.0)
-    assert earlier.with_run(newer) == Measured([Ran(STATIC.name, 1.0), newer], [overloaded(0, 500)])
-    assert earlier.without_runs() == Measured([], earlier.overload)
+    assert earlier.with_run("table", newer) == Measured([Ran(STATIC.name, 1.0), newer], [overloaded(0, 500)])
+    assert earlier.without_runs(["table"]) == Measured([], earlier.overload)
     assert earlier.with_overload([]) == Measured(earlier.runs, [])
+    # Files from before there was another part.
+    file.write_text(json.dumps({"runs": [], "overload": []}))
+    assert read(file) == Measured()
+
+
+@pytest.mark.parametrize(
+    ("quick", "word", "arms"),
+    [
+        (False, "", [arm.name for arm in HYBRID_ARMS]),
+        (True, "", [STATIC.name, PULL.name]),
+        (True, "without P/D", [ALONE.name]),
+    ],
+)
+def test_arms_take_turns_with_the_same_load(
+    quick: bool, word: str, arms: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, places = [], set()
+
+    def run_arm(
+        arm: Arm, device: Device, folders: Any, asked: Any, load: Any, seconds: float, logs: Path, _: Any
+    ) -> Ran:
+        assert device is WITH_HYBRID and logs.is_dir()
+        loads.append(load)
+        places.add(logs / arm.tag)
+        return Ran(arm.name, seconds)
+
+    monkeypatch.setattr(table, "run_arm", run_arm)
+    asked = {model: reference.Asked([[1]] * 18, [[2]] * 18) for model in "ab"}
+    with Narrator("test") as narrator:
+        found = list(
+            table.measure(
+                *(table.PARTS["hybrid"], {}, asked, 1, 2, tmp_path / "logs", narrator), quick=quick, word=word
+            )
+        )
+    assert [(one.round, one.arm) for one in found] == [(number, arm) for number in (1, 2) for arm in arms]
+    assert len(places) == len(loads) == 2 * len(arms) and loads[0] and all(load == loads[0] for load in loads)
+
+
+def test_rounds_are_kept_until_their_arm_is_measured_again() -> None:
+    found = Measured()
+    for number in (1, 2, 3):
+        for arm in (PULL, STATIC):
+            found = found.with_run("hybrid", Ran(arm.name, round=number))
+    order = [(STATIC.name, 1), (STATIC.name, 2), (STATIC.name, 3), (PULL.name, 1), (PULL.name, 2), (PULL.name, 3)]
+    assert [(one.arm, one.round) for one in found.hybrid] == order and not found.runs
+    again = found.with_run("hybrid", Ran(PULL.name, 1.0))
+    assert again.hybrid == [*found.hybrid[:3], Ran(PULL.name, 1.0)]
