@@ -194,6 +194,11 @@ def fetching_of(handover: SchedulerFacade) -> DecodeFetches:
     return handover._fetching
 
 
+def set_incarnation(side: SchedulerFacade, incarnation: str) -> None:
+    """Has an engine say so in handshakes, and in steps after the one that is being built."""
+    side._link.incarnation = incarnation
+
+
 def offering_of(handover: SchedulerFacade) -> PrefillOffers:
     return handover._offering
 

@@ -241,11 +241,12 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     # They have selected it when the worker has started: graphs are captured next.
     for name in names:
         assert platform.did[name][:2] == ["selects 1", "a context"], name
-    staging = side.thread._context.staging
+    context = side.thread._context
+    staging = context.staging
     assert staging is not None
     copied, digested = threading.Event(), threading.Event()
     staging.copier._background.submit(Work("a copy", lambda: None, lambda *_: copied.set()))
-    side.thread._context.checksums._runs.submit(Work("a digest", lambda: None, lambda *_: digested.set()))  # type: ignore[arg-type]
+    context.checksums._runs.submit(Work("a digest", lambda: None, lambda *_: digested.set()))  # type: ignore[arg-type]
     assert copied.wait(SECONDS) and digested.wait(SECONDS)
     side.close()
     assert "hears" in platform.did["kvcached-nixl-transfer"]
