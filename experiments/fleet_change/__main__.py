@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import subprocess
 from pathlib import Path
 
-from experiments.common.command_line import add_quick, make_parser, run_main
+from experiments.common.command_line import add_quick, add_word, make_parser, run_main
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BEFORE = "0.26.0"
@@ -29,7 +30,8 @@ Each answer is compared with one stock instance's."""
 
 EPILOG = """\
 targets: no wrong answer; none without an end; errors only where a stream had begun, and none but for the kills; where
-no server runs, 503 with Retry-After; no hand-over between two versions is tried.
+no server runs, 503 with Retry-After, or as an event of a stream that was kept alive meanwhile; no hand-over between two
+versions is tried.
 
 exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json with every count, versions and hardware."""
@@ -38,6 +40,7 @@ Results: a table; results/last-VERSION.json with every count, versions and hardw
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
     add_quick(parser, "pull only")
+    add_word(parser, "--change", "changes", "the results file keeps those of the others")
     return parser.parse_args()
 
 
@@ -45,7 +48,7 @@ def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
     # Imported here, not at the top: --help has to work without an environment.
     from experiments.common.report import REPOSITORY, Narrator, begin, conclude, last_name
-    from experiments.fleet_change.measure import expected_of, measure
+    from experiments.fleet_change.measure import CHANGES, Phase, expected_of, measure
     from experiments.fleet_change.report import judge, table_of
 
     began, stamp = begin(options.vllm)
@@ -56,12 +59,15 @@ def main(options: argparse.Namespace) -> int:
     before = Path(made.stdout.splitlines()[-1]) / "bin" / "vllm"
     with Narrator(f"changes of a fleet, vLLM {BEFORE} to {options.vllm}") as narrator:
         expected = expected_of(before, logs, narrator.say)
-        found = [
-            measure(mode, before, expected, logs / mode, narrator.say) for mode in MODES[: 1 if options.quick else 2]
-        ]
-    phases = [phase for one in found for phase in one]
-    content = {"began": began, "before": BEFORE, "phases": [dataclasses.asdict(one) for one in phases]}
+        modes = MODES[: 1 if options.quick else 2]
+        changes = [change for change in CHANGES if (options.change or "") in change]
+        found = [measure(mode, before, expected, changes, logs / mode, narrator.say) for mode in modes]
     path = RESULTS / f"{last_name(options.vllm, quick=options.quick)}.json"
+    known = json.loads(path.read_text())["phases"] if options.change and path.is_file() else []
+    measured = {(one.mode, one.change): one for one in (*(Phase(**phase) for phase in known), *sum(found, []))}
+    order = [(mode, change) for mode in MODES for change in CHANGES]
+    phases = [measured[one] for one in order if one in measured]
+    content = {"began": began, "before": BEFORE, "phases": [dataclasses.asdict(one) for one in phases]}
     return conclude([table_of(phases)], judge(phases), path, content)
 
 

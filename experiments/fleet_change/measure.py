@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ NAMES = ("prefill-1", "decode-1", "prefill-2", "decode-2")
 class Outcome(enum.Enum):
     RIGHT = "right"
     WRONG = "wrong"
-    REFUSED = "503 with Retry-After"
+    REFUSED = "503: try again"
     BEFORE = "error before the first token"
     AFTER = "error in a stream that had begun"
     NO_END = "no end"
@@ -115,23 +115,28 @@ def expected_of(before: Path, logs: Path, say: Say) -> dict[int, str]:
     return agreed
 
 
-def measure(mode: str, before: Path, expected: Mapping[int, str], logs: Path, say: Say) -> list[Phase]:
-    """Start four servers and a router, and go through all changes."""
+CHANGES = ("restart", "version", "terminate", "scale to zero", "busy", "kill")
+
+
+def measure(
+    mode: str, before: Path, expected: Mapping[int, str], changes: Sequence[str], logs: Path, say: Say
+) -> list[Phase]:
+    """Start four servers and a router, and go through ``changes``."""
     with Running([spec(name, mode, before) for name in NAMES], logs) as launched:
         servers = launched.ready()
         with routed(servers[::2], servers[1::2], logs / "router.log", "--attempts", "3") as url:
             fleet = Fleet(launched, url)
-            changes: list[tuple[str, Callable[[], None]]] = [
-                ("restart", lambda: fleet.change_each(mode, before)),
-                ("version", lambda: fleet.change_each(mode, None)),
-                ("terminate", fleet.terminate_each),
-                ("scale to zero", fleet.scale_to_zero),
-                ("busy", starve),
-                ("kill", lambda: fleet.kill_and_replace(0, 1)),
-            ]
+            acts: dict[str, Callable[[], None]] = {
+                "restart": lambda: fleet.change_each(mode, before),
+                "version": lambda: fleet.change_each(mode, None),
+                "terminate": fleet.terminate_each,
+                "scale to zero": fleet.scale_to_zero,
+                "busy": starve,
+                "kill": lambda: fleet.kill_and_replace(0, 1),
+            }
             # So that the router knows where to push to.
             asyncio.run(_ask_once(url, expected))
-            return [_phase(mode, change, act, fleet, expected, logs, say) for change, act in changes]
+            return [_phase(mode, change, acts[change], fleet, expected, logs, say) for change in changes]
 
 
 def starve() -> None:
@@ -345,7 +350,10 @@ async def judged(client: Any, request: Request, expected: str) -> Outcome:
         if error.status_code == httpx.codes.SERVICE_UNAVAILABLE and error.response.headers.get("retry-after"):
             return Outcome.REFUSED
         return Outcome.BEFORE
-    except openai.OpenAIError:
+    except openai.OpenAIError as error:
+        # A stream that was kept alive while it waited: its status had been sent, so the refusal is an event.
+        if isinstance(error, openai.APIError) and str(error.code) == "503" and not begun:
+            return Outcome.REFUSED
         if not expected.startswith("".join(begun)):
             return Outcome.WRONG
         return Outcome.AFTER if begun else Outcome.BEFORE

@@ -249,7 +249,7 @@ class SchedulerFacade:
         self.timelines.computed(one.request_id for one in progress)
         self._offering.scheduled(progress, self._link.bound(), self._link.step)
         self._kept.turn(self._link.step)
-        self.relieve()
+        self._giving_way.stepped()
         self._is_left_waiting = None
         step = self._link.take_step()
         step.counts = {**self._failures.counts}
@@ -301,6 +301,8 @@ class SchedulerFacade:
 
     def collect(self, reports: Reports) -> None:
         """Takes what all ranks have reported: replaces this package's ids and marks by the requests that they mean."""
+        # Before the reports: of what they name, vLLM frees the blocks afterwards.
+        self.relieve()
         self._failed |= self._reports.take(reports, self._link.bound(), self._link.step)
         self.revocations.freshen()
 

@@ -28,6 +28,9 @@ _UNHEARD_SECONDS = 3.0
 """A neighbour that still waits says so every second."""
 LOOK_SECONDS = 0.25
 """How often an engine tells its neighbours what it waits for, and looks what they wait for."""
+_STEPS_TO_TRIM = 2
+"""With batches in flight, kvcached keeps pages that have come free out of reach of `BlockPool.trim` until the next step
+has ended."""
 
 
 class GivingWay:
@@ -58,14 +61,15 @@ class GivingWay:
         self._pressure = MemoryPressure(clock, patience_seconds)
         # Blocks that were freed for others, and that the prefix cache may still keep.
         self._owed_blocks = 0
-        self._has_to_trim = False
+        # Steps until pages that were freed for others can be given back; None if there are none.
+        self._steps_to_trim: int | None = None
         self._look_at_seconds = 0.0
         self._has_told = False
 
     @property
     def owes(self) -> bool:
         """Whether memory that was freed for others has to be given back yet."""
-        return self._owed_blocks > 0 or self._has_to_trim
+        return self._owed_blocks > 0 or self._steps_to_trim is not None
 
     def watches(self, blocks: BlockPool) -> bool:
         """Whether an engine that has nothing to compute has to look all the same: it has something to give."""
@@ -85,6 +89,11 @@ class GivingWay:
         """So many blocks have been freed for others."""
         self._owed_blocks += num_blocks
 
+    def stepped(self) -> None:
+        """The engine begins a step."""
+        if self._steps_to_trim:
+            self._steps_to_trim -= 1
+
     def fetched(self) -> None:
         """Decode has fetched an offer."""
         self._pressure.eased()
@@ -94,7 +103,8 @@ class GivingWay:
         self._look_at_seconds = 0.0
 
     def turn(self, blocks: BlockPool, step: Step) -> bool:
-        """Looks every LOOK_SECONDS, however often it is called.
+        """Looks every LOOK_SECONDS, however often it is called. Must not be called while vLLM builds a step: what it
+        copies between blocks in that step, only the prefix cache may keep.
 
         Returns: whether the engine has to step: blocks of the prefix cache were freed, or decode yields no longer.
         """
@@ -108,37 +118,40 @@ class GivingWay:
         # A request that a limit of before keeps waiting allocates nothing, and would wait for ever.
         blocks.apply_limit()
         self._has_told = self._tell(blocks)
+        # Before looking: an engine that had nothing to give has not looked for a while.
+        if self._stalled_seconds is not None and now >= self._stalled_seconds[1] + _UNHEARD_SECONDS:
+            self._stalled_seconds = None
         if self.watches(blocks):
             num_dropped += self._give_way(blocks, step)
         else:
             self._pressure.eased()
-        if self._stalled_seconds is not None and now >= self._stalled_seconds[1] + _UNHEARD_SECONDS:
-            self._stalled_seconds = None
         had_yielded, self._had_yielded = self._had_yielded, self.yields
         return num_dropped > 0 or (had_yielded and not self._had_yielded)
 
     def _tell(self, blocks: BlockPool) -> bool:
         return blocks.tell_neighbours(lambda one: self._is_push and self._fetching.needs_others(one))
 
-    def _hear(self, *, is_stalled: bool, blocks: BlockPool, step: Step) -> None:
-        """Decode's part, where a neighbour wants memory."""
+    def _hear(self, *, is_stalled: bool, blocks: BlockPool, step: Step) -> bool:
+        """Decode's part, where a neighbour wants memory. Returns whether a hand-over was given up."""
         if not (self._is_push and is_stalled):
-            return
+            return False
         now = self._clock.now_seconds()
         first_seconds = now if self._stalled_seconds is None else self._stalled_seconds[0]
         self._stalled_seconds = first_seconds, now
-        # Offers go first.
-        is_due = now >= first_seconds + self._patience_seconds and not self._offering.num_kept
-        if self.yields and is_due:
-            self._fetching.give_up_one(blocks, step)
+        # Offers and the prefix cache go first.
+        is_last = not self._offering.num_kept and not blocks.num_cached
+        if not (self.yields and is_last and now >= first_seconds + self._patience_seconds):
+            return False
+        self._fetching.give_up_one(blocks, step)
+        return True
 
     def _give_way(self, blocks: BlockPool, step: Step) -> int:
         num_wanted, is_neighbour_stalled = blocks.wanted_by_neighbours()
         if num_wanted > 0:
-            self._hear(is_stalled=is_neighbour_stalled, blocks=blocks, step=step)
+            has_given = self._hear(is_stalled=is_neighbour_stalled, blocks=blocks, step=step)
             # What kvcached has mapped in advance costs nothing to give.
             num_wanted -= blocks.trim()
-            if num_wanted <= 0:
+            if has_given or num_wanted <= 0:
                 blocks.neighbours_served()
         # Blocks of its own prefix cache vLLM takes by itself.
         starved, num_missing = (blocks.starved if self._offering.num_kept else None) or ("", 0)
@@ -161,7 +174,8 @@ class GivingWay:
             if cause is not RevocationCause.BLOCKS:
                 dropped = blocks.drop_cached(num_blocks)
                 num_dropped, num_blocks = num_dropped + dropped, num_blocks - dropped
-                self._has_to_trim |= dropped > 0
+                if dropped:
+                    self._steps_to_trim = _STEPS_TO_TRIM
             self._offering.give_way(cause, num_blocks, step, keeps_wanted=keeps_wanted)
         return num_dropped
 
@@ -170,9 +184,9 @@ class GivingWay:
         by kvcached for its next allocation."""
         num_blocks, self._owed_blocks = self._owed_blocks, 0
         if num_blocks:
-            self._has_to_trim = True
+            self._steps_to_trim = _STEPS_TO_TRIM
             return blocks.drop_cached(num_blocks)
-        if self._has_to_trim:
-            self._has_to_trim = False
+        if self._steps_to_trim == 0:
+            self._steps_to_trim = None
             blocks.trim()
         return 0

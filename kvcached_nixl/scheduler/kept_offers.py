@@ -230,7 +230,8 @@ class KeptOffers:
     def spared(self, numbers: Iterable[int]) -> bool:
         """Workers have not taken these offers back, because decode waits for them or fetches them. Returns whether
         there are any."""
-        found = [self._kept[self._asked.pop(number)] for number in numbers if number in self._asked]
+        named = [self._asked.pop(number) for number in numbers if number in self._asked]
+        found = [one for request_id in named if (one := self._kept.get(request_id)) is not None]
         for one in found:
             one.asked_until_seconds, one.is_for_others = None, False
             one.spared_until_seconds = self._clock.now_seconds() + SPARED_SECONDS

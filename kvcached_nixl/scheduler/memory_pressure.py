@@ -17,6 +17,9 @@ from kvcached_nixl.wire.causes import RevocationCause
 
 __all__ = ["MemoryPressure"]
 
+_UNSEEN_SECONDS = 3.0
+"""A neighbour that still waits says so every second."""
+
 
 class MemoryPressure:
     """See the module's docstring.
@@ -44,8 +47,10 @@ class MemoryPressure:
         now = self._clock.now_seconds()
         missing = {cause: count for cause, count in missing_blocks.items() if count > 0}
         if missing:
+            # An engine that had nothing to give has not looked for a while.
+            is_new = now >= self._last_seconds + self._patience_seconds + _UNSEEN_SECONDS
             self._last_seconds = now
-            if self._since_seconds is None:
+            if self._since_seconds is None or is_new:
                 self._since_seconds = now
         elif now >= self._last_seconds + self._patience_seconds:
             # Not at once: else each request in a queue would wait anew.

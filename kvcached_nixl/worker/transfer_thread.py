@@ -7,7 +7,8 @@
     inbox         `TransferThread.submit`: commands of the engine's thread, in order; handshakes that have ended
     wakes on      both; the next deadline; and, because NIXL has no event for an arrival or an end, after POLL_SECONDS
                   while something is in flight or awaited, COMPUTING_POLL_SECONDS while the engine's thread computes
-                  meanwhile and all is posted, IDLE_POLL_SECONDS while nothing is awaited, to hear peers that send first
+                  meanwhile and nothing is left to post, IDLE_POLL_SECONDS while nothing is awaited, to hear peers that
+                  send first
     may block on  that wait, and nothing else: handshakes run on another thread, so one peer never delays another, and
                   the end of a step on the device is polled, not waited for
     wakes         its own engine, which sleeps until something has ended
@@ -221,8 +222,8 @@ class TransferThread:
 
     def _poll_seconds(self) -> float:
         queue = self._context.transfer_queue
-        if self.engine_computes and not self._registry.is_delivering and not queue.is_ending:
-            return POLL_SECONDS if queue.has_queued else COMPUTING_POLL_SECONDS
+        if self.engine_computes and not self._registry.is_delivering:
+            return POLL_SECONDS if queue.is_moving else COMPUTING_POLL_SECONDS
         if queue.has_more:
             return 0.0
         return POLL_SECONDS if len(queue) else 2 * POLL_SECONDS

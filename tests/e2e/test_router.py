@@ -22,6 +22,7 @@ from support.routed_answers import (
     client_of,
     close,
     complete,
+    counted,
     of_endpoint,
     openai,
     several,
@@ -124,7 +125,7 @@ def test_two_of_each(mode: str, extra: dict[str, object], expected: list[Said], 
                 found = asyncio.run(answers(url))
                 assert all(map(close, found, expected))
             metrics = httpx.get(f"{url}/metrics", trust_env=False).text
-            assert "decode_alone_total{" not in metrics
+            assert counted(metrics, "handovers") and not counted(metrics, "decode_alone")
             without = re.findall(r"prefills_without_parameters_total\{.*\} (.+)", metrics)
             assert without and not any(map(float, without))
             admin = httpx.Client(base_url=url, headers=ADMINISTRATOR, trust_env=False, timeout=STEP_SECONDS)

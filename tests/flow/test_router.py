@@ -256,7 +256,7 @@ def test_instances_are_added_drained_and_removed_while_requests_run() -> None:
     async def run() -> None:
         async with serving(1, 2) as at:
             leaving, staying = at.decodes
-            leaving.token_seconds = staying.token_seconds = 0.02
+            leaving.token_seconds = staying.token_seconds = 0.2
             running = [asyncio.create_task(at.complete(f"p{number}", max_tokens=10)) for number in range(6)]
             while not leaving.asked:
                 await asyncio.sleep(0.01)
@@ -266,6 +266,7 @@ def test_instances_are_added_drained_and_removed_while_requests_run() -> None:
             refused = await at.administer("DELETE", f"/{leaving.name}")
             assert refused.status_code == 409 and "drain it first" in refused.text
             assert [(await one).status_code for one in running] == [200] * 6
+            leaving.token_seconds = staying.token_seconds = 0.0
             seen = len(leaving.asked)
             assert (await at.complete("more")).status_code == 200
             assert len(leaving.asked) == seen >= before

@@ -493,8 +493,10 @@ class Engine:
             self.handover.relieve()
         if len(self.outputs) >= self.kind.depth or not self.has_requests:
             return False
+        self.pool.is_scheduling = True
         scheduled, progress = self._schedule()
         step = self.handover.take_step(progress)
+        self.pool.is_scheduling = False
         self._finished_ids, self._has_scheduled = False, bool(scheduled)
         for wanted in step.fetches:
             self.attempts[wanted.attempt] = self.requests[wanted.request_id]
@@ -512,6 +514,7 @@ class Engine:
         for worker, mark in zip(self.workers, output.marks, strict=True):
             worker.device.run(mark)
         self._update(output)
+        self.pool.end_step()
         return True
 
     # --------------------------------------------------------------------------------------------- a scheduler

@@ -163,6 +163,8 @@ class Pool:
         head: returns the request that waits to be started next, if one does.
         neighbour_leaves_blocks: how many another engine that waits leaves to this one; None if none waits.
         is_neighbour_stalled: whether that engine runs nothing.
+        is_scheduling: a step is being built, in which vLLM may copy blocks that only the prefix cache keeps.
+        has_retired: blocks came free since `end_step`, which moves their pages to the reserve.
         has_reserve: pages of blocks that came free are still mapped, until `trim`.
         limit_blocks: as set by ``kvctl limit``; None for no limit. As in kvcached, it counts from the next allocation
             or `apply_limit` on; vLLM tries none that the limit of before does not allow.
@@ -187,6 +189,8 @@ class Pool:
     applied_limit_blocks: int | None = None
     neighbour_leaves_blocks: int | None = None
     is_neighbour_stalled: bool = True
+    is_scheduling: bool = False
+    has_retired: bool = False
     has_reserve: bool = False
     lose: Callable[[str, bool], int | None] = lambda request_id, recomputes: None
 
@@ -268,7 +272,7 @@ class Pool:
                 assert block not in self.free, "a block was given back twice"
                 self.free[block] = None
                 if block not in self.sum_of:
-                    self.has_reserve = True
+                    self.has_retired = True
                     for memory in self.memories:
                         memory.poison(block)
 
@@ -313,6 +317,11 @@ class Pool:
     def neighbours_served(self) -> None:
         """They say again what they still want."""
 
+    def end_step(self) -> None:
+        """As with asynchronous scheduling, where steps in flight may still use the pages."""
+        self.has_reserve |= self.has_retired
+        self.has_retired = False
+
     def trim(self) -> int:
         self.has_reserve = False
         return 0
@@ -322,10 +331,11 @@ class Pool:
         return sum(block in self.sum_of for block in self.free)
 
     def drop_cached(self, num_blocks: int) -> int:
+        assert not self.is_scheduling, "it may be copied from"
         found = [block for block in self.free if block in self.sum_of][:num_blocks]
         for block in found:
             self._evict(block)
-        self.has_reserve |= bool(found)
+        self.has_retired |= bool(found)
         return len(found)
 
     def take(self, request_id: str) -> list[Any]:

@@ -136,7 +136,8 @@ def test_a_lower_limit_takes_back_what_exceeds_it(mode: TransferMode, limit_bloc
     pair.prefill.pool.limit_blocks = limit_blocks
     pass_time(pair, 2 * PATIENCE)
     pair.settle()
-    assert pair.prefill.pool.blocks_over_limit == 0 and not pair.prefill.pool.has_reserve
+    assert pair.prefill.pool.blocks_over_limit == 0
+    assert not pair.prefill.pool.has_retired and not pair.prefill.pool.has_reserve
     num_revoked = -(-max(0, 3 * BLOCKS_EACH - limit_blocks) // BLOCKS_EACH)
     assert revoked(pair) == ({"limit": num_revoked} if num_revoked else {})
     for place, one in enumerate(kept):
@@ -188,7 +189,8 @@ def test_an_idle_decode_gives_its_prefix_cache_to_a_neighbour(mode: TransferMode
     pass_time(pair, PATIENCE - 0.5)
     assert pool.num_cached == cached, "what the neighbour runs may free memory at any moment"
     pass_time(pair, 1.0)
-    assert pool.num_cached == cached - BLOCKS_EACH and not pool.has_reserve, "no more than are wanted"
+    assert pool.num_cached == cached - BLOCKS_EACH, "no more than are wanted"
+    assert not pool.has_retired and not pool.has_reserve
     pool.neighbour_leaves_blocks = None
     pass_time(pair, 2 * PATIENCE)
     assert pool.num_cached == cached - BLOCKS_EACH and not pair.decode.is_moving

@@ -51,6 +51,12 @@ def spec(name: str, mode: str | None, **extra: object) -> ServerSpec:
     )
 
 
+def counted(metrics: str, name: str) -> float:
+    """Returns the sum over all series of one of the router's counters; ``name`` without the prefix."""
+    full = f"kvcached_nixl_router_{name}_total"
+    return sum(float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith(f"{full}{{"))
+
+
 async def several(client: Any, prompts: list[list[int]], *, stream: bool) -> Said:
     """Returns the texts of two sequences of each prompt, in their order: of each token the most probable one."""
     asked = {"model": "model", "prompt": prompts, "n": 2, "max_tokens": TOKENS, "temperature": 1}

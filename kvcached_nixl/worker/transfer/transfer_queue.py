@@ -45,6 +45,7 @@ class Budget:
 POSTING_SECONDS = 0.01
 """Longest time to post in one turn; the rest is posted in the next turn, after notifications were read."""
 DROPPED_POLL_SECONDS = 0.05
+MOVING_SECONDS = 0.05
 
 
 @dataclass(eq=False)
@@ -136,6 +137,8 @@ class TransferQueue:
         self._idle: deque[TransferJob] = deque()
         self._turns = 0
         self._has_more = False
+        # When a transfer began or ended last.
+        self._moved_at_seconds = -MOVING_SECONDS
 
     def __len__(self) -> int:
         """Transfers in flight whose job was not dropped."""
@@ -152,14 +155,13 @@ class TransferQueue:
         return self._has_more
 
     @property
-    def has_queued(self) -> bool:
-        """Whether more is to be posted, with or without budget left."""
-        return any(lane.queue for lane in self._lanes.values())
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether an ownership token is being read: the last and shortest transfer of a hand-over."""
-        return any(batch.job.is_host for batch in self._active)
+    def is_moving(self) -> bool:
+        """Whether more is to be posted, with or without budget left, or an ownership token is being read, the last and
+        shortest transfer of a hand-over; and a transfer began or ended in the last MOVING_SECONDS. A peer that stands
+        still does not count."""
+        if self._clock.now_seconds() >= self._moved_at_seconds + MOVING_SECONDS:
+            return False
+        return any(lane.queue for lane in self._lanes.values()) or any(batch.job.is_host for batch in self._active)
 
     @property
     def num_bytes(self) -> int:
@@ -218,7 +220,7 @@ class TransferQueue:
             if state is TransferState.FAILED:
                 self._fail(job, f"a {job.operation} failed", batch.connection)
             self._transport.release(batch.handle)
-            now = self._clock.now_seconds()
+            now = self._moved_at_seconds = self._clock.now_seconds()
             job.tally.ended(now)
             if state is TransferState.DONE:
                 job.tally.succeeded(batch.num_bytes, batch.descriptors, now)
@@ -299,7 +301,8 @@ class TransferQueue:
         job.row, job.index, job.in_flight = end, job.index + 1, job.in_flight + 1
         batch = _Batch(job, handle, num_bytes, end - rows.start, self._connection(peer))
         self._active[batch] = None
-        job.tally.posted(self._clock.now_seconds())
+        self._moved_at_seconds = self._clock.now_seconds()
+        job.tally.posted(self._moved_at_seconds)
         lane.num_bytes += num_bytes
         lane.transfers += 1
         self._all_bytes += num_bytes

@@ -32,10 +32,10 @@ GOOD = Phase("pull", "restart", 1.0, {"right": 9}, 3, 0, 0, 0)
         ("busy", {"error in a stream that had begun": 1}, {}, "errors during"),
         ("version", {}, {"bench_failed": 1}, "vllm bench serve"),
         ("restart", {}, {"failed_hand_overs": 1}, "hand-overs that failed"),
-        ("restart", {"503 with Retry-After": 1}, {}, "refused with Retry-After"),
-        ("scale to zero", {"503 with Retry-After": 1}, {"bench_failed": 1, "failed_hand_overs": 1}, ""),
+        ("restart", {"503: try again": 1}, {}, "refused while servers run"),
+        ("scale to zero", {"503: try again": 1}, {"bench_failed": 1, "failed_hand_overs": 1}, ""),
         ("scale to zero", {"error in a stream that had begun": 1}, {}, "errors during"),
-        ("scale to zero", {"right": 0, "503 with Retry-After": 1}, {}, "no right answer while scaled"),
+        ("scale to zero", {"right": 0, "503: try again": 1}, {}, "no right answer while scaled"),
     ],
 )
 def test_each_target_can_be_missed(change: str, outcomes: dict[str, int], more: dict[str, int], missed: str) -> None:
@@ -87,3 +87,27 @@ def test_a_refusal_says_when_to_come_back(
 
     monkeypatch.setattr(measure, "ask", ask)
     assert asyncio.run(measure.judged(None, Request(1, True), "ab")) is outcome
+
+
+@pytest.mark.parametrize(
+    ("code", "pieces", "outcome"),
+    [(503, [], Outcome.REFUSED), (502, [], Outcome.BEFORE), (503, ["a"], Outcome.AFTER), (503, ["x"], Outcome.WRONG)],
+)
+def test_a_stream_that_was_kept_alive_is_refused_by_an_event(
+    monkeypatch: pytest.MonkeyPatch, code: int, pieces: list[str], outcome: Outcome
+) -> None:
+    """As the official client reads the router's event."""
+    from kvcached_nixl.proxy.api import ApiRoute
+    from kvcached_nixl.proxy.client import error_event
+    from kvcached_nixl.proxy.failure import error_body
+
+    event = error_event(ApiRoute.COMPLETIONS, code, error_body(code, "No server is up. Try again."))
+    chunks = [b'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n' % one.encode() for one in pieces]
+    answer = httpx.Response(200, headers={"Content-Type": "text/event-stream"}, content=b"".join([*chunks, event]))
+    client = openai.AsyncOpenAI(
+        base_url="http://router/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer)),
+    )
+    assert asyncio.run(measure.judged(client, Request(1, True), "ab")) is outcome

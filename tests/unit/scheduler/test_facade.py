@@ -488,6 +488,20 @@ def test_an_engine_says_nothing_before_its_first_step() -> None:
     assert unbound.side_channel.headroom() == b""
 
 
+def test_no_block_of_the_prefix_cache_is_dropped_while_a_step_is_built(engine: Engine) -> None:
+    """vLLM may copy blocks in that step that nothing but the prefix cache keeps (scheduler.py, copy on write)."""
+    engine.pool.num_cached, engine.pool.wanted = 9, (4, True)
+    for _ in range(8):
+        engine.handover.take_step([])
+        engine.clock.advance(1.0)
+    assert engine.pool.num_cached == 9
+    for _ in range(4):
+        engine.handover.take_step([])
+        engine.handover.collect(reports())
+        engine.clock.advance(1.0)
+    assert engine.pool.num_cached < 9
+
+
 # ----------------------------------------------------------------------------------------------- anything, in any order
 
 

@@ -62,7 +62,7 @@ from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 from kvcached_nixl.worker.transfer.topology import LocalRank
-from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
+from kvcached_nixl.worker.transfer.transfer_queue import MOVING_SECONDS, TransferQueue
 from kvcached_nixl.worker.transfer_thread import (
     COMPUTING_POLL_SECONDS,
     IDLE_POLL_SECONDS,
@@ -402,7 +402,7 @@ def test_what_is_left_to_post_is_posted_soon_while_the_engine_computes(
     pull.thread.turn()
     assert pull.thread.turn() == COMPUTING_POLL_SECONDS
     with monkeypatch.context() as patched:
-        patched.setattr(TransferQueue, "has_queued", True)
+        patched.setattr(TransferQueue, "is_moving", True)
         assert pull.thread.turn() == POLL_SECONDS
 
 
@@ -415,6 +415,8 @@ def test_the_end_of_a_hand_over_is_seen_soon_while_the_engine_computes(pull: Wor
     pull.thread.turn()
     pull.network.deliver_all()
     assert pull.thread.turn() == POLL_SECONDS, "the ownership token is being read"
+    pull.clock.advance(MOVING_SECONDS)
+    assert pull.thread.turn() == COMPUTING_POLL_SECONDS, "prefill stands still"
     pull.network.deliver_all()
     pull.thread.turn()
     assert pull.thread.take_outcome().finished == {1}

@@ -19,6 +19,7 @@ from kvcached_nixl.transport.memory import Network, Posted
 from kvcached_nixl.worker.transfer.tally import TransferTally
 from kvcached_nixl.worker.transfer.transfer_queue import (
     DROPPED_POLL_SECONDS,
+    MOVING_SECONDS,
     POSTING_SECONDS,
     Budget,
     TransferJob,
@@ -270,11 +271,27 @@ def test_what_a_turn_had_no_time_for_is_told_from_what_there_is_no_room_for() ->
     assert mover.transfer_queue.has_more and 0 < len(mover.in_flight()) < 3
     mover.transfer_queue.turn()
     assert not mover.transfer_queue.has_more and len(mover.in_flight()) == 3
-    assert mover.transfer_queue.has_queued, "whichever it is"
     while mover.network.pending:
         mover.deliver(*mover.in_flight())
     assert mover.ended == {"a": "", "b": ""} and not mover.transfer_queue.has_more
-    assert not mover.transfer_queue.has_queued
+
+
+def test_what_is_left_to_post_counts_as_moving_unless_its_peer_stands_still() -> None:
+    clock = ManualClock(100.0)
+    mover = Mover(Budget(descriptors=1, peer_transfers=2), clock=clock)
+    assert not mover.transfer_queue.is_moving
+    mover.job("a", 4)
+    mover.transfer_queue.turn()
+    assert mover.transfer_queue.is_moving and not mover.transfer_queue.has_more, "the budget is used up"
+    clock.advance(MOVING_SECONDS)
+    mover.transfer_queue.turn()
+    assert not mover.transfer_queue.is_moving
+    mover.deliver(mover.in_flight()[0])
+    mover.transfer_queue.turn()
+    assert mover.transfer_queue.is_moving
+    while mover.network.pending:
+        mover.deliver(*mover.in_flight())
+    assert mover.ended == {"a": ""} and not mover.transfer_queue.is_moving
 
 
 def test_what_is_urgent_comes_before_what_waits() -> None:
