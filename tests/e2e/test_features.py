@@ -14,15 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from support import feature_asks as asks
 from support.feature_asks import Answer, Ask
 from support.feature_models import CHAT_TEMPLATE, adapter, chat_model
 from support.feature_servers import spec
+from vllm.utils import torch_utils
 
 from experiments.common.counted import hand_overs
 from experiments.common.router import routed
 from experiments.common.servers import running
 
+# An adapter's server pins host memory there, which torch refuses without a driver.
+pytestmark = pytest.mark.skipif(
+    vars(torch_utils).get("PIN_MEMORY", False) and not torch.cuda.is_available(),
+    reason="this vLLM serves no adapters without a GPU",
+)
 ONE_BY_ONE = asks.numbered([*asks.SAMPLING, *asks.REASONING, *asks.SEVERAL])
 """With seeds, bad words, and the model beside its adapters, what a CPU computes together changes what vLLM says."""
 TOGETHER = asks.numbered([*asks.STRUCTURED, *asks.TOOLS], 100)

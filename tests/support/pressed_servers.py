@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import secrets
 import time
+import uuid
 from collections.abc import Callable
 
 import httpx
@@ -50,6 +51,15 @@ def specs_of(arm: Arm, **environment: str) -> list[ServerSpec]:
         kv_transfer = {**spec.kv_transfer, "kv_connector_extra_config": extra}
         found.append(dataclasses.replace(spec, environment=changed, kv_transfer=kv_transfer))
     return found
+
+
+def short_device(reserve: int = 0) -> dict[str, str]:
+    """Returns the environment of servers on a device that has less memory than two of them may use.
+
+    Args:
+        reserve: pages of 8 MiB that one of them keeps mapped, which the device has in addition.
+    """
+    return {"KVCACHED_HOSTVMM_DEVICE": f"test-{uuid.uuid4().hex}", "KVCACHED_HOSTVMM_GIB": str(0.1 + reserve / 128)}
 
 
 def neighbours(arm: Arm, reserve: int = 0, **environment: str) -> list[ServerSpec]:
