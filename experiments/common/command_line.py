@@ -49,6 +49,19 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_rounds(parser: argparse.ArgumentParser, default: int, what: str) -> None:
+    """Add ``--rounds``; ``what`` each round repeats."""
+    parser.add_argument(
+        "--rounds", type=_at_least_one, default=default, metavar="N", help=f"{what} (at least 1; %(default)s)"
+    )
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of at least 1")
+    return int(text)
+
+
 def add_word(parser: argparse.ArgumentParser, option: str, things: str, files: str, **more: Any) -> None:
     """Add an option that chooses ``things`` by a part of their names; ``files`` tells what becomes of the results."""
     parser.add_argument(option, metavar="WORD", help=f"only {things} whose name contains WORD; {files}", **more)

@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.common.command_line import add_quick, make_parser, run_main
+from experiments.common.command_line import add_quick, add_rounds, make_parser, run_main
 from experiments.common.targets import Verdict
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ Results: a table; results/last-VERSION.json with every sample, versions and hard
 
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
-    parser.add_argument("--rounds", type=int, default=10, help="hand-overs of each length by each arm (%(default)s)")
+    add_rounds(parser, 10, "hand-overs of each length by each arm")
     add_quick(parser, "5 rounds")
     return parser.parse_args()
 

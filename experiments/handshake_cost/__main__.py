@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.common.command_line import add_quick, make_parser, run_main
+from experiments.common.command_line import add_quick, add_rounds, make_parser, run_main
 from experiments.common.targets import Verdict
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ Results: a table; results/last-VERSION.json with every sample, versions and hard
 
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
-    parser.add_argument("--rounds", type=int, default=2, help="fresh pairs per arm and size (%(default)s)")
+    add_rounds(parser, 2, "fresh pairs per arm and size")
     add_quick(parser, "one round, 1 and 60 GiB, without kvcached's own patch", "writes last-VERSION.json")
     return parser.parse_args()
 

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.common.command_line import KEEPS_LAST, add_policy, add_word, make_parser, run_main
+from experiments.common.command_line import KEEPS_LAST, add_policy, add_rounds, add_word, make_parser, run_main
 
 if TYPE_CHECKING:
     from experiments.common.report import Narrator
@@ -48,7 +48,7 @@ Results: tables; results/last-VERSION.json, with the text of every wrong answer 
 
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
-    parser.add_argument("--rounds", type=int, default=2, help="how often each fault is inflicted (%(default)s)")
+    add_rounds(parser, 2, "how often each fault is inflicted")
     add_word(parser, "--arm", "arms", f'for example "pull", "staged", "staged push", "hybrid" or "stock"; {KEEPS_LAST}')
     add_policy(parser)
     return parser.parse_args()

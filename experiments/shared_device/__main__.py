@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from experiments.common.command_line import KEEPS_LAST, add_quick, add_seed, add_word, make_parser, run_main
+from experiments.common.command_line import KEEPS_LAST, add_quick, add_rounds, add_seed, add_word, make_parser, run_main
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PARTS = ("table", "overload", "hybrid")
@@ -57,13 +57,7 @@ def parse() -> argparse.Namespace:
     keeps = "last-VERSION.json keeps the results of the others"
     parser.add_argument("--part", choices=PARTS, help=f"only this part; {keeps}")
     add_word(parser, "--arm", "arms of the tables", keeps)
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=1,
-        metavar="N",
-        help="run all arms of the tables N times, in turn, and report medians (%(default)s)",
-    )
+    add_rounds(parser, 1, "run all arms of the tables N times, in turn, and report medians")
     return parser.parse_args()
 
 
