@@ -8,6 +8,7 @@ refused.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -163,6 +164,7 @@ def _unsupported(library: str, version: str | None, supported: str, doubt: str) 
     )
 
 
+@functools.cache
 def _matches(specifier: str, version: str | None) -> bool:
     try:
         return version is not None and SpecifierSet(specifier).contains(Version(version))

@@ -23,7 +23,7 @@ import wrapt
 
 from kvcached_nixl.errors import ContractChanged, Refused
 from kvcached_nixl.patching.attach import Attachment, attach
-from kvcached_nixl.patching.call import Call
+from kvcached_nixl.patching.call import Call, positions_of
 from kvcached_nixl.patching.contract import find_seat, locate
 from kvcached_nixl.patching.record import Patch, PatchOutcome, PatchState, Seam
 
@@ -168,7 +168,14 @@ class Registry:
             for note in patch.prepare() if patch.prepare is not None else ():
                 entry.note(note)
             seat = find_seat(patch, containers[0])
-            call = functools.partial(Call, name=patch.name, signature=seat.signature, registry=self, note=entry.note)
+            call = functools.partial(
+                Call,
+                name=patch.name,
+                signature=seat.signature,
+                positions=positions_of(seat.signature),
+                registry=self,
+                note=entry.note,
+            )
             entry.attachment = attach(entry.seam, seat, call)
             entry.state, entry.reason = PatchState.APPLIED, seat.where
         except Refused as error:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool
-from kvcached_nixl.scheduler.memory_pressure import MemoryPressure
+from kvcached_nixl.scheduler.memory_pressure import UNHEARD_SECONDS, MemoryPressure
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.step import Step
@@ -24,8 +24,6 @@ __all__ = ["LOOK_SECONDS", "GivingWay"]
 
 MOST_YIELD_SECONDS = 20.0
 """A neighbour whose want cannot be met does not hold decode up for longer."""
-_UNHEARD_SECONDS = 3.0
-"""A neighbour that still waits says so every second."""
 LOOK_SECONDS = 0.25
 """How often an engine tells its neighbours what it waits for, and looks what they wait for."""
 _STEPS_TO_TRIM = 2
@@ -83,7 +81,7 @@ class GivingWay:
             return False
         first_seconds, last_seconds = self._stalled_seconds
         now = self._clock.now_seconds()
-        return now < min(last_seconds + _UNHEARD_SECONDS, first_seconds + MOST_YIELD_SECONDS)
+        return now < min(last_seconds + UNHEARD_SECONDS, first_seconds + MOST_YIELD_SECONDS)
 
     def owe(self, num_blocks: int) -> None:
         """So many blocks have been freed for others."""
@@ -119,7 +117,7 @@ class GivingWay:
         blocks.apply_limit()
         self._has_told = self._tell(blocks)
         # Before looking: an engine that had nothing to give has not looked for a while.
-        if self._stalled_seconds is not None and now >= self._stalled_seconds[1] + _UNHEARD_SECONDS:
+        if self._stalled_seconds is not None and now >= self._stalled_seconds[1] + UNHEARD_SECONDS:
             self._stalled_seconds = None
         if self.watches(blocks):
             num_dropped += self._give_way(blocks, step)

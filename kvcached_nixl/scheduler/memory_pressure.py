@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.wire.causes import RevocationCause
 
-__all__ = ["MemoryPressure"]
+__all__ = ["UNHEARD_SECONDS", "MemoryPressure"]
 
-_UNSEEN_SECONDS = 3.0
-"""A neighbour that still waits says so every second."""
+UNHEARD_SECONDS = 3.0
+"""A neighbour that still waits says so every second. What has not been heard for so long is over."""
 
 
 class MemoryPressure:
@@ -48,7 +48,7 @@ class MemoryPressure:
         missing = {cause: count for cause, count in missing_blocks.items() if count > 0}
         if missing:
             # An engine that had nothing to give has not looked for a while.
-            is_new = now >= self._last_seconds + self._patience_seconds + _UNSEEN_SECONDS
+            is_new = now >= self._last_seconds + self._patience_seconds + UNHEARD_SECONDS
             self._last_seconds = now
             if self._since_seconds is None or is_new:
                 self._since_seconds = now

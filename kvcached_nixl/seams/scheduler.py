@@ -119,15 +119,16 @@ def update_from_output(call: Call) -> Any:
     reports = reports_of(output)
     ending: set[str] = set()
     refused: list[tuple[str, int]] = []
-    for side in bound_sides(call.instance):
+    found = list(bound_sides(call.instance))
+    for side in found:
         side.collect(reports)
         ending |= side.take_ending()
         refused += side.take_refused()
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
     outputs = with_refused(with_ended(call.instance, outputs, ending), refused)
-    for side in bound_sides(call.instance):
+    for side in found:
         outputs = with_told(outputs, side.take_told())
-    note_tokens(bound_sides(call.instance), outputs)
+    note_tokens(found, outputs)
     note_step(call.instance, call.argument("scheduler_output"), reports, outputs)
     return outputs
 

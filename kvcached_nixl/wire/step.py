@@ -57,6 +57,7 @@ _CAUSES = 64
 _SPARED, _CLAIMED = _CAUSES - 1, _CAUSES - 2
 """In place of a cause."""
 _IDLE_HOLD, _FINISHED = "kvcached-nixl:quiet:", "kvcached-nixl:over:"
+_OWN_ID = re.compile(rf"({_IDLE_HOLD}|{_FINISHED})([0-9]{{1,20}})", re.ASCII)
 
 
 def idle_hold_id(hold: int) -> str:
@@ -117,8 +118,7 @@ def failure_of(mark: int) -> tuple[int, FailureCause] | None:
 
 def _taken(names: set[str], prefix: str) -> list[int]:
     # A client may give a request an id with this prefix, but one without a number does not match.
-    ours = re.compile(rf"{prefix}([0-9]{{1,20}})", re.ASCII)
-    found = {name: int(match[1]) for name in names if (match := ours.fullmatch(name))}
+    found = {name: int(match[2]) for name in names if (match := _OWN_ID.fullmatch(name)) and match[1] == prefix}
     names.difference_update(found)
     return list(found.values())
 

@@ -148,33 +148,8 @@ class WorkerFacade:
         self.blocks_zeroed()
         # A previous step that computes is still here only if it raised: vLLM never reported that it was submitted.
         self.end_step(has_failed=self._step is not None and not self._step.is_idle)
-        commands: list[Command] = []
-        if self._incarnation != step.incarnation:
-            self._incarnation, local = step.incarnation, self._local
-            own = Peer(local.engine_id, step.host, step.port, local.tp_size, local.tp_rank)
-            commands.append(LocalIdentity(own, step.wake_address, step.incarnation))
-        # Revocations first: no peer message handled after them finds these offers.
-        commands += (Revoke(request_id, revocation) for request_id, revocation in step.revoked.items())
-        # Renewals begin before they end: a request may arrive and end between two steps.
-        commands += step.renewed
-        commands += map(EndRenewal, step.unrenewed)
-        commands += step.fetches
-        self._unwritable += (spec.attempt for spec in step.fetches)
-        if not self._zeroes_blocks:
-            commands += self._writable()
-        # Offers without computed tokens. A request aborted since then is in `stopped` as well, so offer it before.
-        commands += (update for update in step.offered if not update.ready_tokens)
-        commands += (AwaitClaim(request_id, number) for request_id, number in step.awaited)
-        commands += (Withdraw(attempt, reason) for attempt, reason in step.withdrawn.items())
-        commands += step.released
-        commands += (Preempt(request_id, hold) for request_id, hold in step.preempted)
-        # A request that this step still computes is finished by `end_step`, after its offer.
-        late = {one.request_id for one in step.offered if one.ready_tokens}
-        commands += (Finish(request_id) for request_id in step.finished if request_id not in late)
-        commands += (
-            Stop(request_id, reason, request_id not in step.unkept) for request_id, reason in step.stopped.items()
-        )
-        if commands:
+        has_news = step.has_news or self._incarnation != step.incarnation
+        if has_news and (commands := self._commands(step)):
             self.thread.submit(*commands)
         self._step = step
         if not self._local.tp_rank:
@@ -264,6 +239,36 @@ class WorkerFacade:
     def close(self) -> None:
         """Stop the transfer thread."""
         self.thread.close()
+
+    def _commands(self, step: Step) -> list[Command]:
+        """What a step tells the transfer thread, in this order."""
+        commands: list[Command] = []
+        if self._incarnation != step.incarnation:
+            self._incarnation, local = step.incarnation, self._local
+            own = Peer(local.engine_id, step.host, step.port, local.tp_size, local.tp_rank)
+            commands.append(LocalIdentity(own, step.wake_address, step.incarnation))
+        # Revocations first: no peer message handled after them finds these offers.
+        commands += (Revoke(request_id, revocation) for request_id, revocation in step.revoked.items())
+        # Renewals begin before they end: a request may arrive and end between two steps.
+        commands += step.renewed
+        commands += map(EndRenewal, step.unrenewed)
+        commands += step.fetches
+        self._unwritable += (spec.attempt for spec in step.fetches)
+        if not self._zeroes_blocks:
+            commands += self._writable()
+        # Offers without computed tokens. A request aborted since then is in `stopped` as well, so offer it before.
+        commands += (update for update in step.offered if not update.ready_tokens)
+        commands += (AwaitClaim(request_id, number) for request_id, number in step.awaited)
+        commands += (Withdraw(attempt, reason) for attempt, reason in step.withdrawn.items())
+        commands += step.released
+        commands += (Preempt(request_id, hold) for request_id, hold in step.preempted)
+        # A request that this step still computes is finished by `end_step`, after its offer.
+        late = {one.request_id for one in step.offered if one.ready_tokens}
+        commands += (Finish(request_id) for request_id in step.finished if request_id not in late)
+        commands += (
+            Stop(request_id, reason, request_id not in step.unkept) for request_id, reason in step.stopped.items()
+        )
+        return commands
 
     def _writable(self) -> list[Command]:
         attempts, self._unwritable = tuple(self._unwritable), []

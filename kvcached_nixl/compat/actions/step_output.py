@@ -89,7 +89,8 @@ def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Repor
     before = model_runner_output.kv_connector_output
     if before is not None:
         add_lasted(before.kv_connector_stats, reports.lasted)
-    if before is None and not (reports.sent or reports.received or reports.invalid):
+    has_own = before is not None and (before.finished_sending or before.finished_recving or before.invalid_block_ids)
+    if not (has_own or reports.sent or reports.received or reports.invalid):
         return model_runner_output
     requests = private(engine_scheduler, "requests")
     found = KVConnectorOutput() if before is None else copy.copy(before)

@@ -141,3 +141,14 @@ def test_marks_of_offers_are_told_from_blocks_and_from_failures(
     assert sorted(take(marks)) == [1, 77] and marks == {*kept, other(77)}
     assert not take(marks)
     assert take_other(marks) == [77] and marks == kept
+
+
+@pytest.mark.parametrize("field", Step.__struct_fields__[4:])
+def test_whatever_workers_act_on_is_news(field: str) -> None:
+    """A step without news gives them no commands. ``unkept`` only goes with ``stopped``; metrics can wait."""
+    step = Step("host", 1, WakeAddress("host", 1, ""), "now")
+    assert not step.has_news
+    kind = type(getattr(step, field))
+    filled: dict[type, Any] = {list: ["a"], set: {"a"}, dict: {"a": "b"}, type(None): 1, bool: False}
+    setattr(step, field, filled[kind])
+    assert step.has_news == (field not in ("unkept", "lasted", "is_idle"))

@@ -404,10 +404,16 @@ def test_a_hand_over_ends_with_a_token_of_its_request(awaits: bool) -> None:
     assert told == (["a", "c"] if awaits else [])
 
 
-@pytest.mark.usefixtures("outputs")
-def test_a_step_without_reports_is_left_as_it_is() -> None:
-    step = SimpleNamespace(kv_connector_output=None)
-    assert with_reports(SimpleNamespace(requests={}), step, Reports(set(), set(), set())) is step
+def test_a_step_without_reports_is_left_as_it_is(outputs: ModuleType) -> None:
+    """Nearly every step: its statistics need no copy of it. One that has reports of its own is never left."""
+    for found in (None, outputs.KVConnectorOutput()):
+        step = SimpleNamespace(kv_connector_output=found)
+        assert with_reports(SimpleNamespace(requests={}), step, Reports(set(), set(), set())) is step
+    for name, value in (("finished_sending", {"a"}), ("finished_recving", {"a"}), ("invalid_block_ids", {1})):
+        step = SimpleNamespace(kv_connector_output=outputs.KVConnectorOutput())
+        setattr(step.kv_connector_output, name, value)
+        made = with_reports(SimpleNamespace(requests={}), step, Reports(set(), set(), set()))
+        assert not getattr(made.kv_connector_output, name)
 
 
 @pytest.mark.usefixtures("outputs")
