@@ -68,6 +68,9 @@ COMPUTING_POLL_SECONDS = 0.01
 """Each poll takes the interpreter's lock from the engine's thread: polled every millisecond, prefill computed up to
 45 % slower. While there is more to post, most of a turn is spent in NIXL, without that lock."""
 IDLE_POLL_SECONDS = 0.1
+_LONGER_BY = 0.01
+"""What a peer has not sent for a while is looked for less often: it is found later by this share of its wait at most.
+Each wait begins with something to do, so the time since then is not longer than any wait."""
 CLOSE_SECONDS = 5.0
 
 
@@ -119,6 +122,8 @@ class TransferThread:
         self._computing: deque[Computed | Finish | BlocksWritable] = deque()
         self._malformed = 0
         self._defects = 0
+        # When there was something to do last.
+        self._busy_seconds = 0.0
 
     @property
     def dropped(self) -> Counter[str]:
@@ -194,11 +199,12 @@ class TransferThread:
 
     def turn(self) -> float:
         """Do everything that can be done without waiting; returns the seconds until the next call is due."""
+        is_busy = bool(self._inbox)
         while self._inbox:
             command = self._inbox.popleft()
             self._contain(command, self._take, command)
         self._take_reached()
-        self._hear()
+        is_busy |= self._hear()
         self._context.peers.turn()
         if self._context.staging is not None:
             self._context.staging.turn()
@@ -209,15 +215,14 @@ class TransferThread:
             self._outcomes.slab(self._context.staging.use, self._context.staging.num_waits)
         if self._outcomes.take_news() and self._identity is not None:
             self._wake_engine(self._identity)
-        if (
-            self._context.transfer_queue.is_busy
-            or self._computing
-            or self._receiver.is_awaiting
-            or self._registry.is_awaiting
-        ):
-            return self._poll_seconds()
         now = self._clock.now_seconds()
-        longest = COMPUTING_POLL_SECONDS if len(self._registry) else IDLE_POLL_SECONDS
+        is_moving = bool(self._context.transfer_queue.is_busy or self._computing)
+        if is_busy or is_moving:
+            self._busy_seconds = now
+        later_seconds = min((now - self._busy_seconds) * _LONGER_BY, IDLE_POLL_SECONDS)
+        if is_moving or self._receiver.is_awaiting or self._registry.is_awaiting:
+            return max(self._poll_seconds(), later_seconds)
+        longest = max(COMPUTING_POLL_SECONDS, later_seconds) if len(self._registry) else IDLE_POLL_SECONDS
         return max(0.0, min([longest, *(deadline - now for deadline in deadlines if deadline is not None)]))
 
     def _poll_seconds(self) -> float:
@@ -296,7 +301,9 @@ class TransferThread:
             for attempt in reached.attempts:
                 self._receiver.begin(attempt)
 
-    def _hear(self) -> None:
+    def _hear(self) -> bool:
+        """Handle what peers have sent. Returns whether they have sent anything."""
+        has_heard = False
         listening: list[Transport | WriteGate] = [self._transport, *self._receiver.gates]
         for one in listening:
             try:
@@ -305,7 +312,9 @@ class TransferThread:
                 logger.warning("%s", error)
                 continue
             for agent, notification in heard:
+                has_heard = True
                 self._contain(None, self._take_notification, agent, notification)
+        return has_heard
 
     def _take_notification(self, agent: str, notification: bytes) -> None:
         try:
