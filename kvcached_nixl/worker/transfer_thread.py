@@ -69,8 +69,8 @@ COMPUTING_POLL_SECONDS = 0.01
 45 % slower. While there is more to post, most of a turn is spent in NIXL, without that lock."""
 IDLE_POLL_SECONDS = 0.1
 _LONGER_BY = 0.01
-"""What a peer has not sent for a while is looked for less often: it is found later by this share of its wait at most.
-Each wait begins with something to do, so the time since then is not longer than any wait."""
+"""What a peer has not sent for a while is looked for less often, but every COMPUTING_POLL_SECONDS: a peer's wait may have
+begun only now, and an offer may be revoked before its reader is heard."""
 CLOSE_SECONDS = 5.0
 
 
@@ -219,10 +219,10 @@ class TransferThread:
         is_moving = bool(self._context.transfer_queue.is_busy or self._computing)
         if is_busy or is_moving:
             self._busy_seconds = now
-        later_seconds = min((now - self._busy_seconds) * _LONGER_BY, IDLE_POLL_SECONDS)
+        later_seconds = min((now - self._busy_seconds) * _LONGER_BY, COMPUTING_POLL_SECONDS)
         if is_moving or self._receiver.is_awaiting or self._registry.is_awaiting:
             return max(self._poll_seconds(), later_seconds)
-        longest = max(COMPUTING_POLL_SECONDS, later_seconds) if len(self._registry) else IDLE_POLL_SECONDS
+        longest = COMPUTING_POLL_SECONDS if len(self._registry) else IDLE_POLL_SECONDS
         return max(0.0, min([longest, *(deadline - now for deadline in deadlines if deadline is not None)]))
 
     def _poll_seconds(self) -> float:
