@@ -69,8 +69,8 @@ COMPUTING_POLL_SECONDS = 0.01
 45 % slower. While there is more to post, most of a turn is spent in NIXL, without that lock."""
 IDLE_POLL_SECONDS = 0.1
 _LONGER_BY = 0.01
-"""What a peer has not sent for a while is looked for less often, but every COMPUTING_POLL_SECONDS: a peer's wait may have
-begun only now, and an offer may be revoked before its reader is heard."""
+"""A message that has not come for a while is looked for less often, but every COMPUTING_POLL_SECONDS: a peer's wait may
+have begun only now, and an offer may be revoked before its reader is heard."""
 CLOSE_SECONDS = 5.0
 
 
