@@ -18,7 +18,7 @@ from kvcached_nixl.wire.causes import RevocationCause
 __all__ = ["UNHEARD_SECONDS", "MemoryPressure"]
 
 UNHEARD_SECONDS = 3.0
-"""A neighbour that still waits says so every second. What has not been heard for so long is over."""
+"""A neighbour that waits for memory repeats that every second. One that has not for this long no longer waits."""
 
 
 class MemoryPressure:

@@ -69,8 +69,8 @@ COMPUTING_POLL_SECONDS = 0.01
 45 % slower. While there is more to post, most of a turn is spent in NIXL, without that lock."""
 IDLE_POLL_SECONDS = 0.1
 _LONGER_BY = 0.01
-"""A message that has not come for a while is looked for less often, but every COMPUTING_POLL_SECONDS: a peer's wait may
-have begun only now, and an offer may be revoked before its reader is heard."""
+"""The polling interval as a share of the time since the thread last had work. At most COMPUTING_POLL_SECONDS: a peer's
+wait may have begun only now, and an offer may be revoked before its reader is heard."""
 CLOSE_SECONDS = 5.0
 
 
@@ -122,7 +122,7 @@ class TransferThread:
         self._computing: deque[Computed | Finish | BlocksWritable] = deque()
         self._malformed = 0
         self._defects = 0
-        # When there was something to do last.
+        # When the thread last had work.
         self._busy_seconds = 0.0
 
     @property
