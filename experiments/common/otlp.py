@@ -28,12 +28,16 @@ ENVIRONMENT = MappingProxyType(
 
 @dataclass(frozen=True)
 class Span:
-    """One span. Times are in seconds since the epoch; ``parent_id`` is "" for the first one of a trace."""
+    """One span. Times are in seconds since the epoch; ``parent_id`` is "" for the first one of a trace.
+
+    ``scope`` is OpenTelemetry's: the name of the library that made the span.
+    """
 
     trace_id: str
     span_id: str
     parent_id: str
     name: str
+    scope: str
     begin: float
     end: float
     is_error: bool
@@ -64,6 +68,7 @@ class Collector:
                 span_id=span.span_id.hex(),
                 parent_id=span.parent_span_id.hex(),
                 name=span.name,
+                scope=of_scope.scope.name,
                 begin=span.start_time_unix_nano / 1e9,
                 end=span.end_time_unix_nano / 1e9,
                 is_error=span.status.code == 2,

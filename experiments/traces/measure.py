@@ -22,6 +22,10 @@ from experiments.common.transfer_config import role
 TOKENS = 8
 SUMMARY = "llm_request"
 """vLLM's own span of a whole request."""
+ROUTER = "kvcached_nixl.proxy"
+"""The scope of the router's spans."""
+WEB_FRAMEWORK = "fastapi"
+"""The scope of spans that FastAPI makes by itself from 0.165 on, once vLLM has set a provider of tracers."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,13 @@ class Traced:
     @property
     def request(self) -> Span:
         """The router's span of the whole request."""
-        (found,) = [span for span in self.spans if span.name.startswith("POST ")]
+        (found,) = [span for span in self.spans if _is_request(span)]
         return found
+
+    @property
+    def parts(self) -> list[Span]:
+        """The spans that are not another view of the same time: not vLLM's summary, not the web framework's."""
+        return [span for span in self.spans if span.name != SUMMARY and span.scope != WEB_FRAMEWORK]
 
     @property
     def first_token(self) -> float:
@@ -62,16 +71,15 @@ class Traced:
         Not what runs beside them: in push prefill's leg; in pull what prefill keeps after it has answered, which
         outlasts its leg.
         """
-        by_id = {span.span_id: span for span in self.spans}
-        parents = {span.parent_id for span in self.spans}
+        by_id = {span.span_id: span for span in self.parts}
+        parents = {span.parent_id for span in self.parts}
         is_push = self.request.attributes["kvcached_nixl.direction"] == "push"
-        beside = {span.span_id for span in self.spans if is_push and span.name == "prefill"}
+        beside = {span.span_id for span in self.parts if is_push and span.name == "prefill"}
         return [
             span
-            for span in self.spans
+            for span in self.parts
             if span.span_id not in parents | beside
             and span.parent_id not in beside
-            and span.name != SUMMARY
             and span.end <= min(self.first_token, by_id[span.parent_id].end if span.parent_id in by_id else span.end)
         ]
 
@@ -138,9 +146,13 @@ def run(arm: Arm, count: int, prompt_tokens: int, logs: Path, say: Callable[[str
 def is_whole(spans: list[Span]) -> bool:
     """Whether all three processes have sent their last span."""
     names = {span.name for span in spans}
-    is_routed = any(name.startswith("POST ") for name in names)
+    is_routed = any(map(_is_request, spans))
     is_computed = sum(span.name == SUMMARY for span in spans) >= 2
     return is_routed and is_computed and {"decode_first_token", "prefill_sending"} <= names
+
+
+def _is_request(span: Span) -> bool:
+    return span.scope == ROUTER and span.name.startswith("POST ")
 
 
 def ask(url: str, prompt_tokens: int) -> tuple[str, float]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from experiments.common.plots import make_panels, save
 from experiments.common.targets import Verdict
-from experiments.traces.measure import SUMMARY, Arm, Traced
+from experiments.traces.measure import Arm, Traced
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,8 +87,7 @@ def plot(found: Mapping[Arm, Traced], path: Path) -> None:
     colours = dict(zip(PROCESSES, ("tab:gray", "tab:blue", "tab:orange"), strict=True))
     for panel, (arm, one) in zip(panels, found.items(), strict=True):
         begun = one.request.begin
-        # vLLM's summary of a whole request says nothing that its parts do not.
-        spans = [span for span in one.spans if span.name != SUMMARY and span.begin < one.first_token + 0.02]
+        spans = [span for span in one.parts if span.begin < one.first_token + 0.02]
         lines = list(dict.fromkeys((span.resource["service.name"], span.name) for span in spans))
         last = (one.first_token - begun) * 1e3 * 1.06
         for span in spans:

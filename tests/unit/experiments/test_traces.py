@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("rich", reason="reports need it")
 
 from experiments.common.otlp import Span
-from experiments.traces.measure import ARMS, SUMMARY, Traced
+from experiments.traces.measure import ARMS, SUMMARY, WEB_FRAMEWORK, Traced
+from experiments.traces.measure import ROUTER as ROUTER_SCOPE
 from experiments.traces.report import PROCESSES, judge, states_of
 
 PULL, PUSH = ARMS[:2]
@@ -18,7 +19,8 @@ ROUTER, PREFILL, DECODE = PROCESSES
 
 
 def span(span_id: str, parent: str, name: str, begin: float, end: float, process: str = ROUTER, **more: str) -> Span:
-    return Span("t", span_id, parent, name, begin, end, False, more, {"service.name": process})
+    scope = ROUTER_SCOPE if process == ROUTER else "vllm.tracing.otel"
+    return Span("t", span_id, parent, name, scope, begin, end, False, more, {"service.name": process})
 
 
 def request(direction: str, *more: Span) -> Traced:
@@ -45,6 +47,16 @@ def test_what_runs_beside_is_not_counted(direction: str) -> None:
     expected = ["prefill_computing", "decode_moving"] if direction == "pull" else ["decode_moving"]
     assert [each.name for each in one.leaves] == expected
     assert one.share == 1.0
+
+
+def test_spans_that_the_web_framework_makes_by_itself_are_not_counted_twice() -> None:
+    own = [
+        replace(span("pf", "p", "POST /v1/completions", 0.0, 1.0, PREFILL), scope=WEB_FRAMEWORK),
+        replace(span("pe", "pf", "fastapi.endpoint", 0.1, 0.9, PREFILL), scope=WEB_FRAMEWORK),
+        replace(span("df", "d", "POST /v1/completions", 1.0, 1.5, DECODE), scope=WEB_FRAMEWORK),
+    ]
+    one = request("pull", *own)
+    assert one.request.span_id == "r" and one.share == 1.0
 
 
 def test_the_targets_can_be_missed() -> None:
