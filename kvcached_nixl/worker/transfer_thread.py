@@ -265,9 +265,12 @@ class TransferThread:
             self._renewals.end(command.request_id)
 
     def _take_ends(self, command: Stop | Revoke | Preempt) -> None:
-        if isinstance(command, Revoke) and self._registry.outlasts(command.request_id, command.revocation):
-            self._outcomes.spared(command.revocation.number)
-            return
+        if isinstance(command, Revoke):
+            # Who has begun to read meanwhile may not be overtaken.
+            self._hear()
+            if self._registry.outlasts(command.request_id, command.revocation):
+                self._outcomes.spared(command.revocation.number)
+                return
         # Drop updates that still wait for the device. A revoked request keeps its `Finish`: it ends by itself.
         self._computing = deque(
             one

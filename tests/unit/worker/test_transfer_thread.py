@@ -35,13 +35,14 @@ from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.transport.memory import MemoryTransport
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Process, Weights
 from kvcached_nixl.wire.lease import heartbeats
 from kvcached_nixl.wire.messages import (
     PREFIX,
     Peer,
+    Reading,
     Registration,
     Release,
     Stopped,
@@ -52,7 +53,7 @@ from kvcached_nixl.wire.messages import (
 )
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
-from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, UnneededOffer, WakeAddress
+from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, Revocation, UnneededOffer, WakeAddress
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker import transfer_thread as thread
 from kvcached_nixl.worker.build import assemble
@@ -246,6 +247,24 @@ def test_a_heartbeat_renews_what_prefill_keeps(pull: Worker) -> None:
     pull.clock.advance(30.0)
     outcome = pull.deliver()
     assert (outcome.done, outcome.expired) == ({"p-1"}, {"p-1"})
+
+
+@pytest.mark.parametrize("message", ["reading", "heartbeat"])
+def test_a_revocation_does_not_overtake_who_was_there_before_it(pull: Worker, message: str) -> None:
+    """Both have arrived when the thread wakes up."""
+    remote = pull.remote()
+    pull.offer()
+    pull.thread.submit(commands.Finish(P1))
+    pull.deliver()
+    remote.transport.add_peer(b"local")
+    for told in [encode(Reading(P1, 0))] if message == "reading" else heartbeats([P1]):
+        remote.transport.send("local", told)
+    pull.network.deliver_all()
+    revocation = Revocation(RevocationCause.BLOCKS, "memory is short", spares_wanted=message == "heartbeat", number=7)
+    pull.thread.submit(commands.Revoke(P1, revocation))
+    pull.thread.turn()
+    outcome = pull.thread.take_outcome()
+    assert (outcome.spared, outcome.done) == ({7}, set())
 
 
 # ---------------------------------------------------------------------------------------------------------- containment
