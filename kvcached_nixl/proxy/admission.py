@@ -6,7 +6,8 @@ on their way through prefill. A server has room while it has less to do than ``-
 (`Instance.room_tokens`). Where one does not say it, there is no limit.
 
 Who would wait longer than ``--queue-timeout`` is refused at once, with the time after which it is worth trying again,
-by the rate at which prompts have ended lately.
+by the rate at which prompts have ended lately while others waited. What ends while nobody waits only says how much was
+asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvcached_nixl.proxy.instance import Instance
 __all__ = ["Admission"]
 
 RATE_SECONDS = 30.0
-"""Over how long the rate is measured at which prompts end."""
+"""Over how long the rate is measured at which prompts end. After as long without a queue it is not known any more."""
 MOST_RETRY_SECONDS = 600
 _FULL = "Decode has no room for this prompt: {ahead} tokens wait before it. Try again."
 
@@ -49,6 +50,10 @@ class Admission:
         # In the order of arrival; the tokens of each.
         self._waiting: dict[asyncio.Future[None], int] = {}
         self._ended: deque[tuple[float, int]] = deque()
+        # How long anybody has waited, in all, and since when it is so now.
+        self._queued_seconds = self._measured_from_seconds = 0.0
+        self._queued_since_seconds: float | None = None
+        self._queued_until_seconds = -math.inf
         self._admitted = 0
         self.pending_tokens = 0
         self.waiting_tokens = 0
@@ -77,7 +82,8 @@ class Admission:
         finally:
             self._admitted -= 1
             self.pending_tokens -= tokens
-            self._ended.append((time.monotonic(), tokens))
+            if self._waiting:
+                self._ended.append((self._queue_clock(), tokens))
             self.look()
 
     @contextmanager
@@ -107,8 +113,27 @@ class Admission:
         # One request alone may be larger than everything.
         return not self._admitted or self.pending_tokens + tokens <= self._room_tokens()
 
+    def _joined(self, future: asyncio.Future[None], tokens: int) -> None:
+        if not self._waiting:
+            now = self._queued_since_seconds = time.monotonic()
+            if now - self._queued_until_seconds > RATE_SECONDS:
+                self._ended.clear()
+                self._measured_from_seconds = self._queued_seconds
+        self._waiting[future] = tokens
+        self.waiting_tokens += tokens
+
     def _left(self, future: asyncio.Future[None]) -> None:
-        self.waiting_tokens -= self._waiting.pop(future, 0)
+        if future not in self._waiting:
+            return
+        self.waiting_tokens -= self._waiting.pop(future)
+        if not self._waiting:
+            self._queued_seconds = self._queue_clock()
+            self._queued_since_seconds, self._queued_until_seconds = None, time.monotonic()
+
+    def _queue_clock(self) -> float:
+        """Seconds in which anybody has waited."""
+        since = self._queued_since_seconds
+        return self._queued_seconds + (0.0 if since is None else time.monotonic() - since)
 
     async def _enter(self, tokens: int) -> None:
         if not self._waiting and self._has_room(tokens):
@@ -117,13 +142,14 @@ class Admission:
         if wait_seconds > self._most_wait_seconds:
             raise self._refusal(wait_seconds)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[future] = tokens
-        self.waiting_tokens += tokens
+        self._joined(future, tokens)
         try:
             with anyio.move_on_after(self._most_wait_seconds):
                 await future
                 return
-            raise self._refusal(self._wait_seconds(tokens))
+            self._left(future)
+            # Nothing has ended: it takes at least as long as this.
+            raise self._refusal(self._wait_seconds(tokens) or self._most_wait_seconds)
         finally:
             self._left(future)
             # The next one may be smaller, or this one has taken no place after all.
@@ -131,13 +157,14 @@ class Admission:
 
     def _wait_seconds(self, tokens: int) -> float:
         """How long a prompt would wait at the end of the queue; 0 if that is not known."""
-        now = time.monotonic()
-        while self._ended and self._ended[0][0] < now - RATE_SECONDS:
+        now = self._queue_clock()
+        begin_seconds = max(now - RATE_SECONDS, self._measured_from_seconds)
+        while self._ended and self._ended[0][0] < begin_seconds:
             self._ended.popleft()
         ended_tokens = sum(count for _, count in self._ended)
         if not ended_tokens:
             return 0.0
-        rate = ended_tokens / max(1.0, now - self._ended[0][0])
+        rate = ended_tokens / max(1.0, now - begin_seconds)
         return (self.waiting_tokens + tokens) / rate
 
     def _refusal(self, wait_seconds: float) -> Refusal:

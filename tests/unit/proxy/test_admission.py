@@ -170,20 +170,20 @@ def test_who_would_wait_too_long_is_told_how_long_at_once(monkeypatch: pytest.Mo
         # The event loop reads this clock, too: far ahead, the test's own time limit would end. Whole: sums are exact.
         now = [math.floor(time.monotonic()) + 1.0]
         monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-        first = Request(door, 100)
+        first, second = Request(door, 100), Request(door, 150)
         await settle()
-        await first.end()
         now[0] += 10.0
+        await first.end()
         # 100 tokens have ended in ten seconds.
-        kept = [Request(door, tokens) for tokens in (100, 150)]
+        third = Request(door, 100)
         await settle()
-        assert started(*kept) == [True, False]
-        late = Request(door, 100)
+        assert started(second, third) == [True, False]
+        late = Request(door, 150)
         with pytest.raises(Refusal) as refused:
             await late.task
         assert refused.value.cause is RouterFailure.FULL and refused.value.headers == {"Retry-After": "25"}
-        assert "150 tokens wait before it" in str(refused.value)
-        for one in kept:
+        assert "100 tokens wait before it" in str(refused.value)
+        for one in (second, third):
             await one.end()
 
     run(test)
@@ -199,6 +199,55 @@ def test_who_has_waited_too_long_is_refused() -> None:
             await second.task
         assert door.waiting_tokens == 0
         await first.end()
+
+    run(test)
+
+
+def test_who_has_waited_in_vain_is_told_of_no_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        door = door_to(decode_server(), 1.0, 20.0)
+        now = [math.floor(time.monotonic()) + 1.0]
+        monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+        first, second = Request(door, 100), Request(door, 100)
+        await settle()
+        now[0] += 21.0
+        with pytest.raises(Refusal) as refused:
+            await second.task
+        assert refused.value.headers == {"Retry-After": "20"}, "nothing has ended meanwhile"
+        assert "0 tokens wait before it" in str(refused.value), "it does not wait for itself"
+        await first.end()
+
+    run(test)
+
+
+@pytest.mark.parametrize("had_queue", [False, True])
+def test_few_requests_before_a_burst_do_not_look_like_a_slow_server(
+    had_queue: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        door = door_to(decode_server(), 1.0, 5.0)
+        now = [math.floor(time.monotonic()) + 1.0]
+        monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+        if had_queue:
+            some = [Request(door, 100) for _ in range(2)]
+            await settle()
+            now[0] += 1.0
+            for one in some:
+                await one.end()
+        for _ in range(3):
+            now[0] += 8.0
+            one = Request(door, 10)
+            await settle()
+            await one.end()
+        burst = [Request(door, 50) for _ in range(12)]
+        await settle()
+        assert started(*burst) == [True] * 2 + [False] * 10
+        if had_queue:
+            # A hundred tokens ended in the second in which one waited.
+            assert sum(one.task.done() for one in burst) == 0 and door.waiting_tokens == 500
+        for one in burst:
+            await one.end()
+            await settle()
 
     run(test)
 
