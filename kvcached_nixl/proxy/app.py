@@ -28,7 +28,7 @@ from kvcached_nixl.proxy.api import ApiRoute
 from kvcached_nixl.proxy.asked import Asked
 from kvcached_nixl.proxy.auth import require_key
 from kvcached_nixl.proxy.cancel_scope import Guard
-from kvcached_nixl.proxy.client import COPIES, Outgoing, draw_id, header, passed_on, read_body, refuse_odd_head
+from kvcached_nixl.proxy.client import COPIES, Outgoing, draw_id, passed_on, read_body, refuse_odd_head, trace_context
 from kvcached_nixl.proxy.failure import (
     RETRY_SECONDS,
     Answered,
@@ -139,8 +139,8 @@ class App:
 
     def _trace(self, request: web.BaseRequest, record: Record) -> None:
         if self._tracing is not None:
-            context = {name: value for name in ("traceparent", "tracestate") if (value := header(request, name))}
             attributes = {"http.route": record.route, "kvcached_nixl.request_id": record.request_id}
+            context = trace_context(request)
             record.trace = self._tracing.request(f"POST {record.route}", context, record.at, **attributes)
 
     def _begin(self) -> None:
@@ -231,7 +231,7 @@ class App:
                 await one_within(child, to, within)
 
         async def one_within(child: Asked, to: Child, within: Part) -> None:
-            part = replace(record, request_id=f"{record.request_id}-seq{to.place}", trace=within)
+            part = replace(record, request_id=f"{record.request_id}-seq{to.place}", trace=within, attempts=0)
             # The prompt is in the prefix cache of the prefill that has computed it for the first child.
             preferred = prefills.get(to.place // asked.n, "")
             try:
@@ -239,12 +239,18 @@ class App:
             finally:
                 prefills[to.place // asked.n] = part.prefill
                 record.attempts += part.attempts
+                if asked.streams and part.first_seconds is not None:
+                    record.first_seconds = min(part.first_seconds, record.first_seconds or part.first_seconds)
                 record.direction, record.alone, record.prefill, record.decode = (
                     *(part.direction, part.alone),
                     *(part.prefill, part.decode),
                 )
 
-        share.take(COPIES * (asked.n - 1) * sum(len(memoryview(value)) for value in asked.fields.values()))
+        sizes = {name: len(memoryview(value)) for name, value in asked.fields.items()}
+        prompts_bytes = sizes.pop("prompt", 0) if asked.prompts else 0
+        # Each sequence has one of the prompts, and all other fields.
+        more_bytes = (asked.n - 1) * prompts_bytes + (asked.sequences - 1) * sum(sizes.values())
+        share.take(COPIES * more_bytes)
         await FanOut(asked, out).run(one)
         record.first()
 

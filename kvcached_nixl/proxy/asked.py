@@ -42,6 +42,7 @@ class Asked:
         raw_params: the same, unparsed.
         prompts: if the body has a list of several prompts: each, unparsed; otherwise, and if ``alone``, empty.
         n: sequences of each prompt; 1 if ``alone``: one server gets the request as it is.
+        choices: how many the answer of one server has at least.
         alone: why there is no hand-over, or None.
         needs_leave: the request is served only with ``--decode-alone``. Otherwise the client gets ``reason``.
         reason: error text that says what to send instead; "" if ``needs_leave`` is false.
@@ -58,6 +59,7 @@ class Asked:
     raw_params: msgspec.Raw | None
     prompts: tuple[msgspec.Raw, ...]
     n: int
+    choices: int
     alone: Alone | None
     needs_leave: bool
     reason: str

@@ -12,10 +12,11 @@ import msgspec
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure
 from kvcached_nixl.wire.params import TokenId
 
-__all__ = ["bad_body", "fields_of", "known_of", "nested", "prefix_ids_of", "top_level"]
+__all__ = ["bad_body", "fields_of", "known_of", "nested", "prefix_ids_of", "require_number", "top_level"]
 
 _INT64 = 2**63
 top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_integer = msgspec.json.Decoder(int | None)
 _token_ids = msgspec.json.Decoder(list[TokenId] | None)
 # A tuple of pairs, not a dict, so that it is immutable.
 _KNOWN = tuple(
@@ -79,6 +80,12 @@ def fields_of(body: bytes) -> dict[str, msgspec.Raw]:
 def known_of(fields: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     """Returns the values of the fields that the router reads. Raises `Refusal` for one of another type."""
     return {name: _decoded(fields, name, decoder) for name, decoder in _KNOWN if name in fields}
+
+
+def require_number(fields: Mapping[str, msgspec.Raw], name: str) -> None:
+    """Raises `Refusal` if the field is there and no integer."""
+    if name in fields:
+        _decoded(fields, name, _integer)
 
 
 def prefix_ids_of(fields: Mapping[str, msgspec.Raw]) -> list[int] | None:

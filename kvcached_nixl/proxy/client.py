@@ -31,6 +31,7 @@ __all__ = [
     "passed_on",
     "read_body",
     "refuse_odd_head",
+    "trace_context",
 ]
 
 SERVER = "kvcached-nixl"
@@ -40,7 +41,6 @@ STILL_WAITING = b"\n\n"
 """Keeps a stream alive that has no event yet; every parser of events skips empty lines. Not a comment: behind one that
 arrives by itself, `vllm bench serve` skips the first event, and so takes the second token's time for the first's."""
 _USABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_TRACES = ("traceparent", "tracestate")
 
 
 def header(request: web.BaseRequest, name: str) -> str | None:
@@ -112,10 +112,16 @@ def passed_on(request: web.BaseRequest, upstream_key: str) -> dict[str, str]:
     headers = {"Content-Type": "application/json"}
     if upstream_key:
         headers["Authorization"] = f"Bearer {upstream_key}"
-    for name in ("Authorization", *_TRACES) if not upstream_key else _TRACES:
-        if (value := header(request, name)) is not None:
-            headers[name] = value
-    return headers
+    elif (value := header(request, "Authorization")) is not None:
+        headers["Authorization"] = value
+    return headers | trace_context(request)
+
+
+def trace_context(request: web.BaseRequest) -> dict[str, str]:
+    """Returns the client's ``traceparent`` and ``tracestate``; a state may come in several headers."""
+    states = [one for one in request.headers.getall("tracestate", ()) if one.isascii() and one.isprintable()]
+    found = {"traceparent": header(request, "traceparent"), "tracestate": ",".join(states)}
+    return {name: value for name, value in found.items() if value}
 
 
 class Response(Protocol):

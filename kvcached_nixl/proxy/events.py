@@ -18,17 +18,18 @@ class Events:
     Attributes:
         is_complete: the last event was that with which a stream ends.
         has_error: an event was an error of the server.
-        has_reason: an event said why the answer ended.
+        reasons: how often an event said why a choice, or the answer, has ended.
         is_given_up: such a reason was one of `GIVEN_UP`.
         count: number of events so far that show that the request is computed.
     """
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: Api, choices: int = 1) -> None:
         self._api = api
+        self._choices = choices
         self._rest = b""
         self.is_complete = False
         self.has_error = False
-        self.has_reason = False
+        self.reasons = 0
         self.is_given_up = False
         self.count = 0
 
@@ -39,8 +40,8 @@ class Events:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the response says why it ended, and no reason is one of `GIVEN_UP`."""
-        return self.has_reason and not self.is_given_up
+        """Whether the response says of each choice why it ended, and no reason is one of `GIVEN_UP`."""
+        return self.reasons >= self._choices and not self.is_given_up
 
     def cut(self, piece: bytes) -> bytes:
         """Returns the events that are complete now; the rest is kept for the next call.
@@ -61,6 +62,6 @@ class Events:
             self.is_complete = self._api.end.search(piece) is not None
             self.has_error = self.has_error or self._api.error.search(piece) is not None
             for reason in self._api.reason.findall(piece):
-                self.has_reason = True
+                self.reasons += 1
                 self.is_given_up = self.is_given_up or reason.decode() in GIVEN_UP
         return piece

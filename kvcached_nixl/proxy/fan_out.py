@@ -106,6 +106,9 @@ class FanOut:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         if self._out.has_begun:
+            if self.answers:
+                reason = "a server answered in one piece what another one streamed"
+                raise LegFailed(RouterFailure.ANSWER, "decode", reason, is_retriable=False)
             usage = self._usage(self._usages)
             last = {**self._common, "choices": [], "usage": usage} if usage else None
             await self._out.piece((_event(last) if last else b"") + END)
@@ -153,8 +156,8 @@ class FanOut:
 
     def rewritten(self, place: int, event: bytes) -> bytes:
         """Returns an event of a child as one of the whole response; b"" if it is kept for the end."""
-        data = event.removeprefix(b"data: ")
-        if data == b"[DONE]" or not event.startswith(b"data: {"):
+        data = _data_of(event)
+        if data in (b"", b"[DONE]"):
             return b""
         with _odd_is_failure():
             said = _object.decode(data)
@@ -211,6 +214,12 @@ def _odd_is_failure() -> Iterator[None]:
     except (KeyError, msgspec.MsgspecError, RecursionError) as error:
         reason = f"a server's answer cannot be merged with the others: {type(error).__name__} {str(error)[:100]}"
         raise LegFailed(RouterFailure.ANSWER, "decode", reason, is_retriable=False) from error
+
+
+def _data_of(event: bytes) -> bytes:
+    """Returns an event's data, whatever other lines are beside it, such as a comment."""
+    lines = [line.removeprefix(b"data:") for line in event.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(line.removeprefix(b" ") for line in lines)
 
 
 def _event(said: Mapping[str, Any]) -> bytes:

@@ -33,6 +33,8 @@ METRICS_SECONDS = 2.0
 """A server that answers /health and not /metrics is up, and its kind is not known."""
 LOOKS_PER_METRICS = 5
 LEAST_METRICS_SECONDS = 1.0
+MOST_COUNT = 2.0**53
+"""A larger number is no count. The router's own counter could not be increased any more after it."""
 _FAILURES = re.compile(
     rb"^kvcached_nixl:handover_failures_total(?:\{[^\n]*\})? ([0-9]{1,300}(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,4})?)$",
     re.M,
@@ -176,7 +178,7 @@ async def _look_at_metrics(instance: Instance, fleet: Fleet) -> bool:
     if instance.role is not Role.DECODE:
         return True
     fleet.admission.look()
-    total = sum(float(found) for found in _FAILURES.findall(said))
+    total = sum(count for found in _FAILURES.findall(said) if (count := float(found)) <= MOST_COUNT)
     before, instance.reported_failures = instance.reported_failures, total
     # A counter that went down was reset by a restart, so all of it is new.
     more = total - (before or 0.0) if before is not None and total >= before else (0.0 if before is None else total)

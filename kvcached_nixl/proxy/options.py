@@ -68,7 +68,7 @@ class Options:
     queue_timeout_seconds: float = _number(30.0, "seconds that a request waits for a server that takes it, then 503")
     prefill_timeout_seconds: float = _number(300.0, "seconds for the response of prefill")
     first_token_timeout_seconds: float = _number(300.0, "seconds until the first piece of a streamed response")
-    inter_token_timeout_seconds: float = _number(120.0, "seconds between two pieces of a streamed response")
+    inter_token_timeout_seconds: float = _number(120.0, "seconds between two tokens of a streamed response")
     response_timeout_seconds: float = _number(3600.0, "seconds for a response that is not streamed")
     keep_alive_seconds: float = _number(
         1.0, "seconds between empty lines in a stream that waits for its first token; its status is 200 from then on"

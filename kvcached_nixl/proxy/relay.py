@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -24,6 +25,7 @@ __all__ = ["Relay", "require_success", "with_cached_tokens"]
 
 _CACHE_READ = re.compile(rb'"cache_read_input_tokens":\s*([0-9]{1,18})\b')
 _COUNT = re.compile(rb"[0-9]{1,18}")
+_SECONDS = re.compile(r"[0-9]{1,4}")
 _CACHED_TOKENS = re.compile(rb'"(cached_tokens|cache_read_input_tokens)":(\s*)[0-9]+')
 
 
@@ -88,13 +90,15 @@ class Relay:
         self, server: Instance, leg: Leg, reply: Reply, record: Record, cached_tokens: Callable[[], int | None]
     ) -> None:
         api, out, guard = api_of(self._asked.route), self._out, leg.guard
-        events = Events(api)
+        events = Events(api, self._asked.choices)
         pause = LegFailed(
             RouterFailure.TIME, server.name, "the server stopped in the middle of its response", status=504
         )
         held, held_bytes = b"", 0
+        pace = _Pace(self._options.inter_token_timeout_seconds)
         while piece := await reply.piece():
             leg.heard()
+            pace.came()
             try:
                 whole = events.cut(piece)
             except ValueError as error:
@@ -121,7 +125,7 @@ class Relay:
             if whole:
                 guard.unlimited()
                 await out.piece(with_cached_tokens(whole, cached_tokens()))
-            guard.limit(self._options.inter_token_timeout_seconds, pause)
+            guard.limit(pace.left_seconds(events.count), pause)
         if not events.is_complete:
             before = "" if out.has_begun else " and its first token"
             raise LegFailed(
@@ -132,6 +136,30 @@ class Relay:
         if events.has_error:
             record.outcome = RouterFailure.SERVER.value
             record.reason = "the server ended its response with an error"
+
+
+class _Pace:
+    """How long a stream may still wait for its next token.
+
+    Comments, and an event that comes byte by byte, must not keep a stream without tokens alive. The time in which the
+    client does not read does not count.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = self._left_seconds = seconds
+        self._count = 0
+        self._waits_since_seconds = time.monotonic()
+
+    def came(self) -> None:
+        """A piece has come that was waited for."""
+        self._left_seconds -= time.monotonic() - self._waits_since_seconds
+
+    def left_seconds(self, count: int) -> float:
+        """The next piece is waited for; so many events with tokens have come."""
+        if count > self._count:
+            self._count, self._left_seconds = count, self._seconds
+        self._waits_since_seconds = time.monotonic()
+        return max(0.0, self._left_seconds)
 
 
 def with_cached_tokens(said: bytes, cached_tokens: int | None) -> bytes:
@@ -224,7 +252,7 @@ def require_success(reply: Reply, said: bytes, server: str, *, has_own_key: bool
             is_retriable=False,
         )
     if status in (408, 425, 429, 503):
-        retry = int(reply.retry_after) if reply.retry_after.isdigit() and len(reply.retry_after) < 5 else None
+        retry = int(reply.retry_after) if _SECONDS.fullmatch(reply.retry_after) else None
         reason = f"the server answered {status}"
         raise LegFailed(RouterFailure.UPSTREAM_BUSY, server, reason, status=503, retry_after_seconds=retry)
     if 400 <= status < 500:

@@ -7,6 +7,7 @@ servers get them unchanged. Only fields are read that decide whether and how the
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ import msgspec
 from kvcached_nixl.proxy.affinity import PIECE_BYTES, PREFIX_BYTES
 from kvcached_nixl.proxy.api import Api, ApiRoute, api_of
 from kvcached_nixl.proxy.asked import Alone, Asked
-from kvcached_nixl.proxy.body_fields import bad_body, fields_of, known_of, nested, prefix_ids_of
+from kvcached_nixl.proxy.body_fields import bad_body, fields_of, known_of, nested, prefix_ids_of, require_number
 from kvcached_nixl.proxy.failure import RouterFailure
 from kvcached_nixl.wire.params import KvTransferParams, Malformed, parse
 
@@ -25,6 +26,10 @@ __all__ = ["read"]
 DEFAULT_MAX_TOKENS = 256
 """Assumed for a request without a limit, when servers' outstanding tokens are compared."""
 BYTES_PER_TOKEN = 4
+MEDIA_TOKENS = 1024
+"""Assumed for an image, a sound, ... that a body has in base64, whatever its size."""
+_MEDIA = (re.compile(rb';base64,[^"]{1024,}'), re.compile(rb'"data":\s*"[^"]{1024,}'))
+"""OpenAI's and Anthropic's. Inside a text, quotes are escaped."""
 _raw_list = msgspec.json.Decoder(list[msgspec.Raw])
 _NAMESPACE = ("model", "cache_salt", "tools", "chat_template", "system", "instructions")
 """Fields before a prompt's text, or which decide how it becomes tokens."""
@@ -51,6 +56,9 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
         # By itself: of two fields of one name, on both levels, neither may hide the other.
         _refuse_side_doors(fields, sampling, allows_params)
         known |= sampling
+    if api.reasons_in != "choices":
+        # Such an answer has one choice, and the servers ignore this field.
+        known.pop("n", None)
     params, raw_params = _own_params(fields, allows_params)
     ids = prefix_ids_of(fields)
     fields.pop("kv_transfer_params", None)
@@ -69,6 +77,9 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
         params = raw_params = None
     else:
         alone, reason = Alone.CLIENT, ""
+    n = known.get("n") or 1
+    if alone is None and n > 1:
+        require_number(fields, "seed")
     limit = next((found for name in reversed(api.limits) if (found := known.get(name))), None)
     return Asked(
         route=route,
@@ -76,7 +87,9 @@ def read(route: ApiRoute, body: bytes, *, allows_params: bool) -> Asked:
         params=params,
         raw_params=raw_params,
         prompts=prompts if alone is None else (),
-        n=known.get("n") or 1 if alone is None else 1,
+        n=n if alone is None else 1,
+        # A beam search is not streamed.
+        choices=1 if alone is None or known.get("use_beam_search") else n * max(1, len(prompts)),
         alone=alone,
         needs_leave=bool(reason),
         reason=reason,
@@ -219,4 +232,11 @@ def _beside(fields: Mapping[str, msgspec.Raw]) -> list[bytes]:
 
 def _about_tokens(text: bytes) -> int:
     # A list of token ids has a comma between every two.
-    return text.count(b",") if text.startswith(b"[") and text[1:2].isdigit() else len(text) // BYTES_PER_TOKEN
+    if text.startswith(b"[") and text[1:2].isdigit():
+        return text.count(b",")
+    size_bytes, tokens = len(text), 0
+    for media in _MEDIA:
+        for found in media.finditer(text):
+            size_bytes -= found.end() - found.start()
+            tokens += MEDIA_TOKENS
+    return tokens + size_bytes // BYTES_PER_TOKEN

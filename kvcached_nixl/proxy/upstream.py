@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -26,6 +27,7 @@ the server is about to close would cost an attempt."""
 READ_AHEAD_BYTES = 128 << 10
 MOST_HEADER_BYTES = 16 << 10
 LOOKUP_SECONDS = 2.0
+_UNUSABLE = re.compile(r"[^ -~]")
 _NO_HOST_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 # A host that is gone without a word is found by the kernel, so that no leg waits for its own limit.
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -36,7 +38,8 @@ class Reply:
 
     Attributes:
         status: HTTP status.
-        content_type: the header's value, unchanged; empty if there was none.
+        content_type: the header's value; empty if there was none. Without what no header may have: aiohttp refuses to
+            send on what it has read.
         retry_after: the header's value; empty if there was none.
         is_plain: the body is not compressed. The router never asks for compression.
     """
@@ -46,7 +49,7 @@ class Reply:
         self._content = response.content
         headers = response.headers
         self.status = response.status
-        self.content_type = headers.get("content-type", "")
+        self.content_type = _UNUSABLE.sub("", headers.get("content-type", ""))
         self.retry_after = headers.get("retry-after", "")
         self.is_plain = headers.get("content-encoding", "identity").lower() == "identity"
 

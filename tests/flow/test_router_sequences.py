@@ -118,6 +118,35 @@ def test_sequences_count_as_requests_in_flight() -> None:
     asyncio.run(run())
 
 
+def test_what_is_measured_of_several_sequences() -> None:
+    async def run() -> None:
+        async with serving() as at:
+            at.decodes[0].token_seconds = 0.2
+            assert (await at.complete("a", n=2, max_tokens=6, stream=True)).status_code == 200
+            said = at.router.app.recorder.latest()[0]
+            assert said["ms"] > 1200 and said["first_ms"] < 700, "the first piece is the first sequence's"
+            at.decodes[0].token_seconds = 0.0
+            assert (await at.complete(["a", "b"], n=4, max_tokens=4)).status_code == 200
+            assert at.router.app.recorder.latest()[0]["attempts"] == 8
+
+    asyncio.run(run())
+
+
+def test_a_copy_for_each_sequence_is_counted() -> None:
+    """Of a long body each one's two legs have what is not the prompt."""
+
+    async def run() -> None:
+        async with serving(max_memory_bytes=64 << 20) as at:
+            refused = await at.complete([f"p{place}" for place in range(100)], suffix="s" * (1 << 20))
+            assert refused.status_code == 429 and not at.prefills[0].asked
+            answer = await at.complete([f"p{place}" * 10_000 for place in range(100)], max_tokens=1)
+            assert answer.status_code == 200, "each has one of the prompts only"
+            await quiet(at)
+            await until(lambda: at.router.app.account.taken_bytes < 1 << 20, "memory is counted that is free")
+
+    asyncio.run(run())
+
+
 async def usage(at: UnderTest, **said: Any) -> dict[str, int]:
     answer = await at.complete(max_tokens=4, stream=True, stream_options={"include_usage": True}, **said)
     (found,) = [event["usage"] for event in told(answer.text)[1] if event.get("usage")]

@@ -205,6 +205,22 @@ def test_where_it_is_off_a_clients_context_is_passed_on(monkeypatch: pytest.Monk
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_on", [False, True])
+def test_a_state_in_several_headers_is_one(is_on: bool, collector: Collector) -> None:
+    """As W3C asks."""
+    headers = [("traceparent", CONTEXT["traceparent"]), ("tracestate", "a=1"), ("tracestate", "b=2")]
+
+    async def run() -> None:
+        options = {"otlp_traces_endpoint": collector.endpoint} if is_on else {}
+        async with serving(**options) as at:
+            answer = await at.http.post(f"{at.url}/v1/completions", json=HELLO, headers=headers)
+            assert answer.status_code == 200
+            states = {leg.headers.get("tracestate") for one in (*at.prefills, *at.decodes) for leg in one.asked}
+            assert states == {"a=1,b=2"}
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("missing", ["sdk.trace", "exporter.otlp.proto.grpc.trace_exporter"])
 def test_missing_packages_are_said_at_the_start(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, f"opentelemetry.{missing}", None)

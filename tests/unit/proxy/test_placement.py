@@ -141,6 +141,24 @@ def test_the_pieces_that_a_server_has_computed_before() -> None:
 
 
 @pytest.mark.parametrize(
+    "media",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBO" * 100_000}},
+        {"type": "input_audio", "input_audio": {"data": "iVBO" * 100_000, "format": "wav"}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO" * 100_000}},
+    ],
+    ids=lambda media: media["type"],
+)
+def test_media_are_no_text(media: dict[str, Any]) -> None:
+    said = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 4000}, media, media]}]}
+    found = read(ApiRoute.CHAT, json.dumps(said).encode(), allows_params=False)
+    assert 3000 < found.prompt_tokens < 3200
+    said["messages"][0]["content"] = json.dumps(media)
+    found = read(ApiRoute.CHAT, json.dumps(said).encode(), allows_params=False)
+    assert found.prompt_tokens > 100_000 or media["type"] == "image_url", "a text that quotes one is text"
+
+
+@pytest.mark.parametrize(
     ("body", "piece_tokens", "least", "most"),
     [
         ({"prompt": "x" * 4000}, 63, 1000, 1001),

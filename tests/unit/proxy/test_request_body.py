@@ -169,6 +169,36 @@ def test_what_decode_computes_itself(route: ApiRoute, fields: dict[str, Any], re
     assert found.alone is reason and not found.needs_leave
 
 
+@pytest.mark.parametrize("route", [ApiRoute.RESPONSES, ApiRoute.MESSAGES])
+def test_an_answer_that_has_no_choices_is_one_sequence(route: ApiRoute) -> None:
+    """Its servers ignore the field, and several such answers cannot be merged."""
+    found = asked(route, n=3, input="x")
+    assert found.sequences == found.choices == 1 and found.alone is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "choices"),
+    [
+        ({"n": 3}, 1),
+        ({"n": 3, "temperature": 0}, 3),
+        ({"n": 3, "prompt_logprobs": 1}, 3),
+        ({"n": 2, "prompt": ["a", "b"], "echo": True, "logprobs": 1}, 4),
+        ({"prompt": [1, 2], "prompt_logprobs": 1}, 1),
+        ({"n": 4, "use_beam_search": True}, 1),
+    ],
+    ids=str,
+)
+def test_how_many_choices_one_server_has_to_end(fields: dict[str, Any], choices: int) -> None:
+    assert asked(**fields).choices == choices
+
+
+@pytest.mark.parametrize("seed", ["7", 7.5, True, {}, [1]], ids=str)
+def test_the_seed_of_several_sequences_is_a_number(seed: Any) -> None:
+    """Each gets one of its own. A single one has it computed by the servers, whatever it is."""
+    assert refused(n=2, seed=seed).param == "seed"
+    assert asked(seed=seed).sequences == asked(n=2, seed=None).n - 1 == 1
+
+
 @pytest.mark.parametrize("field", ["n", "stream", "max_tokens", "echo", "prompt_logprobs", "cache_salt", "model"])
 @pytest.mark.parametrize("value", [[], {}, "x", 1.5])
 def test_a_wrong_type_is_named(field: str, value: Any) -> None:
