@@ -31,6 +31,8 @@ GONE_SECONDS = 15.0
 when it shuts down, and keeps their connections."""
 METRICS_SECONDS = 2.0
 """A server that answers /health and not /metrics is up, and its kind is not known."""
+STALE_SECONDS = 30.0
+"""After so long without its metrics, what a server said of its memory counts no more."""
 LOOKS_PER_METRICS = 5
 LEAST_METRICS_SECONDS = 1.0
 MOST_COUNT = 2.0**53
@@ -44,7 +46,7 @@ _CERTAIN = (RouterFailure.UNREACHABLE, RouterFailure.BROKEN, RouterFailure.SERVE
 
 async def watch(instance: Instance, fleet: Fleet) -> None:
     """Runs until cancelled: update the server's state and kind, and count the hand-over failures that it reports."""
-    failures, read_at_seconds, due_seconds = 0, -LEAST_METRICS_SECONDS, 0.0
+    failures, read_at_seconds, due_seconds, heard_at_seconds = 0, -LEAST_METRICS_SECONDS, 0.0, 0.0
     # Asked each time, since a cancellation can be lost before Python 3.11.
     while fleet.is_known(instance):
         if instance.suspected.is_set():
@@ -55,6 +57,12 @@ async def watch(instance: Instance, fleet: Fleet) -> None:
             if instance.state is not Health.UP or time.monotonic() >= due_seconds:
                 read_at_seconds = time.monotonic()
                 is_read = await _look_at_metrics(instance, fleet)
+                if is_read:
+                    heard_at_seconds = read_at_seconds
+                elif time.monotonic() - heard_at_seconds >= STALE_SECONDS:
+                    # What others asked of it has ended since, perhaps; this router would never learn of it.
+                    instance.capacity = None
+                    fleet.admission.look()
                 is_filling = instance.capacity is not None and instance.capacity.is_filling
                 pause_looks = LOOKS_PER_METRICS if is_read and not is_filling else 1
                 due_seconds = time.monotonic() + pause_looks * fleet.options.health_interval_seconds

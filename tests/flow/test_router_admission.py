@@ -12,6 +12,8 @@ import pytest
 from support.router_under_test import HELLO, UnderTest, check, quiet, serving_before, until
 from support.stub_servers import Fabric, Stub, stubs
 
+from kvcached_nixl.proxy import health
+
 PROMPT = "x" * 400
 """About 100 tokens."""
 FREE, USED = 250, 0
@@ -70,6 +72,26 @@ def test_what_others_leave_of_the_device_counts() -> None:
             await until(lambda: len(at.prefills[0].asked) == 2, "the second one still waits")
             assert (await at.metrics())["kvcached_nixl_router_waiting_requests"] == 0
             assert [one.status_code for one in await asyncio.gather(first, second)] == [200, 200]
+
+    asyncio.run(run())
+
+
+def test_what_a_server_said_long_ago_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was full when its metrics were read last. They do not come any more, though it works."""
+    monkeypatch.setattr(health, "STALE_SECONDS", 0.3)
+    monkeypatch.setattr(health, "METRICS_SECONDS", 0.1)
+
+    async def run() -> None:
+        async with pair(health_interval_seconds=0.05) as at:
+            decode = at.decodes[0]
+            decode.tokens_of_memory = (0, 1000, 5000)
+            (known,) = (one for one in at.router.app.fleet if one.name == decode.name)
+            await until(lambda: known.capacity is not None and known.capacity.tokens == 1000, "it was not looked at")
+            decode.metrics_seconds, decode.token_seconds = 60.0, 0.5
+            requests = await asked(at, 3)
+            await until(lambda: len(at.prefills[0].asked) == 3, "they still wait")
+            assert known.capacity is None and not any(one.done() for one in requests)
+            assert [one.status_code for one in await asyncio.gather(*requests)] == [200] * 3
 
     asyncio.run(run())
 
