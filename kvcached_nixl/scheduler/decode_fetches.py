@@ -171,6 +171,7 @@ class DecodeFetches:
         try:
             if refused is not None:
                 raise refused
+            fetch_request.check_adapter(request)
             groups = fetch_request.groups(block_ids, first_token, self._terms)
         except HandOverFailed as error:
             self.failed.fail(fetch_request, error, step)

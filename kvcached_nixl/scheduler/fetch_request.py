@@ -133,6 +133,15 @@ class FetchRequest:
             )
             self.refused = HandOverFailed(FailureCause.PARAMETERS, reason)
 
+    def check_adapter(self, request: Request) -> None:
+        """Called when it is given blocks, which may be long after `check`.
+
+        Raises:
+            HandOverFailed: its adapter was replaced meanwhile, and decode goes on with the new one.
+        """
+        if self.adapter and request.digest(self.num_tokens) != self.digest:
+            raise HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it waited for blocks")
+
     def groups(self, block_ids: BlockIds, first_token: int, terms: Terms) -> tuple[BlockRange, ...]:
         """Returns the blocks to fill, per KV-cache group. Blocks that a sliding window has passed are not among them.
 

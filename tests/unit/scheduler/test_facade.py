@@ -133,6 +133,32 @@ def test_what_changed_weights_have_computed_is_revoked_and_nothing_else(
     assert engine.handover.num_waiting == 2 - len(revoked)
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("pushes", [False, True])
+def test_kv_of_an_adapter_that_was_replaced_while_decode_had_no_blocks_is_not_fetched(
+    recomputes: bool, pushes: bool
+) -> None:
+    """Decode would go on from KV of the adapter of before with the one of now."""
+    engine = Engine(recomputes=recomputes, mode=TransferMode.PUSH if pushes else TransferMode.PULL)
+    request = at_once() if pushes else of_decode()
+    request.adapter = 3
+    engine.handover.arrived(request)
+    missing, is_loaded = engine.handover.matched(request, 0)
+    assert (missing, is_loaded) == (TOKENS, True), "and vLLM has no blocks for it"
+    engine.handover.revocations.adapters_changed(3)
+    # As of all that its digest covers, its adapter's content is another one.
+    request.tokens = prompt(1)
+    missing, is_loaded = engine.handover.matched(request, 0)
+    if missing:
+        engine.pool.of["d1"] = [("d1", 7), ("d1", 3), ("d1", 9)]
+    engine.handover.allocated(request, BLOCKS, missing)
+    step = engine.handover.take_step([])
+    assert not step.fetches
+    engine.handover.collect(told := reports())
+    assert told.received == engine.handover.take_failed() == ({"d1"} if missing else set())
+    assert step.counts == {FailureCause.REVOKED: 1}
+
+
 def test_without_a_number_any_adapter_may_have_changed(engine: Engine) -> None:
     with_adapters(engine)
     engine.handover.revocations.adapters_changed()
