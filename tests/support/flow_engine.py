@@ -743,7 +743,7 @@ class Engine:
 
     @property
     def _startable(self) -> list[Request]:
-        return [one for one in (*self.waiting, *self.skipped) if not self.handover.holds_back(one.request_id)]
+        return [one for one in (*self.skipped, *self.waiting) if not self.handover.holds_back(one.request_id)]
 
     def _next_up(self) -> str | None:
         waiting = (one for one in self._startable if one.status is Status.WAITING)

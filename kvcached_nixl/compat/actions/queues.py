@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvcached_nixl.compat.attached_state import sides
@@ -15,13 +16,16 @@ __all__ = ["queued", "startable", "wants_blocks"]
 
 def queued(engine_scheduler: Any) -> Iterator[Any]:
     """The requests that do not run, in vLLM's order."""
-    # From 0.31 on vLLM has a queue of those that hold KV, and schedules them first; before, one of those it skipped.
+    waiting = private(engine_scheduler, "waiting")
+    # From 0.31 on vLLM has a queue of those that hold KV, before one of those it skipped, and schedules them first.
     holding = optional(engine_scheduler, "kv_holding_waiting")
-    if holding is not None:
-        yield from holding
-    yield from private(engine_scheduler, "waiting")
-    if holding is None:
-        yield from private(engine_scheduler, "skipped_waiting")
+    first = private(engine_scheduler, "skipped_waiting") if holding is None else holding
+    if holding is not None or isinstance(waiting, Sequence):
+        yield from first
+        yield from waiting
+    else:
+        # By priority (``--scheduling-policy``).
+        yield from heapq.merge(first, waiting)
 
 
 def startable(engine_scheduler: Any) -> Iterator[Any]:

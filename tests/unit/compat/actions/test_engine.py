@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -74,6 +74,8 @@ def connector() -> SimpleNamespace:
         ([], ["held WAITING"], None, None),
         ([], ["WAITING_FOR_REMOTE_KVS", "PREEMPTED"], None, "r1"),
         ([], [], ["WAITING_FOR_FSM", "WAITING"], "r1"),
+        ([], ["WAITING"], ["WAITING_FOR_REMOTE_KVS", "WAITING"], "r1"),
+        ([], ["WAITING_FOR_FSM", "WAITING"], ["PREEMPTED"], "r0"),
         ([], ["WAITING_FOR_REMOTE_KVS"], None, None),
         ([], [], None, None),
         (["RUNNING"], ["WAITING"], None, None),
@@ -82,7 +84,7 @@ def connector() -> SimpleNamespace:
 def test_who_is_next_where_nothing_runs(
     running: list[str], waiting: list[str], skipped: list[str] | None, expected: str | None
 ) -> None:
-    """vLLM keeps those that it has passed over in a queue of their own."""
+    """vLLM keeps those that it has passed over in a queue of their own, and begins with that one."""
     scheduler = SimpleNamespace(
         running=of_status(*running), waiting=of_status(*waiting), pause_state=0, connector=connector()
     )
@@ -90,6 +92,43 @@ def test_who_is_next_where_nothing_runs(
     assert EngineBlocks(scheduler).stalled == expected
     scheduler.pause_state = Pause.NEW
     assert EngineBlocks(scheduler).stalled is None
+
+
+class Prioritized:
+    """As vLLM's queue for ``--scheduling-policy priority``: iterates by priority."""
+
+    def __init__(self, *priorities: int) -> None:
+        self._priorities = priorities
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._priorities))
+
+
+def test_queues_by_priority_are_one() -> None:
+    scheduler = SimpleNamespace(waiting=Prioritized(4, 1), skipped_waiting=Prioritized(2, 5, 3))
+    assert list(queues.queued(scheduler)) == [1, 2, 3, 4, 5]
+
+
+def test_who_waits_before_one_that_would_fit_is_starved() -> None:
+    """vLLM starts none behind it, so nobody is helped by what the other one finds."""
+    large, small = of_status("WAITING", "WAITING")
+    large.num_tokens, small.num_tokens = 20, 4
+    manager = SimpleNamespace(block_size=4, get_num_skipped_tokens=lambda _: 0, req_to_blocks={})
+    kv_cache_manager = SimpleNamespace(
+        enable_caching=False,
+        coordinator=SimpleNamespace(single_type_managers=[manager]),
+        block_pool=SimpleNamespace(get_num_free_blocks=lambda: 2),
+    )
+    scheduler = SimpleNamespace(
+        running=[],
+        max_num_running_reqs=8,
+        waiting=[small],
+        skipped_waiting=[large],
+        pause_state=0,
+        connector=connector(),
+        kv_cache_manager=kv_cache_manager,
+    )
+    assert EngineBlocks(scheduler).starved == ("r0", 5 - 2)
 
 
 @pytest.mark.parametrize(
