@@ -308,7 +308,8 @@ class SchedulerFacade:
 
     def take_ending(self) -> set[str]:
         """Requests that must end with an error now, whatever they wait for (rule R4)."""
-        may_stall = self.num_quarantined_blocks and not (self.num_waiting or self.num_kept)
+        may_stall = self.num_quarantined_blocks or self._fetching.num_received
+        may_stall = may_stall and not (self.num_waiting or self.num_kept)
         stalled = self._link.bound().stalled if may_stall else None
         starved = self._starvation.turn(stalled, self.num_quarantined_blocks)
         return starved | self._failed_fetches.take_ending()

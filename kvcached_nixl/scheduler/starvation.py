@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that waits for blocks which only the end of a quarantine could free. One per engine, on its thread."""
+"""A request that waits for blocks which only the end of a quarantine could free, or other requests that have their KV
+and wait for blocks, too: the memory that was there when they were admitted may have gone since. One per engine, on its
+thread.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +37,20 @@ class Starvation:
         if now < self._stalled[1] + self._timeout_seconds:
             return set()
         self._stalled = None
-        failure = HandOverFailed(FailureCause.QUARANTINE, self._reason(num_quarantined_blocks))
-        self._failures.not_received(request_id, failure)
+        cause = FailureCause.QUARANTINE if num_quarantined_blocks else FailureCause.NO_BLOCKS
+        self._failures.not_received(request_id, HandOverFailed(cause, self._reason(num_quarantined_blocks)))
         return {request_id}
 
     def _reason(self, num_quarantined_blocks: int) -> str:
         """What the client of such a request is told."""
+        reason = f"it has waited {self._timeout_seconds:g} s for blocks, nothing else runs, and "
+        if not num_quarantined_blocks:
+            return (
+                f"{reason}requests that have their KV wait for more blocks, too. Raise kvcached's limit, or have other "
+                "engines on this device leave more memory to this one"
+            )
         return (
-            f"it has waited {self._timeout_seconds:g} s for blocks, nothing else runs, and {num_quarantined_blocks} "
-            "blocks are in quarantine for peers that do not answer and may still write. Peers on other hosts are "
-            "fenced within about two minutes, and their blocks are free then. If a process of a peer on this host "
-            "hangs, continue or end it"
+            f"{reason}{num_quarantined_blocks} blocks are in quarantine for peers that do not answer and may still "
+            "write. Peers on other hosts are fenced within about two minutes, and their blocks are free then. If a "
+            "process of a peer on this host hangs, continue or end it"
         )
