@@ -13,6 +13,7 @@ from kvcached_nixl.compat.actions.changing import identify_if_due
 from kvcached_nixl.compat.actions.engine import remember, wake_of
 from kvcached_nixl.compat.actions.engine_blocks import bound_sides
 from kvcached_nixl.compat.actions.pausing import drains
+from kvcached_nixl.compat.actions.queues import bring_forward
 from kvcached_nixl.compat.actions.resting import note_step, rest
 from kvcached_nixl.compat.actions.step_output import (
     let_load_fail,
@@ -125,6 +126,8 @@ def update_from_output(call: Call) -> Any:
         ending |= side.take_ending()
         refused += side.take_refused()
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
+    if reports.received:
+        bring_forward(call.instance, reports.received)
     outputs = with_refused(with_ended(call.instance, outputs, ending), refused)
     for side in found:
         outputs = with_told(outputs, side.take_told())

@@ -727,6 +727,9 @@ class Engine:
             assert self.requests[name].status.is_finished, f"{name} is still computed and was sent"
             self._free_blocks(self.requests[name])
         self._finish([self.requests[name] for name in starved if name in self.requests], Status.ERROR)
+        # As `compat.actions.queues.bring_forward`.
+        forward = [one for one in self.skipped if one.request_id in received]
+        self.skipped = deque([*forward, *(one for one in self.skipped if one not in forward)])
 
     def _lose(self, request_id: str, recomputes: bool) -> int | None:
         request = self.requests[request_id]
@@ -746,7 +749,7 @@ class Engine:
         return [one for one in (*self.skipped, *self.waiting) if not self.handover.holds_back(one.request_id)]
 
     def _next_up(self) -> str | None:
-        waiting = (one for one in self._startable if one.status is Status.WAITING)
+        waiting = (one for one in self._startable if one.status in (Status.WAITING, Status.PREEMPTED))
         return None if self.running else next((one.request_id for one in waiting), None)
 
     def _let_load_fail(self, names: set[str]) -> set[str]:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, MutableSequence, Sequence
 from typing import Any
 
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.compat.versions import installed_row
 
-__all__ = ["queued", "startable", "wants_blocks"]
+__all__ = ["bring_forward", "queued", "startable", "wants_blocks"]
 
 
 def queued(engine_scheduler: Any) -> Iterator[Any]:
@@ -26,6 +26,22 @@ def queued(engine_scheduler: Any) -> Iterator[Any]:
     else:
         # By priority (``--scheduling-policy``).
         yield from heapq.merge(first, waiting)
+
+
+def bring_forward(engine_scheduler: Any, request_ids: Container[str]) -> None:
+    """Put requests that no longer wait for KV before all others that do not run, as vLLM does from 0.31 on.
+
+    Before, vLLM stops at the first one that lacks blocks. One behind it would keep its own blocks, which the first one
+    may need, for ever: it gets no turn to use them, or to free them if its KV has not come.
+    """
+    if optional(engine_scheduler, "kv_holding_waiting") is not None:
+        return
+    skipped = private(engine_scheduler, "skipped_waiting")
+    # By priority, the order is that of the requests.
+    if isinstance(skipped, MutableSequence):
+        for request in [one for one in skipped if one.request_id in request_ids]:
+            skipped.remove(request)
+            skipped.insert(0, request)
 
 
 def startable(engine_scheduler: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
@@ -107,6 +108,19 @@ class Prioritized:
 def test_queues_by_priority_are_one() -> None:
     scheduler = SimpleNamespace(waiting=Prioritized(4, 1), skipped_waiting=Prioritized(2, 5, 3))
     assert list(queues.queued(scheduler)) == [1, 2, 3, 4, 5]
+
+
+def test_who_no_longer_waits_for_kv_comes_before_all_others() -> None:
+    """vLLM tries none behind the first one that lacks blocks, not even one that has what it needs."""
+    first, second, third = of_status("PREEMPTED", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_REMOTE_KVS")
+    scheduler = SimpleNamespace(skipped_waiting=deque([first, second, third]), waiting=deque())
+    queues.bring_forward(scheduler, {"r2", "unknown"})
+    assert list(scheduler.skipped_waiting) == [third, first, second]
+    queues.bring_forward(scheduler, {"r1", "r2"})
+    assert scheduler.skipped_waiting[2] is first
+    # From 0.31 on vLLM does so itself; and by priority, the order is another one.
+    queues.bring_forward(SimpleNamespace(kv_holding_waiting=deque(), waiting=deque()), {"r2"})
+    queues.bring_forward(SimpleNamespace(skipped_waiting=Prioritized(2, 1)), {"r2"})
 
 
 def test_who_waits_before_one_that_would_fit_is_starved() -> None:
