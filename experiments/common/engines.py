@@ -85,6 +85,7 @@ class Pool:
     are_shared = is_producer = False
     stalled = starved = None
     blocks_over_limit = num_cached = 0
+    has_reserve = False
 
     def __init__(self, order: Sequence[int]) -> None:
         self.free_blocks = list(reversed(order))

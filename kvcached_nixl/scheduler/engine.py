@@ -185,6 +185,11 @@ class BlockPool(Protocol):
         """Frees blocks that only the prefix cache keeps. Returns how many."""
         ...
 
+    @property
+    def has_reserve(self) -> bool:
+        """Whether kvcached has mapped pages in advance, which `trim` would give back."""
+        ...
+
     def trim(self) -> int:
         """Gives the device back what kvcached has mapped in advance. Returns how many blocks would have fitted."""
         ...

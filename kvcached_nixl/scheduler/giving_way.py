@@ -72,7 +72,7 @@ class GivingWay:
     def watches(self, blocks: BlockPool) -> bool:
         """Whether an engine that has nothing to compute has to look all the same: it has something to give."""
         waits = self._is_push and (self._fetching.num_waiting or self._fetching.num_queued)
-        return bool(self._offering.num_kept or waits or blocks.num_cached)
+        return bool(self._offering.num_kept or waits or blocks.num_cached or blocks.has_reserve)
 
     @property
     def yields(self) -> bool:

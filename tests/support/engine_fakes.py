@@ -98,6 +98,8 @@ class Pool:
         windows: first token that is kept, per group.
     """
 
+    has_reserve = False
+
     def __init__(self, *windows: int, are_shared: bool = False, is_producer: bool = False) -> None:
         self.are_shared, self.is_producer = are_shared, is_producer
         self.of: dict[str, list[Any]] = {}

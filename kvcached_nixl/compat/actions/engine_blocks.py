@@ -148,11 +148,16 @@ class EngineBlocks:
         evict = optional(self._pool, "_evict_blocks_from_pool")
         return 0 if evict is None or num_blocks <= 0 else int(evict(num_blocks))
 
+    @property
+    def has_reserve(self) -> bool:
+        return self._num_reserved_pages > 0
+
     def trim(self) -> int:
         """Give the device back what kvcached has mapped in advance. Returns how many blocks would have fitted."""
-        manager = optional(self._pool, "kv_cache_manager")
-        if manager is None or not (num_pages := int(private(manager, "page_allocator").get_num_reserved_pages())):
+        num_pages = self._num_reserved_pages
+        if not num_pages:
             return 0
+        manager = private(self._pool, "kv_cache_manager")
         manager.trim()
         return num_pages * int(private(manager, "page_size")) // int(private(manager, "block_mem_size"))
 
@@ -243,6 +248,11 @@ class EngineBlocks:
         pages = private(manager, "page_allocator")
         free = pages.get_avail_physical_pages() + pages.get_num_reserved_pages()
         return max(0, int((pages.get_num_free_pages() - free) * private(manager, "page_size") * _num_buffers(manager)))
+
+    @property
+    def _num_reserved_pages(self) -> int:
+        manager = optional(self._pool, "kv_cache_manager")
+        return 0 if manager is None else int(private(manager, "page_allocator").get_num_reserved_pages())
 
     @property
     def _block_bytes(self) -> int:

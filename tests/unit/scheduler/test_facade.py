@@ -561,6 +561,7 @@ class AnyOrder(RuleBasedStateMachine):
     # what `SchedulerFacade` asks of vLLM
 
     blocks_over_limit = num_cached = 0
+    has_reserve = False
     stalled = None
 
     def usage(self) -> BlockUsage:

@@ -70,6 +70,10 @@ class Blocks:
     def neighbours_served(self) -> None:
         self.served = self.heard
 
+    @property
+    def has_reserve(self) -> bool:
+        return self.reserve > 0
+
     def trim(self) -> int:
         self.trims += 1
         given, self.reserve = self.reserve, 0
@@ -141,6 +145,15 @@ def test_blocks_of_the_prefix_cache_go_before_hand_overs(engine: Engine) -> None
     engine.fetching.num_waiting, engine.blocks.num_cached, engine.blocks.wanted = 3, 10, 4
     engine.pass_time(PATIENCE + 2 * LOOK_SECONDS)
     assert engine.blocks.num_cached == 6 and not engine.fetching.given_up_at
+
+
+def test_an_engine_without_a_prefix_cache_gives_what_is_mapped_in_advance(engine: Engine) -> None:
+    """kvcached keeps some pages mapped for its next allocation: nobody else could use them, however long it idles."""
+    engine.blocks.reserve = engine.blocks.wanted = 10
+    engine.pass_time(LOOK_SECONDS)
+    assert not engine.blocks.reserve and engine.blocks.trims == 1
+    engine.pass_time(60)
+    assert engine.blocks.trims == 1, "it has nothing more"
 
 
 def test_pages_are_given_back_when_the_step_after_the_next_begins(engine: Engine) -> None:
