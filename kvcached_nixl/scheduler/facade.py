@@ -189,6 +189,8 @@ class SchedulerFacade:
         """A request has entered the engine."""
         if self.read.take_renamed():
             self._offering.stale.add(ANY_ADAPTER)
+        # vLLM frees the last blocks of an engine after `collect`, and takes no step then.
+        self.revocations.freshen()
         self._fetching.arrived(request, self._link.step)
         self._offering.arrived(request, self._link.step)
 

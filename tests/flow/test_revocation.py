@@ -70,6 +70,25 @@ def test_what_was_kept_when_weights_change_is_used_by_nobody(mode: TransferMode,
 
 
 @DIRECTIONS
+def test_an_idle_prefill_forgets_prefixes_of_old_weights_before_its_next_request(
+    mode: TransferMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last blocks come free after its last step, so nothing but the next request can find the cache unused."""
+    pair = pair_of(mode)
+    pool, forget = pair.prefill.pool, pair.prefill.pool.forget_prefixes
+    # As vLLM's, which clears nothing while a request has blocks.
+    monkeypatch.setattr(pool, "forget_prefixes", lambda: not pool.tables and forget())
+    pair.acquaint()
+    pair.ask_prefill()
+    pair.settle()
+    pair.prefill.update(OTHER)
+    pair.decode.update(OTHER)
+    pair.settle()
+    assert not pool.tables and pool.cached, "nothing is in use, and the cache has what the old weights have computed"
+    assert is_right(pair.hand_over())
+
+
+@DIRECTIONS
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])
 def test_what_is_under_way_when_weights_change_is_used_by_nobody(mode: TransferMode, who: str) -> None:
     """At every point of a hand-over; its blocks are held until nothing is in flight."""

@@ -531,7 +531,7 @@ class Engine:
             table = tuple(self.pool.tables[request.request_id])
             scheduled.append(Scheduled(request, request.epoch, table, begin, end, samples))
             ids = (list(blocks),) if blocks or replaces else ()
-            progress.append(Progress(request.request_id, ids, replaces, end))
+            progress.append(Progress(request.request_id, ids, replaces, end, begin))
             self.pool.cache(request, min(end, request.num_tokens))
 
         index = 0

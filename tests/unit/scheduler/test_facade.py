@@ -171,6 +171,7 @@ def test_a_renamed_adapter_makes_what_any_adapter_has_computed_stale(
 ) -> None:
     """The prefix cache knows adapters by their names; what was computed without one is not stale."""
     monkeypatch.setattr(engine.handover.read, "take_renamed", lambda: is_renamed)
+    monkeypatch.setattr(engine.pool, "forget_prefixes", lambda: False)
     engine.handover.arrived(of_prefill())
     offering = offering_of(engine.handover)
     assert [offering.is_stale(used) for used in (0, 3, 4)] == [False, is_renamed, is_renamed]
