@@ -177,6 +177,9 @@ class Writer:
         is_final = task.is_complete
         if not (len(found.local) or is_final or registration.is_verified or registration.is_staged):
             # Other ranks write these tokens, and decode waits for the last range only.
+            if source.held is not None:
+                source.held.jobs += 1
+                self.source.written(task, source.held)
             return
         if is_final and offer.manifest is None:
             raise HandOverFailed(FailureCause.PROTOCOL, "prefill has no manifest of what it computed")

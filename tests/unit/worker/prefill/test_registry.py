@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from support.engine_fakes import grown
@@ -753,6 +754,23 @@ def test_an_offer_that_is_larger_than_the_slab_is_written_window_by_window() -> 
     assert is_written(prefill, remote, tuple(slots)) and prefill.done == ["p-1"]
     assert prefill.side.staging is not None and prefill.side.staging.slots.used(Use.SENDING) == 0
     assert prefill.is_clean()
+
+
+def test_windows_of_which_another_rank_writes_everything_make_room_for_the_next() -> None:
+    """Beside states every rank is asked, and of those with copies of the same heads the first one moves them."""
+    memory = Memory()
+    memory.planes = msgspec.structs.replace(memory.planes, copies=2, copy=1)
+    prefill = Prefill(slots=Slots(8, 4), tp_size=2, tp_rank=1, memory=memory)
+    remote = prefill.remote()
+    prefill.offer(is_finished=True)
+    prefill.register(remote)
+    prefill.deliver()
+    while prefill.copies.asked:
+        prefill.copies.end()
+        prefill.deliver()
+    assert said(remote) == [msgspec.structs.replace(written(LAST), tp_rank=1)] and not prefill.transport.posted
+    assert prefill.side.staging is not None and prefill.side.staging.slots.used(Use.SENDING) == 0
+    assert prefill.done == ["p-1"] and prefill.is_clean()
 
 
 # ------------------------------------------------------------------------------------------------ withdrawn, dead peers
