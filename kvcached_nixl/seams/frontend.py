@@ -140,7 +140,12 @@ UPDATE_STATS_FROM_FINISHED = Patch(
 @UPDATE_STATS_FROM_FINISHED.around
 def update_stats_from_finished(call: Call) -> None:
     call.proceed()
-    let_fail(call.argument("req_state"), call.argument("finish_reason"), logging.getLogger(SERVER_LOGGER))
+    let_fail(
+        call.argument("req_state"),
+        call.argument("finish_reason"),
+        logging.getLogger(SERVER_LOGGER),
+        is_leaving=is_leaving(call.instance),
+    )
 
 
 _CACHED = "usage would say that the whole prompt was cached, whatever prefill has computed."

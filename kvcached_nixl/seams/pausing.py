@@ -12,6 +12,7 @@ from typing import Any
 from kvcached_nixl.compat.actions.engine_blocks import bound_sides
 from kvcached_nixl.compat.actions.pausing import (
     cleared,
+    end_at_once,
     ends_at_once,
     go_on_unless_paused,
     held_back,
@@ -117,7 +118,8 @@ HANDLE_SHUTDOWN = Patch(
     process="scheduler",
     parameters=("self",),
     needs="pull",
-    why="an engine that shuts down without grace would end without revoking its offers, and decode would notice late.",
+    why="an engine that shuts down without grace would end without revoking its offers, and decode would notice late; "
+    "it would answer the beginning of a response as a complete one (/v1/responses).",
     upstream="vllm/v1/engine/core.py; llm-d#927",
     remove_when=_REMOVE_WHEN,
 )
@@ -125,9 +127,11 @@ HANDLE_SHUTDOWN = Patch(
 
 @HANDLE_SHUTDOWN.around
 def handle_shutdown(call: Call) -> bool:
-    if ends_at_once(call.instance):
-        for side in bound_sides(call.instance.scheduler):
-            side.revocations.paused(grace_seconds=0.0, clears=True)
+    found = list(bound_sides(call.instance.scheduler)) if ends_at_once(call.instance) else []
+    for side in found:
+        side.revocations.paused(grace_seconds=0.0, clears=True)
+    if found:
+        end_at_once(call.instance)
     return bool(call.proceed())
 
 

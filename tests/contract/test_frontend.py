@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from kvcached_nixl.compat.actions.leaving import leave
 from kvcached_nixl.compat.locate import ERROR_MODULES
 from kvcached_nixl.compat.private import first_bound
 from kvcached_nixl.compat.versions import reason_to_skip
@@ -38,7 +40,7 @@ def patched() -> Iterator[Registry]:
 
 
 def request_of(kind: RequestOutputKind, request_id: str = "inner", **more: Any) -> EngineCoreRequest:
-    fields: dict[str, Any] = {"external_req_id": "outer", "cache_salt": None, "data_parallel_rank": None, **more}
+    fields: dict[str, Any] = {"external_req_id": "cmpl-outer", "cache_salt": None, "data_parallel_rank": None, **more}
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=[1, 2, 3],
@@ -52,12 +54,17 @@ def request_of(kind: RequestOutputKind, request_id: str = "inner", **more: Any) 
 
 
 def left_for_the_client(
-    kind: RequestOutputKind, reason: FinishReason, *token_ids: int, stop_reason: str | None = None
+    kind: RequestOutputKind,
+    reason: FinishReason,
+    *token_ids: int,
+    stop_reason: str | None = None,
+    of: OutputProcessor | None = None,
+    **more: Any,
 ) -> Any:
     """What is in the queue of a request of that kind after these tokens, one a step, and an end for that reason."""
-    processor = OutputProcessor(None, log_stats=False)
+    processor = of or OutputProcessor(None, log_stats=False)
     queue = RequestOutputCollector(kind, "inner")
-    processor.add_request(request_of(kind), None, queue=queue)
+    processor.add_request(request_of(kind, **more), None, queue=queue)
     for token_id in token_ids:
         processor.process_outputs([EngineCoreOutput("inner", [token_id])])
     processor.process_outputs([EngineCoreOutput("inner", [], finish_reason=reason, stop_reason=stop_reason)])
@@ -82,6 +89,31 @@ def test_whoever_waits_for_a_request_that_fails_gets_an_error(
     assert is_failure(left) and str(left.cause) == told, "in the words of the engine's log"
     left = left_for_the_client(kind, FinishReason.ERROR, *token_ids, stop_reason="END")
     assert is_failure(left) and "END" not in str(left.cause), "a stop string of another choice"
+
+
+@pytest.mark.parametrize("token_ids", [(), (4, 5)])
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_what_an_engine_aborts_where_the_client_would_not_see_it_is_an_error(
+    kind: RequestOutputKind, token_ids: tuple[int, ...]
+) -> None:
+    """``/v1/responses`` calls it "completed", with the text that there is; a chat with a tool call "tool_calls"."""
+    left = left_for_the_client(kind, FinishReason.ABORT, *token_ids, external_req_id="resp_1")
+    assert is_failure(left) and "aborted" in str(left.cause)
+    processor = OutputProcessor(None, log_stats=False)
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    client = SimpleNamespace(vllm_config=config, output_processor=processor, output_handler=None)
+    leave(client, 0.0, lambda timeout: None)
+    left = left_for_the_client(kind, FinishReason.ABORT, *token_ids, of=processor)
+    assert is_failure(left) and "aborted" in str(left.cause), "the server is being shut down"
+
+
+def test_what_a_client_aborts_is_no_error() -> None:
+    """Nobody waits for it, but a program may."""
+    processor = OutputProcessor(None, log_stats=False)
+    queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "inner")
+    processor.add_request(request_of(RequestOutputKind.FINAL_ONLY, external_req_id="resp_1"), None, queue=queue)
+    processor.abort_requests(["inner"], internal=True)
+    assert queue.output.finished and queue.output.outputs[0].finish_reason == "abort"
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])

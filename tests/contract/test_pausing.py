@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreRequestType, UtilityOutput
+from vllm.v1.engine import EngineCoreRequestType, FinishReason, UtilityOutput
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.compat.actions import pausing as compat_pausing
 from kvcached_nixl.compat.versions import installed_row, reason_to_skip
@@ -158,3 +159,32 @@ def test_an_engine_that_shuts_down_in_peace_lets_what_it_keeps_be_fetched(
     assert not compat_pausing.drains(None)
     engine.shutdown_state = EngineShutdownState.SHUTTING_DOWN
     assert compat_pausing.drains(None) is bool(timeout_seconds)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_an_engine_that_ends_at_once_ends_its_requests_with_an_error(
+    is_ours: bool, side: Side, patched: Registry
+) -> None:
+    """A signal to all processes reaches it before its API server knows. Some endpoints do not tell "abort"."""
+    engine = object.__new__(EngineCoreProc)
+    left = [SimpleNamespace(request_id=one, client_index=0) for one in ("first", "second")]
+
+    def finish_requests(_: None, status: RequestStatus) -> list[Any]:
+        ended = [(one.request_id, one.client_index) if installed_row().tested < "0.26" else one for one in left]
+        left.clear()
+        return ended
+
+    engine.vllm_config = SimpleNamespace(shutdown_timeout=0)
+    engine.shutdown_state = EngineShutdownState.REQUESTED
+    engine.output_queue = queue.Queue[Any]()
+    engine.has_work = lambda: False
+    engine.scheduler = SimpleNamespace(
+        connector=None, finish_requests=finish_requests, get_num_unfinished_requests=lambda: len(left)
+    )
+    if not is_ours:
+        patched.uninstall()
+    assert getattr(engine, pausing.HANDLE_SHUTDOWN.attribute)() is False and not left
+    sent = [one for _, outputs in engine.output_queue.queue for one in outputs.outputs]
+    assert {one.request_id for one in sent} == {"first", "second"}
+    assert {one.finish_reason for one in sent} == {FinishReason.ERROR if is_ours else FinishReason.ABORT}
+    assert side.told == (["paused"] if is_ours else [])

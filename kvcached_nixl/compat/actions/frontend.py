@@ -30,6 +30,10 @@ _READABLE: Mapping[str, Any] = MappingProxyType(
 )
 """Fields from a body or a header that not every endpoint checks, and their types."""
 
+_OF_RESPONSES = "resp_"
+"""How the ids of ``/v1/responses`` begin, unless the body has a ``request_id``."""
+_ABORTED = "The server has aborted this request before its end. Try again."
+
 
 def numbers_media(renderer: Any) -> bool:
     """Whether vLLM identifies images, sounds, ... by a number instead of their content: if none of it is cached."""
@@ -74,7 +78,7 @@ def _refusal(reason: str) -> Exception:
     return found
 
 
-def let_fail(request_state: Any, finish_reason: Any, logger: logging.Logger) -> None:
+def let_fail(request_state: Any, finish_reason: Any, logger: logging.Logger, *, is_leaving: bool = False) -> None:
     """Raise an exception in the endpoint that waits for a request which ended with an error.
 
     Each of vLLM's endpoints checks by itself, or does not check, why a request has ended. Streaming endpoints skip
@@ -84,23 +88,33 @@ def let_fail(request_state: Any, finish_reason: Any, logger: logging.Logger) -> 
     yet, otherwise an error event or a stream that breaks off. If one of ``n`` choices fails, all fail, as in the
     endpoints of vLLM that do check.
 
+    What the engine itself has aborted, in the middle of its answer, counts as well where the client could not see it:
+    while the server is shut down, and at ``/v1/responses``, which calls it "completed". Other endpoints answer a pause
+    that aborts with a ``finish_reason`` of "abort", which its callers may expect. What the client has aborted does not
+    come here.
+
     An engine in its client's own process (``LLM``) has no queue: its outputs have ``finish_reason`` "error" already.
 
     Args:
         request_state: a ``RequestState`` whose last output was just put on its queue and not taken yet.
         finish_reason: a ``FinishReason``, or None.
         logger: logs errors of this function; nothing is raised.
+        is_leaving: the server is being shut down.
     """
-    if finish_reason is None or finish_reason.name != "ERROR":
+    name = None if finish_reason is None else finish_reason.name
+    if name not in ("ERROR", "ABORT"):
         return
     try:
-        _fail(request_state, logger)
+        if name == "ERROR":
+            _fail(request_state, logger)
+        elif is_leaving or str(private(request_state, "external_req_id")).startswith(_OF_RESPONSES):
+            _fail(request_state, logger, _ABORTED)
     except Exception:
         # An exception raised here would end vLLM's output handler, and with it every request of this server.
         logger.exception("The client of a failed request cannot be told: vLLM may answer it as if it had not failed.")
 
 
-def _fail(request_state: Any, logger: logging.Logger) -> None:
+def _fail(request_state: Any, logger: logging.Logger, told: str = "") -> None:
     queue = private(request_state, "queue")
     # A pooling model's request has no text, and its caller expects other exceptions.
     if queue is None or private(request_state, "detokenizer") is None:
@@ -109,9 +123,8 @@ def _fail(request_state: Any, logger: logging.Logger) -> None:
 
     # InputStreamError delivers the wrapped error to the endpoint unchanged: the error that vLLM raises for any other
     # request. It replaces outputs that were not fetched yet, including tokens, since the request has failed.
-    told = ""
     try:
-        told = _told(queue)
+        told = told or _told(queue)
     except Exception:
         # The client gets vLLM's own text then: an error without a reason is better than no error.
         logger.exception("The reason of a failed request cannot be read")

@@ -22,7 +22,8 @@ __all__ = ["is_leaving", "leave", "not_healthy", "refusal_of", "refuse_new", "re
 logger = logging.getLogger("vllm.kvcached_nixl")
 
 _LEAVING = "_kvcached_nixl_leaving"
-"""Attribute of vLLM's client of the engine: when it begins to refuse requests, by `time.monotonic`."""
+"""Attribute of vLLM's client of the engine: when it begins to refuse requests, by `time.monotonic`. Its output
+processor has it, too."""
 _LOOK_SECONDS = 0.05
 _LEAST_SECONDS = 1.0
 """For the engine to stop, however long the requests have taken."""
@@ -33,9 +34,10 @@ _SERVED = ("/health", "/metrics", "/ping")
 """Paths that answer until the end; ``/health`` with 503."""
 
 
-def is_leaving(client: Any) -> bool:
-    """Whether an API server is shutting down that has a KV connector. Others are left to vLLM."""
-    return optional(client, _LEAVING) is not None
+def is_leaving(part: Any) -> bool:
+    """Whether an API server is shutting down that has a KV connector, by its client of the engine or its output
+    processor. Others are left to vLLM."""
+    return optional(part, _LEAVING) is not None
 
 
 def refuses(client: Any) -> bool:
@@ -85,6 +87,8 @@ def leave(client: Any, timeout: float | None, stop: Callable[[float | None], Any
     waits = bool(timeout) and not _is_loop_here()
     setattr(client, _LEAVING, begun_seconds + (_delay_seconds(config, timeout or 0.0) if waits else 0.0))
     processor = private(client, "output_processor")
+    # What the engine aborts from now on ends with an error (`frontend.let_fail`).
+    setattr(processor, _LEAVING, begun_seconds)
     if timeout and waits:
         logger.info("Shutting down: %d requests are under way", len(private(processor, "request_states")))
         until_seconds = begun_seconds + timeout

@@ -21,7 +21,16 @@ from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.compat.versions import installed_row
 
-__all__ = ["cleared", "drains", "ends_at_once", "go_on_unless_paused", "held_back", "tell_who_waits", "wait_until_due"]
+__all__ = [
+    "cleared",
+    "drains",
+    "end_at_once",
+    "ends_at_once",
+    "go_on_unless_paused",
+    "held_back",
+    "tell_who_waits",
+    "wait_until_due",
+]
 
 _LOOK_SECONDS = 0.01
 """Longest wait for input: while requests wait in the input queue, messages of workers are queued behind them."""
@@ -30,6 +39,20 @@ _LOOK_SECONDS = 0.01
 def ends_at_once(core: Any) -> bool:
     """Whether an engine has to shut down now, without time for peers to fetch the blocks that it holds."""
     return bool(private(core, "shutdown_state").name == "REQUESTED" and not core.vllm_config.shutdown_timeout)
+
+
+def end_at_once(core: Any) -> None:
+    """End what an engine works on with an error. vLLM would send ``abort``, which not every endpoint tells its client.
+
+    The API server does the same with what the engine aborts once it knows that it is shut down, but a signal to all
+    processes may reach the engine first.
+    """
+    from vllm.v1.request import RequestStatus
+
+    for one in core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED):
+        # A pair in vLLM 0.19 and 0.22, a request since 0.26 at the latest.
+        request_id, client_index = one if isinstance(one, tuple) else (one.request_id, one.client_index)
+        private(core, "_send_error_outputs_to_client")([request_id], client_index)
 
 
 def drains(engine_scheduler: Any) -> bool:
