@@ -64,24 +64,25 @@ class Admission:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def admitted(self, tokens: int, *, waits: bool = True) -> AsyncIterator[None]:
+    async def admitted(self, tokens: int, *, waits: bool = True, follows: bool = False) -> AsyncIterator[None]:
         """Waits until a prompt of so many tokens may start, and counts it until the block is left.
 
         Args:
             waits: whether it waits at all.
+            follows: another one of the same request came before it, and was not refused. It waits for as long as it
+                takes: to end after a part of the request has been computed would waste that, each time it is tried.
 
         Raises:
             Refusal: 503; it would wait too long.
         """
         if waits:
-            await self._enter(tokens)
-        self._admitted += 1
-        self.pending_tokens += tokens
+            await self._enter(tokens, math.inf if follows else self._most_wait_seconds)
+        else:
+            self._count(1, tokens)
         try:
             yield
         finally:
-            self._admitted -= 1
-            self.pending_tokens -= tokens
+            self._count(-1, tokens)
             if self._waiting:
                 self._ended.append((self._queue_clock(), tokens))
             self.look()
@@ -101,13 +102,18 @@ class Admission:
         """Lets those start for whom there is room."""
         while self._waiting:
             future = next(iter(self._waiting))
-            if not self._has_room(self._waiting[future]):
+            tokens = self._waiting[future]
+            if not self._has_room(tokens):
                 return
             self._left(future)
             if not future.done():
+                # Now, not when its task runs: others may end before that.
+                self._count(1, tokens)
                 future.set_result(None)
-                # It counts itself only when its task runs.
-                return
+
+    def _count(self, sign: int, tokens: int) -> None:
+        self._admitted += sign
+        self.pending_tokens += sign * tokens
 
     def _has_room(self, tokens: int) -> bool:
         # One request alone may be larger than everything.
@@ -135,21 +141,28 @@ class Admission:
         since = self._queued_since_seconds
         return self._queued_seconds + (0.0 if since is None else time.monotonic() - since)
 
-    async def _enter(self, tokens: int) -> None:
+    async def _enter(self, tokens: int, most_seconds: float) -> None:
+        """Returns when the prompt is let in, and counted."""
         if not self._waiting and self._has_room(tokens):
+            self._count(1, tokens)
             return
         wait_seconds = self._wait_seconds(tokens)
-        if wait_seconds > self._most_wait_seconds:
+        if wait_seconds > most_seconds:
             raise self._refusal(wait_seconds)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._joined(future, tokens)
         try:
-            with anyio.move_on_after(self._most_wait_seconds):
+            with anyio.move_on_after(most_seconds):
                 await future
                 return
             self._left(future)
             # Nothing has ended: it takes at least as long as this.
-            raise self._refusal(self._wait_seconds(tokens) or self._most_wait_seconds)
+            raise self._refusal(self._wait_seconds(tokens) or most_seconds)
+        except BaseException:
+            if future.done() and not future.cancelled():
+                # It was let in as it left.
+                self._count(-1, tokens)
+            raise
         finally:
             self._left(future)
             # The next one may be smaller, or this one has taken no place after all.

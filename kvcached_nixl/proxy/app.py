@@ -235,7 +235,7 @@ class App:
             # The prompt is in the prefix cache of the prefill that has computed it for the first child.
             preferred = prefills.get(to.place // asked.n, "")
             try:
-                await Journey(self.fleet, child, headers, to, part, share, preferred).run()
+                await Journey(self.fleet, child, headers, to, part, share, preferred, follows=to.place > 0).run()
             finally:
                 prefills[to.place // asked.n] = part.prefill
                 record.attempts += part.attempts

@@ -44,6 +44,7 @@ class Journey:
         headers: for each leg, without its X-Request-Id.
         share: of the router's memory.
         preferred: a prefill server that is to be preferred, by name.
+        follows: another sequence of the same request came before this one.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Journey:
         record: Record,
         share: Share,
         preferred: str = "",
+        follows: bool = False,
     ) -> None:
         self._fleet = fleet
+        self._follows = follows
         self._options = fleet.options
         self._asked = asked
         self._out = out
@@ -83,7 +86,8 @@ class Journey:
         waits = asked.alone is not Alone.CLIENT
         async with AsyncExitStack() as admitted:
             with self._record.trace.part("admission"):
-                await admitted.enter_async_context(self._fleet.admission.admitted(asked.prompt_tokens, waits=waits))
+                admission = self._fleet.admission.admitted(asked.prompt_tokens, waits=waits, follows=self._follows)
+                await admitted.enter_async_context(admission)
             self._choice.begin()
             await self._attempts()
 

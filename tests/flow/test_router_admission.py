@@ -110,6 +110,21 @@ def test_who_would_wait_too_long_is_told_when_to_come_back() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_list_of_prompts_may_take_longer_than_one_may_wait(stream: bool) -> None:
+    """Else it would never be served, and compute a part of itself at each try."""
+
+    async def run() -> None:
+        async with pair(queue_timeout_seconds=0.4) as at:
+            at.decodes[0].token_seconds = 0.1
+            answer = await at.complete([PROMPT + str(one) for one in range(6)], max_tokens=4, stream=stream)
+            assert answer.status_code == 200, answer.text
+            assert len(at.prefills[0].asked) == 6, "none twice"
+            await quiet(at)
+
+    asyncio.run(run())
+
+
 def test_without_the_limit_all_are_computed_at_once() -> None:
     async def run() -> None:
         async with pair(decode_fill=0.0) as at:

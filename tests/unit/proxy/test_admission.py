@@ -278,3 +278,60 @@ def test_a_line_that_is_missing_for_one_engine_says_no_capacity() -> None:
     for bad in (b" NaN", b" -1.0", b" +Inf", b" 1e999", b" 0x10"):
         assert capacity_of(SAID + other.replace(b" 100.0", bad)) is None
     assert capacity_of(SAID.replace(b" 100.0", b" 9e99")) == Capacity(9e99 + 1500, 1507.0)
+
+
+def test_two_that_end_at_once_let_no_more_in_than_there_is_room_for() -> None:
+    async def test() -> None:
+        door = door_to(decode_server(), 1.0, 60.0)
+        first, small = Request(door, 90), Request(door, 10)
+        await settle()
+        waiting = [Request(door, 90) for _ in range(2)]
+        await settle()
+        first.ending.set()
+        small.ending.set()
+        await settle()
+        assert started(*waiting) == [True, False] and door.pending_tokens == 90
+        for one in waiting:
+            one.ending.set()
+            await settle()
+        assert (door.pending_tokens, door.waiting_tokens) == (0, 0)
+
+    run(test)
+
+
+def test_what_has_begun_is_not_refused_in_the_middle() -> None:
+    """The next sequences of a request: each try would compute a part of it for nothing."""
+
+    async def test() -> None:
+        door = door_to(decode_server(), 1.0, 0.05)
+        first = Request(door, 100)
+        await settle()
+        following, other = Request(door, 100, follows=True), Request(door, 100)
+        await asyncio.sleep(0.1)
+        assert isinstance(other.task.exception(), Refusal) and not following.task.done()
+        await first.end()
+        await settle()
+        assert started(following) == [True]
+        await following.end()
+        assert (door.pending_tokens, door.waiting_tokens) == (0, 0)
+
+    run(test)
+
+
+def test_who_is_let_in_and_leaves_at_once_is_not_counted() -> None:
+    async def test() -> None:
+        door = door_to(decode_server(), 1.0, 60.0)
+        first, second = Request(door, 100), Request(door, 100)
+        await settle()
+        first.ending.set()
+        while door.waiting_requests:
+            await asyncio.sleep(0)
+        second.task.cancel()
+        await settle()
+        assert (door.pending_tokens, door.waiting_tokens) == (0, 0) and not second.started.is_set()
+        third = Request(door, 100)
+        await settle()
+        assert started(third) == [True]
+        await third.end()
+
+    run(test)
