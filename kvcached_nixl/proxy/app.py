@@ -133,9 +133,11 @@ class App:
             raise
         finally:
             record.status, record.sent_bytes = out.status, out.sent_bytes
-            self.recorder.ended(record)
-            record.trace.end(record.outcome, **{"kvcached_nixl.direction": record.direction})
-            self._end()
+            try:
+                self.recorder.ended(record)
+                record.trace.end(record.outcome, **{"kvcached_nixl.direction": record.direction})
+            finally:
+                self._end()
 
     def _trace(self, request: web.BaseRequest, record: Record) -> None:
         if self._tracing is not None:

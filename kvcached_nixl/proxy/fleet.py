@@ -130,7 +130,9 @@ class Fleet:
             await asyncio.gather(watcher, return_exceptions=True)
             await instance.quiet.wait()
         finally:
-            self.metrics.removed(instance)
+            # Else it was added again meanwhile.
+            if name not in self._instances:
+                self.metrics.removed(instance)
 
     # ---------------------------------------------------------------------------------------------------------- choice
 

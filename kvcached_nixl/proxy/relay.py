@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable
 from typing import Annotated
 
+import anyio
 import msgspec
 
 from kvcached_nixl.proxy.account import Share
@@ -23,6 +25,8 @@ from kvcached_nixl.proxy.upstream import Reply, Upstream
 
 __all__ = ["Relay", "require_success", "with_cached_tokens"]
 
+END_SECONDS = 5.0
+"""How long the end of a stream is waited for after its last event, so that its connection can be used again."""
 _CACHE_READ = re.compile(rb'"cache_read_input_tokens":\s*([0-9]{1,18})\b')
 _COUNT = re.compile(rb"[0-9]{1,18}")
 _SECONDS = re.compile(r"[0-9]{1,4}")
@@ -96,7 +100,7 @@ class Relay:
         )
         held, held_bytes = b"", 0
         pace = _Pace(self._options.inter_token_timeout_seconds)
-        while piece := await reply.piece():
+        while piece := await _next_piece(reply, is_complete=events.is_complete):
             leg.heard()
             pace.came()
             try:
@@ -136,6 +140,15 @@ class Relay:
         if events.has_error:
             record.outcome = RouterFailure.SERVER.value
             record.reason = "the server ended its response with an error"
+
+
+async def _next_piece(reply: Reply, *, is_complete: bool) -> bytes:
+    """Returns the next piece of a stream; b"" at its end. One that is complete is not waited for for long: its server,
+    or a proxy before it, may leave the connection open.
+    """
+    with anyio.move_on_after(END_SECONDS if is_complete else math.inf):
+        return await reply.piece()
+    return b""
 
 
 class _Pace:

@@ -9,6 +9,7 @@ import io
 import re
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -27,6 +28,10 @@ the server is about to close would cost an attempt."""
 READ_AHEAD_BYTES = 128 << 10
 MOST_HEADER_BYTES = 16 << 10
 LOOKUP_SECONDS = 2.0
+FORGET_SECONDS = 300.0
+"""How long a name may be said not to exist before its addresses are forgotten: another server may have them by then.
+Before, it may be back soon, and Kubernetes says so of a pod that ends its last requests."""
+_NO_SUCH_NAME = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 _UNUSABLE = re.compile(r"[^ -~]")
 _NO_HOST_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 # A host that is gone without a word is found by the kernel, so that no leg waits for its own limit.
@@ -264,6 +269,7 @@ class RememberingResolver(AbstractResolver):
     def __init__(self, resolver: AbstractResolver) -> None:
         self._resolver = resolver
         self._known: dict[tuple[str, int, int], list[ResolveResult]] = {}
+        self._gone_since_seconds: dict[tuple[str, int, int], float] = {}
         self._lookups: dict[tuple[str, int, int], asyncio.Task[list[ResolveResult]]] = {}
 
     async def resolve(
@@ -272,7 +278,7 @@ class RememberingResolver(AbstractResolver):
         """Returns the addresses of a host. One lookup of a name runs at a time.
 
         Raises:
-            OSError: the name has no address, and never had one.
+            OSError: the name has no address, and never had one, or has had none for `FORGET_SECONDS`.
         """
         key = (host, port, int(family))
         lookup = self._lookups.get(key)
@@ -281,6 +287,7 @@ class RememberingResolver(AbstractResolver):
             lookup.add_done_callback(lambda done: self._ended(key, done))
         known = self._known.get(key)
         await asyncio.wait({lookup}, timeout=LOOKUP_SECONDS if known else None)
+        known = self._known.get(key)
         if lookup.done() and (known is None or lookup.exception() is None):
             return lookup.result()
         return known or []
@@ -293,8 +300,16 @@ class RememberingResolver(AbstractResolver):
 
     def _ended(self, key: tuple[str, int, int], lookup: asyncio.Task[list[ResolveResult]]) -> None:
         del self._lookups[key]
-        if not lookup.cancelled() and lookup.exception() is None:
+        if lookup.cancelled():
+            return
+        error = lookup.exception()
+        if error is None:
             self._known[key] = lookup.result()
+            self._gone_since_seconds.pop(key, None)
+        elif isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME:
+            since_seconds = self._gone_since_seconds.setdefault(key, time.monotonic())
+            if time.monotonic() - since_seconds >= FORGET_SECONDS:
+                self._known.pop(key, None)
 
     async def close(self) -> None:
         for lookup in tuple(self._lookups.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -186,5 +187,27 @@ def test_a_count_that_is_none_does_not_spoil_the_routers_own(lie: str) -> None:
             decode.metrics_text = "kvcached_nixl:handover_failures_total 3\n"
             await until(lambda: known.reported_failures == 3, "it was not looked at")
             assert await at.count("reported_handover_failures_total") == 3
+
+    asyncio.run(run())
+
+
+def test_a_stream_whose_connection_stays_open_after_its_end_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a proxy before the server may leave it. It is no failure of the server, and the client waits for nothing."""
+    monkeypatch.setattr("kvcached_nixl.proxy.relay.END_SECONDS", 0.2)
+
+    async def say(send: Send) -> None:
+        await events(token("a"), token("b", "stop"), END)(send)
+        await asyncio.sleep(3600)
+
+    async def run() -> None:
+        async with before(say, inter_token_timeout_seconds=3.0) as at:
+            begun = time.monotonic()
+            answer = await at.complete(max_tokens=4, stream=True)
+            assert answer.text.endswith(END.decode()) and "error" not in answer.text
+            assert time.monotonic() - begun < 2.5
+            (known,) = (one for one in at.router.app.fleet if one.name == at.decodes[0].name)
+            assert not known.is_doubted
+            await until(lambda: at.decodes[0].asked[0].was_cut, "its connection is kept")
+            await quiet(at)
 
     asyncio.run(run())

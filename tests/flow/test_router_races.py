@@ -24,6 +24,8 @@ from support.router_under_test import (
 )
 from support.stub_servers import HOST, Asked, Fabric, Stub, stubs, tokens_of
 
+from kvcached_nixl.proxy.record import Recorder
+
 
 class Meeting:
     """Prefill's refusal to hand over, and decode's answer, in one moment."""
@@ -221,6 +223,38 @@ def test_events_without_a_token_are_neither_kept_nor_passed_on_without_limit() -
             answer = await asyncio.wait_for(at.complete(max_tokens=4, stream=True), 30)
             assert answer.status_code in (429, 502)
             await quiet(at)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_added_again_while_the_old_one_ends_keeps_its_series() -> None:
+    async def run() -> None:
+        async with serving(1, 2) as at:
+            decode = at.decodes[0]
+            (known,) = (one for one in at.router.app.fleet if one.name == decode.name)
+            known.quiet.clear()
+            removing = asyncio.create_task(at.administer("DELETE", f"/{decode.name}?now=true"))
+            await until(lambda: known not in at.router.app.fleet, "it is not removed")
+            added = await at.administer("POST", json={"role": "decode", "url": decode.url})
+            assert added.status_code == 201
+            known.quiet.set()
+            assert (await removing).status_code == 204
+            series = f'kvcached_nixl_router_ejections_total{{instance="{decode.name}",role="decode"}}'
+            assert series in await at.metrics()
+            assert (await at.administer("DELETE", f"/{decode.name}?now=true")).status_code == 204
+            assert series not in await at.metrics()
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_recorded_is_not_in_flight_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with serving() as at:
+            with monkeypatch.context() as broken:
+                broken.delattr(Recorder, "ended")
+                await at.complete(max_tokens=4)
+            await quiet(at)
+            assert (await at.complete(max_tokens=4)).status_code == 200
 
     asyncio.run(run())
 

@@ -383,6 +383,31 @@ def test_a_name_that_was_known_is_known_where_lookups_fail_or_stand_still(monkey
     asyncio.run(run())
 
 
+def test_a_name_that_is_gone_for_long_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server may have its address by then: it would get prompts, and the router's key."""
+
+    async def run() -> None:
+        names = SlowNames()
+        resolver = RememberingResolver(names)
+        gone, one = socket.gaierror(socket.EAI_NONAME, "no such name"), address("10.0.0.1")
+        busy = socket.gaierror(socket.EAI_AGAIN, "temporary failure")
+        monkeypatch.setattr("kvcached_nixl.proxy.upstream.FORGET_SECONDS", 0.2)
+        names.answers += [one, gone, one, gone, busy]
+        for _ in range(3):
+            assert await resolver.resolve("a", 1) == one
+        await asyncio.sleep(0.25)
+        assert await resolver.resolve("a", 1) == one, "it was there in between"
+        await asyncio.sleep(0.25)
+        assert await resolver.resolve("a", 1) == one, "nobody has said that it is gone"
+        names.answers += [gone, one]
+        with pytest.raises(OSError, match="no such"):
+            await resolver.resolve("a", 1)
+        assert await resolver.resolve("a", 1) == one
+        await resolver.close()
+
+    asyncio.run(run())
+
+
 def address(host: str) -> list[ResolveResult]:
     return [ResolveResult(hostname="a", host=host, port=1, family=socket.AF_INET, proto=0, flags=0)]
 
