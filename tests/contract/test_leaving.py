@@ -62,9 +62,9 @@ class Engine:
         self.stopped_with.append((timeout, len(self.outputs.request_states)))
 
 
-def client(*requests: str, connector: bool = True, delay: float = 0.001) -> Any:
+def client(*requests: str, connector: bool = True, delay: object = 0.001, extra: Any = None) -> Any:
     made = object.__new__(AsyncLLM)
-    transfer = SimpleNamespace(kv_connector_extra_config={"drain_delay": delay})
+    transfer = SimpleNamespace(kv_connector_extra_config={"drain_delay": delay} if extra is None else extra)
     outputs = Outputs(*requests)
     vars(made).update(
         vllm_config=SimpleNamespace(kv_transfer_config=transfer if connector else None),
@@ -112,6 +112,22 @@ def test_an_idle_server_waits_until_routers_have_noticed() -> None:
     made, begun = client(delay=60.0), time.monotonic()
     asyncio.run(shut_down(made, 1.0))
     assert 0.5 <= time.monotonic() - begun < 10.0, "at most half of the time that there is"
+
+
+def test_the_delay_is_that_of_a_child_of_multi_connector() -> None:
+    """Where all keys of the NIXL connector are then. An engine checks them there, and nothing checks the others."""
+    children = [{"kv_connector": "Other"}, {"kv_connector": "NixlConnector"}, "odd", {"kv_connector_extra_config": 7}]
+    children[1]["kv_connector_extra_config"] = {"drain_delay": 0.5}
+    made, begun = client(extra={"connectors": children}), time.monotonic()
+    asyncio.run(shut_down(made, 20.0))
+    assert 0.5 <= time.monotonic() - begun < 4.0
+
+
+@pytest.mark.parametrize("delay", ["soon", None, [], float("nan"), True, -1, 10**400])
+def test_a_delay_that_nobody_has_checked_does_not_keep_the_server_from_ending(delay: object) -> None:
+    made = client(delay=delay)
+    asyncio.run(shut_down(made, 1.0))
+    assert len(made.engine_core.stopped_with) == 1
 
 
 def test_new_http_requests_get_503_and_metrics_are_served_to_the_end() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvcached_nixl.compat.private import optional, private
@@ -104,9 +104,20 @@ def leave(client: Any, timeout: float | None, stop: Callable[[float | None], Any
 
 
 def _delay_seconds(config: Any, timeout: float) -> float:
-    # Checked when the engine started.
-    delay = config.kv_transfer_config.kv_connector_extra_config.get("drain_delay", DEFAULT_DELAY_SECONDS)
-    return min(float(delay), timeout / 2)
+    # Of the NIXL connector it was checked when the engine started. Beside it there may be anything.
+    given = _delays(config.kv_transfer_config.kv_connector_extra_config)
+    usable = (one for one in given if isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0)
+    return float(min(next(usable, DEFAULT_DELAY_SECONDS), timeout / 2))
+
+
+def _delays(extra: Any) -> Iterator[object]:
+    """What a ``kv_connector_extra_config`` and those of the connectors inside it (``MultiConnector``) say."""
+    if isinstance(extra, Mapping):
+        yield extra.get("drain_delay")
+        children = extra.get("connectors")
+        for child in children if isinstance(children, list) else ():
+            if isinstance(child, Mapping):
+                yield from _delays(child.get("kv_connector_extra_config"))
 
 
 def _is_loop_here() -> bool:
