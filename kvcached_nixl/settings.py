@@ -38,11 +38,14 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
     host_buffer_gib      refused
     enforce_handshake_compat     vLLM's; must stay true: this check tells incompatible peers apart
     enable_cross_layers_blocks   vLLM's; must stay false: vLLM would allocate KV memory without kvcached
+
+A key that is almost one of these is reported (`misspelled`), since vLLM ignores whatever it does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -50,7 +53,7 @@ from typing import Any
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.transfer_mode import TransferMode
 
-__all__ = ["SERVER_LOGGER", "ActivationGate", "MemoryPath", "Server", "Settings", "read_gate"]
+__all__ = ["SERVER_LOGGER", "ActivationGate", "MemoryPath", "Server", "Settings", "misspelled", "read_gate"]
 
 SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that our messages reach the server's log without further configuration."""
@@ -62,6 +65,14 @@ DEFAULT_DRAIN_DELAY_SECONDS = 5.0
 MOST_GIB = 65_536
 LONGEST_SECONDS = 86_400
 """One day: the longest lease that a manifest may carry."""
+
+
+_KEYS = (
+    *("transfer_mode", "handover_timeout", "push_registration_timeout", "allocation_timeout", "give_way_after"),
+    *("kv_lease_duration", "bidirectional_kv_xfer", "memory_path", "staging_gib", "verify_fraction", "drain_delay"),
+    *("host_buffer_gib", "enforce_handshake_compat", "enable_cross_layers_blocks", "trusted_connectors"),
+)
+_ALMOST = 0.8
 
 
 class ActivationGate(Enum):
@@ -189,6 +200,19 @@ class Settings:
                 "Routers would not notice in time that the server shuts down, or it would never end.",
             ),
         )
+
+
+def misspelled(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
+    """What to say of each key that is none of ours, and almost one."""
+    for key in extra_config:
+        meant = difflib.get_close_matches(str(key).lower().replace("-", "_"), _KEYS, 1, _ALMOST)
+        if meant and key not in _KEYS:
+            yield SettingsError(
+                found=f"kv_connector_extra_config has {key!r}",
+                expected=f"{meant[0]!r}, or a key that resembles none of kvcached_nixl's",
+                consequence=f"Neither vLLM nor kvcached_nixl reads it, so {meant[0]} has its default.",
+                remedy=f"Correct or remove {key!r} in --kv-transfer-config.",
+            )
 
 
 @dataclass(frozen=True)

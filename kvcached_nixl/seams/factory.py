@@ -11,6 +11,7 @@ memory: `compat.neighbours`.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
@@ -23,9 +24,11 @@ from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.scheduler.build import build_scheduler
-from kvcached_nixl.settings import Server, Settings
+from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings, misspelled
 
 __all__ = ["GATES", "require_complete"]
+
+logger = logging.getLogger(SERVER_LOGGER)
 
 _WHY = "The connector would start although a patch is missing, and return wrong tokens with HTTP 200."
 
@@ -88,6 +91,8 @@ def construct(call: Call) -> None:
     if call.argument("role").name != "SCHEDULER":
         call.proceed()
         return
+    for error in misspelled(config.kv_connector_extra_config):
+        logger.warning("%s", error.line)
     view = SchedulerView(call.argument("vllm_config"), call.argument("kv_cache_config"))
     # Before vLLM's own constructor, which reads the same settings and says less of what is wrong with them.
     address = view.address

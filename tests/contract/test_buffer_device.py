@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.seams import factory
 
 parallel_state, patched, engine_over = (
     attention_engines.parallel_state,
@@ -75,3 +76,14 @@ def test_without_this_package_vllm_makes_a_buffer(construct: Callable[..., tuple
 def test_a_buffer_on_the_host_beside_another_path_is_refused(construct: Callable[..., tuple[Any, Any]]) -> None:
     with pytest.raises(SettingsError, match="memory_path"):
         construct(memory_path="direct")
+
+
+def test_a_misspelled_setting_is_named_once(
+    construct: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads it, and nothing else would say so."""
+    said: list[str] = []
+    monkeypatch.setattr(factory.logger, "warning", lambda text, *values: said.append(text % values))
+    construct(verify_fracton=1.0, num_threads=4)
+    (line,) = (one for one in said if "kv_connector_extra_config" in one)
+    assert "'verify_fracton'" in line and "'verify_fraction'" in line

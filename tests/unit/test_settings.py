@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.settings import ActivationGate, MemoryPath, Server, Settings, read_gate
+from kvcached_nixl.settings import ActivationGate, MemoryPath, Server, Settings, misspelled, read_gate
 from kvcached_nixl.transfer_mode import TransferMode
 
 
@@ -205,3 +205,26 @@ def test_kv_events_that_nobody_would_get_are_refused() -> None:
     with pytest.raises(SettingsError, match="--kv-events-config"):
         asked.require_servable()
     server("cpu", "cpu").require_servable()
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("transfer_mod", "transfer_mode"),
+        ("transfer-mode", "transfer_mode"),
+        ("Transfer_Mode", "transfer_mode"),
+        ("kv_lease_duraton", "kv_lease_duration"),
+        ("verify_fractions", "verify_fraction"),
+        ("handover_time_out", "handover_timeout"),
+    ],
+)
+def test_a_key_that_is_almost_one_of_ours_is_named_with_what_was_meant(key: str, meant: str) -> None:
+    """Nobody reads it: what was asked for would not be done, and nothing would say so."""
+    (error,) = misspelled({key: 1})
+    assert repr(key) in error.found and repr(meant) in error.expected and error.consequence and error.remedy
+
+
+def test_keys_of_ours_and_of_others_are_no_mistakes() -> None:
+    ours = {name.removesuffix("_seconds"): 1 for name in (one.name for one in dataclasses.fields(Settings))}
+    others = ("backends", "num_threads", "backend_params", "connectors", "trusted_connectors", "shared_storage_path")
+    assert not list(misspelled({**ours, **dict.fromkeys(others)}))

@@ -16,7 +16,7 @@ from kvcached_nixl.cli.finding import Finding, of_refusal
 from kvcached_nixl.compat.actions.push_class import as_push_mode
 from kvcached_nixl.compat.versions import row_of
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, Server, Settings, read_gate
+from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, Server, Settings, misspelled, read_gate
 
 __all__ = ["gate", "load_failure_policy", "role", "settings", "shutdown", "transfer_config", "versions"]
 
@@ -140,6 +140,7 @@ def settings(at: Situation) -> Iterator[Finding]:
         as_push_mode(config, logger)
         for one in within(vars(config)):
             if one.is_nixl:
+                yield from (of_refusal("settings", error) for error in misspelled(one.extra))
                 Settings.from_extra_config(one.extra)
         _server(at).require_servable()
     except SettingsError as error:

@@ -184,6 +184,12 @@ WRONG: dict[str, tuple[Check, dict[str, Any], str]] = {
         "kv_connector OffloadingConnector",
     ),
     "a setting": (configuration.settings, {"extra": {"transfer_mode": "pul"}}, "transfer_mode='pul'"),
+    "a mistyped setting": (configuration.settings, {"extra": {"transfer_mod": "push"}}, "has 'transfer_mod'"),
+    "a mistyped setting of a child": (
+        configuration.settings,
+        {"transfer": multi({"kv_connector": "NixlConnector", "kv_connector_extra_config": {"verify-fraction": 1}})},
+        "has 'verify-fraction'",
+    ),
     "a setting of a child": (
         configuration.settings,
         {
