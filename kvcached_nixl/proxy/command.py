@@ -92,7 +92,8 @@ class Router:
                     same.listen(BACKLOG)
             if options.admin_socket:
                 await _listen_for_own_user(runner, Path(options.admin_socket))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            # UnicodeError: a host that is no name.
             raise SettingsError(
                 found=f"{error}",
                 expected=f"that {options.host}:{options.port} and --admin-socket {options.admin_socket!r} are free",

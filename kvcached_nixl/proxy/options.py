@@ -102,8 +102,11 @@ class Options:
         if not 0 <= self.port <= 65_535:
             raise _bad(f"port={self.port}", "0 to 65535")
         for key in (self.api_key, self.admin_key, self.upstream_key):
-            if not (key.isascii() and key.isprintable()):
-                raise _bad("a key with characters that an HTTP header cannot carry", "printable ASCII")
+            if not (key.isascii() and key.isprintable()) or key != key.strip():
+                raise _bad(
+                    "a key with characters that an HTTP header cannot carry",
+                    "printable ASCII, without spaces around it",
+                )
 
 
 _NUMBERS: tuple[Field[Any], ...] = tuple(one for one in fields(Options) if "help" in one.metadata)
@@ -216,7 +219,7 @@ def _weight(said: str) -> tuple[str, float]:
 def _read(path: Path) -> _File:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_File)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(
             found=f"--servers {path}: {error}",
             expected='JSON: {"prefill": ["http://HOST:PORT", ...], "decode": [...], "weights": {"HOST:PORT": 0.05}}',

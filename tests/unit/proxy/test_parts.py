@@ -23,6 +23,7 @@ from kvcached_nixl.proxy.asked import Alone
 from kvcached_nixl.proxy.auth import require_key
 from kvcached_nixl.proxy.cancel_scope import Guard
 from kvcached_nixl.proxy.client import draw_id, passed_on
+from kvcached_nixl.proxy.command import Router
 from kvcached_nixl.proxy.events import MOST_EVENT_BYTES, Events
 from kvcached_nixl.proxy.failure import Refusal, RouterFailure, error_body, hand_over_tags
 from kvcached_nixl.proxy.health import MOST_PAUSE_SECONDS, pause_seconds
@@ -269,9 +270,29 @@ def test_what_cannot_be_used_stops_the_start_in_words(words: list[str]) -> None:
     assert refused.value.expected and refused.value.remedy
 
 
-def test_a_key_that_no_header_can_carry_is_refused() -> None:
+@pytest.mark.parametrize(
+    "servers", [b'{"prefill": ["http://\xff:80"]}', b'{"prefill": 1}', b"", b"\xef\xbb\xbf{}"], ids=repr
+)
+def test_a_file_of_servers_that_cannot_be_read_stops_the_start_in_words(servers: bytes, tmp_path: Path) -> None:
+    (tmp_path / "servers").write_bytes(servers)
+    with pytest.raises(SettingsError, match="--servers"):
+        parsed("--servers", str(tmp_path / "servers"))
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 300, "192.0.2.1"], ids=["no name", "too long", "of another host"])
+def test_an_address_that_cannot_be_listened_at_stops_the_start_in_words(host: str) -> None:
+    async def run() -> None:
+        with pytest.raises(SettingsError, match="cannot listen"):
+            await Router(Options(host=host, port=0)).serve()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a\xe9", " a", "a ", " "])
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    """Spaces around a header's value are no part of it: nobody could send such a key."""
     with pytest.raises(SettingsError, match="key"):
-        parsed(environ={"KVCACHED_NIXL_API_KEY": "a\nb"})
+        parsed(environ={"KVCACHED_NIXL_API_KEY": key})
 
 
 @pytest.mark.parametrize(
