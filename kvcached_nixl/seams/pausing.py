@@ -131,7 +131,7 @@ def handle_shutdown(call: Call) -> bool:
     for side in found:
         side.revocations.paused(grace_seconds=0.0, clears=True)
     if found:
-        end_at_once(call.instance)
+        end_at_once(call.instance, logger)
     return bool(call.proceed())
 
 

@@ -191,7 +191,7 @@ def shutdown(at: Situation) -> Iterator[Finding]:
             "shutdown",
             "no --shutdown-timeout",
             "seconds that its longest requests take",
-            "SIGTERM aborts what runs, and revokes what prefill keeps for decode.",
+            "SIGTERM ends what runs with an error, and revokes what prefill keeps for decode.",
             "Add --shutdown-timeout, and give the process a longer grace period than that.",
             is_wrong=False,
         )

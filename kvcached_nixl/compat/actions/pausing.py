@@ -41,7 +41,7 @@ def ends_at_once(core: Any) -> bool:
     return bool(private(core, "shutdown_state").name == "REQUESTED" and not core.vllm_config.shutdown_timeout)
 
 
-def end_at_once(core: Any) -> None:
+def end_at_once(core: Any, logger: logging.Logger) -> None:
     """End what an engine works on with an error. vLLM would send ``abort``, which not every endpoint tells its client.
 
     The API server does the same with what the engine aborts once it knows that it is shut down, but a signal to all
@@ -49,7 +49,10 @@ def end_at_once(core: Any) -> None:
     """
     from vllm.v1.request import RequestStatus
 
-    for one in core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED):
+    ended = core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    if ended:
+        logger.warning("%d requests end with an error: the engine is shut down without --shutdown-timeout", len(ended))
+    for one in ended:
         # A pair in vLLM 0.19 and 0.22, a request since 0.26 at the latest.
         request_id, client_index = one if isinstance(one, tuple) else (one.request_id, one.client_index)
         private(core, "_send_error_outputs_to_client")([request_id], client_index)
