@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -121,12 +122,22 @@ class Router:
 
 async def _listen_for_own_user(runner: web.ServerRunner, path: Path) -> None:
     if path.is_socket():
+        if _is_used(path):
+            raise OSError(errno.EADDRINUSE, f"another process listens on {path}")
         path.unlink()
     before = os.umask(0o177)
     try:
         await web.UnixSite(runner, str(path)).start()
     finally:
         os.umask(before)
+
+
+def _is_used(path: Path) -> bool:
+    """Whether somebody listens on a socket: its file stays when who has made it ends."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        # Where the backlog is full, it would have to wait.
+        return probe.connect_ex(str(path)) in (0, errno.EAGAIN, errno.EINPROGRESS)
 
 
 async def _first(*events: asyncio.Event) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,10 @@ import httpx
 import pytest
 from support.router_under_test import ADMIN_KEY, HELLO, UnderTest, learn, quiet, request_of, right, serving, until
 from support.stub_servers import END, HOST, Asked, Fabric, Stub, stubs, tokens_of
+
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.proxy.command import Router
+from kvcached_nixl.proxy.options import Options
 
 pytestmark = pytest.mark.long
 
@@ -464,7 +469,14 @@ def test_this_user_administers_over_the_unix_socket_without_a_key(tmp_path: Path
                 assert (await http.post(f"/instances/{name}/drain")).json()["draining"]
                 assert not (await http.post(f"/instances/{name}/undrain")).json()["draining"]
                 assert len((await http.get("/instances")).json()["instances"]) == 2
+                # It would have none any more.
+                with pytest.raises(SettingsError, match="another process listens"):
+                    await asyncio.wait_for(Router(Options(port=0, admin_socket=str(path))).serve(), 10)
+                assert (await http.get("/instances")).status_code == 200
         # A socket that an earlier router has left is replaced.
+        with socket.socket(socket.AF_UNIX) as left:
+            path.unlink(missing_ok=True)
+            left.bind(str(path))
         async with serving(admin_socket=str(path)):
             pass
 
