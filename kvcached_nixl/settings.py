@@ -203,7 +203,7 @@ class Settings:
 
 
 def misspelled(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
-    """What to say of each key that is none of ours, and almost one."""
+    """Yields an error for each key that is no setting of this package and resembles one, with the setting's name."""
     for key in extra_config:
         meant = difflib.get_close_matches(str(key).lower().replace("-", "_"), _KEYS, 1, _ALMOST)
         if meant and key not in _KEYS:

@@ -11,6 +11,7 @@ from kvcached_nixl.cli.deploy.situation import Situation
 from kvcached_nixl.cli.finding import Finding
 from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES
 from kvcached_nixl.compat.neighbours import JUDGED, TRUSTED, reason_against
+from kvcached_nixl.compat.nested_connectors import with_children
 
 __all__ = ["Named", "neighbours", "offloading", "within"]
 
@@ -34,13 +35,10 @@ class Named(NamedTuple):
 
 def within(config: Mapping[str, Any]) -> Iterator[Named]:
     """The connector of a configuration and those inside it, however deep."""
-    extra = config.get("kv_connector_extra_config") or {}
-    if "kv_connector" in config:
-        yield Named(str(config["kv_connector"]), extra, config.get("kv_connector_module_path") is not None)
-    children = extra.get("connectors") if isinstance(extra, Mapping) else None
-    for child in children if isinstance(children, list) else ():
-        if isinstance(child, Mapping):
-            yield from within(child)
+    for one in with_children(config):
+        if "kv_connector" in one:
+            extra = one.get("kv_connector_extra_config") or {}
+            yield Named(str(one["kv_connector"]), extra, one.get("kv_connector_module_path") is not None)
 
 
 def neighbours(at: Situation) -> Iterator[Finding]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvcached_nixl.compat.nested_connectors import with_children
 from kvcached_nixl.compat.private import optional, private
 
 __all__ = ["is_leaving", "leave", "not_healthy", "refusal_of", "refuse_new", "refuses"]
@@ -105,19 +106,10 @@ def leave(client: Any, timeout: float | None, stop: Callable[[float | None], Any
 
 def _delay_seconds(config: Any, timeout: float) -> float:
     # Of the NIXL connector it was checked when the engine started. Beside it there may be anything.
-    given = _delays(config.kv_transfer_config.kv_connector_extra_config)
+    extras = [one.get("kv_connector_extra_config") for one in with_children(vars(config.kv_transfer_config))]
+    given = [extra.get("drain_delay") for extra in extras if isinstance(extra, Mapping)]
     usable = (one for one in given if isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0)
     return float(min(next(usable, DEFAULT_DELAY_SECONDS), timeout / 2))
-
-
-def _delays(extra: Any) -> Iterator[object]:
-    """What a ``kv_connector_extra_config`` and those of the connectors inside it (``MultiConnector``) say."""
-    if isinstance(extra, Mapping):
-        yield extra.get("drain_delay")
-        children = extra.get("connectors")
-        for child in children if isinstance(children, list) else ():
-            if isinstance(child, Mapping):
-                yield from _delays(child.get("kv_connector_extra_config"))
 
 
 def _is_loop_here() -> bool:
