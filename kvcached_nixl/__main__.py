@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from kvcached_nixl.proxy.options import Options as ProxyOptions
 
 _DESCRIPTION = """\
-Shows the versions of vLLM, kvcached, NIXL and torch in this environment, the state of each patch of
-kvcached_nixl, and for each capability whether this package or vLLM provides it. Shows where the side channel of
-a server in this environment would listen, and the address that peers would get.
+Shows the versions of vLLM, kvcached, NIXL and torch in this environment, and the state of each patch
+of kvcached_nixl. Shows where the side channel of a server in this environment would listen, and the address that peers
+would get.
 
 It imports vLLM and applies the patches in its own process, as a server with ENABLE_KVCACHED=true
 would, so the server would get the same result. Nothing outside this process is changed.

@@ -221,14 +221,12 @@ class Server:
 
     Attributes:
         connector: name of its class; ``is_stock_push``: it is vLLM's own push connector.
-        events_are_lost: KV events were asked for (``--kv-events-config``), and kvcached's block pool reports none.
         ids_may_repeat: VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set.
         wished_device: ``kv_buffer_device``; ``device``: the device that the model runs on.
     """
 
     connector: str
     is_stock_push: bool
-    events_are_lost: bool
     ids_may_repeat: bool
     wished_device: str
     device: str
@@ -264,14 +262,6 @@ class Server:
                 "prefill's worker when a WRITE fails (tests/contract/test_stock_push_defects.py).",
                 remedy='Set "kv_connector": "NixlConnector" and "kv_connector_extra_config": {"transfer_mode": "push"} '
                 "on both sides.",
-            )
-        if self.events_are_lost:
-            raise SettingsError(
-                found="--kv-events-config with enable_kv_cache_events",
-                expected="vLLM 0.26 or later, or no KV events",
-                consequence="kvcached's block pool reports none with this vLLM, so a router that follows them sees an "
-                "empty cache.",
-                remedy="Remove --kv-events-config and use a router that needs none, or a later vLLM.",
             )
         if self.ids_may_repeat:
             raise SettingsError(

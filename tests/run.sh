@@ -26,7 +26,7 @@ Creates the environments that it needs. Before it downloads, experiments/env.sh 
   stacks       other projects' stacks with real engines; the manifests and the Containerfile of docs/deploy
   equivalence  real servers, the quick byte-equivalence run
 
-KVCACHED_NIXL_VLLM="0.28.0" chooses the vLLM. With TIER it may list several: "0.19.1 0.28.0". The default is the newest
+KVCACHED_NIXL_VLLM="0.28.0" chooses the vLLM. With TIER it may list several: "0.26.0 0.28.0". The default is the newest
 vLLM that every tier was run with. --all and --turn ignore it.
 exit status: 0 all tests passed; 1 a test failed; 2 the set-up failed
 END

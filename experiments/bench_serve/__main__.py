@@ -27,7 +27,7 @@ What does vLLM's own load generator measure through the router, and beside stock
 Runs `vllm bench serve` with its random data set (prompts of 512 to 1,536 tokens, answers of 32 to 96) against one
 prefill and one decode server behind a router, with pull and with push:
   this package   over kvcached, behind its own router; push also behind vllm-router
-  stock          vLLM's own NixlConnector, or NixlPushConnector (vLLM 0.24 on), without kvcached. The same router is
+  stock          vLLM's own NixlConnector, or NixlPushConnector, without kvcached. The same router is
                  before both: this package's for pull, vllm-router for push
 and against one instance with as many threads as both servers together. The servers of all arms of a transfer mode run
 at the same time; the arms take turns, each with the same prompts."""

@@ -252,7 +252,7 @@ class Engine:
             process=process,
         )
         envelope = _Envelope(COMPATIBILITY, msgspec.msgpack.encode(rank))
-        self.answers = answers_of({0: envelope}, self.handover.incarnation)
+        self.answers = answers_of({(0, 0): envelope}, self.handover.incarnation)
 
     def step(self, progress: Iterable[Progress] = (), compute: Callable[[], None] = lambda: None) -> Ended:
         """One step of the engine's loop; the calls are in vLLM's order."""

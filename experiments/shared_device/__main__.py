@@ -20,7 +20,7 @@ table      Two models on one device (the emulated one, of host memory) that is s
            Their loads swell at opposite times. Every arm gets the same requests at the same times, whether earlier ones
            were answered or not (open loop), with prompts of 256 to 1,536 tokens:
              static split, stock P/D    half of the device for each model; vLLM's own connector and memory
-             static split, stock push   the same with NixlPushConnector (vLLM 0.24 on), behind vllm-router
+             static split, stock push   the same with NixlPushConnector, behind vllm-router
              kvcached without P/D       one server for each model computes prompts and answers
              kvcached's own Nixl patch  as kvcached 0.1.6 ships it, without this package
              this package               pull, push, and pull staged through a slab

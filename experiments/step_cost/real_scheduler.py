@@ -154,7 +154,7 @@ class RealScheduler:
     def _admitting_quickly(self) -> Iterator[None]:
         """Disable vLLM's sum of reserved blocks while requests are admitted.
 
-        Since 0.24, for each hand-over that it admits, vLLM sums the blocks that all others may still need: quadratic,
+        For each hand-over that it admits, vLLM sums the blocks that all others may still need: quadratic,
         ten thousand times ten thousand here. The pool has blocks for all, so the sum is not needed until all wait.
         """
         if hasattr(Scheduler, RESERVED):

@@ -11,7 +11,6 @@ import msgspec
 
 from kvcached_nixl.cli.limits import Limits, limits, shortfalls
 from kvcached_nixl.compat.platform import Platform, platform
-from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.proof.find import find
 from kvcached_nixl.proof.peer import PeerFound, read_from
 from kvcached_nixl.proof.result import SLOW, LaneFound, Proof, Question
@@ -60,7 +59,7 @@ def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, in
     of_host = limits()
     met = None
     if peer is not None:
-        channel = SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
+        channel = SideChannel()
         try:
             met = read_from(channel, *peer, question)
         except (OSError, ValueError, TransportError) as error:

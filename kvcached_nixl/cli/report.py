@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status report: what is installed, the state of each patch, and who provides each capability."""
+"""The status report: what is installed, and the state of each patch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from kvcached_nixl.compat.compared import COMPARED
 from kvcached_nixl.compat.model_runner_policy import RunnerFound, outlook
 from kvcached_nixl.compat.model_runner_query import ask
-from kvcached_nixl.compat.series import Capability, Provision
 from kvcached_nixl.compat.side_channel import side_channel_address
-from kvcached_nixl.compat.versions import environment_refusals, found_version, row_of
+from kvcached_nixl.compat.versions import environment_refusals, found_version
 from kvcached_nixl.errors import Refused, SettingsError
 from kvcached_nixl.patching import PatchOutcome, PatchState, Registry
 from kvcached_nixl.settings import read_gate
@@ -38,7 +37,6 @@ class Report:
         gate: "on", or the variable that turned the package off.
         versions: library -> version; None if it cannot be imported.
         outcomes: one per patch, in order; empty if nothing was installed or vLLM is not imported yet.
-        capabilities: who provides which capability with the installed vLLM; empty if that vLLM is not supported.
         refusals: everything that stops a start, by name.
         runners: vLLM's model runner; for a given model, one per kind of device that was asked about.
         side_channel: lines on where the side channel of a server in this environment would be; empty if not asked.
@@ -47,7 +45,6 @@ class Report:
     gate: str
     versions: Mapping[str, str | None]
     outcomes: tuple[PatchOutcome, ...]
-    capabilities: Mapping[Capability, Provision]
     refusals: tuple[tuple[str, Refused], ...]
     runners: tuple[RunnerFound, ...] = ()
     side_channel: tuple[str, ...] = ()
@@ -64,13 +61,11 @@ def make(registry: Registry | None) -> Report:
     except Refused as error:
         gate = f"unclear: {error.found}"
     versions = {library: found_version(library) for library in ("vllm", "kvcached", "nixl", "torch")}
-    row = row_of(versions["vllm"])
     refusals = dict(registry.refusals() if registry is not None else ())
     found = Report(
         gate=gate,
         versions=versions,
         outcomes=registry.outcomes() if registry is not None else (),
-        capabilities=row.provides if row is not None else {},
         refusals=tuple({**dict(environment_refusals()), **refusals}.items()),
     )
     return _with_runners(found, lambda: outlook(versions["vllm"], os.environ))
@@ -129,12 +124,6 @@ def render(report: Report, *, colour: bool = False) -> str:
         lines += [f"  {'':<8} {'':<{width}}  - {note}" for note in outcome.notes]
     if not report.outcomes:
         lines.append("  none")
-    lines += ["", "capabilities"]
-    for capability, provision in report.capabilities.items():
-        origin = provision.origin.value
-        lines.append(f"  {capability.value:<12} {origin:<16} {provision.note}")
-    if not report.capabilities:
-        lines.append("  none: this vLLM is not supported")
     lines += ["", "compared with every peer"]
     lines += [f"  {what}: {how}" for what, how in COMPARED.items()]
     lines += ["", "runner"]
@@ -161,10 +150,6 @@ def to_json(report: Report) -> dict[str, Any]:
             {"name": o.name, "process": o.process, "state": o.state.value, "reason": o.reason, "notes": list(o.notes)}
             for o in report.outcomes
         ],
-        "capabilities": {
-            capability.value: {**asdict(provision), "origin": provision.origin.value}
-            for capability, provision in report.capabilities.items()
-        },
         "compared": dict(COMPARED),
         "runner": [
             {

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knowledge of vLLM and kvcached per version: module paths, capabilities, and access to private state by name."""
+"""Knowledge of vLLM and kvcached per version: module paths, and access to private state by name."""

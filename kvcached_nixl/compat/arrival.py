@@ -18,8 +18,6 @@ from kvcached_nixl.compat.private import private
 
 __all__ = ["Arrival", "arrival_of", "drop_unknown_stops", "give_own_id", "is_stand_in", "load_once"]
 
-_FLAG = "abort_immediately"
-
 
 class Arrival(Enum):
     """How a request relates to those that the scheduler knows already."""
@@ -42,9 +40,9 @@ def arrival_of(engine_scheduler: Any, request: Any) -> Arrival:
 def is_stand_in(request: Any) -> bool:
     """Whether ``request`` stands for one that vLLM rejected, so that connectors free what is held for that one.
 
-    vLLM 0.22 and later adds it and aborts it at once. Its only token is not the prompt's.
+    vLLM adds it and aborts it at once. Its only token is not the prompt's.
     """
-    return bool(vars(request).get(_FLAG, False))
+    return bool(private(request, "abort_immediately"))
 
 
 def give_own_id(core_request: Any) -> None:
@@ -56,7 +54,7 @@ def give_own_id(core_request: Any) -> None:
     Args:
         core_request: an ``EngineCoreRequest`` that has just reached the engine's process.
     """
-    if _FLAG in core_request.__struct_fields__ and getattr(core_request, _FLAG):
+    if private(core_request, "abort_immediately"):
         core_request.request_id = f"kvcached-nixl-rejected-{secrets.token_hex(16)}"
 
 

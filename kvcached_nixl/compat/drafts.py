@@ -18,7 +18,7 @@ WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculato
 """Methods that draft from tokens alone, or with heads on the last token's hidden states: no attention, so no KV."""
 
 _SHARES_KV = "gemma4_mtp"
-"""The draft model's type whose layers read the KV of the model itself and write none (vLLM 0.22 and later)."""
+"""The draft model's type whose layers read the KV of the model itself and write none."""
 
 
 def keeps_draft_kv(speculative_config: Any) -> bool:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each supported vLLM defines the classes and functions that we patch.
-
-    0.17 - 0.19   one file, v1/nixl_connector.py
-    0.20 - 0.23   the package v1/nixl/, one connector, one scheduler and one worker class
-    0.24 -        the same package, each class split into a base, a pull and a push class
+"""Where each supported vLLM defines the classes and functions that we patch. The NIXL connector is the package
+``v1/nixl/``, with a base, a pull and a push class of the connector, of its scheduler and of its worker.
 
 Nothing here imports vLLM. A class that moved is found in its new module. A class that is only re-exported under its old
 name is patched where it is defined.
@@ -20,7 +17,6 @@ __all__ = [
     "ENGINE_CORE",
     "ENGINE_CORE_BASE",
     "ENGINE_SCHEDULER",
-    "ENGINE_SCHEDULER_INTERFACE",
     "ERROR_MODULES",
     "EXECUTOR",
     "FACADE",
@@ -35,78 +31,50 @@ __all__ = [
     "KVCACHED_PATCH_MANAGER",
     "KVCACHED_VERSION_RANGE",
     "MEDIA_PROCESSING",
-    "METADATA_MODULES",
+    "METADATA_MODULE",
     "MODEL_LOADER",
     "OUTPUT_PROCESSOR",
     "PULL_FACADE",
     "PUSH_CLASS_NAMES",
     "RENDERER",
     "REQUEST_STATE",
-    "STATS_MODULES",
+    "STATS_MODULE",
     "TRANSFER_CONFIG",
     "WORKER",
     "WORKER_BASE",
     "WORKER_PROCESS",
 ]
 
-_FILE = f"{KV_TRANSFER}.v1.nixl_connector"
-_PACKAGE = f"{KV_TRANSFER}.v1.nixl"
-
 CONNECTOR_BASE = Target(name="connector base", places=(Place(f"{KV_TRANSFER}.v1.base", "KVConnectorBase_V1"),))
 """The base class of every KV connector, not only NIXL's."""
 
-FACADE = Target(
-    name="connector",
-    places=(
-        Place(f"{_PACKAGE}.connector", "NixlBaseConnector"),
-        Place(f"{_PACKAGE}.connector", "NixlConnector"),
-        Place(_FILE, "NixlConnector"),
-    ),
-    scope=NIXL_PREFIX,
-)
-"""The connector class that vLLM constructs. Since 0.24 the base of the pull and the push connector."""
+FACADE = Target(name="connector", places=(Place(f"{NIXL_PREFIX}.connector", "NixlBaseConnector"),), scope=NIXL_PREFIX)
+"""The base class of the pull and the push connector."""
 
 PULL_FACADE = Target(
-    name="pull connector",
-    places=(
-        Place(f"{_PACKAGE}.connector", "NixlPullConnector"),
-        Place(f"{_PACKAGE}.connector", "NixlConnector"),
-        Place(_FILE, "NixlConnector"),
-    ),
-    scope=NIXL_PREFIX,
+    name="pull connector", places=(Place(f"{NIXL_PREFIX}.connector", "NixlPullConnector"),), scope=NIXL_PREFIX
 )
-"""The class that the name ``NixlConnector`` refers to. Since 0.24 this is not the base class."""
+"""The class that the name ``NixlConnector`` refers to."""
 
 FACADE_CLASS_NAMES = frozenset({"NixlBaseConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"})
 PUSH_CLASS_NAMES = frozenset({"NixlPushConnector"})
 
 WORKER = Target(
-    name="worker",
-    places=(
-        Place(f"{_PACKAGE}.base_worker", "NixlBaseConnectorWorker"),
-        Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
-        Place(_FILE, "NixlConnectorWorker"),
-    ),
-    scope=NIXL_PREFIX,
+    name="worker", places=(Place(f"{NIXL_PREFIX}.base_worker", "NixlBaseConnectorWorker"),), scope=NIXL_PREFIX
 )
 """The worker half of the connector, which kvcached's own patch changes."""
 
-METADATA_MODULES = (f"{_PACKAGE}.metadata", _FILE)
+METADATA_MODULE = f"{NIXL_PREFIX}.metadata"
 """Where the message class of the connector's handshake is."""
 
 ERROR_MODULES = ("vllm.exceptions", "vllm.entrypoints.openai.engine.protocol")
 """Where the errors of vLLM's API server are: since 0.29, and before."""
 
-STATS_MODULES = (f"{_PACKAGE}.stats", _FILE)
+STATS_MODULE = f"{NIXL_PREFIX}.stats"
 """Where the classes of the connector's metrics are."""
 
 ENGINE_SCHEDULER = Target(name="engine scheduler", places=(Place("vllm.v1.core.sched.scheduler", "Scheduler"),))
 """vLLM's own scheduler."""
-
-ENGINE_SCHEDULER_INTERFACE = Target(
-    name="engine scheduler interface", places=(Place("vllm.v1.core.sched.interface", "SchedulerInterface"),)
-)
-"""The base class of vLLM's scheduler. Up to 0.23 it did not ask the connector whether there is work."""
 
 ENGINE_CORE = Target(name="engine core", places=(Place("vllm.v1.engine.core", "EngineCoreProc"),))
 """The engine core process with the loop around the scheduler."""

@@ -12,7 +12,7 @@ from itertools import groupby
 from types import MappingProxyType
 
 from kvcached_nixl.compat.compared import COMPARED
-from kvcached_nixl.compat.series import CHANGES, PROVIDES, ROWS, Era, Row
+from kvcached_nixl.compat.series import CHANGES, ROWS, Row
 from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED
 
 __all__ = ["markdown"]
@@ -22,67 +22,45 @@ _REFUSED = "refused"
 _NOT_STREAMED = "both layouts; pushed when the prompt is computed"
 _MULTIPLES = "one a multiple of the other"
 
-# Supported geometry by era of the KV tensors. Each "refused" is an error at start or at the handshake.
-_GEOMETRY: Mapping[str, Mapping[Era, str]] = MappingProxyType(
+# Supported geometry. Each "refused" is an error at start or at the handshake.
+_GEOMETRY: Mapping[str, str] = MappingProxyType(
     {
-        "multi-head, grouped-query, multi-query attention": dict.fromkeys(Era, _BOTH),
-        "multi-latent attention (MLA)": dict.fromkeys(Era, _BOTH),
-        "odd number of layers": dict.fromkeys(Era, _BOTH),
-        "sliding window, alone or beside full attention": dict.fromkeys(Era, _NOT_STREAMED),
-        "KV-cache groups with blocks of different sizes (Gemma 4)": {
-            Era.KV_APART: f"{_NOT_STREAMED}; by contract tests with 0.19",
-            Era.PACKED: f"{_NOT_STREAMED}; served with 0.28",
-        },
-        "kernel block smaller than block": {
-            Era.KV_APART: "non-contiguous; contiguous is refused",
-            Era.PACKED: "both layouts; contiguous MLA is refused, and from 0.29 on every contiguous layout",
-        },
-        "cells that are not one token of one head (NVFP4, B12X, ROCM_ATTN, shuffled ROCm caches)": dict.fromkeys(
-            Era, _REFUSED
-        ),
-        "layers with a state (Mamba2, gated delta net) beside attention": {
-            Era.KV_APART: _REFUSED,
-            Era.PACKED: "refused below 0.28; both layouts, from 0.29 on non-contiguous; served with 0.28 and 0.30",
-        },
-        "states and speculative decoding": dict.fromkeys(Era, _REFUSED),
-        "a state kept at every block boundary (--mamba-cache-mode all)": dict.fromkeys(Era, _REFUSED),
-        "peers with states and different tensor-parallel sizes": {
-            Era.KV_APART: _REFUSED,
-            Era.PACKED: f"{_MULTIPLES}; a Mamba2 model whose configuration does not tell its groups is refused",
-        },
-        "peers with different tensor-parallel sizes": dict.fromkeys(Era, _MULTIPLES),
-        "peers with different block sizes": dict.fromkeys(
-            Era,
-            f"{_MULTIPLES}; with a sliding window, prefill's not the smaller ones; refused on a CPU",
-        ),
-        "peers with different layouts": dict.fromkeys(Era, "served; a descriptor per layer and block, or two"),
-        "a peer that pulls and one that pushes": dict.fromkeys(Era, _REFUSED),
-        "peer without this package": dict.fromkeys(Era, _REFUSED),
-        "another connector of vLLM's beside it (MultiConnector)": {
-            Era.KV_APART: _REFUSED,
-            Era.PACKED: "ExampleConnector, without MLA; every other one is refused",
-        },
-        "pipeline and context parallelism": dict.fromkeys(Era, _REFUSED),
-        "fp8 scales that an engine computes": dict.fromkeys(Era, _REFUSED),
-        "pruned videos with spatial token positions (M-RoPE)": dict.fromkeys(Era, _REFUSED),
+        "multi-head, grouped-query, multi-query attention": _BOTH,
+        "multi-latent attention (MLA)": _BOTH,
+        "odd number of layers": _BOTH,
+        "sliding window, alone or beside full attention": _NOT_STREAMED,
+        "KV-cache groups with blocks of different sizes (Gemma 4)": f"{_NOT_STREAMED}; served with 0.28",
+        "kernel block smaller than block": "both layouts; contiguous MLA is refused, and from 0.29 on every contiguous "
+        "layout",
+        "cells that are not one token of one head (NVFP4, B12X, ROCM_ATTN, shuffled ROCm caches)": _REFUSED,
+        "layers with a state (Mamba2, gated delta net) beside attention": "refused below 0.28; both layouts, from 0.29 "
+        "on non-contiguous; served with 0.28 and 0.30",
+        "states and speculative decoding": _REFUSED,
+        "a state kept at every block boundary (--mamba-cache-mode all)": _REFUSED,
+        "peers with states and different tensor-parallel sizes": f"{_MULTIPLES}; a Mamba2 model whose configuration "
+        "does not tell its groups is refused",
+        "peers with different tensor-parallel sizes": _MULTIPLES,
+        "peers with different block sizes": f"{_MULTIPLES}; with a sliding window, prefill's not the smaller ones; "
+        "refused on a CPU",
+        "peers with different layouts": "served; a descriptor per layer and block, or two",
+        "a peer that pulls and one that pushes": _REFUSED,
+        "peer without this package": _REFUSED,
+        "another connector of vLLM's beside it (MultiConnector)": "ExampleConnector, without MLA; every other one is "
+        "refused",
+        "pipeline and context parallelism": _REFUSED,
+        "fp8 scales that an engine computes": _REFUSED,
+        "pruned videos with spatial token positions (M-RoPE)": _REFUSED,
     }
 )
 
 
 def markdown() -> str:
-    """Tables: tests run with each series, capabilities, geometry, what is compared, and changes of vLLM."""
+    """Tables: tests run with each series, geometry, what is compared, and changes of vLLM."""
     return "\n\n".join(
         [
             f"With kvcached {KVCACHED_SUPPORTED.removeprefix('==')}. Anything else is refused at start.",
             _table(["vLLM", "tested by", "with"], [_band(list(rows)) for _, rows in groupby(ROWS, _tested)]),
-            _table(
-                ["capability", "provided by"],
-                [[c.value, f"{one.origin.value}: {one.note}"] for c, one in PROVIDES.items()],
-            ),
-            _table(
-                ["geometry", *(f"vLLM {_span(row for row in ROWS if row.shape.era is era)}" for era in Era)],
-                [[what, *(cells[era] for era in Era)] for what, cells in _GEOMETRY.items()],
-            ),
+            _table(["geometry", "with every supported vLLM, unless a series is named"], _GEOMETRY.items()),
             _table(["of two engines", "what is compared; if it differs, the hand-over fails"], COMPARED.items()),
             _table(["since vLLM", "what this package has to know"], [[one.since, one.what] for one in CHANGES]),
         ]

@@ -16,13 +16,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from kvcached_nixl.compat.locate import STATS_MODULES
+from kvcached_nixl.compat.locate import STATS_MODULE
 from kvcached_nixl.compat.memory_metrics import HeadroomMetrics, MovedBytes, SlabMetrics
-from kvcached_nixl.compat.private import first_module, optional, private
+from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.kind import Kind
@@ -127,7 +128,7 @@ def _unregister() -> None:
 
 @functools.cache
 def _stats_class() -> Any:
-    stock = private(first_module(STATS_MODULES), "NixlKVConnectorStats")
+    stock = private(importlib.import_module(STATS_MODULE), "NixlKVConnectorStats")
 
     class HandOverStats(stock):  # type: ignore[misc, valid-type]
         def __reduce__(self) -> tuple[Any, ...]:
@@ -169,7 +170,7 @@ def _kind_gauges(gauge_class: Any, labelnames: Any) -> list[Any]:
 
 @functools.cache
 def _prom_class() -> Any:
-    stock = private(first_module(STATS_MODULES), "NixlPromMetrics")
+    stock = private(importlib.import_module(STATS_MODULE), "NixlPromMetrics")
 
     class HandOverPromMetrics(stock):  # type: ignore[misc, valid-type]
         def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:

@@ -21,7 +21,6 @@ __all__ = [
     "RunnerFound",
     "accepted",
     "beyond",
-    "by_switch",
     "judged",
     "named",
     "outlook",
@@ -31,14 +30,10 @@ __all__ = [
 KVCACHED = "0.1.6"
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
-_SWITCH_ALONE = Version("0.22")
-"""Below this version only the environment variable decides."""
-
 _BEYOND = Version(SUPPORTED.rpartition("<")[2])
 """From this version on kvcached accepts none."""
 
 _OUTLOOK = (
-    (Version("0.25"), "V2 on a GPU for some architectures, else V1"),
     (Version("0.29"), "V2 on a GPU for nearly every model without experts, else V1"),
     (_BEYOND, "V2 wherever there is Triton, for nearly every model"),
 )
@@ -118,7 +113,7 @@ def beyond(vllm: str | None, supported: str) -> UnsupportedVersion | None:
     )
 
 
-def stated(environ: Mapping[str, str], vllm: str | None) -> bool | None:
+def stated(environ: Mapping[str, str]) -> bool | None:
     """What vLLM's environment variable says: True for V2, False for V1, None if vLLM decides by the model.
 
     Raises:
@@ -126,8 +121,7 @@ def stated(environ: Mapping[str, str], vllm: str | None) -> bool | None:
     """
     text = environ.get(SWITCH)
     if text is None:
-        version = _version(vllm)
-        return False if version is not None and version < _SWITCH_ALONE else None
+        return None
     try:
         return bool(int(text))
     except ValueError as error:
@@ -148,11 +142,11 @@ def outlook(vllm: str | None, environ: Mapping[str, str]) -> tuple[RunnerFound, 
     version = _version(vllm)
     if vllm is None or version is None:
         return ()
-    wish = stated(environ, vllm)
+    wish = stated(environ)
     if not accepted(vllm):
         return (judged(vllm, "", "", f"kvcached stops below vLLM {_BEYOND}"),)
     if wish is not None:
-        return (judged(vllm, "", named(wish), by_switch(environ)),)
+        return (judged(vllm, "", named(wish), f"{SWITCH}={environ[SWITCH]}"),)
     reason = next(reason for below, reason in _OUTLOOK if version < below)
     return (judged(vllm, "", "", f"{reason} (--model MODEL asks vLLM)"),)
 
@@ -169,13 +163,6 @@ def judged(vllm: str, device: str, runner: str, why: str, *, is_here: bool = Tru
             remedy=f"Set {SWITCH}=0." if runner == "V2" else f"Set {SWITCH}=1, or install a vLLM below 0.29.",
         )
     return RunnerFound(device, is_here, runner, why, runners, refusal)
-
-
-def by_switch(environ: Mapping[str, str]) -> str:
-    """The reason for a choice that does not depend on the model."""
-    return (
-        f"{SWITCH}={environ[SWITCH]}" if SWITCH in environ else f"{SWITCH} is not set, and this vLLM uses nothing else"
-    )
 
 
 def _version(vllm: str | None) -> Version | None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask vLLM which model runner it uses for a model.
 
-Sources: vLLM's ``engine/arg_utils.py`` and, since 0.22, ``config/vllm.py`` (``VllmConfig.use_v2_model_runner``).
+Sources: vLLM's ``engine/arg_utils.py`` and ``config/vllm.py`` (``VllmConfig.use_v2_model_runner``).
 """
 
 from __future__ import annotations
@@ -13,17 +13,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from kvcached_nixl.compat.model_runner_policy import (
-    SWITCH,
-    RunnerFound,
-    accepted,
-    by_switch,
-    judged,
-    named,
-    outlook,
-    stated,
-)
-from kvcached_nixl.errors import ContractChanged, Refused
+from kvcached_nixl.compat.model_runner_policy import SWITCH, RunnerFound, accepted, judged, named, outlook, stated
+from kvcached_nixl.compat.private import private
+from kvcached_nixl.errors import Refused
 
 __all__ = ["ask", "runner_of"]
 
@@ -45,7 +37,7 @@ def ask(model: str, vllm: str) -> tuple[RunnerFound, ...]:
         SettingsError: see `stated`.
         Refused: vLLM cannot make a configuration for this model.
     """
-    wish = stated(os.environ, vllm)
+    wish = stated(os.environ)
     if not accepted(vllm):
         return outlook(vllm, os.environ)
     from vllm.platforms import current_platform
@@ -54,7 +46,7 @@ def ask(model: str, vllm: str) -> tuple[RunnerFound, ...]:
         config = _config_of(model)
         chosen = runner_of(config)
     if wish is not None:
-        return (judged(vllm, "", chosen, by_switch(os.environ)),)
+        return (judged(vllm, "", chosen, f"{SWITCH}={os.environ[SWITCH]}"),)
     device = str(current_platform.device_type)
     found = [judged(vllm, device, chosen, _by_model(config, said))]
     if device == "cpu":
@@ -63,8 +55,6 @@ def ask(model: str, vllm: str) -> tuple[RunnerFound, ...]:
 
 
 def _on_a_gpu(vllm: str, config: Any) -> RunnerFound:
-    if _TRITON not in vars(importlib.import_module(_CONFIG)):
-        return judged(vllm, "cuda", "", "this vLLM cannot be asked for a GPU from here", is_here=False)
     with _with_triton(), _listening() as said:
         chosen = runner_of(config)
     return judged(vllm, "cuda", chosen, _by_model(config, said), is_here=False)
@@ -98,24 +88,10 @@ def _config_of(model: str) -> Any:
 def runner_of(config: Any) -> str:
     """The model runner of a vLLM configuration, "V1" or "V2": vLLM's own answer, which its workers use as well.
 
-    Up to 0.21 only the environment variable decides.
-
     Raises:
-        ContractChanged: this vLLM decides by the model, and its configuration does not say how.
+        ContractChanged: a VllmConfig without that answer.
     """
-    from vllm import envs
-
-    if "use_v2_model_runner" in vars(type(config)):
-        return named(bool(config.use_v2_model_runner))
-    wish = envs.VLLM_USE_V2_MODEL_RUNNER
-    if wish is None:
-        raise ContractChanged(
-            found="a vLLM that decides by the model, and a VllmConfig without use_v2_model_runner",
-            expected="that attribute, with vLLM's own answer",
-            consequence="The model runner for a model is unknown.",
-            remedy=f"Set {SWITCH}, which decides for every model.",
-        )
-    return named(wish)
+    return named(bool(private(config, "use_v2_model_runner")))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ A connector that was written for vLLM's own memory may copy a block after vLLM h
 or register memory once. kvcached unmaps the pages of freed blocks, lays blocks out otherwise, and replaces pages. So a
 connector of vLLM is refused unless it was shown to be safe.
 
-Read in vLLM 0.19 to 0.33, and in LMCache 0.5.6. `tests/contract/test_neighbours.py` holds what can be shown without a
+Read in vLLM 0.26 to 0.33, and in LMCache 0.5.6. `tests/contract/test_neighbours.py` holds what can be shown without a
 GPU.
 """
 
@@ -18,8 +18,6 @@ from typing import Any
 from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES
 from kvcached_nixl.compat.names import KV_TRANSFER
 from kvcached_nixl.compat.private import optional
-from kvcached_nixl.compat.series import Era
-from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.errors import SettingsError
 
 __all__ = ["JUDGED", "TRUSTED", "connector_classes", "reason_against", "require_no_replacement", "require_servable"]
@@ -49,7 +47,7 @@ _RESHAPES = (
 )
 _NOT_SHOWN = "was not shown to copy the right bytes of kvcached's memory."
 
-_SERVED_IF_PACKED = "ExampleConnector"
+_SERVED_WITHOUT_LATENTS = "ExampleConnector"
 _MULTI = "MultiConnector"
 _NIXL = frozenset({*FACADE_CLASS_NAMES, _MULTI})
 _REFUSED: Mapping[str, str] = MappingProxyType(
@@ -66,11 +64,10 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "ExampleHiddenStatesConnector": _NOT_SHOWN,
         "FlexKVConnectorV1": _NOT_SHOWN,
         "HiSparseConnector": _NOT_SHOWN,
-        "P2pNcclConnector": _NOT_SHOWN,
     }
 )
-JUDGED = frozenset({*_REFUSED, _SERVED_IF_PACKED, *_NIXL})
-"""Every connector that vLLM 0.19 to 0.33 registers. One that is not here is refused, too."""
+JUDGED = frozenset({*_REFUSED, _SERVED_WITHOUT_LATENTS, *_NIXL})
+"""Every connector that vLLM 0.26 to 0.33 registers. One that is not here is refused, too."""
 
 
 def connector_classes(factory: Any, config: Any) -> Iterator[type]:
@@ -119,14 +116,14 @@ def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
             _require_trusted(cls.__name__, vllm_config.kv_transfer_config)
             continue
         why = _REFUSED.get(name, _NOT_SHOWN)
-        if name == _SERVED_IF_PACKED:
-            if installed_row().shape.era is Era.PACKED and not vllm_config.model_config.use_mla:
+        if name == _SERVED_WITHOUT_LATENTS:
+            if not vllm_config.model_config.use_mla:
                 continue
             why = _RESHAPES
         raise SettingsError(
             found=f"MultiConnector with {cls.__name__} beside the NIXL connector",
-            expected="vLLM's ExampleConnector, that from vLLM 0.26 on and without multi-latent attention, or another "
-            f"package's connector that {TRUSTED} names",
+            expected="vLLM's ExampleConnector, without multi-latent attention, or another package's connector that "
+            f"{TRUSTED} names",
             consequence=f"{name} {why}",
             remedy=f"Remove {cls.__name__} from --kv-transfer-config, or unset ENABLE_KVCACHED.",
         )

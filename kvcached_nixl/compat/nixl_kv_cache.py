@@ -2,7 +2,7 @@
 """Named access to a rank's KV cache, as the worker half of vLLM's NIXL connector knows it: blocks, layers, heads.
 
 Every name is checked when it is used: a missing name is a refusal and never replaced by a default.
-Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.24 to 0.33).
+Source: ``v1/nixl/base_worker.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named access to the arguments that the scheduler half of vLLM's NIXL connector is constructed with.
 
-Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_scheduler.py`` (0.24 to 0.30).
+Source: ``v1/nixl/base_scheduler.py``.
 """
 
 from __future__ import annotations

@@ -2,22 +2,23 @@
 """Named access to the private state of the worker half of vLLM's NIXL connector.
 
 Every name is checked when it is used: a missing name is a refusal and never replaced by a default.
-Sources: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.24 to 0.33).
+Source: ``v1/nixl/base_worker.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from kvcached_nixl.compat.drafts import keeps_draft_kv
-from kvcached_nixl.compat.locate import METADATA_MODULES
+from kvcached_nixl.compat.locate import METADATA_MODULE
 from kvcached_nixl.compat.model_runner_query import runner_of
 from kvcached_nixl.compat.nixl_kv_cache import KVCacheView
-from kvcached_nixl.compat.private import envs, first_module, is_rocm, optional, private
+from kvcached_nixl.compat.private import envs, is_rocm, optional, private
 from kvcached_nixl.compat.specs import kind_of, specs_of
 from kvcached_nixl.compat.state_parts import dims_first
 from kvcached_nixl.compat.states import unserved_states
@@ -181,7 +182,7 @@ class WorkerView(KVCacheView):
 
     def offer_handshake(self, compatibility: str, metadata: bytes) -> None:
         """Set this rank's handshake answer, in vLLM's own message class."""
-        envelope = private(first_module(METADATA_MODULES), "NixlHandshakePayload")
+        envelope = private(importlib.import_module(METADATA_MODULE), "NixlHandshakePayload")
         private(self.worker, "xfer_handshake_metadata")
         self.worker.xfer_handshake_metadata = envelope(compatibility_hash=compatibility, agent_metadata_bytes=metadata)
 

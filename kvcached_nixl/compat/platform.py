@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import dataclass
 
-from kvcached_nixl.compat.locate import METADATA_MODULES
+from kvcached_nixl.compat.locate import METADATA_MODULE
 from kvcached_nixl.compat.model_runner_policy import named
-from kvcached_nixl.compat.private import first_module
 
 __all__ = ["Platform", "device_name", "platform"]
 
@@ -45,12 +45,12 @@ def device_name(data_parallel_rank: int) -> str | None:
 
 
 def platform() -> Platform:
-    """Source of the memory type: ``v1/nixl_connector.py`` (0.19), ``v1/nixl/base_worker.py`` (0.28)."""
+    """Source of the memory type: ``v1/nixl/base_worker.py``."""
     from kvcached import utils
     from vllm import envs
 
     # This import sets environment variables of UCX, on which a proof depends.
-    first_module(METADATA_MODULES)
+    importlib.import_module(METADATA_MODULE)
     from vllm.platforms import current_platform
 
     device = str(current_platform.device_type)

@@ -10,18 +10,7 @@ from typing import Any
 
 from kvcached_nixl.errors import ContractChanged
 
-__all__ = ["envs", "first_bound", "first_module", "is_rocm", "optional", "private"]
-
-
-def first_module(names: Sequence[str]) -> Any:
-    """Import the first of these modules that exists.
-
-    Raises:
-        ImportError: none exists.
-    """
-    for name in filter(_exists, names):
-        return importlib.import_module(name)
-    raise ImportError(f"found none of {', '.join(names)}")
+__all__ = ["envs", "first_bound", "is_rocm", "optional", "private"]
 
 
 def first_bound(modules: Sequence[str], name: str) -> Any:

@@ -72,7 +72,7 @@ class RequestReader:
         if content is None:
             return f"unknown {secrets.token_hex(8)}"
         # Whether the experts' weights are one 3D tensor.
-        is_fused = bool(optional(lora_request, "is_3d_lora_weight"))
+        is_fused = bool(private(lora_request, "is_3d_lora_weight"))
         return f"{content} {self._lora_settings} {is_fused}"
 
     def loaded(self, adapter: int) -> None:
@@ -238,8 +238,7 @@ class RequestView:
             request.prompt_token_ids,
             num_tokens,
             embeddings=embeddings,
-            # Not in every vLLM version.
-            are_tokens=optional(request, "prompt_is_token_ids"),
+            are_tokens=private(request, "prompt_is_token_ids"),
             features=[
                 # The identifier may be prefixed with an adapter's name.
                 (str(one.mm_hash or one.identifier), int(one.mm_position.offset), int(one.mm_position.length))

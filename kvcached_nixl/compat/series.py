@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of vLLM per series, and how each series was tested. The rows of the support matrix are made from both.
 
-To add a series, add a line to ``TESTED``, and a `Change` for each difference. `versions` checks installed versions.
+The eight newest series are supported. To add one, add a line to ``TESTED`` and a `Change` for each difference,
+and delete the oldest with everything that only it needs. `versions` checks installed versions.
 """
 
 from __future__ import annotations
@@ -13,75 +14,18 @@ from types import MappingProxyType
 
 __all__ = [
     "ASKS_FOR_RESULTS",
-    "ASKS_FOR_STAGES",
-    "ASKS_FOR_WORK",
     "BEYOND_KVCACHED",
     "CHANGES",
     "HITS_DIVERGE",
     "LOADS_BEHIND",
-    "PROVIDES",
     "ROWS",
     "SUPPORTED",
-    "TELLS_NEW_REQUESTS",
     "TESTED",
-    "Capability",
     "Change",
-    "Era",
     "Evidence",
-    "Origin",
-    "Provision",
     "Row",
     "Shape",
 ]
-
-
-class Capability(str, Enum):
-    """What the connector needs to start. The values are the names in the report."""
-
-    LAYOUT = "layout"
-    BLOCK_COUNT = "block count"
-    PULL = "pull"
-    PUSH = "push"
-    LEASE = "lease"
-    STAGING = "staging"
-    HOST_BUFFER = "host buffer"
-
-
-class Origin(Enum):
-    OURS = "this package"
-    UPSTREAM = "vLLM"
-
-
-@dataclass(frozen=True)
-class Provision:
-    """Who provides a capability."""
-
-    origin: Origin
-    note: str
-
-
-PROVIDES: Mapping[Capability, Provision] = MappingProxyType(
-    {
-        capability: Provision(Origin.OURS, note)
-        for capability, note in {
-            Capability.LAYOUT: "NIXL gets the actual layout of kvcached's memory",
-            Capability.BLOCK_COUNT: "views are narrowed to the blocks that vLLM planned",
-            Capability.PULL: "decode READs the blocks that a manifest names, and their ownership token",
-            Capability.PUSH: 'streamed WRITEs, "transfer_mode": "push" on NixlConnector, or NixlPushConnector',
-            Capability.LEASE: "renewed by heartbeats, kv_lease_duration seconds",
-            Capability.STAGING: 'a slab on the device or the host, "memory_path"',
-            Capability.HOST_BUFFER: 'kv_buffer_device="cpu" on an accelerator is "memory_path": "host", never a copy '
-            "of the whole pool",
-        }.items()
-    }
-)
-
-
-class Era(Enum):
-    """The shape of a layer's KV tensor (N blocks, bs tokens a block, H heads, D head size)."""
-
-    KV_APART = "K and V apart: (2, N, bs, H, D) or (N, 2, bs, H, D)"
-    PACKED = "K and V packed: (N, H, bs, 2D)"
 
 
 @dataclass(frozen=True)
@@ -89,13 +33,9 @@ class Shape:
     """Differences between series that the code asks for.
 
     Attributes:
-        era: shape of a layer's KV tensor on GPUs.
-        side_channel_names_stage: requests on the side channel name the pipeline stage, too.
-        serves_on_cpu: servers with kvcached run on a machine without a GPU.
         serves_states: layers with a state are handed over (`compat.states`). Before, the engine ends where it loads
             beside cached states (vllm#43508), CUDA graphs may read another state (vllm#42430), prefix hits may end
             where no state is, or zeroing a block of contiguous layers clears some of the next one (vllm#50276).
-        reports_blocks: kvcached's block pool can report KV events (``--kv-events-config``).
         runners: vLLM's model runners that kvcached has an adapter for.
         held_kv_runs_while_pausing: a pause that waits for running requests runs those that wait and hold KV, too.
         keeps_checkpoints: the block before a prompt's last one may have the state of an earlier token, for prefix hits
@@ -106,11 +46,7 @@ class Shape:
         pause_errors_reach_callers: a pause that fails tells its caller so, and the engine goes on.
     """
 
-    era: Era = Era.KV_APART
-    side_channel_names_stage: bool = False
-    serves_on_cpu: bool = True
     serves_states: bool = False
-    reports_blocks: bool = False
     runners: tuple[str, ...] = ("V1",)
     held_kv_runs_while_pausing: bool = False
     keeps_checkpoints: bool = False
@@ -124,7 +60,7 @@ class Change:
     """A change of vLLM, from one series on.
 
     Attributes:
-        since: the first series with it, as in "0.22".
+        since: the first series with it, as in "0.28".
         what: one line of text for the support matrix.
         sets: fields of `Shape` -> their values from that series on.
     """
@@ -144,15 +80,6 @@ class Change:
         return f"<{self.since}"
 
 
-TELLS_NEW_REQUESTS = Change("0.22", "the engine tells its connector of new requests (on_new_request); vLLM's own lease")
-ASKS_FOR_WORK = Change(
-    "0.24", "base, pull and push classes; the engine asks its connector for pending work (has_pending_push_work)"
-)
-ASKS_FOR_STAGES = Change(
-    "0.26",
-    "packed KV tensors; side-channel requests name a pipeline stage (set_xfer_handshake_metadata_pp_aware)",
-    {"era": Era.PACKED, "side_channel_names_stage": True, "serves_on_cpu": True, "reports_blocks": True},
-)
 HITS_DIVERGE = Change(
     "0.28",
     "kvcached 0.1.6 accepts model runner V2; blocks are zeroed by their own size and stride (vllm#50276); local prefix "
@@ -186,17 +113,6 @@ HASHES_AHEAD = Change(
     "after it was asked for results; a connector is asked whether it can follow sleep mode, and answers no; NIXL 1.5",
 )
 CHANGES = (
-    Change("0.20", "the connector is a package, v1/nixl/; torch 2.11"),
-    Change("0.21", "TransferTopology and tp_mapping; bidirectional_kv_xfer"),
-    TELLS_NEW_REQUESTS,
-    Change(
-        "0.23",
-        "block dimension first, (N, 2, bs, H, D), on GPUs; CPU attention packs, which kvcached 0.1.6 expects from 0.26",
-        {"serves_on_cpu": False},
-    ),
-    ASKS_FOR_WORK,
-    Change("0.25", "a request that finishes reports the computed blocks only"),
-    ASKS_FOR_STAGES,
     Change("0.27", "torch 2.13"),
     HITS_DIVERGE,
     LOADS_BEHIND,
@@ -205,7 +121,7 @@ CHANGES = (
     COUNTS_EXTERNAL_WEIGHTS,
     HASHES_AHEAD,
 )
-"""All changes, oldest first. Patches depend on those that have a variable."""
+"""The changes after the first supported series, oldest first. Patches depend on those that have a variable."""
 
 
 class Evidence(Enum):
@@ -222,18 +138,16 @@ class Row:
     """One series of vLLM releases.
 
     Attributes:
-        series: as in "0.22".
+        series: as in "0.28".
         tested: the release that the tests run against.
         evidence: how it was tested.
         shape: the differences between series.
-        provides: who provides each capability.
     """
 
     series: str
     tested: str
     evidence: tuple[Evidence, ...]
     shape: Shape
-    provides: Mapping[Capability, Provision] = field(default_factory=lambda: PROVIDES)
 
     @property
     def vllm(self) -> str:
@@ -246,13 +160,6 @@ _COMPARED = (Evidence.EQUIVALENCE, Evidence.CONTRACT)
 _SERVED = (Evidence.E2E, *_COMPARED)
 TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
     {
-        "0.19.1": _SERVED,
-        "0.20.2": _COMPARED,
-        "0.21.0": _COMPARED,
-        "0.22.1": _SERVED,
-        "0.23.0": (Evidence.CONTRACT,),
-        "0.24.0": (Evidence.CONTRACT,),
-        "0.25.1": (Evidence.CONTRACT,),
         "0.26.0": _SERVED,
         "0.27.1": _COMPARED,
         "0.28.0": _SERVED,

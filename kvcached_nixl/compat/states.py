@@ -56,9 +56,8 @@ def stop_before_last(core_request: Any) -> None:
         return
     sampling.max_tokens, sampling.min_tokens = 1, 0
     for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
-        # vLLM 0.19 has no prompt_is_token_ids.
-        if name in core_request.__struct_fields__ and getattr(core_request, name) is not None:
-            setattr(core_request, name, getattr(core_request, name)[:-1])
+        if (whole := private(core_request, name)) is not None:
+            setattr(core_request, name, whole[:-1])
 
 
 def align_chunks(scheduler: Any) -> None:

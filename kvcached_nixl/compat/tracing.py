@@ -6,7 +6,7 @@ sampler of ``OTEL_TRACES_SAMPLER``. Each state of a timeline becomes a span belo
 with, beside vLLM's own ``llm_request``. So do two times of the API server, which vLLM measures.
 
 Sources: ``tracing/__init__.py``, ``tracing/otel.py``, ``v1/engine/core.py`` (``maybe_init_worker_tracer``),
-``v1/engine/output_processor.py`` (``do_tracing``), ``v1/metrics/stats.py``; the same in vLLM 0.19 to 0.33.
+``v1/engine/output_processor.py`` (``do_tracing``), ``v1/metrics/stats.py``; the same in vLLM 0.26 to 0.33.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from kvcached_nixl.compat.model_runner_policy import KVCACHED, beyond
-from kvcached_nixl.compat.series import ROWS, SUPPORTED, Capability, Origin, Row
+from kvcached_nixl.compat.series import ROWS, SUPPORTED, Row
 from kvcached_nixl.errors import MissingDependency, Refused, UnsupportedVersion
 from kvcached_nixl.patching import Patch
 
@@ -100,20 +100,15 @@ def reason_to_skip(patch: Patch) -> str | None:
     if patch.when_unsupported:
         return None
     version = found_version("vllm")
-    row = row_of(version)
-    if row is None:
+    if row_of(version) is None:
         return f"vLLM {version} is not supported"
-    return reason_on(patch, version, row)
+    return reason_on(patch, version)
 
 
-def reason_on(patch: Patch, version: str | None, row: Row) -> str | None:
-    """Why ``patch`` does not apply to this vLLM version, which ``row`` describes, or None if it does."""
+def reason_on(patch: Patch, version: str | None) -> str | None:
+    """Why ``patch`` does not apply to this vLLM version, or None if it does."""
     if patch.versions and not _matches(patch.versions, version):
         return f"for vLLM {patch.versions}, this is {version}"
-    if patch.needs:
-        provision = row.provides[Capability(patch.needs)]
-        if provision.origin is not Origin.OURS:
-            return f"{patch.needs}: {provision.origin.value} ({provision.note})"
     return None
 
 

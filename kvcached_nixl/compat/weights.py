@@ -118,8 +118,8 @@ def _draft_of(config: Any) -> Any:
 
 
 def _quantization(model: Any) -> str:
-    """Name and settings of the quantization. Later vLLM versions have settings besides those of the model."""
-    settings = optional(model, "quantization_config")
+    """Name and settings of the quantization: vLLM has some besides those of the model."""
+    settings = private(model, "quantization_config")
     name = model.quantization or "-"
     return name if settings is None else f"{name} {checksum_of({'settings': settings})}"
 

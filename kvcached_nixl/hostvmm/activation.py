@@ -68,15 +68,8 @@ HOOKS: tuple[Hook, ...] = (
         _INTERFACES,
         "alloc_kv_cache",
         _wrapped_by(hooks.alloc_kv_cache),
-        "refuses the shape (2, blocks, heads, tokens, width)",
-        "vLLM up to 0.22; passes later shapes on",
-    ),
-    Hook(
-        _INTERFACES,
-        "build_kv_views",
-        _wrapped_by(hooks.build_kv_views),
-        "refuses the same shape, for models with several KV-cache groups",
-        "vLLM up to 0.22; passes later shapes on",
+        "maps addresses without asking how many mappings the kernel allows",
+        "kvcached 0.1.6; called up to vLLM 0.28",
     ),
     Hook(
         "kvcached.integration.vllm.model_runner_v2",
@@ -104,7 +97,7 @@ HOOKS: tuple[Hook, ...] = (
         "CPUWorker.determine_available_memory",
         _wrapped_by(hooks.determine_available_memory),
         "plans the KV cache without regard to the device's size",
-        "vLLM 0.19 to 0.31",
+        "vLLM 0.26 to 0.33",
     ),
 )
 
@@ -114,7 +107,7 @@ PINNING_HOOKS = tuple(
         f"nixl_agent.{name}",
         _wrapped_by(wrapper),
         "would follow later mappings; a network card registers what is mapped at that moment",
-        "NIXL 0.10 to 1.5",
+        "NIXL 1.3 to 1.5",
     )
     # `nixl` loads one of the two: the one for torch's CUDA version, or either if torch has no CUDA.
     for module in ("nixl_cu12._api", "nixl_cu13._api")

@@ -1,63 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes and sizes of the KV memory: arithmetic and tensor views only, without kvcached and vLLM."""
+"""Sizes of the KV memory: arithmetic only, without kvcached and vLLM."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .errors import HostvmmError
-
-if TYPE_CHECKING:
-    import torch
-
-_KV, _BLOCKS, _HEADS, _TOKENS, _WIDTH = range(5)
-
-
-def shape_for_kvcached(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-    """Returns the shape to pass to kvcached for the shape that CPU attention asks for.
-
-    CPU attention up to vLLM 0.22 asks for (2, blocks, heads, block_size, head_size). kvcached takes
-    (2, blocks, block_size, heads, head_size), which has as many bytes per block. kvcached accepts every other shape,
-    such as the packed (blocks, heads, block_size, 2 * head_size) of later versions, so it is returned unchanged.
-    """
-    if len(shape) != 5 or shape[_KV] != 2:
-        return shape
-    if shape[_TOKENS] != block_size:
-        raise HostvmmError(
-            found=f"CPU attention asks for KV memory of shape {shape} with blocks of {block_size} tokens",
-            expected=f"(2, blocks, heads, {block_size}, head_size)",
-            consequence="kvcached would address the wrong bytes, so the engine is stopped.",
-            remedy="Use a vLLM version from the support matrix.",
-        )
-    return (shape[_KV], shape[_BLOCKS], shape[_TOKENS], shape[_HEADS], shape[_WIDTH])
-
-
-def view_for_attention(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns kvcached's (2, blocks, tokens, heads, width) tensor as CPU attention's (2, blocks, heads, tokens, width).
-
-    Same bytes, any dtype, device cpu. Each block keeps its size and address. Inside a block the kernel expects the
-    tokens of a head to be contiguous, so the view reinterprets the block's elements in that order. A transposed view
-    would be wrong, because the kernel has no parameter for a token stride.
-    """
-    kv, blocks, tokens, heads, width = tensor.shape
-    if tuple(tensor.stride()[2:]) != (heads * width, width, 1):
-        raise HostvmmError(
-            found=f"kvcached gave KV memory of shape {tuple(tensor.shape)} with strides {tuple(tensor.stride())}",
-            expected="contiguous elements within each block",
-            consequence="Attention would read other blocks' bytes, so the engine is stopped.",
-            remedy="Use kvcached 0.1.6.",
-        )
-    view = tensor.as_strided(
-        (kv, blocks, heads, tokens, width),
-        (tensor.stride(_KV), tensor.stride(_BLOCKS), tokens * width, width, 1),
-        tensor.storage_offset(),
-    )
-    copy_view = getattr(tensor, "_kvcached_block_copy_view", None)
-    if copy_view is not None:  # kvcached stores its block-copy geometry as an attribute of the tensor
-        view._kvcached_block_copy_view = copy_view
-    return view
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from inspect import BoundArguments, signature
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ import wrapt
 
 from .device import capacity_bytes, clear_abandoned, device_info, refuse_foreign_account, sign_account
 from .errors import HostvmmError
-from .geometry import Pool, shape_for_kvcached, view_for_attention
+from .geometry import Pool
 from .host import available_memory_bytes, spare_mappings
 
 _OVERCOMMIT_VARIABLE = "KVCACHED_HOSTVMM_OVERCOMMIT"
@@ -111,30 +111,13 @@ def start_worker_listener_thread(
 
 
 def alloc_kv_cache(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Passes CPU attention's shape to kvcached in kvcached's order; returns views of the same bytes in attention's."""
+    """Refuses a pool for whose addresses the kernel allows too few mappings."""
     call = signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
     kv_buffers = 2 if len(given["kvcache_shape"]) == 5 and given["attention_type"] in ("MHA", "GQA") else 1
     refuse_if_too_few_mappings(_pool(given["num_layers"], kv_buffers))
-    return _in_attention_order(wrapped, call)
-
-
-def _in_attention_order(wrapped: Callable[..., Any], call: BoundArguments) -> Any:
-    asked = tuple(call.arguments["kvcache_shape"])
-    offered = shape_for_kvcached(asked, call.arguments["block_size"])
-    call.arguments["kvcache_shape"] = offered
-    result = wrapped(*call.args, **call.kwargs)
-    if offered == asked:
-        return result
-    if isinstance(result, tuple):
-        return ([view_for_attention(tensor) for tensor in result[0]], *result[1:])
-    return [view_for_attention(tensor) for tensor in result]
-
-
-def build_kv_views(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Same as `alloc_kv_cache`, for the views of a second KV-cache group over the same memory."""
-    return _in_attention_order(wrapped, signature(wrapped).bind(*args, **kwargs))
+    return wrapped(*args, **kwargs)
 
 
 def allocate_kv_cache(

@@ -84,7 +84,6 @@ class Patch:
         kind: what the attribute is.
         also_accepts: further exact parameter lists, for other supported versions.
         versions: version specifier of the patched library; empty for every supported one. Read only by `Judge`.
-        needs: the capability that this patch is part of; skipped if vLLM provides it. Read only by `Judge`.
         when_unsupported: apply even if the library's version is not supported. For the gate, which raises the refusal.
         when_absent: whether to refuse or to skip if the target does not exist.
         also_bound_in: modules that bind the attribute by ``from x import f``, as "module" or "module:name".
@@ -101,7 +100,6 @@ class Patch:
     kind: Kind = "method"
     also_accepts: tuple[tuple[str, ...], ...] = ()
     versions: str = ""
-    needs: str = ""
     when_unsupported: bool = False
     when_absent: Literal["refuse", "skip"] = "refuse"
     also_bound_in: tuple[str, ...] = ()

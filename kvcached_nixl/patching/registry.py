@@ -30,8 +30,7 @@ from kvcached_nixl.patching.record import Patch, PatchOutcome, PatchState, Seam
 __all__ = ["Judge", "Registry"]
 
 Judge = Callable[[Patch], "str | None"]
-"""Returns why a patch must be skipped, or None to apply it. May raise `Refused`. The only reader of versions and needs.
-"""
+"""Returns why a patch must be skipped, or None to apply it. May raise `Refused`. The only reader of versions."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routed endpoints: where a request has its prompt and its limits, and how an answer shows that it is complete.
 
-Everything that differs between them is in this table. Field names and events are those of vLLM's entrypoints, 0.19 to
+Everything that differs between them is in this table. Field names and events are those of vLLM's entrypoints, 0.26 to
 0.33 (openai, anthropic, and serve/disagg, later scale_out/token_in_token_out).
 """
 

@@ -2,7 +2,7 @@
 """Asks a prefill server how many data-parallel ranks it has. Once per incarnation of the server.
 
 vLLM refuses a request that names a rank it does not have, and reports the valid range, before it computes anything
-(vllm/v1/engine/input_processor.py, 0.19 to 0.30). So the router sends a one-token prompt that names an impossible rank.
+(vllm/v1/engine/input_processor.py, 0.26 to 0.30). So the router sends a one-token prompt that names an impossible rank.
 """
 
 from __future__ import annotations

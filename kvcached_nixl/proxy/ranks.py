@@ -2,7 +2,7 @@
 """The data-parallel ranks of a prefill server and their coordinates, learned from its responses. Once per server.
 
 In push, decode is told where prefill is before prefill has answered, so the router must choose the rank that computes.
-vLLM takes the rank from the header ``X-data-parallel-rank`` (vllm/entrypoints, 0.19 to 0.30), which counts the ranks of
+vLLM takes the rank from the header ``X-data-parallel-rank`` (vllm/entrypoints, 0.26 to 0.30), which counts the ranks of
 this API server; without the header vLLM chooses the rank. An engine id ends in ``_dp`` and a number where there may be
 several ranks, but that number equals the header's only in some versions, and only without hybrid load balancing. So
 nothing is derived from it. The coordinates of a rank are those in its response to a request that named it, and the

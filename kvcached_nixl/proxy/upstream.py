@@ -191,8 +191,8 @@ class _Request(aiohttp.ClientRequest):
 class _Response(aiohttp.ClientResponse):
     """Never reuses the connection of an error response.
 
-    vLLM 0.19 raises an exception in its web server after it has sent an error response, which closes the connection.
-    The next request on that connection would be lost.
+    A web server may raise an exception after it has sent an error response, and close the connection. The next request
+    on that connection would be lost.
     """
 
     async def start(self, connection: aiohttp.connector.Connection) -> aiohttp.ClientResponse:

@@ -37,15 +37,15 @@ def answers_of(metadata: Mapping[Any, Envelope], incarnation: str) -> Answers:
     """Rank -> (compatibility string, metadata), from what vLLM has collected from the workers.
 
     Args:
-        metadata: by rank or, since vLLM 0.26, by (pipeline stage, rank); there is one stage.
+        metadata: by (pipeline stage, rank); there is one stage.
         incarnation: drawn when this engine started, or when its weights were changed.
     """
     return {
-        key if isinstance(key, int) else key[-1]: (
+        rank: (
             one.compatibility_hash,
             msgspec.msgpack.encode(Answer(incarnation, one.agent_metadata_bytes)),
         )
-        for key, one in metadata.items()
+        for (_, rank), one in metadata.items()
     }
 
 

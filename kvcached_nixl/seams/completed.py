@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes kvcached's patches: KV events from vLLM 0.26 on, and what vLLM 0.32 and 0.33 expect of them.
+"""Completes kvcached's patches: KV events, and what vLLM 0.32 and 0.33 expect of them.
 
 Runs in: every process, while vLLM is being imported, as kvcached patches it.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvcached_nixl.compat.actions.block_events import with_block_events
 from kvcached_nixl.compat.actions.completed import with_configuration, with_external_weights, with_hash_lookahead
 from kvcached_nixl.compat.locate import KVCACHED_COORDINATOR, KVCACHED_GPU_WORKER
-from kvcached_nixl.compat.series import ASKS_FOR_STAGES, COUNTS_EXTERNAL_WEIGHTS
+from kvcached_nixl.compat.series import COUNTS_EXTERNAL_WEIGHTS
 from kvcached_nixl.patching import Call, Patch
 
 __all__ = ["SEAMS"]
@@ -56,7 +56,6 @@ COORDINATOR = Patch(
     attribute="patch_coordinator",
     process="every",
     parameters=("self", "kvcoord_mod"),
-    versions=ASKS_FOR_STAGES.later,
     why="kvcached's block pool reports no KV events, so routers that follow them see an empty cache; with vLLM 0.33 it "
     "lacks an attribute that vLLM reads where layers have states.",
     upstream=f"{_UPSTREAM}, vllm/v1/core/block_pool.py",

@@ -22,16 +22,8 @@ from kvcached_nixl.compat.attached_state import address_of, attach, attach_step,
 from kvcached_nixl.compat.locate import CONNECTOR_BASE, FACADE, PULL_FACADE
 from kvcached_nixl.compat.nixl_worker import WorkerView, transfer_results
 from kvcached_nixl.compat.private import private
-from kvcached_nixl.compat.series import (
-    ASKS_FOR_RESULTS,
-    ASKS_FOR_STAGES,
-    ASKS_FOR_WORK,
-    HASHES_AHEAD,
-    LOADS_BEHIND,
-    TELLS_NEW_REQUESTS,
-)
+from kvcached_nixl.compat.series import ASKS_FOR_RESULTS, HASHES_AHEAD, LOADS_BEHIND
 from kvcached_nixl.compat.side_channel import side_channel_address
-from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
@@ -44,30 +36,9 @@ from kvcached_nixl.transport.handshake_watch import HandshakeWatch
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.worker import memory_registration as registration
 from kvcached_nixl.worker.build import build_worker
-from kvcached_nixl.worker.geometry.memory_order import required_memory_order
 from kvcached_nixl.worker.staging.memory_path import choose
 
 logger = logging.getLogger(SERVER_LOGGER)
-
-REQUIRED_LAYOUT = Patch(
-    target=FACADE,
-    attribute="get_required_kvcache_layout",
-    kind="classmethod",
-    process="every",
-    parameters=("cls", "vllm_config"),
-    versions=ASKS_FOR_STAGES.earlier,
-    needs="layout",
-    why="kvcached's memory is token-major (NHD) whatever layout is requested; if vLLM took it for head-major, heads "
-    "and tokens would be swapped between peers that split heads differently.",
-    upstream="kvcached#311; vLLM's 4-D packed caches (0.26) made the stock choice right",
-    remove_when="vLLM 0.25 is no longer supported",
-)
-
-
-@REQUIRED_LAYOUT.around
-def get_required_kvcache_layout(call: Call) -> str | None:
-    return required_memory_order(call.proceed())
-
 
 SUPPORTS_SLEEP_MODE = Patch(
     target=PULL_FACADE,
@@ -76,7 +47,6 @@ SUPPORTS_SLEEP_MODE = Patch(
     process="every",
     parameters=("cls", "kv_transfer_config"),
     versions=HASHES_AHEAD.later,
-    needs="pull",
     why="vLLM would unpin KV memory before it sleeps, and publish another registration when it wakes up, of which this "
     "package's peers are not told.",
     upstream="vLLM 0.33, vllm/config/vllm.py: _verify_kv_transfer_compat; vllm/v1/worker/gpu_worker.py: wake_up",
@@ -108,7 +78,6 @@ def _of_connector(
             process=process,
             parameters=("cls" if kind == "classmethod" else "self", *parameters),
             versions=versions,
-            needs="pull",
             why=why,
             upstream="vllm/distributed/kv_transfer/kv_connector/v1/base.py; vllm#50558, vllm#48633, vllm#52234",
             remove_when="vLLM's own hand-over describes what it moves (as the manifest does), and checks it",
@@ -168,39 +137,27 @@ def _finished(call: Call, block_ids: Any) -> Any:
 
 
 @_of_connector(
-    "scheduler",
-    ("request",),
-    "vLLM's own worker would send heartbeats for leases that this package manages.",
-    versions=TELLS_NEW_REQUESTS.later,
+    "scheduler", ("request",), "vLLM's own worker would send heartbeats for leases that this package manages."
 )
 def on_new_request(call: Call) -> None:
-    """Does nothing: on every version, `seams.scheduler.add_request` is called for new requests."""
+    """Does nothing: `seams.scheduler.add_request` is called for new requests."""
 
 
 @_of_connector(
     "scheduler",
     (),
     "an engine with nothing to compute would sleep, and not free the blocks that its workers have released.",
-    versions=ASKS_FOR_WORK.later,
 )
 def has_pending_push_work(call: Call) -> bool:
     return bool(side_of(call.instance).pending)
 
 
-_ASKED_IN_VAIN = "one request that cannot be answered would end vLLM's listener, and every later handshake would fail."
-
-
-@_of_connector("scheduler", ("metadata",), _ASKED_IN_VAIN, versions=ASKS_FOR_STAGES.earlier)
-def set_xfer_handshake_metadata(call: Call) -> None:
-    _listen(call)
-
-
-@_of_connector("scheduler", ("metadata",), _ASKED_IN_VAIN, versions=ASKS_FOR_STAGES.later)
+@_of_connector(
+    "scheduler",
+    ("metadata",),
+    "one request that cannot be answered would end vLLM's listener, and every later handshake would fail.",
+)
 def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
-    _listen(call)
-
-
-def _listen(call: Call) -> None:
     side, address = side_of(call.instance), address_of(call.instance)
 
     def listener(answers: Answers) -> HandshakeListener:
@@ -215,14 +172,10 @@ def _listen(call: Call) -> None:
                 side.side_channel.watch_memory,
             )
 
-        return start(address, answers, listen, _channel())
+        return start(address, answers, listen, SideChannel())
 
     side.side_channel.introduce(call.argument("metadata"), listener)
     call.note(f"side channel {address}")
-
-
-def _channel() -> SideChannel:
-    return SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
 
 
 # ------------------------------------------------------------------------------------------------------- in the worker
@@ -243,7 +196,7 @@ def register_kv_caches(call: Call) -> None:
     path = choose(settings.memory_path, lambda: find_here(question, is_needed=is_needed), question.staged)
     registered = registration.register(view, caches, path, settings)
     view.use_stats(metrics.stats())
-    attach(call.instance, build_worker(view, registered, settings, _channel(), MonotonicClock()))
+    attach(call.instance, build_worker(view, registered, settings, SideChannel(), MonotonicClock()))
     call.note(f"memory path {path.value}: {registered}")
 
 
@@ -356,7 +309,7 @@ def build_prom_metrics(call: Call) -> Any:
     parallel = call.argument("vllm_config").parallel_config
     # The engine's own totals are the same for each of several API servers, whose counters are added up.
     made.counts_engines = private(parallel, "_api_process_rank") < 1
-    HandshakeWatch(_channel(), engines, int(private(parallel, "tensor_parallel_size")), made)
+    HandshakeWatch(SideChannel(), engines, int(private(parallel, "tensor_parallel_size")), made)
     return made
 
 

@@ -20,7 +20,6 @@ from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUS
 from kvcached_nixl.compat.names import NIXL_PREFIX
 from kvcached_nixl.compat.neighbours import connector_classes, require_no_replacement, require_servable
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
-from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.scheduler.build import build_scheduler
@@ -81,7 +80,7 @@ def construct(call: Call) -> None:
     cls = type(call.instance)
     require_complete(call.registry, cls.__name__)
     config = _config_of(call)
-    server = _server(cls, config, call.argument("vllm_config").kv_events_config)
+    server = _server(cls, config)
     server.require_servable()
     if server.stages_on_host:
         # Otherwise vLLM would allocate a copy of the whole pool on the host.
@@ -133,15 +132,13 @@ def _config_of(call: Call) -> Any:
         ) from error
 
 
-def _server(cls: type, config: Any, kv_events_config: Any) -> Server:
+def _server(cls: type, config: Any) -> Server:
     from vllm import envs
     from vllm.platforms import current_platform
 
-    asks_for_events = kv_events_config is not None and bool(kv_events_config.enable_kv_cache_events)
     return Server(
         connector=cls.__name__,
         is_stock_push=any(c.__name__ in PUSH_CLASS_NAMES for c in cls.__mro__),
-        events_are_lost=asks_for_events and not installed_row().shape.reports_blocks,
         ids_may_repeat=bool(envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION),
         wished_device=str(config.kv_buffer_device),
         device=str(current_platform.device_type),

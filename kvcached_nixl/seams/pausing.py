@@ -33,7 +33,6 @@ PAUSE_SCHEDULER = Patch(
     attribute="pause_scheduler",
     process="scheduler",
     parameters=("self", "mode", "clear_cache"),
-    needs="pull",
     why="a pause (/pause, /sleep) would wait until other engines have fetched the KV kept for them, and these engines "
     "may be paused, too.",
     upstream="vllm/v1/engine/core.py: kept requests count as work",
@@ -58,7 +57,6 @@ RESUME_SCHEDULER = Patch(
     attribute="resume_scheduler",
     process="scheduler",
     parameters=("self",),
-    needs="pull",
     why="an engine that was paused would revoke every later offer, too.",
     upstream="vllm/v1/engine/core.py",
     remove_when=_REMOVE_WHEN,
@@ -78,10 +76,9 @@ RESET_PREFIX_CACHE = Patch(
     attribute="reset_prefix_cache",
     process="scheduler",
     parameters=("self", "reset_running_requests", "reset_connector"),
-    needs="pull",
     why="KV that is in flight would enter a cache that has just been cleared, and blocks kept for decode would prevent "
     "clearing it at all.",
-    upstream="vllm/v1/core/sched/scheduler.py: reset_prefix_cache; kvcached 0.1.6 always returns True below vLLM 0.26",
+    upstream="vllm/v1/core/sched/scheduler.py: reset_prefix_cache",
     remove_when=_REMOVE_WHEN,
 )
 
@@ -96,7 +93,6 @@ NOTIFY_IDLE = Patch(
     attribute="_notify_idle_state_callbacks",
     process="scheduler",
     parameters=("self",),
-    needs="pull",
     why="a pause (/pause, /sleep) clears the cache of an idle engine; this fails while blocks are held for transfers "
     "in flight, and the error would end the engine.",
     upstream="vllm/v1/engine/core.py: pause_scheduler",
@@ -117,7 +113,6 @@ HANDLE_SHUTDOWN = Patch(
     attribute="_handle_shutdown",
     process="scheduler",
     parameters=("self",),
-    needs="pull",
     why="an engine that shuts down without grace would end without revoking its offers, and decode would notice late; "
     "it would answer the beginning of a response as a complete one (/v1/responses).",
     upstream="vllm/v1/engine/core.py; llm-d#927",

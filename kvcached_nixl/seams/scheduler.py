@@ -12,7 +12,6 @@ from typing import Any
 from kvcached_nixl.compat.actions.changing import identify_if_due
 from kvcached_nixl.compat.actions.engine import remember, wake_of
 from kvcached_nixl.compat.actions.engine_blocks import bound_sides
-from kvcached_nixl.compat.actions.pausing import drains
 from kvcached_nixl.compat.actions.queues import bring_forward
 from kvcached_nixl.compat.actions.resting import note_step, rest
 from kvcached_nixl.compat.actions.step_output import (
@@ -27,9 +26,8 @@ from kvcached_nixl.compat.actions.step_output import (
 )
 from kvcached_nixl.compat.arrival import Arrival, arrival_of, drop_unknown_stops, give_own_id, load_once
 from kvcached_nixl.compat.attached_state import sides
-from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER, ENGINE_SCHEDULER_INTERFACE
+from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.compat.requests import drop_unless_mapping
-from kvcached_nixl.compat.series import ASKS_FOR_WORK
 from kvcached_nixl.compat.states import align_chunks, stop_before_last
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.wire.step import FAILING
@@ -46,9 +44,8 @@ ADD_REQUEST = Patch(
     attribute="add_request",
     process="scheduler",
     parameters=("self", "request"),
-    needs="lease",
     why="the lease of a request that waits to be allocated would end, and prefill would reuse its blocks.",
-    upstream="vllm#41383, vllm#38027; vLLM 0.22 tells the connector (on_new_request)",
+    upstream="vllm#41383, vllm#38027; vLLM tells the connector alone (on_new_request)",
     remove_when="every supported vLLM tells the connector of a request's arrival, and of the scheduler",
 )
 
@@ -74,7 +71,6 @@ PREPROCESS_ADD_REQUEST = Patch(
     attribute="preprocess_add_request",
     process="scheduler",
     parameters=("self", "request"),
-    needs="lease",
     why="the request that vLLM adds for one that it has rejected has an id that the client chose. If a request whose "
     "blocks are kept has that id, the engine would end. So would it for stop tokens that the model does not have, and "
     "for an adapter whose files are incomplete. And prefill would hand over states behind a prompt's last token, "
@@ -106,7 +102,6 @@ UPDATE_FROM_OUTPUT = Patch(
     attribute="update_from_output",
     process="scheduler",
     parameters=("self", "scheduler_output", "model_runner_output"),
-    needs="pull",
     why="vLLM would take this package's reports for request ids and block ids, and a failed hand-over for a successful "
     "one.",
     upstream="vllm#52234 (failed receives of several KV-cache groups); vllm/v1/core/sched/scheduler.py",
@@ -141,7 +136,6 @@ HANDLE_INVALID_BLOCKS = Patch(
     attribute="_handle_invalid_blocks",
     process="scheduler",
     parameters=("self", "invalid_block_ids", "num_scheduled_tokens"),
-    needs="pull",
     why="a hand-over that has failed would be taken for one that has succeeded.",
     upstream="vllm#52234: the stock method unpacks one KV-cache group and raises for more",
     remove_when="vLLM's connectors can name the requests whose load has failed",
@@ -163,7 +157,6 @@ PREEMPT_REQUEST = Patch(
     process="scheduler",
     parameters=("self", "request", "timestamp"),
     also_accepts=(("self", "request", "timestamp", "drop_stale_output"),),
-    needs="push",
     why="blocks of a preempted request would be reused while a WRITE reads them, and decode would get another "
     "request's KV.",
     upstream="nixl#2067: a posted transfer cannot be cancelled",
@@ -183,7 +176,6 @@ CONNECTOR_FINISHED = Patch(
     attribute="_connector_finished",
     process="scheduler",
     parameters=("self", "request"),
-    needs="pull",
     why="vLLM would first free the blocks that have left a sliding window: decode's while they are written, and "
     "prefill's that its manifest names.",
     upstream="vllm/v1/core/sched/scheduler.py: remove_skipped_blocks counts tokens that were generated",
@@ -202,34 +194,11 @@ def connector_finished(call: Call) -> Any:
     return found
 
 
-HAS_REQUESTS = Patch(
-    target=ENGINE_SCHEDULER_INTERFACE,
-    attribute="has_requests",
-    process="scheduler",
-    parameters=("self",),
-    versions=ASKS_FOR_WORK.earlier,
-    needs="pull",
-    why="an engine with nothing to compute would sleep, and not free the blocks that its workers have released.",
-    upstream="vLLM 0.24 asks the connector (has_pending_push_work)",
-    remove_when="vLLM 0.23 is no longer supported",
-)
-
-
-@HAS_REQUESTS.around
-def has_requests(call: Call) -> bool:
-    found = list(sides(call.instance.connector))
-    if call.proceed() or any(side.pending for side in found):
-        return True
-    # From vLLM 0.22 on, vLLM itself counts kept requests as work.
-    return drains(call.instance) and any(side.num_kept for side in found)
-
-
 PROCESS_INPUT_QUEUE = Patch(
     target=ENGINE_CORE,
     attribute="_process_input_queue",
     process="scheduler",
     parameters=("self",),
-    needs="pull",
     why="a sleeping engine would not be told that its workers have released blocks, and one that waits for KV would "
     "step a thousand times a second.",
     upstream="vllm#45168; vllm/v1/engine/core.py",
@@ -254,6 +223,5 @@ SEAMS = (
     handle_invalid_blocks,
     preempt_request,
     connector_finished,
-    has_requests,
     process_input_queue,
 )

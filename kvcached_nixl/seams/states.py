@@ -17,7 +17,6 @@ MAKE_NIXL_WORKER = Patch(
     attribute="__init__",
     process="worker",
     parameters=("self", "vllm_config", "engine_id", "kv_cache_config"),
-    needs="pull",
     why="vLLM's own worker would end the engine, because it moves states in parts, and only those of some layouts.",
     upstream="vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py: is_conv_state_dim_first",
     remove_when="vLLM's own worker leaves the layout of states to the methods that move them",
@@ -38,7 +37,6 @@ DIVERGENT_HITS = Patch(
     process="scheduler",
     parameters=("self",),
     versions=HITS_DIVERGE.later,
-    needs="pull",
     why="vLLM would count tokens as computed that only full attention has in decode's prefix cache; sliding windows "
     "would see whatever is in their blocks.",
     upstream="vllm/v1/core/kv_cache_manager.py: get_computed_blocks_for_connector",

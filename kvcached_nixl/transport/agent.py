@@ -83,8 +83,6 @@ def make_agent(backends: Sequence[str]) -> Any:
 
 PROGRESS_MICROSECONDS = 10_000
 """How long the progress thread of a gate's agent waits for socket events before it polls by itself."""
-_DELAY_PLACE = 5
-"""Position of that delay among the arguments of ``nixlAgentConfig`` up to NIXL 0.10; later it is an attribute."""
 
 
 def _make_resting_agent(name: str, backends: Sequence[str]) -> Any:
@@ -96,13 +94,8 @@ def _make_resting_agent(name: str, backends: Sequence[str]) -> Any:
     from nixl._api import nixl_agent, nixl_agent_config
 
     made = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-    if "pthrDelay" in vars(_bindings.nixlAgentConfig):
-        config = _bindings.nixlAgentConfig()
-        config.useProgThread, config.pthrDelay = True, PROGRESS_MICROSECONDS
-    else:
-        arguments = [True, False, 0, _bindings.NIXL_THREAD_SYNC_NONE, 1, 0, 100_000, False]
-        arguments[_DELAY_PLACE] = PROGRESS_MICROSECONDS
-        config = _bindings.nixlAgentConfig(*arguments)
+    config = _bindings.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, PROGRESS_MICROSECONDS
     made.agent = _bindings.nixlAgent(name, config)
     for backend in backends:
         made.create_backend(backend, {})

@@ -2,10 +2,10 @@
 """Both ends of vLLM's side channel: a ZMQ socket in each engine core that answers requests for handshakes.
 
 The stock listener parses a request and looks up its rank without handling errors; an error ends its thread, and every
-later handshake times out. This listener answers every request that it can read, in the format of every supported
-vLLM (``_nixl_handshake_listener`` in ``v1/nixl_connector.py`` and ``v1/nixl/base_scheduler.py``): since 0.26 a request
-also names the rank's pipeline stage, and the answer has a second frame, the listener's clock. So a stock peer gets as
-far as comparing hashes, which refuses it with a readable message.
+later handshake times out. This listener answers every request that it can read, in vLLM's
+format (``_nixl_handshake_listener`` in ``v1/nixl/base_scheduler.py``): a request names the rank and its pipeline stage,
+and the answer has a second frame, the listener's clock. vLLM below 0.26 names no stage, and expects one frame. So a
+stock peer gets as far as comparing hashes, which refuses it with a readable message.
 
 The engine's own workers wake the engine over it, with a key that only they know.
 """
@@ -183,13 +183,9 @@ class SideChannel:
     """Requests handshakes from peers' side channels, any number at a time, and wakes this engine through its own.
 
     Everything runs on one thread, which starts with the first call.
-
-    Args:
-        names_stage: the installed vLLM's stock listener expects (pipeline stage, rank), not just a rank.
     """
 
-    def __init__(self, *, names_stage: bool) -> None:
-        self._names_stage = names_stage
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -258,7 +254,7 @@ class SideChannel:
             loop.close()
 
     async def _ask(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
-        frames = await self._exchanged(host, port, (_ASK, 0, tp_rank) if self._names_stage else (_ASK, tp_rank))
+        frames = await self._exchanged(host, port, (_ASK, 0, tp_rank))
         try:
             reply = msgspec.msgpack.decode(frames[0], type=_Reply)
         except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as error:

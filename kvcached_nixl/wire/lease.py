@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats: decode tells prefill which requests it still waits for. vLLM's own format (vllm#41383, vLLM 0.22).
+"""Heartbeats: decode tells prefill which requests it still waits for. vLLM's own format (vllm#41383).
 
 HB:name,name,...   prefill's request ids, or names of transfers; prefill ignores names that it does not know
 """

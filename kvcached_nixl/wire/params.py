@@ -94,7 +94,7 @@ class KvTransferParams(
         transfer_id: names one prefill and one decode request.
         transfer_mode: of the server that answers.
         remote_block_ids: vLLM's own, per KV-cache group, or flat in old versions. Empty lists if there is a manifest.
-        remote_num_tokens, remote_blocks_expiry_time, pp_size, dcp_size: vLLM's own, from 0.21, 0.26 and 0.29 on.
+        remote_num_tokens, remote_blocks_expiry_time, pp_size, dcp_size: vLLM's own; the last one from 0.29 on.
         manifest: this package's manifest from prefill; its key is ``kvcached_nixl``.
         prefix_prompt_ids: token ids of the prompt's beginning, from a client or gateway that has them. They only
             help a router to choose a server that has computed them before.

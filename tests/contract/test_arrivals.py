@@ -43,9 +43,6 @@ from kvcached_nixl.patching import Registry
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 
-HAS_STAND_INS = "abort_immediately" in EngineCoreRequest.__struct_fields__
-stands_in = pytest.mark.skipif(not HAS_STAND_INS, reason="this vLLM adds nothing for a request that it has rejected")
-
 
 def core_request(request_id: str, params: dict[str, Any] | None = None, **more: Any) -> EngineCoreRequest:
     return EngineCoreRequest(
@@ -177,7 +174,6 @@ def session(prefill: Node, decode: Node) -> Callable[[], None]:
 STATES = {"kept": kept, "waiting": waiting, "running": running, "a session": session}
 
 
-@stands_in
 @pytest.mark.parametrize("state", list(STATES))
 def test_a_rejected_request_under_another_one_s_id_is_nothing_to_that_one(state: str, pair: tuple[Node, Node]) -> None:
     """Row B1: two requests of any client ended the engine."""
@@ -221,7 +217,6 @@ def step_and_tell(node: Node) -> dict[int, Any]:
     return told
 
 
-@stands_in
 def test_without_this_package_it_ends_the_engine(pair: tuple[Node, Node], patched: Registry) -> None:
     """What the cases above would not see if vLLM came to do it itself."""
     prefill, _ = pair
@@ -234,7 +229,6 @@ def test_without_this_package_it_ends_the_engine(pair: tuple[Node, Node], patche
 # --------------------------------------------------------------------------------------- what prefill keeps is released
 
 
-@stands_in
 def test_what_prefill_keeps_for_a_rejected_request_is_free_at_once(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     reject(decode, DECODE_ID, prefilled(prefill, PREFILL_ID))
@@ -243,7 +237,6 @@ def test_what_prefill_keeps_for_a_rejected_request_is_free_at_once(pair: tuple[N
     served(prefill, decode)
 
 
-@stands_in
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 @pytest.mark.parametrize("direction", ["push"])
 def test_a_rendezvous_that_decode_s_server_rejects_costs_no_lease(first: str, pair: tuple[Node, Node]) -> None:

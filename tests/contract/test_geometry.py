@@ -19,7 +19,6 @@ import torch
 from support.attention_engines import (  # noqa: F401
     ERAS,
     GQA,
-    ROW,
     EngineOver,
     backend_of,
     engine_over,
@@ -71,8 +70,7 @@ def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(
     for layer, cache in received.items():
         for block_id in range(17):
             source = (sent, moved[block_id]) if block_id in moved else (before, block_id)
-            expected = (theirs if block_id in moved else geometry).block(source[0][layer], source[1])
-            assert torch.equal(geometry.block(cache, block_id), expected), (layer, block_id)
+            assert torch.equal(cache[block_id], source[0][layer][source[1]]), (layer, block_id)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +84,7 @@ def test_kernel_blocks_smaller_than_blocks_arrive(era: str, contiguous: bool, en
     assert decode.read("r1", [[3, 0]], [[5, 2]], prefill)
     for layer, cache in received.items():
         for to, frm in zip((6, 7, 0, 1), (10, 11, 4, 5), strict=True):
-            assert torch.equal(geometry.block(cache, to), geometry.block(sent[layer], frm))
+            assert torch.equal(cache[to], sent[layer][frm])
 
 
 def test_registration_costs_what_was_planned_not_what_was_reserved(engine_over: EngineOver, patched: Registry) -> None:
@@ -111,10 +109,9 @@ def test_blocks_of_other_sizes_arrive(sizes: tuple[int, int], engine_over: Engin
     assert decode.read("r1", [local], [remote], prefill)
 
     def tokens(caches: dict[str, torch.Tensor], layer: str, block_ids: list[int], size: int) -> torch.Tensor:
-        """Tokens first, whatever the backend has there; a half of K and V behind the other."""
-        geometry = dataclasses.replace(GQA, era=ERAS[0], block_size=size)
-        axis = geometry.axes().token - (1 if geometry.axes().token > geometry.axes().block else 0)
-        return torch.cat([geometry.block(caches[layer], one).movedim(axis, 0) for one in block_ids])
+        """Tokens first, whatever the backend has there."""
+        axis = dataclasses.replace(GQA, era=ERAS[0], block_size=size).axes().token - 1
+        return torch.cat([caches[layer][one].movedim(axis, 0) for one in block_ids])
 
     for layer in received:
         assert torch.equal(tokens(received, layer, local, sizes[1]), tokens(sent, layer, remote, sizes[0])), layer
@@ -156,7 +153,7 @@ def test_a_stock_peer_is_refused(engine_over: EngineOver, patched: Registry, cap
 
 def test_memory_the_stock_worker_reads_otherwise_stops_the_engine(tmp_path: Path) -> None:
     """A tensor with holes between its blocks is refused at registration, before any transfer."""
-    geometry = dataclasses.replace(GQA, era="mla" if "packed" not in ERAS else "packed")
+    geometry = dataclasses.replace(GQA, era="packed")
     model_engine, caches = None, geometry.allocate()[0]
     holes = {layer: cache[::2] for layer, cache in caches.items()}
     with pytest.raises(LayoutRefused, match="blocks of"):

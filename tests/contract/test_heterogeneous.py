@@ -83,7 +83,7 @@ class Shape:
 
     tp_size: int = 1
     block_size: int = 4
-    era: str = "kv_first"
+    era: str = "kv_apart"
     contiguous: bool = False
     head_major: bool = False
     ratio: int = 1
@@ -356,9 +356,7 @@ class Rank:
         """Per plane, as attention sees it: bytes by block, token and head. Views into ``arena``."""
         planes: list[torch.Tensor] = []
         for cache in self._caches(arena).values():
-            if self.shape.era == "kv_first":
-                planes += [cache[0], cache[1]]
-            elif self.shape.era == "blocks_first":
+            if self.shape.era == "kv_apart":
                 planes += [cache[:, 0], cache[:, 1]]
             elif self.shape.era == "packed":
                 planes.append(cache.transpose(1, 2))
@@ -390,11 +388,8 @@ class Rank:
 
     def _caches(self, arena: torch.Tensor) -> dict[str, torch.Tensor]:
         """Attention's tensors in ``arena``, narrowed to the planned blocks."""
-        block_axis = 1 if self.shape.era == "kv_first" else 0
         return {
-            layer: arena.view(like.dtype)
-            .as_strided(like.shape, like.stride(), offset)
-            .narrow(block_axis, 0, NUM_BLOCKS)
+            layer: arena.view(like.dtype).as_strided(like.shape, like.stride(), offset)[:NUM_BLOCKS]
             for layer, like, offset in self._places
         }
 
@@ -688,15 +683,15 @@ def cases() -> Iterator[Any]:
     blocks = [(4, 4), (4, 8), (8, 4), (4, 12), (12, 4)]
     cached = [0, 1, 2]
     eras = [
-        (Shape(era="kv_first"), Shape(era="kv_first", contiguous=True)),
-        (Shape(era="blocks_first", contiguous=True), Shape(era="blocks_first")),
+        (Shape(era="kv_apart"), Shape(era="kv_apart", contiguous=True)),
+        (Shape(era="kv_apart", contiguous=True), Shape(era="kv_apart")),
         (Shape(era="packed"), Shape(era="packed", contiguous=True)),
         (Shape(era="packed", head_major=True, contiguous=True), Shape(era="packed", contiguous=True)),
         (Shape(era="packed", ratio=2), Shape(era="packed", head_major=True)),
         (Shape(era="packed", head_major=True), Shape(era="packed", head_major=True, ratio=2)),
-        (Shape(era="kv_first", contiguous=True), Shape(era="kv_first", contiguous=True)),
-        (Shape(era="kv_first", ratio=3), Shape(era="blocks_first", contiguous=True)),
-        (Shape(era="blocks_first"), Shape(era="blocks_first", ratio=2)),
+        (Shape(era="kv_apart", contiguous=True), Shape(era="kv_apart", contiguous=True)),
+        (Shape(era="kv_apart", ratio=3), Shape(era="kv_apart", contiguous=True)),
+        (Shape(era="kv_apart"), Shape(era="kv_apart", ratio=2)),
     ]
     turn = itertools.count()
     for (prefill_tp, decode_tp), heads in itertools.product(sizes, (8, 4, 2)):
@@ -806,7 +801,7 @@ def test_a_rank_of_decode_waits_for_all_that_write_into_it(
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("tp_sizes", [(1, 2), (1, 4), (2, 4)])
-@pytest.mark.parametrize("era", ["kv_first", "mla"])
+@pytest.mark.parametrize("era", ["kv_apart", "mla"])
 def test_a_rank_of_prefill_is_done_when_all_have_what_it_keeps(
     era: str, tp_sizes: tuple[int, int], direction: str, make: Callable[[Case], Cluster]
 ) -> None:
@@ -1042,7 +1037,7 @@ def test_a_read_that_fails_ends_the_attempt_when_all_others_have_ended(
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("contiguous", [True, False])
-@pytest.mark.parametrize("era", ["kv_first", "blocks_first", "packed", "mla"])
+@pytest.mark.parametrize("era", ["kv_apart", "packed", "mla"])
 def test_equal_engines_take_a_descriptor_for_each_run_of_blocks(
     era: str, contiguous: bool, direction: str, make: Callable[[Case], Cluster]
 ) -> None:
@@ -1088,12 +1083,11 @@ def test_unequal_engines_take_a_descriptor_for_each_run_of_cells(
 
 @st.composite
 def drawn_cases(draw: st.DrawFn) -> Case:
-    era = draw(st.sampled_from(["halves", "packed", "mla"]))
+    era = draw(st.sampled_from(["kv_apart", "packed", "mla"]))
 
     def shape(tp_size: int, block_size: int) -> Shape:
-        one = draw(st.sampled_from(["kv_first", "blocks_first"])) if era == "halves" else era
         ratio = draw(st.integers(1, 3))
-        return Shape(tp_size, block_size, one, draw(st.booleans()), draw(st.booleans()), ratio)
+        return Shape(tp_size, block_size, era, draw(st.booleans()), draw(st.booleans()), ratio)
 
     tp_sizes = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1)]))
     sizes = draw(st.sampled_from([(2, 2), (2, 4), (4, 2), (2, 8), (6, 3), (3, 3), (2, 6)]))

@@ -66,9 +66,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not is_hostvmm_build(), reason="the installed kvcached is not the build on host memory"),
     pytest.mark.skipif(
-        ROW is not None and not ROW.shape.serves_on_cpu, reason="this vLLM does not serve with kvcached on a CPU"
-    ),
-    pytest.mark.skipif(
         ROW is not None and float(ROW.series) >= float(BEYOND_KVCACHED.since),
         reason="kvcached alone refuses this vLLM",
     ),

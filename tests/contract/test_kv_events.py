@@ -24,11 +24,6 @@ from vllm.v1.request import Request
 
 from kvcached_nixl.compat.actions.block_events import report_blocks
 from kvcached_nixl.compat.actions.windows import Windows
-from kvcached_nixl.compat.versions import installed_row
-
-pytestmark = pytest.mark.skipif(
-    not installed_row().shape.reports_blocks, reason="kvcached's pool has hashes of its own; KV events are refused"
-)
 
 BLOCK_SIZE, BLOCKS, GROUP = 4, 24, 0
 

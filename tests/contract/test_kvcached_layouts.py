@@ -29,12 +29,11 @@ BASE = Geometry(num_kv_heads=4, head_size=32, block_size=16, num_blocks=10_000)
 @pytest.mark.parametrize(
     "geometry",
     [
-        dataclasses.replace(BASE, era="kv_first"),
-        dataclasses.replace(BASE, era="blocks_first"),
+        dataclasses.replace(BASE, era="kv_apart"),
         dataclasses.replace(BASE, era="packed"),
         dataclasses.replace(BASE, era="packed", head_major=True, num_pools=3),
         dataclasses.replace(BASE, era="mla", num_pools=3),
-        dataclasses.replace(BASE, era="kv_first", num_kv_heads=1),
+        dataclasses.replace(BASE, era="kv_apart", num_kv_heads=1),
     ],
     ids=lambda geometry: f"{geometry.era}{'-HND' if geometry.head_major else ''}-{geometry.num_kv_heads}",
 )

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-from packaging.version import Version
 from support import attention_engines, engine_node
 from support.engine_node import PREFILL_ID, USABLE, Node, nodes
 from support.handover_node import RESERVED
@@ -26,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvcached_nixl.compat.neighbours import JUDGED
-from kvcached_nixl.compat.versions import found_version
 from kvcached_nixl.errors import SettingsError
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
@@ -93,10 +91,6 @@ class Recorder:
         self.begun.append([int(block_id) for block_id in source.block_ids])
         return True
 
-    def transfer_async(self, job_id: int, spec: Any) -> bool:
-        """As vLLM below 0.25 begins a store."""
-        return self.submit_store(job_id, *spec)
-
     def get_finished(self) -> list[Any]:
         return []
 
@@ -121,16 +115,7 @@ class OffloadingNode(Node):
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
-    if hasattr(CPUOffloadingSpec, "get_worker"):
-        monkeypatch.setattr(CPUOffloadingSpec, "get_worker", lambda spec, caches: made)
-    else:
-        try:
-            from vllm.v1.kv_offload.base import GPULoadStoreSpec
-            from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-        except ImportError:  # up to vLLM 0.21
-            from vllm.v1.kv_offload.mediums import CPULoadStoreSpec, GPULoadStoreSpec
-        kinds = [(GPULoadStoreSpec, CPULoadStoreSpec, made)]
-        monkeypatch.setattr(CPUOffloadingSpec, "get_handlers", lambda spec, caches: kinds)
+    monkeypatch.setattr(CPUOffloadingSpec, "get_worker", lambda spec, caches: made)
     return made
 
 
@@ -156,7 +141,6 @@ def test_it_begins_to_copy_blocks_of_a_request_that_was_preempted(
     assert recorder.begun and set(recorder.begun[0]) <= set(blocks)
 
 
-@pytest.mark.skipif(Version(str(found_version("vllm"))) < Version("0.21"), reason="keeps a finished request's blocks")
 def test_it_begins_to_copy_blocks_of_a_request_that_has_finished(
     recorder: Recorder, offloading: Callable[..., OffloadingNode]
 ) -> None:

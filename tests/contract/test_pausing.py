@@ -147,20 +147,6 @@ def test_an_engine_that_is_paused_looks_at_what_is_due(side: Side) -> None:
     assert engine.input_queue.get_nowait() == "a request" and engine.input_queue.empty()
 
 
-@pytest.mark.parametrize("timeout_seconds", [0, 60])
-def test_an_engine_that_shuts_down_in_peace_lets_what_it_keeps_be_fetched(
-    timeout_seconds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM 0.19 counts no request that has ended as work."""
-    engine = object.__new__(EngineCoreProc)
-    monkeypatch.setattr(compat_pausing, "core_of", lambda _: engine)
-    engine.vllm_config = SimpleNamespace(shutdown_timeout=timeout_seconds)
-    engine.shutdown_state = EngineShutdownState.RUNNING
-    assert not compat_pausing.drains(None)
-    engine.shutdown_state = EngineShutdownState.SHUTTING_DOWN
-    assert compat_pausing.drains(None) is bool(timeout_seconds)
-
-
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_an_engine_that_ends_at_once_ends_its_requests_with_an_error(
     is_ours: bool, side: Side, patched: Registry
@@ -170,7 +156,7 @@ def test_an_engine_that_ends_at_once_ends_its_requests_with_an_error(
     left = [SimpleNamespace(request_id=one, client_index=0) for one in ("first", "second")]
 
     def finish_requests(_: None, status: RequestStatus) -> list[Any]:
-        ended = [(one.request_id, one.client_index) if installed_row().tested < "0.26" else one for one in left]
+        ended = [*left]
         left.clear()
         return ended
 

@@ -176,7 +176,6 @@ def test_an_aborted_request_that_another_connector_saves_is_freed_once_and_when_
         until(lambda: prefill.step() and decode.moved)
     if order != "theirs first":
         Shelf.saved.add(DECODE_ID)
-    # vLLM 0.19 would not look by itself after a connector that is not ours.
     step = functools.partial(engine_node.Node.step, decode)
     until(lambda: step() and prefill.step() and DECODE_ID not in decode.scheduler.requests and all_free(decode))
     assert not leftovers(attempts) and not decode.side_of_engine.num_held_blocks

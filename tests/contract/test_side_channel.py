@@ -38,7 +38,6 @@ from vllm import envs
 from vllm.utils.network_utils import get_ip
 
 from experiments.common.servers import free_ports
-from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.transport.side_channel import SideChannel
@@ -72,11 +71,7 @@ def test_what_one_peer_asks_in_a_wrong_way_ends_no_handshake(pair: tuple[Node, N
         asking(prefill, question, question)
         asking(prefill, question, kind=zmq.DEALER)
         asking(prefill, b"", question, b"", kind=zmq.DEALER)
-    said, _ = (
-        SideChannel(names_stage=installed_row().shape.side_channel_names_stage)
-        .ask("127.0.0.1", prefill.engine.port, 3)
-        .result(10)
-    )
+    said, _ = SideChannel().ask("127.0.0.1", prefill.engine.port, 3).result(10)
     assert "no rank" in said and "3" in said and "tp_size" in said
     assert listener_of(prefill.side_of_engine)._thread.is_alive()
     served(prefill, decode)

@@ -21,21 +21,18 @@ import msgspec
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-pytest.importorskip(
-    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker",
-    reason="this vLLM has no push connector of its own",
-)
 import torch
 from support import engine_node
-from support.attention_engines import ERAS
 from support.engine_node import BLOCKS, DECODE_ID, GEOMETRY, PREFILL_ID, PROMPT, USABLE, nodes, same
 from support.transports import until
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX
 from vllm.v1.request import RequestStatus
 
+from kvcached_nixl.compat.versions import installed_row
+
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif("packed" not in ERAS or "latent" in ERAS, reason="shown with vLLM 0.26 to 0.28"),
+    pytest.mark.skipif(installed_row().shape.logical_views, reason="shown with vLLM 0.26 to 0.28"),
 ]
 
 parallel_state, log = engine_node.parallel_state, engine_node.log

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 from support import feature_asks as asks
 from support.feature_asks import Answer, Ask
 from support.feature_models import CHAT_TEMPLATE, chat_model, eagle
@@ -22,9 +20,6 @@ from support.feature_servers import spec
 from experiments.common.counted import count, hand_overs
 from experiments.common.router import routed
 from experiments.common.servers import Server, running
-
-if Version(version("vllm")) < Version("0.20"):
-    pytest.skip("this vLLM drafts nothing on a CPU", allow_module_level=True)
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 SERVING = ("--chat-template", CHAT_TEMPLATE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")

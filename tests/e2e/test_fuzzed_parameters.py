@@ -39,7 +39,7 @@ def test_wrong_parameters_give_no_wrong_tokens_and_end_no_server(mode: str, poli
 async def rejected(*urls: str) -> None:
     """Requests of models that there are not, under the ids of a request that prefill keeps, which is handed over then.
 
-    Two of them, of any client, ended prefill's engine from vLLM 0.22 on.
+    Two of them, of any client, ended prefill's engine.
     """
     prompt = [3 + place % 500 for place in range(100)]
     async with http_client(1) as http:

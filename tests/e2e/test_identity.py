@@ -11,13 +11,11 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from support.feature_models import adapter
 
@@ -35,7 +33,6 @@ CONNECTOR: dict[str, Any] = {
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "1", **layout()}
 PROMPT = [3 + place % 500 for place in range(100)]
 TOKENS = 8
-INSTALLED = Version(version("vllm"))
 PAUSED_SECONDS = 5.0
 """A pause returns within a second or two; this machine may have others on it."""
 
@@ -133,8 +130,7 @@ def test_weights_are_known_by_their_content(mode: str, tmp_path: Path) -> None:
     link.symlink_to(first)
     # ``ngram`` drafts have no model, so they are decode's own matter (finding B5).
     drafts = '{"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3,"prompt_lookup_min":1}'
-    # vLLM 0.19 drafts nothing on a CPU.
-    same = spec("decode", moved, mode, *(() if Version("0.20") > INSTALLED else ("--speculative-config", drafts)))
+    same = spec("decode", moved, mode, "--speculative-config", drafts)
     with running([spec("prefill", link, mode), same], tmp_path) as (prefill, decode):
         link.unlink()
         link.symlink_to(other)

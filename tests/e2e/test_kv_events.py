@@ -16,12 +16,9 @@ from support.routed_answers import spec
 
 from experiments.common.counted import count
 from experiments.common.servers import GIVES_BACK, Running, Server, ServerSpec
-from kvcached_nixl.compat.versions import installed_row
 
 zmq = pytest.importorskip("zmq", reason="vLLM publishes events with it")
 msgspec = pytest.importorskip("msgspec", reason="vLLM encodes events with it")
-
-pytestmark = pytest.mark.skipif(not installed_row().shape.reports_blocks, reason="KV events are refused")
 
 BLOCK_SIZE, BLOCKS = 32, 6
 PROMPT = [3 + (7 * place + 5) % 500 for place in range(BLOCKS * BLOCK_SIZE)]

@@ -28,16 +28,8 @@ from experiments.common.client import Client, Offer, Pair, http_client, read_ans
 from experiments.common.pages import PageWatch, own_names
 from experiments.common.servers import Running, Server
 from experiments.lease_recovery.arms import NUM_BLOCKS, PULL, PUSH, TOKENS, Arm, prompts
-from kvcached_nixl.compat.series import Era
-from kvcached_nixl.compat.versions import installed_row
-
-SMALL_PAGES = pytest.mark.skipif(
-    installed_row().shape.era is not Era.PACKED,
-    reason="the device's size fits pages of packed keys and values; those of keys and values apart are twice as large",
-)
 
 
-@SMALL_PAGES
 @pytest.mark.parametrize("reserve", [0, 3])
 def test_what_nobody_fetches_gives_way_to_another_engine_on_the_device(reserve: int, tmp_path: Path) -> None:
     """Two prefill servers of one device that has no more memory than one of them may use.
@@ -61,7 +53,6 @@ def test_what_nobody_fetches_gives_way_to_another_engine_on_the_device(reserve: 
         asyncio.run(run(*running.ready()))
 
 
-@SMALL_PAGES
 def test_an_idle_engine_gives_its_prefix_cache_to_another_engine_on_the_device(tmp_path: Path) -> None:
     """It has no requests, and keeps no offers."""
     device = short_device()

@@ -22,7 +22,7 @@ PTH = (REPOSITORY / "kvcached_nixl" / "kvcached_nixl.pth").read_text()
 
 
 @pytest.mark.parametrize("environ", OFF, ids=str)
-@pytest.mark.parametrize("version", ["0.19.1", "0.28.0", "0.33.0"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.28.0", "0.33.0"])
 def test_when_off_nothing_is_wrapped_and_connectors_are_stock(
     installed: Environment, tree: Callable[..., Path], environ: dict[str, str], version: str
 ) -> None:
@@ -64,23 +64,13 @@ def test_the_start_file_is_one_line_that_python_executes() -> None:
 @pytest.mark.parametrize(
     ("version", "options", "words"),
     [
-        ("0.18.1", (), ["vLLM 0.18.1", SUPPORTED, "Install a supported vLLM"]),
-        ("0.19.1", ("--kvcached", "0.1.7"), ["kvcached 0.1.7", "==0.1.6"]),
+        ("0.25.1", (), ["vLLM 0.25.1", SUPPORTED, "Install a supported vLLM"]),
+        ("0.26.0", ("--kvcached", "0.1.7"), ["kvcached 0.1.7", "==0.1.6"]),
         ("0.28.0", ("--no-nixl",), ["no NIXL", "pip install nixl"]),
-        (
-            "0.19.1",
-            ("--change", "NixlConnector.register_kv_caches=self, kv_caches, pool"),
-            ["NixlConnector.register_kv_caches", "(self, kv_caches, pool)", "(self, kv_caches)"],
-        ),
         (
             "0.28.0",
             ("--change", "NixlBaseConnector.register_kv_caches=self, pools"),
             ["NixlBaseConnector.register_kv_caches", "(self, pools)", "(self, kv_caches)"],
-        ),
-        (
-            "0.19.1",
-            ("--change", "SchedulerInterface.has_requests=self, at"),
-            ["SchedulerInterface.has_requests", "(self, at)", "would sleep"],
         ),
         (
             "0.28.0",
@@ -93,16 +83,7 @@ def test_the_start_file_is_one_line_that_python_executes() -> None:
             ["NixlBaseConnector.has_pending_push_work", "(self, at)", "would sleep"],
         ),
     ],
-    ids=[
-        "vllm",
-        "kvcached",
-        "nixl",
-        "signature-0.19",
-        "signature-0.28",
-        "push-signature-0.19",
-        "push-signature-0.28",
-        "push-connector-0.28",
-    ],
+    ids=["vllm", "kvcached", "nixl", "signature", "push-signature", "push-connector"],
 )
 def test_a_refusal_stops_nixl_connectors_in_words_and_no_others(
     with_wheel: Environment, tree: Callable[..., Path], version: str, options: tuple[str, ...], words: list[str]
@@ -145,9 +126,9 @@ def test_a_constructor_that_cannot_be_wrapped_does_not_open_the_gate(
 ) -> None:
     """The factory raises what the constructor of the connector cannot."""
     target = tmp_path / "tree"
-    shutil.copytree(tree("0.19.1"), target)
-    connector = target.joinpath(*f"{KV}.v1.nixl_connector".split(".")).with_suffix(".py")
-    changed = "\nimport functools\nNixlConnector.__init__ = functools.partialmethod(NixlConnector.__init__)\n"
+    shutil.copytree(tree("0.28.0"), target)
+    connector = target.joinpath(*f"{KV}.v1.nixl.connector".split(".")).with_suffix(".py")
+    changed = "\nimport functools\nNixlBaseConnector.__init__ = functools.partialmethod(NixlBaseConnector.__init__)\n"
     connector.write_text(connector.read_text() + changed)
     actions = ("create=NixlConnector", "create=MultiConnector:NixlConnector", "create=OtherConnector")
     first, second, other = with_wheel.probe("vllm", *actions, path=(target,), **ON)["created"]
@@ -155,22 +136,20 @@ def test_a_constructor_that_cannot_be_wrapped_does_not_open_the_gate(
     assert other == "OtherConnector"
 
 
-@pytest.mark.parametrize("version", ["0.19.1", "0.28.0"])
 def test_extra_configuration_that_cannot_be_served_is_refused(
-    with_wheel: Environment, tree: Callable[..., Path], version: str
+    with_wheel: Environment, tree: Callable[..., Path]
 ) -> None:
     """An operator who asks for something else must not get pull."""
     action = 'create=NixlConnector{"transfer_mode": "both"}'
-    (created,) = with_wheel.probe("vllm", action, path=(tree(version),), **ON)["created"]
+    (created,) = with_wheel.probe("vllm", action, path=(tree("0.28.0"),), **ON)["created"]
     assert created.startswith("SettingsError") and "transfer_mode='both'" in created
 
 
-@pytest.mark.parametrize("version", ["0.19.1", "0.28.0"])
-def test_push_is_a_mode_of_the_nixl_connector(with_wheel: Environment, tree: Callable[..., Path], version: str) -> None:
-    """Under the class name that routers match, on either version."""
+def test_push_is_a_mode_of_the_nixl_connector(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+    """Under the class name that routers match."""
     action = 'create=NixlConnector{"transfer_mode": "push"}'
-    (created,) = with_wheel.probe("vllm", action, path=(tree(version),), **ON)["created"]
-    assert created in ("NixlConnector", "NixlPullConnector")
+    (created,) = with_wheel.probe("vllm", action, path=(tree("0.28.0"),), **ON)["created"]
+    assert created == "NixlPullConnector"
 
 
 @pytest.mark.parametrize("extra", ["", '{"transfer_mode": "push"}'])

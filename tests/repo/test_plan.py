@@ -24,16 +24,19 @@ def test_every_test_is_in_some_job() -> None:
     assert {what.partition("/")[0] for what in MINUTES} == set(TIERS)
 
 
+def test_the_eight_newest_series_are_supported() -> None:
+    """One comes, one goes: each costs a tenth of all the minutes, and code that nothing else needs."""
+    assert len(plan.ROWS) == 8
+
+
 def test_everything_is_everything_once() -> None:
     """Each tier, each supported vLLM."""
     jobs = plan.everything()
     assert len(set(jobs)) == len(jobs)
     assert {job.tier for job in jobs} == set(TIERS)
     assert {job.size for job in jobs if job.what != "equivalence/V2"} == {"whole"}
-    assert {job.vllm for job in jobs if job.tier == "equivalence"} == {
-        row.tested for row in plan.ROWS if row.shape.serves_on_cpu
-    }
-    assert {job.vllm for job in jobs if job.tier == "contract"} == {row.tested for row in plan.ROWS}
+    for tier in ("contract", "equivalence"):
+        assert {job.vllm for job in jobs if job.tier == tier} == {row.tested for row in plan.ROWS}
 
 
 def test_a_newcomer_waits_25_minutes_and_sees_every_tier() -> None:
@@ -44,9 +47,7 @@ def test_a_newcomer_waits_25_minutes_and_sees_every_tier() -> None:
     assert sum(job.minutes for job in jobs) <= 25
 
 
-@pytest.mark.parametrize(
-    ("vllm", "tiers"), [("0.23.0", set()), ("0.30.0", {"equivalence"}), ("0.26.0", {"e2e", "equivalence"})]
-)
+@pytest.mark.parametrize(("vllm", "tiers"), [("0.30.0", {"equivalence"}), ("0.26.0", {"e2e", "equivalence"})])
 def test_a_newcomer_with_another_vllm_sees_what_it_serves(vllm: str, tiers: set[str]) -> None:
     """No servers that cannot start there."""
     jobs = plan.newcomer(vllm)
@@ -93,10 +94,10 @@ def test_what_a_turn_leaves_out_is_said(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_named_tiers_are_whole_and_those_without_vllm_run_once(capsys: pytest.CaptureFixture[str]) -> None:
     """With each vLLM that is chosen; an unknown tier is refused."""
-    assert plan.named(["unit", "contract"], ["0.19.1", "0.28.0"]) == [
+    assert plan.named(["unit", "contract"], ["0.26.0", "0.28.0"]) == [
         Job("unit", "0.28.0"),
-        Job("contract", "0.19.1"),
-        Job("contract/test_groups.py", "0.19.1"),
+        Job("contract", "0.26.0"),
+        Job("contract/test_groups.py", "0.26.0"),
         Job("contract", "0.28.0"),
         Job("contract/test_groups.py", "0.28.0"),
     ]

@@ -32,22 +32,14 @@ def section(name: str) -> str:
     return found[1].strip()
 
 
-def test_the_support_matrix_is_the_capability_table() -> None:
+def test_the_support_matrix_is_what_the_code_says() -> None:
     """Regenerate it with: python -m kvcached_nixl.compat.matrix."""
     assert section("support matrix") == markdown()
 
 
 def test_the_summary_of_support_names_the_same_versions() -> None:
-    """README.md has one table for all: the first and the last series, those that no server was run with, kvcached's."""
-    served = {Evidence.E2E, Evidence.EQUIVALENCE, Evidence.GPU}
-    runs: list[list[str]] = []
-    for place, row in enumerate(ROWS):
-        if not served & set(row.evidence):
-            is_next = runs and runs[-1][-1] == ROWS[place - 1].series
-            runs[-1].append(row.series) if is_next else runs.append([row.series])
-    ranges = " and ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
-    vllm = row_of(README, "vLLM")
-    assert f"{ROWS[0].series} to {ROWS[-1].series}; {ranges} by contract tests only" in vllm
+    """README.md has one table for all: the first and the last series, and kvcached's."""
+    assert f"{ROWS[0].series} to {ROWS[-1].series}, " in row_of(README, "vLLM")
     assert f"kvcached {KVCACHED_SUPPORTED.removeprefix('==')}," in row_of(README, "kvcached, NIXL")
 
 

@@ -14,17 +14,13 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvcached_nixl.compat.series import Era
-from kvcached_nixl.compat.versions import found_version, installed_row, reason_to_skip, row_of
+from kvcached_nixl.compat.versions import installed_row, reason_to_skip
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import PATCHES
 from support.kvcached_memory import Geometry
 from support.stock_pair import MAX_TOKENS, Engine, build_engine, single_process_group, write_model
 
-ROW = row_of(found_version("vllm"))
-ERAS = ["kv_first", "blocks_first", "mla"]
-if ROW is not None and ROW.shape.era is Era.PACKED:
-    ERAS = ["packed", "latent" if ROW.shape.logical_views else "mla"]
+ERAS = ["packed", "latent" if installed_row().shape.logical_views else "mla"]
 EngineOver = Callable[..., tuple[Engine, dict[str, torch.Tensor]]]
 GQA = Geometry(num_kv_heads=4, head_size=32, block_size=32, num_blocks=11, reserved_blocks=29)
 

@@ -32,13 +32,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.transport import side_channel
-from support.attention_engines import ERAS, backend_of, spec_of, state_spec_of, vllm_log_to
+from support.attention_engines import backend_of, spec_of, state_spec_of, vllm_log_to
 from support.kvcached_memory import Geometry
 from support.stock_pair import Engine, build_engine, single_process_group, write_model
 from support.transports import until
 
 GEOMETRY = Geometry(
-    era="packed" if "packed" in ERAS else "blocks_first",
+    era="packed",
     num_pools=2,
     num_kv_heads=4,
     head_size=32,
@@ -235,9 +235,7 @@ class Node:
         return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and len(self.blocks(request_id)) > 0
 
     def content(self, block_ids: list[int]) -> list[torch.Tensor]:
-        return [
-            self.geometry.block(cache, block_id).clone() for cache in self.caches.values() for block_id in block_ids
-        ]
+        return [cache[block_id].clone() for cache in self.caches.values() for block_id in block_ids]
 
     def shutdown(self) -> None:
         """Shuts the engine down. Idempotent."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small vllm, kvcached, nixl, torch and zmq packages on disk, in the packaging of any supported vLLM.
+"""Small vllm, kvcached, nixl, torch and zmq packages on disk, as any supported vLLM is packaged.
 
 The skeleton (factory, MultiConnector, plugin loader, class hierarchy) is written out below. The methods that patches
 target are added from the `Patch` records, so a new patch needs no change here. As a program,
@@ -89,8 +89,8 @@ SKELETON = {
         _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
         KVConnectorFactory.register_connector("OtherConnector", _V1 + ".other_connector", "OtherConnector")
         KVConnectorFactory.register_connector("MultiConnector", _V1 + ".multi_connector", "MultiConnector")
-        for _name in REGISTERED:
-            KVConnectorFactory.register_connector(_name, _V1 + NIXL, _name)
+        for _name in ("NixlConnector", "NixlPullConnector", "NixlPushConnector"):
+            KVConnectorFactory.register_connector(_name, _V1 + ".nixl", _name)
     """,
     "vllm.plugins": """
         from importlib.metadata import entry_points
@@ -138,7 +138,7 @@ SKELETON = {
             return True
         def _never(*args, **kwargs):
             raise AssertionError
-        init_kvcached = start_worker_listener_thread = alloc_kv_cache = build_kv_views = get_kv_cache_manager = _never
+        init_kvcached = start_worker_listener_thread = alloc_kv_cache = get_kv_cache_manager = _never
     """,
     "kvcached.integration.vllm.patches": """
         def _worker_physical_release_barrier(*args):
@@ -162,13 +162,8 @@ SKELETON = {
         V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
         class NixlConnectorPatch:
             def _classes(self):
-                for connector, worker in ((".nixl_connector",) * 2, (".nixl.connector", ".nixl.worker")):
-                    try:
-                        c, w = importlib.import_module(V1 + connector), importlib.import_module(V1 + worker)
-                    except ImportError:
-                        continue
-                    return c.NixlConnector, w.NixlConnectorWorker
-                raise ImportError("no NIXL connector")
+                c, w = (importlib.import_module(V1 + name) for name in (".nixl.connector", ".nixl.worker"))
+                return c.NixlConnector, w.NixlConnectorWorker
             def patch_connector(self):
                 connector, worker = self._classes()
                 @classmethod
@@ -209,20 +204,7 @@ Classes = dict[str, dict[str, tuple[str, list[str]]]]
 """module -> class ("" for the module itself) -> (bases, sources of its members)."""
 
 
-def single_file() -> tuple[Classes, dict[str, str], str, Sequence[str]]:
-    module = f"{KV}.v1.nixl_connector"
-    classes: Classes = {
-        module: {
-            "NixlConnector": ("KVConnectorBase_V1", [INIT, LAYOUT]),
-            "NixlConnectorScheduler": ("", []),
-            "NixlConnectorWorker": ("", [REGISTER]),
-        },
-        f"{KV}.utils": {"TpKVTopology": ("", ["def __init__(self, tp_rank):\n    self.tp_rank = tp_rank"])},
-    }
-    return classes, {module: BASE}, ".nixl_connector", ("NixlConnector",)
-
-
-def base_pull_push() -> tuple[Classes, dict[str, str], str, Sequence[str]]:
+def base_pull_push() -> tuple[Classes, dict[str, str]]:
     package = f"{KV}.v1.nixl"
     classes: Classes = {
         f"{package}.connector": {
@@ -250,7 +232,7 @@ def base_pull_push() -> tuple[Classes, dict[str, str], str, Sequence[str]]:
         ),
         package: f"from {package}.connector import *\nimport {package}.worker, {package}.scheduler",
     }
-    return classes, imports, ".nixl", ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+    return classes, imports
 
 
 def add_patched_members(classes: Classes, changes: Mapping[str, str]) -> None:
@@ -277,11 +259,9 @@ def add_patched_members(classes: Classes, changes: Mapping[str, str]) -> None:
 
 
 def write(root: Path, version: str, kvcached: str, with_nixl: bool, changes: Mapping[str, str]) -> None:
-    packaging = single_file() if version.startswith(("0.17", "0.18", "0.19")) else base_pull_push()
-    classes, imports, nixl, registered = packaging
+    classes, imports = base_pull_push()
     add_patched_members(classes, changes)
     sources = {name: textwrap.dedent(text).strip() for name, text in SKELETON.items()}
-    sources[f"{KV}.factory"] = f"REGISTERED, NIXL = {registered!r}, {nixl!r}\n" + sources[f"{KV}.factory"]
     sources["vllm"] = f"__version__ = {version!r}"
     sources["kvcached"] = ""
     if with_nixl:
@@ -290,8 +270,7 @@ def write(root: Path, version: str, kvcached: str, with_nixl: bool, changes: Map
         sources[module] = imports.get(module, "") + "\n" + "\n".join(_class(n, *c) for n, c in members.items())
     for module, text in imports.items():
         sources.setdefault(module, text)
-    if f"{KV}.v1.nixl.connector" in sources:
-        sources[f"{KV}.v1.nixl.connector"] += "\nNixlConnector = NixlPullConnector\n"
+    sources[f"{KV}.v1.nixl.connector"] += "\nNixlConnector = NixlPullConnector\n"
     _write_sources(root, {**sources, **STUBS})
     for name, stated in (("vllm", version), ("kvcached", kvcached)):
         info = root / f"{name}-{stated}.dist-info"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model of a vLLM engine around this package's real scheduler and worker halves, with devices that lag behind.
 
-Modelled on ``v1/core/sched/scheduler.py`` and ``async_scheduler.py`` (0.19.1 and 0.28): chunked prefill, prefix hits,
+Modelled on ``v1/core/sched/scheduler.py`` and ``async_scheduler.py`` (0.28): chunked prefill, prefix hits,
 preemption, steps that are scheduled before the output of earlier ones is known, and the calls of a KV connector.
 """
 
@@ -196,7 +196,8 @@ class Kind:
         depth: steps that are scheduled before the output of the first of them is handled.
         allocation_seconds: how long decode waits for blocks; None for as long as for a whole hand-over.
         most_unclaimed_tokens: as in `Terms`.
-        keeps_stale_output: a preempted request takes the token of a step that was in flight (vLLM 0.19).
+        keeps_stale_output: a preempted request takes the token of a step that was in flight (vLLM's
+            ``num_stale_output_tokens``).
     """
 
     shape: Shape = Shape()
@@ -437,9 +438,8 @@ class Engine:
         self.pool = Pool(
             shape, [worker.memory for worker in self.workers], kind.caches_prefixes, kind.are_shared, kind.newest_first
         )
-        envelopes = {worker.tp_rank: worker.envelope for worker in self.workers}
         self.answers: Answers = {}
-        self.handover.side_channel.introduce(envelopes, self._listen)
+        self.handover.side_channel.introduce(self._envelopes(), self._listen)
         self.requests: dict[str, Request] = {}
         self.attempts: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -685,7 +685,11 @@ class Engine:
             self.handover.revocations.weights_changed()
         for worker in self.workers:
             worker.side.identify(weights)
-        self.handover.side_channel.introduce({worker.tp_rank: worker.envelope for worker in self.workers}, self._listen)
+        self.handover.side_channel.introduce(self._envelopes(), self._listen)
+
+    def _envelopes(self) -> dict[tuple[int, int], Any]:
+        """As vLLM collects them: by pipeline stage and rank."""
+        return {(0, worker.tp_rank): worker.envelope for worker in self.workers}
 
     def _listen(self, answers: Answers) -> Listening:
         listening = Listening(self)

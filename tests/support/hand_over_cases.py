@@ -332,7 +332,7 @@ def test_prefill_that_is_preempted_behind_its_prompt_and_aborted_leaves_no_token
 
 @pytest.mark.parametrize("keeps_stale_output", [True, False])
 def test_prefill_that_ends_without_the_blocks_of_its_prompt_is_not_offered(keeps_stale_output: bool) -> None:
-    """vLLM 0.19 takes the token of a step that was in flight when it preempted the request."""
+    """vLLM may take the token of a step that was in flight when it preempted the request."""
     pair = Pair(PULL, kind(budget=64, keeps_stale_output=keeps_stale_output))
     upstream = pair.ask_prefill()
     pair.prefill.dispatch()

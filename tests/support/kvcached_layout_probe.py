@@ -8,7 +8,6 @@ after the other through attention's views, and prints the bytes that the planned
 from __future__ import annotations
 
 import ctypes
-import inspect
 import json
 import sys
 
@@ -26,8 +25,7 @@ def main(geometry: Geometry) -> dict[str, object]:
     latent = geometry.is_latent
     one_buffer = latent or geometry.era == "packed"
     interfaces.init_kvcached(is_worker=True, device="cuda:0")
-    # Bypasses the hook that accepts only the CPU worker's shapes, because this probe needs GPU shapes.
-    tensors = inspect.unwrap(interfaces.alloc_kv_cache)(
+    tensors = interfaces.alloc_kv_cache(
         geometry.shape(geometry.num_blocks),
         geometry.block_size,
         geometry.dtype,
@@ -56,7 +54,7 @@ def main(geometry: Geometry) -> dict[str, object]:
     wrong = []
     for block_id in block_ids:
         for cache in caches.values():
-            geometry.block(cache, block_id).fill_(1)
+            cache[block_id].fill_(1)
         for other in block_ids:
             held = b"".join(
                 ctypes.string_at(region.address + other * region.block_bytes, region.block_bytes)
@@ -66,7 +64,7 @@ def main(geometry: Geometry) -> dict[str, object]:
             if held != byte or len(held) != geometry.block_bytes_of_all_layers():
                 wrong.append([block_id, other])
         for cache in caches.values():
-            geometry.block(cache, block_id).zero_()
+            cache[block_id].zero_()
     like = geometry.allocate()[0]
     imitation = plan(
         like,

@@ -21,8 +21,8 @@ class Geometry:
     """A model's KV cache as kvcached reserves it.
 
     Attributes:
-        era: ``kv_first`` (2, N, bs, H, D), ``blocks_first`` (N, 2, bs, H, D), ``packed`` (N, H, bs, 2D), ``mla``
-            (N, bs, C) or, since vLLM 0.29, ``latent`` (N, 1, bs, C).
+        era: ``kv_apart`` (N, 2, bs, H, D), ``packed`` (N, H, bs, 2D), ``mla`` (N, bs, C)
+            or, since vLLM 0.29, ``latent`` (N, 1, bs, C).
         contiguous: all layers of a block are adjacent; otherwise each layer is separate.
         num_blocks: planned blocks. ``reserved_blocks``, which is larger: blocks for which kvcached reserves addresses.
         groups: KV-cache groups that share the pools; layer ``g.i`` of each group g uses pool i.
@@ -31,7 +31,7 @@ class Geometry:
         split: kernel blocks in a block of such a group; all other numbers here are of kernel blocks.
     """
 
-    era: str = "kv_first"
+    era: str = "kv_apart"
     contiguous: bool = False
     num_pools: int = 4
     num_kv_heads: int = 4
@@ -70,8 +70,7 @@ class Geometry:
         """Returns the backend's logical shape of one layer."""
         heads, size, width = self.num_kv_heads, self.block_size, self.head_size
         return {
-            "kv_first": (2, num_blocks, size, heads, width),
-            "blocks_first": (num_blocks, 2, size, heads, width),
+            "kv_apart": (num_blocks, 2, size, heads, width),
             "packed": (num_blocks, heads, size, 2 * width),
             "mla": (num_blocks, size, heads * width),
             "latent": (num_blocks, 1, size, heads * width),
@@ -125,7 +124,7 @@ class Geometry:
         heads, size, width = self.num_kv_heads, self.block_size, self.head_size
         half = self.half_elements
         kv_stride = half
-        if not self.contiguous and self.era in ("kv_first", "blocks_first"):
+        if not self.contiguous and self.era == "kv_apart":
             block_stride, kv_stride = half, self.reserved_blocks * half
         if self.era == "packed":
             inner = (size * 2 * width, 2 * width, 1) if self.head_major else (2 * width, heads * 2 * width, 1)
@@ -135,19 +134,14 @@ class Geometry:
         elif self.era == "latent":
             strides = (block_stride, size * heads * width, heads * width, 1)
         else:
-            inner = (heads * width, width, 1)
-            strides = (kv_stride, block_stride, *inner) if self.era == "kv_first" else (block_stride, kv_stride, *inner)
+            strides = (block_stride, kv_stride, heads * width, width, 1)
         return memory.as_strided(self.shape(self.reserved_blocks), strides, offset)
-
-    def block(self, cache: torch.Tensor, block_id: int) -> torch.Tensor:
-        """Returns one layer's block as attention sees it."""
-        return cache.select(1 if self.era == "kv_first" else 0, block_id)
 
     def expected_regions(self) -> int:
         """Returns how many regions a transfer of one block must touch."""
         if self.contiguous and self.num_pools > 1:
             return 1
-        split = self.era in ("kv_first", "blocks_first") and not self.contiguous
+        split = self.era == "kv_apart" and not self.contiguous
         return self.num_pools * (2 if split else 1)
 
     def block_bytes_of_all_layers(self) -> int:

@@ -80,10 +80,7 @@ class Engine:
             # A worker identifies the weights of its model, and there is no model here.
             side.identify(self.weights)
         metadata = self.worker.get_handshake_metadata()
-        if installed_row().shape.side_channel_names_stage:
-            self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
-        else:
-            self.scheduler.set_xfer_handshake_metadata({0: metadata})
+        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
 
     def shutdown(self) -> None:
         """Stops its threads. Its agent is freed together with the engine."""

@@ -431,7 +431,7 @@ class Stub:
         return False
 
     async def _error(self, writer: asyncio.StreamWriter, status: int, message: str) -> None:
-        """Answers with an error and closes the connection, as vLLM 0.19 does for errors found while computing."""
+        """Answers with an error and closes the connection, as a server may for errors found while computing."""
         error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
         await self._json(writer, status, {"error": error})
         await asyncio.sleep(0.002)

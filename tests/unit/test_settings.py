@@ -173,7 +173,6 @@ def server(wished: str, device: str) -> Server:
     return Server(
         "NixlConnector",
         is_stock_push=False,
-        events_are_lost=False,
         ids_may_repeat=False,
         wished_device=wished,
         device=device,
@@ -197,14 +196,6 @@ def test_a_buffer_on_the_host_of_an_accelerator_is_a_slab_there(wished: str, dev
 def test_a_buffer_on_the_host_beside_another_path_is_refused(path: str) -> None:
     with pytest.raises(SettingsError, match="memory_path"):
         server("cpu", "cuda").staged({"memory_path": path})
-
-
-def test_kv_events_that_nobody_would_get_are_refused() -> None:
-    """kvcached's pool reports none below vLLM 0.26, and a router would see an empty cache."""
-    asked = dataclasses.replace(server("cpu", "cpu"), events_are_lost=True)
-    with pytest.raises(SettingsError, match="--kv-events-config"):
-        asked.require_servable()
-    server("cpu", "cpu").require_servable()
 
 
 @pytest.mark.parametrize(

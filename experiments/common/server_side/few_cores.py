@@ -21,26 +21,17 @@ from typing import Any
 
 BINDINGS = ("nixl_cu12._bindings", "nixl_cu13._bindings")
 WAIT_MICROSECONDS = 10000
-DELAY_PLACE = 5
-"""Position of the delay among the arguments of nixlAgentConfig up to NIXL 0.10; later versions have an attribute."""
 
 
 def wait_for_events(bindings: ModuleType) -> None:
     """Make progress threads of agents created later wait for events, at most ``WAIT_MICROSECONDS`` at a time."""
-    make_config, make_agent = bindings.nixlAgentConfig, bindings.nixlAgent
-    is_attribute = "pthrDelay" in vars(make_config)
-
-    def config(*arguments: Any) -> Any:
-        if not is_attribute:
-            arguments = (*arguments[:DELAY_PLACE], WAIT_MICROSECONDS, *arguments[DELAY_PLACE + 1 :])
-        return make_config(*arguments)
+    make_agent = bindings.nixlAgent
 
     def agent(name: str, configuration: Any) -> Any:
-        if is_attribute:
-            configuration.pthrDelay = WAIT_MICROSECONDS
+        configuration.pthrDelay = WAIT_MICROSECONDS
         return make_agent(name, configuration)
 
-    bindings.nixlAgentConfig, bindings.nixlAgent = config, agent
+    bindings.nixlAgent = agent
 
 
 def use_every_core() -> None:

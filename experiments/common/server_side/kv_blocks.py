@@ -31,13 +31,10 @@ def block_view(cache: torch.Tensor, block_id: int) -> torch.Tensor:
     """Return block ``block_id`` of one layer as a writable view of shape (2, heads, tokens, head_dim), K first.
 
     ``cache`` is the tensor that attention itself uses, in whatever strides:
-    (2, blocks, heads, tokens, head_dim) as the CPU backend had it up to vLLM 0.22,
-    (blocks, 2, tokens, heads, head_dim) as several CUDA backends have it, or
-    (blocks, heads, tokens, 2 * head_dim) as packed backends have it since 0.23. In the packed form the CPU kernel
-    keeps all K of a head before all V of it, while the CUDA kernels put K and V of a token side by side.
+    (blocks, 2, tokens, heads, head_dim) as a few CUDA backends have it up to vLLM 0.28, or
+    (blocks, heads, tokens, 2 * head_dim). In the packed form the CPU kernel keeps all K of a head before all V of it,
+    while the CUDA kernels put K and V of a token side by side.
     """
-    if cache.dim() == 5 and cache.shape[0] == 2:
-        return cache[:, block_id]
     if cache.dim() == 5 and cache.shape[1] == 2:
         return cache[block_id].transpose(1, 2)
     if cache.dim() == 4:
@@ -46,7 +43,7 @@ def block_view(cache: torch.Tensor, block_id: int) -> torch.Tensor:
             return cache[block_id].view(heads, 2, tokens, both // 2).transpose(0, 1)
         return cache[block_id].view(heads, tokens, 2, both // 2).permute(2, 0, 1, 3)
     raise ProbeError(
-        f"found a KV tensor of shape {tuple(cache.shape)}; expected (2, N, H, T, D), (N, 2, T, H, D) or (N, H, T, 2D)."
+        f"found a KV tensor of shape {tuple(cache.shape)}; expected (N, 2, T, H, D) or (N, H, T, 2D)."
         " No digest of it would mean anything. Teach experiments/common/server_side/kv_probe.py this layout."
     )
 

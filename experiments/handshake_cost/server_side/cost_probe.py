@@ -44,7 +44,7 @@ class CostProbe(KvProbe):
             return {"forgotten": len(links)}
         engines = list(worker._remote_agents)
         for engine in engines:
-            if hasattr(worker, "_cleanup_remote_engine"):  # vLLM >= 0.24
+            if hasattr(worker, "_cleanup_remote_engine"):  # not in vLLM 0.33
                 worker._cleanup_remote_engine(engine, log_eviction=False)
                 continue
             for handle in worker.dst_xfer_side_handles.pop(engine).values():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from kvcached_nixl.cli.deploy.serve_command import TRANSFER_FLAG
 from kvcached_nixl.cli.deploy.situation import Situation
 from kvcached_nixl.cli.finding import Finding, of_refusal
 from kvcached_nixl.compat.actions.push_class import as_push_mode
-from kvcached_nixl.compat.versions import row_of
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, Server, Settings, misspelled, read_gate
 
@@ -148,24 +146,13 @@ def settings(at: Situation) -> Iterator[Finding]:
 
 
 def _server(at: Situation) -> Server:
-    events = at.value("--kv-events-config")
-    row = row_of(at.vllm)
     return Server(
         connector=_CONNECTOR,
         is_stock_push=False,
-        events_are_lost=_are_events_on(events) and row is not None and not row.shape.reports_blocks,
         ids_may_repeat=at.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") not in ("", "0"),
         wished_device="",
         device="",
     )
-
-
-def _are_events_on(text: str | None) -> bool:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        return False
-    return isinstance(found, dict) and bool(found.get("enable_kv_cache_events"))
 
 
 def load_failure_policy(at: Situation) -> Iterator[Finding]:

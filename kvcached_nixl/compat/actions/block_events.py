@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV events (``--kv-events-config``) of kvcached's block pool, for routers that follow which blocks an engine has.
 
-From vLLM 0.26 on kvcached's pool keeps its hashes with vLLM's own code, which reports blocks that are stored; but
+kvcached's pool keeps its hashes with vLLM's own code, which reports blocks that are stored; but
 kvcached never asks it to, and evicts by a way of its own. So routers see an empty cache, and nobody says so.
 Sources: kvcached 0.1.6, ``integration/vllm/native_block_pool.py``; vLLM 0.26 to 0.33, ``v1/core/block_pool.py``.
 """

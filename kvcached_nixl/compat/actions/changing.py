@@ -14,7 +14,6 @@ from typing import Any
 from kvcached_nixl.compat.actions.engine import core_of, has_call
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import private
-from kvcached_nixl.compat.versions import installed_row
 
 logger = logging.getLogger("vllm.kvcached_nixl")
 
@@ -86,10 +85,8 @@ def _identify(core: Any) -> None:
     try:
         for one in core.model_executor.get_kv_connector_handshake_metadata() or ():
             content.update(one or {})
-        if content and installed_row().shape.side_channel_names_stage:
+        if content:
             scheduler.connector.set_xfer_handshake_metadata_pp_aware(content)
-        elif content:
-            scheduler.connector.set_xfer_handshake_metadata(content)
     except Exception:
         logger.exception("The workers' weights cannot be identified. No KV is handed over until they can.")
         for side in sides(private(scheduler, "connector")):

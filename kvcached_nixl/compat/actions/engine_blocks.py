@@ -14,7 +14,7 @@ from typing import Any
 
 from kvcached_nixl.compat.actions.engine_name import wants_of
 from kvcached_nixl.compat.actions.queues import queued, startable, wants_blocks
-from kvcached_nixl.compat.actions.step_output import count_cached, waits_for_kv
+from kvcached_nixl.compat.actions.step_output import waits_for_kv
 from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.platform import device_name
 from kvcached_nixl.compat.private import optional, private
@@ -202,13 +202,12 @@ class EngineBlocks:
             return None
         from vllm.v1.request import RequestStatus
 
-        count_cached(request)
         self.engine_scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
         return int(request.client_index)
 
     def forget_prefixes(self) -> bool:
         """Clear the prefix cache, so that no request begins with earlier KV. Returns whether it is empty now."""
-        # A request that has blocks goes on caching them. Below vLLM 0.26 kvcached reports success whatever is in use.
+        # A request that has blocks goes on caching them.
         if any(private(manager, "req_to_blocks") for manager in self._managers()):
             return False
         return bool(private(self.engine_scheduler, "kv_cache_manager").reset_prefix_cache())

@@ -45,9 +45,8 @@ def numbers_media(renderer: Any) -> bool:
 def require_readable(core_request: Any) -> None:
     """Refuse a request that the engine's process could not decode, or that cannot be encoded for it.
 
-    A request that cannot be decoded ends the engine's input thread, and all requests wait for ever. For example,
-    ``/v1/chat/completions/batch`` passes on any ``priority`` up to vLLM 0.24. Of a request that cannot be encoded
-    (numbers above 64 bits, text that is not Unicode), vLLM keeps the state for ever.
+    A request that cannot be decoded ends the engine's input thread, and all requests wait for ever. Of a request that
+    cannot be encoded (numbers above 64 bits, text that is not Unicode), vLLM keeps the state for ever.
 
     Args:
         core_request: an ``EngineCoreRequest`` that is about to be sent.
@@ -82,7 +81,7 @@ def let_fail(request_state: Any, finish_reason: Any, logger: logging.Logger, *, 
     """Raise an exception in the endpoint that waits for a request which ended with an error.
 
     Each of vLLM's endpoints checks by itself, or does not check, why a request has ended. Streaming endpoints skip
-    outputs without tokens first (``completion_stream_generator``, ``chat_completion_stream_generator``, 0.19 to 0.30):
+    outputs without tokens first (``completion_stream_generator``, ``chat_completion_stream_generator``, 0.26 to 0.30):
     the client gets status 200 and ``[DONE]`` with nothing between. ``/inference/v1/generate`` and ``/v1/responses``
     with Harmony answer 200 with no token. No endpoint ignores an exception: the client gets 500 if nothing was sent
     yet, otherwise an error event or a stream that breaks off. If one of ``n`` choices fails, all fail, as in the

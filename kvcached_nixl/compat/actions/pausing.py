@@ -23,7 +23,6 @@ from kvcached_nixl.compat.versions import installed_row
 
 __all__ = [
     "cleared",
-    "drains",
     "end_at_once",
     "ends_at_once",
     "go_on_unless_paused",
@@ -53,17 +52,7 @@ def end_at_once(core: Any, logger: logging.Logger) -> None:
     if ended:
         logger.warning("%d requests end with an error: the engine is shut down without --shutdown-timeout", len(ended))
     for one in ended:
-        # A pair in vLLM 0.19 and 0.22, a request since 0.26 at the latest.
-        request_id, client_index = one if isinstance(one, tuple) else (one.request_id, one.client_index)
-        private(core, "_send_error_outputs_to_client")([request_id], client_index)
-
-
-def drains(engine_scheduler: Any) -> bool:
-    """Whether an engine is shutting down with time for peers to fetch the blocks that it holds."""
-    core = core_of(engine_scheduler)
-    if core is None or not core.vllm_config.shutdown_timeout:
-        return False
-    return bool(private(core, "shutdown_state").name == "SHUTTING_DOWN")
+        private(core, "_send_error_outputs_to_client")([one.request_id], one.client_index)
 
 
 def go_on_unless_paused(core: Any) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own push connector as a mode of ``NixlConnector``.
 
-Sources: ``vllm/config/kv_transfer.py``; ``NixlPushConnector`` in ``kv_connector/v1/nixl/connector.py``, from 0.24 on.
+Sources: ``vllm/config/kv_transfer.py``; ``NixlPushConnector`` in ``kv_connector/v1/nixl/connector.py``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from kvcached_nixl.compat.actions.engine import due_in_seconds, wait_for_input
 from kvcached_nixl.compat.actions.queues import queued, startable, wants_blocks
 from kvcached_nixl.compat.actions.step_output import reports_of
 from kvcached_nixl.compat.attached_state import side_of, sides
-from kvcached_nixl.compat.private import optional, private
+from kvcached_nixl.compat.private import private
 from kvcached_nixl.wire.step import Reports
 
 __all__ = ["note_step", "rest", "wait_relieving"]
@@ -101,11 +101,11 @@ def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     # Ranks of a data-parallel group step together, and remote encoders are polled in every step.
     if private(core, "engines_running") or private(scheduler, "ec_connector") is not None:
         return False
-    if scheduler.finished_req_ids or optional(scheduler, "deferred_frees"):
+    if scheduler.finished_req_ids or private(scheduler, "deferred_frees"):
         return False
     statuses = [one.status.name for one in queued(scheduler)]
     # A compiled grammar and the loads of another connector are found by polling only.
-    if "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR" in statuses or "WAITING_FOR_FSM" in statuses:
+    if "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR" in statuses:
         return False
     if statuses.count("WAITING_FOR_REMOTE_KVS") > sum(side.num_waiting for side in found):
         return False

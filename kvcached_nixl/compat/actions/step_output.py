@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvcached_nixl.compat.metrics import add_lasted, take_reasons, take_timelines
-from kvcached_nixl.compat.private import optional, private
+from kvcached_nixl.compat.private import private
 from kvcached_nixl.wire.step import BlockIds, Reports
 
 __all__ = [
     "blocks_of",
-    "count_cached",
     "is_whole",
     "let_load_fail",
     "note_tokens",
@@ -40,7 +39,7 @@ def tell_finished(engine_scheduler: Any, request: Any) -> Any:
 
     connector = private(engine_scheduler, "connector")
     block_ids = private(engine_scheduler, "kv_cache_manager").get_block_ids(request.request_id)
-    # vLLM 0.19's MultiConnector supports one KV-cache group only.
+    # Another package's connector, with NIXL's inside it, may support one KV-cache group only.
     if isinstance(connector, SupportsHMA):
         return connector.request_finished_all_groups(request, block_ids)
     return connector.request_finished(request, block_ids[0])
@@ -110,12 +109,6 @@ def waits_for_kv(request: Any) -> bool:
     return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
 
 
-def count_cached(request: Any) -> None:
-    """In vLLM <= 0.19 ``num_cached_tokens`` is -1 until a request is scheduled, and its metrics raise on that value."""
-    if optional(request, "num_cached_tokens", 0) < 0:
-        request.num_cached_tokens = 0
-
-
 def let_load_fail(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
     """Fail or recompute requests that received no KV, as ``kv_load_failure_policy`` says.
 
@@ -130,8 +123,6 @@ def let_load_fail(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
     if private(engine_scheduler, "recompute_kv_load_failures"):
         private(engine_scheduler, "failed_recving_kv_req_ids").update(ours)
         return set()
-    for request_id in ours:
-        count_cached(requests[request_id])
     return ours
 
 

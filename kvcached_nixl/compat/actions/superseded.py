@@ -4,8 +4,8 @@
 The patches of this package supersede it. If it is loaded later, its ``patch_connector`` does nothing. If it was applied
 already (ENABLE_KVCACHED set in a script, this package loaded by vLLM's plugin loader), its three changes are undone:
 
-* ``get_required_kvcache_layout``, replaced on the class that the name ``NixlConnector`` refers to. From vLLM 0.24 on
-  that is the pull connector, which only inherits the method, so there it is deleted;
+* ``get_required_kvcache_layout``, replaced on the class that the name ``NixlConnector`` refers to. That is the pull
+  connector, which only inherits the method, so there it is deleted;
 * ``register_kv_caches`` on the class that defines it;
 * ``__init__`` of ``TransferTopology``, whose original is only in the closure of the replacement.
 """
@@ -16,13 +16,13 @@ import sys
 import types
 from typing import Any
 
-from kvcached_nixl.compat.locate import FACADE, WORKER
-from kvcached_nixl.compat.names import KV_TRANSFER
+from kvcached_nixl.compat.names import KV_TRANSFER, NIXL_PREFIX
 from kvcached_nixl.errors import ContractChanged
-from kvcached_nixl.patching import Target
 
 __all__ = ["take_off"]
 
+_NAMES = ((f"{NIXL_PREFIX}.connector", "NixlConnector"), (f"{NIXL_PREFIX}.worker", "NixlConnectorWorker"))
+"""The classes that kvcached's patch changes, by the names that it uses: the pull classes, and their bases."""
 _LAYOUT = "get_required_kvcache_layout"
 _LAYOUT_SAVED = "_original_get_layout"
 _REGISTER = "register_kv_caches"
@@ -43,8 +43,9 @@ def take_off() -> tuple[str, ...]:
         ContractChanged: kvcached left traces that this function does not know how to undo exactly.
     """
     notes: list[str] = []
-    for cls in (*_classes(FACADE, "NixlConnector"), *_classes(WORKER, "NixlConnectorWorker")):
-        for owner in cls.__mro__:
+    for module, name in _NAMES:
+        cls = _find(module, name)
+        for owner in cls.__mro__ if cls is not None else ():
             if _LAYOUT_SAVED in vars(owner):
                 notes.append(_restore_layout(owner))
             if _REGISTER_SAVED in vars(owner):
@@ -60,13 +61,12 @@ def _restore_layout(owner: type) -> str:
     replacement = vars(owner).get(_LAYOUT)
     if not isinstance(saved, types.MethodType) or not isinstance(replacement, classmethod):
         raise _cannot_undo(owner, _LAYOUT, f"{_LAYOUT_SAVED} is a {type(saved).__name__}")
-    delattr(owner, _LAYOUT_SAVED)
     inherited = getattr(super(owner, owner), _LAYOUT, None)
-    if isinstance(inherited, types.MethodType) and inherited.__func__ is saved.__func__:
-        delattr(owner, _LAYOUT)
-        return f"{owner.__qualname__}.{_LAYOUT}: kvcached's override removed, inherited again"
-    setattr(owner, _LAYOUT, classmethod(saved.__func__))
-    return f"{owner.__qualname__}.{_LAYOUT}: kvcached's override removed"
+    if not isinstance(inherited, types.MethodType) or inherited.__func__ is not saved.__func__:
+        raise _cannot_undo(owner, _LAYOUT, "the class did not inherit it")
+    delattr(owner, _LAYOUT_SAVED)
+    delattr(owner, _LAYOUT)
+    return f"{owner.__qualname__}.{_LAYOUT}: kvcached's override removed, inherited again"
 
 
 def _restore_register(owner: type) -> str:
@@ -92,15 +92,6 @@ def _restore_topology(owner: type) -> str:
 def _closure(function: types.FunctionType) -> dict[str, Any]:
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
-
-
-def _classes(target: Target, alias: str) -> list[type]:
-    """The classes of ``target``, and those that ``alias`` refers to in its modules, if they are imported."""
-    names = [(place.module, place.qualname) for place in target.places] + [
-        (place.module, alias) for place in target.places
-    ]
-    found = [_find(module, name) for module, name in names]
-    return list(dict.fromkeys(cls for cls in found if cls is not None))
 
 
 def _find(module: str, name: str) -> type | None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which dimension of an attention backend's KV cache is blocks, tokens, heads, and K/V. Once per process."""
+"""Finds which dimension of an attention backend's KV cache is tokens, heads, and K/V. Once per process.
+
+The first one is blocks. K and V are packed, but in a few backends that vLLM 0.26 to 0.28 have: (N, 2, bs, H, D).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ class Axes:
         ndim: number of dimensions of one layer's cache.
     """
 
-    block: int
     token: int
     head: int | None
     kv: int | None
@@ -32,7 +34,7 @@ class Axes:
         """Read the axes from the shape that a backend returned for three sizes that no other dimension can have.
 
         Raises:
-            LayoutRefused: the block or token dimension is not found, or a dimension is left that is not K/V.
+            LayoutRefused: blocks do not come first, tokens are not found, or a dimension is left that is not K/V.
         """
         left = dict(enumerate(shape))
         found: list[int | None] = []
@@ -46,13 +48,14 @@ class Axes:
         left.pop(len(shape) - 1, None)
         left = {place: size for place, size in left.items() if size != 1}
         kv = next(iter(left), None)
-        if block is None or token is None or len(left) > 1 or (kv is not None and (left[kv] != 2 or head is None)):
+        if block != 0 or token is None or len(left) > 1 or (kv is not None and (left[kv] != 2 or head is None)):
             raise LayoutRefused(
                 found=f"an attention backend with the KV cache shape {tuple(shape)} for {num_blocks} blocks of "
                 f"{block_size} tokens and {num_heads} heads",
-                expected="one dimension for each of these, one for K/V if they are separate, and the head size last",
-                consequence="K and V, tokens or heads cannot be told apart, so no transfer would be right; the engine "
-                "stops.",
+                expected="blocks first, one dimension each for tokens, heads, and K/V if they are separate, and the "
+                "head size last",
+                consequence="Blocks, K and V, tokens or heads cannot be told apart, so no transfer would be right; the "
+                "engine stops.",
                 remedy="Choose another attention backend (--attention-backend), or run without ENABLE_KVCACHED.",
             )
-        return cls(block=block, token=token, head=head, kv=kv, ndim=len(shape))
+        return cls(token=token, head=head, kv=kv, ndim=len(shape))

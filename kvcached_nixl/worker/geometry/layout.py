@@ -139,7 +139,7 @@ def _refuse(layer: str, cache: torch.Tensor, expected: str) -> LayoutRefused:
 def _refuse_other_cells(layer: str, cache: torch.Tensor, axes: Axes, page: Page) -> None:
     """Refuse a cache whose cell is not one token of one head: some backends store K as a separate head, or several
     tokens in one cell."""
-    counted = {axes.block: cache.shape[axes.block], axes.token: page.num_tokens, cache.dim() - 1: cache.shape[-1]}
+    counted = {0: cache.shape[0], axes.token: page.num_tokens, cache.dim() - 1: cache.shape[-1]}
     if axes.head is not None:
         counted[axes.head] = page.num_heads
     if axes.kv is not None:
@@ -167,12 +167,12 @@ def _arrangement(layer: str, cache: torch.Tensor, axes: Axes, page: Page, num_po
         raise _refuse(layer, cache, f"{axes.ndim} dimensions")
     _refuse_other_cells(layer, cache, axes, page)
     page_bytes = page.num_bytes
-    stride_bytes = cache.stride(axes.block) * cache.element_size()
-    block = cache.select(axes.block, 0)
-    if axes.kv is not None and stride_bytes == page_bytes // 2 and _is_dense(_half(cache, axes, 0), page_bytes // 2):
-        return Arrangement.SPLIT_HALF
-    if _is_dense(block, page_bytes):
-        if stride_bytes == page_bytes and axes.kv != 0:
+    stride_bytes = cache.stride(0) * cache.element_size()
+    if axes.kv is not None and stride_bytes == page_bytes // 2:
+        if _is_dense(cache.select(axes.kv, 0)[0], page_bytes // 2):
+            return Arrangement.SPLIT_HALF
+    elif _is_dense(cache[0], page_bytes):
+        if stride_bytes == page_bytes:
             return Arrangement.DENSE
         if stride_bytes == page_bytes * num_pools:
             return Arrangement.CONTIGUOUS
@@ -182,13 +182,6 @@ def _arrangement(layer: str, cache: torch.Tensor, axes: Axes, page: Page, num_po
         f"blocks of {page_bytes} bytes that lie {page_bytes // 2} (K and V apart), {page_bytes} (one layer) or "
         f"{page_bytes * num_pools} (all {num_pools} pools of layers) bytes apart; found {stride_bytes}",
     )
-
-
-def _half(cache: torch.Tensor, axes: Axes, half: int) -> torch.Tensor:
-    """Returns K or V of block 0."""
-    assert axes.kv is not None
-    kept = [axis for axis in range(cache.dim()) if axis != axes.kv]
-    return cache.select(axes.kv, half).select(kept.index(axes.block), 0)
 
 
 def plan(
@@ -229,12 +222,12 @@ def plan(
     views: dict[str, torch.Tensor] = {}
     for layer, cache in owned.items():
         if layer in state_bytes:
-            kind, dimension, wanted = _arrangement_of_state(layer, cache, num_pools), 0, num_blocks // split
+            kind, wanted = _arrangement_of_state(layer, cache, num_pools), num_blocks // split
         else:
-            kind, dimension, wanted = _arrangement(layer, cache, axes, pages[layer], num_pools), axes.block, num_blocks
-        if cache.shape[dimension] < wanted:
-            raise _refuse(layer, cache, f"at least {wanted} blocks in dimension {dimension}")
-        views[layer] = cache.narrow(dimension, 0, wanted)
+            kind, wanted = _arrangement(layer, cache, axes, pages[layer], num_pools), num_blocks
+        if cache.shape[0] < wanted:
+            raise _refuse(layer, cache, f"at least {wanted} blocks")
+        views[layer] = cache[:wanted]
         kinds.setdefault(kind, layer)
     if len(kinds) > 1:
         mixed = ", ".join(f"{layer!r} {kind.value}" for kind, layer in kinds.items())

@@ -87,11 +87,11 @@ def _kind(cache: torch.Tensor, axes: Axes, share_of: Callable[[int], HeadShare])
     element, cell_bytes = cache.element_size(), _cell_bytes(cache)
     num_heads = 1 if axes.head is None else cache.shape[axes.head]
     return {
-        "block_stride_bytes": cache.stride(axes.block) * element,
+        "block_stride_bytes": cache.stride(0) * element,
         "token_stride_bytes": cache.stride(axes.token) * element,
         "head_stride_bytes": cell_bytes if axes.head is None else cache.stride(axes.head) * element,
         "cell_bytes": cell_bytes,
-        "num_blocks": cache.shape[axes.block],
+        "num_blocks": cache.shape[0],
         "block_size": cache.shape[axes.token],
         "num_heads": num_heads,
         **share_of(num_heads)._asdict(),

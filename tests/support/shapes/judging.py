@@ -14,8 +14,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from kvcached_nixl.compat.series import ROWS
-from kvcached_nixl.compat.versions import reason_on, row_of
+from kvcached_nixl.compat.versions import reason_on
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching import Patch
 from kvcached_nixl.patching.contract import find_seat, locate
@@ -80,7 +79,7 @@ def _verdict(patch: Patch, shape: Mapping[str, Any], modules: Mapping[str, types
     if patch.name not in shape["callers"]:
         raise _too_old(shape, f"the patch {patch.name}")
     version = _version(shape)
-    reason = reason_on(patch, version, row_of(version) or ROWS[-1])
+    reason = reason_on(patch, version)
     if reason is not None:
         return Verdict(patch.name, SKIPPED, reason)
     places = [place for place in patch.target.places if place.module in modules]

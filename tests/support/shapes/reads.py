@@ -19,23 +19,20 @@ from kvcached_nixl.compat.locate import (
     ERROR_MODULES,
     FACADE,
     FACTORY,
-    METADATA_MODULES,
+    METADATA_MODULE,
     MODEL_LOADER,
     RENDERER,
-    STATS_MODULES,
+    STATS_MODULE,
     WORKER,
     WORKER_PROCESS,
 )
 from kvcached_nixl.compat.names import KV_TRANSFER
 from kvcached_nixl.compat.series import (
     ASKS_FOR_RESULTS,
-    ASKS_FOR_STAGES,
-    ASKS_FOR_WORK,
     BEYOND_KVCACHED,
     COUNTS_EXTERNAL_WEIGHTS,
     HITS_DIVERGE,
     LOADS_BEHIND,
-    TELLS_NEW_REQUESTS,
 )
 from kvcached_nixl.patching import Place, Target
 
@@ -101,9 +98,9 @@ READS = (
             "xfer_stats",
         ),
     ),
-    _first_of(METADATA_MODULES, "NixlHandshakePayload", "compatibility_hash", "agent_metadata_bytes"),
-    _first_of(
-        STATS_MODULES,
+    _of(METADATA_MODULE, "NixlHandshakePayload", "compatibility_hash", "agent_metadata_bytes"),
+    _of(
+        STATS_MODULE,
         "NixlKVConnectorStats",
         "data",
         "reset",
@@ -112,7 +109,7 @@ READS = (
         "record_failed_transfer",
         "record_kv_expired_req",
     ),
-    _first_of(STATS_MODULES, "NixlPromMetrics", "observe", "_counter_cls", "_gauge_cls", "_histogram_cls"),
+    _of(STATS_MODULE, "NixlPromMetrics", "observe", "_counter_cls", "_gauge_cls", "_histogram_cls"),
     _of(f"{KV_TRANSFER}.v1.multi_connector", "MultiConnector", "_connectors"),
     _of(f"{KV_TRANSFER}.v1.base", "SupportsHMA", "request_finished_all_groups"),
     _of(
@@ -140,11 +137,11 @@ READS = (
             "finish_requests",
             "max_num_running_reqs",
             "ec_connector",
+            "deferred_frees",
         ),
         sometimes={
             "kv_holding_waiting": BEYOND_KVCACHED.later,
             "skipped_waiting": BEYOND_KVCACHED.earlier,
-            "deferred_frees": ASKS_FOR_WORK.later,
         },
     ),
     Reads(
@@ -208,9 +205,8 @@ READS = (
     Reads(
         Target(name="events of the block pool", places=(Place("vllm.v1.core.block_pool", "BlockPool"),)),
         ("take_events", "_remove_cached_block_hashes", "_emit_block_removed_events"),
-        ASKS_FOR_STAGES.later,
     ),
-    _of("vllm.v1.core.block_pool", "", "MEDIUM_GPU", versions=ASKS_FOR_STAGES.later),
+    _of("vllm.v1.core.block_pool", "", "MEDIUM_GPU"),
     _of("vllm.distributed.kv_events", "", "AllBlocksCleared"),
     _of("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "is_null"),
     # Requests and the outputs of a step.
@@ -234,8 +230,8 @@ READS = (
         "trace_headers",
         "is_finished",
         "get_finished_reason",
-        num_cached_tokens="<0.20",
-        prompt_is_token_ids=">=0.21",
+        "prompt_is_token_ids",
+        "abort_immediately",
     ),
     _of(
         "vllm.v1.request",
@@ -255,7 +251,7 @@ READS = (
         "lora_int_id",
         "lora_path",
         "load_inplace",
-        is_3d_lora_weight=TELLS_NEW_REQUESTS.later,
+        "is_3d_lora_weight",
     ),
     _of(f"{_CONFIG}.lora", "LoRAConfig", "lora_dtype", "target_modules", "enable_tower_connector_lora"),
     _of(
@@ -291,6 +287,8 @@ READS = (
         "prompt_embeds",
         "mm_features",
         "resumable",
+        "prompt_is_token_ids",
+        "abort_immediately",
     ),
     _of(
         "vllm.sampling_params",
@@ -348,6 +346,7 @@ READS = (
         "lora_config",
         "observability_config",
         "shutdown_timeout",
+        "use_v2_model_runner",
     ),
     _of(f"{_CONFIG}.observability", "ObservabilityConfig", "otlp_traces_endpoint"),
     _of(
@@ -385,7 +384,7 @@ READS = (
         "get_total_num_hidden_layers",
         "model_impl",
         "disable_sliding_window",
-        quantization_config=">=0.20",
+        "quantization_config",
     ),
     _of(
         f"{_CONFIG}.parallel",

@@ -208,11 +208,6 @@ WRONG: dict[str, tuple[Check, dict[str, Any], str]] = {
         {"transfer": {"kv_connector": "NixlPushConnector"}, "extra": {"transfer_mode": "pull"}},
         "NixlPushConnector with transfer_mode='pull'",
     ),
-    "KV events": (
-        configuration.settings,
-        {"command": (*COMMAND, "--kv-events-config", '{"enable_kv_cache_events": true}'), "vllm": "0.19.1"},
-        "--kv-events-config",
-    ),
     "ids": (
         configuration.settings,
         {"environ": {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}},

@@ -30,7 +30,7 @@ FIRST_BEYOND = SUPPORTED.rpartition("<")[2]
 @pytest.mark.parametrize(
     ("vllm", "runners"),
     [
-        ("0.19.1+cpu", ("V1",)),
+        ("0.26.0+cpu", ("V1",)),
         ("0.27.1", ("V1",)),
         ("0.28.0rc1", ("V1",)),
         ("0.28.0", ("V1", "V2")),
@@ -47,24 +47,17 @@ def test_what_kvcached_accepts(vllm: str | None, runners: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize(
-    ("environ", "vllm", "wish"),
-    [
-        ({}, "0.21.0", False),
-        ({}, "0.22.0", None),
-        ({SWITCH: "1"}, "0.21.0", True),
-        ({SWITCH: "0"}, "0.28.0", False),
-        ({SWITCH: "1"}, "0.28.0", True),
-    ],
+    ("environ", "wish"), [({}, None), ({SWITCH: "0"}, False), ({SWITCH: "1"}, True), ({SWITCH: "2"}, True)]
 )
-def test_the_switch_is_read_as_vllm_reads_it(environ: dict[str, str], vllm: str, wish: bool | None) -> None:
-    """Unset, it has meant V1 up to 0.21, and since then that the model decides."""
-    assert stated(environ, vllm) is wish
+def test_the_switch_is_read_as_vllm_reads_it(environ: dict[str, str], wish: bool | None) -> None:
+    """Unset, the model decides."""
+    assert stated(environ) is wish
 
 
 @pytest.mark.parametrize("text", ["", "true"])
 def test_a_switch_that_vllm_cannot_read_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="0 or 1"):
-        stated({SWITCH: text}, "0.28.0")
+        stated({SWITCH: text})
 
 
 def test_a_switch_is_named() -> None:
@@ -78,9 +71,7 @@ def test_a_switch_is_named() -> None:
 @pytest.mark.parametrize(
     ("vllm", "environ", "runner", "words"),
     [
-        ("0.19.1", {}, "V1", ["not set", "accepts it"]),
-        ("0.22.1", {}, "", ["some architectures", "V1 only", f"{SWITCH}=0"]),
-        ("0.25.1", {}, "", ["nearly every model", "V1 only", f"{SWITCH}=0"]),
+        ("0.27.1", {}, "", ["nearly every model", "V1 only", f"{SWITCH}=0"]),
         ("0.28.0", {}, "", ["nearly every model", "--model", "accepts both"]),
         ("0.28.0", {SWITCH: "1"}, "V2", [f"{SWITCH}=1", "accepts it"]),
         ("0.29.0", {}, "", ["V2 only", f"{SWITCH}=1"]),
@@ -101,7 +92,7 @@ def test_what_is_said_without_a_model(vllm: str, environ: dict[str, str], runner
 
 @pytest.mark.parametrize(
     ("vllm", "switch", "remedy"),
-    [("0.19.1", "1", f"Set {SWITCH}=0"), ("0.27.1", "1", f"Set {SWITCH}=0"), ("0.30.0", "0", f"Set {SWITCH}=1")],
+    [("0.27.1", "1", f"Set {SWITCH}=0"), ("0.30.0", "0", f"Set {SWITCH}=1")],
 )
 def test_a_switch_that_kvcached_refuses_is_a_refusal(vllm: str, switch: str, remedy: str) -> None:
     """With what to set."""
@@ -118,7 +109,7 @@ def test_of_no_version_nothing_is_said(vllm: str | None) -> None:
 # ------------------------------------------------------------------------------------------------- newer than kvcached
 
 
-@pytest.mark.parametrize("vllm", ["0.19.1", "0.25.1", "0.28.0", "0.30.0", "dev", None])
+@pytest.mark.parametrize("vllm", ["0.25.1", "0.28.0", "0.30.0", "dev", None])
 def test_an_older_vllm_is_not_beyond(vllm: str | None) -> None:
     assert beyond(vllm, "this") is None
 
@@ -216,25 +207,16 @@ def test_vllm_is_left_as_it_was(vllm: Vllm) -> None:
 def test_on_a_gpu_it_is_asked_once(vllm: Vllm) -> None:
     """And refused where a start would be."""
     vllm("cuda", source=CONFIG.replace("HAS_TRITON = False", "HAS_TRITON = True"))
-    (one,) = ask("a model", "0.25.1")
+    (one,) = ask("a model", "0.27.1")
     assert (one.device, one.is_here, one.runner) == ("cuda", True, "V2")
     assert one.refusal is not None and one.refusal.remedy == f"Set {SWITCH}=0."
     (one,) = ask("a model", "0.28.0")
     assert one.refusal is None
 
 
-def test_a_vllm_that_cannot_be_asked_for_a_gpu_says_so(vllm: Vllm) -> None:
-    """Its choice does not look for Triton where others do."""
-    vllm(source=CONFIG.replace("HAS_TRITON", "ELSEWHERE"))
-    _, there = ask("a model", "0.28.0")
-    assert (there.runner, there.is_here) == ("", False) and "cannot be asked" in there.why
-
-
-@pytest.mark.parametrize("model", ["a model", "old"])
-def test_the_switch_decides_for_every_device(vllm: Vllm, model: str) -> None:
-    """Also where vLLM's configuration has no answer of its own, as up to 0.21."""
+def test_the_switch_decides_for_every_device(vllm: Vllm) -> None:
     vllm(switch=True)
-    (one,) = ask(model, "0.27.1")
+    (one,) = ask("a model", "0.27.1")
     assert (one.device, one.runner, one.why) == ("", "V2", f"{SWITCH}=1")
     assert one.refusal is not None
 
@@ -242,7 +224,7 @@ def test_the_switch_decides_for_every_device(vllm: Vllm, model: str) -> None:
 def test_a_configuration_that_has_lost_its_answer_is_refused(vllm: Vllm) -> None:
     """Nothing is guessed."""
     vllm()
-    with pytest.raises(ContractChanged, match="without use_v2_model_runner"):
+    with pytest.raises(ContractChanged, match="without 'use_v2_model_runner'"):
         ask("old", "0.28.0")
 
 
@@ -274,13 +256,13 @@ def test_what_kvcached_refuses_anyway_is_not_asked_for(vllm: Vllm) -> None:
 
 
 def of(version: str) -> report.Report:
-    return report.Report("on", {"vllm": version}, (), {}, ())
+    return report.Report("on", {"vllm": version}, (), ())
 
 
 def test_the_report_has_a_line_for_each_device_and_refuses_what_stops_here(vllm: Vllm) -> None:
     """What a GPU elsewhere would get stops nothing here."""
     vllm()
-    found = report.asked(of("0.25.1"), "a model")
+    found = report.asked(of("0.27.1"), "a model")
     assert not found.refused
     shown = report.render(found)
     assert "\n  cpu, here: V1: vLLM's choice" in shown
@@ -289,7 +271,7 @@ def test_the_report_has_a_line_for_each_device_and_refuses_what_stops_here(vllm:
         in shown
     )
     vllm("cuda", source=CONFIG.replace("HAS_TRITON = False", "HAS_TRITON = True"))
-    found = report.asked(of("0.25.1"), "a model")
+    found = report.asked(of("0.27.1"), "a model")
     assert [name for name, _ in found.refusals] == ["runner"]
     (said,) = report.to_json(found)["runner"]
     assert said == {

@@ -11,7 +11,6 @@ import pytest
 from kvcached_nixl.compat import neighbours
 from kvcached_nixl.compat.names import KV_TRANSFER
 from kvcached_nixl.compat.neighbours import JUDGED, TRUSTED, connector_classes, require_no_replacement
-from kvcached_nixl.compat.versions import row_of
 from kvcached_nixl.errors import SettingsError
 
 BASE = type("KVConnectorBase_V1", (), {"__module__": f"{KV_TRANSFER}.v1.base"})
@@ -51,17 +50,9 @@ def require_servable(config: Any) -> None:
     neighbours.require_servable(connector_classes(Factory, config.kv_transfer_config), config)
 
 
-@pytest.fixture(params=["0.19.1", "0.25.1", "0.26.0", "0.33.0"])
-def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    version: str = request.param
-    monkeypatch.setattr(neighbours, "installed_row", lambda: row_of(version))
-    return version
-
-
 REFUSED = sorted({*JUDGED} - {"ExampleConnector", "MultiConnector"} - {name for name in JUDGED if "Nixl" in name})
 
 
-@pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("name", [*REFUSED, "NewConnector", "Derived", "LMCacheConnectorV1Dynamic"])
 def test_a_connector_that_was_not_shown_to_be_safe_is_refused_in_words(name: str, inner: bool) -> None:
@@ -72,7 +63,6 @@ def test_a_connector_that_was_not_shown_to_be_safe_is_refused_in_words(name: str
     assert refusal.value.consequence.startswith("OffloadingConnector " if name == "Derived" else f"{name} ")
 
 
-@pytest.mark.usefixtures("vllm")
 def test_each_danger_is_told() -> None:
     dangers = {
         "OffloadingConnector": "after vLLM has freed it",
@@ -87,17 +77,16 @@ def test_each_danger_is_told() -> None:
 
 
 @pytest.mark.parametrize("use_mla", [False, True])
-def test_the_example_connector_is_served_where_it_indexes_blocks(vllm: str, use_mla: bool) -> None:
+def test_the_example_connector_is_served_where_it_indexes_blocks(use_mla: bool) -> None:
     """Else it reshapes a layer's tensor, which is a copy where kvcached's blocks are not adjacent."""
     config = vllm_config("ExampleConnector", use_mla=use_mla)
-    if vllm in ("0.26.0", "0.33.0") and not use_mla:
+    if not use_mla:
         require_servable(config)
     else:
         with pytest.raises(SettingsError, match="reshapes"):
             require_servable(config)
 
 
-@pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("trusted", [None, [], ["Other"], "Mine", {"Mine": 1}], ids=str)
 @pytest.mark.parametrize("inner", [False, True])
 def test_a_connector_of_another_package_is_refused_until_somebody_vouches_for_it(trusted: Any, inner: bool) -> None:
@@ -107,14 +96,12 @@ def test_a_connector_of_another_package_is_refused_until_somebody_vouches_for_it
     require_servable(vllm_config("Mine", inner=inner, trusted=["Mine"]))
 
 
-@pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("name", ["OffloadingConnector", "Derived", "LMCacheConnectorV1Dynamic"])
 def test_nobody_can_vouch_for_one_that_is_known(name: str) -> None:
     with pytest.raises(SettingsError):
         require_servable(vllm_config(name, trusted=[name]))
 
 
-@pytest.mark.usefixtures("vllm")
 def test_without_a_multi_connector_there_is_nothing_beside_it() -> None:
     transfer = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
     require_servable(SimpleNamespace(kv_transfer_config=transfer))

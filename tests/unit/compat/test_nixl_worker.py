@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvcached_nixl.compat import nixl_kv_cache, nixl_worker, states
-from kvcached_nixl.compat.locate import METADATA_MODULES
+from kvcached_nixl.compat.locate import METADATA_MODULE
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
 from kvcached_nixl.compat.nixl_worker import WorkerView
 from kvcached_nixl.compat.series import Shape
@@ -203,7 +203,8 @@ def worker(**changed: Any) -> WorkerView:
     )
     cache = SimpleNamespace(cache_dtype="auto", block_size=16)
     model = SimpleNamespace(
-        model="m", revision=None, dtype="bf16", quantization=None, hf_config=config_of(), hf_text_config=config_of(),
+        model="m", revision=None, dtype="bf16", quantization=None, quantization_config=None,
+        hf_config=config_of(), hf_text_config=config_of(),
         is_multimodal_model=False, multimodal_config=None, trust_remote_code=False, max_model_len=4096,
         get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2,
         model_impl="auto", disable_sliding_window=False,
@@ -333,7 +334,7 @@ def test_blocks_with_an_indexer_are_shared_whole_only() -> None:
 
 
 class Decided(SimpleNamespace):
-    """vLLM's configuration since 0.22: it says itself which runner it has."""
+    """vLLM's configuration: it says itself which runner it has."""
 
     is_v2: bool
 
@@ -353,17 +354,12 @@ class Decided(SimpleNamespace):
         (False, "draft_model", False, False),
         (False, "eagle3", True, True),
         (False, "ngram", True, False),
-        (None, "eagle", False, False),
-        (None, "eagle", True, True),
     ],
 )
 def test_who_answers_before_a_draft_model_has_run(
-    is_v2: bool | None, method: str | None, unpadded: bool, expected: bool
+    is_v2: bool, method: str | None, unpadded: bool, expected: bool
 ) -> None:
-    """Nobody else waits for the device; ``is_v2`` None: a vLLM below 0.22, where the switch alone decides."""
-    import vllm
-
-    vllm.envs.VLLM_USE_V2_MODEL_RUNNER = False
+    """Nobody else waits for the device."""
     speculative = None
     if method is not None:
         speculative = SimpleNamespace(
@@ -371,8 +367,7 @@ def test_who_answers_before_a_draft_model_has_run(
         )
     asked = worker(speculative=speculative)
     config = vars(asked.worker)["vllm_config"]
-    if is_v2 is not None:
-        asked.worker.vllm_config = Decided(**vars(config), is_v2=is_v2)
+    asked.worker.vllm_config = Decided(**vars(config), is_v2=is_v2)
     assert asked.answers_before_drafts is expected
 
 
@@ -657,11 +652,11 @@ def test_the_layer_with_most_heads_says_how_many_ranks_have_kv_of_their_own() ->
 def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
     backend = SimpleNamespace(
         get_kv_cache_shape=lambda num_blocks, block_size, num_kv_heads, head_size: [
-            2, num_blocks, block_size, num_kv_heads, head_size,
+            num_blocks, 2, block_size, num_kv_heads, head_size,
         ]
     )  # fmt: skip
     shape, numbers = worker(attn_backends=[backend]).probe_cache_shape()
-    assert shape == (2, numbers["num_blocks"], numbers["block_size"], numbers["num_heads"], 1)
+    assert shape == (numbers["num_blocks"], 2, numbers["block_size"], numbers["num_heads"], 1)
     assert len({*numbers.values()}) == 3 and min(numbers.values()) > 1000
 
 
@@ -683,7 +678,7 @@ def test_where_all_views_are_alike_no_backend_is_asked(
     shape(Shape(logical_views=True))
     asked, numbers = worker(use_mla=use_mla).probe_cache_shape()
     assert asked == (numbers["num_blocks"], heads, numbers["block_size"], 1)
-    assert Axes.from_probe(asked, **numbers) == Axes(0, 2, None if use_mla else 1, None, 4)
+    assert Axes.from_probe(asked, **numbers) == Axes(2, None if use_mla else 1, None, 4)
 
 
 def test_pools_are_counted_by_where_layers_lie(shape: Callable[[Shape], None]) -> None:
@@ -716,13 +711,12 @@ def test_memory_is_registered_with_vllms_agent_and_deregistered_by_it() -> None:
     assert view.worker._registered_descs == [descriptors] and view.worker.device_id == 2
 
 
-@pytest.mark.parametrize("name", METADATA_MODULES)
-def test_a_handshake_is_offered_in_vllms_own_envelope(make_module: Callable[..., ModuleType], name: str) -> None:
-    parts = name.split(".")
+def test_a_handshake_is_offered_in_vllms_own_envelope(make_module: Callable[..., ModuleType]) -> None:
+    parts = METADATA_MODULE.split(".")
     for end in range(1, len(parts)):
         make_module(".".join(parts[:end])).__path__ = []
     make_module(
-        name,
+        METADATA_MODULE,
         "class NixlHandshakePayload:\n"
         "    def __init__(self, compatibility_hash, agent_metadata_bytes):\n"
         "        self.told = compatibility_hash, agent_metadata_bytes",

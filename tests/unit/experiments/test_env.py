@@ -95,7 +95,7 @@ def test_a_version_without_a_lock_is_refused_and_the_known_ones_are_named(run: R
     """Nothing unpinned is ever installed."""
     found = run("0.1.0")
     assert found.returncode == 2
-    assert "expected one of: 0.19.1 0.20.2 " in found.stderr
+    assert "expected one of: 0.26.0 0.27.1 " in found.stderr
     assert f" {ROWS[-1].tested}" in found.stderr
 
 
@@ -104,7 +104,7 @@ def test_a_missing_interpreter_is_said(run: Run, commands: Path, tmp_path: Path,
     """There are locks for some Pythons only."""
     (commands / "python3.11").unlink()
     write(commands / named, python("3.14", tmp_path / "include"))
-    found = run("0.19.1")
+    found = run("0.26.0")
     assert found.returncode == 2
     assert f"no CPython {','.join(lock.PYTHONS)} on PATH" in found.stderr and "python3.13-dev" in found.stderr
     assert found.stdout == ""
@@ -124,25 +124,25 @@ def test_the_interpreter_that_is_there_is_used(
     """With the headers and packages of its own name; what is needed of disk is the same."""
     (commands / "python3.11").unlink()
     write(commands / named, python(version, tmp_path / "nowhere"))
-    found = run("0.19.1")
+    found = run("0.26.0")
     assert found.returncode == 2 and f"apt-get install python{version}-dev" in found.stderr
     write(commands / named, python(version, tmp_path / "include", without_venv=True))
-    found = run("0.19.1")
+    found = run("0.26.0")
     assert found.returncode == 2 and f"apt-get install python{version}-venv" in found.stderr
     write(commands / named, python(version, tmp_path / "include"))
     write(commands / "df", "#!/bin/sh\necho Avail\necho 1000\n")
-    found = run("0.19.1")
+    found = run("0.26.0")
     assert found.returncode == 2 and "found 1000 MB free" in found.stderr
 
 
 def test_another_interpreter_is_used_where_it_is_named(run: Run, commands: Path, tmp_path: Path) -> None:
     write(commands / "python3.13", python("3.13", tmp_path / "nowhere"))
-    assert "python3.13-dev" in run("0.19.1", KVCACHED_NIXL_PYTHON="3.13").stderr
-    assert "no CPython 3.12 on PATH" in run("0.19.1", KVCACHED_NIXL_PYTHON="3.12").stderr
-    found = run("0.19.1", KVCACHED_NIXL_PYTHON="3.9")
+    assert "python3.13-dev" in run("0.26.0", KVCACHED_NIXL_PYTHON="3.13").stderr
+    assert "no CPython 3.12 on PATH" in run("0.26.0", KVCACHED_NIXL_PYTHON="3.12").stderr
+    found = run("0.26.0", KVCACHED_NIXL_PYTHON="3.9")
     assert found.returncode == 2 and f"expected one of: {' '.join(lock.PYTHONS)}" in found.stderr
     write(commands / "python3.11", "#!/bin/sh\necho 'pyenv: not selected' >&2\nexit 127\n")
-    assert "python3.13-dev" in run("0.19.1").stderr, "one that does not run is passed over"
+    assert "python3.13-dev" in run("0.26.0").stderr, "one that does not run is passed over"
 
 
 def test_another_machine_is_said(run: Run, commands: Path) -> None:
@@ -154,7 +154,7 @@ def test_another_machine_is_said(run: Run, commands: Path) -> None:
 def test_missing_headers_are_said(run: Run, tmp_path: Path) -> None:
     """kvcached is compiled."""
     (tmp_path / "include" / "Python.h").unlink()
-    found = run("0.19.1")
+    found = run("0.26.0")
     assert found.returncode == 2
     assert "Python.h" in found.stderr
 
@@ -164,7 +164,7 @@ def test_a_missing_compiler_is_said(run: Run, commands: Path, variables: dict[st
     """Before gigabytes are fetched, not after; CXX, if set, is the only one that counts."""
     if not variables:
         (commands / "g++").unlink()
-    found = run("0.19.1", **variables)
+    found = run("0.26.0", **variables)
     assert found.returncode == 2
     assert "no C++ compiler" in found.stderr
 
@@ -205,7 +205,7 @@ def test_what_the_cache_holds_takes_no_disk(
     tools = tmp_path / "repository" / ".venvs" / "tools" / "bin"
     tools.mkdir(parents=True)
     write(tools / "uv", CACHES_TORCH)
-    found = run("0.22.1", **variables)
+    found = run("0.26.0", **variables)
     assert found.returncode == 2
     assert f"expected {needed}" in found.stderr
 
@@ -214,7 +214,7 @@ def test_what_the_cache_holds_takes_no_disk(
 def environments(tmp_path: Path) -> Path:
     """A folder of environments, one of which no lock names."""
     folder = tmp_path / "repository" / ".venvs"
-    for name in ("tools", "vllm-0.1.0", "vllm-0.19.1", "vllm-0.28.0"):
+    for name in ("tools", "vllm-0.1.0", "vllm-0.26.0", "vllm-0.28.0"):
         (folder / name / "bin").mkdir(parents=True)
     return folder
 
@@ -222,8 +222,8 @@ def environments(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "left"),
     [
-        (["--unused"], ["tools", "vllm-0.19.1", "vllm-0.28.0"]),
-        (["0.28.0", "0.1.0"], ["tools", "vllm-0.19.1"]),
+        (["--unused"], ["tools", "vllm-0.26.0", "vllm-0.28.0"]),
+        (["0.28.0", "0.1.0"], ["tools", "vllm-0.26.0"]),
     ],
 )
 def test_environments_are_removed(run: Run, environments: Path, arguments: list[str], left: list[str]) -> None:
@@ -234,7 +234,7 @@ def test_environments_are_removed(run: Run, environments: Path, arguments: list[
     assert found.stdout == ""
 
 
-@pytest.mark.parametrize("arguments", [[], ["0.20.2"], ["../tools"], ["--unused", "0.28.0"]])
+@pytest.mark.parametrize("arguments", [[], ["0.27.1"], ["../tools"], ["--unused", "0.28.0"]])
 def test_nothing_else_is_removed(run: Run, environments: Path, arguments: list[str]) -> None:
     """What is no environment's version is refused."""
     found = run("--remove", *arguments)

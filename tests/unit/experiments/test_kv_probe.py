@@ -45,13 +45,12 @@ def logical() -> Any:
 
 def layouts(logical: Any) -> dict[str, Any]:
     """Return the same KV in every layout the probe reads on a CPU."""
-    strided = torch.empty(2, BLOCKS, TOKENS, HEADS, DIM, dtype=logical.dtype).transpose(2, 3)
-    strided.copy_(logical.transpose(0, 1))
-    block_major = torch.empty(BLOCKS, 5, 2, HEADS, TOKENS, DIM, dtype=logical.dtype)[:, 3].transpose(0, 1)
-    block_major.copy_(logical.transpose(0, 1))
+    apart = torch.empty(2, BLOCKS, TOKENS, HEADS, DIM, dtype=logical.dtype).transpose(0, 1)
+    block_major = torch.empty(BLOCKS, 5, 2, TOKENS, HEADS, DIM, dtype=logical.dtype)[:, 3]
+    for cache in (apart, block_major):
+        cache.copy_(logical.transpose(2, 3))
     return {
-        "K and V apart": logical.transpose(0, 1).contiguous(),
-        "tokens before heads": strided,
+        "K and V apart": apart,
         "a layer among others in a block": block_major,
         "K and V in the block": logical.transpose(2, 3).contiguous(),
         "packed": logical.transpose(1, 2).contiguous().view(BLOCKS, HEADS, TOKENS, 2 * DIM),
@@ -78,7 +77,7 @@ def test_every_byte_of_a_block_changes_its_digest_and_no_other(probe: ModuleType
 
 def test_the_order_of_layers_counts(probe: ModuleType, logical: Any) -> None:
     """Layer 0's bytes in layer 1's place are wrong bytes."""
-    caches = [logical.transpose(0, 1).contiguous(), logical.transpose(0, 1).flip(2).contiguous()]
+    caches = [logical.transpose(2, 3).contiguous(), logical.transpose(2, 3).flip(2).contiguous()]
     assert blocks().block_digest(caches, 0) != blocks().block_digest(caches[::-1], 0)
 
 
@@ -103,7 +102,7 @@ class FakeConnector:
     def get_finished(self) -> tuple[set[str], set[str]]:
         for meta in filter(None, self.moved.values()):
             for ours, theirs in zip(meta.local_block_ids[0], meta.remote.block_ids[0], strict=True):
-                self.cache[:, ours] = self.source[:, theirs]
+                self.cache[ours] = self.source[theirs]
         finished, self.moved = set(self.moved), {}
         return self.finished_sending, finished
 
@@ -124,7 +123,7 @@ def begin(recorder: Any, reqs_to_recv: dict[str, Any], **more: Any) -> None:
 
 def received(probe: ModuleType, logical: Any, plan: tuple[str, int] | None) -> tuple[dict[str, Any], list[str]]:
     """Receive three blocks under ``plan``; return the record and the digests the sender has."""
-    source = logical.transpose(0, 1).contiguous()
+    source = logical.transpose(2, 3).contiguous()
     cache = torch.ones_like(source)
     recorder = recorder_of(probe, FakeConnector(cache, source))
     recorder.plan = plan and (*plan, probe.ALL_GROUPS)
@@ -168,7 +167,7 @@ def test_each_corruption_changes_the_blocks_it_names(
 
 def test_a_corruption_strikes_once(probe: ModuleType, logical: Any) -> None:
     """The request after the corrupted one is received untouched."""
-    source = logical.transpose(0, 1).contiguous()
+    source = logical.transpose(2, 3).contiguous()
     recorder = recorder_of(probe, FakeConnector(torch.ones_like(source), source))
     recorder.plan = ("zero_a_block", 0, probe.ALL_GROUPS)
     for name in ("first", "second"):
@@ -180,7 +179,7 @@ def test_a_corruption_strikes_once(probe: ModuleType, logical: Any) -> None:
 
 def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> None:
     """Prefill's blocks when the request was sent, as its last step named them; decode's under the transfer's name."""
-    source = logical.transpose(0, 1).contiguous()
+    source = logical.transpose(2, 3).contiguous()
     connector = FakeConnector(source, source, "push")
     recorder = recorder_of(probe, connector)
     wanted = SimpleNamespace(attempt=7, name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=None)
@@ -210,7 +209,7 @@ def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> No
 
 def test_a_pull_of_ours_is_recorded_under_the_number_of_its_attempt(probe: ModuleType, logical: Any) -> None:
     """With the blocks of both sides, as the manifest and the step name them."""
-    source = logical.transpose(0, 1).contiguous()
+    source = logical.transpose(2, 3).contiguous()
     connector = FakeConnector(source, source, "pull")
     recorder = recorder_of(probe, connector)
     manifest = SimpleNamespace(request_id="on p", groups=(SimpleNamespace(block_ids=(0, 3)),))
@@ -239,7 +238,7 @@ def test_a_step_is_taken_from_its_first_method_to_its_last(
 
 def test_a_step_of_a_newer_vllm_is_recorded(probe: ModuleType, logical: Any) -> None:
     """It is told with its metadata before that is bound, and ends with an object of results."""
-    source = logical.transpose(0, 1).contiguous()
+    source = logical.transpose(2, 3).contiguous()
     connector = FakeConnector(torch.ones_like(source), source)
     recorder = recorder_of(probe, connector)
     recorder.call_begin = lambda metadata: connector.moved.update(metadata.reqs_to_recv)

@@ -116,11 +116,10 @@ def test_what_an_answer_counts_as(answer: Any, verdict: Verdict, monkeypatch: py
 
 
 def test_the_stock_arm_differs_in_nothing_but_the_memory() -> None:
-    """And in what the stock 0.19 has in place of a lease."""
     pytest.importorskip("safetensors.torch", reason="writes the model that the servers are given")
     ours, stock = PULL.specs("fail"), STOCK.specs("fail")
     assert all("ENABLE_KVCACHED" in one.environment for one in [*ours, *PUSH.specs("fail")])
-    assert [one.environment for one in stock] == [{"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "3"}] * 2
+    assert [one.environment for one in stock] == [{}] * 2
     assert [one.arguments for one in ours] == [one.arguments for one in stock]
     assert all("transfer_mode" not in str(one.kv_transfer) for one in stock)
     assert prompts(3) == prompts(3) and len({tuple(one) for one in prompts(12)}) == 12

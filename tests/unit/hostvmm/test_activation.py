@@ -24,7 +24,6 @@ def init_kvcached(tp_rank=0, world_size=1, pp_rank=0, is_worker=False, device=No
 def start_worker_listener_thread(rank, pp_rank=0, device_index=None):
     calls.append(("listen", rank, pp_rank, device_index))
 def alloc_kv_cache(kvcache_shape, block_size, dtype, device, num_layers): pass
-def build_kv_views(raw_kv_tensors, kvcache_shape, block_size): pass
 def get_kv_cache_manager(num_blocks, block_size, cell_size, num_layers, num_kv_buffers=2):
     return "manager"
 calls = []

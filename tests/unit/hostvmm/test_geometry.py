@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes offered to kvcached, and the smallest pool that can work."""
+"""The smallest pool that can work."""
 
 from __future__ import annotations
 
@@ -11,34 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached_nixl.hostvmm import HostvmmError
-from kvcached_nixl.hostvmm.geometry import Pool, shape_for_kvcached
+from kvcached_nixl.hostvmm.geometry import Pool
 
 MIB = 2**20
-sizes = st.integers(min_value=1, max_value=64)
 
 
 def pool(device_mib: float, *, layers: int = 4, kv_buffers: int = 2, contiguous: bool = True) -> Pool:
     return Pool(int(device_mib * MIB), 2 * MIB, layers, kv_buffers, contiguous, 0.95)
-
-
-@given(blocks=sizes, heads=sizes, block_size=sizes, width=sizes)
-def test_the_split_cpu_shape_is_offered_with_tokens_before_heads(
-    blocks: int, heads: int, block_size: int, width: int
-) -> None:
-    """kvcached is offered its own order of axes, of the same number of elements per block."""
-    offered = shape_for_kvcached((2, blocks, heads, block_size, width), block_size)
-    assert offered == (2, blocks, block_size, heads, width)
-
-
-def test_the_packed_shape_is_passed_on() -> None:
-    """The shape of vLLM 0.23 and later is one that kvcached knows."""
-    assert shape_for_kvcached((7, 4, 32, 64), 32) == (7, 4, 32, 64)
-
-
-def test_a_split_shape_without_the_block_size_where_it_belongs_is_refused() -> None:
-    """An unknown order of axes stops the engine: kvcached would otherwise address other blocks' bytes."""
-    with pytest.raises(HostvmmError, match=re.escape("(2, 9, 32, 4, 64)")):
-        shape_for_kvcached((2, 9, 32, 4, 64), 32)
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

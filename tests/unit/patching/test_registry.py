@@ -376,20 +376,20 @@ def test_a_hook_records_an_unforeseen_error_and_does_not_raise(lib: Any) -> None
 
 
 def test_the_judge_skips_and_refuses_with_its_reason(lib: Any) -> None:
-    """Versions and capabilities are the judge's business, not the engine's."""
+    """Versions are the judge's business, not the engine's."""
 
     def judge(record: Patch) -> str | None:
-        if record.needs == "refuse":
+        if record.versions == "refuse":
             raise UnsupportedVersion(found="f", expected="e", consequence="c", remedy="r")
-        return record.needs or None
+        return record.versions or None
 
     registry = seams(
-        patch(needs="lib does it").around(lambda call: None),
-        patch(needs="refuse", **LAYOUT).around(lambda call: None),
+        patch(versions="of another lib").around(lambda call: None),
+        patch(versions="refuse", **LAYOUT).around(lambda call: None),
         judge=judge,
     )
     skipped, refused = registry.outcomes()
-    assert (skipped.state, skipped.reason) == (PatchState.SKIPPED, "lib does it")
+    assert (skipped.state, skipped.reason) == (PatchState.SKIPPED, "of another lib")
     assert refused.state is PatchState.REFUSED
     assert [type(vars(lib.Base)[name]).__name__ for name in ("load", "layout")] == ["function", "classmethod"]
 

@@ -324,7 +324,7 @@ def test_that_this_host_has_no_descriptors_left_is_not_the_server_s_fault() -> N
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one piece", "in two"])
 def test_the_connection_of_an_error_is_not_used_again(at_once: bool) -> None:
-    """vLLM 0.19 closes it after the answer, and the next request would be lost."""
+    """A server may close it after the answer, and the next request would be lost."""
     opened = 0
     head, body = b"HTTP/1.1 400 No\r\nContent-Length: 2\r\n\r\n", b"no"
 

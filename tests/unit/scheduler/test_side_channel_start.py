@@ -90,7 +90,7 @@ def started(
     with contextlib.ExitStack() as stack, caplog.at_level(logging.INFO, SERVER_LOGGER):
 
         def start(where: SideChannelAddress) -> Channel:
-            asking = Channel(names_stage=True)
+            asking = Channel()
             stack.callback(asking.close)
 
             def listen() -> Listener:
@@ -148,10 +148,10 @@ class Channel(SideChannel):
 answers = {{0: ("tag", b"metadata")}}
 where = SideChannelAddress.of({host!r}, 5600, 0, {environ!r}, lambda: {own_ip!r})
 listener = start(
-    where, answers, lambda: Listener(where.listening, 5600, answers, woken.set, "key"), Channel(names_stage=True)
+    where, answers, lambda: Listener(where.listening, 5600, answers, woken.set, "key"), Channel()
 )
 assert told.wait(30)
-workers = SideChannel(names_stage=True)
+workers = SideChannel()
 workers.wake(*where.local, "key")
 assert woken.wait(10), "its own workers do not reach it"
 if {ask_at!r}:
@@ -298,7 +298,7 @@ def test_a_name_that_only_others_know_is_said(
 
 
 def refusal_at(where: SideChannelAddress) -> SettingsError:
-    channel = Channel(names_stage=True)
+    channel = Channel()
     with pytest.raises(SettingsError) as raised:
         module.start(where, OWN, lambda: Listener(where.listening, where.bound.port, OWN, lambda: None, "key"), channel)
     assert channel.is_closed
@@ -374,4 +374,4 @@ def test_what_else_keeps_it_from_listening_is_said() -> None:
         raise PermissionError(13, f"the side channel cannot listen at {where.bound}: Permission denied")
 
     with pytest.raises(SettingsError, match="Permission denied"):
-        module.start(where, OWN, listen, Channel(names_stage=True))
+        module.start(where, OWN, listen, Channel())

@@ -63,7 +63,7 @@ def listener(port: int, said: Answers) -> Listener:
 def test_each_change_is_told_once() -> None:
     told, ports = Told(), (free_port(), free_port())
     engines = {index: Endpoint("127.0.0.1", port) for index, port in enumerate(ports)}
-    watch = HandshakeWatch(SideChannel(names_stage=True), engines, 2, told)
+    watch = HandshakeWatch(SideChannel(), engines, 2, told)
     try:
         listeners = [listener(port, answers(letter)) for port, letter in zip(ports, (b"a", b"b"), strict=True)]
         first = sorted(told.get() for _ in range(2))
@@ -95,7 +95,7 @@ def test_an_engines_headroom_is_asked_again_and_again() -> None:
         return found
 
     one = Listener(["127.0.0.1"], port, answers(b"a", 1), lambda: None, "key", headroom)
-    watch = HandshakeWatch(SideChannel(names_stage=True), {3: Endpoint("127.0.0.1", port)}, 1, told)
+    watch = HandshakeWatch(SideChannel(), {3: Endpoint("127.0.0.1", port)}, 1, told)
     try:
         assert [told.headroom.get(timeout=10) for _ in range(2)] == [(3, b"first"), (3, b"last")]
     finally:
@@ -121,7 +121,7 @@ def test_an_engine_looks_at_its_memory_without_being_asked() -> None:
 def test_a_failure_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
     told, port = Told(), free_port()
     told.failures = 2
-    watch = HandshakeWatch(SideChannel(names_stage=True), {0: Endpoint("127.0.0.1", port)}, 1, told)
+    watch = HandshakeWatch(SideChannel(), {0: Endpoint("127.0.0.1", port)}, 1, told)
     one = listener(port, answers(b"a", 1))
     try:
         assert told.get() == (0, [("tag", b"a0")])
@@ -133,7 +133,7 @@ def test_a_failure_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> N
 
 def test_it_ends_with_whom_it_tells() -> None:
     told = Told()
-    watch = HandshakeWatch(SideChannel(names_stage=True), {}, 1, told)
+    watch = HandshakeWatch(SideChannel(), {}, 1, told)
     (thread,) = (one for one in threading.enumerate() if one.name == "kvcached-nixl-handshake-watch")
     del told
     thread.join(10)

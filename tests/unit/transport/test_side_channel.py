@@ -80,11 +80,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def channel() -> Iterator[Callable[..., module.SideChannel]]:
-    """channel(names_stage): one that is closed when the test ends."""
+    """channel(): one that is closed when the test ends."""
     made: list[module.SideChannel] = []
 
-    def make(names_stage: bool = False) -> module.SideChannel:
-        made.append(module.SideChannel(names_stage=names_stage))
+    def make() -> module.SideChannel:
+        made.append(module.SideChannel())
         return made[-1]
 
     yield make
@@ -101,20 +101,15 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("further", [[], [CLOCK]], ids=["one frame", "with the clock"])
-@pytest.mark.parametrize(("names_stage", "question"), [(False, [ASK, 3]), (True, [ASK, 0, 3])])
-def test_a_rank_is_asked_for_as_each_vllm_expects_it(
-    listen: Callable[..., Stock],
-    channel: Callable[..., module.SideChannel],
-    names_stage: bool,
-    question: list[Any],
-    further: list[bytes],
+def test_a_rank_is_asked_for_as_vllm_expects_it(
+    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel], further: list[bytes]
 ) -> None:
-    """By its rank, since 0.26 by its pipeline stage too; the listener's clock behind the answer is not needed."""
+    """By its pipeline stage and its rank; the listener's clock behind the answer is not needed."""
     listener = listen([msgspec.msgpack.encode(REPLY), *further])
-    asking = channel(names_stage)
+    asking = channel()
     assert asking.ask("127.0.0.1", listener.port, 3).result(JOIN_SECONDS) == ("abc", METADATA)
     assert asking.ask("127.0.0.1", listener.port, 3).result(JOIN_SECONDS) == ("abc", METADATA)
-    assert listener.asked == [question, question]
+    assert listener.asked == [[ASK, 0, 3]] * 2
 
 
 def test_fields_that_are_not_needed_are_not_looked_at(
@@ -212,7 +207,7 @@ def test_names_that_nobody_knows_hold_up_no_other_name(
 def test_nobody_listens(channel: Callable[..., module.SideChannel]) -> None:
     """Reported at once and with this error only, because it means that the peer has ended."""
     with pytest.raises(ConnectionRefusedError):
-        channel(True).ask("127.0.0.1", free_port(), 0).result(JOIN_SECONDS)
+        channel().ask("127.0.0.1", free_port(), 0).result(JOIN_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +230,7 @@ def test_a_listener_that_keeps_silent_is_not_waited_for(
     """It is alive, so this is no refusal."""
     listener = listen(None)
     with pytest.raises(TimeoutError, match=rf"127\.0\.0\.1:{listener.port} does not answer within 0\.2 s") as raised:
-        channel(True).ask("127.0.0.1", listener.port, 1).result(JOIN_SECONDS)
+        channel().ask("127.0.0.1", listener.port, 1).result(JOIN_SECONDS)
     assert isinstance(raised.value, OSError) and not isinstance(raised.value, ConnectionRefusedError)
     assert listener.asked == [[ASK, 0, 1]]
 
@@ -282,7 +277,7 @@ def test_many_that_do_not_answer_hold_up_nobody(
 def test_closing_waits_for_no_answer(listen: Callable[..., Stock]) -> None:
     """Open questions are not answered any more, and their callers get an error."""
     silent = listen(None)
-    asking = module.SideChannel(names_stage=False)
+    asking = module.SideChannel()
     waiting = [asking.ask("127.0.0.1", silent.port, 0) for _ in range(5)]
     begun = time.monotonic()
     asking.close()
@@ -294,7 +289,7 @@ def test_closing_waits_for_no_answer(listen: Callable[..., Stock]) -> None:
 
 
 def test_one_that_was_never_asked_is_closed_at_once() -> None:
-    module.SideChannel(names_stage=False).close()
+    module.SideChannel().close()
 
 
 # ------------------------------------------------------------------------------------------------------------ answering
@@ -421,8 +416,7 @@ def test_its_own_workers_wake_it(own: Own, channel: Callable[..., module.SideCha
 
 
 def test_both_sides_understand_each_other(own: Own, channel: Callable[..., module.SideChannel]) -> None:
-    for names_stage in (False, True):
-        assert channel(names_stage).ask("127.0.0.1", own.port, 1).result(JOIN_SECONDS) == ("tag 1", b"rank 1")
+    assert channel().ask("127.0.0.1", own.port, 1).result(JOIN_SECONDS) == ("tag 1", b"rank 1")
     found, metadata = channel().ask("127.0.0.1", own.port, 9).result(JOIN_SECONDS)
     assert "no rank 9" in found and metadata == b""
 

@@ -26,7 +26,7 @@ from kvcached_nixl.wire.handshake import (
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 
-TAG = Tag("pull", (("vLLM", "0.19.1"), ("model", "m"), ("dtype", "bf16")), (((16, 128), (2, 64)), ((4, 32),)))
+TAG = Tag("pull", (("vLLM", "0.28.0"), ("model", "m"), ("dtype", "bf16")), (((16, 128), (2, 64)), ((4, 32),)))
 PLANES = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
 WEIGHTS = Weights("1" * 32, "2" * 32, "")
 PROCESS = Process("a-boot", "pid:[1]", 7, 2**40)
@@ -36,9 +36,9 @@ RANK = RankHandshake(
 OTHER: dict[str, list[Any]] = {
     "mode": ["push"],
     "facts": [
-        (("vLLM", "0.19.2"), ("model", "m"), ("dtype", "bf16")),
-        (("vLLM", "0.19.1"), ("model", "m")),
-        (("vLLM", "0.19.1"), ("dtype", "m"), ("model", "bf16")),
+        (("vLLM", "0.28.1"), ("model", "m"), ("dtype", "bf16")),
+        (("vLLM", "0.28.0"), ("model", "m")),
+        (("vLLM", "0.28.0"), ("dtype", "m"), ("model", "bf16")),
     ],
     "planes": [
         (((16, 128), (2, 64)),),
@@ -54,7 +54,7 @@ def test_the_tag_of_protocol_13_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
     assert PROTOCOL == 13
     assert str(TAG) == (
-        "kvcached_nixl/13 pull [vLLM 0.19.1; model m; dtype bf16; group 0: 16 planes of cells of 128 bytes "
+        "kvcached_nixl/13 pull [vLLM 0.28.0; model m; dtype bf16; group 0: 16 planes of cells of 128 bytes "
         "and 2 planes of cells of 64 bytes, group 1: 4 planes of cells of 32 bytes]"
     )
 

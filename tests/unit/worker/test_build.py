@@ -64,7 +64,7 @@ class Stock:
         self.kernel_blocks_per_block = 2
         self.kv_shares = 1
         self.answers_before_drafts = self.zeroes_blocks = False
-        self.facts = (("vLLM", "0.19.1"), ("model", "m"))
+        self.facts = (("vLLM", "0.28.0"), ("model", "m"))
         self.kept: list[Any] = []
         self.offered: tuple[str, RankHandshake] | None = None
         vars(self).update(fields)
@@ -167,7 +167,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     found = registered(Geometry(num_pools=2))
     layers = layers_digest(found.layout, found.layers_of_groups)
     assert tag == (
-        f"kvcached_nixl/13 pull [vLLM 0.19.1; model m; layers of groups {layers}; group "
+        f"kvcached_nixl/13 pull [vLLM 0.28.0; model m; layers of groups {layers}; group "
         "0: 4 planes of cells of 16 bytes]"
     )
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)
@@ -192,7 +192,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
 @pytest.mark.parametrize(
     ("changed", "geometry", "mode"),
     [
-        ({"facts": (("vLLM", "0.19.1"), ("model", "n"))}, Geometry(num_pools=2), TransferMode.PULL),
+        ({"facts": (("vLLM", "0.28.0"), ("model", "n"))}, Geometry(num_pools=2), TransferMode.PULL),
         ({}, Geometry(num_pools=2), TransferMode.PUSH),
         ({}, Geometry(num_pools=3), TransferMode.PULL),
         ({}, Geometry(num_pools=2, head_size=4), TransferMode.PULL),

@@ -36,7 +36,7 @@ class Stock:
         return [dict.fromkeys(layers, page) for layers in self.geometry.layers_of_groups()]
 
     def probe_cache_shape(self) -> tuple[tuple[int, ...], dict[str, int]]:
-        shape = (2, PROBED["num_blocks"], PROBED["block_size"], PROBED["num_heads"], 1)
+        shape = (PROBED["num_blocks"], 2, PROBED["block_size"], PROBED["num_heads"], 1)
         return shape, PROBED
 
     def register_memory(

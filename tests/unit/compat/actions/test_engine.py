@@ -338,7 +338,7 @@ def test_every_side_knows_whose_blocks_these_are() -> None:
 def test_a_connector_is_told_of_an_end_with_every_block(
     make_module: Callable[..., ModuleType], knows_groups: bool
 ) -> None:
-    """vLLM 0.19's MultiConnector knows one KV-cache group."""
+    """A connector of another package, with NIXL's inside it, may know one KV-cache group."""
     parts = ["vllm", "distributed", "kv_transfer", "kv_connector", "v1", "base"]
     for end in range(1, len(parts)):
         make_module(".".join(parts[:end])).__path__ = []
@@ -502,14 +502,9 @@ def test_a_request_without_its_kv_is_computed_anew() -> None:
     assert engine.failed_recving_kv_req_ids == {"another", "one"}
 
 
-@pytest.mark.parametrize(("counted", "expected"), [(-1, 0), (3, 3)])
-def test_or_it_fails(counted: int, expected: int) -> None:
-    """vLLM's metrics raise on a number of cached tokens below 0, where it counts them."""
-    one, newer = loading(num_cached_tokens=counted), loading()
-    engine = failing(False, one=one, newer=newer)
-    assert let_load_fail(engine, {"one", "newer", "gone"}) == {"one", "newer"}
-    assert one.num_cached_tokens == expected
-    assert "num_cached_tokens" not in vars(newer)
+def test_or_it_fails() -> None:
+    engine = failing(False, one=loading(), other=loading())
+    assert let_load_fail(engine, {"one", "gone"}) == {"one"}
     assert engine.failed_recving_kv_req_ids == {"another"}
 
 

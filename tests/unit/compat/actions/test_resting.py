@@ -88,6 +88,7 @@ def core(*statuses: str, ours: SimpleNamespace | None = None, blocks: Blocks | N
         pause_state=0,
         ec_connector=None,
         finished_req_ids=set(),
+        deferred_frees=[],
         kv_cache_manager=SimpleNamespace(block_pool=blocks or Blocks(7)),
     )
     vars(scheduler).update({name: changed.pop(name) for name in list(changed) if name in SCHEDULERS})
@@ -186,7 +187,6 @@ def test_below_several_connectors_it_rests_for_a_moment() -> None:
         core(OURS, ours=side(pending=True)),
         core(OURS, ours=side(0)),
         core(OURS, "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"),
-        core(OURS, "WAITING_FOR_FSM"),
         core(OURS, batch_queue=[batch(tokens=1)]),
         core(OURS, batch_queue=[batch(), batch(reported={"finished_sending": {"a"}})]),
         core(OURS, batch_queue=[batch(reported={"finished_recving": {"a"}})]),
@@ -202,7 +202,6 @@ def test_below_several_connectors_it_rests_for_a_moment() -> None:
         "news",
         "another connector's",
         "a grammar",
-        "an old vLLM's grammar",
         "a batch",
         "sent",
         "received",

@@ -9,33 +9,23 @@ from typing import Any
 import pytest
 
 from kvcached_nixl.compat.actions.superseded import take_off
-from kvcached_nixl.compat.names import KV_TRANSFER
+from kvcached_nixl.compat.names import KV_TRANSFER, NIXL_PREFIX
 from kvcached_nixl.errors import ContractChanged
 
-V1 = f"{KV_TRANSFER}.v1"
-
 CONNECTOR = """
-class NixlConnector:
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config):
-        return "HND of " + cls.__name__
-class NixlConnectorWorker:
-    def register_kv_caches(self, kv_caches):
-        return kv_caches
-"""
-SPLIT_CONNECTOR = """
 class NixlBaseConnector:
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config):
         return "HND of " + cls.__name__
 class NixlPullConnector(NixlBaseConnector): pass
-class NixlPushConnector(NixlBaseConnector): pass
 NixlConnector = NixlPullConnector
 """
-SPLIT_WORKER = """
+WORKER = """
 class NixlBaseConnectorWorker:
     def register_kv_caches(self, kv_caches):
         return kv_caches
+class NixlPullConnectorWorker(NixlBaseConnectorWorker): pass
+NixlConnectorWorker = NixlPullConnectorWorker
 """
 TOPOLOGY = """
 class TransferTopology:
@@ -65,61 +55,46 @@ def snapshot(*classes: type) -> list[dict[str, Any]]:
     return [{k: getattr(v, "__func__", v) for k, v in vars(cls).items()} for cls in classes]
 
 
-def test_a_single_file_connector_gets_its_own_methods_back(make_module: Callable[..., Any]) -> None:
-    """vLLM up to 0.19: all three places are as before, and no trace is left."""
-    module = make_module(f"{V1}.nixl_connector", CONNECTOR)
+@pytest.fixture
+def classes(make_module: Callable[..., Any]) -> tuple[Any, Any, Any]:
+    """vLLM's pull connector, the class that defines a worker's methods, and the topology."""
+    connector = make_module(f"{NIXL_PREFIX}.connector", CONNECTOR)
+    worker = make_module(f"{NIXL_PREFIX}.worker", WORKER)
     utils = make_module(f"{KV_TRANSFER}.utils", TOPOLOGY)
-    classes = (module.NixlConnector, module.NixlConnectorWorker, utils.TransferTopology)
-    before = snapshot(*classes)
+    return connector.NixlConnector, worker.NixlBaseConnectorWorker, utils.TransferTopology
+
+
+def test_all_three_places_are_as_before(classes: tuple[Any, Any, Any]) -> None:
+    """The layout landed on a class that never had the method: it is deleted, not restored. No trace is left."""
+    connector, *_ = classes
+    before = snapshot(*classes, *connector.__bases__)
     patch_as_kvcached_does(*classes)
+    assert "get_required_kvcache_layout" in vars(connector)
     notes = take_off()
-    assert snapshot(*classes) == before
+    assert snapshot(*classes, *connector.__bases__) == before
     assert len(notes) == 3 and all("kvcached's" in note for note in notes)
-    assert module.NixlConnector.get_required_kvcache_layout(None) == "HND of NixlConnector"
-    assert isinstance(vars(module.NixlConnector)["get_required_kvcache_layout"], classmethod)
+    assert connector.get_required_kvcache_layout(None) == "HND of NixlPullConnector"
 
 
-def test_a_pull_connector_inherits_its_layout_again(make_module: Callable[..., Any]) -> None:
-    """From vLLM 0.24 on the override landed on a class that never had the method: it is deleted, not restored."""
-    connector = make_module(f"{V1}.nixl.connector", SPLIT_CONNECTOR)
-    worker = make_module(f"{V1}.nixl.base_worker", SPLIT_WORKER)
-    utils = make_module(f"{KV_TRANSFER}.utils", TOPOLOGY)
-    classes = (
-        connector.NixlBaseConnector,
-        connector.NixlPullConnector,
-        worker.NixlBaseConnectorWorker,
-        utils.TransferTopology,
-    )
-    before = snapshot(*classes)
-    patch_as_kvcached_does(connector.NixlConnector, worker.NixlBaseConnectorWorker, utils.TransferTopology)
-    assert "get_required_kvcache_layout" in vars(connector.NixlPullConnector)
-    take_off()
-    assert snapshot(*classes) == before
-    assert connector.NixlPullConnector.get_required_kvcache_layout(None) == "HND of NixlPullConnector"
-
-
-def test_taking_off_what_was_never_put_on_changes_nothing(make_module: Callable[..., Any]) -> None:
+def test_taking_off_what_was_never_put_on_changes_nothing(classes: tuple[Any, Any, Any]) -> None:
     """The usual case: this package was there first."""
-    module = make_module(f"{V1}.nixl_connector", CONNECTOR)
-    before = dict(vars(module.NixlConnector))
+    before = snapshot(*classes)
     assert take_off() == ()
-    assert dict(vars(module.NixlConnector)) == before
+    assert snapshot(*classes) == before
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
         lambda c, w, t: setattr(c, "_original_get_layout", "something"),
+        lambda c, w, t: setattr(c.__bases__[0], "get_required_kvcache_layout", classmethod(lambda *_: "another")),
         lambda c, w, t: setattr(w, "_kvcached_original_register_kv_caches", None),
         lambda c, w, t: delattr(w, "_kvcached_register_patched"),
         lambda c, w, t: setattr(t, "__init__", lambda self: None),
     ],
 )
-def test_traces_of_another_kvcached_are_refused(make_module: Callable[..., Any], spoil: Callable[..., None]) -> None:
+def test_traces_of_another_kvcached_are_refused(classes: tuple[Any, Any, Any], spoil: Callable[..., None]) -> None:
     """What is not known cannot be undone exactly, and two patches of one method would contradict each other."""
-    module = make_module(f"{V1}.nixl_connector", CONNECTOR)
-    utils = make_module(f"{KV_TRANSFER}.utils", TOPOLOGY)
-    classes = (module.NixlConnector, module.NixlConnectorWorker, utils.TransferTopology)
     patch_as_kvcached_does(*classes)
     spoil(*classes)
     with pytest.raises(ContractChanged, match=r"kvcached 0\.1\.6"):

@@ -30,7 +30,7 @@ def plan(geometry: Geometry, caches: dict[str, torch.Tensor], num_blocks: int | 
 
 geometries = st.builds(
     Geometry,
-    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla", "latent"]),
+    era=st.sampled_from(["kv_apart", "packed", "mla", "latent"]),
     contiguous=st.booleans(),
     num_pools=st.integers(1, 5),
     num_kv_heads=st.sampled_from([1, 2, 3, 8]),
@@ -52,7 +52,7 @@ def test_the_descriptors_of_a_block_are_exactly_the_bytes_attention_sees(geometr
     layout = plan(geometry, caches)
     for block_id in range(geometry.num_blocks):
         for cache in caches.values():
-            geometry.block(cache, block_id).fill_(1)
+            cache[block_id].fill_(1)
         written = b"".join(
             ctypes.string_at(region.address + block_id * region.block_bytes, region.block_bytes)
             for region in layout.regions
@@ -72,14 +72,13 @@ def test_nothing_is_registered_beyond_the_planned_blocks(geometry: Geometry) -> 
     """Views and regions hold ``num_blocks`` blocks, however many kvcached reserved."""
     caches, _ = geometry.allocate()
     layout = plan(geometry, caches)
-    block_dim = 1 if geometry.era == "kv_first" else 0
-    assert {view.shape[block_dim] for view in layout.device_views.values()} == {geometry.num_blocks}
+    assert {view.shape[0] for view in layout.device_views.values()} == {geometry.num_blocks}
     assert layout.num_blocks == geometry.num_blocks
     larger, _ = dataclasses.replace(geometry, reserved_blocks=geometry.reserved_blocks + 7).allocate()
     assert [r.block_bytes for r in plan(geometry, larger).regions] == [r.block_bytes for r in layout.regions]
 
 
-@pytest.mark.parametrize("era", ["kv_first", "blocks_first", "packed", "mla", "latent"])
+@pytest.mark.parametrize("era", ["kv_apart", "packed", "mla", "latent"])
 def test_the_contiguous_layout_takes_one_descriptor_a_block(era: str) -> None:
     """All layers of a block side by side are one region."""
     geometry = Geometry(era=era, contiguous=True, num_pools=3)
@@ -90,10 +89,9 @@ def test_the_contiguous_layout_takes_one_descriptor_a_block(era: str) -> None:
     assert layout.regions[0].block_bytes == 3 * geometry.page_bytes
 
 
-@pytest.mark.parametrize("era", ["kv_first", "blocks_first"])
-def test_k_and_v_apart_are_two_regions_a_layer(era: str) -> None:
-    """K first, whatever the backend counts first (vllm#42095)."""
-    geometry = Geometry(era=era, num_pools=2)
+def test_k_and_v_apart_are_two_regions_a_layer() -> None:
+    """The K of every block, and then the V, although the backend counts blocks first (vllm#42095)."""
+    geometry = Geometry(era="kv_apart", num_pools=2)
     caches, _ = geometry.allocate()
     layout = plan(geometry, caches)
     assert layout.arrangement is Arrangement.SPLIT_HALF
@@ -115,7 +113,7 @@ def test_what_is_packed_is_one_region_a_layer(era: str) -> None:
         ("packed", {"num_heads": 2}),
         ("packed", {"num_heads": 8}),
         ("packed", {"num_tokens": 8}),
-        ("blocks_first", {"num_heads": 2}),
+        ("kv_apart", {"num_heads": 2}),
         ("mla", {"num_tokens": 8}),
         ("latent", {"num_tokens": 1}),
     ],
@@ -201,7 +199,7 @@ def test_memory_that_cannot_be_described_is_refused_with_numbers(wrong: str) -> 
 
 
 @pytest.mark.parametrize("num_pools", [1, 2, 3])
-@pytest.mark.parametrize("era", ["kv_first", "blocks_first", "mla"])
+@pytest.mark.parametrize("era", ["kv_apart", "mla"])
 def test_contiguous_blocks_that_the_kernel_splits_are_refused(era: str, num_pools: int) -> None:
     """kvcached 0.1.6 keeps whole blocks there although the kernel, and so the worker, counts halves of them."""
     geometry = Geometry(era=era, contiguous=True, num_pools=num_pools)
@@ -218,5 +216,5 @@ def test_contiguous_blocks_that_the_kernel_splits_are_refused(era: str, num_pool
 
 def test_a_backend_shape_without_k_and_v_is_refused() -> None:
     """Five dimensions without a 2 beside the blocks leave K and V unknown."""
-    with pytest.raises(LayoutRefused, match="K and V, tokens or heads cannot be told apart"):
-        Axes.from_probe((3, 1_000_003, 48, 7, 1), num_blocks=1_000_003, block_size=48, num_heads=7)
+    with pytest.raises(LayoutRefused, match="Blocks, K and V, tokens or heads cannot be told apart"):
+        Axes.from_probe((1_000_003, 3, 48, 7, 1), num_blocks=1_000_003, block_size=48, num_heads=7)

@@ -21,7 +21,7 @@ from kvcached_nixl.worker.geometry.planes import layers_digest, planes_of
 NUMBERS = {"num_blocks": 1_000_003, "block_size": 48, "num_heads": 7}
 geometries = st.builds(
     Geometry,
-    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla", "latent"]),
+    era=st.sampled_from(["kv_apart", "packed", "mla", "latent"]),
     contiguous=st.booleans(),
     num_pools=st.integers(1, 3),
     num_kv_heads=st.sampled_from([1, 2, 3]),
@@ -44,11 +44,11 @@ def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry)
         pool.copy_(torch.arange(pool.numel()).remainder(97 + number).to(pool.dtype))
     axes = geometry.axes()
     (planes,) = planes_of(caches, axes, lambda _: HeadShare(0))
-    assert len(planes.bases) == geometry.num_pools * (2 if geometry.era in ("kv_first", "blocks_first") else 1)
+    assert len(planes.bases) == geometry.num_pools * (2 if geometry.era == "kv_apart" else 1)
     seen = []
     for cache in list(caches.values())[: geometry.num_pools]:
         seen += list(cache.unbind(axes.kv)) if axes.kv is not None else [cache]
-    order = [axis - (axes.kv is not None and axes.kv < axis) for axis in (axes.block, axes.token)]
+    order = [axis - (axes.kv is not None and axes.kv < axis) for axis in (0, axes.token)]
     if axes.head is not None:
         order.append(axes.head - (axes.kv is not None and axes.kv < axes.head))
     for base, view in zip(planes.bases, seen, strict=True):
@@ -70,14 +70,12 @@ def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry)
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((2, 1_000_003, 48, 7, 80), Axes(1, 2, 3, 0, 5)),
-        ((2, 1_000_003, 7, 48, 80), Axes(1, 3, 2, 0, 5)),
-        ((1_000_003, 2, 48, 7, 80), Axes(0, 2, 3, 1, 5)),
-        ((1_000_003, 7, 48, 160), Axes(0, 2, 1, None, 4)),
-        ((1_000_003, 48, 560), Axes(0, 1, None, None, 3)),
-        ((1_000_003, 1, 48, 560), Axes(0, 2, None, None, 4)),
+        ((1_000_003, 2, 48, 7, 80), Axes(2, 3, 1, 5)),
+        ((1_000_003, 7, 48, 160), Axes(2, 1, None, 4)),
+        ((1_000_003, 48, 560), Axes(1, None, None, 3)),
+        ((1_000_003, 1, 48, 560), Axes(2, None, None, 4)),
     ],
-    ids=["K/V first", "vLLM 0.19's CPU backend", "blocks first", "packed", "latent", "vLLM 0.29's latent"],
+    ids=["K and V apart", "packed", "latent", "vLLM 0.29's latent"],
 )
 def test_the_dimensions_are_found_by_their_numbers(shape: tuple[int, ...], expected: Axes) -> None:
     assert Axes.from_probe(shape, **NUMBERS) == expected
@@ -88,11 +86,12 @@ def test_the_dimensions_are_found_by_their_numbers(shape: tuple[int, ...], expec
     [
         (5, 48, 7, 80),
         (1_000_003, 5, 7, 80),
-        (3, 1_000_003, 48, 7, 80),
-        (2, 2, 1_000_003, 48, 7, 80),
-        (2, 1_000_003, 48, 80),
+        (1_000_003, 3, 48, 7, 80),
+        (1_000_003, 2, 2, 48, 7, 80),
+        (1_000_003, 2, 48, 80),
+        (2, 1_000_003, 48, 7, 80),
     ],
-    ids=["no blocks", "no tokens", "three halves", "two halves twice", "K and V without heads"],
+    ids=["no blocks", "no tokens", "three halves", "two halves twice", "K and V without heads", "K and V first"],
 )
 def test_a_shape_that_cannot_be_read_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(LayoutRefused, match="cannot be told apart"):

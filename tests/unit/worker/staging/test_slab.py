@@ -23,7 +23,7 @@ from kvcached_nixl.worker.staging.slab import Slab
 CPU = torch.device("cpu")
 geometries = st.builds(
     Geometry,
-    era=st.sampled_from(["kv_first", "blocks_first", "packed", "mla", "latent"]),
+    era=st.sampled_from(["kv_apart", "packed", "mla", "latent"]),
     contiguous=st.booleans(),
     num_pools=st.integers(1, 3),
     num_kv_heads=st.sampled_from([1, 2, 3]),
