@@ -108,7 +108,7 @@ def test_vllm_reads_its_switch_like_that(monkeypatch: pytest.MonkeyPatch, text: 
         read = envs.VLLM_USE_V2_MODEL_RUNNER
     except ValueError:
         with pytest.raises(Refused):
-            stated(os.environ, VLLM)
+            stated(os.environ)
     else:
         assert stated(os.environ) is read
         assert (read is None) == (text is None)

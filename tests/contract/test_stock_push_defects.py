@@ -115,7 +115,7 @@ def pages(node: Node, block_ids: list[int], fill: int) -> None:
     """Overwrites the blocks with another request's tokens."""
     for cache in node.caches.values():
         for block_id in block_ids:
-            GEOMETRY.block(cache, block_id).view(torch.uint8).fill_(fill)
+            cache[block_id].view(torch.uint8).fill_(fill)
 
 
 def test_stock_push_delivers_when_nothing_goes_wrong(node: Callable[..., Node]) -> None:

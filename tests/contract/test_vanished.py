@@ -242,7 +242,7 @@ class LaggingNode(Node):
 
         def write() -> None:
             for cache in self.caches.values():
-                self.geometry.block(cache, block_id).view(torch.uint8)[-1].fill_(filling)
+                cache[block_id].view(torch.uint8)[-1].fill_(filling)
 
         self.queued.append(write)
 

@@ -96,7 +96,7 @@ def test_other_bytes_end_the_request_by_policy_and_are_not_used(
 
     def changed(*arguments: Any, **options: Any) -> str:
         cache = list(decode.caches.values())[-1]
-        block = decode.geometry.block(cache, local[-1]).view(torch.uint8)
+        block = cache[local[-1]].view(torch.uint8)
         block[(-1,) * block.dim()] ^= 1
         return digest(*arguments, **options)
 

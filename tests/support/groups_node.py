@@ -52,7 +52,7 @@ class GroupsNode(Node):
             block_id = kernel_blocks[position // size] if kernel_blocks[position // size] >= self.geometry.split else 0
             for layer, cache in enumerate(layers):
                 number = group * self.geometry.num_pools + layer
-                block = self.geometry.block(cache, block_id).view(torch.uint8).movedim(1, 0)
+                block = cache[block_id].view(torch.uint8).movedim(1, 0)
                 cell = block[position % size]
                 expected = kv([token_ids[position]], position, number, cell.numel()).view(cell.shape)
                 yield position, (cell if block_id else None), expected
@@ -168,8 +168,7 @@ class GroupsNode(Node):
         for cache in list(self.caches.values())[: self.geometry.num_pools]:
             is_paged = 0 in self.with_states
             for block_id in block_ids if is_paged else self.kernel_blocks(block_ids):
-                block = cache[block_id] if is_paged else self.geometry.block(cache, block_id)
-                block.view(torch.uint8).fill_(filling)
+                cache[block_id].view(torch.uint8).fill_(filling)
 
     def add(
         self,

@@ -164,7 +164,7 @@ class Node(engine_node.Node):
         while position < len(token_ids):
             slot, tokens = position % size, token_ids[position : position + size - position % size]
             for layer, cache in enumerate(self.caches.values()):
-                block = self.geometry.block(cache, block_ids[(position - offset) // size]).view(torch.uint8)
+                block = cache[block_ids[(position - offset) // size]].view(torch.uint8)
                 cells = block.movedim(1, 0)[slot : slot + len(tokens)]
                 yield cells, kv(tokens, position, layer, cells[0].numel()).view(cells.shape)
             position += len(tokens)
@@ -191,7 +191,7 @@ class Node(engine_node.Node):
         """Overwrites the blocks with a byte."""
         for cache in self.caches.values():
             for block_id in block_ids:
-                self.geometry.block(cache, block_id).view(torch.uint8).fill_(filling)
+                cache[block_id].view(torch.uint8).fill_(filling)
 
     def preempt(self, request_id: str) -> None:
         """Preempts a request, as the scheduler does with all running requests when its prefix cache is reset."""

@@ -58,12 +58,14 @@ class Node:
             config.kvcached_nixl_name = name
             engine_name.join_engine(config)
         self.kvcached.init_kvcached(is_worker=True, device="cuda:0")
-        shape = (2, BLOCKS, HEADS, BLOCK_SIZE, WIDTH)
+        shape = (BLOCKS, HEADS, BLOCK_SIZE, 2 * WIDTH)
         self.tensors = self.kvcached.alloc_kv_cache(shape, BLOCK_SIZE, torch.float32, "cuda", LAYERS)
         return name
 
     def manage(self) -> bool:
-        self.manager = self.kvcached.get_kv_cache_manager(BLOCKS, BLOCK_SIZE, HEADS * WIDTH * 4, LAYERS)
+        self.manager = self.kvcached.get_kv_cache_manager(
+            BLOCKS, BLOCK_SIZE, HEADS * 2 * WIDTH * 4, LAYERS, num_kv_buffers=1
+        )
         return self.manager.alloc(1) is not None  # waits for the worker's tensors
 
     def take(self, count: int) -> int:
