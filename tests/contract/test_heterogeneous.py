@@ -45,7 +45,7 @@ from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
-from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step, failure_of, finished_attempts_of
+from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step, WakeAddress, failure_of, finished_attempts_of
 from kvcached_nixl.worker.build import assemble
 from kvcached_nixl.worker.geometry.planes import planes_of
 from kvcached_nixl.worker.transfer import transfer_queue as transfer_queue
@@ -331,7 +331,7 @@ class Rank:
 
     def begin(self, **news: Any) -> None:
         port = PORTS[self.context.local.engine_id.startswith("d-")]
-        self.worker.begin_step(Step(HOST, port, "key", START, **news))
+        self.worker.begin_step(Step(HOST, port, WakeAddress(HOST, port, "key"), START, **news))
         self.worker.end_step()
 
     def look(self) -> bool:
