@@ -25,7 +25,7 @@ from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.handshake import Process, RankHandshake, Weights
+from kvcached_nixl.wire.handshake import Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
@@ -41,7 +41,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOK
 from kvcached_nixl.worker.transfer.topology import LocalRank
 
 COMPATIBILITY = "kvcached_nixl/experiments"
-WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
+WEIGHTS = Weights(Tensors("1" * 32, "2" * 32), files="3" * 32)
 
 
 class _Reads:

@@ -10,18 +10,18 @@ __all__ = ["COMPARED"]
 
 COMPARED: Mapping[str, str] = MappingProxyType(
     {
-        "weights of files, as loaded": (
-            "names, types, shapes and bytes of the tensors in the files (beyond 256 MiB, 8,192 pieces of them), and "
-            "the content of memory where both have the same layout; not file names, folders or the loader"
+        "weights": (
+            "what is in memory, every byte of each tensor that a model holds, where both lie alike; else what was "
+            "loaded, before kernels rewrote it; else the files, where those differ in place (tensor-parallel size, "
+            "quantizing kernels): names, types, shapes and bytes of their tensors (beyond 256 MiB, 8,192 pieces of "
+            "them); not file names, folders or the loader"
         ),
-        "other weights (object stores, GGUF, dummy), or updated in place": (
-            "the content of memory (beyond 256 MiB, 2,048 elements of each tensor), where both have the same layout: "
-            "the same quantization, kind of device and tensor-parallel size. Otherwise, or if weights cannot be read "
-            "(a CPU's linear layers), KV is refused"
+        "weights that have changed since they were loaded": (
+            "what is in memory alone. If part of it is out of sight of PyTorch, KV is refused"
         ),
         "configuration": (
-            "the model's, with overrides (rope, windows), its dtype, quantization and its settings, implementation and "
-            "own code, and how media are processed (options, and the model's own files)"
+            "the model's, setting by setting, with overrides (rope, windows), its dtype, quantization, implementation, "
+            "own code that computes, and how media are processed (options, and the model's own files and code for it)"
         ),
         "draft models": "as the model, where their KV is in the cache; drafts without a model (ngram) are not compared",
         "LoRA": (

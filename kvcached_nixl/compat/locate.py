@@ -30,6 +30,7 @@ __all__ = [
     "KVCACHED_PATCH",
     "KVCACHED_PATCH_MANAGER",
     "KVCACHED_VERSION_RANGE",
+    "LOADER_BASE",
     "MEDIA_PROCESSING",
     "METADATA_MODULE",
     "MODEL_LOADER",
@@ -39,6 +40,7 @@ __all__ = [
     "RENDERER",
     "REQUEST_STATE",
     "STATS_MODULE",
+    "STREAMING_LOADER",
     "TRANSFER_CONFIG",
     "WORKER",
     "WORKER_BASE",
@@ -92,6 +94,17 @@ MODEL_LOADER = Target(
     name="model loader", places=(Place("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader"),)
 )
 """Loads weights from files on a file system."""
+
+STREAMING_LOADER = Target(
+    name="streaming model loader",
+    places=(Place("vllm.model_executor.model_loader.runai_streamer_loader", "RunaiModelStreamerLoader"),),
+)
+"""Streams weights from a file system or an object store."""
+
+LOADER_BASE = Target(
+    name="model loader base", places=(Place("vllm.model_executor.model_loader.base_loader", "BaseModelLoader"),)
+)
+"""The base class of every loader of weights."""
 
 RENDERER = Target(name="renderer", places=(Place("vllm.renderers.base", "BaseRenderer"),))
 """Prepares prompts in the API server."""

@@ -2,67 +2,131 @@
 """Named access to a vLLM worker's weights: its models in memory, the files they come from, and their settings.
 
 Sources: ``v1/worker/gpu_worker.py``, ``v1/worker/gpu_model_runner.py``, ``v1/worker/gpu/model_runner.py``,
-``model_executor/model_loader/default_loader.py``, ``config/model.py``.
+``model_executor/model_loader/base_loader.py``, ``default_loader.py``, ``config/model.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kvcached_nixl.compat.drafts import keeps_draft_kv
+from kvcached_nixl.compat.held_tensors import held_by, read_by_kernel
 from kvcached_nixl.compat.private import optional, private
-from kvcached_nixl.identity.checkpoint import Checkpoint
-from kvcached_nixl.identity.configuration import checksum_of, code_checksum, processor_checksum
-from kvcached_nixl.identity.memory import in_memory
+from kvcached_nixl.identity.configuration import checksum_of, processor_checksum, processor_code, settings_of
+from kvcached_nixl.identity.history import ModelReading, WeightsHistory
+from kvcached_nixl.identity.memory import read
 from kvcached_nixl.wire.handshake import Weights
 
-__all__ = ["model_facts", "note_files", "weights_of"]
+__all__ = ["model_facts", "note_calls", "note_files", "watch_loading", "weights_of"]
 
-_CHECKPOINT = "_kvcached_nixl_checkpoint"
+_HISTORY = "_kvcached_nixl_weights"
+_OWN_CODE = "transformers_modules."
 
 
-def note_files(loader: Any, name: str, subfolder: str | None, folder: str, files: list[str]) -> None:
-    """Called when vLLM loads weights from these files. They are kept with the loader's configuration.
+def note_files(loader: Any, name: str, subfolder: str | None, files: Sequence[str]) -> None:
+    """Called when vLLM loads weights from these files.
 
     Args:
         subfolder: the model's subfolder, if its weights have several parts.
     """
-    load_config = private(loader, "load_config")
-    if _CHECKPOINT not in vars(load_config):
-        setattr(load_config, _CHECKPOINT, Checkpoint())
-    vars(load_config)[_CHECKPOINT].load(name, subfolder or "", Path(folder), [Path(file) for file in files])
+    _history(private(loader, "load_config")).reads_files(name, subfolder or "", [Path(file) for file in files])
 
 
-def weights_of(worker: Any) -> Weights:
-    """A worker's current weights, including draft models that compute KV. Reads memory, on the worker's own thread."""
-    config = private(worker, "vllm_config")
-    found = in_memory(_parameters(worker), place=_place(config))
-    checkpoint = vars(config.load_config).get(_CHECKPOINT)
-    if checkpoint is None:
-        # Nothing is known of weights that are kept elsewhere.
-        return Weights(found.layout, found.content if found.is_whole else "", "")
+def watch_loading(loader: Any) -> None:
+    """Note what a new loader of weights loads, before and after kernels rewrite it.
+
+    Every loader has these two methods of its own, so they are wrapped on the loader itself. ``load_model`` calls
+    ``load_weights``, and then has kernels rewrite what was loaded.
+    """
+    history = _history(private(loader, "load_config"))
+    load_weights, load_model = private(loader, "load_weights"), private(loader, "load_model")
+
+    def loads_weights(model: Any, *rest: Any, **named: Any) -> Any:
+        history.begins()
+        tensors = None
+        try:
+            found = load_weights(model, *rest, **named)
+            tensors = read(_loaded_into(model))
+            return found
+        finally:
+            history.ends(model, tensors)
+
+    def loads_model(*arguments: Any, **named: Any) -> Any:
+        model = load_model(*arguments, **named)
+        held = held_by(model).items()
+        history.built(model, read((name, one.tensor) for name, one in held if not one.is_parameter))
+        return model
+
+    loader.load_weights, loader.load_model = loads_weights, loads_model
+
+
+def note_calls(worker: Any, names: Sequence[str]) -> None:
+    """Called in a worker after calls that may have changed its weights."""
+    _history(private(worker, "vllm_config").load_config).called(names)
+
+
+def weights_of(worker: Any) -> tuple[Weights, Mapping[str, Sequence[str]]]:
+    """A worker's current weights, including draft models that compute KV. Reads memory, on the worker's own thread.
+
+    Returns: the weights, and the names of their tensors as `Weights.misfit` takes them.
+    """
+    runner, config = private(worker, "model_runner"), private(worker, "vllm_config")
+    history = _history(config.load_config)
+    models = list(_models(runner, config))
+    # Expert load balancing moves experts between ranks without notice.
+    moves = private(config.parallel_config, "enable_eplb")
     draft = _draft_of(config)
     ignored = "" if draft is None or keeps_draft_kv(config.speculative_config) else str(draft.model)
-    # The draft model may be the served model itself.
-    present, origin = checkpoint.content(str(config.model_config.model), ignored, found.content)
-    if found.is_whole:
-        return Weights(found.layout, found.content, present, present)
-    return Weights(found.layout, found.content if origin else "", present, origin)
+    return history.weights(
+        [_reading(history, prefix, model, moves) for prefix, model in models],
+        _place(config),
+        str(config.model_config.model),
+        ignored,
+        _own_code(model for _, model in models),
+    )
+
+
+def _history(load_config: Any) -> WeightsHistory:
+    # The loader's configuration is what loader and worker share.
+    found: WeightsHistory = vars(load_config).setdefault(_HISTORY, WeightsHistory())
+    return found
+
+
+def _loaded_into(model: Any) -> Iterator[tuple[str, Any]]:
+    """Parameters and buffers that a checkpoint has. Others are derived from limits, too, or not written yet."""
+    derived = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    yield from model.named_parameters()
+    yield from ((name, one) for name, one in model.named_buffers() if name not in derived)
+
+
+def _reading(history: WeightsHistory, prefix: str, model: Any, moves: bool) -> ModelReading:
+    held = held_by(model)
+    tensors = read((name, one.tensor) for name, one in held.items())
+    tensors |= read(read_by_kernel(model, history.vanished(model, tensors)))
+    parameters = {name for name, one in held.items() if one.is_parameter}
+    moved = [name for name in tensors if ".experts." in f".{name}"] if moves else ()
+    return ModelReading(model, prefix, tensors, parameters, moved)
 
 
 def model_facts(config: Any) -> dict[str, object]:
     """The parts of a model's configuration that determine the bytes of its KV, by name."""
     model = private(config, "model_config")
     facts: dict[str, object] = {
-        "configuration": checksum_of(model.hf_config.to_dict()),
+        **{f"configuration.{name}": text for name, text in settings_of(model.hf_config.to_dict()).items()},
         "dtype": model.dtype,
         "quantization": _quantization(model),
         "implementation": private(model, "model_impl"),
         "window": "off" if private(model, "disable_sliding_window") else "-",
         "rope": _long_rope(model),
-        "code": _code(config) or "-",
     }
     if private(model, "is_multimodal_model"):
         media = model.multimodal_config
@@ -75,20 +139,6 @@ def model_facts(config: Any) -> dict[str, object]:
         drafted = "-" if draft is None else f"{checksum_of(draft.hf_config.to_dict())} {draft.dtype}"
         facts["drafts"] = f"{speculative.method} {drafted}"
     return facts
-
-
-def _parameters(worker: Any) -> Iterator[tuple[str, Any]]:
-    runner, config = private(worker, "model_runner"), private(worker, "vllm_config")
-    # Expert load balancing moves experts without notice, so their weights are not compared.
-    moves = private(config.parallel_config, "enable_eplb")
-    for prefix, model in _models(runner, config):
-        for name, parameter in model.named_parameters():
-            if not (moves and ".experts." in name):
-                yield f"{prefix}{name}", parameter
-        # Scales with which an 8-bit KV cache is read.
-        for name, buffer in model.named_buffers():
-            if name.endswith("_scale"):
-                yield f"{prefix}{name}", buffer
 
 
 def _models(runner: Any, config: Any) -> Iterator[tuple[str, Any]]:
@@ -108,7 +158,8 @@ def _place(config: Any) -> str:
     parallel = config.parallel_config
     ranks = f"{get_tensor_model_parallel_rank()} of {parallel.tensor_parallel_size}"
     if parallel.enable_expert_parallel:
-        ranks += f", experts {parallel.data_parallel_rank} of {parallel.data_parallel_size}"
+        placement = parallel.expert_placement_strategy, parallel.eplb_config
+        ranks += f", experts {parallel.data_parallel_rank} of {parallel.data_parallel_size} {placement}"
     return f"{ranks} on {current_platform.get_device_name()}"
 
 
@@ -138,25 +189,43 @@ def _long_rope(model: Any) -> str:
     return "long" if model.max_model_len > made_for else "short"
 
 
-def _code(config: Any) -> str:
-    """Checksum of the model's own Python code, if vLLM may run it."""
-    folder = _folder(config) if config.model_config.trust_remote_code else None
-    try:
-        return "" if folder is None else code_checksum(folder)
-    except OSError:
-        return ""
+def _own_code(models: Iterable[Any]) -> str:
+    """Checksum of the Python code that computes and that a model has brought along; "" if vLLM's computes."""
+    waiting = {kind.__module__ for model in models for module in model.modules() for kind in type(module).__mro__}
+    read: dict[str, str] = {}
+    while waiting:
+        name = waiting.pop()
+        if not name.startswith(_OWN_CODE) or name in read:
+            continue
+        module = sys.modules[name]
+        read[name] = hashlib.blake2b(Path(str(module.__file__)).read_bytes()).hexdigest()
+        for value in vars(module).values():
+            used = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            waiting.add(used if isinstance(used, str) else "")
+    return checksum_of({name.rpartition(".")[2]: code for name, code in read.items()}) if read else ""
 
 
 def _processor(config: Any) -> str:
-    """Checksum of the model's own settings for processing images, sounds, ..."""
-    folder = _folder(config)
+    """Checksum of the model's own settings and code for processing images, sounds, ..."""
+    folder = _folder(config.model_config)
     try:
-        return "" if folder is None else processor_checksum(folder)
+        if folder is None:
+            return ""
+        code = processor_code(folder) if config.model_config.trust_remote_code else ""
+        return f"{processor_checksum(folder)} {code}".strip()
     except (OSError, ValueError):
         return ""
 
 
-def _folder(config: Any) -> Path | None:
-    checkpoint = vars(config.load_config).get(_CHECKPOINT)
-    found: Path | None = None if checkpoint is None else checkpoint.folder(str(config.model_config.model))
-    return found
+def _folder(model: Any) -> Path | None:
+    """The folder with the model's configuration, whatever loads its weights; None if it is on no file system."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if (folder := Path(model.model)).is_dir():
+        return folder
+    try:
+        found = try_to_load_from_cache(str(model.model), "config.json", revision=model.revision)
+    except ValueError:
+        # Not a name in a hub.
+        return None
+    return Path(found).parent if isinstance(found, str) else None

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NAMES", "checksum_of", "code_checksum"]
+__all__ = ["NAMES", "checksum_of", "processor_checksum", "processor_code", "settings_of"]
 
 NAMES = frozenset(
     {
@@ -30,8 +31,15 @@ NAMES = frozenset(
 )
 """Fields, at any depth, that only name something. They are left out, so that a renamed model compares equal."""
 
-
+_LIMITS = frozenset({"max_model_len", "max_num_seqs", "max_num_batched_tokens"})
+"""Limits of an engine, which some models copy into their configuration (MiniMax-M2). They change no byte of KV."""
 _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+_MAPS = ("config.json", "tokenizer_config.json")
+_PREPARES = frozenset({"AutoProcessor", "AutoImageProcessor", "AutoVideoProcessor", "AutoFeatureExtractor"})
+_RELATIVE_IMPORT = re.compile(rb"^\s*from\s+\.(\w+)\s+import", re.M)
+_MOST_NAMED = 64
+"""Larger groups of settings (names of labels) count as one."""
+_SHORT = re.compile(r"[\w.+-]{1,32}")
 
 
 def checksum_of(values: Mapping[str, Any]) -> str:
@@ -40,19 +48,38 @@ def checksum_of(values: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
-def code_checksum(folder: Path) -> str:
-    """Checksum of the Python files in a model's folder, which ``--trust-remote-code`` runs; "" if there are none.
+def settings_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """The same values one by one, as short texts by name ("text_config.rope_theta"): what differs has a name."""
+    found: dict[str, str] = {}
+    for key, value in _without_names(values).items():
+        if isinstance(value, dict) and 0 < len(value) <= _MOST_NAMED:
+            found |= {f"{key}.{name}": text for name, text in settings_of(value).items()}
+        else:
+            text = str(value)
+            found[key] = text if _SHORT.fullmatch(text) else checksum_of({"value": value})[:16]
+    return found
+
+
+def processor_code(folder: Path) -> str:
+    """Checksum of the Python files in a model's folder that prepare media (``--trust-remote-code``); "" if none does.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError, ValueError: a file cannot be read.
     """
-    files = sorted(folder.glob("*.py"))
-    if not files:
-        return ""
-    hasher = hashlib.blake2b(digest_size=16)
-    for path in files:
-        hasher.update(hashlib.blake2b(path.name.encode()).digest() + hashlib.blake2b(path.read_bytes()).digest())
-    return hasher.hexdigest()
+    waiting = set()
+    for path in [path for name in (*_PROCESSORS, *_MAPS) if (path := folder / name).exists()]:
+        for kind, classes in dict(json.loads(path.read_bytes()).get("auto_map") or {}).items():
+            if kind in _PREPARES:
+                named = [classes] if isinstance(classes, str) else [one for one in classes if one]
+                waiting |= {one.rpartition("--")[2].partition(".")[0] for one in named}
+    read: dict[str, bytes] = {}
+    while waiting:
+        name = waiting.pop()
+        path = folder / f"{name}.py"
+        if name not in read and path.exists():
+            read[name] = path.read_bytes()
+            waiting |= {one.decode() for one in _RELATIVE_IMPORT.findall(read[name])}
+    return checksum_of({name: hashlib.blake2b(code).hexdigest() for name, code in read.items()}) if read else ""
 
 
 def processor_checksum(folder: Path) -> str:
@@ -79,7 +106,7 @@ def _names_code(key: str) -> bool:
 def _without_names(value: Any) -> Any:
     if isinstance(value, Mapping):
         # Keys may be numbers (labels). Mixed keys can be sorted only as strings.
-        return {str(key): _without_names(one) for key, one in value.items() if key not in NAMES}
+        return {str(key): _without_names(one) for key, one in value.items() if key not in NAMES and key not in _LIMITS}
     if isinstance(value, (list, tuple)):
         return [_without_names(one) for one in value]
     if isinstance(value, (set, frozenset)):

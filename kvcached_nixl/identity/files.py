@@ -2,40 +2,60 @@
 """128-bit checksums of weight files, independent of their folder, their names and how a checkpoint is split into files.
 
 Safetensors files are hashed tensor by tensor, with each tensor's name, type and shape, so a checkpoint that was split
-into other files has the same checksum. Up to ``WHOLE_BYTES`` everything is read. Beyond that, pieces of each tensor are
-read, at offsets that follow from its size: tens of MiB of a checkpoint of hundreds of GB. A file of another kind is
-hashed as one sequence of bytes.
+into other files has the same checksum. Up to ``WHOLE_BYTES`` everything is read. Beyond that, `PIECES` pieces, whatever
+the number of tensors: a file system may take 50 ms for each. Names and shapes of all tensors count; which tensors are
+read follows from their names alone. Each kind of tensor (names without their numbers) gets an equal share, so that what
+all layers have a few of is read of every layer beside tens of thousands of experts. A file of another kind is hashed as
+one sequence of bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import xxhash
 
-__all__ = ["WHOLE_BYTES", "Signature", "checksum", "signature"]
+__all__ = ["WHOLE_BYTES", "Checksums", "Signature", "checksum", "checksums", "signature"]
 
 WHOLE_BYTES = 256 << 20
 """Files whose total size is larger are sampled."""
 PIECES, PIECE_BYTES = 8192, 4096
-"""How much is sampled: about this many pieces in total, at least one per tensor, and the size of a piece."""
+"""How many pieces are sampled in all, and the size of one."""
 _READ_BYTES = 8 << 20
-_READERS = 8
+_READERS = 64
+_HEADER_BYTES = 256 << 10
+"""What is read of a file at first: the header of most, in one read."""
 _LONGEST_HEADER_BYTES = 1 << 30
 
-Signature = tuple[tuple[str, int, int, int], ...]
-"""(resolved path, size, modification time in ns, inode) of each file: equal as long as no file was replaced."""
+Signature = tuple[tuple[str, int, int], ...]
+"""(resolved path, size, modification time in ns) of each file: equal as long as no file was replaced. Some network file
+systems draw inode numbers anew."""
+
+
+class Checksums(NamedTuple):
+    """Checksum of the content of files in all, 32 hexadecimal digits, and (name, 8 digits) of each."""
+
+    content: str
+    each: tuple[tuple[str, str], ...]
 
 
 class _Span(NamedTuple):
-    """The bytes of one tensor, or of a whole file. ``key``: the tensor's name, type and shape; empty for a file."""
+    """The bytes of one tensor, or of a whole file.
 
+    Attributes:
+        name: the tensor's; "" for a file.
+        key: the tensor's name, type and shape; empty for a file.
+    """
+
+    name: str
     key: bytes
     path: Path
     begin: int
@@ -48,34 +68,58 @@ def signature(paths: Sequence[Path]) -> Signature:
     for path in paths:
         resolved = path.resolve(strict=True)
         status = resolved.stat()
-        found.append((str(resolved), status.st_size, status.st_mtime_ns, status.st_ino))
+        found.append((str(resolved), status.st_size, status.st_mtime_ns))
     return tuple(sorted(found))
 
 
 def checksum(paths: Sequence[Path], *, whole_bytes: int = WHOLE_BYTES) -> str:
-    """32 hexadecimal digits over the content of the files.
+    """`checksums` of all of them alone. Raises OSError: a file cannot be read."""
+    return checksums(paths, whole_bytes=whole_bytes).content
+
+
+def checksums(paths: Sequence[Path], *, whole_bytes: int = WHOLE_BYTES) -> Checksums:
+    """Read these files with `_READERS` threads.
 
     Raises:
         OSError: a file cannot be read.
     """
-    spans = [span for path in paths for span in _spans(path)]
-    pieces = 0 if sum(span.length for span in spans) <= whole_bytes else max(1, PIECES // max(1, len(spans)))
-    lots = [spans[place::_READERS] for place in range(_READERS)]
     with ThreadPoolExecutor(_READERS, "kvcached-nixl-checksum") as readers:
+        spans = [span for found in readers.map(_spans, paths) for span in found]
+        pieces = dict.fromkeys(spans, 0)
+        if sum(span.length for span in spans) > whole_bytes:
+            read = _chosen(spans)
+            pieces = {span: PIECES // len(read) if span in read else -1 for span in spans}
+        # Neighbours stay together: a thread opens few files.
+        size = max(1, -(-len(spans) // (4 * _READERS)))
+        lots = [spans[place : place + size] for place in range(0, len(spans), size)]
         found = [one for lot in readers.map(lambda lot: _digests(lot, pieces), lots) for one in lot]
+    of_file: dict[Path, list[bytes]] = {path: [] for path in paths}
+    for span, digest in zip(spans, found, strict=True):
+        of_file[span.path].append(digest)
+    each = tuple(sorted((path.name[:255], _joined(digests)[:8]) for path, digests in of_file.items()))
+    return Checksums(_joined(found), each)
+
+
+def _joined(digests: Sequence[bytes]) -> str:
     hasher = hashlib.blake2b(digest_size=16)
-    for one in sorted(found):
+    for one in sorted(digests):
         hasher.update(one)
     return hasher.hexdigest()
 
 
-def _spans(path: Path) -> Iterator[_Span]:
+def _chosen(spans: Sequence[_Span]) -> set[_Span]:
+    """At most `PIECES` of them: in turn one of each kind, in an order that follows from their keys."""
+    kinds: dict[str, list[_Span]] = {}
+    for span in sorted(spans, key=lambda span: xxhash.xxh3_64_digest(span.key)):
+        kinds.setdefault(re.sub(r"[0-9]+", "#", span.name), []).append(span)
+    turns = zip_longest(*(kinds[kind] for kind in sorted(kinds)))
+    return set([span for turn in turns for span in turn if span is not None][:PIECES])
+
+
+def _spans(path: Path) -> list[_Span]:
     size = path.stat().st_size
     tensors = _tensors(path, size) if path.suffix == ".safetensors" else None
-    if tensors is None:
-        yield _Span(b"", path, 0, size)
-        return
-    yield from tensors
+    return [_Span("", b"", path, 0, size)] if tensors is None else tensors
 
 
 class _Tensor(msgspec.Struct):
@@ -90,11 +134,14 @@ _tensor = msgspec.json.Decoder(_Tensor)
 
 def _tensors(path: Path, size: int) -> list[_Span] | None:
     """The tensors of a safetensors file; None if it is not a safetensors file."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+    with path.open("rb", buffering=0) as file:
+        raw = file.read(_HEADER_BYTES)
+        length = int.from_bytes(raw[:8], "little")
         if not 0 < length <= min(size, _LONGEST_HEADER_BYTES):
             return None
-        raw = file.read(length)
+        while len(raw) < 8 + length and (more := file.read(8 + length - len(raw))):
+            raw += more
+        raw = raw[8 : 8 + length]
     try:
         entries = {name: _tensor.decode(raw) for name, raw in _header.decode(raw).items() if name != "__metadata__"}
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -106,21 +153,21 @@ def _tensors(path: Path, size: int) -> list[_Span] | None:
         if not 0 <= begin <= end <= size - first:
             return None
         key = msgspec.msgpack.encode((name, one.dtype, one.shape))
-        found.append(_Span(key, path, first + begin, end - begin))
+        found.append(_Span(name, key, path, first + begin, end - begin))
     return found
 
 
-def _digests(spans: Sequence[_Span], pieces: int) -> list[bytes]:
-    """One digest per span, in no particular order. ``pieces``: how many to read of each span; 0 for all of it."""
+def _digests(spans: Sequence[_Span], pieces: Mapping[_Span, int]) -> list[bytes]:
+    """One digest per span, in their order. ``pieces``: how many to read of each; 0 for all of it, -1 for nothing."""
     found, opened, descriptor = [], None, -1
     try:
         for span in spans:
-            if span.path != opened:
-                if descriptor >= 0:
-                    os.close(descriptor)
-                descriptor, opened = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC), span.path
             hasher = xxhash.xxh3_128(len(span.key).to_bytes(8, "little") + span.key + span.length.to_bytes(8, "little"))
-            for begin, length in _ranges(span.length, pieces):
+            for begin, length in _ranges(span.length, pieces[span]):
+                if span.path != opened:
+                    if descriptor >= 0:
+                        os.close(descriptor)
+                    descriptor, opened = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC), span.path
                 data = os.pread(descriptor, length, span.begin + begin)
                 if len(data) != length:
                     raise OSError(f"{span.path} became shorter while it was read")
@@ -136,6 +183,8 @@ def _ranges(length: int, pieces: int) -> Iterator[tuple[int, int]]:
     """(offset, size) of each range to read of ``length`` bytes. Unless ``pieces`` is 1, the first and the last byte
     are among them.
     """
+    if pieces < 0:
+        return
     if not pieces or length <= pieces * PIECE_BYTES:
         for begin in range(0, length, _READ_BYTES):
             yield begin, min(_READ_BYTES, length - begin)

@@ -1,79 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two checksums of a rank's weights in memory: of their layout and of their content. Needs torch.
+"""Checksums of tensors in memory, each of all its bytes, on the device that they are on. Needs torch.
 
-Two ranks whose weights have the same layout are compared by content, no matter what loaded or changed the weights.
+A rank of 80 GB is read at a tenth of its memory's bandwidth, in pieces of `_PIECE_BYTES`, so that an engine that uses
+nearly all of its device has room for it. Nothing is sampled: a change of one element is another checksum.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
-import xxhash
 
-__all__ = ["InMemory", "in_memory"]
+from kvcached_nixl.wire.handshake import MOST_NAMED_TENSORS, Tensors
 
-WHOLE_BYTES = 256 << 20
-"""Weights whose total size is larger are sampled."""
-SAMPLED = 2048
-"""Elements that are sampled of each tensor, evenly spread."""
-_INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+__all__ = ["Read", "Reading", "described", "read"]
 
 
-class InMemory(NamedTuple):
-    """Checksums of weights.
+class Read(NamedTuple):
+    """A tensor that was read. ``checksum``: of its bytes; None if they cannot be read."""
 
-    Attributes:
-        layout: of names, types, shapes and place.
-        content: of the values; "" if they cannot be read.
-        is_whole: False if some weights are known to be kept elsewhere, as vLLM's CPU kernels keep linear layers.
-    """
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+    checksum: int | None
 
-    layout: str
-    content: str
-    is_whole: bool = True
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.shape
 
 
-def in_memory(tensors: Iterable[tuple[str, torch.Tensor]], *, place: str) -> InMemory:
-    """Read weights where they are, on the calling thread, in the current stream.
+Reading: TypeAlias = Mapping[str, Read]
+"""By name."""
+
+_PIECE_BYTES = 8 << 20
+# Odd 64-bit numbers, as torch's integers wrap around.
+_PLACE, _MIX, _MIX_AGAIN = -7046029254386353131, -4658895280553007687, -7723592293110705685
+
+
+def read(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Read]:
+    """Read tensors on the calling thread, in the current stream; none may be asleep (vLLM's sleep mode)."""
+    found: dict[str, Read] = {}
+    sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors:
+        found[name] = Read(tensor.dtype, tuple(tensor.shape), tensor.device.type, None)
+        try:
+            checksum = _sum_of(tensor.detach())
+        except (NotImplementedError, RuntimeError, TypeError):
+            # A kind of tensor without plain bytes.
+            continue
+        sums.setdefault(tensor.device, []).append((name, checksum))
+    # One copy to the host for each device.
+    for summed in sums.values():
+        for (name, _), value in zip(summed, torch.stack([one for _, one in summed]).tolist(), strict=True):
+            found[name] = found[name]._replace(checksum=value)
+    return found
+
+
+def described(reading: Reading, place: str) -> Tensors:
+    """What peers are told of tensors. Without content if one of them could not be read.
 
     Args:
-        tensors: (name, weights) in any order; none may be asleep (vLLM's sleep mode).
         place: rank and device, on which the layout depends as well.
     """
-    named = sorted((name.replace(".base_layer.", "."), tensor.detach()) for name, tensor in tensors)
-    shape = [(name, str(one.dtype), tuple(one.shape), one.device.type) for name, one in named]
-    layout = hashlib.blake2b(repr((place, shape)).encode(), digest_size=16).hexdigest()
-    is_whole = sum(one.numel() * one.element_size() for _, one in named) <= WHOLE_BYTES
-    hasher = xxhash.xxh3_128()
-    try:
-        for group in _by_device(one for _, one in named).values():
-            # Samples are small and go to the host in one copy. Whole tensors go one by one, because there may be no
-            # memory for a second copy of all of them.
-            read = [_bytes_of(one, is_whole) for one in group]
-            for part in read if is_whole else [torch.cat(read)]:
-                hasher.update(part.cpu().numpy().tobytes())
-    except (NotImplementedError, RuntimeError, TypeError, KeyError):
-        # The elements of this kind of tensor cannot be read: the files that it came from are compared instead.
-        return InMemory(layout, "", False)
-    return InMemory(layout, hasher.hexdigest(), all(one.numel() for _, one in named))
+    names = sorted(reading)
+    forms = [(name, *map(str, reading[name][:3])) for name in names]
+    layout = hashlib.blake2b(repr((place, forms)).encode(), digest_size=16)
+    sums = [one for name in names if (one := reading[name].checksum) is not None]
+    if not names or len(sums) < len(names):
+        return Tensors(layout.hexdigest())
+    each = [value.to_bytes(8, "little", signed=True) for value in sums]
+    content = hashlib.blake2b(b"".join(each), digest_size=16).hexdigest()
+    named = b"".join(value[:4] for value in each) if len(each) <= MOST_NAMED_TENSORS else b""
+    return Tensors(layout.hexdigest(), content, named)
 
 
-def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for one in tensors:
-        found.setdefault(one.device, []).append(one)
-    return dict(sorted(found.items(), key=lambda item: str(item[0])))
+def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The checksum of a tensor's bytes, as a tensor of one int64 on its device."""
+    if tensor.is_meta:
+        raise NotImplementedError("a tensor without memory")
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    begin = 0
+    for part in _pieces(tensor):
+        words = _words(part)
+        mixed = torch.arange(begin, begin + words.numel(), dtype=torch.int64, device=tensor.device)
+        mixed = (mixed * _PLACE) ^ words
+        mixed = (mixed ^ (mixed >> 32)) * _MIX
+        mixed = (mixed ^ (mixed >> 29)) * _MIX_AGAIN
+        total += (mixed ^ (mixed >> 32)).sum()
+        begin += words.numel()
+    return total
 
 
-def _bytes_of(tensor: torch.Tensor, is_whole: bool) -> torch.Tensor:
-    reason = tensor.view(_INTEGERS[tensor.element_size()])
-    count = reason.numel()
-    if is_whole or count <= SAMPLED or reason.dim() == 0:
-        return reason.reshape(-1).contiguous().view(torch.uint8)
-    places = torch.arange(SAMPLED, dtype=torch.int64, device=reason.device) * (count - 1) // (SAMPLED - 1)
-    # Not flattened: flattening a tensor that is a view would copy all of it.
-    return reason[torch.unravel_index(places, reason.shape)].contiguous().view(torch.uint8)
+def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """Its bytes in order, in pieces: of a dense tensor, whatever its strides, without a copy of the whole."""
+    if not tensor.numel():
+        return
+    # The same bytes in the order of memory, as a transposed weight lies.
+    dense = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+    if dense.is_contiguous():
+        yield from dense.reshape(-1).view(torch.uint8).split(_PIECE_BYTES)
+        return
+    rows = max(1, _PIECE_BYTES * tensor.shape[0] // (tensor.numel() * tensor.element_size()))
+    for part in tensor.split(rows):
+        yield part.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    missing = -part.numel() % 8
+    if missing or part.storage_offset() % 8:
+        part = torch.nn.functional.pad(part, (0, missing)) if missing else part.clone()
+    return part.view(torch.int64)

@@ -127,6 +127,11 @@ class KeptOffers:
         return PrefillRequestId(request_id) in self._kept
 
     @property
+    def are_fetchable(self) -> bool:
+        """Whether one of them was not taken back."""
+        return not all(one.is_taken_back for one in self._kept.values())
+
+    @property
     def num_kept(self) -> int:
         """Requests that have ended, and whose blocks are kept."""
         return len(self._kept)

@@ -64,6 +64,9 @@ class OwnSideChannel:
     def headroom(self) -> bytes:
         """Returns this engine's `Headroom`, encoded; empty before its first step."""
         self.watch_memory()
+        if self._revocations.is_doubted:
+            # An idle engine looks at its weights before its next step: now, since somebody asks.
+            self._link.woken()
         blocks = self._link.blocks
         return b"" if blocks is None else encode_headroom(self._headroom.of(blocks))
 

@@ -28,7 +28,11 @@ QUIET_SECONDS = 2.0
 
 
 class Revocations:
-    """What the patches in `seams.pausing` and `seams.weights` call; see the module's docstring."""
+    """What the patches in `seams.pausing` and `seams.weights` call; see the module's docstring.
+
+    Attributes:
+        is_doubted: weights may have changed, and were not read since.
+    """
 
     def __init__(
         self,
@@ -47,14 +51,33 @@ class Revocations:
         self._fetching = fetching
         self._weights: Mapping[Any, Weights] | None = None
         self._quiet_by_seconds = 0.0
+        self.is_doubted = False
 
     # --------------------------------------------------------------------------------------------------------- weights
 
     def identified(self, weights: Mapping[Any, Weights]) -> None:
         """The workers have said which weights they have, by rank."""
+        self.is_doubted = False
         if self._weights not in (None, weights):
             self.weights_changed()
         self._weights = weights
+
+    def weights_doubted(self, *, has_changed: bool) -> None:
+        """A call may have changed weights; `identified` follows before the next step.
+
+        Args:
+            has_changed: it has, whatever the workers find.
+        """
+        self.is_doubted, has_news = True, self._link.has_news
+        if has_changed:
+            self.weights_changed()
+        # An engine that keeps nothing for peers has nobody to tell before its next step.
+        self._link.has_news = has_news or self._keeps_blocks
+
+    @property
+    def keeps_offers(self) -> bool:
+        """Whether peers may fetch KV of requests that have ended."""
+        return self._offering.kept.are_fetchable
 
     def weights_changed(self, adapter: int | None = None) -> None:
         """Revokes every hand-over of KV that was computed with the weights of before.

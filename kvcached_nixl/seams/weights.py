@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcached_nixl.compat.actions.changing import changes_adapters, changes_weights, identify_again, worker_sides
+from kvcached_nixl.compat.actions.changing import changes_adapters, identify_again, worker_sides
 from kvcached_nixl.compat.actions.engine_blocks import bound_sides
-from kvcached_nixl.compat.locate import ENGINE_CORE_BASE, MODEL_LOADER, WORKER_PROCESS
-from kvcached_nixl.compat.weights import note_files, weights_of
+from kvcached_nixl.compat.locate import ENGINE_CORE_BASE, LOADER_BASE, MODEL_LOADER, STREAMING_LOADER, WORKER_PROCESS
+from kvcached_nixl.compat.weights import note_files, watch_loading, weights_of
 from kvcached_nixl.patching import Call, Patch
 
 _OTHER_WEIGHTS = "KV of other weights would be taken for this model's, with HTTP 200."
@@ -38,9 +38,45 @@ PREPARE_WEIGHTS = Patch(
 def prepare_weights(call: Call) -> Any:
     found = call.proceed()
     # vLLM 0.31 returns the name of an index file, too.
-    folder, files, *_ = found
-    note_files(call.instance, call.argument("model_name_or_path"), call.argument("subfolder"), folder, files)
+    _, files, *_ = found
+    note_files(call.instance, call.argument("model_name_or_path"), call.argument("subfolder"), files)
     return found
+
+
+STREAM_WEIGHTS = Patch(
+    target=STREAMING_LOADER,
+    attribute="_prepare_weights",
+    process="worker",
+    parameters=("self", "model_name_or_path", "revision"),
+    why=_OTHER_WEIGHTS,
+    upstream="vllm/model_executor/model_loader/runai_streamer_loader.py",
+    remove_when="vLLM's compatibility hash includes the content of the weights",
+)
+
+
+@STREAM_WEIGHTS.around
+def stream_weights(call: Call) -> Any:
+    files = call.proceed()
+    note_files(call.instance, call.argument("model_name_or_path"), None, files)
+    return files
+
+
+MAKE_LOADER = Patch(
+    target=LOADER_BASE,
+    attribute="__init__",
+    process="worker",
+    parameters=("self", "load_config"),
+    why=_OTHER_WEIGHTS,
+    upstream="vllm/model_executor/model_loader/base_loader.py: load_model calls load_weights, then has kernels rewrite "
+    "what was loaded, and delete parameters",
+    remove_when="vLLM's compatibility hash includes the content of the weights",
+)
+
+
+@MAKE_LOADER.around
+def make_loader(call: Call) -> None:
+    call.proceed()
+    watch_loading(call.instance)
 
 
 HANDSHAKE_METADATA = Patch(
@@ -57,9 +93,9 @@ HANDSHAKE_METADATA = Patch(
 @HANDSHAKE_METADATA.around
 def get_kv_connector_handshake_metadata(call: Call) -> Any:
     found = list(worker_sides())
-    weights = weights_of(call.instance) if found else None
+    weights = weights_of(call.instance) if found else ()
     for side in found:
-        side.identify(weights)
+        side.identify(*weights)
     return call.proceed()
 
 
@@ -93,7 +129,7 @@ def collective_rpc(call: Call) -> Any:
         if changes_adapters(method):
             for side in bound_sides(call.instance.scheduler):
                 side.revocations.adapters_changed()
-        identify_again(call.instance, has_changed=changes_weights(method))
+        identify_again(call.instance, method)
 
 
 WAKE_UP = _of_engine(
@@ -109,7 +145,7 @@ def wake_up(call: Call) -> Any:
     try:
         return call.proceed()
     finally:
-        identify_again(call.instance, has_changed=False)
+        identify_again(call.instance, None)
 
 
 _ADAPTER = "KV of an adapter that was replaced under the same name would be taken for the new adapter's."
@@ -151,6 +187,8 @@ def remove_lora(call: Call) -> Any:
 
 SEAMS = (
     prepare_weights,
+    stream_weights,
+    make_loader,
     get_kv_connector_handshake_metadata,
     collective_rpc,
     wake_up,

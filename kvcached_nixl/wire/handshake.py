@@ -16,11 +16,15 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     11: the tag has no arrangement: planes say where cells are, so peers may lay their blocks out differently. States
         are described by part, too, for peers with another tensor-parallel size.
     12: planes say how many ranks hold the same heads; of prefill's ranks with copies one moves them.
+    13: prefill is told that decode reads.
+    14: weights are identified by memory, by what was loaded, and by files; configurations setting by setting.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -31,11 +35,14 @@ from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 
 __all__ = [
+    "MOST_NAMED_FILES",
+    "MOST_NAMED_TENSORS",
     "Answer",
     "MemoryType",
     "Process",
     "RankHandshake",
     "Tag",
+    "Tensors",
     "Weights",
     "differences",
     "is_tagged",
@@ -78,42 +85,85 @@ Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")
 """Checksum of a content, 32 hexadecimal digits; "" if it is not known."""
 
 
+MOST_NAMED_TENSORS = 1 << 14
+MOST_NAMED_FILES = 1024
+
+
+class Tensors(msgspec.Struct, frozen=True):
+    """Tensors in a rank's memory.
+
+    Attributes:
+        layout: checksum of names, types, shapes, place in the tensor- and expert-parallel groups, device.
+        content: checksum of all their bytes; "" if not all can be read, or what could not be read may have changed.
+        each: 4 bytes of each tensor's checksum, in the order of their names; empty of more than `MOST_NAMED_TENSORS`.
+    """
+
+    layout: Checksum = ""
+    content: Checksum = ""
+    each: Annotated[bytes, msgspec.Meta(max_length=4 * MOST_NAMED_TENSORS)] = b""
+
+    def is_comparable(self, other: Tensors) -> bool:
+        return bool(self.layout == other.layout and self.content and other.content)
+
+
 class Weights(msgspec.Struct, frozen=True):
     """Identity of a rank's weights by content, not by name or path. Includes draft models that compute KV.
 
     Attributes:
-        layout: checksum of how they lie in the rank's memory: names, types, shapes, place in the tensor-parallel group,
-            device.
-        content: checksum of the weights in memory. Compares two ranks with equal layouts.
-        checkpoint: checksum of the files that they were loaded from, if the weights still are what the files hold.
-            Compares ranks with different layouts, such as other tensor-parallel sizes.
-        origin: checksum of the files that they were loaded from; kept if the weights that can be read have changed
-            since, but not all weights can be read. "" if it is not known, or if ``content`` covers all weights and they
-            have changed.
+        memory: as they are now.
+        loaded: as they were loaded, before kernels rewrote them; without content if they have changed since.
+        files: checksum of the files that they were loaded from; "" if they have changed since, or if it is unknown.
+        each_file: (name, 8 digits of its checksum) of each file, for `misfit` to name one.
+        code: checksum of the model's own Python code (``--trust-remote-code``) that computes; "" if vLLM's does.
+        note: why something of this is not known, as text.
     """
 
-    layout: Checksum
-    content: Checksum
-    checkpoint: Checksum
-    origin: Checksum = ""
+    memory: Tensors = Tensors()
+    loaded: Tensors = Tensors()
+    files: Checksum = ""
+    each_file: Annotated[tuple[tuple[str, str], ...], msgspec.Meta(max_length=MOST_NAMED_FILES)] = ()
+    code: Checksum = ""
+    note: Annotated[str, msgspec.Meta(max_length=1000)] = ""
 
-    def misfit(self, theirs: Weights) -> str:
-        """Why KV that was computed with these weights cannot be used with those, as text; "" if it can."""
-        if self.layout == theirs.layout and self.content and theirs.content:
-            if self.content != theirs.content:
-                return f"found weights whose content is {theirs.content}; expected {self.content}, as here"
-            if self.origin == theirs.origin or not (self.origin and theirs.origin):
-                return ""
-            return f"found weights that were loaded from files whose content is {theirs.origin}; expected {self.origin}"
-        if not (self.checkpoint and theirs.checkpoint):
-            return (
-                "the peer's weights have another layout in memory (another tensor-parallel size, device or way of "
-                "loading), and at least one side's weights are not those of a checkpoint on a file system, so nothing "
-                "can be compared"
-            )
-        if self.checkpoint == theirs.checkpoint:
+    def misfit(self, theirs: Weights, names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
+        """Why KV that was computed with these weights cannot be used with those, as text; "" if it can.
+
+        Equal memory fits. Else, what was loaded decides where both sides hold it alike, and else the files: kernels may
+        rewrite weights as they like.
+
+        Args:
+            names: of this side's tensors in order, by their `Tensors.layout`.
+        """
+        if self.code != theirs.code:
+            return f"found the model's own code {theirs.code or 'not in use'}; expected {self.code or 'not in use'}"
+        pairs = (self.memory, theirs.memory), (self.loaded, theirs.loaded)
+        comparable = [(ours, other) for ours, other in pairs if ours.is_comparable(other)]
+        if any(ours.content == other.content for ours, other in comparable):
             return ""
-        return f"found weights of a checkpoint whose content is {theirs.checkpoint}; expected {self.checkpoint}"
+        decides = bool(self.files and theirs.files) and not self.loaded.is_comparable(theirs.loaded)
+        if decides:
+            return "" if self.files == theirs.files else self._other_file(theirs)
+        if comparable:
+            return _other_tensor(*comparable[0], names)
+        unknown = [f"{whose}: {one.note or 'no files are known'}" for whose, one in (("here", self), ("there", theirs))]
+        return (
+            "their weights lie otherwise in memory (tensor-parallel size, device, kernels), or not all of them can be "
+            "read, and files cannot be compared (" + "; ".join(unknown) + ")"
+        )
+
+    def _other_file(self, theirs: Weights) -> str:
+        ours, other = dict(self.each_file), dict(theirs.each_file)
+        differ = sorted(name for name in ours.keys() & other.keys() if ours[name] != other[name])
+        named = f"{differ[0]} differs" if differ else f"{len(other)} files there, {len(ours)} here"
+        return f"found weights of files with checksum {theirs.files}; expected {self.files} ({named:.300})"
+
+
+def _other_tensor(ours: Tensors, theirs: Tensors, names: Mapping[str, Sequence[str]]) -> str:
+    known = names.get(ours.layout, ())
+    here, there = ([one.each[at : at + 4] for at in range(0, len(ours.each), 4)] for one in (ours, theirs))
+    differ = [name for name, one, other in zip(known, here, there, strict=False) if one != other]
+    shown = f" ({len(differ)} of {len(known)} tensors differ, the first is {differ[0]:.200})" if differ else ""
+    return f"found weights with checksum {theirs.content}; expected {ours.content}{shown}"
 
 
 class Process(msgspec.Struct, frozen=True):

@@ -36,12 +36,12 @@ class Kind(NamedTuple):
             Malformed: metadata cannot be read.
         """
         weights = [read_rank(read_answer(metadata).rank).weights for _, metadata in answers]
-        checkpoints = {one.checkpoint for one in weights}
-        is_whole = all(one.layout and one.content for one in weights)
+        checkpoints = {one.files for one in weights}
+        is_whole = all(one.memory.content for one in weights)
         return cls(
             _number("\n".join(sorted({tag for tag, _ in answers}))),
             _number(checkpoints.pop()) if len(checkpoints) == 1 else 0,
-            _number("\n".join(f"{one.layout} {one.content}" for one in weights)) if is_whole else 0,
+            _number("\n".join(f"{one.memory.layout} {one.memory.content}" for one in weights)) if is_whole else 0,
         )
 
 

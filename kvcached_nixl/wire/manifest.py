@@ -16,7 +16,7 @@ from kvcached_nixl.wire.checked import Count, Digest, Identifier, Incarnation, L
 
 __all__ = ["PROTOCOL", "BlockRange", "Manifest", "as_json"]
 
-PROTOCOL = 13
+PROTOCOL = 14
 """History: `wire.handshake`."""
 
 

@@ -146,7 +146,7 @@ def build_worker(
         process=host.own,
         groups=groups,
         token_table_address=int(tokens.ctypes.data),
-        weights=Weights("", "", ""),
+        weights=Weights(),
     )
 
     def offer_handshake(weights: Weights) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -188,10 +189,14 @@ class WorkerFacade:
             if one.request_id in step.finished:
                 self.thread.submit(Finish(one.request_id))
 
-    def identify(self, weights: Weights) -> None:
-        """Announce the weights this rank computes with. Called at start and whenever they may have changed."""
+    def identify(self, weights: Weights, names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:
+        """Announce the weights this rank computes with. Called at start and whenever they may have changed.
+
+        Args:
+            names: of their tensors, as in `Weights.misfit`.
+        """
         self._offer_handshake(weights)
-        self.thread.submit(NewWeights(weights))
+        self.thread.submit(NewWeights(weights, names))
 
     def take_ended(self) -> StepOutcome:
         """Returns what has finished since the last call.

@@ -8,7 +8,7 @@ What a scheduler's step says about one request is passed on unchanged (`wire.ste
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -55,9 +55,10 @@ class LocalIdentity:
 
 @dataclass(frozen=True)
 class NewWeights:
-    """The weights that this rank computes with from now on."""
+    """The weights that this rank computes with from now on. ``names``: of their tensors, as in `Weights.misfit`."""
 
     weights: Weights
+    names: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)

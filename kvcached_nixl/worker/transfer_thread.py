@@ -241,7 +241,7 @@ class TransferThread:
             self._context.incarnation = command.incarnation
             self._registry.started(command.incarnation)
         elif isinstance(command, NewWeights):
-            self._context.weights = command.weights
+            self._context.weights, self._context.weight_names = command.weights, command.names
         elif isinstance(command, OfferUpdate):
             self._registry.offer(command)
         elif isinstance(command, (Computed, Finish, BlocksWritable)):

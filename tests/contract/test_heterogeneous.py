@@ -40,7 +40,7 @@ from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferStat
 from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
-from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
+from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
@@ -68,7 +68,7 @@ NUM_BLOCKS = 36
 HOST, PORTS = "127.0.0.1", (5600, 5700)
 START, DIGEST, ATTEMPT = "0" * 16, "d" * 32, 17
 TAG = "one and the same"
-WEIGHTS = Weights("1" * 32, "2" * 32, "")
+WEIGHTS = Weights(Tensors("1" * 32, "2" * 32))
 REQUEST, WANTED = PrefillRequestId("p1"), DecodeRequestId("d1")
 MOST_RANKS = 6
 DIRECTIONS = ["pull", "push"]

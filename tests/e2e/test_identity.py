@@ -101,6 +101,9 @@ class Asking:
     async def change(self, client: Client, seed: str) -> None:
         await self.call(client, "/collective_rpc", {"method": "kv_probe_other_weights", "args": [seed]})
 
+    async def plain_norms(self, client: Client, change: float) -> None:
+        await self.call(client, "/collective_rpc", {"method": "kv_probe_plain_norms", "args": [change]})
+
     async def pause(self, client: Client, **query: str) -> float:
         begun = time.monotonic()
         await self.call(client, "/pause", **query)
@@ -171,6 +174,16 @@ async def _weights(prefill: Server, decode: Server, stranger: Server) -> None:
         await asking.change(asking.prefill, "8")
         await asking.refused(kept)
         assert await asking.fetched() == (await asking.alone(asking.prefill)).token_ids
+        # A weight that a worker extension keeps where no list of parameters has it, and then changes.
+        for client in (asking.prefill, asking.decode):
+            await asking.plain_norms(client, 0.0)
+        assert await asking.fetched() == (await asking.alone(asking.decode)).token_ids
+        kept = await asking.offered()
+        await asking.plain_norms(asking.prefill, 0.5)
+        await asking.refused(kept)
+        await asking.refused()
+        await asking.plain_norms(asking.decode, 0.5)
+        assert await asking.fetched() == (await asking.alone(asking.decode)).token_ids
 
 
 PAUSES: list[dict[str, str]] = [

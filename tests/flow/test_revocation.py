@@ -9,10 +9,10 @@ from support.flow_engine import Request, Status
 from support.flow_pair import PROMPT, Pair, kind
 
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.handshake import Weights
+from kvcached_nixl.wire.handshake import Tensors, Weights
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
-OTHER = Weights("1" * 32, "8" * 32, "9" * 32)
+OTHER = Weights(Tensors("1" * 32, "8" * 32), files="9" * 32)
 DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
 
 
@@ -36,7 +36,7 @@ def test_other_weights_are_refused_until_both_have_the_same(mode: TransferMode) 
     pair = pair_of(mode)
     pair.acquaint()
     for first, second in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
-        weights = OTHER if first is pair.prefill else Weights("1" * 32, "7" * 32, "")
+        weights = OTHER if first is pair.prefill else Weights(Tensors("1" * 32, "7" * 32))
         first.update(weights)
         found = pair.hand_over()
         assert fails_alone(found), "one is older than the other"

@@ -39,7 +39,7 @@ from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import NixlGate, NixlTransport, make_agent, open_gate, register_host_memory
-from kvcached_nixl.wire.handshake import Answer, RankHandshake, Weights
+from kvcached_nixl.wire.handshake import Answer, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
@@ -64,7 +64,7 @@ TOKENS = BLOCK_SIZE * NUM_BLOCKS
 BEFORE, WRITTEN, OTHERS = 1, 7, 99
 DIGEST, START, TAG, NAME = "0" * 32, "0" * 15 + "a", "fencing", "t"
 ATTEMPT = 17
-WEIGHTS = Weights("1" * 32, "2" * 32, "")
+WEIGHTS = Weights(Tensors("1" * 32, "2" * 32))
 ARRIVING_SECONDS, FREE_SECONDS, HELD_SECONDS, LATE_SECONDS = 60.0, 30.0, 4.0, 4.0
 
 

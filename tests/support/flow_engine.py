@@ -23,7 +23,7 @@ from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.side_channel_listener import Answers
 from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Weights
+from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Tensors, Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.step import FAILING, Reports, Step, WakeAddress
@@ -64,7 +64,7 @@ class Status(enum.Enum):
         return self in (Status.STOPPED, Status.ABORTED, Status.ERROR)
 
 
-WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
+WEIGHTS = Weights(Tensors("1" * 32, "2" * 32), files="3" * 32)
 
 
 class Reads:

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": BASICS,
     "patching": {"errors"},
     "naming": {"errors", "processes"},
-    "identity": set(),
+    "identity": {"wire.handshake"},
     "compat": {*BASICS, "identity", "naming", "patching", "wire", "proof.result", "side_channel_address"},
     "proof": {"errors", "settings", "current_device", "wire", "transport", "hostvmm"},
     "transport": {"errors", "ids", "side_channel_address"},

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheT
 from experiments.common.servers import free_ports
 from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.versions import installed_row
-from kvcached_nixl.wire.handshake import Weights
+from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step, WakeAddress
@@ -60,7 +60,7 @@ class Engine:
     scheduler: Any
     worker: Any
     port: int
-    weights: Weights = Weights("1" * 32, "2" * 32, "3" * 32)
+    weights: Weights = Weights(Tensors("1" * 32, "2" * 32), files="3" * 32)
 
     @property
     def engine_id(self) -> str:

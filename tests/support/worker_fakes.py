@@ -16,7 +16,7 @@ from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.transport.base import TransferState
 from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
-from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
+from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Message, Peer, Reading, Registration, decode, encode
 from kvcached_nixl.wire.params import RemotePrefill
@@ -45,7 +45,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 32
 CELL_BYTES = 8
 TAG = "kvcached_nixl/6 pull [test]"
-WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
+WEIGHTS = Weights(Tensors("1" * 32, "2" * 32), files="3" * 32)
 START, OTHER_START = "00000000000000aa", "00000000000000bb"
 DIGEST, OTHER_DIGEST = "0" * 32, "1" * 32
 TOKENS = 10

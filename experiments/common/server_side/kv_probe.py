@@ -326,3 +326,17 @@ class KvProbe:
                 change = 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.copy_(first + change if int(seed) else first)
         return {}
+
+    def kv_probe_plain_norms(self, change: float) -> dict[str, Any]:
+        """Keep the first norm's weight as a plain attribute, where ``named_parameters`` does not look, and add to it."""
+        name, norm = next(
+            (name, module)
+            for name, module in self.model_runner.get_model().named_modules()
+            if name.endswith("input_layernorm")
+        )
+        weight = norm.weight.data
+        if "weight" in norm._parameters:
+            del norm.weight
+            norm.weight = weight
+        weight += float(change)
+        return {"changed": name}

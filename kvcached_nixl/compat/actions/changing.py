@@ -14,10 +14,11 @@ from typing import Any
 from kvcached_nixl.compat.actions.engine import core_of, has_call
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import private
+from kvcached_nixl.compat.weights import note_calls
 
 logger = logging.getLogger("vllm.kvcached_nixl")
 
-__all__ = ["changes_adapters", "changes_weights", "identify_again", "identify_if_due", "worker_sides"]
+__all__ = ["changes_adapters", "identify_again", "identify_if_due", "worker_sides"]
 
 _CHANGING = frozenset(
     {
@@ -29,14 +30,30 @@ _CHANGING = frozenset(
         "finish_weight_update",
     }
 )
-"""vLLM's collective RPCs that change weights, even if a sample of the weights stays the same."""
-_DUE = "_kvcached_nixl_identity_is_due"
+"""vLLM's collective RPCs that change weights, even if their bytes stay the same."""
+_HARMLESS = frozenset(
+    {
+        "check_health",
+        "get_cache_block_size_bytes",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_model_inspection",
+        "get_supported_tasks",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "update_max_model_len",
+        "vocab_size",
+    }
+)
+"""Those that change no weight. Of any other call it is not known."""
+_DUE = "_kvcached_nixl_calls_to_look_at"
 _LOOKING = frozenset({"list_loras", "pin_lora"})
-
-
-def changes_weights(method: object) -> bool:
-    """Whether a collective RPC is known to change weights. `identify_again` finds changes by other methods."""
-    return method in _CHANGING if isinstance(method, str) else False
 
 
 def changes_adapters(method: object) -> bool:
@@ -44,46 +61,50 @@ def changes_adapters(method: object) -> bool:
     return isinstance(method, str) and "lora" in method and method not in _LOOKING
 
 
-def identify_again(core: Any, *, has_changed: bool) -> None:
-    """Make the workers read their weights again, and revoke KV that was computed with others.
+def identify_again(core: Any, method: object) -> None:
+    """Have the workers read their weights again before the next step, and revoke KV that was computed with others.
 
-    If such a call waits in the engine's queue, this is left to that one: vLLM takes no step before it has answered all
-    of them, and reading the weights after each of many calls would keep it from ever taking one.
+    At once if peers may fetch what is kept: who has called may ask them as soon as the call returns. Else not, because
+    a trainer may make a thousand calls in a row, and wait for each.
 
     Args:
         core: vLLM's ``EngineCore``, between two steps.
-        has_changed: treat the weights as changed whatever the workers find.
+        method: the collective RPC that has run; None where the engine has woken up.
     """
     # While an engine starts, vLLM calls its workers before there is a scheduler.
     scheduler = vars(core).get("scheduler")
     found = [] if scheduler is None else list(sides(private(scheduler, "connector")))
-    if not found:
+    if not found or method in _HARMLESS:
         return
-    if has_changed or core.model_executor.is_sleeping:
-        for side in found:
-            side.revocations.weights_changed()
-    # An engine in its client's own process has no queue.
-    if core_of(scheduler) is not None and has_call(core, "collective_rpc"):
-        vars(core)[_DUE] = True
-        return
-    _identify(core)
+    has_changed = method in _CHANGING or core.model_executor.is_sleeping
+    for side in found:
+        side.revocations.weights_doubted(has_changed=has_changed)
+    name = [] if method is None else [method if isinstance(method, str) else "a function"]
+    vars(core).setdefault(_DUE, set()).update(name)
+    # An engine in its client's own process has no loop that looks before each step.
+    has_loop = core_of(scheduler) is not None
+    is_fetchable = any(side.revocations.keeps_offers for side in found)
+    if not has_loop or (is_fetchable and not has_call(core, "collective_rpc")):
+        _identify(core)
 
 
 def identify_if_due(core: Any) -> None:
-    """Before a step, do what `identify_again` has left to a call that vLLM rejected, because it shuts down."""
-    if vars(core).get(_DUE):
+    """Before a step, do what `identify_again` has left."""
+    if _DUE in vars(core):
         _identify(core)
 
 
 def _identify(core: Any) -> None:
-    scheduler = core.scheduler
-    if core.model_executor.is_sleeping:
+    scheduler, executor = core.scheduler, core.model_executor
+    if executor.is_sleeping:
         # Sleeping weights cannot be read. They are read when everything is awake.
-        vars(core)[_DUE] = False
         return
+    called = vars(core).pop(_DUE)
     content: dict[Any, Any] = {}
     try:
-        for one in core.model_executor.get_kv_connector_handshake_metadata() or ():
+        if called:
+            executor.collective_rpc(note_calls, args=(sorted(called),))
+        for one in executor.get_kv_connector_handshake_metadata() or ():
             content.update(one or {})
         if content:
             scheduler.connector.set_xfer_handshake_metadata_pp_aware(content)
@@ -91,7 +112,6 @@ def _identify(core: Any) -> None:
         logger.exception("The workers' weights cannot be identified. No KV is handed over until they can.")
         for side in sides(private(scheduler, "connector")):
             side.side_channel.hide()
-    vars(core)[_DUE] = False
 
 
 def worker_sides() -> Iterator[Any]:

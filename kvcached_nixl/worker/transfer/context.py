@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvcached_nixl.clock import Clock
@@ -36,6 +36,7 @@ class WorkerContext:
         own: this rank's address, which a registration carries; None until the first step brings it.
         incarnation: of this engine; "" until the first step.
         weights: what this rank computes with; None until that is known.
+        weight_names: of its tensors, as in `Weights.misfit`.
         host: tells which processes of this host live.
         staging: what KV passes through; None where NIXL touches the KV cache itself.
         waiting_for_buffer: called when a token buffer is free, by parts that still have to read their ownership token.
@@ -56,6 +57,7 @@ class WorkerContext:
     own: Peer | None = None
     incarnation: str = ""
     weights: Weights | None = None
+    weight_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     waiting_for_buffer: list[Callable[[], None]] = field(default_factory=list)
     distrusted: RecentSet[tuple[str, int, str]] = field(default_factory=RecentSet)
 
@@ -102,7 +104,7 @@ class WorkerContext:
         """Returns why KV of a peer cannot be used: it computes with other weights; None if it can."""
         if self.weights is None:
             return HandOverFailed(FailureCause.REFUSED, "the weights of this rank are not known yet")
-        misfit = self.weights.misfit(known.rank.weights)
+        misfit = self.weights.misfit(known.rank.weights, self.weight_names)
         if not misfit:
             return None
         reason = f"prefill (engine {known.rank.engine_id}) computes with other weights: {misfit}"

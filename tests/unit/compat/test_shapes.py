@@ -159,6 +159,12 @@ WITHOUT_VLLM = {
     "getattr(text, 'original_max_position_embeddings', None)",
     # Of a string or an enumeration's member, by vLLM's version.
     "getattr(spec.mamba_type, 'name', spec.mamba_type)",
+    # Of any object that a model holds, and what only CPU kernels put there.
+    "getattr(value, '__dict__', {})",
+    "getattr(value, '__module__', None)",
+    "getattr(value, name, None)",
+    "vars(kind).get('__slots__', ())",
+    "vars(module).get('cpu_linear')",
     # What kvcached has put there, and where a module or an engine may not be there yet.
     "getattr(super(owner, owner), _LAYOUT, None)",
     "vars(owner).get('__init__')",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvcached_nixl.identity import files
-from kvcached_nixl.identity.checkpoint import Checkpoint
-from kvcached_nixl.identity.configuration import checksum_of, code_checksum, processor_checksum
-from kvcached_nixl.identity.files import PIECE_BYTES, checksum, signature
+from kvcached_nixl.identity.configuration import checksum_of, processor_checksum, processor_code, settings_of
+from kvcached_nixl.identity.files import PIECE_BYTES, checksum, checksums, signature
 
 Tensors = Mapping[str, bytes]
 
@@ -95,13 +95,35 @@ def test_the_largest_checkpoint_takes_no_second(tmp_path: Path) -> None:
     assert seconds < 5, "a second on a disk of one's own; this machine may have others on it"
 
 
-def test_each_tensor_is_sampled_where_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "PIECES", 2)
-    tensors = {f"t{at}": bytes([at]) * (3 * PIECE_BYTES) for at in range(9)}
-    before = checksum([safetensors(tmp_path / "0.safetensors", tensors)], whole_bytes=0)
-    for name in tensors:
+def test_what_is_read_is_bounded_and_every_kind_of_tensor_is_among_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ninety experts, and three tensors that are not experts: each of the latter is read."""
+    monkeypatch.setattr(files, "PIECES", 12)
+    names = [f"layers.{at // 30}.experts.{at % 30}.weight" for at in range(90)]
+    names += [f"layers.{at}.norm.weight" for at in range(3)]
+    tensors = {name: bytes([at]) * (3 * PIECE_BYTES) for at, name in enumerate(names)}
+    path = safetensors(tmp_path / "0.safetensors", tensors)
+    reads: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *one: reads.append(1) or pread(*one))
+    before = checksum([path], whole_bytes=0)
+    assert len(reads) == 12
+    split = [safetensors(tmp_path / f"s{at}.safetensors", dict([one])) for at, one in enumerate(tensors.items())]
+    assert checksum(split, whole_bytes=0) == before
+    for name in names[90:]:
         changed = safetensors(tmp_path / "1.safetensors", tensors | {name: b"\xff" * (3 * PIECE_BYTES)})
         assert checksum([changed], whole_bytes=0) != before, name
+    renamed = {name.replace("experts.29", "experts.30"): one for name, one in tensors.items()}
+    assert checksum([safetensors(tmp_path / "2.safetensors", renamed)], whole_bytes=0) != before
+
+
+def test_each_file_has_a_checksum_of_its_own(tmp_path: Path) -> None:
+    paths = [safetensors(tmp_path / f"{name}.safetensors", {name: data}) for name, data in WEIGHTS.items()]
+    before = dict(checksums(paths).each)
+    safetensors(paths[0], {"a": b"2" * 1000})
+    after = dict(checksums(paths).each)
+    assert [name for name in before if before[name] != after[name]] == ["a.safetensors"]
 
 
 def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
@@ -120,56 +142,6 @@ def test_a_signature_follows_links_and_is_another_one_for_another_file(tmp_path:
     link.unlink()
     link.symlink_to(second)
     assert signature([link]) != before
-
-
-# ------------------------------------------------------------------------------------------- what a worker has loaded
-
-
-def test_a_checkpoint_counts_as_long_as_nothing_else_was_done_to_it(tmp_path: Path) -> None:
-    path = safetensors(tmp_path / "model.safetensors", WEIGHTS)
-    one = Checkpoint()
-    assert one.content("m", "", "w1") == ("", ""), "nothing was loaded"
-    one.load("m", "", tmp_path, [path])
-    loaded, origin = one.content("m", "", "w1")
-    assert len(loaded) == 32 and loaded == origin and one.content("m", "", "w1") == (loaded, origin)
-    assert one.content("m", "", "w2") == ("", origin), "somebody has changed what is in memory"
-    assert one.content("m", "", "w1") == ("", origin), "and back, as far as is known"
-    one.load("m", "", tmp_path, [path])
-    assert one.content("m", "", "w1") == (loaded, origin), "it was loaded anew"
-    assert one.content("m", "", "") == ("", origin), "what is in memory cannot be read any more"
-
-
-def test_files_that_were_replaced_since_they_were_loaded_are_not_known(tmp_path: Path) -> None:
-    """A checkpoint that is overwritten while a server starts, or a link that is moved."""
-    path = safetensors(tmp_path / "model.safetensors", WEIGHTS)
-    one = Checkpoint()
-    one.load("m", "", tmp_path, [path])
-    safetensors(path, WEIGHTS | {"a": b"2" * 1000})
-    assert one.content("m", "", "w") == ("", "")
-    path.unlink()
-    assert one.content("m", "", "w") == ("", "")
-    one.load("m", "", tmp_path, [path])
-    assert one.content("m", "", "w") == ("", "") and one.folder("m") is None
-
-
-def test_whose_files_count(tmp_path: Path) -> None:
-    """A draft model counts if it computes KV, what the model was before does not."""
-    paths = [safetensors(tmp_path / f"{at}.safetensors", {"a": bytes([at]) * 9}) for at in range(3)]
-
-    def content(primary: str, ignored: str, *names: str) -> str:
-        one = Checkpoint()
-        for name in names:
-            one.load(name, "", tmp_path, [paths[int(name)]])
-        return one.content(primary, ignored, "w")[0]
-
-    assert content("0", "", "0") == content("0", "1", "0", "1") != content("0", "", "0", "1")
-    one = Checkpoint()
-    one.load("0", "", tmp_path, [paths[0]])
-    one.load("0", "encoder", tmp_path / "encoder", [paths[1]])
-    assert one.content("0", "", "w")[0] == content("0", "", "0", "1") and one.folder("0") == tmp_path, "two parts"
-    one.content("0", "", "w")
-    one.load("2", "", tmp_path, [paths[2]])
-    assert one.content("2", "", "v")[0] == content("2", "", "2"), "reload_weights(weights_path=...)"
 
 
 # ------------------------------------------------------------------------------------------------------- configuration
@@ -210,9 +182,30 @@ def test_what_shows_an_address_is_equal_in_every_process() -> None:
     assert checksum_of({"a": object()}) == checksum_of({"a": object()})
 
 
-def test_code_that_a_model_brings_along_counts(tmp_path: Path) -> None:
-    assert code_checksum(tmp_path) == ""
+def test_code_that_prepares_media_counts_and_other_code_does_not(tmp_path: Path) -> None:
+    """A hub's download has every file of a model, vLLM's own only those that it uses."""
+    assert processor_code(tmp_path) == ""
     (tmp_path / "modeling_x.py").write_text("x = 1")
-    before = code_checksum(tmp_path)
-    (tmp_path / "modeling_x.py").write_text("x = 2")
-    assert before and code_checksum(tmp_path) not in ("", before)
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "modeling_x.X"}}))
+    assert processor_code(tmp_path) == ""
+    maps = {"AutoProcessor": "me/it--processing_x.X", "AutoImageProcessor": ["processing_y.Y", None]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"auto_map": maps}))
+    (tmp_path / "processing_x.py").write_text("from .helper import x")
+    before = processor_code(tmp_path)
+    (tmp_path / "helper.py").write_text("x = 1")
+    (tmp_path / "unused.py").write_text("x = 1")
+    found = processor_code(tmp_path)
+    assert len({"", before, found}) == 3
+    (tmp_path / "helper.py").write_text("x = 2")
+    assert processor_code(tmp_path) not in ("", before, found)
+
+
+def test_settings_are_compared_one_by_one_without_limits() -> None:
+    """MiniMax-M2 writes ``--max-model-len`` into its configuration."""
+    values = {"rope": {"theta": 1e4, "kind": "yarn"}, "max_model_len": 4096, "layers": [1, 2], "_name_or_path": "x"}
+    found = settings_of(values)
+    assert found["rope.theta"] == "10000.0" and found["rope.kind"] == "yarn"
+    assert set(found) == {"rope.theta", "rope.kind", "layers"}
+    assert settings_of(values | {"layers": [2, 1]})["layers"] != found["layers"]
+    labels = settings_of({"labels": {number: str(number) for number in range(1000)}, "a b": "c; d, [e]"})
+    assert all(len(text) <= 32 for text in labels.values()) and set(labels) == {"labels", "a b"}

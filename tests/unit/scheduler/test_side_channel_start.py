@@ -38,10 +38,10 @@ def answers(engine: str, incarnation: str = "0" * 16, tp_rank: int = 0) -> Answe
     planes = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
     rank = RankHandshake(
         EngineId(engine), 2, tp_rank, b"nixl", 0, (GroupMemory((planes,), 2),), 0, "DRAM", False,
-        Weights("", "", ""), Process(),
+        Weights(), Process(),
     )  # fmt: skip
     told = msgspec.msgpack.encode(Answer(incarnation, msgspec.msgpack.encode(rank)))
-    return {tp_rank: ("kvcached_nixl/13 pull [vLLM 0.28.0]", told)}
+    return {tp_rank: ("kvcached_nixl/14 pull [vLLM 0.28.0]", told)}
 
 
 OWN = answers("own")

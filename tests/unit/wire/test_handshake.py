@@ -17,6 +17,7 @@ from kvcached_nixl.wire.handshake import (
     Process,
     RankHandshake,
     Tag,
+    Tensors,
     Weights,
     differences,
     is_tagged,
@@ -28,7 +29,7 @@ from kvcached_nixl.wire.planes import GroupMemory, Planes
 
 TAG = Tag("pull", (("vLLM", "0.28.0"), ("model", "m"), ("dtype", "bf16")), (((16, 128), (2, 64)), ((4, 32),)))
 PLANES = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
-WEIGHTS = Weights("1" * 32, "2" * 32, "")
+WEIGHTS = Weights(Tensors("1" * 32, "2" * 32))
 PROCESS = Process("a-boot", "pid:[1]", 7, 2**40)
 RANK = RankHandshake(
     EngineId("e"), 2, 1, b"\x00nixl", 3, (GroupMemory((PLANES,), 2),), 2**40, "VRAM", True, WEIGHTS, PROCESS
@@ -50,11 +51,11 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_the_tag_of_protocol_13_is_these_words() -> None:
+def test_the_tag_of_protocol_14_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 13
+    assert PROTOCOL == 14
     assert str(TAG) == (
-        "kvcached_nixl/13 pull [vLLM 0.28.0; model m; dtype bf16; group 0: 16 planes of cells of 128 bytes "
+        "kvcached_nixl/14 pull [vLLM 0.28.0; model m; dtype bf16; group 0: 16 planes of cells of 128 bytes "
         "and 2 planes of cells of 64 bytes, group 1: 4 planes of cells of 32 bytes]"
     )
 
@@ -215,30 +216,57 @@ def test_twenty_thousand_mutated_handshakes_raise_nothing_but_malformed() -> Non
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
-def weights(layout: str = "1", content: str = "2", checkpoint: str = "3", origin: str = "") -> Weights:
-    return Weights(*(one * 32 for one in (layout, content, checkpoint, origin)))
+def weights(memory: str = "12", loaded: str = "34", files: str = "5", **more: Any) -> Weights:
+    """``memory``, ``loaded``: a digit for the layout, and one for the content, if it is known."""
+    described = [Tensors(*(one * 32 for one in pair)) for pair in (memory, loaded)]
+    return Weights(*described, files * 32, **more)
 
 
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
         (weights(), ""),
-        (weights(checkpoint="4"), ""),
-        (weights(checkpoint=""), ""),
-        (weights(content="4"), "weights whose content is 4444"),
-        (weights(layout="4", content="4"), ""),
-        (weights(layout="4"), ""),
-        (weights(layout="4", checkpoint="4"), "a checkpoint whose content is 4444"),
-        (weights(layout="4", checkpoint=""), "nothing can be compared"),
-        (weights(content=""), ""),
-        (weights(content="", checkpoint=""), "nothing can be compared"),
-        (weights(origin="4"), ""),
+        (weights(loaded="36", files="7"), ""),
+        (weights(loaded="", files=""), ""),
+        # Kernels have rewritten them.
+        (weights("18"), ""),
+        (weights("18", files="6"), ""),
+        (weights("18", loaded="78"), ""),
+        (weights("82"), ""),
+        # Samples of the files do not speak for what was read whole.
+        (weights("18", loaded="38"), "weights with checksum 8888"),
+        (weights("82", loaded="38"), "weights with checksum 8888"),
+        (weights("18", loaded="", files=""), "weights with checksum 8888"),
+        (weights("18", loaded="78", files="6"), "files with checksum 6666"),
+        (weights("82", loaded="78", files="6"), "files with checksum 6666"),
+        (weights("1", loaded="78"), ""),
+        (weights("1", loaded="78", files="", note="x is out of sight"), "there: x is out of sight"),
+        (weights("82", loaded="", files=""), "files cannot be compared"),
+        (weights(code="9" * 32), "the model's own code 9999"),
     ],
 )
-def test_weights_are_compared_by_what_they_hold_and_else_by_where_they_come_from(other: Weights, expected: str) -> None:
+def test_weights_are_compared_by_memory_by_what_was_loaded_and_by_files(other: Weights, expected: str) -> None:
     for one, two in ((weights(), other), (other, weights())):
         assert (one.misfit(two) == "") is (expected == "")
     assert expected in weights().misfit(other)
+
+
+def test_what_is_not_known_is_not_equal() -> None:
+    """Two engines of which nothing is known may be any two models."""
+    nothing = weights("1", loaded="", files="")
+    assert nothing.misfit(nothing)
+
+
+def test_the_tensor_and_the_file_that_differ_are_named() -> None:
+    each = [b"aaaabbbbcccc", b"aaaabbbbdddd"]
+    one, two = (Weights(Tensors("1" * 32, content * 32, held)) for content, held in zip("23", each, strict=True))
+    names = {"1" * 32: ["a", "b", "c"]}
+    assert "(1 of 3 tensors differ, the first is c)" in one.misfit(two, names)
+    assert "tensors differ" not in one.misfit(two, {"9" * 32: ["a"]})
+    files = [weights("", "", digit, each_file=(("a", "1"), ("b", digit))) for digit in "67"]
+    assert "(b differs)" in files[0].misfit(files[1])
+    split = weights("", "", "7", each_file=(("c", "1"),))
+    assert "(1 files there, 2 here)" in files[0].misfit(split)
 
 
 def test_what_differs_between_two_engines_is_said_and_nothing_else() -> None:
@@ -246,19 +274,10 @@ def test_what_differs_between_two_engines_is_said_and_nothing_else() -> None:
     assert differences(str(other), str(TAG)) == "found dtype fp8; expected dtype bf16"
     several = msgspec.structs.replace(other, mode="push")
     assert differences(str(several), str(TAG)) == (
-        "found dtype fp8, kvcached_nixl/13 push; expected dtype bf16, kvcached_nixl/13 pull"
+        "found dtype fp8, kvcached_nixl/14 push; expected dtype bf16, kvcached_nixl/14 pull"
     )
     more = msgspec.structs.replace(TAG, facts=(*TAG.facts, ("spec", "eagle")))
     assert differences(str(more), str(TAG)) == "found spec eagle; expected nothing"
     assert differences(str(TAG), str(more)) == "found nothing; expected spec eagle"
     assert differences("abc", str(TAG)) == f"found 'abc'; expected {str(TAG)!r}"
     assert differences(str(TAG), str(TAG)).startswith("found 'kvcached_nixl/")
-
-
-def test_weights_that_cannot_be_read_whole_are_compared_by_where_they_come_from_as_well() -> None:
-    """On a CPU embeddings and norms alone can be read: a fine-tune that left those as they were is another model."""
-    assert weights(origin="5").misfit(weights(origin="5")) == ""
-    assert "loaded from files whose content is 6666" in weights(origin="5").misfit(weights(origin="6"))
-    # After an update that is no file's.
-    assert weights(checkpoint="", origin="5").misfit(weights(checkpoint="", origin="5")) == ""
-    assert weights(checkpoint="", origin="5").misfit(weights(checkpoint="", origin="6"))

@@ -18,7 +18,7 @@ from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.memory import Network
-from kvcached_nixl.wire.handshake import RankHandshake, Weights, read_rank
+from kvcached_nixl.wire.handshake import RankHandshake, Tensors, Weights, read_rank
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.wire.step import OfferUpdate, Step, WakeAddress
 from kvcached_nixl.worker.build import build_worker, record_event
@@ -48,7 +48,7 @@ class Agent:
         return {}
 
 
-WEIGHTS = Weights("1" * 32, "2" * 32, "3" * 32)
+WEIGHTS = Weights(Tensors("1" * 32, "2" * 32), files="3" * 32)
 
 
 class Stock:
@@ -167,7 +167,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     found = registered(Geometry(num_pools=2))
     layers = layers_digest(found.layout, found.layers_of_groups)
     assert tag == (
-        f"kvcached_nixl/13 pull [vLLM 0.28.0; model m; layers of groups {layers}; group "
+        f"kvcached_nixl/14 pull [vLLM 0.28.0; model m; layers of groups {layers}; group "
         "0: 4 planes of cells of 16 bytes]"
     )
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tensor that a model computes with: parameters, buffers, and what its modules and the objects that they hold (a
+quantization method, a kernel, a closure) keep as plain attributes.
+
+vLLM's kernels delete parameters and keep what they made of them where ``named_parameters`` does not look: experts of
+gpt-oss (``quantization/mxfp4.py``: tensors in a ``PrecisionConfig``), latents' projections (``W_UK_T``), ...
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from kvcached_nixl.identity.memory import Reading
+
+__all__ = ["Held", "held_by", "read_by_kernel"]
+
+_LORA = "vllm.lora."
+_OTHERS = (
+    "torch.",
+    "vllm.config",
+    "vllm.distributed",
+    "vllm.compilation",
+    "vllm.v1.worker",
+    "vllm.v1.core",
+    "transformers.",
+    "kvcached",
+    "logging",
+    "threading",
+    _LORA,
+)
+"""Objects of these modules are no part of a model. Adapters are compared by their files."""
+_NO_WEIGHTS = frozenset({"kv_cache", "cpu_linear"})
+"""Attributes that hold the KV cache, and the address of what `read_by_kernel` reads."""
+_OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
+_ROWS = 256
+
+
+class Held(NamedTuple):
+    """A tensor. ``is_parameter``: only loading and updates write it; computing may write others (scratch memory)."""
+
+    tensor: torch.Tensor
+    is_parameter: bool
+
+
+def held_by(model: torch.nn.Module) -> dict[str, Held]:
+    """Each tensor of a model once, by the first path to it; of an adapted layer, by the path without the adapter."""
+    found = {_named(name): Held(one, True) for name, one in model.named_parameters()}
+    found |= {_named(name): Held(one, False) for name, one in model.named_buffers()}
+    seen = {id(one.tensor) for one in found.values()} | {id(module) for module in model.modules()}
+    # Paths with the objects that are there, the next one last.
+    waiting = [
+        (f"{_named(name)}.{key}".lstrip("."), value)
+        for name, module in model.named_modules()
+        if not type(module).__module__.startswith(_LORA)
+        for key, value in vars(module).items()
+        if key not in _OF_TORCH and key not in _NO_WEIGHTS
+    ]
+    waiting.reverse()
+    while waiting:
+        path, value = waiting.pop()
+        if value is None or isinstance(value, (str, bytes, int, float, type, types.ModuleType)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found[path] = Held(value, False)
+        else:
+            waiting += [(f"{path}.{key}", one) for key, one in _parts(value)]
+    return found
+
+
+def _named(name: str) -> str:
+    return name.replace(".base_layer", "")
+
+
+def _parts(value: Any) -> Iterator[tuple[object, Any]]:
+    """What an object that is no tensor holds, by name."""
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from enumerate(value)
+    elif isinstance(value, functools.partial):
+        yield from enumerate((value.func, *value.args, value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from (("self", value.__self__), ("function", value.__func__))
+    elif isinstance(value, types.FunctionType):
+        if not (value.__module__ or "").startswith(_OTHERS):
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            yield from ((name, cell.cell_contents) for name, cell in cells if cell != types.CellType())
+            yield from enumerate(value.__defaults__ or ())
+    elif isinstance(value, torch.nn.Module) or not f"{type(value).__module__}.".startswith(_OTHERS):
+        slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
+        held = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
+        yield from ((key, one) for key, one in held.items() if key not in _NO_WEIGHTS)
+
+
+def read_by_kernel(model: torch.nn.Module, vanished: Reading) -> Iterator[tuple[str, torch.Tensor]]:
+    """Linear weights that vLLM's CPU kernels keep in memory of their own (``dispatch_cpu_unquantized_gemm``), through
+    these kernels: a matrix with ones on its diagonal times a weight is that weight, to the bit.
+
+    Args:
+        vanished: as loaded, of weights that are not in sight.
+    """
+    for path, module in model.named_modules():
+        name, multiply = f"{_named(path)}.weight", vars(module).get("cpu_linear")
+        if multiply is None or name not in vanished or len(vanished[name].shape) != 2:
+            continue
+        rows, columns = vanished[name].shape
+        weight = torch.empty(columns, rows, dtype=vanished[name].dtype)
+        for begin in range(0, columns, _ROWS):
+            ones = torch.zeros(min(_ROWS, columns - begin), columns, dtype=weight.dtype)
+            ones.diagonal(begin).fill_(1)
+            weight[begin : begin + _ROWS] = multiply(ones, module.weight, None)
+        yield name, weight

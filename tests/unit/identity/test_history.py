@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker knows of its weights: whole memory, what was loaded, files; and what it no longer knows after a change.
+
+Models of plain modules, changed as vLLM's kernels, trainers and worker extensions change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from unit.identity.test_files import safetensors  # noqa: E402
+
+from kvcached_nixl.compat.held_tensors import held_by  # noqa: E402
+from kvcached_nixl.compat.weights import _history, _reading, note_files, watch_loading  # noqa: E402
+from kvcached_nixl.wire.handshake import Weights  # noqa: E402
+
+
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, 3))
+        self.quant_method = SimpleNamespace(config=None)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(3)
+        self.experts = Experts()
+        self.register_buffer("angles", torch.empty(4), persistent=False)
+        self.workspace = torch.empty(5)
+
+
+Rewrites = Callable[[Model], object]
+
+
+def nothing(_: Model) -> None: ...
+
+
+def hides_in_a_kernel(model: Model) -> None:
+    """As MXFP4: the parameter goes, an object of the kernel keeps its tensor."""
+    weight = model.experts.weight.data.clone()
+    del model.experts.weight
+    model.experts.quant_method.config = SimpleNamespace(scales=[weight * 2])
+
+
+def hides_in_a_closure(model: Model) -> None:
+    weight = model.experts.weight.data.clone()
+    model.experts.weight = torch.nn.Parameter(torch.empty(0))
+    model.experts.multiply = lambda x: x @ weight
+
+
+def hides_out_of_sight(model: Model) -> None:
+    """As a kernel in C++."""
+    model.experts.weight = torch.nn.Parameter(torch.empty(0))
+
+
+def shuffles(model: Model) -> None:
+    model.experts.weight.data = model.experts.weight.data.flip(1).contiguous()
+
+
+class Loader:
+    """vLLM's: ``load_model`` calls ``load_weights``, then has kernels rewrite what was loaded."""
+
+    def __init__(self, config: Any, values: float, rewrites: Rewrites, files: list[Path]) -> None:
+        self.load_config, self._values, self._rewrites, self._files = config, values, rewrites, files
+        watch_loading(self)
+
+    def load_weights(self, model: Model, model_config: str) -> None:
+        if self._files:
+            note_files(self, model_config, None, [str(one) for one in self._files])
+        model.experts.weight.data.fill_(self._values)
+
+    def load_model(self, model_config: str) -> Model:
+        model = Model()
+        # Memory that is not written yet holds anything.
+        model.angles.normal_()
+        model.workspace.normal_()
+        self.load_weights(model, model_config)
+        self._rewrites(model)
+        return model
+
+
+@dataclass
+class Worker:
+    model: Model
+    config: Any
+
+    def weights(self, *called: str, moves: bool = False) -> Weights:
+        history = _history(self.config)
+        if called:
+            history.called(called)
+        return history.weights([_reading(history, "", self.model, moves)], "0 of 1", "m", "", "")[0]
+
+
+def worker(values: float = 1.0, rewrites: Rewrites = nothing, files: tuple[Path, ...] = ()) -> Worker:
+    config = SimpleNamespace()
+    found = Worker(Loader(config, values, rewrites, list(files)).load_model("m"), config)
+    # The first forward passes of a start.
+    found.model.angles.fill_(7)
+    found.model.workspace.normal_()
+    return found
+
+
+@pytest.mark.parametrize("rewrites", [nothing, hides_in_a_kernel, hides_in_a_closure, hides_out_of_sight, shuffles])
+def test_equal_weights_fit_and_others_do_not_whatever_kernels_make_of_them(rewrites: Rewrites) -> None:
+    """Without files, as from an object store."""
+    one = worker(rewrites=rewrites).weights()
+    assert one.misfit(worker(rewrites=rewrites).weights()) == ""
+    assert one.misfit(worker(2.0, rewrites).weights()), "experts alone differ"
+
+
+def test_kernels_may_differ() -> None:
+    for rewrites in (shuffles, hides_in_a_kernel, hides_out_of_sight):
+        assert worker().weights().misfit(worker(rewrites=rewrites).weights()) == ""
+        assert worker().weights().misfit(worker(2.0, rewrites).weights())
+
+
+def plain_norm(model: Model) -> None:
+    weight = model.norm.weight.data
+    del model.norm.weight
+    model.norm.weight = weight
+
+
+def in_place(model: Model) -> None:
+    model.norm.weight.data += 1
+
+
+def adds_a_tensor(model: Model) -> None:
+    model.norm.steering = torch.ones(3)
+
+
+def in_a_kernel(model: Model) -> None:
+    model.experts.quant_method.config.scales[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "change"),
+    [(nothing, in_place), (nothing, adds_a_tensor), (plain_norm, in_place)],
+)
+def test_a_change_is_seen_wherever_the_tensor_is(tmp_path: Path, rewrites: Rewrites, change: Rewrites) -> None:
+    files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
+    changed, other = (worker(rewrites=rewrites, files=files) for _ in range(2))
+    before = changed.weights()
+    assert before.misfit(other.weights()) == "" and before.files
+    change(changed.model)
+    after = changed.weights("poke")
+    assert after.misfit(before) and before.misfit(after) and not after.files and not after.loaded.content
+    change(other.model)
+    assert after.misfit(other.weights("poke")) == "", "the same change on both sides"
+
+
+def test_a_change_inside_a_kernel_is_seen() -> None:
+    one = worker(rewrites=hides_in_a_kernel)
+    before = one.weights()
+    in_a_kernel(one.model)
+    assert one.weights().misfit(before)
+
+
+def test_an_extension_that_moves_a_parameter_to_a_plain_attribute_hides_nothing() -> None:
+    one, two = worker(), worker()
+    one.weights(), two.weights()
+    for each in (one, two):
+        plain_norm(each.model)
+    assert one.weights("poke").misfit(two.weights("poke")) == ""
+    in_place(one.model)
+    assert one.weights("poke").misfit(two.weights())
+
+
+def test_what_is_out_of_sight_is_doubted_after_any_call(tmp_path: Path) -> None:
+    """Never equal before and after."""
+    files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
+    one = worker(rewrites=hides_out_of_sight, files=files)
+    before = one.weights()
+    assert one.weights() == before
+    after = one.weights("poke")
+    assert "poke may have changed experts.weight, which is out of sight" in after.note
+    assert before.misfit(after) and after.misfit(after)
+    assert one.weights() == after, "for good"
+    Loader(one.config, 1.0, nothing, list(files)).load_weights(one.model, "m")
+    assert one.weights("reload_weights").misfit(worker(files=files).weights()) == ""
+
+
+def test_a_call_beside_a_reload_is_not_taken_for_it(tmp_path: Path) -> None:
+    files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
+    one = worker(files=files)
+    before = one.weights()
+    _history(one.config).reads_files("m", "", list(files))
+    in_place(one.model)
+    assert before.misfit(one.weights("reload_weights", "poke"))
+
+
+def test_experts_that_move_count_as_loaded() -> None:
+    """Expert load balancing, without files: other experts are other weights, and a call may have changed them."""
+    one, two, other = worker(), worker(), worker(2.0)
+    two.model.experts.weight.data[[0, 1]] = two.model.experts.weight.data[[1, 0]]
+    assert one.weights(moves=True).misfit(two.weights(moves=True)) == ""
+    assert one.weights(moves=True).misfit(other.weights(moves=True))
+    assert two.weights("poke", moves=True).misfit(one.weights(moves=True))
+
+
+def test_where_nothing_says_what_was_loaded_an_empty_parameter_is_doubted() -> None:
+    one = Worker(Model(), SimpleNamespace())
+    assert one.weights().memory.content
+    hides_out_of_sight(one.model)
+    assert not Worker(one.model, SimpleNamespace()).weights().memory.content
+
+
+def test_empty_parameters_that_were_always_empty_are_no_loss() -> None:
+    """Marlin's indices of groups, which it does not use."""
+
+    def adds_an_empty_one(model: Model) -> None:
+        model.experts.g_idx = torch.nn.Parameter(torch.empty(0))
+
+    one = worker(rewrites=adds_an_empty_one).weights()
+    assert one.memory.content and one.misfit(worker(rewrites=adds_an_empty_one).weights()) == ""
+
+
+def test_caches_and_adapters_are_no_weights() -> None:
+    model = Model()
+    model.norm.kv_cache = [torch.ones(3)]
+    model.norm.itself = model
+    assert set(held_by(model)) == {"norm.weight", "norm.bias", "experts.weight", "angles", "workspace"}
+
+
+def test_files_count_until_they_are_replaced(tmp_path: Path) -> None:
+    path = safetensors(tmp_path / "a.safetensors", {"x": b"1"})
+    one = worker(files=(path,))
+    assert one.weights().files and one.weights().each_file[0][0] == "a.safetensors"
+    safetensors(path, {"x": b"22"})
+    assert not one.weights().files
+    path.unlink()
+    assert not one.weights().files
+
+
+def test_whose_files_count(tmp_path: Path) -> None:
+    """A draft model counts if it computes KV, what the model was before does not."""
+    paths = [safetensors(tmp_path / f"{at}.safetensors", {"a": bytes([at]) * 9}) for at in range(3)]
+
+    def files(primary: str, ignored: str, *names: str) -> str:
+        history = _history(SimpleNamespace())
+        for name in names:
+            history.reads_files(name, "", [paths[int(name)]])
+        return history.weights([], "", primary, ignored, "")[0].files
+
+    assert files("0", "", "0") == files("0", "1", "0", "1") != files("0", "", "0", "1")
+    history = _history(SimpleNamespace())
+    history.reads_files("0", "", [paths[0]])
+    history.reads_files("0", "encoder", [paths[1]])
+    assert history.weights([], "", "0", "", "")[0].files == files("0", "", "0", "1"), "two parts"
+    history.reads_files("2", "", [paths[2]])
+    assert history.weights([], "", "2", "", "")[0].files == files("2", "", "2"), "reload_weights(weights_path=...)"
