@@ -47,11 +47,13 @@ def watch_loading(loader: Any) -> None:
     load_weights, load_model = private(loader, "load_weights"), private(loader, "load_model")
 
     def loads_weights(model: Any, *rest: Any, **named: Any) -> Any:
+        # What loading leaves as it was is not of the checkpoint, and may be memory that nobody has written. Later such
+        # memory may hold what was loaded before.
+        before, tensors = {} if history.has_loaded else read(_loaded_into(model)), None
         history.begins()
-        tensors = None
         try:
             found = load_weights(model, *rest, **named)
-            tensors = read(_loaded_into(model))
+            tensors = {name: one for name, one in read(_loaded_into(model)).items() if before.get(name) != one}
             return found
         finally:
             history.ends(model, tensors)
@@ -153,14 +155,13 @@ def _models(runner: Any, config: Any) -> Iterator[tuple[str, Any]]:
 
 def _place(config: Any) -> str:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-    from vllm.platforms import current_platform
 
     parallel = config.parallel_config
     ranks = f"{get_tensor_model_parallel_rank()} of {parallel.tensor_parallel_size}"
     if parallel.enable_expert_parallel:
         placement = parallel.expert_placement_strategy, parallel.eplb_config
         ranks += f", experts {parallel.data_parallel_rank} of {parallel.data_parallel_size} {placement}"
-    return f"{ranks} on {current_platform.get_device_name()}"
+    return ranks
 
 
 def _draft_of(config: Any) -> Any:

@@ -116,6 +116,11 @@ class WeightsHistory:
             return
         self._sources[name, part] = _Source(resolved, found, self._readers.submit(checksums, resolved))
 
+    @property
+    def has_loaded(self) -> bool:
+        """Whether anything was loaded."""
+        return bool(self._loads)
+
     def begins(self) -> None:
         """A loader begins to load a model; `ends` follows."""
         self._is_loading = True

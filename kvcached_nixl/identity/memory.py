@@ -23,7 +23,6 @@ class Read(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    device: str
     checksum: int | None
 
     @property
@@ -44,7 +43,7 @@ def read(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Read]:
     found: dict[str, Read] = {}
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
-        found[name] = Read(tensor.dtype, tuple(tensor.shape), tensor.device.type, None)
+        found[name] = Read(tensor.dtype, tuple(tensor.shape), None)
         try:
             checksum = _sum_of(tensor.detach())
         except (NotImplementedError, RuntimeError, TypeError):
@@ -62,10 +61,10 @@ def described(reading: Reading, place: str) -> Tensors:
     """What peers are told of tensors. Without content if one of them could not be read.
 
     Args:
-        place: rank and device, on which the layout depends as well.
+        place: of the rank among those that share the model, on which the layout depends as well.
     """
     names = sorted(reading)
-    forms = [(name, *map(str, reading[name][:3])) for name in names]
+    forms = [(name, *map(str, reading[name][:2])) for name in names]
     layout = hashlib.blake2b(repr((place, forms)).encode(), digest_size=16)
     sums = [one for name in names if (one := reading[name].checksum) is not None]
     if not names or len(sums) < len(names):

@@ -93,7 +93,7 @@ class Tensors(msgspec.Struct, frozen=True):
     """Tensors in a rank's memory.
 
     Attributes:
-        layout: checksum of names, types, shapes, place in the tensor- and expert-parallel groups, device.
+        layout: checksum of names, types, shapes, and place in the tensor- and expert-parallel groups.
         content: checksum of all their bytes; "" if not all can be read, or what could not be read may have changed.
         each: 4 bytes of each tensor's checksum, in the order of their names; empty of more than `MOST_NAMED_TENSORS`.
     """
@@ -147,7 +147,7 @@ class Weights(msgspec.Struct, frozen=True):
             return _other_tensor(*comparable[0], names)
         unknown = [f"{whose}: {one.note or 'no files are known'}" for whose, one in (("here", self), ("there", theirs))]
         return (
-            "their weights lie otherwise in memory (tensor-parallel size, device, kernels), or not all of them can be "
+            "their weights lie otherwise in memory (tensor-parallel size, kernels), or not all of them can be "
             "read, and files cannot be compared (" + "; ".join(unknown) + ")"
         )
 

@@ -35,6 +35,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.norm = torch.nn.LayerNorm(3)
         self.experts = Experts()
+        self.unused = torch.nn.Parameter(torch.empty(3))
         self.register_buffer("angles", torch.empty(4), persistent=False)
         self.workspace = torch.empty(5)
 
@@ -82,8 +83,8 @@ class Loader:
     def load_model(self, model_config: str) -> Model:
         model = Model()
         # Memory that is not written yet holds anything.
-        model.angles.normal_()
-        model.workspace.normal_()
+        for memory in (model.angles, model.workspace, model.unused.data):
+            memory.normal_()
         self.load_weights(model, model_config)
         self._rewrites(model)
         return model
@@ -149,6 +150,8 @@ def in_a_kernel(model: Model) -> None:
 def test_a_change_is_seen_wherever_the_tensor_is(tmp_path: Path, rewrites: Rewrites, change: Rewrites) -> None:
     files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
     changed, other = (worker(rewrites=rewrites, files=files) for _ in range(2))
+    # Else memory that nobody has written would tell them apart, once what was loaded does not count any more.
+    other.model.unused.data.copy_(changed.model.unused.data)
     before = changed.weights()
     assert before.misfit(other.weights()) == "" and before.files
     change(changed.model)
@@ -167,6 +170,7 @@ def test_a_change_inside_a_kernel_is_seen() -> None:
 
 def test_an_extension_that_moves_a_parameter_to_a_plain_attribute_hides_nothing() -> None:
     one, two = worker(), worker()
+    two.model.unused.data.copy_(one.model.unused.data)
     one.weights(), two.weights()
     for each in (one, two):
         plain_norm(each.model)
@@ -196,6 +200,20 @@ def test_a_call_beside_a_reload_is_not_taken_for_it(tmp_path: Path) -> None:
     _history(one.config).reads_files("m", "", list(files))
     in_place(one.model)
     assert before.misfit(one.weights("reload_weights", "poke"))
+
+
+def test_a_second_load_into_the_memory_of_the_first_hides_nothing() -> None:
+    """Parameters of a new model may begin with what the last one had there."""
+
+    def twice(values: float) -> Weights:
+        one = worker(values)
+        one.model.unused.data.zero_(), one.model.workspace.zero_()
+        loader = Loader(one.config, values, nothing, [])
+        loader.load_weights(one.model, "m")
+        hides_out_of_sight(one.model)
+        return one.weights("load_model")
+
+    assert twice(1.0).misfit(twice(2.0))
 
 
 def test_experts_that_move_count_as_loaded() -> None:
@@ -228,7 +246,7 @@ def test_caches_and_adapters_are_no_weights() -> None:
     model = Model()
     model.norm.kv_cache = [torch.ones(3)]
     model.norm.itself = model
-    assert set(held_by(model)) == {"norm.weight", "norm.bias", "experts.weight", "angles", "workspace"}
+    assert set(held_by(model)) == {"norm.weight", "norm.bias", "experts.weight", "unused", "angles", "workspace"}
 
 
 def test_files_count_until_they_are_replaced(tmp_path: Path) -> None:
