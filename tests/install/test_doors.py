@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.environments import SITECUSTOMIZE, Environment
 
-VERSIONS = ("0.26.0", "0.33.0")
+VERSIONS = ("0.26.0", "0.30.0")
 ORDERS = tuple(itertools.permutations(("vllm", "kvcached", "install", "plugins")))
 CREATE = ("create=NixlConnector", "create=MultiConnector:NixlConnector", "create=OtherConnector")
 ON = {"ENABLE_KVCACHED": "True"}
