@@ -36,7 +36,7 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
     drain_delay          seconds, 5 by default. How long a server that is shut down with --shutdown-timeout still takes
                          new requests while /health says 503, so that routers notice
     host_buffer_gib      refused
-    enforce_handshake_compat     vLLM's; must stay true: this check tells incompatible peers apart
+    enforce_handshake_compat     vLLM's; false is a warning: this package compares peers whatever it says
     enable_cross_layers_blocks   vLLM's; must stay false: vLLM would allocate KV memory without kvcached
 
 A key that is almost one of these is reported (`misspelled`), since vLLM ignores whatever it does not know.
@@ -53,7 +53,7 @@ from typing import Any
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.transfer_mode import TransferMode
 
-__all__ = ["SERVER_LOGGER", "ActivationGate", "MemoryPath", "Server", "Settings", "misspelled", "read_gate"]
+__all__ = ["SERVER_LOGGER", "ActivationGate", "MemoryPath", "Server", "Settings", "misspelled", "read_gate", "unheeded"]
 
 SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that our messages reach the server's log without further configuration."""
@@ -154,23 +154,15 @@ class Settings:
                 "staging_gib, for the slab of memory_path",
                 "KV would not move through the buffer that was asked for.",
             )
-        _require(
-            extra_config,
-            "enforce_handshake_compat",
-            True,
-            "Peers with different KV layouts would exchange blocks, and the tokens would be wrong.",
-        )
-        _require(
+        _require_false(
             extra_config,
             "enable_cross_layers_blocks",
-            False,
             "vLLM would allocate the KV cache itself, and kvcached would wait for tensors that never come. kvcached's "
             "contiguous layout already moves all layers of a block as one.",
         )
-        _require(
+        _require_false(
             extra_config,
             "bidirectional_kv_xfer",
-            False,
             "A request would count as prefill's and as decode's at once, and wait for KV that no engine sends.",
         )
         handover_timeout_seconds = _handover_timeout(extra_config)
@@ -213,6 +205,19 @@ def misspelled(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
                 consequence=f"Neither vLLM nor kvcached_nixl reads it, so {meant[0]} has its default.",
                 remedy=f"Correct or remove {key!r} in --kv-transfer-config.",
             )
+
+
+def unheeded(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
+    """Yields an error for each key that asks for what is not done. The connector starts all the same."""
+    yield from misspelled(extra_config)
+    key = "enforce_handshake_compat"
+    if not _is(True, extra_config, key):
+        yield _bad(
+            key,
+            extra_config[key],
+            "true, or the key left out",
+            "It is not followed: kvcached_nixl compares peers all the same, and refuses KV of those that differ.",
+        )
 
 
 @dataclass(frozen=True)
@@ -273,11 +278,14 @@ class Server:
             )
 
 
-def _require(extra_config: Mapping[str, Any], key: str, only: bool, consequence: str) -> None:
+def _require_false(extra_config: Mapping[str, Any], key: str, consequence: str) -> None:
+    if not _is(False, extra_config, key):
+        raise _bad(key, extra_config[key], "false while kvcached is on", consequence)
+
+
+def _is(default: bool, extra_config: Mapping[str, Any], key: str) -> bool:
     # vLLM accepts the strings "true" and "false" too, in any case.
-    value = extra_config.get(key, only)
-    if str(value).lower() != str(only).lower():
-        raise _bad(key, value, f"{str(only).lower()} while kvcached is on", consequence)
+    return str(extra_config.get(key, default)).lower() == str(default).lower()
 
 
 def _handover_timeout(extra_config: Mapping[str, Any]) -> float:

@@ -23,7 +23,7 @@ from kvcached_nixl.compat.nixl_scheduler import SchedulerView
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.scheduler.build import build_scheduler
-from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings, misspelled
+from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings, unheeded
 
 __all__ = ["GATES", "require_complete"]
 
@@ -90,7 +90,7 @@ def construct(call: Call) -> None:
     if call.argument("role").name != "SCHEDULER":
         call.proceed()
         return
-    for error in misspelled(config.kv_connector_extra_config):
+    for error in unheeded(config.kv_connector_extra_config):
         logger.warning("%s", error.line)
     view = SchedulerView(call.argument("vllm_config"), call.argument("kv_cache_config"))
     # Before vLLM's own constructor, which reads the same settings and says less of what is wrong with them.

@@ -78,12 +78,22 @@ def test_a_buffer_on_the_host_beside_another_path_is_refused(construct: Callable
         construct(memory_path="direct")
 
 
-def test_a_misspelled_setting_is_named_once(
-    construct: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"verify_fracton": 1.0, "num_threads": 4}, ("'verify_fracton'", "'verify_fraction'")),
+        ({"enforce_handshake_compat": False}, ("enforce_handshake_compat", "not followed")),
+    ],
+)
+def test_a_setting_that_is_not_followed_is_named_once(
+    construct: Callable[..., tuple[Any, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    extra: dict[str, Any],
+    words: tuple[str, ...],
 ) -> None:
     """Nobody reads it, and nothing else would say so."""
     said: list[str] = []
     monkeypatch.setattr(factory.logger, "warning", lambda text, *values: said.append(text % values))
-    construct(verify_fracton=1.0, num_threads=4)
+    construct(**extra)
     (line,) = (one for one in said if "kv_connector_extra_config" in one)
-    assert "'verify_fracton'" in line and "'verify_fraction'" in line
+    assert all(word in line for word in words)

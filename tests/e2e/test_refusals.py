@@ -117,10 +117,9 @@ async def _fails_on(endpoint: Endpoint, url: str, http: httpx.AsyncClient, param
     ("extra", "environment", "word"),
     [
         ({"transfer_mode": "shove"}, {}, "transfer_mode"),
-        ({"enforce_handshake_compat": False}, {}, "enforce_handshake_compat"),
         ({"memory_path": "direct"}, {"KVCACHED_HOSTVMM_REGISTRATION": "pinned"}, "mapped after registration"),
     ],
-    ids=["unknown mode", "no compatibility check", "registrations that pin"],
+    ids=["unknown mode", "registrations that pin"],
 )
 def test_what_cannot_be_served_stops_the_engine_at_start(
     extra: dict[str, Any], environment: dict[str, str], word: str, tmp_path: Path

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.settings import ActivationGate, MemoryPath, Server, Settings, misspelled, read_gate
+from kvcached_nixl.settings import ActivationGate, MemoryPath, Server, Settings, misspelled, read_gate, unheeded
 from kvcached_nixl.transfer_mode import TransferMode
 
 
@@ -154,8 +154,6 @@ def test_host_buffers_are_refused_in_words() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("enforce_handshake_compat", False),
-        ("enforce_handshake_compat", "False"),
         ("enable_cross_layers_blocks", True),
         ("enable_cross_layers_blocks", "true"),
         ("bidirectional_kv_xfer", True),
@@ -163,10 +161,20 @@ def test_host_buffers_are_refused_in_words() -> None:
     ],
 )
 def test_vllm_keys_that_would_undo_the_geometry_are_refused(key: str, value: Any) -> None:
-    """Without the handshake's comparison peers exchange rubbish; cross-layer blocks are allocated past kvcached."""
+    """Cross-layer blocks are allocated past kvcached, and what decode computes is not handed back."""
     with pytest.raises(SettingsError, match=key):
         Settings.from_extra_config({key: value})
-    assert Settings.from_extra_config({key: str(value).lower() != "true"}) == Settings()
+    assert Settings.from_extra_config({key: False}) == Settings()
+
+
+@pytest.mark.parametrize("value", [False, "False", "false", 0])
+def test_a_comparison_that_is_unwanted_is_done_and_said_so(value: Any) -> None:
+    """Operators of other projects set the key. Nothing depends on it here, so it is no reason to refuse the start."""
+    extra = {"enforce_handshake_compat": value}
+    assert Settings.from_extra_config(extra) == Settings()
+    (error,) = unheeded(extra)
+    assert "enforce_handshake_compat" in error.found and "all the same" in error.consequence
+    assert not list(unheeded({"enforce_handshake_compat": True})) + list(unheeded({"enforce_handshake_compat": "True"}))
 
 
 def server(wished: str, device: str) -> Server:
