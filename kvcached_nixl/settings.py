@@ -53,7 +53,17 @@ from typing import Any
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.transfer_mode import TransferMode
 
-__all__ = ["SERVER_LOGGER", "ActivationGate", "MemoryPath", "Server", "Settings", "misspelled", "read_gate", "unheeded"]
+__all__ = [
+    "SERVER_LOGGER",
+    "ActivationGate",
+    "MemoryPath",
+    "Server",
+    "Settings",
+    "misspelled",
+    "read_gate",
+    "rust_frontend_in",
+    "unheeded",
+]
 
 SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that our messages reach the server's log without further configuration."""
@@ -227,12 +237,14 @@ class Server:
     Attributes:
         connector: name of its class; ``is_stock_push``: it is vLLM's own push connector.
         ids_may_repeat: VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set.
+        rust_frontend: what says that clients reach it through vLLM's Rust frontend; "" if nothing does.
         wished_device: ``kv_buffer_device``; ``device``: the device that the model runs on.
     """
 
     connector: str
     is_stock_push: bool
     ids_may_repeat: bool
+    rust_frontend: str
     wished_device: str
     device: str
 
@@ -276,6 +288,20 @@ class Server:
                 "blocks that belong to another request by then.",
                 remedy="Unset VLLM_DISABLE_REQUEST_ID_RANDOMIZATION.",
             )
+        if self.rust_frontend:
+            raise SettingsError(
+                found=self.rust_frontend,
+                expected="vLLM's API server in Python",
+                consequence="No patch of this package reaches vLLM's Rust frontend: at some endpoints it answers a "
+                "failed hand-over with HTTP 200 and no token, and it identifies images, sounds, ... otherwise.",
+                remedy="Start vllm serve without VLLM_USE_RUST_FRONTEND, and do not use vllm-rs.",
+            )
+
+
+def rust_frontend_in(environ: Mapping[str, str]) -> str:
+    """For `Server.rust_frontend`: what the environment says. Read as vLLM does, which ends for what is no number."""
+    value = environ.get("VLLM_USE_RUST_FRONTEND", "0")
+    return "" if value in ("", "0") else f"VLLM_USE_RUST_FRONTEND={value}"
 
 
 def _require_false(extra_config: Mapping[str, Any], key: str, consequence: str) -> None:

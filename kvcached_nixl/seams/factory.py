@@ -12,6 +12,7 @@ memory: `compat.neighbours`.
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
@@ -22,8 +23,9 @@ from kvcached_nixl.compat.neighbours import connector_classes, require_no_replac
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
+from kvcached_nixl.processes import has_ancestor
 from kvcached_nixl.scheduler.build import build_scheduler
-from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings, unheeded
+from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings, rust_frontend_in, unheeded
 
 __all__ = ["GATES", "require_complete"]
 
@@ -140,6 +142,7 @@ def _server(cls: type, config: Any) -> Server:
         connector=cls.__name__,
         is_stock_push=any(c.__name__ in PUSH_CLASS_NAMES for c in cls.__mro__),
         ids_may_repeat=bool(envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION),
+        rust_frontend=rust_frontend_in(os.environ) or ("an engine of vllm-rs" if has_ancestor("vllm-rs") else ""),
         wished_device=str(config.kv_buffer_device),
         device=str(current_platform.device_type),
     )

@@ -176,6 +176,16 @@ def test_request_ids_that_may_come_again_are_refused(
     assert "Unset" in created.partition("remedy:")[2]
 
 
+def test_the_rust_frontend_is_refused(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+    """Nothing of this package runs in it: `/inference/v1/generate` says 200 of a hand-over that has failed."""
+    started = {"VLLM_USE_RUST_FRONTEND": "1"}
+    nixl, other = with_wheel.probe(
+        "vllm", "create=NixlConnector", "create=OtherConnector", path=(tree("0.28.0"),), **ON, **started
+    )["created"]
+    assert nixl.startswith("SettingsError") and "VLLM_USE_RUST_FRONTEND=1" in nixl and "200" in nixl
+    assert other == "OtherConnector"
+
+
 @pytest.mark.parametrize("order", [("NixlConnector", "OtherConnector"), ("OtherConnector", "NixlConnector")])
 def test_a_connector_beside_nixl_s_that_was_not_shown_to_be_safe_is_refused(
     with_wheel: Environment, tree: Callable[..., Path], order: tuple[str, str]

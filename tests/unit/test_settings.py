@@ -182,6 +182,7 @@ def server(wished: str, device: str) -> Server:
         "NixlConnector",
         is_stock_push=False,
         ids_may_repeat=False,
+        rust_frontend="",
         wished_device=wished,
         device=device,
     )

@@ -14,7 +14,15 @@ from kvcached_nixl.cli.deploy.situation import Situation
 from kvcached_nixl.cli.finding import Finding, of_refusal
 from kvcached_nixl.compat.actions.push_class import as_push_mode
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, Server, Settings, misspelled, read_gate
+from kvcached_nixl.settings import (
+    SERVER_LOGGER,
+    ActivationGate,
+    Server,
+    Settings,
+    misspelled,
+    read_gate,
+    rust_frontend_in,
+)
 
 __all__ = ["gate", "load_failure_policy", "role", "settings", "shutdown", "transfer_config", "versions"]
 
@@ -150,6 +158,7 @@ def _server(at: Situation) -> Server:
         connector=_CONNECTOR,
         is_stock_push=False,
         ids_may_repeat=at.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") not in ("", "0"),
+        rust_frontend=rust_frontend_in(at.environ),
         wished_device="",
         device="",
     )

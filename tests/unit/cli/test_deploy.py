@@ -213,6 +213,7 @@ WRONG: dict[str, tuple[Check, dict[str, Any], str]] = {
         {"environ": {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}},
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
     ),
+    "Rust": (configuration.settings, {"environ": {"VLLM_USE_RUST_FRONTEND": "1"}}, "VLLM_USE_RUST_FRONTEND=1"),
     "a setting of a child that is no object": (
         configuration.settings,
         {"transfer": multi({"kv_connector": "NixlConnector", "kv_connector_extra_config": [1]})},
