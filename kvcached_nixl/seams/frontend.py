@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcached_nixl.compat.actions.frontend import let_fail, numbers_media, require_readable
 from kvcached_nixl.compat.actions.leaving import is_leaving, leave, not_healthy, refusal_of, refuse_new, refuses
-from kvcached_nixl.compat.actions.usage import say_cached_tokens, take_cached_tokens
+from kvcached_nixl.compat.actions.usage import take_cached_tokens
 from kvcached_nixl.compat.locate import (
     ENGINE_CLIENT,
     HTTP_MIDDLEWARE,
@@ -175,24 +175,6 @@ def from_new_request(call: Call) -> Any:
     return made
 
 
-MAKE_REQUEST_OUTPUT = Patch(
-    target=REQUEST_STATE,
-    attribute="make_request_output",
-    process="frontend",
-    parameters=ANY_PARAMETERS,
-    versions=BEYOND_KVCACHED.earlier,
-    why=_CACHED,
-    upstream=_CACHED_UPSTREAM,
-    remove_when="0.31 is the oldest supported vLLM",
-)
-
-
-@MAKE_REQUEST_OUTPUT.around
-def make_request_output(call: Call) -> Any:
-    say_cached_tokens(call.instance)
-    return call.proceed()
-
-
 DO_TRACING = Patch(
     target=OUTPUT_PROCESSOR,
     attribute="do_tracing",
@@ -257,7 +239,6 @@ SEAMS = (
     assign_request_id,
     update_stats_from_finished,
     from_new_request,
-    make_request_output,
     do_tracing,
     process_mm_uuids,
     model_id,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -269,6 +270,28 @@ def test_decode_says_what_prefill_had_cached(cached: int, kind: RequestOutputKin
     """From 0.31 on vLLM itself reads the key that prefill's answer has."""
     params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": cached}
     assert set(usage_of(params, kind)) == {cached}
+
+
+@pytest.mark.parametrize("params", [None, {"do_remote_prefill": True, "remote_prefill_cached_tokens": 2}])
+def test_nothing_of_this_package_runs_for_each_output(params: object) -> None:
+    """With a thousand streams, a wrapper around each output keeps a tenth of the API server's core busy."""
+    processor = OutputProcessor(None, log_stats=False)
+    request = request_of(RequestOutputKind.DELTA)
+    request.sampling_params.extra_args = {"kv_transfer_params": params}
+    processor.add_request(request, None, queue=RequestOutputCollector(RequestOutputKind.DELTA, "inner"))
+    processor.process_outputs([all_cached([4])])
+    ran: set[str] = set()
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        ran.add(frame.f_globals["__name__"])
+
+    sys.setprofile(note)
+    try:
+        processor.process_outputs([EngineCoreOutput("inner", [5])])
+    finally:
+        sys.setprofile(None)
+    assert not [name for name in ran if name.startswith("kvcached_nixl")]
+    assert "vllm.v1.engine.output_processor" in ran
 
 
 @pytest.mark.parametrize("cached", [None, -1, 4, 10**30, 0.5, float("nan"), True, "2", [2], {"a": 1}])

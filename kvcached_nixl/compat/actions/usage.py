@@ -12,11 +12,11 @@ from typing import Any
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 
-__all__ = ["say_cached_tokens", "take_cached_tokens"]
+__all__ = ["take_cached_tokens"]
 
 
 def take_cached_tokens(request_state: Any, request: Any) -> None:
-    """Keep what a request of decode says of prefill.
+    """Let what a request of decode says of prefill stand in the place of vLLM's own number.
 
     Args:
         request_state: a new ``RequestState`` of the API server.
@@ -31,14 +31,25 @@ def take_cached_tokens(request_state: Any, request: Any) -> None:
     if isinstance(cached, float) and cached.is_integer():
         cached = int(cached)
     if isinstance(cached, int) and not isinstance(cached, bool) and 0 <= cached <= _num_tokens(request):
-        setattr(request_state, CACHED_TOKENS_KEY, cached)
+        _say(request_state, cached)
 
 
-def say_cached_tokens(request_state: Any) -> None:
-    """Called before each output is made, also before the first one, when vLLM has just set its own number."""
-    cached = vars(request_state).get(CACHED_TOKENS_KEY)
-    if cached is not None:
+def _say(request_state: Any, cached: int) -> None:
+    """Set the number right behind vLLM, which sets its own with a request's first output and never again.
+
+    Nothing is called for later outputs: at a thousand streams that would keep a tenth of a core busy.
+    """
+    # None for a pooling model.
+    processor = private(request_state, "logprobs_processor")
+    if processor is None:
+        return
+
+    def update_from_output(output: Any) -> None:
+        del processor.update_from_output
         request_state.num_cached_tokens = cached
+        processor.update_from_output(output)
+
+    processor.update_from_output = update_from_output
 
 
 def _num_tokens(request: Any) -> int:

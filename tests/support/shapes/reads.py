@@ -305,7 +305,17 @@ READS = (
     _of("vllm.v1.engine", "EngineCoreOutput", "request_id", "finish_reason", "new_token_ids", "trace_headers"),
     _of("vllm.v1.engine", "FinishReason", "ERROR", "ABORT"),
     _of("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
-    _of("vllm.v1.engine.output_processor", "RequestState", "queue", "detokenizer", "stats", "external_req_id"),
+    _of(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        "queue",
+        "detokenizer",
+        "stats",
+        "external_req_id",
+        "logprobs_processor",
+        "num_cached_tokens",
+    ),
+    _of("vllm.v1.engine.logprobs", "LogprobsProcessor", "update_from_output"),
     _of(
         "vllm.v1.metrics.stats",
         "RequestStateStats",

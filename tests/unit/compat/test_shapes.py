@@ -171,7 +171,6 @@ WITHOUT_VLLM = {
     "vars(sys.modules[module]).get(name)",
     "vars(module).get('__version__')",
     "vars(core).get('scheduler')",
-    "vars(request_state).get(CACHED_TOKENS_KEY)",  # set by `take_cached_tokens`
 }
 
 
