@@ -20,9 +20,9 @@ from kvcached_nixl.compat.private import envs, optional, private
 from kvcached_nixl.compat.states import ends_in_media, whole_because
 from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.identity.configuration import checksum_of
-from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.digest import Embeddings, digest_of
 
-__all__ = ["RequestReader", "RequestView", "drop_unless_mapping"]
+__all__ = ["RequestReader", "RequestView", "drop_unless_mapping", "hash_embeddings"]
 
 logger = logging.getLogger("vllm.kvcached_nixl")
 
@@ -32,6 +32,7 @@ _PLACEHOLDERS = tuple(
     for name in ("token_id", "token_index", "pad_token_id", "placeholder_token_id", "soft_token_id")
 )
 """Names in model configurations of the placeholder tokens of images, sounds, ..."""
+_EMBEDDINGS = "_kvcached_nixl_embeddings"
 
 
 class RequestReader:
@@ -146,6 +147,23 @@ def drop_unless_mapping(request: Any) -> None:
         request.kv_transfer_params = None
 
 
+def hash_embeddings(request: Any) -> Embeddings | None:
+    """Hash the embeddings of a request's prompt, for its digest, unless that was done.
+
+    Returns: None if its prompt has none.
+    """
+    found: Embeddings | None = vars(request).get(_EMBEDDINGS)
+    if found is None and request.prompt_embeds is not None:
+        import torch
+
+        embeds = request.prompt_embeds.detach().contiguous().cpu()
+        # numpy has no bfloat16.
+        data = embeds.view(torch.uint8).numpy()
+        found = Embeddings(str(embeds.dtype), memoryview(data.reshape(-1)), data.shape[-1])
+        setattr(request, _EMBEDDINGS, found)
+    return found
+
+
 @dataclass(frozen=True)
 class RequestView:
     """A request as our scheduler sees it."""
@@ -227,17 +245,11 @@ class RequestView:
     def digest(self, num_tokens: int) -> str:
         """Digest of the first ``num_tokens`` tokens and of everything that their KV depends on."""
         request = self.request
-        embeddings = b""
-        if request.prompt_embeds is not None:
-            import torch
-
-            # numpy has no bfloat16.
-            embeds = request.prompt_embeds[:num_tokens].detach().contiguous().cpu()
-            embeddings = f"{embeds.dtype} ".encode() + embeds.view(torch.uint8).numpy().tobytes()
+        embeddings = hash_embeddings(request)
         return digest_of(
             request.prompt_token_ids,
             num_tokens,
-            embeddings=embeddings,
+            embeddings=b"" if embeddings is None else embeddings.hash_of(num_tokens),
             are_tokens=private(request, "prompt_is_token_ids"),
             features=[
                 # The identifier may be prefixed with an adapter's name.

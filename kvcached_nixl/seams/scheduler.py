@@ -27,7 +27,7 @@ from kvcached_nixl.compat.actions.step_output import (
 from kvcached_nixl.compat.arrival import Arrival, arrival_of, drop_unknown_stops, give_own_id, load_once
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
-from kvcached_nixl.compat.requests import drop_unless_mapping
+from kvcached_nixl.compat.requests import drop_unless_mapping, hash_embeddings
 from kvcached_nixl.compat.states import align_chunks, stop_before_last
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.wire.step import FAILING
@@ -74,7 +74,8 @@ PREPROCESS_ADD_REQUEST = Patch(
     why="the request that vLLM adds for one that it has rejected has an id that the client chose. If a request whose "
     "blocks are kept has that id, the engine would end. So would it for stop tokens that the model does not have, and "
     "for an adapter whose files are incomplete. And prefill would hand over states behind a prompt's last token, "
-    "from which decode cannot go back, or on a CPU cached states of other tokens than those of their blocks.",
+    "from which decode cannot go back, or on a CPU cached states of other tokens than those of their blocks. "
+    "Embeddings would be hashed on the engine's thread.",
     upstream="vllm/entrypoints/generate/base/serving.py: notify_kv_transfer_request_rejected; "
     "vllm/v1/sample/logits_processor/builtin.py: MinTokensLogitsProcessor; vllm/lora/worker_manager.py: load_inplace; "
     "v1/nixl/base_scheduler.py: _truncate_mamba_request_for_prefill; vllm/platforms/cpu.py: check_and_update_config",
@@ -94,7 +95,12 @@ def preprocess_add_request(call: Call) -> Any:
     if any(side.keeps_states for side in sides_here):
         align_chunks(call.instance.scheduler)
         stop_before_last(request)
-    return call.proceed()
+    found = call.proceed()
+    made, _ = found
+    if sides_here and made.kv_transfer_params is not None:
+        # Here on the thread that decodes requests: the engine's would make every request wait.
+        hash_embeddings(made)
+    return found
 
 
 UPDATE_FROM_OUTPUT = Patch(

@@ -10,7 +10,35 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
-__all__ = ["digest_of"]
+__all__ = ["Embeddings", "digest_of"]
+
+_CHUNK_BYTES = 256 << 10
+
+
+class Embeddings:
+    """The embeddings that a prompt consists of, hashed when this is made: about a millisecond a MiB.
+
+    Args:
+        kind: of their numbers, such as "torch.bfloat16".
+        data: their bytes, one token behind the other.
+        token_bytes: of one token.
+    """
+
+    def __init__(self, kind: str, data: memoryview, token_bytes: int) -> None:
+        self._data, self._token_bytes = data, token_bytes
+        self._hashers = [hashlib.blake2b(kind.encode() + b" ", digest_size=16)]
+        for begin in range(0, len(data) - _CHUNK_BYTES + 1, _CHUNK_BYTES):
+            hasher = self._hashers[-1].copy()
+            hasher.update(data[begin : begin + _CHUNK_BYTES])
+            self._hashers.append(hasher)
+
+    def hash_of(self, num_tokens: int) -> bytes:
+        """The hash of the first ``num_tokens`` tokens. Hashes less than a chunk."""
+        end = min(num_tokens * self._token_bytes, len(self._data))
+        begin = end // _CHUNK_BYTES * _CHUNK_BYTES
+        hasher = self._hashers[begin // _CHUNK_BYTES].copy()
+        hasher.update(self._data[begin:end])
+        return hasher.digest()
 
 
 def digest_of(
@@ -27,7 +55,7 @@ def digest_of(
 
     Args:
         token_ids: of the prompt; None if it is given as embeddings only.
-        embeddings: bytes of the first ``num_tokens`` embeddings, for a prompt that has them.
+        embeddings: `Embeddings.hash_of` these tokens, for a prompt that has them.
         are_tokens: for a prompt that has both, which positions are token ids and which embeddings.
         features: (vLLM's hash, first token, number of tokens) of each image, sound, ... of the prompt. Those that begin
             after the first ``num_tokens`` tokens are left out.

@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
+import torch
 from support import attention_engines, engine_node, handover_node
-from support.engine_node import DECODE_ID, PREFILL_ID, prompt
+from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, prompt
 from support.handover_node import (
     CHUNK,
     DECODE_FILLING,
@@ -38,6 +39,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
+from kvcached_nixl.compat import requests
 from kvcached_nixl.patching import Registry
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
@@ -59,12 +61,17 @@ def core_request(request_id: str, params: dict[str, Any] | None = None, **more: 
     )
 
 
-def enter(node: Node, request: EngineCoreRequest) -> None:
-    """What vLLM's engine does with a request that comes from an API server."""
+def core_around(node: Node) -> EngineCore:
     core = EngineCore.__new__(EngineCore)
     core.scheduler, core.mm_receiver_cache, core.request_block_hasher = node.scheduler, None, None
     core.structured_output_manager = node.scheduler.structured_output_manager
     core.vllm_config = node.scheduler.vllm_config
+    return core
+
+
+def enter(node: Node, request: EngineCoreRequest) -> None:
+    """What vLLM's engine does with a request that comes from an API server."""
+    core = core_around(node)
     core.add_request(*core.preprocess_add_request(request))
 
 
@@ -83,6 +90,21 @@ def test_stop_tokens_that_the_model_does_not_have_stop_nothing(pair: tuple[Node,
     enter(node, request)
     found = node.scheduler.requests[PREFILL_ID].sampling_params
     assert found.stop_token_ids == [size - 1] and found.all_stop_token_ids == {size - 1}
+
+
+def test_embeddings_are_hashed_before_their_request_is_on_the_engine_s_thread(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 MiB take 72 ms, and every other request would wait. vLLM hashes them for its prefix cache there, too."""
+    node, _ = pair
+    core, request = core_around(node), core_request(PREFILL_ID, SEND)
+    core.request_block_hasher = get_request_block_hasher(node.geometry.block_size, sha256)
+    request.prompt_token_ids, request.prompt_embeds = None, torch.zeros(PROMPT, 8)
+    made = core.preprocess_add_request(request)
+    monkeypatch.setattr(requests, "Embeddings", None)
+    core.add_request(*made)
+    node.step_until(lambda: PREFILL_ID in node.transfer_params)
+    assert node.transfer_params[PREFILL_ID]["do_remote_prefill"]
 
 
 def test_an_adapter_that_was_loaded_anew_is_not_loaded_by_each_of_its_requests(
