@@ -265,7 +265,7 @@ def assemble(
     mode = settings.transfer_mode
     outcomes = OutcomeQueue(clock)
     ask: Ask = channel.ask
-    peers = Peers(Handshaker(transport, compatibility, lambda rank: fits(local, rank)), clock, ask, wake.set)
+    peers = Peers(Handshaker(transport, compatibility, lambda rank: fits(local, rank)), clock, ask, host, wake.set)
     gate_connections = GateConnections(transport, peers)
     transfer_queue = TransferQueue(
         transport, clock, gate_connections.lost, connection=gate_connections.connection, moved=outcomes.moved_bytes

@@ -278,7 +278,8 @@ class Local:
         self.unreachable: list[str] = []
         self.woken = 0
         handshaker = Handshaker(self.transport, TAG, lambda rank: fits(place, rank))
-        self.peers = Peers(handshaker, self.clock, self.asking.ask, self._wake)
+        self.host = KnownHost()
+        self.peers = Peers(handshaker, self.clock, self.asking.ask, self.host, self._wake)
         self.gate_connections = GateConnections(self.transport, self.peers)
         self.listener = Listener(self)
         self.peers.listen(self.listener)
@@ -296,7 +297,6 @@ class Local:
             self.memory.planes, as_bytes(self.memory.cells), verify_fraction, self.awaiting_checksum, num_groups
         )
         token_table = TokenBuffers(self.token_rows)
-        self.host = KnownHost()
         self.gates = WriteGates(lambda: self.network.open_gate("local"), self.awaiting_checksum, self.clock)
         self.side = WorkerContext(
             self.clock,

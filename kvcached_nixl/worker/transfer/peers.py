@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections to ranks of other engines: made by a handshake, made again when lost, forgotten when not used.
 
+NIXL keeps memory of a connected rank mapped, and where that is an accelerator's, the memory of a rank that has ended is
+not free before the connection is taken down: a server that is to take its place does not start (vllm#58063). So ranks
+that are not used are looked after: a process of this host by its number, any other one by a handshake. An equal answer
+changes nothing, since NIXL keeps something of every one that it is given.
+
 Everything is per rank: one that does not answer, answers wrongly or is dead fails only the requests that name it.
 Handshakes run on another thread (``ask``), any number at a time, and are repeated if there is no answer in time. Owned
 by the transfer thread; once per worker.
@@ -12,8 +17,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TypeAlias
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
@@ -22,8 +26,10 @@ from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.transfer.handshake import ConnectedPeer, Handshaker
+from kvcached_nixl.worker.transfer.host import Host
+from kvcached_nixl.worker.transfer.peer_link import Link, PeerListener, Waiting
 
-__all__ = ["Ask", "PeerListener", "Peers"]
+__all__ = ["Ask", "Peers"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -35,56 +41,13 @@ HANDSHAKE_TRIES = 5
 """Handshakes in a row with a peer that does not answer, before it fails: one that stalls for seconds may be alive."""
 FORGOTTEN_SECONDS = 600.0
 """A peer that is not used for so long is forgotten; to use it again costs one handshake."""
+LOOK_SECONDS = 5.0
+"""A connected peer that is not used for so long is looked after; multiplied if there are many."""
+LOOKS = 8
+"""Peers that are looked after in LOOK_SECONDS, at most about."""
 
 
 _STARTED_AGAIN = "prefill was restarted, or its weights were changed, since it made the parameters"
-
-
-class _Waiting(NamedTuple):
-    incarnation: str
-    known: Callable[[ConnectedPeer], None]
-    failed: Callable[[HandOverFailed], None]
-
-
-@dataclass(eq=False)
-class _Link:
-    address: Peer
-    known: ConnectedPeer | None = None
-    last_agent: str | None = None
-    is_asked: bool = False
-    is_failing: bool = False
-    tries: int = 0
-    waiting: list[_Waiting] = field(default_factory=list)
-
-    @property
-    def level(self) -> int:
-        """Log level: a peer that may still write is asked until it answers or is fenced, so warn only once."""
-        return logging.INFO if self.is_failing else logging.WARNING
-
-
-class PeerListener(Protocol):
-    """Depends on peers, and is told what happens to them (`Peers.listen`). Called on the transfer thread."""
-
-    def is_used(self, agent: str) -> bool:
-        """Whether a transfer still depends on an agent that was not used for FORGOTTEN_SECONDS."""
-        ...
-
-    def may_write(self, agent: str) -> bool:
-        """Whether an agent may be writing into this rank's memory. Its connection is then kept even if its side channel
-        fails: it has to be told to stop, and to answer that it has."""
-        ...
-
-    def dead(self, agent: str) -> None:
-        """No address leads to an agent any more: another one answers in its place. Its process may still run."""
-        ...
-
-    def unreachable(self, agent: str) -> None:
-        """Nobody listens at an agent's address: its process may have ended, or only its listener."""
-        ...
-
-    def disconnected(self, agent: str) -> None:
-        """The connection to an agent is about to be taken down."""
-        ...
 
 
 class Peers:
@@ -93,6 +56,7 @@ class Peers:
     Args:
         handshaker: checks the answer from an address.
         ask: begins a handshake.
+        host: tells which processes of this host live.
         wake: called, on any thread, when a handshake has ended.
     """
 
@@ -101,20 +65,23 @@ class Peers:
         handshaker: Handshaker,
         clock: Clock,
         ask: Ask,
+        host: Host,
         wake: Callable[[], None],
     ) -> None:
         self._handshaker = handshaker
         self._transport = handshaker.transport
         self._clock = clock
         self._ask = ask
+        self._host = host
         self._wake = wake
-        self._links: dict[Peer, _Link] = {}
+        self._links: dict[Peer, Link] = {}
         self._addresses: dict[str, dict[Peer, None]] = {}
         # Kept from an agent's first handshake until it is removed; later handshakes with it do not change it.
         self._connections: dict[str, object] = {}
         self._places: dict[tuple[str, int, int], Peer] = {}
-        self._ended: deque[tuple[_Link, Future[tuple[str, bytes]]]] = deque()
+        self._ended: deque[tuple[Link, Future[tuple[str, bytes]]]] = deque()
         self._unused = Deadlines[Peer]()
+        self._looked_at = Deadlines[Peer]()
         self._listener: PeerListener | None = None
         self.dropped: Counter[str] = Counter()
 
@@ -149,7 +116,7 @@ class Peers:
         ):
             known(link.known)
             return
-        link.waiting.append(_Waiting(incarnation, known, failed))
+        link.waiting.append(Waiting(incarnation, known, failed))
         self._begin(link)
 
     def probe(self, address: Peer) -> None:
@@ -219,24 +186,44 @@ class Peers:
             self._begin(link)
 
     def turn(self) -> None:
-        """Handle handshakes that have ended, and forget peers that were not used for FORGOTTEN_SECONDS."""
+        """Handle handshakes that have ended, look after peers that are not used, and forget them in the end."""
         while self._ended:
             self._take(*self._ended.popleft())
-        for address in self._unused.take_due(self._clock.now_seconds()):
+        now = self._clock.now_seconds()
+        for address in self._unused.take_due(now):
             link = self._links[address]
             if link.is_asked or self._is_used(link.last_agent):
-                self._unused[address] = self._clock.now_seconds() + FORGOTTEN_SECONDS
+                self._unused[address] = now + FORGOTTEN_SECONDS
             else:
                 self._drop(link)
+        for address in self._looked_at.take_due(now):
+            self._look_later(address)
+            self._look(self._links[address])
 
-    def _link(self, address: Peer) -> _Link:
+    def _look(self, link: Link) -> None:
+        """Find out whether a connected peer is still there."""
+        if link.known is None:
+            return
+        if link.process is None:
+            self._begin(link, is_doubted=False)
+        elif self._host.is_dead(link.process):
+            where = f"rank {link.address.tp_rank} of engine {link.address.engine_id}"
+            self._unreachable(link, f"the process of {where} has ended")
+
+    def _look_later(self, address: Peer) -> None:
+        seconds = LOOK_SECONDS * max(1.0, len(self._links) / LOOKS)
+        self._looked_at[address] = self._clock.now_seconds() + seconds
+
+    def _link(self, address: Peer) -> Link:
         link = self._links.get(address)
         if link is None:
-            link = self._links[address] = _Link(address)
+            link = self._links[address] = Link(address)
         self._unused[address] = self._clock.now_seconds() + FORGOTTEN_SECONDS
+        self._look_later(address)
         return link
 
-    def _begin(self, link: _Link) -> None:
+    def _begin(self, link: Link, *, is_doubted: bool = True) -> None:
+        link.is_doubted |= is_doubted
         if link.is_asked:
             return
         link.is_asked = True
@@ -248,21 +235,25 @@ class Peers:
 
         future.add_done_callback(ended)
 
-    def _take(self, link: _Link, future: Future[tuple[str, bytes]]) -> None:
-        link.is_asked = False
+    def _take(self, link: Link, future: Future[tuple[str, bytes]]) -> None:
+        is_doubted, link.is_asked, link.is_doubted = link.is_doubted, False, False
         link.tries += 1
         try:
-            known = self._handshaker.examine(link.address, *future.result())
+            answer = future.result()
+            if link.known is not None and not is_doubted and answer == link.answer:
+                link.tries, link.is_failing = 0, False
+                return
+            known = self._handshaker.examine(link.address, *answer)
         except ConnectionRefusedError:
-            agent, reason = link.last_agent, f"nobody listens at {link.address.host}:{link.address.port}"
-            self._fail(link, FailureCause.UNREACHABLE, reason, is_gone=False)
-            if agent is not None and self._listener is not None:
-                # Its listener may restart, and its workers may outlive it: this does not mean that the agent is dead.
-                self._listener.unreachable(agent)
+            # Its listener may restart, and its workers may outlive it: this does not mean that the agent is dead.
+            self._unreachable(link, f"nobody listens at {link.address.host}:{link.address.port}")
         except OSError as error:
-            if link.tries < HANDSHAKE_TRIES:
+            if not is_doubted and self._is_used(link.last_agent):
+                # What it is used for moves bytes, or has an end of its own.
+                link.tries = 0
+            elif link.tries < HANDSHAKE_TRIES:
                 logger.log(link.level, "No handshake with %s yet, trying again: %s", link.address, error)
-                self._begin(link)
+                self._begin(link, is_doubted=is_doubted)
             else:
                 self._fail(link, FailureCause.UNREACHABLE, f"no handshake with {link.address}: {error}", is_gone=False)
         except HandOverFailed as error:
@@ -275,8 +266,9 @@ class Peers:
             self._fail(link, FailureCause.DEFECT, reason, is_gone=False)
         else:
             self._know(link, known)
+            link.answer = answer
 
-    def _know(self, link: _Link, known: ConnectedPeer) -> None:
+    def _know(self, link: Link, known: ConnectedPeer) -> None:
         local = (link.address.host, link.address.port, link.address.tp_rank)
         before = self._places.get(local)
         if before is not None and before != link.address and before in self._links:
@@ -292,6 +284,7 @@ class Peers:
                 # The old agent was known under other addresses, too: a handshake checks each of them.
                 self._begin(other)
         link.known, link.last_agent, link.tries, link.is_failing = known, known.agent, 0, False
+        link.process = known.rank.process if self._host.sees(known.rank.process) else None
         self._places[local] = link.address
         self._addresses.setdefault(known.agent, {})[link.address] = None
         self._connections.setdefault(known.agent, object())
@@ -302,14 +295,20 @@ class Peers:
             else:
                 one.failed(HandOverFailed(FailureCause.RESTARTED, _STARTED_AGAIN))
 
-    def _tell(self, one: _Waiting, known: ConnectedPeer) -> None:
+    def _tell(self, one: Waiting, known: ConnectedPeer) -> None:
         try:
             one.known(known)
         except Exception as defect:
             logger.exception("internal error in kvcached_nixl; this hand-over fails")
             one.failed(HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}"))
 
-    def _fail(self, link: _Link, cause: FailureCause, reason: str, *, is_gone: bool) -> None:
+    def _unreachable(self, link: Link, reason: str) -> None:
+        agent = link.last_agent
+        self._fail(link, FailureCause.UNREACHABLE, reason, is_gone=False)
+        if agent is not None and self._listener is not None:
+            self._listener.unreachable(agent)
+
+    def _fail(self, link: Link, cause: FailureCause, reason: str, *, is_gone: bool) -> None:
         logger.log(link.level, "%s", reason)
         link.tries, link.is_failing = 0, True
         if is_gone:
@@ -323,7 +322,7 @@ class Peers:
         if link.known is None and not link.waiting and not link.is_asked and link.last_agent is None:
             self._drop(link)
 
-    def _let_go(self, link: _Link) -> None:
+    def _let_go(self, link: Link) -> None:
         """The agent known at this address is not there any more; it is dead if no other address leads to it."""
         self._forget(link)
         agent, link.last_agent = link.last_agent, None
@@ -336,7 +335,7 @@ class Peers:
             if self._listener is not None:
                 self._listener.dead(agent)
 
-    def _forget(self, link: _Link) -> None:
+    def _forget(self, link: Link) -> None:
         """Give up this address's use of the connection; the last address of an agent takes the connection down."""
         known, link.known = link.known, None
         if known is not None and all(other.known is None for other in self._links_of(known.agent)):
@@ -351,14 +350,15 @@ class Peers:
     def _may_write(self, agent: str) -> bool:
         return self._listener is not None and self._listener.may_write(agent)
 
-    def _links_of(self, agent: str) -> list[_Link]:
+    def _links_of(self, agent: str) -> list[Link]:
         """Returns all links to an agent: an engine may be known under several addresses, by IP address and by name."""
         return [self._links[address] for address in self._addresses.get(agent, ())]
 
-    def _drop(self, link: _Link) -> None:
+    def _drop(self, link: Link) -> None:
         self._let_go(link)
         self._links.pop(link.address, None)
         self._unused.pop(link.address, None)
+        self._looked_at.pop(link.address, None)
         local = (link.address.host, link.address.port, link.address.tp_rank)
         if self._places.get(local) == link.address:
             del self._places[local]

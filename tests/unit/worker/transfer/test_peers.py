@@ -13,10 +13,10 @@ from support.worker_fakes import OTHER_START, START, TAG, Local, Memory, Remote,
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.handshake import Answer
+from kvcached_nixl.wire.handshake import Answer, Process
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
-from kvcached_nixl.worker.transfer.peers import FORGOTTEN_SECONDS, HANDSHAKE_TRIES
+from kvcached_nixl.worker.transfer.peers import FORGOTTEN_SECONDS, HANDSHAKE_TRIES, LOOK_SECONDS, LOOKS
 
 
 class Needing:
@@ -505,6 +505,121 @@ def test_a_connection_that_is_lost_again_and_again_is_given_up(local: Local) -> 
         local.turn()
     assert local.peers.dropped == {"not sent": 1}
     assert len(local.asking.asked) == 3
+
+
+# --------------------------------------------------------------------------------------------------------- looked after
+
+NEIGHBOUR = Process("here", "", 7, 7)
+
+
+def later(local: Local) -> None:
+    """Let the time pass after which peers that are not used are looked after, and take the answers."""
+    local.clock.advance(LOOK_SECONDS)
+    local.turn()
+    local.turn()
+
+
+def neighbour(local: Local) -> Remote:
+    """Meet a rank whose process is one of this host."""
+    local.host.__dict__["living"].add(NEIGHBOUR)
+    return met(local, process=NEIGHBOUR)
+
+
+def test_memory_of_a_process_that_has_ended_here_is_let_go_within_seconds(local: Local) -> None:
+    """Its replacement would not find the accelerator's memory free, and would not start."""
+    remote = neighbour(local)
+    later(local)
+    assert local.peers.is_known("remote-0") and local.asking.asked == [remote.place], "the kernel is asked, nobody else"
+    local.host.__dict__["living"].clear()
+    later(local)
+    assert local.transport.peers == set() and local.unreachable == ["remote-0"]
+    for _ in range(3):
+        later(local)
+    assert local.unreachable == ["remote-0"] and len(local.asking.asked) == 1
+
+
+@pytest.mark.parametrize("kind", [ConnectionRefusedError, TimeoutError])
+def test_memory_of_one_elsewhere_is_let_go_when_nobody_is_there(local: Local, kind: type[Exception]) -> None:
+    remote = met(local)
+    local.asking.answers[remote.place] = kind()
+    later(local)
+    for _ in range(HANDSHAKE_TRIES):
+        local.turn()
+    assert local.transport.peers == set() and local.dead == []
+    local.asking.answers[remote.place] = remote.answer()
+    needing = Needing(local, remote.address)
+    local.turn()
+    assert needing.known, "it was there all the time"
+
+
+def test_whoever_answers_in_the_place_of_another_has_proved_that_it_is_gone(local: Local) -> None:
+    remote = met(local)
+    again = Remote(remote.address, local.network.agent("another agent"), incarnation=OTHER_START)
+    local.asking.answers[remote.place] = again.answer()
+    later(local)
+    assert local.dead == ["remote-0"] and local.transport.peers == {"another agent"}
+
+
+def test_who_answers_as_before_is_not_added_again(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL keeps queue pairs of each time (nixl#2025). Who is asked for by somebody is examined all the same."""
+    remote = met(local)
+    added: list[bytes] = []
+    add_peer = local.transport.add_peer
+    monkeypatch.setattr(local.transport, "add_peer", lambda *all: [added.append(all[0]), add_peer(*all)][1])
+    for _ in range(5):
+        later(local)
+    assert len(local.asking.asked) == 6 and not added
+    local.peers.probe(remote.address)
+    local.turn()
+    assert len(added) == 1
+    local.asking.answers[remote.place] = remote.answer(incarnation=OTHER_START)
+    later(local)
+    assert len(added) == 2 and Needing(local, remote.address, OTHER_START).known, "it has other weights now"
+
+
+def test_what_is_used_does_not_end_because_an_answer_is_late(local: Local) -> None:
+    """Its side channel may be busy for seconds while bytes move."""
+    remote = met(local)
+    local.listener.used = {"remote-0"}
+    local.asking.answers[remote.place] = TimeoutError()
+    for _ in range(2 * HANDSHAKE_TRIES):
+        later(local)
+    assert local.peers.is_known("remote-0") and not local.unreachable
+    local.peers.probe(remote.address)
+    for _ in range(HANDSHAKE_TRIES):
+        local.turn()
+    assert not local.peers.is_known("remote-0"), "whoever doubts it wants to know"
+
+
+def test_who_may_write_is_kept_until_it_cannot(local: Local) -> None:
+    """Rule R13: its connection is how NIXL hears what it has written. Everybody who waits for it is told at once."""
+    neighbour(local)
+    local.listener.may_write = lambda agent: True
+    local.host.__dict__["living"].clear()
+    later(local)
+    assert local.peers.is_known("remote-0") and local.unreachable == ["remote-0"]
+    local.listener.may_write = lambda agent: False
+    later(local)
+    assert local.transport.peers == set()
+
+
+def test_who_is_used_is_not_looked_after(local: Local) -> None:
+    remote = met(local)
+    for _ in range(10):
+        local.clock.advance(LOOK_SECONDS / 2)
+        local.peers.send(remote.address, b"")
+        local.turn()
+    assert local.asking.asked == [remote.place]
+
+
+def test_many_are_looked_after_in_turn(local: Local) -> None:
+    """At most a few handshakes a second, however many there are."""
+    for number in range(4 * LOOKS):
+        met(local, name=f"r{number}", address=address(f"r{number}", port=6000 + number))
+    asked = len(local.asking.asked)
+    for _ in range(8):
+        later(local)
+    assert asked < len(local.asking.asked) <= asked + 8 * LOOKS
 
 
 # ----------------------------------------------------------------------------------------------------------- forgetting
