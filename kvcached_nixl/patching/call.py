@@ -23,6 +23,9 @@ class Decisions(Protocol):
     def refusals(self) -> tuple[tuple[str, Refused], ...]:
         """Everything that was refused, by name."""
 
+    def bypassed(self, cls: type, *targets: Any) -> tuple[tuple[str, Refused], ...]:
+        """A refusal for each patch that calls on an instance of a class do not reach, by name."""
+
 
 def positions_of(signature: inspect.Signature | None) -> Mapping[str, int]:
     """Of the parameters that may be passed by position or by keyword: name -> position. Read once for a patch, because

@@ -12,7 +12,7 @@ from typing import Any
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching.record import ANY_PARAMETERS, Kind, Patch, Place
 
-__all__ = ["Seat", "find_seat", "locate"]
+__all__ = ["Seat", "find_seat", "locate", "way_around"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,33 @@ def find_seat(patch: Patch, container: type | types.ModuleType) -> Seat:
     bound = kind in ("method", "classmethod", "property")
     parameters = list(signature.parameters.values())[1 if bound else 0 :]
     return Seat(owner, patch.attribute, entry, function, signature.replace(parameters=parameters))
+
+
+def way_around(cls: type, seat: Seat) -> str:
+    """How a call on an instance of ``cls`` does not reach the entry at a class's seat, as text; "" if it does.
+
+    A class that redefines the attribute has to name it together with ``super``, or with a class that it extends. One of
+    the seat's own top-level package is not looked at: it is known as well as the seat.
+    """
+    owner, name = seat.owner, seat.attribute
+    assert isinstance(owner, type)
+    where = f"{cls.__module__}.{cls.__qualname__}"
+    if owner not in cls.__mro__:
+        return f"{where} does not extend {owner.__module__}.{owner.__qualname__}"
+    for one in cls.__mro__[: cls.__mro__.index(owner)]:
+        is_known = one.__module__.partition(".")[0] == owner.__module__.partition(".")[0]
+        if name in vars(one) and not is_known and not _calls(vars(one)[name], one, name):
+            return f"{one.__module__}.{one.__qualname__}.{name} does not call super().{name}"
+    return ""
+
+
+def _calls(entry: Any, cls: type, name: str) -> bool:
+    function = entry.fget if isinstance(entry, property) else getattr(entry, "__func__", entry)
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if not isinstance(code, types.CodeType):
+        return False
+    named = set(code.co_names)
+    return name in named and bool({"super", *(base.__name__ for base in cls.__mro__[1:])} & named)
 
 
 def _owner(patch: Patch, container: type | types.ModuleType) -> type | types.ModuleType:

@@ -24,8 +24,8 @@ import wrapt
 from kvcached_nixl.errors import ContractChanged, Refused
 from kvcached_nixl.patching.attach import Attachment, attach
 from kvcached_nixl.patching.call import Call, positions_of
-from kvcached_nixl.patching.contract import find_seat, locate
-from kvcached_nixl.patching.record import Patch, PatchOutcome, PatchState, Seam
+from kvcached_nixl.patching.contract import find_seat, locate, way_around
+from kvcached_nixl.patching.record import Patch, PatchOutcome, PatchState, Seam, Target
 
 __all__ = ["Judge", "Registry"]
 
@@ -124,6 +124,20 @@ class Registry:
         with self._lock:
             patches = [(e.seam.patch.name, e.cause) for e in self._entries if e.cause is not None]
             return (*self._refusals, *patches)
+
+    def bypassed(self, cls: type, *targets: Target) -> tuple[tuple[str, Refused], ...]:
+        """A refusal for each applied patch of ``targets`` that calls on an instance of ``cls`` do not reach, by name.
+
+        ``cls``: a class that is used in the place of the targets' own, such as a subclass that a user has written.
+        """
+        found: list[tuple[str, Refused]] = []
+        with self._lock:
+            applied = [(e.seam.patch, e.attachment) for e in self._entries if e.seam.patch.target in targets]
+        for patch, attachment in applied:
+            way = way_around(cls, attachment.seat) if attachment is not None else ""
+            if way:
+                found.append((patch.name, _bypassed(patch, way)))
+        return tuple(found)
 
     def uninstall(self) -> tuple[str, ...]:
         """Restore every entry in reverse order. Import hooks that have not run yet do nothing from now on.
@@ -240,6 +254,15 @@ class Registry:
                     remedy="Remove what replaced it, or let it run before this package is installed.",
                 )
             )
+
+
+def _bypassed(patch: Patch, way: str) -> Refused:
+    return ContractChanged(
+        found=way,
+        expected=f"the {patch.attribute} that was patched, or one that calls it",
+        consequence=f"The patch would not run. {patch.why}",
+        remedy=f"Call super().{patch.attribute}() there, or use the class that it replaces.",
+    )
 
 
 def _unforeseen(patch: Patch, cause: Exception) -> Refused:

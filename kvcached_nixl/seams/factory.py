@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
@@ -21,6 +22,7 @@ from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUS
 from kvcached_nixl.compat.names import NIXL_PREFIX
 from kvcached_nixl.compat.neighbours import connector_classes, require_no_replacement, require_servable
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
+from kvcached_nixl.compat.replaceable import ways_around
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.processes import has_ancestor
@@ -69,11 +71,13 @@ def create_connector(call: Call) -> Any:
     if any(map(is_nixl, classes)):
         require_complete(call.registry, str(config.kv_connector))
         require_servable(classes, vllm_config)
+        require_reached(call, classes, vllm_config)
     connector = call.proceed()
     # A class of another package may have made connectors that the configuration does not name.
     made = [type(one) for one in connectors(connector)]
     if any(map(is_nixl, made)):
         require_servable(made, vllm_config)
+        require_reached(call, made, vllm_config)
     return connector
 
 
@@ -84,6 +88,7 @@ def construct(call: Call) -> None:
     config = _config_of(call)
     server = _server(cls, config)
     server.require_servable()
+    require_reached(call, [cls], call.argument("vllm_config"))
     if server.stages_on_host:
         # Otherwise vLLM would allocate a copy of the whole pool on the host.
         config.kv_connector_extra_config = server.staged(config.kv_connector_extra_config)
@@ -117,9 +122,30 @@ def require_complete(registry: Decisions, connector: str) -> None:
         raise StartRefused.of(connector, causes)
 
 
+def require_reached(call: Call, classes: Iterable[type], vllm_config: Any) -> None:
+    """Returns only if the classes of this process reach what was patched.
+
+    Args:
+        call: of a constructor or the factory.
+        classes: of its connectors. vLLM's own push connector is refused elsewhere, in other words.
+
+    Raises:
+        StartRefused: lists the patches that would not run.
+    """
+    nixl = [cls for cls in classes if is_nixl(cls) and not _is_push(cls)]
+    is_scheduler = call.argument("role").name == "SCHEDULER"
+    causes = list(ways_around(call.registry, vllm_config, nixl, is_scheduler=is_scheduler))
+    if causes:
+        raise StartRefused.of("The NIXL connector", causes)
+
+
 def is_nixl(cls: type) -> bool:
     """Whether a connector class is vLLM's NIXL connector or derived from it."""
     return any(c.__name__ in FACADE_CLASS_NAMES and c.__module__.startswith(NIXL_PREFIX) for c in cls.__mro__)
+
+
+def _is_push(cls: type) -> bool:
+    return any(c.__name__ in PUSH_CLASS_NAMES for c in cls.__mro__)
 
 
 def _config_of(call: Call) -> Any:
@@ -140,7 +166,7 @@ def _server(cls: type, config: Any) -> Server:
 
     return Server(
         connector=cls.__name__,
-        is_stock_push=any(c.__name__ in PUSH_CLASS_NAMES for c in cls.__mro__),
+        is_stock_push=_is_push(cls),
         ids_may_repeat=bool(envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION),
         rust_frontend=rust_frontend_in(os.environ) or ("an engine of vllm-rs" if has_ancestor("vllm-rs") else ""),
         wished_device=str(config.kv_buffer_device),

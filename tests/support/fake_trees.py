@@ -70,7 +70,10 @@ SKELETON = {
                     defaults = {"kv_connector_extra_config": {}, "kv_buffer_device": "cpu"}
                     child = types.SimpleNamespace(**{**defaults, **child})
                     cls = KVConnectorFactory.get_connector_class(child)
-                    config = types.SimpleNamespace(kv_transfer_config=child, kv_events_config=None)
+                    parallel = vllm_config.parallel_config
+                    config = types.SimpleNamespace(
+                        kv_transfer_config=child, kv_events_config=None, parallel_config=parallel
+                    )
                     self.children.append(cls(config, role, kv_cache_config))
     """,
     f"{KV}.factory": """

@@ -57,7 +57,9 @@ def create(name: str) -> str:
     transfer = types.SimpleNamespace(kv_connector=parent, kv_connector_extra_config=extra, kv_buffer_device="cpu")
     try:
         role = types.SimpleNamespace(name="WORKER")
-        config = types.SimpleNamespace(kv_transfer_config=transfer, kv_events_config=None)
+        config = types.SimpleNamespace(
+            kv_transfer_config=transfer, kv_events_config=None, parallel_config=types.SimpleNamespace(worker_cls="auto")
+        )
         made = factory.create_connector(config, role, None)
     except Exception as error:  # noqa: BLE001 - it is the result
         return f"{type(error).__name__}: {error}"

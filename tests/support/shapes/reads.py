@@ -401,6 +401,7 @@ READS = (
         "ParallelConfig",
         "_api_process_rank",
         "tensor_parallel_size",
+        "worker_cls",
         "pipeline_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
@@ -415,7 +416,7 @@ READS = (
         "nnodes_within_dp",
         "world_size",
     ),
-    _of(f"{_CONFIG}.scheduler", "SchedulerConfig", "max_num_seqs"),
+    _of(f"{_CONFIG}.scheduler", "SchedulerConfig", "max_num_seqs", "get_scheduler_cls"),
     _of(f"{_CONFIG}.speculative", "SpeculativeConfig", "method", "draft_model_config", "num_speculative_tokens"),
     _of(
         f"{_CONFIG}.kv_transfer",

@@ -493,6 +493,87 @@ def test_refusals_of_the_environment_and_of_patches_are_listed_together(lib: Any
     assert [name for name, _ in registry.refusals()] == ["version", "worker.load"]
 
 
+SUBCLASSES = """
+import functools
+from lib.worker import Base, Sub
+
+def traced(function):
+    @functools.wraps(function)
+    def around(*args, **kwargs):
+        return function(*args, **kwargs)
+    return around
+
+class Plain(Base):
+    def other(self): ...
+class Calls(Base):
+    def load(self, request, **more):
+        if request is None:
+            return []
+        return super().load(request, **more)
+class Names(Sub):
+    def load(self, request, **more):
+        return Base.load(self, request, **more)
+class Traced(Base):
+    @traced
+    def load(self, request, **more):
+        return super().load(request, **more)
+class Replaces(Base):
+    def load(self, request, **more):
+        return []
+class Below(Calls, Replaces):
+    pass
+class Bound(Base):
+    load = functools.partialmethod(Base.load, count=2)
+class Deep(Base):
+    @property
+    def depth(self):
+        return 4
+class Deeper(Base):
+    @property
+    def depth(self):
+        return super().depth + 1
+class Other:
+    def load(self, request, **more):
+        return []
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("Plain", ""),
+        ("Calls", ""),
+        ("Names", ""),
+        ("Traced", ""),
+        ("Replaces", "theirs.Replaces.load does not call super().load"),
+        ("Below", "theirs.Replaces.load does not call super().load"),
+        ("Bound", "theirs.Bound.load does not call super().load"),
+        ("Deep", "theirs.Deep.depth does not call super().depth"),
+        ("Deeper", ""),
+        ("Other", "theirs.Other does not extend lib.worker.Base"),
+    ],
+)
+def test_a_class_in_the_place_of_the_target_has_to_reach_its_patches(
+    lib: Any, make_module: Callable[..., Any], name: str, found: str
+) -> None:
+    """``vllm serve --scheduler-cls``: the target is patched, but something else runs."""
+    theirs = make_module("theirs", SUBCLASSES)
+    registry, other = Registry(), Target("another", (Place("lib.worker", "Sub"),))
+    one, two = patch(), patch("depth", kind="property", parameters=("self",))
+    registry.add([each.around(lambda call: call.proceed()) for each in (one, two, patch("gone", when_absent="skip"))])
+    registry.complete()
+    causes = [cause.found for _, cause in registry.bypassed(getattr(theirs, name), one.target)]
+    assert set(causes) == ({found} if found else set())
+    assert not registry.bypassed(theirs.Replaces, other)
+
+
+def test_a_class_of_the_target_s_own_package_is_known(lib: Any) -> None:
+    registry = Registry()
+    registry.add([patch().around(lambda call: call.proceed())])
+    registry.complete()
+    assert not registry.bypassed(lib.Sub, patch().target)
+
+
 def test_the_first_completion_is_announced_once(lib: Any) -> None:
     """The summary is logged once a process, however many connectors are constructed."""
     announced: list[Registry] = []
