@@ -24,6 +24,7 @@ __all__ = [
     "FACTORY",
     "HTTP_MIDDLEWARE",
     "INPUT_PROCESSOR",
+    "KVCACHED_ALLOCATION",
     "KVCACHED_COORDINATOR",
     "KVCACHED_GPU_WORKER",
     "KVCACHED_INTERFACES",
@@ -146,6 +147,10 @@ KVCACHED_VERSION_RANGE = Target(
     places=(Place("kvcached.integration.version_utils", "VersionRange"),),
 )
 _KVCACHED_PATCHES = "kvcached.integration.vllm.patches"
+KVCACHED_ALLOCATION = Target(
+    name="kvcached's patch of the allocation",
+    places=(Place(_KVCACHED_PATCHES, "KVCacheManagerAllocateSlotsPatch"),),
+)
 KVCACHED_COORDINATOR = Target(
     name="kvcached's patch of the coordinator",
     places=(Place(_KVCACHED_PATCHES, "KVCacheCoordinatorPatch"),),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes kvcached's patches: KV events, and what vLLM 0.32 and 0.33 expect of them.
+"""Completes kvcached's patches: what they leave out of vLLM below 0.28, KV events, and what vLLM 0.32 and 0.33 expect.
 
 Runs in: every process, while vLLM is being imported, as kvcached patches it.
 """
@@ -7,9 +7,14 @@ Runs in: every process, while vLLM is being imported, as kvcached patches it.
 from __future__ import annotations
 
 from kvcached_nixl.compat.actions.block_events import with_block_events
-from kvcached_nixl.compat.actions.completed import with_configuration, with_external_weights, with_hash_lookahead
-from kvcached_nixl.compat.locate import KVCACHED_COORDINATOR, KVCACHED_GPU_WORKER
-from kvcached_nixl.compat.series import COUNTS_EXTERNAL_WEIGHTS
+from kvcached_nixl.compat.actions.completed import (
+    with_configuration,
+    with_external_weights,
+    with_hash_lookahead,
+    with_rollback,
+)
+from kvcached_nixl.compat.locate import KVCACHED_ALLOCATION, KVCACHED_COORDINATOR, KVCACHED_GPU_WORKER
+from kvcached_nixl.compat.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
 from kvcached_nixl.patching import Call, Patch
 
 __all__ = ["SEAMS"]
@@ -69,4 +74,27 @@ def patch_coordinator(call: Call) -> bool:
     return with_block_events(coordinator, lambda: with_hash_lookahead(coordinator, call.proceed))
 
 
-SEAMS = (patch_worker_init_device, patch_worker_determine_available_memory, patch_coordinator)
+ALLOCATION = Patch(
+    target=KVCACHED_ALLOCATION,
+    attribute="patch_allocate_slots",
+    process="every",
+    parameters=("self", "kvcache_manager_mod"),
+    versions=HITS_DIVERGE.earlier,
+    why="the engine would end one step after another engine on its device has taken the memory that a request with "
+    "cached tokens was about to get.",
+    upstream="kvcached 0.1.6, kvcached/integration/vllm/allocation_attempt.py",
+    remove_when="vLLM 0.27 is no longer supported",
+)
+
+
+@ALLOCATION.around
+def patch_allocate_slots(call: Call) -> bool:
+    return with_rollback(call.instance, call.proceed)
+
+
+SEAMS = (
+    patch_worker_init_device,
+    patch_worker_determine_available_memory,
+    patch_coordinator,
+    patch_allocate_slots,
+)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
+from support.kvcached_pool import elastic_pool
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -23,50 +23,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvcached_nixl.compat.actions.block_events import report_blocks
-from kvcached_nixl.compat.actions.windows import Windows
 
 BLOCK_SIZE, BLOCKS, GROUP = 4, 24, 0
 
 
-class Pages:
-    """kvcached's manager, without pages."""
-
-    page_allocator = None
-
-    def __init__(self) -> None:
-        self.free_ids = list(range(1, BLOCKS))
-
-    def available_size(self) -> int:
-        return len(self.free_ids)
-
-    def alloc(self, count: int) -> list[int] | None:
-        if count > len(self.free_ids):
-            return None
-        taken, self.free_ids = self.free_ids[:count], self.free_ids[count:]
-        return taken
-
-    def free(self, block_ids: Iterable[int]) -> None:
-        self.free_ids += block_ids
-
-
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from kvcached.integration.version_utils import VersionRange
-    from kvcached.integration.vllm import interfaces
-    from kvcached.integration.vllm.patches import ElasticBlockPoolPatch
-
     init_none_hash(sha256)
-    windows, contains = Windows(), VersionRange.contains
-    windows.is_open = True
-    monkeypatch.setattr(VersionRange, "contains", lambda self, ver: contains(self, ver) or windows.contains(self, ver))
-    monkeypatch.delattr(block_pool, "ElasticBlockPool", raising=False)
-    assert ElasticBlockPoolPatch().apply(block_pool)
-    monkeypatch.setattr(interfaces, "get_kv_cache_manager", lambda *_, **__: Pages())
-    pool = block_pool.ElasticBlockPool(
-        BLOCKS, BLOCK_SIZE, 64, 2, enable_caching=True, max_cached_blocks=8, hash_block_size=BLOCK_SIZE
-    )
-    pool.num_hash_lookahead_tokens = 0  # as `with_hash_lookahead` does
-    return pool
+    return elastic_pool(monkeypatch, BLOCKS, BLOCK_SIZE, max_cached_blocks=8)
 
 
 class Replay:

@@ -149,6 +149,9 @@ SKELETON = {
         class KVCacheCoordinatorPatch:
             def patch_coordinator(self, kvcoord_mod):
                 return True
+        class KVCacheManagerAllocateSlotsPatch:
+            def patch_allocate_slots(self, kvcache_manager_mod):
+                return True
     """,
     "kvcached.integration.vllm.autopatch": """
         import os

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes what kvcached 0.1.6 puts into vLLM 0.32 and later, which expect more of it than earlier ones.
+"""Completes what kvcached 0.1.6 puts into vLLM 0.32 and later, which expect more of it than earlier ones, and into vLLM
+below 0.28, for which it leaves something out.
 
 Each function has kvcached patch a module, wraps what kvcached put there, and returns what kvcached's patch returns.
 What kvcached does not replace, because it has done so before, is not wrapped again.
@@ -14,9 +15,10 @@ from typing import Any
 
 import wrapt
 
+from kvcached_nixl.compat.series import HITS_DIVERGE
 from kvcached_nixl.errors import Refused
 
-__all__ = ["with_configuration", "with_external_weights", "with_hash_lookahead", "with_pool"]
+__all__ = ["with_configuration", "with_external_weights", "with_hash_lookahead", "with_pool", "with_rollback"]
 
 
 def with_external_weights(gpu_worker: types.ModuleType, apply: Callable[[], bool]) -> bool:
@@ -59,6 +61,22 @@ def with_configuration(gpu_worker: types.ModuleType, apply: Callable[[], bool]) 
             return wrapped(*args, **kwargs)
 
     return _completed(apply, gpu_worker.Worker, "determine_available_memory", determine)
+
+
+def with_rollback(patch: Any, apply: Callable[[], bool]) -> bool:
+    """Undo an allocation that fails half way, because another engine has taken the memory meanwhile.
+
+    kvcached does so from vLLM 0.28 on. Below, vLLM's next step finds the beginning of it, and ends the engine. What
+    kvcached restores is the same there: vLLM 0.26 and 0.27, ``vllm/v1/core/single_type_kv_cache_manager.py``.
+
+    Args:
+        patch: kvcached's, which reads vLLM's version when it is applied.
+    """
+    found, patch.detected_version = patch.detected_version, f"{HITS_DIVERGE.since}.0"
+    try:
+        return apply()
+    finally:
+        patch.detected_version = found
 
 
 def with_hash_lookahead(kv_cache_coordinator: types.ModuleType, apply: Callable[[], bool]) -> bool:

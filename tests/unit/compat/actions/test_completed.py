@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.compat.actions.completed import with_configuration, with_external_weights, with_hash_lookahead
+from kvcached_nixl.compat.actions.completed import (
+    with_configuration,
+    with_external_weights,
+    with_hash_lookahead,
+    with_rollback,
+)
 from kvcached_nixl.errors import Refused
 
 GIB = 1 << 30
@@ -148,3 +153,19 @@ def test_kvcacheds_block_pool_has_the_lookahead(name: str) -> None:
     assert getattr(made, name)("config", use_eagle=True, num_hash_lookahead_tokens=2).block_pool == SimpleNamespace(
         num_hash_lookahead_tokens=2
     )
+
+
+def test_kvcached_patches_the_allocation_as_where_it_undoes_one() -> None:
+    """And nothing else: the version is vLLM's again also if the patch raises."""
+    patch, seen = SimpleNamespace(detected_version="0.26.0"), []
+
+    def apply() -> bool:
+        seen.append(patch.detected_version)
+        if len(seen) > 1:
+            raise RuntimeError
+        return True
+
+    assert with_rollback(patch, apply) is True
+    with pytest.raises(RuntimeError):
+        with_rollback(patch, apply)
+    assert seen == ["0.28.0", "0.28.0"] and patch.detected_version == "0.26.0"
