@@ -6,10 +6,12 @@ Sources: ``v1/request.py``, ``lora/request.py``, ``lora/utils.py``, ``multimodal
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +54,7 @@ class RequestReader:
         self._lora_settings = _lora_settings(config.lora_config)
         self._adapters = Adapters(_folder, self._unknown)
         self._contents: dict[str, str | None] = {}
-        self._is_renamed = False
+        self._renamed: set[str] = set()
 
     @property
     def are_placeholders_unknown(self) -> bool:
@@ -62,14 +64,19 @@ class RequestReader:
     def __call__(self, request: Any) -> RequestView:
         return RequestView(request, self)
 
+    def adapter_arrives(self, lora_request: Any) -> None:
+        """Identify the adapter of a request that has just arrived, or that is about to be loaded; None for none."""
+        if lora_request is not None:
+            name, content = str(lora_request.lora_name), self._content(lora_request)
+            if self._contents.setdefault(name, content) != content:
+                self._renamed.add(name)
+            self._contents[name] = content
+
     def adapter_of(self, lora_request: Any) -> str:
         """Identity of a request's adapter, for the digest: "" without an adapter, a unique value if it is unknown."""
         if lora_request is None:
             return ""
-        content = self._adapters.content(int(lora_request.lora_int_id), str(lora_request.lora_path))
-        name = str(lora_request.lora_name)
-        self._is_renamed |= self._contents.setdefault(name, content) != content
-        self._contents[name] = content
+        content = self._content(lora_request)
         if content is None:
             return f"unknown {secrets.token_hex(8)}"
         # Whether the experts' weights are one 3D tensor.
@@ -88,9 +95,9 @@ class RequestReader:
         """At least one worker could not load the adapter."""
         self._adapters.doubt(adapter, f"the adapter with lora_int_id {adapter} could not be loaded")
 
-    def take_renamed(self) -> bool:
-        """Whether a name got another adapter since the last call. vLLM's prefix cache uses the names as keys."""
-        found, self._is_renamed = self._is_renamed, False
+    def take_renamed(self) -> set[str]:
+        """Names that got another adapter since the last call. vLLM's prefix cache uses the names as keys."""
+        found, self._renamed = self._renamed, set()
         return found
 
     def forget(self, adapter: int | None) -> None:
@@ -99,6 +106,9 @@ class RequestReader:
             self._adapters.forget_all()
         else:
             self._adapters.forget(adapter)
+
+    def _content(self, lora_request: Any) -> str | None:
+        return self._adapters.content(int(lora_request.lora_int_id), str(lora_request.lora_path))
 
     def _unknown(self, reason: str) -> None:
         logger.warning("KV computed with a LoRA adapter is not handed over: %s.", reason)
@@ -162,6 +172,27 @@ def hash_embeddings(request: Any) -> Embeddings | None:
         found = Embeddings(str(embeds.dtype), memoryview(data.reshape(-1)), data.shape[-1])
         setattr(request, _EMBEDDINGS, found)
     return found
+
+
+def set_apart(request: Any) -> None:
+    """Give a request's blocks hashes that no other request has, so that the prefix cache shares none of those that it
+    computes from now on. Those that are cached already keep their hashes. Idempotent: it may outlive any number of
+    changes."""
+    hasher = private(request, "_block_hasher")
+    if hasher is None or (isinstance(hasher, functools.partial) and hasher.func is _own_hashes):
+        return
+    salt = secrets.token_bytes(16)
+    request.block_hashes[:] = _salted(salt, request.block_hashes)
+    # It hashes blocks that have become full, each together with the hash of the block before.
+    request._block_hasher = functools.partial(_own_hashes, hasher, salt)
+
+
+def _own_hashes(hasher: Callable[[Any], list[bytes]], salt: bytes, request: Any) -> list[bytes]:
+    return _salted(salt, hasher(request))
+
+
+def _salted(salt: bytes, block_hashes: Iterable[bytes]) -> list[bytes]:
+    return [hashlib.sha256(salt + one).digest() for one in block_hashes]
 
 
 @dataclass(frozen=True)

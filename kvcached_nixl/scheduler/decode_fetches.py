@@ -112,25 +112,19 @@ class DecodeFetches:
             fetch_request.renew(step, self._terms)
 
     def matched(
-        self,
-        request: Request,
-        num_computed_tokens: int,
-        step: Step,
-        *,
-        is_stale: bool = False,
-        is_producer: bool = False,
+        self, request: Request, num_computed_tokens: int, step: Step, *, is_producer: bool = False
     ) -> tuple[int, bool]:
         """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously.
 
         Args:
-            is_stale, is_producer: as for `FetchRequest.check_start`.
+            is_producer: as for `FetchRequest.check_start`.
         """
         request_id = DecodeRequestId(request.request_id)
         fetch_request = self._fetch_requests.get(request_id)
         if fetch_request is None or fetch_request.is_tried:
             return 0, False
         fetch_request.check(request, self._terms)
-        fetch_request.check_start(num_computed_tokens, self._terms, is_stale=is_stale, is_producer=is_producer)
+        fetch_request.check_start(num_computed_tokens, self._terms, is_producer=is_producer)
         if fetch_request.refused is None and request.computes_prompt:
             logger.info("Request %s asks for its prompt's log-probabilities, so it is computed here", request_id)
             fetch_request.release(step)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from kvcached_nixl.wire.headroom import BlockUsage
@@ -82,13 +82,13 @@ class Reader(Protocol):
         """Wraps vLLM's request object."""
         ...
 
-    def take_renamed(self) -> bool:
-        """Whether, since the last call, the name of an adapter was given to another adapter."""
+    def take_renamed(self) -> Collection[str]:
+        """Names of adapters under which another adapter has arrived than before, since the last call."""
         ...
 
-    def adapter_of(self, lora_request: Any) -> str:
-        """The content of a request's LoRA adapter. Read on the first call and remembered, so call it before the workers
-        load the adapter."""
+    def adapter_arrives(self, lora_request: Any) -> None:
+        """A request, or a call that loads an adapter, names this LoRA adapter, or none. Its content is read on the
+        first call and remembered, so call it before the workers load the adapter."""
         ...
 
     def loaded(self, adapter: int) -> None:
@@ -212,8 +212,16 @@ class BlockPool(Protocol):
         """
         ...
 
-    def forget_prefixes(self) -> bool:
-        """Clears the prefix cache, so that no request reuses KV of earlier ones. Returns whether it is empty now."""
+    def outdate(self, is_meant: Callable[[int, str], bool], *, even_waiting: bool = False) -> Collection[str]:
+        """Takes KV that was computed so far out of the prefix cache, and has the requests that have blocks now share
+        none of what they go on to compute. Called between two steps.
+
+        Args:
+            is_meant: whether KV of this LoRA adapter is outdated: vLLM's number and name of it, 0 and "" for none.
+            even_waiting: requests without blocks share nothing with later ones either.
+
+        Returns: the requests that are meant and have blocks.
+        """
         ...
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.revocations import Revocations
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.scheduler.starvation import Starvation
-from kvcached_nixl.scheduler.terms import ANY_ADAPTER, Terms
+from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.scheduler.timelines import Spans, Timelines
 from kvcached_nixl.scheduler.told_headroom import ToldHeadroom
 from kvcached_nixl.scheduler.worker_reports import WorkerReports
@@ -187,10 +187,8 @@ class SchedulerFacade:
 
     def arrived(self, request: Request) -> None:
         """A request has entered the engine."""
-        if self.read.take_renamed():
-            self._offering.stale.add(ANY_ADAPTER)
-        # vLLM frees the last blocks of an engine after `collect`, and takes no step then.
-        self.revocations.freshen()
+        if names := self.read.take_renamed():
+            self.revocations.renamed(names)
         self._fetching.arrived(request, self._link.step)
         self._offering.arrived(request, self._link.step)
 
@@ -222,11 +220,8 @@ class SchedulerFacade:
             request_id = PrefillRequestId(request.request_id)
             if not self._gate.may_start(request_id, self._link.step, needs_claim=self._is_left_waiting):
                 return None, False
-        is_stale = self._offering.is_stale(request.adapter)
         is_producer = self._link.bound().is_producer
-        return self._fetching.matched(
-            request, num_computed_tokens, self._link.step, is_stale=is_stale, is_producer=is_producer
-        )
+        return self._fetching.matched(request, num_computed_tokens, self._link.step, is_producer=is_producer)
 
     def holds_back(self, request_id: str) -> bool:
         """Whether a request would not begin whatever blocks are free: see `matched`."""
@@ -306,7 +301,6 @@ class SchedulerFacade:
         # Before the reports: of what they name, vLLM frees the blocks afterwards.
         self.relieve()
         self._failed |= self._reports.take(reports, self._link.bound(), self._link.step)
-        self.revocations.freshen()
 
     def take_ending(self) -> set[str]:
         """Requests that must end with an error now, whatever they wait for (rule R4)."""

@@ -106,11 +106,10 @@ class FetchRequest:
             # Decode recomputes the last token, and that token's window begins one token before the next token's.
             self.end_token = min(self.end_token, request.num_prompt_tokens - 1)
 
-    def check_start(self, num_computed_tokens: int, terms: Terms, *, is_stale: bool, is_producer: bool) -> None:
+    def check_start(self, num_computed_tokens: int, terms: Terms, *, is_producer: bool) -> None:
         """Sets ``refused`` if KV cannot be loaded behind what decode has in its prefix cache. Called after `check`.
 
         Args:
-            is_stale: decode's prefix cache may hold KV that other weights have computed.
             is_producer: vLLM frees blocks while a step that is under way may still write into them
                 (``defer_block_free`` is for consumers), so no KV is loaded into them.
         """
@@ -119,12 +118,6 @@ class FetchRequest:
         if num_computed_tokens % terms.groups.step_tokens:
             reason = f"its first {num_computed_tokens} tokens end inside a block of {terms.groups.step_tokens}"
             self.refused = HandOverFailed(FailureCause.RANGE, reason)
-        elif is_stale and num_computed_tokens:
-            reason = (
-                "its first tokens are in the prefix cache, which may hold KV that other weights have computed. Clear "
-                "the prefix cache, or wait until no request runs"
-            )
-            self.refused = HandOverFailed(FailureCause.REVOKED, reason)
         elif is_producer:
             reason = (
                 "kv_transfer_params have do_remote_prefill, but this engine's kv_role is kv_producer: its blocks may "

@@ -8,7 +8,7 @@ request is one of the `KeptOffers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from kvcached_nixl.ids import PrefillRequestId
@@ -37,8 +37,6 @@ class PrefillOffers:
     Attributes:
         kept: requests that have ended.
         incarnation: as above; drawn again when the engine's weights change.
-        stale: weights that have changed while the prefix cache may still hold KV of the earlier ones, which requests
-            may reuse: the model's (None), a LoRA adapter's number, or any adapter (`ANY_ADAPTER`).
         is_read_early: workers read computed tokens before the request has ended: to write them (push), or to copy them
             into a slab.
     """
@@ -61,7 +59,6 @@ class PrefillOffers:
         self._running: dict[PrefillRequestId, OfferRequest] = {}
         # Holds with the blocks of preempted requests.
         self._draining: set[int] = set()
-        self.stale: set[int | None] = set()
         self._failures = failures
         self._timelines = timelines
         self.is_read_early = terms.mode.is_push
@@ -86,10 +83,6 @@ class PrefillOffers:
         """Whether a manifest names the blocks of a request."""
         one = self._running.get(PrefillRequestId(request_id))
         return one is not None and one.manifest is not None
-
-    def is_stale(self, used: int) -> bool:
-        """Whether the prefix cache may hold KV for an adapter (0 for none) that other weights have computed."""
-        return any(is_meant(one, used) for one in self.stale)
 
     # ---------------------------------------------------------------------------------------------- what becomes of it
 
@@ -149,17 +142,26 @@ class PrefillOffers:
                 self._draining.remove(hold)
                 self._holds.give_back(blocks, hold)
 
-    def revoke(self, cause: RevocationCause, reason: str, step: Step, *, adapter: int | None = None) -> None:
+    def revoke(
+        self,
+        cause: RevocationCause,
+        reason: str,
+        step: Step,
+        *,
+        adapter: int | None = None,
+        outdated: Collection[str] = (),
+    ) -> None:
         """Revokes offers: ownership tokens are cleared first, then blocks are freed (rule R12). Requests that are still
         computed keep their blocks.
 
         Args:
             adapter: only offers computed with this LoRA adapter, or with any adapter (`ANY_ADAPTER`); None for all.
+            outdated: requests that have blocks, whether they have computed anything here or not.
         """
         revocation = Revocation(cause, reason)
         self.kept.revoke(revocation, step, adapter=adapter)
         for one in self._running.values():
-            if is_meant(adapter, one.request.adapter) and one.has_computed:
+            if is_meant(adapter, one.request.adapter) and (one.has_computed or one.request_id in outdated):
                 one.revoke(revocation, step)
 
     def finished(
@@ -213,9 +215,6 @@ class PrefillOffers:
                 reason = "its states are about to be overwritten by those of later tokens"
                 one.revoke(Revocation(RevocationCause.STATES, reason), step)
             return
-        if one.begins(computed) and computed.begin_token and self.is_stale(one.request.adapter):
-            reason = "it begins with KV that other weights have computed"
-            one.revoke(Revocation(RevocationCause.WEIGHTS, reason), step)
         one.take_blocks(computed)
         if one.is_revoked:
             return

@@ -8,7 +8,7 @@ flight is waited for, and only for a while.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvcached_nixl.clock import Clock
@@ -17,7 +17,7 @@ from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.engine_link import EngineLink
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-from kvcached_nixl.scheduler.terms import ANY_ADAPTER
+from kvcached_nixl.scheduler.terms import ANY_ADAPTER, is_meant
 from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.handshake import Weights
 
@@ -80,33 +80,38 @@ class Revocations:
         return self._offering.kept.are_fetchable
 
     def weights_changed(self, adapter: int | None = None) -> None:
-        """Revokes every hand-over of KV that was computed with the weights of before.
+        """Revokes every hand-over of KV that was computed with the weights of before, and lets no request that arrives
+        from now on begin with such KV.
 
         Args:
             adapter: only the weights of this LoRA adapter have changed; None for the model's.
         """
         reason = "the weights were changed" if adapter is None else "an adapter was loaded again"
-        # The prefix cache identifies an adapter by its name, so its blocks would match the new weights, too.
-        self._offering.stale.add(adapter)
         # An idle engine has to step, too, to tell its workers.
         self._link.has_news = True
         if adapter is None:
             self._offering.incarnation = self._link.draw_incarnation()
             self._weights = None
-        self._offering.revoke(RevocationCause.WEIGHTS, f"prefill: {reason}", self._link.step, adapter=adapter)
+        outdated: Collection[str] = ()
         if self._link.blocks is not None:
             self._fetching.revoke(f"decode: {reason}", self._link.blocks, self._link.step, adapter=adapter)
-            self.freshen()
+            # Whose KV was on its way has lost its blocks, and may begin anew.
+            outdated = self._link.blocks.outdate(lambda number, _: is_meant(adapter, number))
+        self._offering.revoke(
+            RevocationCause.WEIGHTS, f"prefill: {reason}", self._link.step, adapter=adapter, outdated=outdated
+        )
 
     def adapters_changed(self, adapter: int | None = None) -> None:
         """A LoRA adapter was loaded under a number that was in use, or was removed; None: any adapter may have been."""
         self._read.forget(adapter)
         self.weights_changed(adapter or ANY_ADAPTER)
 
-    def freshen(self) -> None:
-        """Clears the prefix cache if it may hold KV of other weights and none of its blocks is in use."""
-        if self._offering.stale and self._link.bound().forget_prefixes():
-            self._offering.stale.clear()
+    def renamed(self, names: Collection[str]) -> None:
+        """These names of LoRA adapters were given to others, and the prefix cache knows adapters by their names.
+
+        What is under way goes on: its digest says which adapter computes it."""
+        # A request of the adapter of before, which begins only now, must not begin with KV of the new one.
+        self._link.bound().outdate(lambda _, name: name in names, even_waiting=True)
 
     # ---------------------------------------------------------------------------------------------- a pause, a clearing
 

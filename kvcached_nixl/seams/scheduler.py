@@ -61,7 +61,7 @@ def add_request(call: Call) -> None:
             return
         if arrival is Arrival.FIRST:
             # A worker may load an adapter's files again for any request that uses it, so identify it for every request.
-            side.read.adapter_of(request.lora_request)
+            side.read.adapter_arrives(request.lora_request)
             side.arrived(side.read(request))
     call.proceed()
 

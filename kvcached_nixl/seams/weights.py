@@ -160,7 +160,7 @@ def add_lora(call: Call) -> Any:
         if request.load_inplace:
             side.revocations.adapters_changed(request.lora_int_id)
         # Identify the files before the workers load them: they may be replaced afterwards.
-        side.read.adapter_of(request)
+        side.read.adapter_arrives(request)
     try:
         found = call.proceed()
     except BaseException:

@@ -10,6 +10,7 @@ from support.flow_pair import PROMPT, Pair, kind
 
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.handshake import Tensors, Weights
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 OTHER = Weights(Tensors("1" * 32, "8" * 32), files="9" * 32)
@@ -69,23 +70,122 @@ def test_what_was_kept_when_weights_change_is_used_by_nobody(mode: TransferMode,
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
+class Busy:
+    """A pair whose engines are never idle: on each runs a request that begins as all others, and does not end."""
+
+    def __init__(self, mode: TransferMode, adapter: int = 0) -> None:
+        self.pair = Pair(mode, kind(num_blocks=1000), kind(num_blocks=1000))
+        self.adapter = adapter
+        self.pair.acquaint()
+        self.engines = (self.pair.prefill, self.pair.decode)
+        self.busy = [self.pair.ask_decode(None, engine=one, max_tokens=3000, adapter=adapter) for one in self.engines]
+        self.go_on(*self.busy, until=Status.RUNNING)
+
+    def offered(self, prompt: tuple[int, ...]) -> Request:
+        return self.pair.ask_prefill(prompt, adapter=self.adapter)
+
+    def go_on(self, *requests: Request, until: Status = Status.STOPPED) -> None:
+        """Nothing is slow, and nothing waits for the engines to have done their work."""
+        for _ in range(60):
+            if all(one.status is until for one in requests):
+                return
+            self.pair.wire.deliver_all()
+            self.pair.round()
+        raise AssertionError(f"found {requests}; expected {until}")
+
+    def hand_over(self, prompt: tuple[int, ...]) -> tuple[int, int]:
+        """Returns how many tokens prefill had cached, and how many decode has fetched. All others it had cached."""
+        upstream = self.offered(prompt)
+        self.go_on(upstream)
+        assert upstream.answer is not None, "it is offered"
+        found = self.pair.ask_decode(upstream.answer, prompt, max_tokens=1, adapter=self.adapter)
+        self.go_on(found)
+        assert all(one.status is Status.RUNNING for one in self.busy)
+        return upstream.answer[CACHED_TOKENS_KEY], found.num_external
+
+    def end(self) -> None:
+        for engine, one in zip(self.engines, self.busy, strict=True):
+            engine.abort(one)
+        self.pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+    def change(self) -> None:
+        for engine in self.engines:
+            if self.adapter:
+                engine.load_again(self.adapter)
+            else:
+                engine.update(OTHER)
+
+
+def tail(number: int) -> tuple[int, ...]:
+    """A prompt of 18 tokens, of which all prompts have the first 12."""
+    return (*PROMPT[:12], *(100 * number + token for token in PROMPT[12:]))
+
+
+@pytest.fixture(params=[0, 1], ids=["weights", "adapter"])
+def adapter(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @DIRECTIONS
-def test_an_idle_prefill_forgets_prefixes_of_old_weights_before_its_next_request(
-    mode: TransferMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its last blocks come free after its last step, so nothing but the next request can find the cache unused."""
-    pair = pair_of(mode)
-    pool, forget = pair.prefill.pool, pair.prefill.pool.forget_prefixes
-    # As vLLM's, which clears nothing while a request has blocks.
-    monkeypatch.setattr(pool, "forget_prefixes", lambda: not pool.tables and forget())
-    pair.acquaint()
-    pair.ask_prefill()
-    pair.settle()
-    pair.prefill.update(OTHER)
-    pair.decode.update(OTHER)
-    pair.settle()
-    assert not pool.tables and pool.cached, "nothing is in use, and the cache has what the old weights have computed"
-    assert is_right(pair.hand_over())
+def test_engines_that_are_never_idle_serve_a_shared_prompt_again_at_once(mode: TransferMode, adapter: int) -> None:
+    """Once it is computed anew, and from then on it is begun with blocks of the new content, on both sides."""
+    busy = Busy(mode, adapter)
+    assert busy.hand_over(tail(1)) == (12, 6)
+    busy.change()
+    assert [busy.hand_over(tail(2)), busy.hand_over(tail(3))] == [(0, 18), (12, 6)]
+    assert not busy.pair.causes()
+    busy.end()
+
+
+@DIRECTIONS
+def test_nobody_begins_with_what_was_computed_in_part_before_the_change(mode: TransferMode, adapter: int) -> None:
+    """A conversation goes on from the answer to a request that was running then, and went on."""
+    busy = Busy(mode, adapter)
+    busy.change()
+    asked = busy.busy[1]
+    before = asked.num_computed
+    for _ in range(40):
+        busy.pair.round()
+    assert asked.num_computed > before + 20
+    turns = tuple(asked.sequence.tokens[: asked.num_computed])
+    # What of it is shared would be on the way of each of these: a prefix, a later part, and all of it.
+    assert busy.hand_over(turns[:40]) == (0, 40)
+    assert busy.hand_over((*turns, 7))[0] == 40
+    assert not busy.pair.causes()
+    busy.end()
+
+
+@DIRECTIONS
+def test_a_request_that_was_computed_in_part_before_the_change_is_not_offered(mode: TransferMode, adapter: int) -> None:
+    """Also if it is preempted meanwhile: what it has told the workers is of both."""
+    for is_preempted in (False, True):
+        busy = Busy(mode, adapter)
+        prefill = busy.pair.prefill
+        long = tuple(range(200, 260))
+        upstream = busy.offered(long)
+        busy.go_on(upstream, until=Status.RUNNING)
+        busy.change()
+        if is_preempted:
+            prefill.running.remove(upstream)
+            prefill.preempt(upstream)
+        busy.go_on(upstream)
+        assert upstream.answer is None
+        assert busy.hand_over(long) == (0, 60), "nobody begins with it"
+        busy.end()
+
+
+def test_an_adapter_that_is_loaded_anew_leaves_what_others_share() -> None:
+    """Blocks that requests of other adapters have now stay in the prefix cache, and their offers stay."""
+    busy = Busy(PULL)
+    kept = busy.offered(tail(1))
+    busy.go_on(kept)
+    for engine in busy.engines:
+        engine.load_again(1)
+    assert busy.hand_over(tail(2)) == (12, 6)
+    found = busy.pair.ask_decode(kept.answer, tail(1))
+    busy.go_on(found)
+    assert found.num_external == 6 and not busy.pair.causes()
+    busy.end()
 
 
 @DIRECTIONS

@@ -72,11 +72,11 @@ class Reads:
     def __call__(self, request: Any) -> Any:
         return request
 
-    def take_renamed(self) -> bool:
-        return False
+    def take_renamed(self) -> set[str]:
+        return set()
 
-    def adapter_of(self, lora_request: Any) -> str:
-        return str(lora_request)
+    def adapter_arrives(self, lora_request: Any) -> None:
+        """No adapter is known."""
 
     def loaded(self, adapter: int) -> None:
         """No adapter is known."""
@@ -111,6 +111,7 @@ class Pool:
         self.wanted = 0, False
         self.asked_for: list[int] = []
         self.let_go_of: list[tuple[str, bool]] = []
+        self.outdated: list[tuple[Callable[[int, str], bool], bool]] = []
 
     def usage(self) -> BlockUsage:
         return BlockUsage(90, sum(map(len, self.of.values())), 1 << 20, 0)
@@ -147,8 +148,9 @@ class Pool:
         self.let_go_of.append((request_id, recomputes))
         return None if recomputes else 0
 
-    def forget_prefixes(self) -> bool:
-        return True
+    def outdate(self, is_meant: Callable[[int, str], bool], *, even_waiting: bool = False) -> set[str]:
+        self.outdated.append((is_meant, even_waiting))
+        return set(self.of)
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         self.asked_for.append(num_tokens)

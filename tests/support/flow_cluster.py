@@ -364,7 +364,7 @@ def _takings(worker: Worker, ranges: Ranges) -> dict[int, int]:
 def left_on(engine: Engine) -> Iterator[str]:
     """Yields everything that an engine still holds."""
     pool, handover = engine.pool, engine.handover
-    yield from leftovers(engine, but=("answers", "attempts", "workers", "failures", "revoked", "lasted"))
+    yield from leftovers(engine, but=("reloaded", "answers", "attempts", "workers", "failures", "revoked", "lasted"))
     yield from (f"engine: {counts}" for counts in engine.reported if counts)
     if len(pool.free) != pool.shape.num_blocks - 1 or any(pool.holders) or pool.tables:
         yield f"blocks: {[(block, held) for block, held in enumerate(pool.holders) if held]}"
@@ -387,8 +387,8 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
         thread, worker.receiver, worker.registry, registrations_of(worker.registry), renewals_of(thread)
     )
     yield from leftovers(context, context.transfer_queue, context.checksums, worker.awaiting_checksum)
-    # Transferred bytes are reported with the next step, which may never come.
-    yield from leftovers(outcome_of(thread), but=("moved", "expired", "timelines"))
+    # What is counted is reported with the next step, which may never come.
+    yield from leftovers(outcome_of(thread), but=("moved", "expired", "revoked", "timelines"))
     if writer.num_final or context.transfer_queue.num_bytes:
         yield f"posting counts {writer.num_final} {context.transfer_queue.num_bytes}"
     if len(free_buffers_of(context.token_buffers)) != worker.engine.kind.token_buffers:

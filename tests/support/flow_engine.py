@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 import threading
+import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +74,11 @@ class Reads:
     def __call__(self, request: Any) -> Any:
         return request
 
-    def take_renamed(self) -> bool:
-        return False
+    def take_renamed(self) -> set[str]:
+        return set()
 
-    def adapter_of(self, lora_request: Any) -> str:
-        return ""
+    def adapter_arrives(self, lora_request: Any) -> None:
+        """No adapter is known."""
 
     def loaded(self, adapter: int) -> None:
         """No adapter is known."""
@@ -101,6 +102,10 @@ class Request:
         stops_at: number of the generated token that ends the request. The scheduler does not know it in advance.
         num_external: tokens whose KV came from prefill.
         epoch: how often the request was preempted.
+        salt: its blocks are shared with requests of the same salt only.
+        is_mixed: it has gone on with other weights, or another adapter, than those that it had begun with. What it
+            computes from then on is its own, also after a preemption.
+        lora: returns the content of its adapter.
     """
 
     request_id: str
@@ -122,6 +127,9 @@ class Request:
     num_media: int = 0
     lacks_media: bool = False
     trace_headers: Mapping[str, str] | None = None
+    salt: int = 0
+    is_mixed: bool = False
+    lora: Callable[[], str] = lambda: ""
     sequence: Sequence64 = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,8 +154,13 @@ class Request:
     def sums(self, end: int) -> Cells:
         return self.sequence.sums(end)
 
+    @property
+    def family(self) -> tuple[int, int]:
+        """Only with requests of the same family it shares blocks."""
+        return self.adapter, self.salt
+
     def digest(self, num_tokens: int) -> str:
-        return digest_of(self.prompt, num_tokens)
+        return digest_of(self.prompt, num_tokens, lora=self.lora())
 
 
 class Names(set[str]):
@@ -411,6 +424,8 @@ class Engine:
     def __init__(self, cluster: Cluster, own: RemotePrefill, kind: Kind, incarnation: int) -> None:
         self.cluster, self.own, self.kind, self.incarnation = cluster, own, kind, incarnation
         self.admits = True
+        self.weights = kind.weights
+        self.reloaded: Counter[int] = Counter()
         self.settings = cluster.settings
         shape = kind.shape
         terms = Terms(
@@ -438,6 +453,8 @@ class Engine:
         self.pool = Pool(
             shape, [worker.memory for worker in self.workers], kind.caches_prefixes, kind.are_shared, kind.newest_first
         )
+        self.handover.bind(self.pool)
+        self.pool.next_up, self.pool.lose, self.pool.head = self._next_up, self._lose, self._head
         self.answers: Answers = {}
         self.handover.side_channel.introduce(self._envelopes(), self._listen)
         self.requests: dict[str, Request] = {}
@@ -459,8 +476,7 @@ class Engine:
 
     def add(self, request: Request) -> Request:
         assert request.request_id not in self.requests
-        self.handover.bind(self.pool)
-        self.pool.next_up, self.pool.lose, self.pool.head = self._next_up, self._lose, self._head
+        request.lora = lambda: self._adapter(request.adapter)
         self.handover.arrived(request)
         self.requests[request.request_id] = request
         self.waiting.append(request)
@@ -610,10 +626,9 @@ class Engine:
             self.pool.release(request)
             request.num_external = 0
         else:
+            expected = self._sums(request, request.num_computed)
             for worker in self.workers:
-                wrong = worker.memory.wrong(
-                    self.pool.tables[name], request.sums(request.num_computed), request.num_computed
-                )
+                wrong = worker.memory.wrong(self.pool.tables[name], expected, request.num_computed)
                 assert not wrong, f"{name} goes on with wrong bytes of the tokens {wrong}"
             self.pool.cache(request, request.num_computed)
             request.num_computed = min(request.num_computed, request.num_tokens - 1)
@@ -655,15 +670,28 @@ class Engine:
         return output
 
     def _work(self, worker: Worker, scheduled: list[Scheduled]) -> Callable[[], None]:
+        # With the weights of now, whenever the device does it.
+        computed = [(one, self._sums(one.request, one.end), one.request.is_mixed) for one in scheduled]
+
         def work() -> None:
-            for one in scheduled:
-                request, sums = one.request, one.request.sums(one.end)
-                if request.epoch == one.epoch and not request.status.is_finished and one.begin:
+            for one, sums, is_mixed in computed:
+                request = one.request
+                is_checked = one.begin and not is_mixed
+                if request.epoch == one.epoch and not request.status.is_finished and is_checked:
                     wrong = worker.memory.wrong(one.blocks, sums, one.begin)
                     assert not wrong, f"{request.request_id} computes on wrong bytes of the tokens {wrong}"
                 worker.memory.fill(one.blocks, sums, one.begin, one.end)
 
         return work
+
+    def _sums(self, request: Request, end: int) -> Cells:
+        """Returns what the cells of a request's first tokens follow from: the tokens, and what computes them."""
+        content = f"{self.weights.memory.content} {self._adapter(request.adapter)}"
+        content = request.request_id if request.is_mixed else content
+        return request.sums(end) ^ np.uint64(zlib.crc32(content.encode()))
+
+    def _adapter(self, number: int) -> str:
+        return f"{number} {self.reloaded[number]}" if number else ""
 
     def _sum_up(self, counts: Counter[str], said: list[set[str]]) -> set[str]:
         """Returns the names that every rank has reported by now, and counts the others."""
@@ -681,11 +709,23 @@ class Engine:
             is_known: the call that changes them is one the package knows. Otherwise only the workers' new identities
                 show the change.
         """
+        is_other, self.weights = weights != self.weights, weights
         if is_known:
             self.handover.revocations.weights_changed()
         for worker in self.workers:
             worker.side.identify(weights)
         self.handover.side_channel.introduce(self._envelopes(), self._listen)
+        self._mix(self.requests.values() if is_known or is_other else ())
+
+    def load_again(self, adapter: int) -> None:
+        """Loads another adapter under this one's number and name, between two steps."""
+        self.reloaded[adapter] += 1
+        self.handover.revocations.adapters_changed(adapter)
+        self._mix(one for one in self.requests.values() if one.adapter == adapter)
+
+    def _mix(self, requests: Iterable[Request]) -> None:
+        for one in requests:
+            one.is_mixed |= bool(self.pool.tables.get(one.request_id))
 
     def _envelopes(self) -> dict[tuple[int, int], Any]:
         """As vLLM collects them: by pipeline stage and rank."""

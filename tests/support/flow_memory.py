@@ -7,7 +7,8 @@ they come from. Free blocks are poisoned at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +169,7 @@ class Pool:
         has_reserve: pages of blocks that came free are still mapped, until `trim`.
         limit_blocks: as set by ``kvctl limit``; None for no limit. As in kvcached, it counts from the next allocation
             or `apply_limit` on; vLLM tries none that the limit of before does not allow.
+        num_looked_at: how many of a request's first blocks were added to the prefix cache, or found there.
         lose: called with the id of a request that received its KV and lost it, and whether it recomputes.
     """
 
@@ -181,8 +183,10 @@ class Pool:
     holders: list[list[Request]] = field(default_factory=list)
     tables: dict[str, list[int]] = field(default_factory=dict)
     free: dict[int, None] = field(default_factory=dict)
-    sum_of: dict[int, int] = field(default_factory=dict)
-    cached: dict[int, int] = field(default_factory=dict)
+    sum_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    cached: dict[tuple[int, ...], int] = field(default_factory=dict)
+    num_looked_at: dict[str, int] = field(default_factory=dict)
+    salts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     next_up: Callable[[], str | None] = lambda: None
     head: Callable[[], Request | None] = lambda: None
     limit_blocks: int | None = None
@@ -209,7 +213,7 @@ class Pool:
         if self.caches_prefixes:
             sums = request.sums(request.num_tokens)
             for end in range(size, request.num_tokens, size):
-                block = self.cached.get(int(sums[end - 1]))
+                block = self.cached.get((*request.family, int(sums[end - 1])))
                 if block is None:
                     break
                 found.append(block)
@@ -255,14 +259,16 @@ class Pool:
         if not self.caches_prefixes:
             return
         size, table = self.shape.block_size, self.tables.get(request.request_id, [])
-        sums = request.sums(num_tokens)
-        for place in range(min(num_tokens // size, len(table))):
-            key, block = int(sums[(place + 1) * size - 1]), table[place]
+        sums, num_full = request.sums(num_tokens), min(num_tokens // size, len(table))
+        for place in range(self.num_looked_at.get(request.request_id, 0), num_full):
+            key, block = (*request.family, int(sums[(place + 1) * size - 1])), table[place]
             if block not in self.sum_of and key not in self.cached:
                 self.sum_of[block], self.cached[key] = key, block
+        self.num_looked_at[request.request_id] = max(num_full, self.num_looked_at.get(request.request_id, 0))
 
     def release(self, request: Request) -> None:
         """Frees a request's blocks."""
+        self.num_looked_at.pop(request.request_id, None)
         self._give([(block, request) for block in reversed(self.tables.pop(request.request_id, []))])
 
     def _give(self, blocks: list[tuple[int, Request]]) -> None:
@@ -340,6 +346,7 @@ class Pool:
 
     def take(self, request_id: str) -> list[Any]:
         taken = []
+        self.num_looked_at.pop(request_id, None)
         for block in reversed(self.tables.pop(request_id, [])):
             holder = next(one for one in self.holders[block] if one.request_id == request_id)
             taken.append((block, holder))
@@ -351,9 +358,18 @@ class Pool:
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
         return self.lose(request_id, recomputes)
 
-    def forget_prefixes(self) -> bool:
-        self.cached.clear()
-        return True
+    def outdate(self, is_meant: Callable[[int, str], bool], *, even_waiting: bool = False) -> set[str]:
+        holding = {one.request_id: one for held in self.holders for one in held if one.request_id in self.tables}
+        meant = [one for one in holding.values() if is_meant(one.adapter, str(one.adapter))]
+        for one in meant:
+            one.salt = one.salt or next(self.salts)
+        kept = {block for one in holding.values() if one not in meant for block in self.tables[one.request_id]}
+        for block in set(self.sum_of) - kept:
+            if block in self.free:
+                self._evict(block)
+            else:
+                del self.cached[self.sum_of.pop(block)]
+        return {one.request_id for one in meant}
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         return (0,)

@@ -23,6 +23,7 @@ from kvcached_nixl.scheduler import fetch_attempts as fetching
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS, Cluster
 from support.flow_engine import Engine, Kind, Request, Status, Worker
@@ -86,6 +87,7 @@ class Task:
     upstream: Request | None = None
     children: list[Request] = field(default_factory=list)
     is_wrong: bool = False
+    adapter: int = 0
 
 
 class Schedule:
@@ -105,6 +107,8 @@ class Schedule:
         self.has_windows = seed % 11 == 6
         # With these seeds kvcached's limits change. Dice of their own: the other events stay those of before.
         self.limits = random.Random(seed) if seed % 7 == 5 and not self.calm else None
+        # With these seeds weights are updated and adapters loaded again.
+        self.updates = random.Random(seed) if seed % 13 in (3, 9) and not self.calm else None
         # With these seeds some hand-overs are verified.
         self.cluster = Cluster(dice.choice([TransferMode.PULL, TransferMode.PUSH]), (seed % 5 == 3) * 0.6)
         shapes = dice.choice(SHAPES)
@@ -132,6 +136,8 @@ class Schedule:
         ]
         if not self.calm:
             self._frequent += [self._upset, self._abort, self._abort]
+        if self.updates is not None:
+            self._frequent += [self._update] * 3
 
     def _start(self, name: str, shape: Shape) -> Engine:
         dice = self.dice
@@ -279,6 +285,8 @@ class Schedule:
         both = self.cluster.pushes and dice.random() < 0.6
         prefill, decode = dice.choice(self.prefills), dice.choice(self.decodes)
         task = Task(name, prompt, prefill, decode, transfer_id, both)
+        if self.updates is not None:
+            task.adapter = self.updates.choice([0, 0, 1])
         self.tasks.append(task)
         if both and dice.random() < 0.5:
             self._send_decode(task)
@@ -303,6 +311,7 @@ class Schedule:
             params["transfer_id"] = task.transfer_id
         stops_at = self.dice.choice([None, 1])
         request = Request(self._id(task), task.prompt, params, self.dice.choice([1, 1, 1, 4]), stops_at)
+        request.adapter = task.adapter
         task.upstream = request
         if task.prefill in self.cluster.running:
             task.prefill.add(request)
@@ -325,6 +334,7 @@ class Schedule:
             prompt, params = self._wrong(task, prompt, params)
         for _ in range(1 if self.calm or dice.random() < 0.9 else 2):
             request = Request(self._id(task), prompt, params, dice.choice([1, 3, 8]), dice.choice([None, None, 2]))
+            request.adapter = task.adapter
             task.children.append(request)
             if task.decode in self.cluster.running:
                 task.decode.add(request)
@@ -423,6 +433,19 @@ class Schedule:
                 self.cluster.kill(engine)
                 self.dying.remove((at, engine))
         clock.advance(until - clock.now_seconds())
+
+    def _update(self) -> None:
+        """Of one engine, of most of them one after the other, or of an adapter."""
+        assert self.updates is not None
+        dice, engines = self.updates, [*self.prefills, *self.decodes]
+        weights = Weights(Tensors("1" * 32, str(dice.randrange(3)) * 32))
+        for engine in dice.sample(engines, dice.choice([1, len(engines), len(engines)])):
+            if engine not in self.cluster.running:
+                continue
+            if dice.random() < 0.7:
+                engine.update(weights, is_known=dice.random() < 0.5)
+            else:
+                engine.load_again(1)
 
     def _upset(self) -> None:
         dice, cluster = self.dice, self.cluster

@@ -18,6 +18,7 @@ from kvcached_nixl.compat.actions.step_output import waits_for_kv
 from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.platform import device_name
 from kvcached_nixl.compat.private import optional, private
+from kvcached_nixl.compat.requests import set_apart
 from kvcached_nixl.naming.wants import Want, Wants
 from kvcached_nixl.wire.headroom import BlockUsage
 
@@ -205,12 +206,29 @@ class EngineBlocks:
         self.engine_scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
         return int(request.client_index)
 
-    def forget_prefixes(self) -> bool:
-        """Clear the prefix cache, so that no request begins with earlier KV. Returns whether it is empty now."""
-        # A request that has blocks goes on caching them.
-        if any(private(manager, "req_to_blocks") for manager in self._managers()):
-            return False
-        return bool(private(self.engine_scheduler, "kv_cache_manager").reset_prefix_cache())
+    def outdate(self, is_meant: Callable[[int, str], bool], *, even_waiting: bool = False) -> set[str]:
+        """Between two steps, part what was computed so far from what later requests compute.
+
+        A block's hash says nothing of the weights, and knows an adapter by its name. Blocks that only the prefix cache
+        keeps may be of any adapter, so all of them go.
+        """
+        tables = [private(manager, "req_to_blocks") for manager in self._managers()]
+        outdated: set[str] = set()
+        kept: set[int] = set()
+        for request_id, request in private(self.engine_scheduler, "requests").items():
+            held = [block for table in tables for block in table.get(request_id, ())]
+            lora = request.lora_request
+            if not is_meant(*((0, "") if lora is None else (int(lora.lora_int_id), str(lora.lora_name)))):
+                kept.update(block.block_id for block in held)
+                continue
+            if held:
+                outdated.add(request_id)
+            if held or even_waiting:
+                set_apart(request)
+        if len(private(self._pool, "cached_block_hash_to_block")):
+            cached = {one.block_id for one in private(self._pool, "blocks") if one.block_hash is not None}
+            private(self.engine_scheduler, "kv_cache_manager").evict_blocks(cached - kept)
+        return outdated
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         """Per KV-cache group, the first token of the first block that is kept when ``num_tokens`` are computed."""

@@ -119,8 +119,6 @@ def cleared(engine_scheduler: Any, reset: Callable[[], bool], *, is_forced: bool
         if not found or core is None or not _drained(core):
             raise
         is_clear = reset()
-    for side in found:
-        side.revocations.freshen()
     return is_clear
 
 

@@ -165,36 +165,41 @@ def test_without_a_number_any_adapter_may_have_changed(engine: Engine) -> None:
     assert set(engine.handover.take_step([]).revoked) == {"p3"} and engine.handover.num_waiting == 1
 
 
-@pytest.mark.parametrize("is_renamed", [True, False])
-def test_a_renamed_adapter_makes_what_any_adapter_has_computed_stale(
-    is_renamed: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The prefix cache knows adapters by their names; what was computed without one is not stale."""
-    monkeypatch.setattr(engine.handover.read, "take_renamed", lambda: is_renamed)
-    monkeypatch.setattr(engine.pool, "forget_prefixes", lambda: False)
-    engine.handover.arrived(of_prefill())
-    offering = offering_of(engine.handover)
-    assert [offering.is_stale(used) for used in (0, 3, 4)] == [False, is_renamed, is_renamed]
+def meant(engine: Engine) -> list[tuple[str, bool]]:
+    """What was taken out of the prefix cache: of the model alone ("m"), and of which adapters; and of whom."""
+    adapters = {"m": (0, ""), "3": (3, "three"), "4": (4, "four")}
+    found = ["".join(key for key, one in adapters.items() if is_meant(*one)) for is_meant, _ in engine.pool.outdated]
+    return [(keys, even_waiting) for keys, (_, even_waiting) in zip(found, engine.pool.outdated, strict=True)]
 
 
-@pytest.mark.parametrize("is_free", [True, False])
-def test_prefixes_are_stale_until_the_prefix_cache_is_cleared(
-    is_free: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("adapter", "expected"), [(None, "m34"), (3, "3"), (5, ""), (ANY_ADAPTER, "34")], ids=str)
+def test_nobody_begins_with_what_changed_weights_have_computed(
+    adapter: int | None, expected: str, engine: Engine
 ) -> None:
-    """Decode refuses what begins with them, unless it begins with nothing."""
-    asked: list[int] = []
-    monkeypatch.setattr(engine.pool, "forget_prefixes", lambda: asked.append(1) or is_free)
-    engine.handover.revocations.freshen()
-    assert not asked, "nothing is stale"
+    engine.handover.revocations.weights_changed(adapter)
+    assert meant(engine) == [(expected, False)]
+
+
+def test_only_under_its_name_an_adapter_begins_with_nothing_of_another_one(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do requests that wait with that one. They go on: their digests say which adapter they are computed with."""
+    engine.sending()
+    engine.handover.arrived(of_prefill("p2"))
+    assert not engine.pool.outdated
+    monkeypatch.setattr(engine.handover.read, "take_renamed", lambda: {"four"})
+    engine.handover.arrived(of_prefill("p3"))
+    assert meant(engine) == [("4", True)]
+    assert not engine.handover.take_step([]).revoked
+
+
+def test_what_another_connector_has_loaded_for_a_request_is_revoked_before_it_begins(engine: Engine) -> None:
+    """Here it has computed nothing yet, but it has blocks, whose KV is of before."""
+    for name in ("p1", "p2"):
+        engine.handover.arrived(of_prefill(name))
+    engine.pool.of["p1"] = [("p1", 7)]
     engine.handover.revocations.weights_changed()
-    assert len(asked) == 1
-    for name, computed in (("d1", BLOCK_SIZE), ("d2", 0)):
-        request = of_decode(name)
-        engine.handover.arrived(request)
-        found = engine.handover.matched(request, computed)
-        engine.handover.allocated(request, BLOCKS, found[0])
-        is_fetched = is_free or not computed
-        assert len(engine.handover.take_step([]).fetches) == is_fetched
+    assert set(engine.handover.take_step([]).revoked) == {"p1"}
 
 
 @pytest.mark.parametrize(("grace_seconds", "clears"), [(0.0, True), (0.0, False), (5.0, True), (5.0, False)])
@@ -223,15 +228,6 @@ def test_nobody_waits_for_an_engine_without_transfers(engine: Engine) -> None:
     assert engine.handover.revocations.quiet_in_seconds == 0.0 and not engine.handover.revocations.has_blocks
     engine.waiting()
     assert engine.handover.revocations.has_blocks and engine.handover.revocations.quiet_in_seconds == 0.0
-
-
-def test_what_may_be_stale_of_one_adapter_is_no_other_one_s(engine: Engine) -> None:
-    """Otherwise reloading one adapter would refuse the prefixes of all adapters, for as long as requests run."""
-    offering, found = offering_of(engine.handover), []
-    for stale in (3, ANY_ADAPTER, None):
-        offering.stale.add(stale)
-        found.append([offering.is_stale(used) for used in (0, 3, 4)])
-    assert found == [[False, True, False], [False, True, True], [True, True, True]]
 
 
 def test_a_request_under_another_one_s_id_is_told_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -596,8 +592,8 @@ class AnyOrder(RuleBasedStateMachine):
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
         return None
 
-    def forget_prefixes(self) -> bool:
-        return True
+    def outdate(self, is_meant: Any, *, even_waiting: bool = False) -> set[str]:
+        return set()
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         return (0,)

@@ -460,37 +460,6 @@ def test_an_offer_that_is_revoked_before_the_workers_know_it_is_not_told() -> No
     assert (step.offered, list(step.revoked)) == ([], [P1])
 
 
-@pytest.mark.parametrize("adapter", [0, 3])
-@pytest.mark.parametrize("stale", [None, 3, 4])
-@pytest.mark.parametrize("begin_token", [0, 4])
-def test_a_request_that_begins_with_what_other_weights_have_computed_is_not_offered(
-    begin_token: int, stale: int | None, adapter: int
-) -> None:
-    """Only if it reuses blocks of the prefix cache, and only if these may be of weights that have changed."""
-    prefill = Prefill()
-    prefill.offering.stale.add(stale)
-    request = of_prefill()
-    request.adapter = adapter
-    prefill.arrive(request)
-    progress = Progress("p1", BLOCKS, True, TOKENS, begin_token)
-    prefill.offering.scheduled([progress], prefill.pool, prefill.step)
-    step = prefill.take()
-    is_revoked = begin_token > 0 and (stale is None or stale == adapter)
-    assert list(step.revoked) == [P1] * is_revoked and len(step.offered) == (not is_revoked)
-    assert prefill.finish(request)[0] is not is_revoked
-
-
-def test_where_a_request_begins_is_asked_once() -> None:
-    """Its further steps begin with what it has computed itself."""
-    prefill = Prefill()
-    prefill.offering.stale.add(None)
-    prefill.arrive(of_prefill())
-    prefill.compute(4, ([7],), replaces=True)
-    prefill.offering.scheduled([Progress("p1", ([3, 9],), False, TOKENS, 4)], prefill.pool, prefill.step)
-    step = prefill.take()
-    assert not step.revoked and len(step.offered) == 1
-
-
 def test_a_closed_engine_takes_back_each_offer_when_its_grace_has_passed() -> None:
     """What has ended has the grace that it is closed with, and what ends later has GRACE_SECONDS."""
     prefill = Prefill()
