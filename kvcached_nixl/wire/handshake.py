@@ -17,8 +17,8 @@ Protocol history (one line per change of meaning; the number is part of the tag)
         are described by part, too, for peers with another tensor-parallel size.
     12: planes say how many ranks hold the same heads; of prefill's ranks with copies one moves them.
     13: prefill is told that decode reads.
-    14: weights are identified by memory, by what was loaded, and by files; configurations setting by setting. A prompt's
-        digest has a hash of its embeddings, not their bytes.
+    14: weights are identified by memory, by what was loaded, and by files; configurations setting by setting. The
+        digest of a prompt has a hash of its embeddings, not their bytes.
 """
 
 from __future__ import annotations
