@@ -12,13 +12,13 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
 
     transfer_mode        "pull" (the default): decode reads from prefill when prefill has finished.
                          "push": prefill writes into decode while prefill still computes. Must be equal on both sides.
-    handover_timeout     seconds, 120 by default. How long a request of decode waits for its KV, for whatever reason,
-                         before it fails or is recomputed; and how long a registration of decode waits for prefill's
-                         request
+    handover_timeout     seconds, 120 by default. How long a request of decode that has its blocks waits for KV before
+                         it fails or is recomputed. In push, time does not count while the request waits for its turn
+                         at prefill, or is computed. And how long a registration of decode waits for prefill's request
     push_registration_timeout    vLLM's name for the same setting
-    allocation_timeout   seconds, half of handover_timeout by default. How long a request of decode waits for blocks
-                         before it gives up the hand-over: prefill frees its blocks, and the request fails, or stays in
-                         the queue and is computed here
+    allocation_timeout   seconds, half of handover_timeout by default. How long the next request in the queue, whether
+                         it is a hand-over or not, waits for blocks before it fails, while nothing is under way that
+                         frees some. Time does not count while other requests run
     give_way_after       seconds, 2 by default. How long memory is short, without decode fetching any offer, before
                          prefill takes back offers that nobody fetches, oldest first
     kv_lease_duration    seconds that prefill keeps a finished request's blocks without a heartbeat from decode, 30 by
@@ -130,9 +130,9 @@ class Settings:
     Attributes:
         transfer_mode: which side starts a transfer.
         kv_lease_duration_seconds: how long prefill keeps blocks without a heartbeat from decode.
-        handover_timeout_seconds: a hand-over that has not ended after this fails.
-        allocation_timeout_seconds: a hand-over whose request has no blocks on decode after this is given up. None for
-            half of handover_timeout_seconds.
+        handover_timeout_seconds: a hand-over whose KV has not come after this fails.
+        allocation_timeout_seconds: a request that nothing frees blocks for fails after this. None for half of
+            handover_timeout_seconds.
         give_way_after_seconds: how long memory is short before prefill takes back what nobody fetches.
         memory_path: which memory NIXL is to use.
         staging_gib: size of the slab, if one is used; None to derive it from the engine's limits.

@@ -70,6 +70,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_router_kinds.py": (None, 4.5),
     "e2e/test_router_ranks.py": (None, 6.5),
     "e2e/test_traces.py": (None, 4.5),
+    "e2e/test_waits.py": (None, 2.6),
     "stacks/test_containerfile.py": (None, 1.6),
     "stacks/test_dynamo.py": (None, 3.0),
     "stacks/test_kubernetes.py": (None, 1.5),

@@ -83,7 +83,8 @@ class Pool:
     """Numbered blocks, and which request has which. Number 0 is vLLM's null block, which no request has."""
 
     are_shared = is_producer = False
-    stalled = starved = None
+    stalled: Sequence[str] = ()
+    starved = None
     blocks_over_limit = num_cached = 0
     has_reserve = False
 

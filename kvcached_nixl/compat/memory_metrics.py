@@ -29,7 +29,7 @@ _GAUGES = (
     ("kvcached_nixl:waiting_fetches", "Requests of decode whose KV has not arrived."),
     (
         "kvcached_nixl:oldest_fetch_seconds",
-        "Seconds since the oldest request that waits for its KV arrived; 0 without one.",
+        "How long the first request that has blocks has waited for its KV; 0 without one.",
     ),
     ("kvcached_nixl:oldest_offer_seconds", "Since prefill has kept the oldest offer; 0 if it keeps none."),
 )

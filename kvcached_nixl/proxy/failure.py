@@ -78,7 +78,8 @@ class RouterFailure(str, Enum):
 
 
 _HAND_OVER = re.compile(
-    rb"KV hand-over failed: (cause=[a-z_]{1,32}(?: (?:attempt|request|prefill_request)=[!#-&(-\[\]-~]{1,200})*)"
+    rb"KV (?:hand-over failed|memory is short): "
+    rb"(cause=[a-z_]{1,32}(?: (?:attempt|request|prefill_request)=[!#-&(-\[\]-~]{1,200})*)"
 )
 """The format that `wire.causes` writes."""
 

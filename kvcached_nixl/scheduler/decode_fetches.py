@@ -5,6 +5,10 @@
                                      │                      └──────► failed, withdrawn, or timed out
                                      └─► refused: the request is computed here, or fails
 
+No time is limited while a request waits for its turn and for blocks: vLLM's own requests wait as long (`Starvation`
+ends what nothing else would). The timeout begins when it has blocks. In push it begins again as often as prefill says
+that its request waits for its turn there, or is computed.
+
 The client's result is decided immediately: if a hand-over brings no KV, the request fails or is recomputed, according
 to ``kv_load_failure_policy`` (`FailedFetches`). Its blocks are handled separately: they are taken from the request and
 held until no rank has a transfer into them in flight (`FetchAttempts`).
@@ -13,10 +17,8 @@ held until no rank has a transfer into them in flight (`FetchAttempts`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from kvcached_nixl.clock import Clock
-from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.engine import BlockPool, Request
 from kvcached_nixl.scheduler.failed_fetches import FailedFetches
@@ -43,17 +45,13 @@ class DecodeFetches:
         failed: those that bring no KV.
     """
 
-    def __init__(
-        self, terms: Terms, clock: Clock, attempts: FetchAttempts, failed: FailedFetches, timelines: Timelines
-    ) -> None:
+    def __init__(self, terms: Terms, attempts: FetchAttempts, failed: FailedFetches, timelines: Timelines) -> None:
         self._terms = terms
-        self._clock = clock
         self._timelines = timelines
         self.attempts = attempts
         self.failed = failed
         self._fetch_requests: dict[DecodeRequestId, FetchRequest] = {}
-        # Timeouts start when the request arrives, whatever it waits for (rule R4).
-        self._queued = Deadlines[DecodeRequestId]()
+        self._queued: set[DecodeRequestId] = set()
         # vLLM resumes them in a later step, which may be long in coming: the engine may be paused, or out of blocks.
         self._received: dict[DecodeRequestId, FetchRequest] = {}
         # By `give_up_one`, until they are computed here or end.
@@ -62,8 +60,7 @@ class DecodeFetches:
     @property
     def due_at_seconds(self) -> float | None:
         """When the next request times out; None if none waits."""
-        due = (self.attempts.due_at_seconds, self._queued.first_seconds)
-        return min((one for one in due if one is not None), default=None)
+        return self.attempts.due_at_seconds
 
     @property
     def num_waiting(self) -> int:
@@ -71,15 +68,9 @@ class DecodeFetches:
         return self.attempts.num_waiting
 
     def waiting_now(self) -> tuple[int, float]:
-        """Returns how many requests wait for KV, with blocks or without, and the seconds since the first one arrived.
+        """Returns how many requests wait for KV, with blocks or without, and for how long the first timeout has run.
         May be called from any thread."""
-        # Not `_queued`: iterating over deadlines changes them. One that was refused waits only to be computed here.
-        waiting = [
-            one.arrived_at_seconds
-            for request_id, one in list(self._fetch_requests.items())
-            if self.attempts.of_request(request_id) is not None or not (one.is_tried or one.refused)
-        ]
-        return len(waiting), max(0.0, self._clock.now_seconds() - min(waiting)) if waiting else 0.0
+        return len(self._queued) + self.attempts.num_waiting, self.attempts.longest_seconds()
 
     @property
     def num_queued(self) -> int:
@@ -95,12 +86,12 @@ class DecodeFetches:
         request_id = DecodeRequestId(request.request_id)
         if params is None or not asks(params, "do_remote_prefill") or request_id in self._fetch_requests:
             return
-        fetch, refused, now = None, None, self._clock.now_seconds()
+        fetch, refused = None, None
         try:
             fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.mode.is_push)
         except HandOverFailed as error:
             refused = error
-        fetch_request = FetchRequest(request_id, request, fetch, now, request.adapter, refused)
+        fetch_request = FetchRequest(request_id, request, fetch, request.adapter, refused)
         if request.is_session:
             fetch_request.check(request, self._terms)
             self.failed.pass_over(fetch_request, step)
@@ -108,7 +99,7 @@ class DecodeFetches:
         self._fetch_requests[request_id] = fetch_request
         self._timelines.begin(request, State.DECODE_QUEUED)
         if refused is None:
-            self._queued[request_id] = now + self._terms.allocation_seconds
+            self._queued.add(request_id)
             fetch_request.renew(step, self._terms)
 
     def matched(
@@ -139,7 +130,7 @@ class DecodeFetches:
                 return 0, False
             self.failed.end_unless_computed(fetch_request)
         fetch_request.is_tried = True
-        self._queued.pop(request_id, None)
+        self._queued.discard(request_id)
         step.unrenewed.append(request_id)
         return 0, False
 
@@ -151,7 +142,7 @@ class DecodeFetches:
         if fetch_request is None or fetch_request.is_tried:
             return
         fetch_request.is_tried = True
-        self._queued.pop(request_id, None)
+        self._queued.discard(request_id)
         if not num_external_tokens:
             # Another connector has loaded the beginning of the prompt, and the rest is computed here.
             step.unrenewed.append(request_id)
@@ -170,8 +161,7 @@ class DecodeFetches:
         except HandOverFailed as error:
             self.failed.fail(fetch_request, error, step)
             return
-        due_at_seconds = fetch_request.arrived_at_seconds + self._terms.timeout_seconds
-        attempt = self.attempts.start(request_id, fetch_request.adapter, due_at_seconds)
+        attempt = self.attempts.start(request_id, fetch_request.adapter)
         self._timelines.enter(request_id, State.DECODE_REPORTING)
         is_traced = bool(self._timelines.trace_of(request_id))
         step.fetches.append(fetch_request.spec(attempt, first_token, groups, is_traced=is_traced))
@@ -189,7 +179,7 @@ class DecodeFetches:
         self.failed.request_ended(request_id, is_waiting=attempt is not None)
         if fetch_request is None:
             return
-        self._queued.pop(request_id, None)
+        self._queued.discard(request_id)
         self._received.pop(request_id, None)
         step.unrenewed.append(request_id)
         if attempt is not None:
@@ -274,22 +264,18 @@ class DecodeFetches:
             self.failed.computed(request_id)
 
     @property
-    def num_received(self) -> int:
+    def received(self) -> Collection[DecodeRequestId]:
         """Requests whose KV has arrived, and which vLLM has not resumed yet."""
-        return len(self._received)
+        return self._received.keys()
 
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _end_late(self, ended: set[int], blocks: BlockPool, step: Step) -> None:
         """Fails the requests that have timed out, except attempts that the workers have just reported as finished."""
-        now, late = self._clock.now_seconds(), f"its KV has not come within {self._terms.timeout_seconds:g} s"
-        for attempt in self.attempts.take_due(now):
+        late = f"its KV has not come within {self._terms.timeout_seconds:g} s (handover_timeout)"
+        for attempt in self.attempts.take_due():
             if attempt.number not in ended:
                 self._take_away(attempt, HandOverFailed(FailureCause.DEADLINE, late), blocks, step)
-        for request_id in self._queued.take_due(now):
-            reason = f"it was given no blocks within {self._terms.allocation_seconds:g} s (allocation_timeout)"
-            failure = HandOverFailed(FailureCause.NO_BLOCKS, reason)
-            self.failed.fail_unallocated(self._fetch_requests[request_id], failure, step)
 
     def _take_away(self, attempt: FetchAttempt, cause: HandOverFailed, blocks: BlockPool, step: Step) -> None:
         """Fails the attempt, and holds its blocks because transfers into them may be in flight."""

@@ -133,8 +133,12 @@ class BlockPool(Protocol):
         ...
 
     @property
-    def stalled(self) -> str | None:
-        """If no request runs: the next one in the queue. It waits for blocks, and no other request will free any."""
+    def stalled(self) -> list[str]:
+        """If no request runs: those that wait for blocks, in vLLM's order. No running request will free any."""
+        ...
+
+    def others_have_blocks(self, request_ids: Collection[str]) -> bool:
+        """Whether any request but these has blocks: it waits for KV or for input, or is kept for a peer."""
         ...
 
     @property

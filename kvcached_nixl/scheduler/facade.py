@@ -81,9 +81,9 @@ class SchedulerFacade:
         self._holds = Holds()
         self._failures = Failures()
         self.timelines = Timelines(clock, spans, is_push=terms.mode.is_push)
-        self._attempts = FetchAttempts(self._holds)
+        self._attempts = FetchAttempts(self._holds, clock, terms.timeout_seconds)
         self._failed_fetches = FailedFetches(terms, self._failures, self.timelines)
-        self._fetching = DecodeFetches(terms, clock, self._attempts, self._failed_fetches, self.timelines)
+        self._fetching = DecodeFetches(terms, self._attempts, self._failed_fetches, self.timelines)
         self._kept = KeptOffers(terms, clock, self._holds)
         self._offering = PrefillOffers(
             *(own, incarnation, terms, self._kept, self._holds, self._failures), self.timelines
@@ -91,7 +91,7 @@ class SchedulerFacade:
         self._gate = StartGate(clock, terms.allocation_seconds)
         # `KeptOffers.is_left_waiting`, once it was looked up for the step being built.
         self._is_left_waiting: bool | None = None
-        self._starvation = Starvation(clock, terms.timeout_seconds, self._failures)
+        self._starvation = Starvation(clock, terms, self._failures, self.timelines)
         self._giving_way = GivingWay(
             *(clock, terms.patience_seconds, self._offering, self._fetching), is_push=terms.mode.is_push
         )
@@ -147,6 +147,7 @@ class SchedulerFacade:
             or self._giving_way.owes
             or self._refused
             or self._failed_fetches.has_news
+            or self._starvation.has_news
             or self.num_quarantined_blocks != self._reported_quarantine
             or self.due_in_seconds == 0
         )
@@ -178,8 +179,12 @@ class SchedulerFacade:
 
     @property
     def due_in_seconds(self) -> float | None:
-        """Seconds until the next hand-over times out, or the next offer is revoked; None if there is none."""
-        some = (self._fetching.due_at_seconds, self._kept.due_at_seconds, self._gate.due_at_seconds)
+        """Seconds until the next hand-over times out, the next offer is revoked, or a request has starved; None if
+        there is none."""
+        some = (
+            *(self._fetching.due_at_seconds, self._kept.due_at_seconds),
+            *(self._gate.due_at_seconds, self._starvation.due_at_seconds),
+        )
         due_at = min((one for one in some if one is not None), default=None)
         return None if due_at is None else max(0.0, due_at - self._clock.now_seconds())
 
@@ -242,11 +247,12 @@ class SchedulerFacade:
         """
         progress = list(progress)
         self._fetching.progressed(one.request_id for one in progress)
-        self._gate.turn(one.request_id for one in progress)
+        self._gate.turn((one.request_id for one in progress), self._link.step)
         self.timelines.computed(one.request_id for one in progress)
         self._offering.scheduled(progress, self._link.bound(), self._link.step)
         self._kept.turn(self._link.step)
         self._giving_way.stepped()
+        self._look_for_starved()
         self._is_left_waiting = None
         step = self._link.take_step()
         step.counts = {**self._failures.counts}
@@ -304,11 +310,19 @@ class SchedulerFacade:
 
     def take_ending(self) -> set[str]:
         """Requests that must end with an error now, whatever they wait for (rule R4)."""
-        may_stall = self.num_quarantined_blocks or self._fetching.num_received
-        may_stall = may_stall and not (self.num_waiting or self.num_kept)
-        stalled = self._link.bound().stalled if may_stall else None
-        starved = self._starvation.turn(stalled, self.num_quarantined_blocks)
-        return starved | self._failed_fetches.take_ending()
+        return self._starvation.take_ending() | self._failed_fetches.take_ending()
+
+    def _look_for_starved(self) -> None:
+        """A step was built: notices an engine that stands still, and whose next request gets no blocks any more."""
+        blocks = self._link.bound()
+        # KV that is under way is computed on, and its blocks are free then.
+        stalled = [] if self.num_waiting else blocks.stalled
+        self._link.step.is_stalled = bool(stalled)
+        # So are those of offers, when decode has fetched them or their leases end, and of other connectors. Not those
+        # of requests that have their KV and wait for more blocks, too: memory may have gone since they were admitted.
+        if stalled and blocks.others_have_blocks({*stalled, *self._fetching.received}):
+            stalled = []
+        self._starvation.turn(stalled, blocks, self.num_held_blocks)
 
     def take_told(self) -> dict[str, str]:
         """Requests that ended without KV since the last call -> the message for their clients."""

@@ -58,19 +58,6 @@ class FailedFetches:
         self._failures.not_received(fetch_request.request_id, HandOverFailed(FailureCause.PARAMETERS, reason))
         fetch_request.release(step)
 
-    def fail_unallocated(self, fetch_request: FetchRequest, failure: HandOverFailed, step: Step) -> None:
-        """A request that is still in vLLM's waiting queue ends, or is computed here when vLLM schedules it."""
-        step.unrenewed.append(fetch_request.request_id)
-        fetch_request.check(fetch_request.request, self._terms)
-        fetch_request.release(step)
-        if self._terms.recomputes:
-            # `DecodeFetches.matched` decides whether it may be computed at all, when vLLM schedules it.
-            fetch_request.refused = fetch_request.refused or failure
-        else:
-            fetch_request.is_tried = True
-            self.refuse(fetch_request, failure)
-            self._ending.add(fetch_request.request_id)
-
     def fail(
         self, fetch_request: FetchRequest, failure: HandOverFailed, step: Step, *, attempt: int | None = None
     ) -> None:

@@ -2,7 +2,7 @@
 """Why hand-overs brought no KV: counted, logged once, and told to the client under the same label. One per engine.
 
 The metric, the log line and the client's error carry the cause's label; the last two also carry the attempt and both
-requests' ids (`HandOverFailed.tags`). The worker's reason is in the log line only: it may name hosts and ports.
+requests' ids (`HandOverFailed.tags`). A worker's reason is in the log line only: it may name hosts and ports.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.causes import FAILED, HandOverFailed
+from kvcached_nixl.wire.causes import FAILED, STARVED, HandOverFailed
 
 __all__ = ["Failures"]
 
@@ -27,7 +27,7 @@ class Failures:
 
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
-        self._tags: dict[str, str] = {}
+        self._told: dict[str, str] = {}
         self._ended: dict[str, str] = {}
 
     def not_received(
@@ -36,8 +36,14 @@ class Failures:
         """Decode: a request does not get its KV. It fails, or is recomputed here."""
         tags = failure.tags(request_id, attempt=attempt, prefill_request_id=prefill_request_id)
         self.counts[failure.cause] += 1
-        self._tags[request_id] = tags
+        self._told[request_id] = f"{FAILED}{tags}"
         logger.warning("%s%s: %s", FAILED, tags, failure)
+
+    def starved(self, request_id: str, failure: HandOverFailed) -> None:
+        """A request ends because it never gets blocks, whether it is a hand-over or not."""
+        self.counts[failure.cause] += 1
+        told = self._told[request_id] = f"{STARVED}{failure.tags(request_id)}: {failure}"
+        logger.warning("%s", told)
 
     def not_offered(self, request_id: str, failure: HandOverFailed) -> None:
         """Prefill: a request's KV is not offered to decode. The request is computed all the same."""
@@ -46,15 +52,15 @@ class Failures:
 
     def computed(self, request_id: str) -> None:
         """The request is computed here instead: how it ends has nothing to do with the hand-over."""
-        self._tags.pop(request_id, None)
+        self._told.pop(request_id, None)
 
     def request_ended(self, request_id: str) -> None:
-        """A request has ended. If its hand-over had failed, its client is to be told."""
-        tags = self._tags.pop(request_id, None)
-        if tags is not None:
-            self._ended[request_id] = tags
+        """A request has ended. If its hand-over had failed, or it has starved, its client is to be told."""
+        told = self._told.pop(request_id, None)
+        if told is not None:
+            self._ended[request_id] = told
 
     def take_ended(self) -> dict[str, str]:
         """Requests that ended without KV since the last call -> the message for their clients."""
         ended, self._ended = self._ended, {}
-        return {request_id: f"{FAILED}{tags}" for request_id, tags in ended.items()}
+        return ended

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.engine import BlockPool
@@ -29,6 +30,7 @@ class FetchAttempt:
 
     Attributes:
         adapter: number of its LoRA adapter.
+        since_seconds: when its timeout began.
         is_waiting: its request waits for the KV.
         is_held: the blocks were taken from the request, because they may still be written.
     """
@@ -36,6 +38,7 @@ class FetchAttempt:
     number: int
     request_id: DecodeRequestId
     adapter: int
+    since_seconds: float
     is_waiting: bool = True
     is_held: bool = False
 
@@ -47,8 +50,10 @@ class FetchAttempts:
         num_quarantined_blocks: blocks held for requests that ended without KV.
     """
 
-    def __init__(self, holds: Holds) -> None:
+    def __init__(self, holds: Holds, clock: Clock, timeout_seconds: float) -> None:
         self._holds = holds
+        self._clock = clock
+        self._timeout_seconds = timeout_seconds
         self._attempts: dict[int, FetchAttempt] = {}
         self._waiting: dict[DecodeRequestId, FetchAttempt] = {}
         self._deadlines = Deadlines[int]()
@@ -80,16 +85,29 @@ class FetchAttempts:
         attempt = self._attempts.get(number)
         return attempt if attempt is not None and attempt.is_waiting else None
 
-    def start(self, request_id: DecodeRequestId, adapter: int, due_at_seconds: float) -> int:
-        """Returns the number of a new attempt."""
-        attempt = FetchAttempt(draw_attempt(), request_id, adapter)
+    def start(self, request_id: DecodeRequestId, adapter: int) -> int:
+        """Returns the number of a new attempt. Its timeout begins."""
+        now = self._clock.now_seconds()
+        attempt = FetchAttempt(draw_attempt(), request_id, adapter, now)
         self._attempts[attempt.number] = self._waiting[request_id] = attempt
-        self._deadlines[attempt.number] = due_at_seconds
+        self._deadlines[attempt.number] = now + self._timeout_seconds
         return attempt.number
 
-    def take_due(self, now_seconds: float) -> list[FetchAttempt]:
+    def known(self, numbers: Iterable[int]) -> None:
+        """Prefill has not computed what these wait for yet, and will: their timeouts begin again."""
+        now = self._clock.now_seconds()
+        for attempt in filter(None, map(self.find_waiting, numbers)):
+            attempt.since_seconds = now
+            self._deadlines[attempt.number] = now + self._timeout_seconds
+
+    def longest_seconds(self) -> float:
+        """Returns for how long the first timeout has run; 0 if none does. May be called from any thread."""
+        since = [one.since_seconds for one in list(self._waiting.values())]
+        return max(0.0, self._clock.now_seconds() - min(since)) if since else 0.0
+
+    def take_due(self) -> list[FetchAttempt]:
         """Returns the waiting attempts whose time is over. Their deadlines are forgotten."""
-        return [self._attempts[number] for number in self._deadlines.take_due(now_seconds)]
+        return [self._attempts[number] for number in self._deadlines.take_due(self._clock.now_seconds())]
 
     def stop_waiting(self, attempt: FetchAttempt) -> None:
         """Its request goes on without the attempt, or has ended."""

@@ -30,7 +30,6 @@ class FetchRequest:
     Attributes:
         request: to `check` if it never gets a turn.
         fetch: its parameters, which name the prefill; None if they cannot be used.
-        arrived_at_seconds: when its timeout starts (rule R4).
         adapter: the engine's number of its LoRA adapter; 0 for none.
         refused: why its KV is not handed over.
         lacks_media: its prompt has placeholders for images, sounds, ... that did not come with it, so computing it here
@@ -44,7 +43,6 @@ class FetchRequest:
     request_id: DecodeRequestId
     request: Request
     fetch: FetchParams | None
-    arrived_at_seconds: float
     adapter: int
     refused: HandOverFailed | None
     lacks_media: bool = False
@@ -204,9 +202,7 @@ class FetchRequest:
         fetch, manifest = self.fetch, self.fetch.manifest
         lease_seconds = terms.lease_seconds if manifest is None else manifest.lease_seconds
         if is_nameable(fetch.lease_name):
-            longest = terms.timeout_seconds
-            renewal = LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds, longest)
-            step.renewed.append(renewal)
+            step.renewed.append(LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds))
         else:
             logger.warning(
                 "Request %s waits for the KV of %.80r, which a heartbeat cannot name: expected no comma, and at most 4 "

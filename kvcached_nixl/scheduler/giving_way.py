@@ -165,7 +165,7 @@ class GivingWay:
             keeps_wanted = False
             if cause is RevocationCause.BLOCKS:
                 is_for_offer = self._offering.is_offering(starved) and not self._fetching.num_queued
-                keeps_wanted = is_for_offer or blocks.stalled is None
+                keeps_wanted = is_for_offer or not blocks.stalled
             elif cause is RevocationCause.NEIGHBOUR:
                 keeps_wanted = not is_neighbour_stalled
                 blocks.neighbours_served()

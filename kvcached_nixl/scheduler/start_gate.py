@@ -5,7 +5,8 @@ A router that asks both sides at once has decode register before prefill begins.
 late or never, and prefill would fill its own memory with KV that nobody takes. So while prefill keeps that much
 (`Terms.most_unclaimed_tokens`), it begins only prompts that a rank of decode has registered for. The others wait in
 vLLM's queue, which asks again in every step, without blocks. Workers report when decode has registered, and at once
-where decode registers only after prefill's answer: see `OfferRegistry.await_claim`.
+where decode registers only after prefill's answer. They are asked again from time to time, and report those that decode
+does not want any more, too: see `OfferRegistry.await_claim`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class StartGate:
     """See the module.
 
     Args:
-        longest_seconds: how long a prompt waits at most. Decode that has no blocks for it has given it up by then.
+        ask_again_seconds: how long a prompt waits before workers are asked again.
     """
 
-    def __init__(self, clock: Clock, longest_seconds: float) -> None:
+    def __init__(self, clock: Clock, ask_again_seconds: float) -> None:
         self._clock = clock
-        self._longest_seconds = longest_seconds
+        self._ask_again_seconds = ask_again_seconds
         self._numbers = itertools.count(1)
         self._held = Deadlines[PrefillRequestId]()
         # Those that may begin, until they do, or end.
@@ -39,7 +40,7 @@ class StartGate:
 
     @property
     def due_at_seconds(self) -> float | None:
-        """When the next prompt has waited long enough; None if none waits."""
+        """When workers are to be asked again; None if no prompt waits."""
         return self._held.first_seconds
 
     def holds(self, request_id: str) -> bool:
@@ -58,7 +59,7 @@ class StartGate:
         if request_id not in self._held:
             number = next(self._numbers)
             self._of_number[number] = request_id
-            self._held[request_id] = self._clock.now_seconds() + self._longest_seconds
+            self._held[request_id] = self._clock.now_seconds() + self._ask_again_seconds
             step.awaited.append((request_id, number))
         return False
 
@@ -69,10 +70,14 @@ class StartGate:
             if request_id is not None and self._held.pop(request_id, None) is not None:
                 self._claimed.add(request_id)
 
-    def turn(self, begun: Iterable[str]) -> None:
+    def turn(self, begun: Iterable[str], step: Step) -> None:
         """A step was built, which computes the requests ``begun``."""
-        self._claimed |= set(self._held.take_due(self._clock.now_seconds()))
         self.gone(begun)
+        now = self._clock.now_seconds()
+        asked = self._held.take_due(now)
+        self._held.move(dict.fromkeys(asked, now + self._ask_again_seconds))
+        if asked:
+            step.awaited += [(one, number) for number, one in self._of_number.items() if one in asked]
 
     def gone(self, request_ids: Iterable[str]) -> None:
         """These have begun, or ended."""

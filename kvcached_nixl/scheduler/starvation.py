@@ -1,56 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that waits for blocks which only the end of a quarantine could free, or other requests that have their KV
-and wait for blocks, too: the memory that was there when they were admitted may have gone since. One per engine, on its
-thread.
+"""Requests that would wait for blocks for ever (rule R4). One per engine, on its thread.
+
+kvcached's limit, other engines on the device, or a quarantine may leave less memory than the next request in the queue
+needs. It waits without a limit while anything may free blocks: requests that run, hand-overs under way, offers. If
+there is nothing of that, it ends with an error, once it has waited like that for a time. It need not be a hand-over.
 """
 
 from __future__ import annotations
 
 from kvcached_nixl.clock import Clock
+from kvcached_nixl.scheduler.engine import BlockPool
 from kvcached_nixl.scheduler.failures import Failures
+from kvcached_nixl.scheduler.terms import Terms
+from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 
 __all__ = ["Starvation"]
 
 
 class Starvation:
-    """Notices when the request at the head of vLLM's queue has starved (rule R4). It need not be a hand-over, and the
-    requests behind it wait for it."""
+    """See the module."""
 
-    def __init__(self, clock: Clock, timeout_seconds: float, failures: Failures) -> None:
+    def __init__(self, clock: Clock, terms: Terms, failures: Failures, timelines: Timelines) -> None:
         self._clock = clock
-        self._timeout_seconds = timeout_seconds
+        self._terms = terms
         self._failures = failures
-        self._stalled: tuple[str, float] | None = None
+        self._timelines = timelines
+        # Those that wait while nothing frees blocks, in vLLM's order, and since when.
+        self._since_seconds: dict[str, float] = {}
+        self._limit_seconds = 0.0
+        self._ending: set[str] = set()
 
-    def turn(self, request_id: str | None, num_quarantined_blocks: int) -> set[str]:
-        """Called in each step with the request that waits for blocks while nothing runs, or None if there is none.
+    @property
+    def due_at_seconds(self) -> float | None:
+        """When the next request has to end; None if none waits in vain."""
+        first = next(iter(self._since_seconds.values()), None)
+        return None if first is None else first + self._limit_seconds
 
-        Returns: the request, if it has waited for the whole timeout: it has to fail. It is then forgotten.
+    @property
+    def has_news(self) -> bool:
+        """Whether vLLM has to be told of a request that ends."""
+        return bool(self._ending)
+
+    def turn(self, waiting: list[str], blocks: BlockPool, num_held_blocks: int) -> None:
+        """A step was built.
+
+        Args:
+            waiting: the requests that wait for blocks, in vLLM's order, if nothing is under way that frees some.
+            num_held_blocks: in quarantine.
         """
-        if request_id is None:
-            self._stalled = None
-            return set()
         now = self._clock.now_seconds()
-        if self._stalled is None or self._stalled[0] != request_id:
-            self._stalled = request_id, now
-        if now < self._stalled[1] + self._timeout_seconds:
-            return set()
-        self._stalled = None
-        cause = FailureCause.QUARANTINE if num_quarantined_blocks else FailureCause.NO_BLOCKS
-        self._failures.not_received(request_id, HandOverFailed(cause, self._reason(num_quarantined_blocks)))
-        return {request_id}
+        self._since_seconds = {one: self._since_seconds.get(one, now) for one in waiting if one not in self._ending}
+        self._limit_seconds = self._terms.timeout_seconds if num_held_blocks else self._terms.allocation_seconds
+        due_at_seconds = self.due_at_seconds
+        # vLLM has tried the first one in vain in this step. Those behind one that is about to end get their turn first.
+        if self._ending or due_at_seconds is None or now < due_at_seconds:
+            return
+        request_id, starved = next(iter(self._since_seconds)), blocks.starved
+        del self._since_seconds[request_id]
+        if starved is None or starved[0] != request_id:
+            return
+        self._ending.add(request_id)
+        cause = FailureCause.QUARANTINE if num_held_blocks else FailureCause.NO_BLOCKS
+        reason = self._reason(blocks.usage().num_free, starved[1], num_held_blocks)
+        self._failures.starved(request_id, HandOverFailed(cause, reason))
+        self._timelines.failed(request_id, cause)
 
-    def _reason(self, num_quarantined_blocks: int) -> str:
-        """What the client of such a request is told."""
-        reason = f"it has waited {self._timeout_seconds:g} s for blocks, nothing else runs, and "
-        if not num_quarantined_blocks:
+    def take_ending(self) -> set[str]:
+        """Returns the requests, since the last call, that have to end with an error."""
+        ending, self._ending = self._ending, set()
+        return ending
+
+    def _reason(self, num_free: int, num_missing: int, num_held_blocks: int) -> str:
+        found = (
+            f"found {num_free} free KV-cache blocks, and nothing has freed more for {self._limit_seconds:g} s; "
+            f"expected at least {num_free + num_missing}. The request ends, so that others get their turn. "
+        )
+        if num_held_blocks:
             return (
-                f"{reason}requests that have their KV wait for more blocks, too. Raise kvcached's limit, or have other "
-                "engines on this device leave more memory to this one"
+                f"{found}{num_held_blocks} blocks are in quarantine for peers that do not answer and may still write. "
+                "Peers on other hosts are fenced within about two minutes, and their blocks are free then. If a "
+                "process of a peer on this host hangs, continue or end it"
             )
         return (
-            f"{reason}{num_quarantined_blocks} blocks are in quarantine for peers that do not answer and may still "
-            "write. Peers on other hosts are fenced within about two minutes, and their blocks are free then. If a "
-            "process of a peer on this host hangs, continue or end it"
+            f"{found}Raise kvcached's limit (kvctl limit), have other engines on this device leave it more memory, or "
+            "send shorter prompts"
         )

@@ -30,8 +30,8 @@ class Terms:
         mode: who starts a transfer.
         recomputes: ``kv_load_failure_policy`` is "recompute".
         lease_seconds: the lease that prefill grants; decode assumes it where there is no manifest to say otherwise.
-        timeout_seconds: time after which a hand-over fails.
-        allocation_seconds: time after which decode gives up a hand-over whose request was given no blocks.
+        timeout_seconds: how long a request with blocks waits for its KV.
+        allocation_seconds: how long a request waits for blocks while nothing is under way that frees some.
         patience_seconds: how long memory is short before offers that nobody fetches are taken back.
         most_unclaimed_tokens: push: of prompts that prefill keeps while decode leaves them waiting, before it begins
             others that decode has not registered for.

@@ -23,6 +23,7 @@ from kvcached_nixl.wire.step import (
     finished_attempts_of,
     idle_holds_of,
     take_claimed,
+    take_known,
     take_spared,
 )
 from kvcached_nixl.wire.timeline import attempt_of
@@ -61,6 +62,8 @@ class WorkerReports:
             # Others may give way instead.
             self._giving_way.look_soon()
         self._gate.claimed(take_claimed(reports.invalid))
+        # Before it is looked what is late.
+        self._attempts.known(take_known(reports.invalid))
         failed = self._take_of_decode(reports, blocks, step)
         self._take_of_prefill(reports, blocks)
         return failed

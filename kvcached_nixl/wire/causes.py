@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
-__all__ = ["FAILED", "FailureCause", "HandOverFailed", "RevocationCause"]
+__all__ = ["FAILED", "STARVED", "FailureCause", "HandOverFailed", "RevocationCause"]
 
 MAX_SHOWN = 200
 """Characters of an id that a log line shows."""
@@ -50,7 +50,7 @@ class FailureCause(IntEnum):
     MEDIA = 16
     """Decode's request lacks the images, sounds, ... that prefill's has, so decode must not compute it either."""
     NO_BLOCKS = 17
-    """Decode's request was given no blocks within ``allocation_timeout``."""
+    """The request needs more blocks than the engine can ever give it now."""
 
     @property
     def label(self) -> str:
@@ -87,6 +87,10 @@ class RevocationCause(IntEnum):
 
 FAILED = "KV hand-over failed: "
 """What a client, decode's log and the router's log say in front of `HandOverFailed.tags`."""
+
+
+STARVED = "KV memory is short: "
+"""The same, for a request that never gets blocks, whether it is a hand-over or not."""
 
 
 class HandOverFailed(Exception):

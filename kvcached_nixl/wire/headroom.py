@@ -38,8 +38,8 @@ class Headroom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         mapped_bytes: memory of the device that kvcached has mapped for KV, with its reserve of free pages.
         map_bytes, unmap_bytes: rises and falls of ``mapped_bytes`` since the engine's start.
         waiting_fetches: requests of decode whose KV has not arrived, with blocks or without.
-        oldest_fetch_seconds, oldest_offer_seconds: since the first of those requests arrived, and since the first of
-            the kept ones ended; 0 if there is none.
+        oldest_fetch_seconds: for how long the first timeout of those with blocks has run; 0 if there is none.
+        oldest_offer_seconds: since the first of the kept ones ended; 0 if there is none.
     """
 
     free_tokens: _Number

@@ -43,8 +43,10 @@ __all__ = [
     "finished_attempts_of",
     "idle_hold_id",
     "idle_holds_of",
+    "known_mark",
     "spared_mark",
     "take_claimed",
+    "take_known",
     "take_spared",
 ]
 
@@ -54,7 +56,7 @@ BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
 FAILING = -1
 """A block id that no block has. Reported as invalid, it makes vLLM ask which requests failed; our patch answers."""
 _CAUSES = 64
-_SPARED, _CLAIMED = _CAUSES - 1, _CAUSES - 2
+_SPARED, _CLAIMED, _KNOWN = _CAUSES - 1, _CAUSES - 2, _CAUSES - 3
 """In place of a cause."""
 _IDLE_HOLD, _FINISHED = "kvcached-nixl:quiet:", "kvcached-nixl:over:"
 _OWN_ID = re.compile(rf"({_IDLE_HOLD}|{_FINISHED})([0-9]{{1,20}})", re.ASCII)
@@ -85,6 +87,11 @@ def claimed_mark(number: int) -> int:
     return -(number * _CAUSES + _CLAIMED + 2)
 
 
+def known_mark(attempt: int) -> int:
+    """Reported among the invalid blocks: prefill's request of this attempt still waits for its turn, or is computed."""
+    return -(attempt * _CAUSES + _KNOWN + 2)
+
+
 def take_spared(marks: set[int]) -> list[int]:
     """Removes the numbers of `spared_mark` from a set, and returns those of their revocations."""
     return _marked(marks, _SPARED)
@@ -93,6 +100,11 @@ def take_spared(marks: set[int]) -> list[int]:
 def take_claimed(marks: set[int]) -> list[int]:
     """Removes the numbers of `claimed_mark` from a set, and returns those of `Step.awaited`."""
     return _marked(marks, _CLAIMED)
+
+
+def take_known(marks: set[int]) -> list[int]:
+    """Removes the numbers of `known_mark` from a set, and returns those of their attempts."""
+    return _marked(marks, _KNOWN)
 
 
 def _marked(marks: set[int], what: int) -> list[int]:
@@ -184,13 +196,12 @@ class UnneededOffer(msgspec.Struct):
 
 
 class LeaseRenewal(msgspec.Struct):
-    """Decode: start renewing the lease of this prefill request, for ``longest_seconds`` at most."""
+    """Decode: start renewing the lease of this prefill request, until told to stop."""
 
     request_id: DecodeRequestId
     prefill: RemotePrefill
     name: str
     lease_seconds: float
-    longest_seconds: float
 
 
 class OfferUpdate(msgspec.Struct):
@@ -265,6 +276,7 @@ class Step(msgspec.Struct):
         quarantined_blocks: blocks held for transfers that may be in flight; None if the number has not changed.
         lasted: times in states of hand-overs, for the metrics.
         is_idle: the step computes no request.
+        is_stalled: the engine stands still: it runs nothing, the next request lacks blocks, and none waits for KV.
     """
 
     host: str
@@ -287,6 +299,7 @@ class Step(msgspec.Struct):
     quarantined_blocks: int | None = None
     lasted: list[Lasted] = msgspec.field(default_factory=list)
     is_idle: bool = True
+    is_stalled: bool = False
 
     @property
     def has_news(self) -> bool:

@@ -273,7 +273,14 @@ def assemble(
     routes = PeerRoutes(local)
     buffers = TokenBuffers(tokens[BUCKETS:])
     context = WorkerContext(clock, local, transport, peers, transfer_queue, routes, buffers, checksums, host, staging)
-    receiver = Receiver(context, clock, mode, gates, outcomes.failed, outcomes.finished, outcomes.moved, outcomes.timed)
+    receiver = Receiver(
+        *(context, clock, mode, gates),
+        failed=outcomes.failed,
+        finished=outcomes.finished,
+        moved=outcomes.moved,
+        known=outcomes.known,
+        timed=outcomes.timed,
+    )
     table = TokenTable(tokens[:BUCKETS])
     registry = OfferRegistry(
         context,

@@ -25,6 +25,7 @@ from kvcached_nixl.wire.step import (
     failed_mark,
     finished_attempt_id,
     idle_hold_id,
+    known_mark,
     spared_mark,
 )
 from kvcached_nixl.wire.timeline import Lasted, Reported
@@ -159,6 +160,8 @@ class WorkerFacade:
             if step.quarantined_blocks is not None:
                 self._counted.quarantined_blocks = step.quarantined_blocks
         self.thread.engine_computes = not step.is_idle
+        if not step.is_stalled:
+            self.thread.engine_moves()
 
     def blocks_zeroed(self) -> None:
         """Called when the step's zeroing of new blocks was submitted to the device, after `begin_step`. Idempotent."""
@@ -218,7 +221,8 @@ class WorkerFacade:
             tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
             logger.warning("KV was not fetched: %s: its lease expired", tags)
         self._counted.expired += len(outcome.expired)
-        self._marks |= {*map(spared_mark, outcome.spared), *map(claimed_mark, outcome.claimed)}
+        self._marks.update(map(spared_mark, outcome.spared), map(claimed_mark, outcome.claimed))
+        self._marks.update(map(known_mark, outcome.known))
         self._counted.moved += outcome.moved
         if outcome.moved_bytes:
             self._counted.moved_bytes = (self._counted.moved_bytes or 0) + outcome.moved_bytes

@@ -85,6 +85,11 @@ class OutcomeQueue:
             self._outcome.claimed.add(number)
             self._has_news()
 
+    def known(self, attempt: int) -> None:
+        with self._lock:
+            self._outcome.known.add(attempt)
+            self._has_news()
+
     def moved_bytes(self, num_bytes: int) -> None:
         """A transfer of KV has succeeded."""
         with self._lock:

@@ -179,6 +179,7 @@ class Outcome:
         revoked: offers that were taken back, by `RevocationCause`.
         spared: numbers of revocations whose offers were not.
         claimed: numbers of `AwaitClaim`.
+        known: decode's attempts whose request waits for its turn at prefill, or is computed there.
         moved_bytes: of KV that this rank's transfers have moved, also for hand-overs that fail.
         slab: its use now; None if it has not changed, or there is none.
         slab_waits: how often a hand-over has begun to wait for slots.
@@ -194,6 +195,7 @@ class Outcome:
     revoked: Counter[int] = field(default_factory=Counter)
     spared: set[int] = field(default_factory=set)
     claimed: set[int] = field(default_factory=set)
+    known: set[int] = field(default_factory=set)
     moved_bytes: int = 0
     slab: SlabUse | None = None
     slab_waits: int = 0

@@ -72,6 +72,9 @@ _LONGER_BY = 0.01
 """The polling interval as a share of the time since the thread last had work. At most COMPUTING_POLL_SECONDS: a peer's
 wait may have begun only now, and an offer may be revoked before its reader is heard."""
 CLOSE_SECONDS = 5.0
+STANDING_SECONDS = 120.0
+"""An engine that has taken no step for so long, or has stood still for want of memory, sends no heartbeats: its peers
+need not wait for it, nor keep memory for it."""
 
 
 class TransferThread:
@@ -116,6 +119,7 @@ class TransferThread:
         self._closing = threading.Event()
         self._defect: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._moved_at_seconds = clock.now_seconds()
         # Everything below is used by the transfer thread only.
         self._identity: LocalIdentity | None = None
         self._renewals = Renewals(clock)
@@ -153,6 +157,10 @@ class TransferThread:
         self._raise_defect()
         self._inbox.extend(commands)
         self._wake.set()
+
+    def engine_moves(self) -> None:
+        """The engine takes a step, and does not stand still."""
+        self._moved_at_seconds = self._clock.now_seconds()
 
     def take_outcome(self) -> Outcome:
         """Returns what has ended since the last call.
@@ -210,7 +218,10 @@ class TransferThread:
             self._context.staging.turn()
         self._context.checksums.turn()
         self._context.transfer_queue.turn()
-        deadlines = [self._registry.turn(), self._receiver.turn(), self._renew()]
+        is_engine_alive = self._clock.now_seconds() < self._moved_at_seconds + STANDING_SECONDS
+        deadlines = [self._registry.turn(is_engine_alive=is_engine_alive), self._receiver.turn()]
+        if is_engine_alive:
+            deadlines.append(self._renew())
         if self._context.staging is not None:
             self._outcomes.slab(self._context.staging.use, self._context.staging.num_waits)
         if self._outcomes.take_news() and self._identity is not None:
@@ -322,7 +333,9 @@ class TransferThread:
     def _take_notification(self, agent: str, notification: bytes) -> None:
         try:
             if is_heartbeat(notification):
-                self._registry.renew(read_heartbeat(notification))
+                names = read_heartbeat(notification)
+                self._registry.renew(names)
+                self._receiver.renew(agent, names)
                 return
             message = decode(notification)
         except Malformed as error:

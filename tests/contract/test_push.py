@@ -614,7 +614,7 @@ def test_vllm_asks_again_until_a_prompt_may_begin(ends: str, node: Callable[...,
         prefill.step()
         assert prefill.status(PREFILL_ID) is RequestStatus.WAITING and not prefill.tokens(PREFILL_ID)
         blocks = EngineBlocks(prefill.scheduler)
-        assert blocks.starved is None and blocks.stalled is None and not prefill.wakes
+        assert blocks.starved is None and not blocks.stalled and not prefill.wakes
         if ends == "decode has taken the rest":
             leaves.return_value = False
         if ends == "aborted":

@@ -379,49 +379,6 @@ def test_a_prefill_that_shuts_down_tells_who_is_registered() -> None:
     assert fails_alone(found) and pair.causes() == {"revoked": 1}
 
 
-# ----------------------------------------------------------------------------------------------------------- deadlines
-
-
-@DIRECTIONS
-@pytest.mark.parametrize("recomputes", [True, False])
-def test_the_time_of_a_hand_over_begins_when_its_request_arrives(mode: TransferMode, recomputes: bool) -> None:
-    """Finding B3: a decode that cannot allocate pins prefill's pages for no longer than its time."""
-    pair = Pair(mode, None, kind(num_blocks=7, caches_prefixes=False, recomputes=recomputes))
-    upstream = pair.ask_prefill()
-    pair.settle()
-    blocks = dict(pair.decode.pool.free)
-    pair.decode.pool.free.clear()
-    found = pair.ask_decode(upstream.answer)
-    pair.pass_time(TIMEOUT_SECONDS - 5)
-    assert upstream.request_id in pair.prefill.requests and found.status is Status.WAITING
-    pair.pass_time(10)
-    assert found.status is (Status.WAITING if recomputes else Status.ERROR)
-    pair.pass_time(1)
-    assert not pair.prefill.requests, "decode has let go of it"
-    pair.decode.pool.free.update(blocks)
-    pair.settle()
-    assert found.status is (Status.STOPPED if recomputes else Status.ERROR) and not found.num_external
-    assert pair.causes() == {"no_blocks": 1}
-    pair.nothing_is_left(LEASE_SECONDS)
-
-
-def test_a_decode_that_stands_still_renews_no_longer_than_the_time_of_its_hand_over() -> None:
-    """Its engine is paused, and says nothing to its workers; they renew by themselves."""
-    pair = Pair(PULL, None, kind(num_blocks=7, caches_prefixes=False))
-    upstream = pair.ask_prefill()
-    pair.settle()
-    pair.decode.pool.free.clear()
-    pair.ask_decode(upstream.answer)
-    pair.decode.step()
-    stands = pair.decode.step
-    pair.decode.step = lambda: None  # type: ignore[method-assign,assignment]
-    pair.pass_time(TIMEOUT_SECONDS - 5)
-    assert upstream.request_id in pair.prefill.requests
-    pair.pass_time(LEASE_SECONDS + 10)
-    assert not pair.prefill.requests
-    pair.decode.step = stands  # type: ignore[method-assign]
-
-
 # --------------------------------------------------------------------------------------------------------------- media
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ BLOCK_SIZE = 4
 TOKENS = 10
 LEASE = 30.0
 TIMEOUT = 120.0
+ALLOCATION = 60.0
 PATIENCE = 2.0
 MOST_UNCLAIMED_TOKENS = 4 * TOKENS
 OWN = RemotePrefill("own", "10.0.0.1", 5600, 2)
@@ -105,13 +106,16 @@ class Pool:
         self.of: dict[str, list[Any]] = {}
         self.freed: list[Any] = []
         self.windows = windows or (0,)
-        self.stalled: str | None = None
+        self.stalled: list[str] = []
         self.starved: tuple[str, int] | None = None
         self.blocks_over_limit = self.num_cached = 0
         self.wanted = 0, False
         self.asked_for: list[int] = []
         self.let_go_of: list[tuple[str, bool]] = []
         self.outdated: list[tuple[Callable[[int, str], bool], bool]] = []
+
+    def others_have_blocks(self, request_ids: Collection[str]) -> bool:
+        return any(blocks and one not in request_ids for one, blocks in self.of.items())
 
     def usage(self) -> BlockUsage:
         return BlockUsage(90, sum(map(len, self.of.values())), 1 << 20, 0)
@@ -181,7 +185,7 @@ def terms(*, block_sizes: tuple[int, ...] = (BLOCK_SIZE,), drops_blocks: bool = 
         "recomputes": False,
         "lease_seconds": LEASE,
         "timeout_seconds": TIMEOUT,
-        "allocation_seconds": TIMEOUT,
+        "allocation_seconds": ALLOCATION,
         "patience_seconds": PATIENCE,
         "most_unclaimed_tokens": MOST_UNCLAIMED_TOKENS,
     }

@@ -106,6 +106,7 @@ class Request:
         is_mixed: it has gone on with other weights, or another adapter, than those that it had begun with. What it
             computes from then on is its own, also after a preemption.
         lora: returns the content of its adapter.
+        priority: a smaller one is first, where an engine goes by priority.
     """
 
     request_id: str
@@ -120,6 +121,7 @@ class Request:
     num_external: int = 0
     placeholders: int = 0
     epoch: int = 0
+    priority: float = 0
     computes_prompt: bool = False
     is_session: bool = False
     is_stand_in: bool = False
@@ -209,6 +211,7 @@ class Kind:
         depth: steps that are scheduled before the output of the first of them is handled.
         allocation_seconds: how long decode waits for blocks; None for as long as for a whole hand-over.
         most_unclaimed_tokens: as in `Terms`.
+        goes_by_priority: as with ``--scheduling-policy priority``.
         keeps_stale_output: a preempted request takes the token of a step that was in flight (vLLM's
             ``num_stale_output_tokens``).
     """
@@ -219,6 +222,7 @@ class Kind:
     caches_prefixes: bool = True
     budget: int = 16
     depth: int = 2
+    goes_by_priority: bool = False
     keeps_stale_output: bool = False
     token_buffers: int = 4
     are_shared: bool = False
@@ -576,7 +580,7 @@ class Engine:
 
     def _admit(self, left: int, schedule: Callable[[Request, int, Sequence[int], bool], None]) -> None:
         skipped: deque[Request] = deque()
-        while (queue := self.skipped or self.waiting) and left:
+        while (queue := self._next_queue()) and left:
             request = queue[0]
             if request.status is Status.REMOTE and not self._promote(request):
                 skipped.appendleft(queue.popleft())
@@ -614,6 +618,16 @@ class Engine:
             schedule(request, count, self.pool.tables[request.request_id], True)
             left -= count
         self.skipped.extendleft(reversed(skipped))
+
+    def _next_queue(self) -> deque[Request]:
+        if not self.kind.goes_by_priority:
+            return self.skipped or self.waiting
+        for queue in (self.skipped, self.waiting):
+            ordered = sorted(queue, key=lambda one: one.priority)
+            queue.clear()
+            queue.extend(ordered)
+        heads = [queue for queue in (self.skipped, self.waiting) if queue]
+        return min(heads, key=lambda queue: queue[0].priority, default=self.waiting)
 
     def _promote(self, request: Request) -> bool:
         name = request.request_id
@@ -774,6 +788,8 @@ class Engine:
         # As `compat.actions.queues.bring_forward`.
         forward = [one for one in self.skipped if one.request_id in received]
         self.skipped = deque([*forward, *(one for one in self.skipped if one not in forward)])
+        for one in forward if self.kind.goes_by_priority else ():
+            one.priority = float("-inf")
 
     def _lose(self, request_id: str, recomputes: bool) -> int | None:
         request = self.requests[request_id]
@@ -790,11 +806,14 @@ class Engine:
 
     @property
     def _startable(self) -> list[Request]:
-        return [one for one in (*self.skipped, *self.waiting) if not self.handover.holds_back(one.request_id)]
+        found = [*self.skipped, *self.waiting]
+        if self.kind.goes_by_priority:
+            found.sort(key=lambda one: one.priority)
+        return [one for one in found if not self.handover.holds_back(one.request_id)]
 
-    def _next_up(self) -> str | None:
-        waiting = (one for one in self._startable if one.status in (Status.WAITING, Status.PREEMPTED))
-        return None if self.running else next((one.request_id for one in waiting), None)
+    def _next_up(self) -> list[str]:
+        waiting = [one.request_id for one in self._startable if one.status in (Status.WAITING, Status.PREEMPTED)]
+        return waiting if self.admits and not self.running else []
 
     def _let_load_fail(self, names: set[str]) -> set[str]:
         ours = {name for name in names if name in self.requests}

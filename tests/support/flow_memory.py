@@ -8,7 +8,7 @@ they come from. Free blocks are poisoned at once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +160,7 @@ class Pool:
     Attributes:
         newest_first: allocate the block that was freed last (kvcached), not the one that was freed first (vLLM).
         are_shared: another connector may load KV into the blocks, and that load may fail.
-        next_up: returns the request that the engine would start next, if it runs none.
+        next_up: returns the requests that wait for blocks, in order, if the engine runs none.
         head: returns the request that waits to be started next, if one does.
         neighbour_leaves_blocks: how many another engine that waits leaves to this one; None if none waits.
         is_neighbour_stalled: whether that engine runs nothing.
@@ -187,7 +187,7 @@ class Pool:
     cached: dict[tuple[int, ...], int] = field(default_factory=dict)
     num_looked_at: dict[str, int] = field(default_factory=dict)
     salts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    next_up: Callable[[], str | None] = lambda: None
+    next_up: Callable[[], list[str]] = list
     head: Callable[[], Request | None] = lambda: None
     limit_blocks: int | None = None
     applied_limit_blocks: int | None = None
@@ -199,7 +199,7 @@ class Pool:
     lose: Callable[[str, bool], int | None] = lambda request_id, recomputes: None
 
     @property
-    def stalled(self) -> str | None:
+    def stalled(self) -> list[str]:
         return self.next_up()
 
     def __post_init__(self) -> None:
@@ -290,6 +290,9 @@ class Pool:
             memory.poison(block)
 
     # ----------------------------------------------------------------------------- called by kvcached_nixl
+
+    def others_have_blocks(self, request_ids: Collection[str]) -> bool:
+        return any(blocks and one not in request_ids for one, blocks in self.tables.items())
 
     @property
     def starved(self) -> tuple[str, int] | None:

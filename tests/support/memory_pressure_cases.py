@@ -286,25 +286,6 @@ def test_an_offer_whose_reader_failed_gives_way_when_decode_is_silent() -> None:
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_decode_that_has_no_blocks_in_time_lets_go_of_prefills(recomputes: bool) -> None:
-    pair = Pair(PULL, None, kind(caches_prefixes=False, recomputes=recomputes, allocation_seconds=20.0))
-    (kept,) = offers(pair, 1)
-    pair.decode.admits = False
-    found = pair.ask_decode(kept.answer, kept.prompt)
-    pass_time(pair, 19.0)
-    assert pair.prefill.requests and found.status is Status.WAITING
-    pass_time(pair, 2.0)
-    pair.settle()
-    assert not pair.prefill.requests and pair.causes() == ({} if recomputes else {"no_blocks": 1})
-    assert found.status is (Status.WAITING if recomputes else Status.ERROR)
-    pair.decode.admits = True
-    pair.settle()
-    assert found.status is (Status.STOPPED if recomputes else Status.ERROR) and not found.num_external
-    assert pair.causes() == {"no_blocks": 1}
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
-
-
 @DIRECTIONS
 @pytest.mark.parametrize("seed", range(12))
 def test_a_limit_that_changes_at_random_costs_no_wrong_byte(mode: TransferMode, seed: int) -> None:

@@ -328,7 +328,7 @@ class KvProbe:
         return {}
 
     def kv_probe_plain_norms(self, change: float) -> dict[str, Any]:
-        """Keep the first norm's weight as a plain attribute, where ``named_parameters`` does not look, and add to it."""
+        """Keep the first norm's weight as a plain attribute, which no list of parameters has, and add to it."""
         name, norm = next(
             (name, module)
             for name, module in self.model_runner.get_model().named_modules()

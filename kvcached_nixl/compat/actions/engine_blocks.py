@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +44,17 @@ class EngineBlocks:
         return not private(self.engine_scheduler, "vllm_config").kv_transfer_config.is_kv_consumer
 
     @property
-    def stalled(self) -> str | None:
-        """The next request, if none runs: it waits for blocks, and no running request will free any."""
+    def stalled(self) -> list[str]:
+        """If no request runs: those that wait for blocks, in vLLM's order. No running request will free any."""
         scheduler = self.engine_scheduler
         if private(scheduler, "running"):
-            return None
-        return next((str(one.request_id) for one in startable(scheduler) if wants_blocks(one)), None)
+            return []
+        return [str(one.request_id) for one in startable(scheduler) if wants_blocks(one)]
+
+    def others_have_blocks(self, request_ids: Collection[str]) -> bool:
+        """Whether any request but these has blocks: it waits for KV or for input, or is kept for a peer."""
+        tables = [private(manager, "req_to_blocks") for manager in self._managers()]
+        return any(blocks and one not in request_ids for table in tables for one, blocks in table.items())
 
     @property
     def starved(self) -> tuple[str, int] | None:

@@ -16,7 +16,7 @@ import msgspec
 
 from kvcached_nixl.compat.locate import ERROR_MODULES
 from kvcached_nixl.compat.private import first_bound, private
-from kvcached_nixl.wire.causes import FAILED
+from kvcached_nixl.wire.causes import FAILED, STARVED
 
 __all__ = ["let_fail", "numbers_media", "require_readable"]
 
@@ -132,9 +132,9 @@ def _fail(request_state: Any, logger: logging.Logger, told: str = "") -> None:
 
 
 def _told(queue: Any) -> str:
-    """What the engine sent with the end of a failed request; "" if that has nothing to do with a hand-over."""
+    """What the engine sent with the end of a failed request; "" if this package has not ended it."""
     from vllm.outputs import RequestOutput
 
     output = private(queue, "output")
     said = [private(one, "stop_reason") for one in output.outputs] if isinstance(output, RequestOutput) else []
-    return next((one for one in said if isinstance(one, str) and one.startswith(FAILED)), "")
+    return next((one for one in said if isinstance(one, str) and one.startswith((FAILED, STARVED))), "")

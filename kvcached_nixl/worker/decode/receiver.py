@@ -41,6 +41,8 @@ class Receiver:
         failed: called once for each attempt that fails.
         finished: called once for each attempt, when nothing of it is in flight any more.
         moved: called for each attempt that has received its KV by READs.
+        known: called for each attempt whose request waits for its turn at prefill, or is computed, as often as a rank
+            of prefill says so.
         timed: called with the timeline of each attempt, when it has failed or has its KV; before ``failed`` or
             ``finished``.
     """
@@ -54,6 +56,7 @@ class Receiver:
         failed: Callable[[FetchSpec, HandOverFailed], None],
         finished: Callable[[FetchSpec], None],
         moved: Callable[[TransferTally], None],
+        known: Callable[[int], None],
         timed: Callable[[Reported], None],
     ) -> None:
         self._context = context
@@ -63,6 +66,7 @@ class Receiver:
         self._failed = failed
         self._finished = finished
         self._moved = moved
+        self._known = known
         self._timed = timed
         self._attempts: dict[int, Attempt] = {}
         self._reported: set[int] = set()
@@ -168,6 +172,12 @@ class Receiver:
                     part.take(message)
                 return
         self.dropped["not a contributor"] += 1
+
+    def renew(self, agent: str, names: Iterable[str]) -> None:
+        """Handle a heartbeat of prefill: it names attempts."""
+        for attempt in (self._attempts.get(int(name)) for name in names if name.isdecimal()):
+            if attempt is not None and attempt.failed is None and any(part.agent == agent for part in attempt.parts):
+                self._known(attempt.number)
 
     def is_waiting_for(self, agent: str) -> bool:
         """Whether a part of an attempt still depends on an agent."""

@@ -2,20 +2,22 @@
 """Prefill: decode's registrations, from their arrival until they are finished. Once per worker, on the transfer thread.
 
 A registration finds its offer by the request's id where decode knows that, else by name and digest; a name alone
-matches nothing (rule R7). One that finds no offer waits for it, for a limited time.
+matches nothing (rule R7). One that finds no offer waits for it, for a limited time. No time is limited while its
+request waits for its turn, or is computed: decode is told so by heartbeats, which name attempts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.messages import Registration, StagingGrant, Withdrawal
+from kvcached_nixl.wire.lease import INTERVAL, heartbeats
+from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, Withdrawal
 from kvcached_nixl.worker.prefill.matching import OfferMatcher
 from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.writer import Writer
@@ -26,7 +28,8 @@ __all__ = ["Registrations"]
 
 PROBE_SECONDS = 5.0
 """How often a rank of decode is probed once its registration is overdue."""
-
+RENEW_SECONDS = 5.0
+"""How often decode is told of registrations whose request is not computed yet, at least."""
 
 _STARTED_AGAIN = "prefill was restarted, or its weights were changed, since decode's handshake with it"
 
@@ -69,6 +72,8 @@ class Registrations:
         self._of_agent: dict[str, dict[WriteKey, WriteTask]] = {}
         self._finished = RecentSet[WriteKey]()
         self._stuck = Deadlines[WriteKey]()
+        self._renew_seconds = min(RENEW_SECONDS, INTERVAL * unmatched_seconds)
+        self._renewed = Deadlines[WriteKey]()
 
     # ----------------------------------------------------------------------------------------------- messages of decode
 
@@ -83,6 +88,7 @@ class Registrations:
         self.is_asked_at_once = not registration.request_id
         # Later than the matcher's deadline, so that a missing request is reported as that.
         self._stuck[key] = self._clock.now_seconds() + self._unmatched_seconds + PROBE_SECONDS
+        self._renewed[key] = self._clock.now_seconds() + self._renew_seconds
         if self._context.incarnation not in ("", registration.incarnation):
             self._writer.stop(task, FailureCause.RESTARTED, _STARTED_AGAIN)
         elif registration.request_id:
@@ -159,6 +165,17 @@ class Registrations:
             self._stuck[task.key] = self._clock.now_seconds() + PROBE_SECONDS
             self._writer.stop(task, cause, reason)
 
+    def _renew(self, keys: Iterable[WriteKey], now_seconds: float) -> None:
+        names: dict[tuple[Peer, str], list[str]] = {}
+        for task in map(self.tasks.__getitem__, keys):
+            if task.offer is not None and not (task.offer.finished or task.is_complete or task.stopping):
+                self._stuck[task.key] = now_seconds + self._unmatched_seconds + PROBE_SECONDS
+                registration = task.registration
+                names.setdefault((registration.decode, task.agent), []).append(str(registration.attempt))
+        for (address, agent), of_agent in names.items():
+            for beat in heartbeats(of_agent):
+                self._context.peers.send(address, beat, only=agent)
+
     def close(self, reason: str) -> None:
         """The engine ends: tell the ranks of decode that wait."""
         for task in list(self.tasks.values()):
@@ -173,16 +190,22 @@ class Registrations:
             del self._of_agent[task.agent]
         self._finished.add(task.key)
         self._stuck.pop(task.key, None)
+        self._renewed.pop(task.key, None)
         self._matcher.forget(task)
 
     @property
     def first_seconds(self) -> float | None:
         """When something is due next, in the clock's seconds; None if nothing is."""
-        due = (one.first_seconds for one in (self._matcher, self._stuck))
+        due = (one.first_seconds for one in (self._matcher, self._stuck, self._renewed))
         return min((one for one in due if one is not None), default=None)
 
-    def turn(self, now_seconds: float) -> None:
-        """Stop those that are due: without an offer, or not written in time."""
+    def turn(self, now_seconds: float, *, is_engine_alive: bool) -> None:
+        """Renew those whose request is not computed yet; stop those that are due: without an offer, or not written in
+        time."""
+        if due := self._renewed.take_due(now_seconds):
+            self._renewed.move(dict.fromkeys(due, now_seconds + self._renew_seconds))
+            if is_engine_alive:
+                self._renew(due, now_seconds)
         for key in self._matcher.take_due(now_seconds):
             task = self.tasks.get(key)
             if task is not None:

@@ -169,7 +169,7 @@ class OfferRegistry:
     def await_claim(self, request_id: PrefillRequestId, number: int) -> None:
         """Prefill has not begun this request, and does so when ``claimed`` is called: a rank of decode has registered
         for it, or needs nothing of it any more. At once if decode is asked only after prefill has answered: the last
-        registration named a request that had ended."""
+        registration named a request that had ended. Called again for one that decode may no longer want."""
         offer = self._matcher.offers.get(request_id)
         if (
             not self._registrations.is_asked_at_once
@@ -177,6 +177,7 @@ class OfferRegistry:
             or offer.write_tasks
             or offer.settled
             or offer.stopped
+            or (offer.claim and self._clock.now_seconds() >= offer.wanted_until_seconds)
         ):
             self._claimed(number)
         else:
@@ -287,15 +288,19 @@ class OfferRegistry:
         """An internal error occurred while this registration was served: stop it."""
         self._registrations.fail(key, reason)
 
-    def turn(self) -> float | None:
-        """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due."""
+    def turn(self, *, is_engine_alive: bool = True) -> float | None:
+        """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due.
+
+        Args:
+            is_engine_alive: it computes what waits for its turn, sooner or later.
+        """
         now = self._clock.now_seconds()
         for request_id in self._leases.take_due(now):
             offer = self._matcher.offers.get(request_id)
             # An offer with registrations stays: decode came before the lease expired.
             if offer is not None:
                 self._settlement.settle(offer)
-        self._registrations.turn(now)
+        self._registrations.turn(now, is_engine_alive=is_engine_alive)
         due = (one.first_seconds for one in (self._leases, self._registrations))
         return min((one for one in due if one is not None), default=None)
 

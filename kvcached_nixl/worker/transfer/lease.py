@@ -64,7 +64,6 @@ class Renewals:
         self._wanted_by: dict[tuple[RemotePrefill, str], set[DecodeRequestId]] = {}
         self._interval_seconds: dict[tuple[RemotePrefill, str], float] = {}
         self._due = Deadlines[tuple[RemotePrefill, str]]()
-        self._ends = Deadlines[DecodeRequestId]()
 
     def __len__(self) -> int:
         """Number of requests whose leases are renewed."""
@@ -80,7 +79,6 @@ class Renewals:
         request_id, lease_seconds = renewal.request_id, renewal.lease_seconds
         if request_id in self._lease_of:
             return
-        self._ends[request_id] = self._clock.now_seconds() + renewal.longest_seconds
         lease = self._lease_of[request_id] = renewal.prefill, renewal.name
         wanting = self._wanted_by.setdefault(lease, set())
         if not wanting:
@@ -90,7 +88,6 @@ class Renewals:
 
     def end(self, request_id: DecodeRequestId) -> None:
         """The request has its KV, or has ended. Idempotent."""
-        self._ends.pop(request_id, None)
         lease = self._lease_of.pop(request_id, None)
         if lease is None:
             return
@@ -103,8 +100,6 @@ class Renewals:
     def take_due(self) -> dict[RemotePrefill, list[str]]:
         """Returns the names whose leases are to be renewed now, by the engine that holds them."""
         now = self._clock.now_seconds()
-        for request_id in self._ends.take_due(now):
-            self.end(request_id)
         found: dict[RemotePrefill, list[str]] = {}
         due = self._due.take_due(now, MOST_DUE)
         self._due.move({lease: now + self._interval_seconds[lease] for lease in due})

@@ -380,6 +380,7 @@ def test_a_command_line_is_read_without_any_library_of_the_router_s() -> None:
         (b'{"error": {"message": "KV hand-over failed: cause=lease attempt=7 request=d prefill_request=p."}}', "p."),
         (b'data: {"error": {"message": "KV hand-over failed: cause=lease attempt=7 request=d"}}', "d"),
         (b'{"error": {"message": "KV hand-over failed: cause=no_manifest"}}', "cause=no_manifest"),
+        (b'{"error": {"message": "KV memory is short: cause=no_blocks request=d: found 3"}}', "request=d:"),
         (b'{"error": {"message": "KV hand-over failed: cause=LEASE"}}', ""),
         (b'{"error": {"message": "cause=lease attempt=7"}}', ""),
         (b"", ""),

@@ -53,11 +53,11 @@ class Decode:
         self.holds = Holds()
         self.pool = Pool() if pool is None else pool
         self.failures = Failures()
-        self.attempts = FetchAttempts(self.holds)
+        self.attempts = FetchAttempts(self.holds, self.clock, TIMEOUT)
         timelines = Timelines(self.clock, None, is_push=False)
         settings = terms(**changed)
         self.failed = FailedFetches(settings, self.failures, timelines)
-        self.fetching = DecodeFetches(settings, self.clock, self.attempts, self.failed, timelines)
+        self.fetching = DecodeFetches(settings, self.attempts, self.failed, timelines)
         self.step = Step("h", 1, WakeAddress("h", 1, "k"), "s")
 
     def take(self) -> Step:
@@ -116,7 +116,7 @@ def test_its_lease_is_renewed_from_its_arrival_on() -> None:
     decode = Decode()
     manifest = manifest_of(prompt(), lease_seconds=7.0)
     decode.arrive(of_decode(manifest=manifest))
-    assert decode.take().renewed == [LeaseRenewal(D1, PREFILL, manifest.request_id, 7.0, TIMEOUT)]
+    assert decode.take().renewed == [LeaseRenewal(D1, PREFILL, manifest.request_id, 7.0)]
     decode.arrive(of_decode(manifest=manifest))
     assert decode.take().renewed == [], "once"
 
@@ -124,7 +124,7 @@ def test_its_lease_is_renewed_from_its_arrival_on() -> None:
 def test_where_both_are_asked_at_once_the_name_is_renewed() -> None:
     decode = Decode(mode=TransferMode.PUSH)
     decode.arrive(at_once())
-    assert decode.take().renewed == [LeaseRenewal(D1, PREFILL, "transfer:t", LEASE, TIMEOUT)]
+    assert decode.take().renewed == [LeaseRenewal(D1, PREFILL, "transfer:t", LEASE)]
 
 
 def test_a_name_that_a_heartbeat_cannot_say_is_warned_of_and_fetched_even_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -603,8 +603,9 @@ def test_a_request_that_never_gets_a_turn_releases_the_offer_of_its_own_prompt(t
     decode = Decode(recomputes=True)
     request = of_decode(manifest=manifest_of(theirs))
     decode.arrive(request)
-    decode.clock.advance(TIMEOUT)
-    decode.collect()
+    decode.clock.advance(9 * TIMEOUT)
+    assert decode.collect() == (set(), set()) and not decode.take().released, "vLLM's own would wait as long"
+    decode.finish(request)
     (released,) = decode.take().released
     assert released.digest == request.digest(TOKENS)
 
@@ -671,7 +672,7 @@ def test_nothing_comes_in_time(caplog: pytest.LogCaptureFixture) -> None:
     assert decode.failures.counts == {FailureCause.DEADLINE: 1}
     assert "has not come within 120 s" in caplog.text
     step = decode.take()
-    assert step.withdrawn == {attempt: "its KV has not come within 120 s"}
+    assert step.withdrawn == {attempt: "its KV has not come within 120 s (handover_timeout)"}
     assert step.unrenewed == [D1]
     assert decode.attempts.num_quarantined_blocks == 3
     assert decode.collect() == (set(), set())
@@ -679,6 +680,24 @@ def test_nothing_comes_in_time(caplog: pytest.LogCaptureFixture) -> None:
     assert len(decode.pool.freed) == 3
     assert decode.attempts.num_quarantined_blocks == 0
     assert decode.failures.counts == {FailureCause.DEADLINE: 1}
+
+
+def test_its_time_begins_with_its_blocks_and_again_while_prefill_says_that_it_has_a_turn() -> None:
+    decode = Decode(mode=TransferMode.PUSH)
+    request = at_once()
+    decode.arrive(request)
+    decode.clock.advance(9 * TIMEOUT)
+    decode.collect()
+    decode.allocate(request, BLOCKS, decode.match(request)[0])
+    (wanted,) = decode.take().fetches
+    for _ in range(4):
+        decode.clock.advance(TIMEOUT - 1)
+        decode.attempts.known([wanted.attempt, 77])
+        assert decode.collect() == (set(), set())
+    decode.clock.advance(TIMEOUT)
+    assert decode.collect() == ({D1}, {D1})
+    decode.attempts.known([wanted.attempt])
+    assert decode.attempts.due_at_seconds is None, "it is over"
 
 
 def test_what_has_come_at_the_last_moment_has_come() -> None:
@@ -944,7 +963,7 @@ def test_a_prompt_that_prefill_leaves_whole_is_computed_here(num_tokens: int, en
 
 
 def test_what_waits_now_is_told_from_what_has_ended() -> None:
-    """Queued, then with blocks; and since when the oldest has waited."""
+    """Queued, then with blocks; and since when the first timeout runs."""
     decode = Decode(recomputes=True)
     assert decode.fetching.waiting_now() == (0, 0.0)
     first, second = of_decode("d1"), of_decode("d2")
@@ -952,13 +971,16 @@ def test_what_waits_now_is_told_from_what_has_ended() -> None:
     decode.clock.advance(2.0)
     decode.arrive(second)
     decode.clock.advance(1.0)
-    assert decode.fetching.waiting_now() == (2, 3.0)
+    assert decode.fetching.waiting_now() == (2, 0.0)
     decode.match(first)
     decode.allocate(first)
+    decode.clock.advance(3.0)
     assert decode.fetching.waiting_now() == (2, 3.0)
     (fetch,) = decode.take().fetches
     decode.collect(overs=(fetch.attempt,))
-    assert decode.fetching.waiting_now() == (1, 1.0)
+    assert decode.fetching.waiting_now() == (1, 0.0)
+    decode.match(second)
+    decode.allocate(second)
     decode.clock.advance(TIMEOUT)
     decode.collect()
     assert decode.fetching.waiting_now() == (0, 0.0), "it has given up, and only waits to be computed here"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.engine_fakes import (
+    ALLOCATION,
     BLOCK_SIZE,
     OWN,
     OWN_START,
@@ -51,6 +52,11 @@ class Engine:
         self.pool = Pool()
         self.handover = SchedulerFacade(OWN, OWN_START, WAKE, terms(**changed), self.clock, Reads())
         self.handover.bind(self.pool)
+
+    def starved(self) -> set[str]:
+        """Builds a step. Returns the requests that have to end afterwards."""
+        self.handover.take_step([])
+        return self.handover.take_ending()
 
     def waiting(self, name: str = "d1") -> int:
         """Adds a request of decode that waits for its KV. Returns its attempt."""
@@ -272,27 +278,71 @@ def test_a_request_that_waits_for_what_is_in_quarantine_ends_in_time(
     attempt = engine.waiting()
     engine.clock.advance(TIMEOUT)
     engine.handover.collect(reports())
-    engine.pool.stalled = "d1"
-    assert not engine.handover.take_ending()
+    engine.pool.stalled, engine.pool.starved = ["d1"], ("d1", 2)
+    assert not engine.starved()
     engine.clock.advance(TIMEOUT - 1)
-    assert not engine.handover.take_ending(), "its own time begins when it is next"
+    assert not engine.starved(), "its own time begins when it is next"
     kept = engine.sending()
     engine.handover.finished(kept, True, BLOCKS)
     engine.clock.advance(1)
-    assert not engine.handover.take_ending(), "prefill's blocks come back when their lease ends"
+    assert not engine.starved(), "prefill's blocks come back when their lease ends"
     engine.handover.collect(reports(sent={kept.request_id}))
-    assert not engine.handover.take_ending()
+    del engine.pool.of[kept.request_id]
+    assert not engine.starved()
     engine.clock.advance(TIMEOUT)
-    engine.pool.stalled = "another"
-    assert not engine.handover.take_ending()
-    engine.pool.stalled = "d1"
-    assert not engine.handover.take_ending()
+    engine.pool.stalled, engine.pool.starved = ["another"], ("another", 2)
+    assert not engine.starved()
+    engine.pool.stalled, engine.pool.starved = ["d1"], ("d1", 2)
+    assert not engine.starved()
     engine.clock.advance(TIMEOUT)
-    assert engine.handover.take_ending() == {"d1"} and "3 blocks are in quarantine" in caplog.text
-    assert engine.handover.take_step([]).counts == {FailureCause.QUARANTINE: 1}
+    assert engine.starved() == {"d1"} and "3 blocks are in quarantine" in caplog.text
     engine.handover.collect(reports(received={finished_attempt_id(attempt)}))
-    engine.clock.advance(TIMEOUT)
-    assert not engine.handover.take_ending(), "nothing is in quarantine any more"
+
+
+def test_a_request_that_nothing_frees_blocks_for_ends_in_words(engine: Engine) -> None:
+    """With nothing in quarantine, and none that is a hand-over. Those behind it have their turn then."""
+    engine.pool.stalled, engine.pool.starved = ["a", "b"], ("a", 7)
+    assert not engine.starved()
+    assert engine.handover.due_in_seconds == ALLOCATION
+    engine.clock.advance(ALLOCATION - 0.1)
+    assert not engine.starved()
+    engine.clock.advance(0.1)
+    assert engine.handover.pending
+    step = engine.handover.take_step([])
+    assert step.is_stalled and engine.handover.pending
+    assert step.counts == {FailureCause.NO_BLOCKS: 1} and not engine.handover.take_step([]).counts
+    assert engine.handover.take_ending() == {"a"}
+    engine.handover.finished(of_decode("a"), False, BLOCKS)
+    (told,) = engine.handover.take_told().values()
+    assert told.startswith("KV memory is short: cause=no_blocks request=a: found 90 free KV-cache blocks")
+    assert "expected at least 97" in told and "Raise kvcached's limit" in told
+    # It has waited as long. But vLLM may start it now.
+    engine.pool.stalled, engine.pool.starved = ["b"], None
+    assert not engine.starved() and not engine.handover.pending
+    engine.pool.stalled = []
+    assert not engine.starved() and not engine.handover.take_step([]).is_stalled
+    assert engine.handover.due_in_seconds is None
+
+
+def test_none_starves_while_something_frees_blocks(engine: Engine) -> None:
+    attempt = engine.waiting("d2")
+    engine.pool.stalled, engine.pool.starved = ["a"], ("a", 7)
+    engine.clock.advance(TIMEOUT - 1)
+    assert not engine.starved() and not engine.handover.take_step([]).is_stalled, "KV is under way"
+    engine.handover.collect(reports(received={finished_attempt_id(attempt)}))
+    engine.pool.of["another"] = [1]
+    assert not engine.starved() and engine.handover.take_step([]).is_stalled
+    engine.clock.advance(ALLOCATION)
+    assert not engine.starved(), "another connector may keep blocks, or a session that waits for input"
+    del engine.pool.of["another"]
+    assert not engine.starved(), "d2 has its KV, and waits for more blocks, too"
+    engine.clock.advance(ALLOCATION - 1)
+    engine.pool.stalled = []
+    assert not engine.starved(), "something runs"
+    engine.pool.stalled = ["a"]
+    assert not engine.starved()
+    engine.clock.advance(ALLOCATION)
+    assert engine.starved() == {"a"}
 
 
 def test_what_is_due_is_the_first_that_has_waited_too_long(engine: Engine) -> None:
@@ -559,7 +609,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     blocks_over_limit = num_cached = 0
     has_reserve = False
-    stalled = None
+    stalled: list[str] = []
+    starved = None
+
+    def others_have_blocks(self, request_ids: Collection[str]) -> bool:
+        return bool(self.of)
 
     def usage(self) -> BlockUsage:
         return BlockUsage(0, 0, 0, 0)

@@ -45,7 +45,7 @@ class Fetching:
 class Blocks:
     """``wanted``: by a neighbour that runs nothing; ``reserve``: what `trim` would give."""
 
-    starved = stalled = None
+    starved, stalled = None, ()
     blocks_over_limit = 0
 
     def __init__(self, clock: ManualClock) -> None:

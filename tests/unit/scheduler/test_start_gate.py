@@ -118,16 +118,20 @@ def test_a_prompt_begins_when_decode_has_taken_what_was_kept() -> None:
     prefill.step("new")
 
 
-def test_a_prompt_begins_after_the_longest_wait_and_the_engine_is_not_kept_awake() -> None:
+def test_workers_are_asked_again_from_time_to_time_and_the_engine_is_not_kept_awake() -> None:
+    """Decode may want it and lack blocks, or may have gone: workers hear which."""
     prefill = Prefill()
     request = prefill.new()
     assert prefill.side.matched(request, 0) == WAIT
-    prefill.step()
-    assert prefill.side.due_in_seconds == LONGEST_SECONDS and not prefill.side.pending
-    prefill.clock.advance(LONGEST_SECONDS)
-    assert prefill.side.pending
-    # It is behind others in vLLM's queue, so that vLLM does not ask.
-    prefill.step()
+    asked = prefill.step().awaited
+    for _ in range(3):
+        assert prefill.side.due_in_seconds == LONGEST_SECONDS and not prefill.side.pending
+        prefill.clock.advance(LONGEST_SECONDS)
+        assert prefill.side.pending
+        # It is behind others in vLLM's queue, so that vLLM does not ask.
+        assert prefill.step().awaited == asked
+        assert prefill.side.matched(request, 0) == WAIT
+    prefill.hear(asked[0][1])
     assert prefill.side.due_in_seconds is None and not prefill.side.pending
     assert prefill.side.matched(request, 0) == START
     prefill.step("new")
@@ -147,7 +151,7 @@ def test_nothing_is_left_of_a_prompt_that_is_aborted_while_it_waits(is_claimed: 
     assert not prefill.side.holds_back("new")
 
 
-@pytest.mark.parametrize("ends", ["begins", "aborted", "claimed", "late"])
+@pytest.mark.parametrize("ends", ["begins", "aborted", "claimed", "asked again"])
 def test_nothing_is_left_of_a_prompt_that_has_waited(ends: str) -> None:
     clock, step, one = ManualClock(), Step("h", 1, WAKE, "s"), PrefillRequestId("one")
     gate = StartGate(clock, LONGEST_SECONDS)
@@ -156,12 +160,12 @@ def test_nothing_is_left_of_a_prompt_that_has_waited(ends: str) -> None:
         gate.gone([one])
     if ends == "claimed":
         gate.claimed([number for _, number in step.awaited])
-    if ends == "late":
+    if ends == "asked again":
         clock.advance(LONGEST_SECONDS)
-        gate.turn([])
+        gate.turn([], step)
     if ends != "aborted":
-        assert gate.may_start(one, step, needs_claim=ends != "begins")
-        gate.turn([one])
+        assert gate.may_start(one, step, needs_claim=ends == "claimed")
+        gate.turn([one], step)
     gate.claimed([number for _, number in step.awaited])
     assert not leftovers(gate) and gate.due_at_seconds is None
 

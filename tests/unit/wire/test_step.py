@@ -33,8 +33,10 @@ from kvcached_nixl.wire.step import (
     finished_attempts_of,
     idle_hold_id,
     idle_holds_of,
+    known_mark,
     spared_mark,
     take_claimed,
+    take_known,
     take_spared,
 )
 
@@ -90,7 +92,7 @@ def test_causes_keep_their_numbers_and_their_labels() -> None:
 
 NEWS: dict[str, Any] = {
     "awaited": [(PrefillRequestId("p1"), 1)],
-    "renewed": [LeaseRenewal(DecodeRequestId("d"), PREFILL, "n", 30.0, 120.0)],
+    "renewed": [LeaseRenewal(DecodeRequestId("d"), PREFILL, "n", 30.0)],
     "unrenewed": [DecodeRequestId("d")],
     "fetches": [FetchSpec(1, DecodeRequestId("d"), PREFILL, None, "n", "", 4, 0, 4, (BlockRange(0, (1,)),))],
     "withdrawn": {1: "why"},
@@ -108,7 +110,7 @@ NEWS: dict[str, Any] = {
 @pytest.mark.parametrize("field", sorted(NEWS))
 def test_anything_in_a_step_is_news(field: str) -> None:
     """But for a step's own frame, and for what it computes."""
-    frame = {"host", "port", "wake_address", "incarnation", "is_idle", "unkept", "lasted"}
+    frame = {"host", "port", "wake_address", "incarnation", "is_idle", "is_stalled", "unkept", "lasted"}
     assert set(Step.__struct_fields__) == {*NEWS, *frame}
     assert not Step("h", 1, WAKE, "s").has_news
     assert not Step("h", 1, WAKE, "s", is_idle=False).has_news
@@ -126,7 +128,8 @@ def test_a_step_reaches_another_process_as_it_was() -> None:
     ("mark", "other", "take", "take_other"),
     [
         (spared_mark, claimed_mark, take_spared, take_claimed),
-        (claimed_mark, spared_mark, take_claimed, take_spared),
+        (claimed_mark, known_mark, take_claimed, take_known),
+        (known_mark, spared_mark, take_known, take_spared),
     ],
 )
 def test_marks_of_offers_are_told_from_blocks_and_from_failures(
@@ -151,4 +154,4 @@ def test_whatever_workers_act_on_is_news(field: str) -> None:
     kind = type(getattr(step, field))
     filled: dict[type, Any] = {list: ["a"], set: {"a"}, dict: {"a": "b"}, type(None): 1, bool: False}
     setattr(step, field, filled[kind])
-    assert step.has_news == (field not in ("unkept", "lasted", "is_idle"))
+    assert step.has_news == (field not in ("unkept", "lasted", "is_idle", "is_stalled"))

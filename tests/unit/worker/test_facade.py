@@ -58,6 +58,10 @@ class Thread:
         self.outcome = Outcome()
         self.engine_computes = False
         self.is_closed = False
+        self.num_moves = 0
+
+    def engine_moves(self) -> None:
+        self.num_moves += 1
 
     def submit(self, *commands: Command) -> None:
         self.commands += commands
@@ -314,7 +318,7 @@ def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
     """Commands are submitted in this order; a lease that begins and ends in one step is not renewed."""
     worker = Worker()
     d1 = DecodeRequestId("d1")
-    renewed, released = LeaseRenewal(d1, PREFILL, "p-1", 30.0, 120.0), UnneededOffer(PREFILL, "p-1", "n", DIGEST)
+    renewed, released = LeaseRenewal(d1, PREFILL, "p-1", 30.0), UnneededOffer(PREFILL, "p-1", "n", DIGEST)
     worker.side.begin_step(
         step(
             renewed=[renewed],

@@ -212,7 +212,7 @@ def test_leases_are_renewed_at_every_rank_until_they_are_not(pull: Worker) -> No
     remotes = [pull.remote(address=address(tp_size=2, tp_rank=rank)) for rank in range(2)]
     for remote in remotes:
         remote.memory.planes = Memory(num_heads=1).planes
-    renewed = LeaseRenewal(DecodeRequestId("d1"), RemotePrefill("remote", "10.0.0.2", 5601, 2), "p-1", 30.0, 120.0)
+    renewed = LeaseRenewal(DecodeRequestId("d1"), RemotePrefill("remote", "10.0.0.2", 5601, 2), "p-1", 30.0)
     pull.thread.submit(renewed)
     pull.deliver()
     assert [remote.transport.received() for remote in remotes] == [[("local", b"HB:p-1")]] * 2
@@ -228,7 +228,7 @@ def test_leases_are_renewed_at_every_rank_until_they_are_not(pull: Worker) -> No
 def test_a_prefill_of_which_nothing_can_come_gets_no_heartbeat() -> None:
     worker = Worker()
     odd = RemotePrefill("remote", "10.0.0.2", 5601, 2048)
-    worker.thread.submit(LeaseRenewal(DecodeRequestId("d1"), odd, "p-1", 30.0, 120.0))
+    worker.thread.submit(LeaseRenewal(DecodeRequestId("d1"), odd, "p-1", 30.0))
     worker.deliver()
     assert worker.asking.asked == []
 
@@ -473,7 +473,7 @@ def test_what_has_not_come_for_long_is_looked_for_less_often(push: Worker) -> No
 
 
 def test_a_deadline_that_is_near_is_not_overslept(pull: Worker) -> None:
-    pull.thread.submit(LeaseRenewal(DecodeRequestId("d1"), PREFILL, "p-1", 30.0, 120.0))
+    pull.thread.submit(LeaseRenewal(DecodeRequestId("d1"), PREFILL, "p-1", 30.0))
     pull.remote()
     pull.thread.turn()
     pull.clock.advance(5.0 - 0.03)

@@ -68,7 +68,8 @@ class Decode(Local):
         self.over: list[int] = []
         self.moved: list[TransferTally] = []
         self.timed: list[Reported] = []
-        told = (self._failed, self._finished, self.moved.append, self.timed.append)
+        self.known: list[int] = []
+        told = (self._failed, self._finished, self.moved.append, self.known.append, self.timed.append)
         self.receiver = Receiver(self.side, self.clock, mode, self.gates, *told)
         self.listener.role, self.listener.may_write = self.receiver, self.receiver.may_be_written_by
 

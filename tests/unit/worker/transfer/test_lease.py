@@ -15,7 +15,6 @@ from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import LeaseRenewal
 from kvcached_nixl.worker.transfer.lease import MOST_DUE, Leases, Renewals
 
-LONGEST = 1e9
 LEASE = 30.0
 EXTENSION = 20.0
 P1, P2, P3 = (PrefillRequestId(name) for name in ("p1", "p2", "p3"))
@@ -151,7 +150,7 @@ def renewals(clock: ManualClock) -> Renewals:
 
 
 def test_a_request_is_renewed_at_once_and_then_once_an_interval(clock: ManualClock, renewals: Renewals) -> None:
-    renewals.begin(LeaseRenewal(D1, HERE, "p1", LEASE, LONGEST))
+    renewals.begin(LeaseRenewal(D1, HERE, "p1", LEASE))
     assert renewals.first_seconds == clock.now_seconds()
     assert renewals.take_due() == {HERE: ["p1"]}
     assert renewals.take_due() == {}
@@ -164,8 +163,8 @@ def test_a_request_is_renewed_at_once_and_then_once_an_interval(clock: ManualClo
 
 def test_each_lease_has_its_own_interval(clock: ManualClock, renewals: Renewals) -> None:
     """Prefill says how long it grants."""
-    renewals.begin(LeaseRenewal(D1, HERE, "p1", LEASE, LONGEST))
-    renewals.begin(LeaseRenewal(D2, HERE, "p2", LEASE / 10, LONGEST))
+    renewals.begin(LeaseRenewal(D1, HERE, "p1", LEASE))
+    renewals.begin(LeaseRenewal(D2, HERE, "p2", LEASE / 10))
     renewals.take_due()
     clock.advance(LEASE / 60)
     assert renewals.take_due() == {HERE: ["p2"]}
@@ -173,7 +172,7 @@ def test_each_lease_has_its_own_interval(clock: ManualClock, renewals: Renewals)
 
 def test_those_of_one_prefill_are_renewed_together(renewals: Renewals) -> None:
     for name, prefill in ((D1, HERE), (D2, THERE), (D3, HERE)):
-        renewals.begin(LeaseRenewal(name, prefill, f"of {name}", LEASE, LONGEST))
+        renewals.begin(LeaseRenewal(name, prefill, f"of {name}", LEASE))
     assert renewals.take_due() == {HERE: ["of d1", "of d3"], THERE: ["of d2"]}
 
 
@@ -182,7 +181,7 @@ def test_a_lease_is_renewed_until_the_last_request_that_wants_it_has_ended(
 ) -> None:
     """``n`` > 1: several of decode's want one of prefill's; it is beaten for once."""
     for name in (D1, D2):
-        renewals.begin(LeaseRenewal(name, HERE, "p1", LEASE, LONGEST))
+        renewals.begin(LeaseRenewal(name, HERE, "p1", LEASE))
     assert renewals.take_due() == {HERE: ["p1"]}
     renewals.end(D1)
     renewals.end(D1)
@@ -194,14 +193,14 @@ def test_a_lease_is_renewed_until_the_last_request_that_wants_it_has_ended(
 
 
 def test_a_request_that_comes_and_goes_between_two_turns_is_not_renewed(renewals: Renewals) -> None:
-    renewals.begin(LeaseRenewal(D1, HERE, "p1", LEASE, LONGEST))
+    renewals.begin(LeaseRenewal(D1, HERE, "p1", LEASE))
     renewals.end(D1)
     assert renewals.take_due() == {}
 
 
 def test_a_request_arrives_once(renewals: Renewals) -> None:
-    renewals.begin(LeaseRenewal(D1, HERE, "p1", LEASE, LONGEST))
-    renewals.begin(LeaseRenewal(D1, THERE, "p2", LEASE, LONGEST))
+    renewals.begin(LeaseRenewal(D1, HERE, "p1", LEASE))
+    renewals.begin(LeaseRenewal(D1, THERE, "p2", LEASE))
     assert renewals.take_due() == {HERE: ["p1"]}
     renewals.end(D1)
     assert len(renewals) == 0
@@ -209,7 +208,7 @@ def test_a_request_arrives_once(renewals: Renewals) -> None:
 
 def test_a_turn_renews_so_many_and_the_next_one_the_others(renewals: Renewals) -> None:
     for number in range(3 * MOST_DUE):
-        renewals.begin(LeaseRenewal(DecodeRequestId(f"d{number}"), HERE, f"p{number}", LEASE, LONGEST))
+        renewals.begin(LeaseRenewal(DecodeRequestId(f"d{number}"), HERE, f"p{number}", LEASE))
     found = [name for _ in range(4) for names in renewals.take_due().values() for name in names]
     assert sorted(found) == sorted(f"p{number}" for number in range(3 * MOST_DUE))
 
@@ -231,7 +230,7 @@ def test_what_is_wanted_is_never_without_a_heartbeat_for_longer_than_an_interval
         name = DecodeRequestId(str(request))
         if event == "begin" and request not in wanted:
             wanted[request] = lease
-            renewals.begin(LeaseRenewal(name, HERE, str(lease), LEASE, LONGEST))
+            renewals.begin(LeaseRenewal(name, HERE, str(lease), LEASE))
         elif event == "end":
             renewals.end(name)
             wanted.pop(request, None)

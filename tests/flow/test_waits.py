@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long requests wait: as long as vLLM's own where something goes on, and not for ever where nothing does (R4)."""
+
+from __future__ import annotations
+
+import pytest
+from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
+from support.flow_engine import Request, Status
+from support.flow_pair import PROMPT, Pair, kind
+
+from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.worker.transfer_thread import STANDING_SECONDS
+
+PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
+DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+ALLOCATION_SECONDS = 20.0
+LONG = 10 * TIMEOUT_SECONDS
+BLOCKS_EACH = 5
+
+
+def prompt(seed: int) -> tuple[int, ...]:
+    return tuple((one + 5 * seed) % 50 for one in PROMPT)
+
+
+def small(mode: TransferMode, **more: object) -> Pair:
+    """A pair whose decode has blocks for two prompts."""
+    room = {"num_blocks": 1 + 2 * (BLOCKS_EACH + 1), "caches_prefixes": False, **more}
+    decode = kind(**{"allocation_seconds": ALLOCATION_SECONDS, **room})
+    pair = Pair(mode, kind(num_blocks=200, caches_prefixes=False), decode)
+    pair.acquaint()
+    return pair
+
+
+def serve(pair: Pair, *found: Request) -> None:
+    pair.settle()
+    for one in found:
+        assert one.status is Status.STOPPED and one.num_external == len(PROMPT)
+    assert not pair.causes()
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+# ------------------------------------------------------------------------------------------------ queued on decode
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_what_decode_has_no_room_for_is_served_when_it_has(mode: TransferMode, recomputes: bool) -> None:
+    """Its requests run for long. Those that queue keep what prefill has computed for them."""
+    pair = small(mode, recomputes=recomputes)
+    upstream = [pair.ask_prefill(prompt(seed)) for seed in range(18)]
+    pair.settle()
+    pair.decode.admits = False
+    found = [pair.ask_decode(one.answer, one.prompt) for one in upstream]
+    pair.pass_time(LONG)
+    assert all(one.status is Status.WAITING for one in found)
+    assert all(one.request_id in pair.prefill.requests for one in upstream), "its leases are renewed"
+    pair.decode.admits = True
+    serve(pair, *found)
+
+
+def test_what_was_asked_for_at_once_queues_as_long_on_both_sides() -> None:
+    """Prefill begins few prompts that decode has not registered for, and waits for decode that wants them."""
+    pair = Pair(
+        PUSH,
+        kind(num_blocks=64, caches_prefixes=False, most_unclaimed_tokens=2 * len(PROMPT), allocation_seconds=20.0),
+        kind(num_blocks=1 + 2 * (BLOCKS_EACH + 1), caches_prefixes=False, allocation_seconds=20.0),
+    )
+    pair.acquaint()
+    asked = []
+    for number in range(8):
+        params = pair.meet(transfer_id=f"t{number}")
+        found = pair.ask_decode(params, prompt(number))
+        asked.append((pair.ask_prefill(prompt(number), transfer_id=f"t{number}"), found))
+        if number in (0, 2):
+            # From the first one prefill knows that its router asks both at once.
+            pair.pass_time(2.0)
+            pair.decode.admits = False
+    pair.pass_time(LONG)
+    assert [bool(upstream.num_computed) for upstream, _ in asked] == [True] * 3 + [False] * 5
+    assert not pair.causes() and not pair.prefill.is_moving, "it rests"
+    pair.decode.admits = True
+    pair.pass_time(30.0)
+    serve(pair, *(found for _, found in asked))
+
+
+def test_prefill_begins_what_a_decode_that_has_vanished_has_not_registered_for() -> None:
+    pair = Pair(
+        PUSH,
+        kind(num_blocks=64, caches_prefixes=False, most_unclaimed_tokens=len(PROMPT), allocation_seconds=20.0),
+        kind(caches_prefixes=False),
+    )
+    pair.acquaint()
+    found = pair.ask_decode(pair.meet(transfer_id="t0"), prompt(0))
+    pair.ask_prefill(prompt(0), transfer_id="t0")
+    pair.settle()
+    assert found.status is Status.STOPPED
+    upstream = [pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}") for seed in (1, 2, 3)]
+    pair.pass_time(2.0)
+    last = pair.ask_prefill(prompt(4), transfer_id="t4")
+    pair.settle()
+    assert all(one.answer for one in upstream) and last.status is Status.WAITING
+    pair.pass_time(45.0)
+    assert last.status is Status.STOPPED
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_an_engine_that_takes_no_steps_any_more_keeps_prefills_memory_for_a_while_only() -> None:
+    """It is paused, or hangs; its workers would renew its leases for ever."""
+    pair = small(PULL)
+    upstream = pair.ask_prefill()
+    pair.settle()
+    pair.decode.admits = False
+    found = pair.ask_decode(upstream.answer)
+    pair.settle()
+    step, pair.decode.step = pair.decode.step, lambda: False  # type: ignore[method-assign,assignment]
+    pair.pass_time(STANDING_SECONDS - 5)
+    assert upstream.request_id in pair.prefill.requests
+    pair.pass_time(LEASE_SECONDS + 10)
+    assert not pair.prefill.requests
+    pair.decode.step, pair.decode.admits = step, True  # type: ignore[method-assign]
+    pair.settle()
+    assert found.status is Status.STOPPED and not found.num_external and pair.causes() == {"lease": 1}
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+# -------------------------------------------------------------------------------------------- queued on prefill (push)
+
+
+def registered(pair: Pair, count: int = 2) -> list[tuple[Request, Request]]:
+    """Requests of decode that have their blocks, before prefill has begun any of them."""
+    pair.prefill.admits = False
+    asked = []
+    for seed in range(count):
+        upstream = pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}")
+        asked.append((upstream, pair.ask_decode(pair.meet(transfer_id=f"t{seed}"), prompt(seed))))
+    pair.settle()
+    assert all(found.status is Status.REMOTE for _, found in asked)
+    return asked
+
+
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_decode_waits_while_prefill_has_not_got_to_its_request(recomputes: bool) -> None:
+    pair = small(PUSH, recomputes=recomputes)
+    asked = registered(pair)
+    pair.pass_time(LONG)
+    assert all(found.status is Status.REMOTE for _, found in asked)
+    pair.prefill.admits = True
+    serve(pair, *(found for _, found in asked))
+
+
+def test_decode_does_not_wait_for_a_prefill_that_stands_still() -> None:
+    """Its engine takes no steps, though its workers answer."""
+    pair = small(PUSH, recomputes=False)
+    asked = registered(pair)
+    pair.pass_time(LONG)
+    step, pair.prefill.step = pair.prefill.step, lambda: False  # type: ignore[method-assign,assignment]
+    pair.pass_time(STANDING_SECONDS - 5)
+    assert all(found.status is Status.REMOTE for _, found in asked)
+    pair.pass_time(TIMEOUT_SECONDS + 10)
+    assert all(found.status is Status.ERROR for _, found in asked)
+    assert pair.causes() == {"deadline": 2}
+    pair.prefill.step, pair.prefill.admits = step, True  # type: ignore[method-assign]
+    pair.settle()
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_decode_does_not_wait_for_a_prefill_that_dies() -> None:
+    pair = small(PUSH, recomputes=False)
+    ((_, found),) = registered(pair, 1)
+    pair.pass_time(LONG)
+    assert found.status is Status.REMOTE
+    pair.cluster.kill(pair.prefill)
+    pair.pass_time(TIMEOUT_SECONDS + 10)
+    assert found.status is Status.ERROR
+
+
+def test_decode_does_not_wait_for_a_request_that_prefill_has_never_heard_of() -> None:
+    pair = small(PUSH, recomputes=False)
+    found = pair.ask_decode(pair.meet(transfer_id="t"))
+    pair.pass_time(TIMEOUT_SECONDS - 5)
+    assert found.status is Status.REMOTE
+    pair.pass_time(10)
+    assert found.status is Status.ERROR and pair.causes() == {"deadline": 1}
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_a_heartbeat_of_somebody_else_moves_no_deadline() -> None:
+    pair = small(PUSH, recomputes=False)
+    found = pair.ask_decode(pair.meet(transfer_id="t"))
+    pair.settle()
+    attempt = list(pair.decode.attempts)[-1]
+    for _ in range(8):
+        pair.pass_time(TIMEOUT_SECONDS / 8)
+        pair.decode.workers[0].receiver.renew("another agent", [str(attempt), "9" * 4000, "x", "-1", ""])
+    pair.pass_time(5.0)
+    assert found.status is Status.ERROR
+
+
+# ------------------------------------------------------------------------------- what no limit leaves room for (R4)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("is_local", [False, True], ids=["handed over", "local"])
+def test_what_never_fits_ends_in_words(mode: TransferMode, side: str, is_local: bool) -> None:
+    """With nothing kept and nothing in quarantine. What fits is served then, and what has come behind it has its own
+    time."""
+    room = kind(num_blocks=32, caches_prefixes=False, allocation_seconds=ALLOCATION_SECONDS)
+    pair = Pair(mode, room, room)
+    pair.acquaint()
+    engine = getattr(pair, side)
+    upstream = None if is_local or side == "prefill" else pair.ask_prefill(prompt(1))
+    pair.settle()
+    engine.pool.limit_blocks = BLOCKS_EACH - 1
+    engine.pool.apply_limit()
+    if upstream is not None:
+        found = pair.ask_decode(upstream.answer, upstream.prompt)
+    else:
+        found = pair.ask_prefill(prompt(1), params=None if is_local else {"do_remote_decode": True}, engine=engine)
+    fits = pair.ask_decode(None, prompt(2)[:6], engine=engine)
+    pair.pass_time(ALLOCATION_SECONDS - 5)
+    late = pair.ask_decode(None, prompt(3), engine=engine)
+    assert found.status is Status.WAITING
+    pair.pass_time(10)
+    assert found.status is Status.ERROR and fits.status is Status.STOPPED and late.status is Status.WAITING
+    assert pair.causes(engine) == {"no_blocks": 1}
+    engine.pool.limit_blocks = 32
+    pair.pass_time(5)
+    assert late.status is Status.STOPPED
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+def test_a_queue_of_what_never_fits_does_not_end_one_after_the_other(mode: TransferMode) -> None:
+    pair = Pair(mode, None, kind(num_blocks=32, caches_prefixes=False, allocation_seconds=ALLOCATION_SECONDS))
+    pair.acquaint()
+    upstream = [pair.ask_prefill(prompt(seed)) for seed in range(6)]
+    pair.settle()
+    pair.decode.pool.limit_blocks = BLOCKS_EACH - 1
+    pair.decode.pool.apply_limit()
+    found = [pair.ask_decode(one.answer, one.prompt) for one in upstream]
+    pair.pass_time(ALLOCATION_SECONDS + 10)
+    assert all(one.status is Status.ERROR for one in found) and pair.causes() == {"no_blocks": 6}
+    pair.decode.pool.limit_blocks = None
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+# ------------------------------------------------------------------------------------------------------- by priority
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_one_whose_kv_has_come_does_not_stand_behind_one_of_higher_priority(
+    mode: TransferMode, recomputes: bool
+) -> None:
+    """Which lacks the blocks that the first one has."""
+    pair = small(mode, recomputes=recomputes, goes_by_priority=True, num_blocks=1 + BLOCKS_EACH + 2)
+    upstream = [pair.ask_prefill(prompt(seed)) for seed in range(2)]
+    pair.settle()
+    low = pair.ask_decode(upstream[0].answer, upstream[0].prompt, priority=5)
+    pair.until(low, Status.REMOTE)
+    high = pair.ask_decode(upstream[1].answer, upstream[1].prompt, priority=0)
+    serve(pair, low, high)
