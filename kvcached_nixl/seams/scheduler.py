@@ -127,8 +127,7 @@ def update_from_output(call: Call) -> Any:
         ending |= side.take_ending()
         refused += side.take_refused()
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
-    if reports.received:
-        bring_forward(call.instance, reports.received)
+    bring_forward(call.instance, reports.received)
     outputs = with_refused(with_ended(call.instance, outputs, ending), refused)
     for side in found:
         outputs = with_told(outputs, side.take_told())

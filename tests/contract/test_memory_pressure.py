@@ -24,6 +24,9 @@ from support.handover_node import (
 )
 from support.internals import offering_of
 from support.transports import until
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.compat.actions.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.causes import RevocationCause
@@ -34,6 +37,7 @@ node = handover_node.node
 
 OLDER = [f"cmpl-o-0-aaaaaaa{number}" for number in range(USABLE // BLOCKS)]
 NEW = "cmpl-n-0-aaaaaaaa"
+FIRST = "skipped_waiting" if hasattr(Scheduler, "_select_waiting_queue_for_scheduling") else "kv_holding_waiting"
 
 
 def full(node: Callable[..., Node]) -> tuple[Node, Node, list[dict[str, object]]]:
@@ -92,6 +96,32 @@ def test_what_is_read_is_not_taken_back(
     until_both(prefill, decode, lambda: DECODE_ID in decode.received)
     assert decode.holds(decode.blocks(DECODE_ID), first_token=100)
     assert offering_of(prefill.side_of_engine).kept.keeps(OLDER[1]) is False
+    rest(prefill, decode)
+
+
+def test_one_whose_kv_has_come_runs_whoever_waits_for_its_blocks(
+    node: Callable[..., Node], direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm#57841: by priority, it would stand behind one of higher priority that lacks the blocks which it has."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    decode.scheduler.policy = SchedulingPolicy.PRIORITY
+    for name in ("waiting", FIRST):
+        setattr(decode.scheduler, name, create_request_queue(SchedulingPolicy.PRIORITY))
+    kept = [prefilled(prefill, name, first_token=100 * (place + 1)) for place, name in enumerate(OLDER)]
+    gate = transfers_held(mover(direction, prefill, decode), monkeypatch)
+    *low, high = [f"cmpl-d-0-ddddddd{place}" for place in range(len(kept))]
+    for place, name in enumerate(low):
+        decode.add(name, kept[place], first_token=100 * (place + 1), priority=5)
+    until_both(prefill, decode, lambda: gate.kept and all(map(decode.waits, low)))
+    # It takes what is left, and one block of those that the others have.
+    taken = decode.scheduler.kv_cache_manager.block_pool.get_new_blocks(decode.free_blocks - BLOCKS + 1)
+    decode.add(high, kept[-1], first_token=100 * len(kept), priority=0)
+    decode.step()
+    assert decode.status(high) is RequestStatus.WAITING
+    gate.closed = False
+    until_both(prefill, decode, lambda: {*low, high} <= decode.ended.keys())
+    assert {decode.ended[name] for name in (*low, high)} == {"length"}
+    decode.scheduler.kv_cache_manager.block_pool.free_blocks(taken)
     rest(prefill, decode)
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 from vllm import SamplingParams
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.compat.actions.queues import bring_forward, queued
 from kvcached_nixl.compat.private import optional
@@ -52,8 +52,30 @@ def test_the_order_is_vllms(policy: SchedulingPolicy) -> None:
 
 @pytest.mark.parametrize("policy", SchedulingPolicy)
 def test_who_has_its_kv_is_looked_at_first(policy: SchedulingPolicy) -> None:
-    """Later versions do so by themselves; by priority, that is the order."""
-    found = scheduler(policy, [("a", 1), ("b", 2), ("c", 3)], [("d", 4)])
-    bring_forward(found, {"c", "d"})
-    is_moved = SELECT is not None and policy is SchedulingPolicy.FCFS
-    assert looked_at(found) == (["c", "a", "b", "d"] if is_moved else ["a", "b", "c", "d"])
+    """Whatever its priority. Later versions do so by themselves."""
+    found = scheduler(policy, [("a", 1), ("b", 2), ("c", 3)], [("d", 0)])
+    bring_forward(found, {"c", "e"})
+    first = ["c", "a", "b", "d"] if policy is SchedulingPolicy.FCFS else ["c", "d", "a", "b"]
+    names = [request.request_id for request in queued(found)]
+    assert names == looked_at(found)
+    assert names == first or SELECT is None
+
+
+@pytest.mark.skipif(SELECT is None, reason="this vLLM has a queue of those that hold KV")
+@pytest.mark.parametrize("turn", ["runs", "lacks blocks", "has no KV"])
+def test_a_priority_is_another_one_until_its_turn_only(turn: str) -> None:
+    found = scheduler(SchedulingPolicy.PRIORITY, [("a", 1), ("b", 2)], [("c", 0)])
+    (one,) = (request for request in found.skipped_waiting if request.request_id == "b")
+    one.status, one.num_computed_tokens = RequestStatus.WAITING_FOR_REMOTE_KVS, 1
+    bring_forward(found, {"b"})
+    bring_forward(found, set())
+    assert one.priority < 0, "it has had no turn"
+    if turn == "runs":
+        found.skipped_waiting.remove_request(one)
+        one.status = RequestStatus.RUNNING
+    else:
+        one.status, one.num_computed_tokens = RequestStatus.WAITING, int(turn == "lacks blocks")
+    bring_forward(found, set())
+    assert one.priority == 2 or turn == "lacks blocks"
+    expected = {"runs": ["c", "a"], "lacks blocks": ["b", "c", "a"], "has no KV": ["c", "a", "b"]}
+    assert looked_at(found) == expected[turn]

@@ -136,6 +136,7 @@ class Node:
         first_token: int = 0,
         embeddings: torch.Tensor | None = None,
         num_tokens: int = PROMPT,
+        priority: int = 0,
     ) -> None:
         request = Request(
             request_id,
@@ -143,6 +144,7 @@ class Node:
             SamplingParams(extra_args={"kv_transfer_params": params}, ignore_eos=True, max_tokens=max_tokens),
             None,
             prompt_embeds=embeddings,
+            priority=priority,
             block_hasher=get_request_block_hasher(self.geometry.block_size * self.kernel_blocks_per_block, sha256),
         )
         self.scheduler.add_request(request)

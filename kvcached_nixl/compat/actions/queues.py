@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator, MutableSequence, Sequence
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvcached_nixl.compat.actions.step_output import waits_for_kv
 from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.compat.versions import installed_row
 
 __all__ = ["bring_forward", "queued", "startable", "wants_blocks"]
+
+_AHEAD = "_kvcached_nixl_ahead"
 
 
 def queued(engine_scheduler: Any) -> Iterator[Any]:
@@ -29,7 +33,8 @@ def queued(engine_scheduler: Any) -> Iterator[Any]:
 
 
 def bring_forward(engine_scheduler: Any, request_ids: Container[str]) -> None:
-    """Put requests that no longer wait for KV before all others that do not run, as vLLM does from 0.31 on.
+    """Put requests that no longer wait for KV before all others that do not run, as vLLM does from 0.31 on. Called
+    after each step.
 
     Before, vLLM stops at the first one that lacks blocks. One behind it would keep its own blocks, which the first one
     may need, for ever: it gets no turn to use them, or to free them if its KV has not come.
@@ -37,11 +42,36 @@ def bring_forward(engine_scheduler: Any, request_ids: Container[str]) -> None:
     if optional(engine_scheduler, "kv_holding_waiting") is not None:
         return
     skipped = private(engine_scheduler, "skipped_waiting")
-    # By priority, the order is that of the requests.
-    if isinstance(skipped, MutableSequence):
-        for request in [one for one in skipped if one.request_id in request_ids]:
+    is_by_priority = not isinstance(skipped, Sequence)
+    # Requests that have another priority until their turn -> their own.
+    ahead = vars(engine_scheduler).setdefault(_AHEAD, {})
+    _set_priorities(engine_scheduler, {one: ahead.pop(one) for one in list(ahead) if not _holds_kv(one)})
+    found = [one for one in skipped if one.request_id in request_ids] if request_ids else []
+    if is_by_priority:
+        ahead.update((one, one.priority) for one in found)
+        _set_priorities(engine_scheduler, dict.fromkeys(found, -math.inf))
+    else:
+        for request in found:
             skipped.remove(request)
-            skipped.insert(0, request)
+            skipped.appendleft(request)
+
+
+def _holds_kv(request: Any) -> bool:
+    """Whether a request waits for its turn, and has KV, or blocks for KV that has not come."""
+    return waits_for_kv(request) or (wants_blocks(request) and request.num_computed_tokens > 0)
+
+
+def _set_priorities(engine_scheduler: Any, priorities: Mapping[Any, float]) -> None:
+    if not priorities:
+        return
+    for queue in (private(engine_scheduler, "waiting"), private(engine_scheduler, "skipped_waiting")):
+        queued_here = [one for one in queue if one in priorities]
+        queue.remove_requests(queued_here)
+        for request in queued_here:
+            request.priority = priorities[request]
+            queue.add_request(request)
+    for request, priority in priorities.items():
+        request.priority = priority
 
 
 def startable(engine_scheduler: Any) -> Iterator[Any]:
