@@ -211,9 +211,11 @@ class _Roles:
     receiver: Receiver
     registry: OfferRegistry
     gate_connections: GateConnections
+    transfer_queue: TransferQueue
 
     def is_used(self, agent: str) -> bool:
-        return self.registry.is_writing_to(agent) or self.receiver.is_waiting_for(agent)
+        users = self.registry.is_writing_to, self.receiver.is_waiting_for, self.transfer_queue.is_used
+        return any(uses(agent) for uses in users)
 
     def may_write(self, agent: str) -> bool:
         return self.receiver.may_be_written_by(agent)
@@ -298,7 +300,7 @@ def assemble(
         claimed=outcomes.claimed,
         timed=outcomes.timed,
     )
-    peers.listen(_Roles(routes, receiver, registry, gate_connections))
+    peers.listen(_Roles(routes, receiver, registry, gate_connections, transfer_queue))
 
     def wake_engine(identity: LocalIdentity) -> None:
         address = identity.wake_address

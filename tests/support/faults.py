@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvcached_nixl.deadlines import Deadlines
-from kvcached_nixl.scheduler import decode_fetches, fetch_attempts
+from kvcached_nixl.scheduler import fetch_attempts
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
@@ -459,11 +459,11 @@ def leases_are_not_renewed(patch: Patcher) -> None:
 
 
 def a_lease_that_ends_lets_go_of_what_is_written(patch: Patcher) -> None:
-    def turn(self: Any) -> None:
+    def turn(self: Any, **named: bool) -> None:
         for request_id, at in list(self._leases.items()):
             if at <= self._clock.now_seconds():
                 self._done(request_id)
-        return original(self)  # type: ignore[no-any-return]
+        return original(self, **named)  # type: ignore[no-any-return]
 
     original = OfferRegistry.turn
     patch.setattr(OfferRegistry, "turn", turn)
@@ -474,8 +474,7 @@ def nothing_has_a_deadline(patch: Patcher) -> None:
         def take_due(self, now_seconds: float, at_most: int | None = None) -> list[Any]:
             return []
 
-    for module in (decode_fetches, fetch_attempts):
-        patch.setattr(module, "Deadlines", Endless)
+    patch.setattr(fetch_attempts, "Deadlines", Endless)
 
 
 def prefill_does_not_hear_that_it_was_read(patch: Patcher) -> None:

@@ -163,6 +163,10 @@ class TransferQueue:
             return False
         return any(lane.queue for lane in self._lanes.values()) or any(batch.job.is_host for batch in self._active)
 
+    def is_used(self, peer: str) -> bool:
+        """Whether transfers with a peer are queued or in flight whose job was not dropped."""
+        return peer in self._lanes
+
     @property
     def num_bytes(self) -> int:
         """Bytes in flight with all peers, except those of transfers whose job was dropped."""
