@@ -9,6 +9,7 @@ known until memory changes, and so are the files; if something is out of sight, 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -58,7 +59,20 @@ class _Loaded:
 
     def vanished(self, visible: Reading) -> Reading:
         """Tensors that were loaded, and are not in sight."""
-        return {name: one for name, one in self.tensors.items() if name not in visible or visible[name].is_empty}
+        return {name: one for name, one in self.tensors.items() if name not in visible or not visible[name].num_bytes}
+
+    def rewritten(self, vanished: Reading, visible: Reading) -> set[str]:
+        """Those of them that are in sight in another form: their module holds as much that was not loaded."""
+        made, lost = Counter[str](), Counter[str]()
+        for name in vanished:
+            lost[name.rpartition(".")[0]] += vanished[name].num_bytes
+        for name in visible.keys() - self.tensors.keys():
+            # Attributes of a module's objects have longer names.
+            parts = name.split(".")
+            for end in range(len(parts)):
+                if (module := ".".join(parts[:end])) in lost:
+                    made[module] += visible[name].num_bytes
+        return {name for name in vanished if made[module := name.rpartition(".")[0]] >= lost[module]}
 
 
 @dataclass(frozen=True)
@@ -130,7 +144,7 @@ class WeightsHistory:
         self._is_loading = False
         self._loads += 1
         if tensors is not None:
-            self._models[model] = _Loaded({name: one for name, one in tensors.items() if not one.is_empty})
+            self._models[model] = _Loaded({name: one for name, one in tensors.items() if one.num_bytes})
 
     def built(self, model: Any, others: Reading) -> None:
         """Kernels have rewritten a model's weights, and nothing was computed yet. ``others``: without parameters."""
@@ -161,12 +175,14 @@ class WeightsHistory:
         """
         visible: dict[str, Read] = {}
         loaded: dict[str, Read] = {}
+        rewritten: dict[str, Read] = {}
         hidden: dict[str, Read] = {}
         for one in models:
-            for found, all_found in zip(self._of_model(one), (visible, loaded, hidden), strict=True):
+            for found, all_found in zip(self._of_model(one), (visible, loaded, rewritten, hidden), strict=True):
                 all_found.update((f"{one.prefix}{name}", value) for name, value in found.items())
         self._look(visible, hidden)
-        whole = visible | {f"{name} as loaded": value for name, value in hidden.items()}
+        vanished = {} if self._doubt else rewritten | hidden
+        whole = visible | {f"{name} as loaded": value for name, value in vanished.items()}
         memory = described(whole, place)
         if hidden and self._doubt:
             memory = Tensors(memory.layout)
@@ -177,21 +193,25 @@ class WeightsHistory:
         names = {as_loaded.layout: sorted(loaded), memory.layout: sorted(whole)}
         return Weights(memory, as_loaded, files, each[:MOST_NAMED_FILES], code, note[:1000]), names
 
-    def _of_model(self, one: ModelReading) -> tuple[Reading, Reading, Reading]:
-        """What is in sight, what was loaded, and what of that has vanished from sight (with what is known of it)."""
+    def _of_model(self, one: ModelReading) -> tuple[Reading, Reading, Reading, Reading]:
+        """What is in sight, what was loaded, what of that is in sight in another form, and what has vanished."""
         known = self._models.get(one.model)
         if known is None:
             # Nothing says what was loaded. An empty parameter may stand for what a kernel keeps elsewhere.
-            lost = {name: one.tensors[name] for name in one.parameters if one.tensors[name].is_empty}
+            lost = {name: one.tensors[name] for name in one.parameters if not one.tensors[name].num_bytes}
             lost |= {name: one.tensors[name] for name in one.moves}
-            return _without(one.tensors, lost), {}, _unknown(lost)
+            return _without(one.tensors, lost), {}, {}, _unknown(lost)
         if known.scratch is None:
             built = one.tensors if known.built is None else known.built
             changed = {name for name, value in one.tensors.items() if built.get(name) != value}
             known.scratch = frozenset(changed - set(one.parameters))
         visible = _without(one.tensors, {*known.scratch, *one.moves})
         vanished = known.vanished(visible)
-        return visible, known.tensors if known.is_known else {}, vanished if known.is_known else _unknown(vanished)
+        rewritten = known.rewritten(vanished, visible)
+        hidden = _without(vanished, rewritten)
+        if not known.is_known:
+            return visible, {}, {}, _unknown(hidden)
+        return visible, known.tensors, {name: vanished[name] for name in rewritten}, hidden
 
     def _look(self, visible: Reading, hidden: Reading) -> None:
         """Find out whether weights have changed since they were loaded."""

@@ -8,6 +8,7 @@ nearly all of its device has room for it. Nothing is sampled: a change of one el
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -26,8 +27,8 @@ class Read(NamedTuple):
     checksum: int | None
 
     @property
-    def is_empty(self) -> bool:
-        return 0 in self.shape
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 Reading: TypeAlias = Mapping[str, Read]

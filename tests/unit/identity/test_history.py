@@ -145,7 +145,7 @@ def in_a_kernel(model: Model) -> None:
 
 @pytest.mark.parametrize(
     ("rewrites", "change"),
-    [(nothing, in_place), (nothing, adds_a_tensor), (plain_norm, in_place)],
+    [(nothing, in_place), (nothing, adds_a_tensor), (plain_norm, in_place), (hides_in_a_kernel, in_a_kernel)],
 )
 def test_a_change_is_seen_wherever_the_tensor_is(tmp_path: Path, rewrites: Rewrites, change: Rewrites) -> None:
     files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
@@ -159,13 +159,6 @@ def test_a_change_is_seen_wherever_the_tensor_is(tmp_path: Path, rewrites: Rewri
     assert after.misfit(before) and before.misfit(after) and not after.files and not after.loaded.content
     change(other.model)
     assert after.misfit(other.weights("poke")) == "", "the same change on both sides"
-
-
-def test_a_change_inside_a_kernel_is_seen() -> None:
-    one = worker(rewrites=hides_in_a_kernel)
-    before = one.weights()
-    in_a_kernel(one.model)
-    assert one.weights().misfit(before)
 
 
 def test_an_extension_that_moves_a_parameter_to_a_plain_attribute_hides_nothing() -> None:
