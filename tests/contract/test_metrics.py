@@ -19,12 +19,12 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from kvcached_nixl.compat import metrics
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.proxy import kind as router
-from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
+from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.headroom import Headroom, encode_headroom
 from kvcached_nixl.wire.kind import Kind
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 
-LETTERS = ("a" * 32, "b" * 32, "c" * 32)
+WEIGHTS = Weights(Tensors("a" * 32, "b" * 32), files="c" * 32)
 
 
 def made() -> Any:
@@ -36,7 +36,7 @@ def made() -> Any:
 
 def answer() -> tuple[str, bytes]:
     groups = (GroupMemory((Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2),), 2),)
-    rank = RankHandshake(EngineId("e"), 1, 0, b"", 0, groups, 0, "DRAM", False, Weights(*LETTERS), Process())
+    rank = RankHandshake(EngineId("e"), 1, 0, b"", 0, groups, 0, "DRAM", False, WEIGHTS, Process())
     return "tag", msgspec.msgpack.encode(Answer("0" * 16, msgspec.msgpack.encode(rank)))
 
 
