@@ -315,9 +315,13 @@ class SchedulerFacade:
     def _look_for_starved(self) -> None:
         """A step was built: notices an engine that stands still, and whose next request gets no blocks any more."""
         blocks = self._link.bound()
-        # KV that is under way is computed on, and its blocks are free then.
-        stalled = [] if self.num_waiting else blocks.stalled
-        self._link.step.is_stalled = bool(stalled)
+        stalled = blocks.stalled
+        # KV under way may come from a peer that waits for what cannot begin here.
+        is_waited_for = any(map(self._offering.is_offering, stalled))
+        self._link.step.is_stalled = bool(stalled) and (not self.num_waiting or is_waited_for)
+        if self.num_waiting:
+            # It is computed on when it has come, and its blocks are free then.
+            stalled = []
         # So are those of offers, when decode has fetched them or their leases end, and of other connectors. Not those
         # of requests that have their KV and wait for more blocks, too: memory may have gone since they were admitted.
         if stalled and blocks.others_have_blocks({*stalled, *self._fetching.received}):

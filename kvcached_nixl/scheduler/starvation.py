@@ -15,7 +15,10 @@ from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 
-__all__ = ["Starvation"]
+__all__ = ["STOOD_SECONDS", "Starvation"]
+
+STOOD_SECONDS = 30.0
+"""An engine that rests steps more often. One that has not stepped for so long was paused, or blocked by a call."""
 
 
 class Starvation:
@@ -28,6 +31,9 @@ class Starvation:
         self._timelines = timelines
         # Those that wait while nothing frees blocks, in vLLM's order, and since when.
         self._since_seconds: dict[str, float] = {}
+        # The first of them, the fewest blocks that it lacked, and the fewest that were held.
+        self._least: tuple[str, int, int] = ("", 0, 0)
+        self._looked_at_seconds = 0.0
         self._limit_seconds = 0.0
         self._ending: set[str] = set()
 
@@ -50,13 +56,17 @@ class Starvation:
             num_held_blocks: in quarantine.
         """
         now = self._clock.now_seconds()
+        starved = blocks.starved if waiting else None
+        if self._has_moved(starved, num_held_blocks) or now > self._looked_at_seconds + STOOD_SECONDS:
+            self._since_seconds.clear()
+        self._looked_at_seconds = now
         self._since_seconds = {one: self._since_seconds.get(one, now) for one in waiting if one not in self._ending}
         self._limit_seconds = self._terms.timeout_seconds if num_held_blocks else self._terms.allocation_seconds
         due_at_seconds = self.due_at_seconds
         # vLLM has tried the first one in vain in this step. Those behind one that is about to end get their turn first.
         if self._ending or due_at_seconds is None or now < due_at_seconds:
             return
-        request_id, starved = next(iter(self._since_seconds)), blocks.starved
+        request_id = next(iter(self._since_seconds))
         del self._since_seconds[request_id]
         if starved is None or starved[0] != request_id:
             return
@@ -65,6 +75,16 @@ class Starvation:
         reason = self._reason(blocks.usage().num_free, starved[1], num_held_blocks)
         self._failures.starved(request_id, HandOverFailed(cause, reason))
         self._timelines.failed(request_id, cause)
+
+    def _has_moved(self, starved: tuple[str, int] | None, num_held_blocks: int) -> bool:
+        """Whether blocks have come free since the last step. Those that were free before do not count again."""
+        request_id, num_missing = starved or ("", 0)
+        before = self._least
+        if before[0] != request_id:
+            self._least = request_id, num_missing, num_held_blocks
+            return False
+        self._least = request_id, min(before[1], num_missing), min(before[2], num_held_blocks)
+        return self._least != before
 
     def take_ending(self) -> set[str]:
         """Returns the requests, since the last call, that have to end with an error."""

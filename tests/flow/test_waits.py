@@ -261,3 +261,45 @@ def test_one_whose_kv_has_come_does_not_stand_behind_one_of_higher_priority(
     pair.until(low, Status.REMOTE)
     high = pair.ask_decode(upstream[1].answer, upstream[1].prompt, priority=0)
     serve(pair, low, high)
+
+
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_two_engines_that_prefill_for_each_other_do_not_wait_for_each_other(recomputes: bool) -> None:
+    """Both are full of what waits for KV of the other one, whose prompts have no room to begin."""
+    room = {"num_blocks": 1 + BLOCKS_EACH + 2, "caches_prefixes": False, "recomputes": recomputes}
+    room["allocation_seconds"] = ALLOCATION_SECONDS
+    pair = Pair(PUSH, kind(**room), kind(**room))
+    pair.acquaint()
+    one, two = pair.prefill, pair.decode
+    found = []
+    for engine, other, seed in ((one, two, 1), (two, one, 2)):
+        own = other.own
+        meet = {"remote_engine_id": own.engine_id, "remote_host": own.host, "remote_port": own.port}
+        params = {"do_remote_prefill": True, "tp_size": own.tp_size, "transfer_id": f"t{seed}", **meet}
+        found.append(pair.ask_decode(params, prompt(seed), engine=engine))
+    for _ in range(8):
+        pair.round()
+    for engine, seed in ((two, 1), (one, 2)):
+        pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}", engine=engine)
+    for _ in range(3):
+        pair.pass_time(TIMEOUT_SECONDS)
+    assert all(one.status.is_finished for one in found)
+
+
+@DIRECTIONS
+def test_memory_that_comes_back_slowly_is_waited_for(mode: TransferMode) -> None:
+    """kvcached's limit rises by a block in 7.5 seconds, and a request needs five."""
+    pair = Pair(mode, None, kind(num_blocks=32, caches_prefixes=False, allocation_seconds=20.0, recomputes=False))
+    pair.acquaint()
+    upstream = pair.ask_prefill(prompt(1))
+    pair.settle()
+    pool = pair.decode.pool
+    pool.limit_blocks = 2
+    pool.apply_limit()
+    found = pair.ask_decode(upstream.answer, upstream.prompt)
+    for _ in range(6):
+        pair.pass_time(7.5)
+        pool.limit_blocks += 1
+        pool.apply_limit()
+    pair.pass_time(10)
+    assert found.status is Status.STOPPED and found.num_external

@@ -73,7 +73,8 @@ class EngineBlocks:
         if missing > 0:
             missing -= self._num_shared(request)
         if missing <= 0 and not private(self.engine_scheduler, "running"):
-            missing = int(missing + len(managers) > 0)
+            ahead = int(private(scheduler, "num_lookahead_tokens"))
+            missing = int(missing + sum(1 + ahead // one.block_size for one in managers) > 0)
         return (request.request_id, missing) if missing > 0 else None
 
     @property

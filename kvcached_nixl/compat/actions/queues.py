@@ -48,7 +48,8 @@ def bring_forward(engine_scheduler: Any, request_ids: Container[str]) -> None:
     _set_priorities(engine_scheduler, {one: ahead.pop(one) for one in list(ahead) if not _holds_kv(one)})
     found = [one for one in skipped if one.request_id in request_ids] if request_ids else []
     if is_by_priority:
-        ahead.update((one, one.priority) for one in found)
+        for one in found:
+            ahead.setdefault(one, one.priority)
         _set_priorities(engine_scheduler, dict.fromkeys(found, -math.inf))
     else:
         for request in found:

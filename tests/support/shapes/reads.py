@@ -134,6 +134,7 @@ READS = (
             "finished_req_ids",
             "failed_recving_kv_req_ids",
             "recompute_kv_load_failures",
+            "num_lookahead_tokens",
             "finish_requests",
             "max_num_running_reqs",
             "ec_connector",
