@@ -173,7 +173,7 @@ def test_nobody_shares_what_was_computed_in_part_before(
     content.change(prefill)
     prefill.ends("cmpl-s-0-aaaaaaaa")
     assert "cmpl-s-0-aaaaaaaa" not in prefill.transfer_params, "it is offered to nobody"
-    for number, (num_tokens, cached) in enumerate([(BLOCK + 1, 0), (whole + 1, BLOCK), (whole + 2, whole)]):
+    for number, (num_tokens, cached) in enumerate([(2 * BLOCK + 1, 0), (whole + 1, 2 * BLOCK), (whole + 2, whole)]):
         first = 0 if window is None else num_tokens // BLOCK
         name = f"cmpl-n{number}-0-aaaaaaaa"
         prefill.add(name, None, 2, num_tokens=num_tokens)
