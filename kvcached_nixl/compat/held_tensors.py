@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ _OTHERS = (
 """Objects of these modules are no part of a model. Adapters are compared by their files."""
 _NO_WEIGHTS = frozenset({"kv_cache", "cpu_linear"})
 """Attributes that hold the KV cache, and the address of what `read_by_kernel` reads."""
+_ATOMS = frozenset({str, bytes, int, float, bool, type, types.ModuleType})
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 _ROWS = 256
 
@@ -63,13 +65,17 @@ def held_by(model: torch.nn.Module) -> dict[str, Held]:
     waiting.reverse()
     while waiting:
         path, value = waiting.pop()
-        if value is None or isinstance(value, (str, bytes, int, float, type, types.ModuleType)) or id(value) in seen:
+        if value is None or type(value) in _ATOMS or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            found[path] = Held(value, False)
-        else:
-            waiting += [(f"{path}.{key}", one) for key, one in _parts(value)]
+        try:
+            if isinstance(value, torch.Tensor):
+                found[path] = Held(value, False)
+            else:
+                waiting += [(f"{path}.{key}", one) for key, one in _parts(value)]
+        except ReferenceError:
+            # A weak proxy of what has gone.
+            continue
     return found
 
 
@@ -80,8 +86,9 @@ def _named(name: str) -> str:
 def _parts(value: Any) -> Iterator[tuple[object, Any]]:
     """What an object that is no tensor holds, by name."""
     if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, (list, tuple, set, frozenset)):
+        # Any other key shows an address, which differs between two processes.
+        yield from ((key if isinstance(key, (str, int)) else at, one) for at, (key, one) in enumerate(value.items()))
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
         yield from enumerate(value)
     elif isinstance(value, functools.partial):
         yield from enumerate((value.func, *value.args, value.keywords))

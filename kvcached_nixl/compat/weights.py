@@ -18,13 +18,14 @@ from kvcached_nixl.compat.drafts import keeps_draft_kv
 from kvcached_nixl.compat.held_tensors import held_by, read_by_kernel
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.identity.configuration import checksum_of, processor_checksum, processor_code, settings_of
-from kvcached_nixl.identity.history import ModelReading, WeightsHistory
+from kvcached_nixl.identity.history import ModelReading, WeightsHistory, joined
 from kvcached_nixl.identity.memory import read
 from kvcached_nixl.wire.handshake import Weights
 
 __all__ = ["model_facts", "note_calls", "note_files", "watch_loading", "weights_of"]
 
 _HISTORY = "_kvcached_nixl_weights"
+_LOAD = "_kvcached_nixl_load"
 _OWN_CODE = "transformers_modules."
 
 
@@ -34,19 +35,22 @@ def note_files(loader: Any, name: str, subfolder: str | None, files: Sequence[st
     Args:
         subfolder: the model's subfolder, if its weights have several parts.
     """
-    _history(private(loader, "load_config")).reads_files(name, subfolder or "", [Path(file) for file in files])
+    load = vars(loader).setdefault(_LOAD, object())
+    _history(loader).reads_files(name, subfolder or "", [Path(file) for file in files], load)
 
 
 def watch_loading(loader: Any) -> None:
     """Note what a new loader of weights loads, before and after kernels rewrite it.
 
-    Every loader has these two methods of its own, so they are wrapped on the loader itself. ``load_model`` calls
-    ``load_weights``, and then has kernels rewrite what was loaded.
+    Every loader has methods of its own, so they are wrapped on the loader itself. ``load_model`` calls
+    ``load_weights``, and then has kernels rewrite what was loaded; ``reload_weights`` of a worker calls
+    ``get_all_weights``, which only some loaders have.
     """
-    history = _history(private(loader, "load_config"))
     load_weights, load_model = private(loader, "load_weights"), private(loader, "load_model")
+    get_all_weights = optional(loader, "get_all_weights")
 
     def loads_weights(model: Any, *rest: Any, **named: Any) -> Any:
+        history = _adopt(loader, model)
         # What loading leaves as it was is not of the checkpoint, and may be memory that nobody has written. Later such
         # memory may hold what was loaded before.
         before, tensors = {} if history.has_loaded else read(_loaded_into(model)), None
@@ -56,20 +60,29 @@ def watch_loading(loader: Any) -> None:
             tensors = {name: one for name, one in read(_loaded_into(model)).items() if before.get(name) != one}
             return found
         finally:
-            history.ends(model, tensors)
+            history.ends(tensors)
 
     def loads_model(*arguments: Any, **named: Any) -> Any:
         model = load_model(*arguments, **named)
-        held = held_by(model).items()
-        history.built(model, read((name, one.tensor) for name, one in held if not one.is_parameter))
+        if vars(model).get(_HISTORY) is not vars(loader).get(_HISTORY):
+            # Another loader has loaded it, and this one may have put other weights in their place (ModelExpress).
+            _history(model).ends(None)
+        _adopt(loader, model).built(read((name, one.tensor) for name, one in held_by(model).items()))
         return model
 
+    def gets_all_weights(model_config: Any, model: Any) -> Any:
+        _adopt(loader, model)
+        return get_all_weights(model_config, model)
+
     loader.load_weights, loader.load_model = loads_weights, loads_model
+    if get_all_weights is not None:
+        loader.get_all_weights = gets_all_weights
 
 
 def note_calls(worker: Any, names: Sequence[str]) -> None:
     """Called in a worker after calls that may have changed its weights."""
-    _history(private(worker, "vllm_config").load_config).called(names)
+    for model in _models(worker).values():
+        _history(model).called(names)
 
 
 def weights_of(worker: Any) -> tuple[Weights, Mapping[str, Sequence[str]]]:
@@ -77,25 +90,24 @@ def weights_of(worker: Any) -> tuple[Weights, Mapping[str, Sequence[str]]]:
 
     Returns: the weights, and the names of their tensors as `Weights.misfit` takes them.
     """
-    runner, config = private(worker, "model_runner"), private(worker, "vllm_config")
-    history = _history(config.load_config)
-    models = list(_models(runner, config))
+    config, models = private(worker, "vllm_config"), _models(worker)
     # Expert load balancing moves experts between ranks without notice.
     moves = private(config.parallel_config, "enable_eplb")
-    draft = _draft_of(config)
-    ignored = "" if draft is None or keeps_draft_kv(config.speculative_config) else str(draft.model)
-    return history.weights(
-        [_reading(history, prefix, model, moves) for prefix, model in models],
-        _place(config),
-        str(config.model_config.model),
-        ignored,
-        _own_code(model for _, model in models),
-    )
+    found = {prefix: _history(model).now(_reading(model, moves)) for prefix, model in models.items()}
+    return joined(found, _place(config), _own_code(models.values()))
 
 
-def _history(load_config: Any) -> WeightsHistory:
-    # The loader's configuration is what loader and worker share.
-    found: WeightsHistory = vars(load_config).setdefault(_HISTORY, WeightsHistory())
+def _history(owner: Any) -> WeightsHistory:
+    """Of a model, or of what a loader loads."""
+    if _HISTORY not in vars(owner):
+        vars(owner)[_HISTORY] = WeightsHistory()
+    found: WeightsHistory = vars(owner)[_HISTORY]
+    return found
+
+
+def _adopt(loader: Any, model: Any) -> WeightsHistory:
+    """A loader loads this model: both have one history, the model's if it has one."""
+    found = vars(loader)[_HISTORY] = vars(model).setdefault(_HISTORY, _history(loader))
     return found
 
 
@@ -110,13 +122,13 @@ def _loaded_into(model: Any) -> Iterator[tuple[str, Any]]:
     yield from ((name, one) for name, one in model.named_buffers() if name not in derived)
 
 
-def _reading(history: WeightsHistory, prefix: str, model: Any, moves: bool) -> ModelReading:
+def _reading(model: Any, moves: bool) -> ModelReading:
     held = held_by(model)
     tensors = read((name, one.tensor) for name, one in held.items())
-    tensors |= read(read_by_kernel(model, history.vanished(model, tensors)))
+    tensors |= read(read_by_kernel(model, _history(model).vanished(tensors)))
     parameters = {name for name, one in held.items() if one.is_parameter}
-    moved = [name for name in tensors if ".experts." in f".{name}"] if moves else ()
-    return ModelReading(model, prefix, tensors, parameters, moved)
+    moved = [name for name in tensors if ".experts." in f".{name}" or "expert_weights" in name] if moves else ()
+    return ModelReading(tensors, parameters, moved)
 
 
 def model_facts(config: Any) -> dict[str, object]:
@@ -143,14 +155,17 @@ def model_facts(config: Any) -> dict[str, object]:
     return facts
 
 
-def _models(runner: Any, config: Any) -> Iterator[tuple[str, Any]]:
-    yield "", private(runner, "get_model")()
-    if keeps_draft_kv(config.speculative_config):
+def _models(worker: Any) -> dict[str, Any]:
+    """The models that compute KV, by a prefix for their tensors' names."""
+    runner = private(worker, "model_runner")
+    found = {"": private(runner, "get_model")()}
+    if keeps_draft_kv(private(worker, "vllm_config").speculative_config):
         # The draft model's attribute in model runners V1 and V2.
         for name in ("drafter", "speculator"):
             model = optional(optional(runner, name), "model")
             if model is not None:
-                yield "draft ", model
+                found["draft "] = model
+    return found
 
 
 def _place(config: Any) -> str:

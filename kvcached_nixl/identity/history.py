@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker's weights are: in memory, as they were loaded, and of which files. One per worker, on its thread.
+"""What a model's weights are: in memory, as they were loaded, and of which files. One per model, on a worker's thread.
 
 Three sources, because each fails somewhere. Memory is *whole* if every tensor that computes is read, and nothing that
 was there when the weights were loaded has vanished from sight; only then does it have a content. What was loaded is
@@ -14,14 +14,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 from kvcached_nixl.identity.files import Checksums, Signature, checksums, signature
 from kvcached_nixl.identity.memory import Read, Reading, described
 from kvcached_nixl.wire.handshake import MOST_NAMED_FILES, Tensors, Weights
 
-__all__ = ["ModelReading", "WeightsHistory"]
+__all__ = ["ModelReading", "ModelWeights", "WeightsHistory", "joined"]
 
 _LOADING = frozenset({"load_model", "reload_weights"})
 """Calls that leave nothing of what was there before, if they load."""
@@ -41,56 +40,36 @@ class _Source:
             return None
 
 
-@dataclass
-class _Loaded:
-    """A model.
-
-    Attributes:
-        tensors: with elements, as they were loaded, before kernels rewrote them.
-        is_known: ``tensors`` are what was loaded last.
-        built: what kernels made of them, except parameters; None if it is unknown.
-        scratch: names of what computing writes; None before the first look.
-    """
-
-    tensors: Reading
-    is_known: bool = True
-    built: Reading | None = None
-    scratch: frozenset[str] | None = None
-
-    def vanished(self, visible: Reading) -> Reading:
-        """Tensors that were loaded, and are not in sight."""
-        return {name: one for name, one in self.tensors.items() if name not in visible or not visible[name].num_bytes}
-
-    def rewritten(self, vanished: Reading, visible: Reading) -> set[str]:
-        """Those of them that are in sight in another form: their module holds as much that was not loaded."""
-        made, lost = Counter[str](), Counter[str]()
-        for name in vanished:
-            lost[name.rpartition(".")[0]] += vanished[name].num_bytes
-        for name in visible.keys() - self.tensors.keys():
-            # Attributes of a module's objects have longer names.
-            parts = name.split(".")
-            for end in range(len(parts)):
-                if (module := ".".join(parts[:end])) in lost:
-                    made[module] += visible[name].num_bytes
-        return {name for name in vanished if made[module := name.rpartition(".")[0]] >= lost[module]}
-
-
-@dataclass(frozen=True)
-class ModelReading:
+class ModelReading(NamedTuple):
     """A model now.
 
     Attributes:
-        prefix: of its tensors' names.
         tensors: every one that it holds.
         parameters: names of those that computing does not write.
         moves: names of tensors whose content vLLM moves between ranks.
     """
 
-    model: Any
-    prefix: str
     tensors: Reading
     parameters: Collection[str]
     moves: Collection[str] = ()
+
+
+class ModelWeights(NamedTuple):
+    """What is known of a model's weights.
+
+    Attributes:
+        memory: what computes, with what stands for tensors that are out of sight.
+        is_whole: nothing that computes may differ from that.
+        loaded: empty if it is not known, or if weights have changed since.
+        files: of the files that they were loaded from; None as for ``loaded``.
+        note: why something is not known.
+    """
+
+    memory: Reading
+    is_whole: bool
+    loaded: Reading
+    files: Checksums | None
+    note: str
 
 
 @dataclass
@@ -98,30 +77,38 @@ class WeightsHistory:
     """See the module."""
 
     _readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kvcached-nixl-checkpoint"))
-    _sources: dict[tuple[str, str], _Source] = field(default_factory=dict)
-    _primary: str | None = None
-    _models: WeakKeyDictionary[Any, _Loaded] = field(default_factory=WeakKeyDictionary)
+    _sources: dict[tuple[str, str], _Source | None] = field(default_factory=dict)
+    _reload: object = None
     _loads: int = 0
     _is_loading: bool = False
+    # With elements, as they were loaded, before kernels rewrote them; and whether that is what was loaded last.
+    _tensors: Reading = field(default_factory=dict)
+    _is_known: bool = False
+    # What kernels made of them, and names of what computing writes.
+    _built: Reading | None = None
+    _scratch: frozenset[str] | None = None
     _called: set[str] = field(default_factory=set)
     _seen: tuple[int, Reading] | None = None
     _doubt: str = ""
 
     # ---------------------------------------------------------------------------------------------------------- loading
 
-    def reads_files(self, name: str, part: str, files: Sequence[Path]) -> None:
+    def reads_files(self, name: str, part: str, files: Sequence[Path], load: object) -> None:
         """vLLM begins to load these files. Replaces the files known under the same name and part.
 
         Args:
             name: the model's name in vLLM.
             part: a part of the model; "" if the model has only one.
+            load: the same object for all files that are loaded together.
         """
         self._loads += 1
         if not self._is_loading:
             # reload_weights: kernels rewrite tensor by tensor, so there is no moment with all of them as loaded.
-            for model in self._models.values():
-                model.is_known = False
-        self._sources.pop((name, part), None)
+            self._is_known = False
+        if load is not self._reload:
+            self._reload = load
+            self._sources.clear()
+        self._sources[name, part] = None
         try:
             found = signature(files)
             # Links are resolved now: they may point to other files by the time these are read.
@@ -136,82 +123,76 @@ class WeightsHistory:
         return bool(self._loads)
 
     def begins(self) -> None:
-        """A loader begins to load a model; `ends` follows."""
+        """A loader begins to load the model; `ends` follows."""
         self._is_loading = True
 
-    def ends(self, model: Any, tensors: Reading | None) -> None:
-        """A loader has loaded these tensors, which no kernel has rewritten yet; None if it has failed."""
+    def ends(self, tensors: Reading | None) -> None:
+        """A loader has loaded these tensors, which no kernel has rewritten yet; None if that is not known."""
         self._is_loading = False
         self._loads += 1
-        if tensors is not None:
-            self._models[model] = _Loaded({name: one for name, one in tensors.items() if one.num_bytes})
+        self._is_known = tensors is not None
+        self._tensors = {name: one for name, one in (tensors or {}).items() if one.num_bytes}
+        self._built = self._scratch = None
 
-    def built(self, model: Any, others: Reading) -> None:
-        """Kernels have rewritten a model's weights, and nothing was computed yet. ``others``: without parameters."""
-        if model in self._models:
-            self._models[model].built = others
+    def built(self, tensors: Reading) -> None:
+        """Kernels have rewritten the weights, and nothing was computed yet."""
+        self._built = tensors
 
     def called(self, names: Iterable[str]) -> None:
-        """These calls, which may change weights, have run since the last `weights`."""
+        """These calls, which may change weights, have run since the last `now`."""
         self._called.update(names)
 
-    def vanished(self, model: Any, visible: Reading) -> Reading:
-        """Tensors that were loaded into a model and are not in sight, as they were loaded."""
-        return self._models[model].vanished(visible) if model in self._models else {}
+    def vanished(self, visible: Reading) -> Reading:
+        """Tensors that were loaded and are not in sight, as they were loaded."""
+        return {name: one for name, one in self._tensors.items() if name not in visible or not visible[name].num_bytes}
 
     # ------------------------------------------------------------------------------------------------------------- now
 
-    def weights(
-        self, models: Sequence[ModelReading], place: str, primary: str, ignored: str, code: str
-    ) -> tuple[Weights, Mapping[str, Sequence[str]]]:
-        """What a worker computes with now, and the names that `Weights.misfit` takes.
-
-        Args:
-            models: of this worker, as they are.
-            place: as in `described`.
-            primary: the served model's name. Files of an earlier one are dropped.
-            ignored: name of a draft model that computes no KV; "" for none.
-            code: as in `Weights`.
-        """
-        visible: dict[str, Read] = {}
-        loaded: dict[str, Read] = {}
-        rewritten: dict[str, Read] = {}
-        hidden: dict[str, Read] = {}
-        for one in models:
-            for found, all_found in zip(self._of_model(one), (visible, loaded, rewritten, hidden), strict=True):
-                all_found.update((f"{one.prefix}{name}", value) for name, value in found.items())
+    def now(self, found: ModelReading) -> ModelWeights:
+        """What is known of the weights, which were just read."""
+        if self._scratch is None:
+            self._scratch = self._find_scratch(found)
+        visible = _without(found.tensors, {*self._scratch, *found.moves})
+        hidden = self._hidden(found, visible)
         self._look(visible, hidden)
-        vanished = {} if self._doubt else rewritten | hidden
-        whole = visible | {f"{name} as loaded": value for name, value in vanished.items()}
-        memory = described(whole, place)
-        if hidden and self._doubt:
-            memory = Tensors(memory.layout)
-        source = None if self._doubt else self._files(primary, ignored)
+        known = {} if self._doubt else self.vanished(visible)
+        is_whole = not hidden or not (self._doubt or {*hidden} - {*known} or not self._is_known)
+        memory = visible | {f"{name} as loaded": one for name, one in known.items() if self._is_known}
+        loaded = self._tensors if self._is_known and not self._doubt else {}
+        files = None if self._doubt else self._files()
         note = self._doubt or next((f"{name} is out of sight" for name in hidden), "")
-        as_loaded = Tensors() if self._doubt or not loaded else described(loaded, place)
-        files, each = source or ("", ())
-        names = {as_loaded.layout: sorted(loaded), memory.layout: sorted(whole)}
-        return Weights(memory, as_loaded, files, each[:MOST_NAMED_FILES], code, note[:1000]), names
+        return ModelWeights(memory, is_whole, loaded, files, note)
 
-    def _of_model(self, one: ModelReading) -> tuple[Reading, Reading, Reading, Reading]:
-        """What is in sight, what was loaded, what of that is in sight in another form, and what has vanished."""
-        known = self._models.get(one.model)
-        if known is None:
+    def _find_scratch(self, found: ModelReading) -> frozenset[str]:
+        """Before the first look, only forward passes have run since kernels have rewritten the weights."""
+        built = found.tensors if self._built is None else self._built
+        changed = {name for name, one in found.tensors.items() if built.get(name) != one}
+        altered = sorted(name for name in changed.intersection(found.parameters, self._tensors, built))
+        if altered:
+            self._doubt = f"{altered[0]} was changed after it was loaded"
+            self._seen = self._loads, {}
+        return frozenset(changed - set(found.parameters))
+
+    def _hidden(self, found: ModelReading, visible: Reading) -> Reading:
+        """What was loaded, and is not in sight in any form."""
+        if not self._tensors:
             # Nothing says what was loaded. An empty parameter may stand for what a kernel keeps elsewhere.
-            lost = {name: one.tensors[name] for name in one.parameters if not one.tensors[name].num_bytes}
-            lost |= {name: one.tensors[name] for name in one.moves}
-            return _without(one.tensors, lost), {}, {}, _unknown(lost)
-        if known.scratch is None:
-            built = one.tensors if known.built is None else known.built
-            changed = {name for name, value in one.tensors.items() if built.get(name) != value}
-            known.scratch = frozenset(changed - set(one.parameters))
-        visible = _without(one.tensors, {*known.scratch, *one.moves})
-        vanished = known.vanished(visible)
-        rewritten = known.rewritten(vanished, visible)
-        hidden = _without(vanished, rewritten)
-        if not known.is_known:
-            return visible, {}, {}, _unknown(hidden)
-        return visible, known.tensors, {name: vanished[name] for name in rewritten}, hidden
+            lost = [name for name in found.parameters if not found.tensors[name].num_bytes]
+            return {name: found.tensors[name] for name in (*lost, *found.moves)}
+        vanished = self.vanished(visible)
+        made, lost_bytes = Counter[str](), Counter[str]()
+        for name, one in vanished.items():
+            lost_bytes[name.rpartition(".")[0]] += one.num_bytes
+        for name in visible.keys() - self._tensors.keys():
+            # Attributes of a module's objects have longer names.
+            parts = name.split(".")
+            for end in range(len(parts)):
+                if (module := ".".join(parts[:end])) in lost_bytes:
+                    made[module] += visible[name].num_bytes
+        # In sight in another form is what a module holds as much of that was not loaded.
+        return {
+            name: one for name, one in vanished.items() if made[module := name.rpartition(".")[0]] < lost_bytes[module]
+        }
 
     def _look(self, visible: Reading, hidden: Reading) -> None:
         """Find out whether weights have changed since they were loaded."""
@@ -221,33 +202,55 @@ class WeightsHistory:
         others = called if loads == self._loads else called - _LOADING
         if loads != self._loads:
             self._doubt = ""
-        elif differ := [name for name in {*visible, *before} if visible.get(name) != before.get(name)]:
+        elif not self._doubt and (
+            differ := [one for one in {*visible, *before} if visible.get(one) != before.get(one)]
+        ):
             self._doubt = f"{min(differ)} has changed since it was loaded"
-        unread = [*hidden, *(name for name, value in visible.items() if value.checksum is None)]
+        unread = [*hidden, *(name for name, one in visible.items() if one.checksum is None)]
         if others and unread:
             self._doubt = f"{', '.join(sorted(others))} may have changed {unread[0]}, which is out of sight"
         elif others and loads != self._loads:
             self._doubt = f"{', '.join(sorted(others))} may have changed what was loaded"
 
-    def _files(self, primary: str, ignored: str) -> tuple[str, tuple[tuple[str, str], ...]] | None:
-        """Checksum of the files that the weights were loaded from, and of each; None if it is unknown."""
-        if self._primary not in (None, primary):
-            self._sources = {key: source for key, source in self._sources.items() if key[0] != self._primary}
-        self._primary = primary
-        if not any(name == primary for name, _ in self._sources):
-            return None
-        # The draft model may be the served model itself.
-        found = [source.content() for (name, _), source in self._sources.items() if name == primary or name != ignored]
-        known = [one for one in found if one is not None]
-        if len(known) < len(found):
-            return None
-        joined = hashlib.blake2b("".join(sorted(one.content for one in known)).encode(), digest_size=16).hexdigest()
-        return joined, tuple(sorted(one for source in known for one in source.each))
+    def _files(self) -> Checksums | None:
+        """Checksums of the files that the weights were loaded from; None if they are unknown."""
+        found = [None if source is None else source.content() for source in self._sources.values()]
+        return _joined([one for one in found if one is not None]) if found and None not in found else None
+
+
+def joined(models: Mapping[str, ModelWeights], place: str, code: str) -> tuple[Weights, Mapping[str, Sequence[str]]]:
+    """What a worker computes with, and the names that `Weights.misfit` takes.
+
+    Args:
+        models: by the prefix of their tensors' names.
+        place: as in `described`.
+        code: as in `Weights`.
+    """
+    found = models.values()
+    memory, loaded = (
+        {f"{prefix}{name}": one for prefix, of in readings for name, one in of.items()}
+        for readings in (
+            [(prefix, one.memory) for prefix, one in models.items()],
+            [(prefix, one.loaded) for prefix, one in models.items()],
+        )
+    )
+    in_memory, as_loaded = described(memory, place), Tensors()
+    if not all(one.is_whole for one in found):
+        in_memory = Tensors(in_memory.layout)
+    if all(one.loaded for one in found):
+        as_loaded = described(loaded, place)
+    files = [one.files for one in found if one.files is not None]
+    content, each = _joined(files) if files and len(files) == len(models) else Checksums("", ())
+    note = next((one.note for one in found if one.note), "")
+    names = {as_loaded.layout: sorted(loaded), in_memory.layout: sorted(memory)}
+    return Weights(in_memory, as_loaded, content, each[:MOST_NAMED_FILES], code, note[:1000]), names
+
+
+def _joined(found: Sequence[Checksums]) -> Checksums:
+    content = "".join(sorted(one.content for one in found)).encode()
+    each = tuple(sorted(one for source in found for one in source.each))
+    return Checksums(hashlib.blake2b(content, digest_size=16).hexdigest(), each)
 
 
 def _without(reading: Reading, names: Collection[str]) -> dict[str, Read]:
-    return {name: value for name, value in reading.items() if name not in names}
-
-
-def _unknown(reading: Reading) -> dict[str, Read]:
-    return {name: one._replace(checksum=None) for name, one in reading.items()}
+    return {name: one for name, one in reading.items() if name not in names}

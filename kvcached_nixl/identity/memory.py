@@ -20,10 +20,16 @@ __all__ = ["Read", "Reading", "described", "read"]
 
 
 class Read(NamedTuple):
-    """A tensor that was read. ``checksum``: of its bytes; None if they cannot be read."""
+    """A tensor that was read.
+
+    Attributes:
+        order: its dimensions in the order in which they lie in memory, outer to inner.
+        checksum: of its bytes in this order; None if they cannot be read.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    order: tuple[int, ...]
     checksum: int | None
 
     @property
@@ -44,11 +50,14 @@ def read(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Read]:
     found: dict[str, Read] = {}
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
-        found[name] = Read(tensor.dtype, tuple(tensor.shape), None)
         try:
+            found[name] = Read(tensor.dtype, tuple(tensor.shape), _order(tensor), None)
             checksum = _sum_of(tensor.detach())
+        except torch.OutOfMemoryError:
+            raise
         except (NotImplementedError, RuntimeError, TypeError):
             # A kind of tensor without plain bytes.
+            found.setdefault(name, Read(tensor.dtype, (), (), None))
             continue
         sums.setdefault(tensor.device, []).append((name, checksum))
     # One copy to the host for each device.
@@ -65,7 +74,7 @@ def described(reading: Reading, place: str) -> Tensors:
         place: of the rank among those that share the model, on which the layout depends as well.
     """
     names = sorted(reading)
-    forms = [(name, *map(str, reading[name][:2])) for name in names]
+    forms = [(name, *map(str, reading[name][:3])) for name in names]
     layout = hashlib.blake2b(repr((place, forms)).encode(), digest_size=16)
     sums = [one for name in names if (one := reading[name].checksum) is not None]
     if not names or len(sums) < len(names):
@@ -78,17 +87,17 @@ def described(reading: Reading, place: str) -> Tensors:
 
 def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
     """The checksum of a tensor's bytes, as a tensor of one int64 on its device."""
-    if tensor.is_meta:
-        raise NotImplementedError("a tensor without memory")
+    if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+        raise NotImplementedError("a tensor without memory, or with more than its elements")
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     begin = 0
     for part in _pieces(tensor):
         words = _words(part)
         mixed = torch.arange(begin, begin + words.numel(), dtype=torch.int64, device=tensor.device)
-        mixed = (mixed * _PLACE) ^ words
-        mixed = (mixed ^ (mixed >> 32)) * _MIX
-        mixed = (mixed ^ (mixed >> 29)) * _MIX_AGAIN
-        total += (mixed ^ (mixed >> 32)).sum()
+        mixed.mul_(_PLACE).bitwise_xor_(words)
+        mixed.bitwise_xor_(mixed >> 32).mul_(_MIX)
+        mixed.bitwise_xor_(mixed >> 29).mul_(_MIX_AGAIN)
+        total += mixed.bitwise_xor_(mixed >> 32).sum()
         begin += words.numel()
     return total
 
@@ -98,13 +107,18 @@ def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     if not tensor.numel():
         return
     # The same bytes in the order of memory, as a transposed weight lies.
-    dense = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+    dense = tensor.permute(_order(tensor))
     if dense.is_contiguous():
         yield from dense.reshape(-1).view(torch.uint8).split(_PIECE_BYTES)
         return
-    rows = max(1, _PIECE_BYTES * tensor.shape[0] // (tensor.numel() * tensor.element_size()))
-    for part in tensor.split(rows):
+    longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+    size = max(1, _PIECE_BYTES * tensor.shape[longest] // (tensor.numel() * tensor.element_size()))
+    for part in tensor.split(size, longest):
         yield part.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
 
 
 def _words(part: torch.Tensor) -> torch.Tensor:

@@ -121,15 +121,17 @@ COLLECTIVE_RPC = _of_engine(
 
 @COLLECTIVE_RPC.around
 def collective_rpc(call: Call) -> Any:
-    method = call.argument("method")
+    method, has_failed = call.argument("method"), True
     try:
-        return call.proceed()
+        found = call.proceed()
+        has_failed = False
+        return found
     finally:
         # Also if the call has failed, because it may have succeeded on other workers.
         if changes_adapters(method):
             for side in bound_sides(call.instance.scheduler):
                 side.revocations.adapters_changed()
-        identify_again(call.instance, method)
+        identify_again(call.instance, method, has_failed=has_failed)
 
 
 WAKE_UP = _of_engine(

@@ -129,8 +129,8 @@ class Weights(msgspec.Struct, frozen=True):
     def misfit(self, theirs: Weights, names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
         """Why KV that was computed with these weights cannot be used with those, as text; "" if it can.
 
-        Equal memory fits. Else, what was loaded decides where both sides hold it alike, and else the files: kernels may
-        rewrite weights as they like.
+        Equal memory fits, and so does what was loaded if it was equal: kernels may rewrite it as they like. Files
+        decide where neither can be compared: they are read in part.
 
         Args:
             names: of this side's tensors in order, by their `Tensors.layout`.
@@ -139,13 +139,11 @@ class Weights(msgspec.Struct, frozen=True):
             return f"found the model's own code {theirs.code or 'not in use'}; expected {self.code or 'not in use'}"
         pairs = (self.memory, theirs.memory), (self.loaded, theirs.loaded)
         comparable = [(ours, other) for ours, other in pairs if ours.is_comparable(other)]
-        if any(ours.content == other.content for ours, other in comparable):
-            return ""
-        decides = bool(self.files and theirs.files) and not self.loaded.is_comparable(theirs.loaded)
-        if decides:
-            return "" if self.files == theirs.files else self._other_file(theirs)
         if comparable:
-            return _other_tensor(*comparable[0], names)
+            is_equal = any(ours.content == other.content for ours, other in comparable)
+            return "" if is_equal else _other_tensor(*comparable[0], names)
+        if self.files and theirs.files:
+            return "" if self.files == theirs.files else self._other_file(theirs)
         unknown = [f"{whose}: {one.note or 'no files are known'}" for whose, one in (("here", self), ("there", theirs))]
         return (
             "their weights lie otherwise in memory (tensor-parallel size, kernels), or not all of them can be "

@@ -69,6 +69,11 @@ class Side:
     def revocations(self) -> Side:
         return self
 
+    side_channel = revocations
+
+    def hide(self) -> None:
+        self._asked.append("hide")
+
     def weights_doubted(self, *, has_changed: bool) -> None:
         self._asked += ["revoke"] if has_changed else []
 
@@ -145,6 +150,54 @@ def test_what_peers_may_fetch_is_looked_at_before_the_call_returns(monkeypatch: 
     assert engine.asked[-2:] == ["changed by one", "identify"]
     engine.asked.clear()
     assert engine.call("one", "two") == ["one", "two", "changed by one, two", "identify"]
+
+
+def test_a_call_that_fails_may_have_changed_weights_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, is_idle=True)
+    called = engine.core.model_executor.collective_rpc
+
+    def fail(method: Any, *rest: Any, **named: Any) -> list[None]:
+        if method == "one":
+            raise ValueError(method)
+        return list(called(method, *rest, **named))
+
+    monkeypatch.setattr(engine.core.model_executor, "collective_rpc", fail)
+    with pytest.raises(ValueError, match="one"):
+        engine.core.collective_rpc("one")
+    assert engine.asked == ["changed by one (failed)", "identify"]
+
+
+def test_calls_that_were_not_looked_at_are_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, is_idle=True)
+    engine.side.keeps_offers = True
+    identify = engine.core.model_executor.get_kv_connector_handshake_metadata
+    failing = iter([True])
+
+    def fail() -> list[Any]:
+        if next(failing, False):
+            raise ValueError("a worker is busy")
+        return list(identify())
+
+    monkeypatch.setattr(engine.core.model_executor, "get_kv_connector_handshake_metadata", fail)
+    assert engine.call("one") == ["one", "changed by one", "hide"]
+    assert engine.call("two") == ["two", "changed by one, two", "identify"]
+
+
+def test_what_sleeps_without_a_word_to_the_executor_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, is_idle=True)
+    assert engine.call("sleep") == ["sleep", "hide"]
+    assert engine.call("wake_up") == ["wake_up", "changed by wake_up", "identify"]
+
+
+def test_a_function_is_a_call_of_unknown_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, worker: Any) -> None: ...
+
+    engine = Engine(monkeypatch, is_idle=True)
+    engine.core.collective_rpc(Unhashable())
+    assert engine.asked[1:] == ["changed by a function", "identify"]
 
 
 def test_calls_that_change_no_weights_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

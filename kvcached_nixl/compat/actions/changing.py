@@ -53,6 +53,7 @@ _HARMLESS = frozenset(
 )
 """Those that change no weight. Of any other call it is not known."""
 _DUE = "_kvcached_nixl_calls_to_look_at"
+_MISSED = "_kvcached_nixl_calls_not_looked_at"
 _LOOKING = frozenset({"list_loras", "pin_lora"})
 
 
@@ -61,7 +62,7 @@ def changes_adapters(method: object) -> bool:
     return isinstance(method, str) and "lora" in method and method not in _LOOKING
 
 
-def identify_again(core: Any, method: object) -> None:
+def identify_again(core: Any, method: object, *, has_failed: bool = False) -> None:
     """Have the workers read their weights again before the next step, and revoke KV that was computed with others.
 
     At once if peers may fetch what is kept: who has called may ask them as soon as the call returns. Else not, because
@@ -70,17 +71,26 @@ def identify_again(core: Any, method: object) -> None:
     Args:
         core: vLLM's ``EngineCore``, between two steps.
         method: the collective RPC that has run; None where the engine has woken up.
+        has_failed: it may have run on some workers, or in part.
     """
     # While an engine starts, vLLM calls its workers before there is a scheduler.
     scheduler = vars(core).get("scheduler")
     found = [] if scheduler is None else list(sides(private(scheduler, "connector")))
-    if not found or method in _HARMLESS:
+    name = method if method is None or isinstance(method, str) else "a function"
+    if not found or name in _HARMLESS:
         return
-    has_changed = method in _CHANGING or core.model_executor.is_sleeping
+    if name == "sleep":
+        # Without the executor's knowledge. What sleeps cannot be read.
+        for side in found:
+            side.side_channel.hide()
+        return
+    has_changed = name in _CHANGING or core.model_executor.is_sleeping
     for side in found:
         side.revocations.weights_doubted(has_changed=has_changed)
-    name = [] if method is None else [method if isinstance(method, str) else "a function"]
-    vars(core).setdefault(_DUE, set()).update(name)
+    called = vars(core).setdefault(_DUE, set())
+    called |= vars(core).pop(_MISSED, set())
+    if name is not None:
+        called.add(f"{name} (failed)" if has_failed else name)
     # An engine in its client's own process has no loop that looks before each step.
     has_loop = core_of(scheduler) is not None
     is_fetchable = any(side.revocations.keeps_offers for side in found)
@@ -110,6 +120,7 @@ def _identify(core: Any) -> None:
             scheduler.connector.set_xfer_handshake_metadata_pp_aware(content)
     except Exception:
         logger.exception("The workers' weights cannot be identified. No KV is handed over until they can.")
+        vars(core)[_MISSED] = called
         for side in sides(private(scheduler, "connector")):
             side.side_channel.hide()
 

@@ -20,6 +20,7 @@ from unit.identity.test_files import safetensors  # noqa: E402
 
 from kvcached_nixl.compat.held_tensors import held_by  # noqa: E402
 from kvcached_nixl.compat.weights import _history, _reading, note_files, watch_loading  # noqa: E402
+from kvcached_nixl.identity.history import joined  # noqa: E402
 from kvcached_nixl.wire.handshake import Weights  # noqa: E402
 
 
@@ -96,10 +97,9 @@ class Worker:
     config: Any
 
     def weights(self, *called: str, moves: bool = False) -> Weights:
-        history = _history(self.config)
-        if called:
-            history.called(called)
-        return history.weights([_reading(history, "", self.model, moves)], "0 of 1", "m", "", "")[0]
+        history = _history(self.model)
+        history.called(called)
+        return joined({"": history.now(_reading(self.model, moves))}, "0 of 1", "")[0]
 
 
 def worker(values: float = 1.0, rewrites: Rewrites = nothing, files: tuple[Path, ...] = ()) -> Worker:
@@ -190,7 +190,7 @@ def test_a_call_beside_a_reload_is_not_taken_for_it(tmp_path: Path) -> None:
     files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
     one = worker(files=files)
     before = one.weights()
-    _history(one.config).reads_files("m", "", list(files))
+    _history(one.model).reads_files("m", "", list(files), object())
     in_place(one.model)
     assert before.misfit(one.weights("reload_weights", "poke"))
 
@@ -252,20 +252,52 @@ def test_files_count_until_they_are_replaced(tmp_path: Path) -> None:
     assert not one.weights().files
 
 
-def test_whose_files_count(tmp_path: Path) -> None:
-    """A draft model counts if it computes KV, what the model was before does not."""
+def test_which_files_count(tmp_path: Path) -> None:
+    """All that one load has read, and nothing of an earlier one, whether anybody looked in between or not."""
     paths = [safetensors(tmp_path / f"{at}.safetensors", {"a": bytes([at]) * 9}) for at in range(3)]
 
-    def files(primary: str, ignored: str, *names: str) -> str:
-        history = _history(SimpleNamespace())
-        for name in names:
-            history.reads_files(name, "", [paths[int(name)]])
-        return history.weights([], "", primary, ignored, "")[0].files
+    def files(*loads: str) -> str:
+        one = worker()
+        for load in loads:
+            token = object()
+            for part, at in enumerate(load):
+                _history(one.model).reads_files(load[0], str(part), [paths[int(at)]], token)
+        return one.weights("reload_weights").files
 
-    assert files("0", "", "0") == files("0", "1", "0", "1") != files("0", "", "0", "1")
-    history = _history(SimpleNamespace())
-    history.reads_files("0", "", [paths[0]])
-    history.reads_files("0", "encoder", [paths[1]])
-    assert history.weights([], "", "0", "", "")[0].files == files("0", "", "0", "1"), "two parts"
-    history.reads_files("2", "", [paths[2]])
-    assert history.weights([], "", "2", "", "")[0].files == files("2", "", "2"), "reload_weights(weights_path=...)"
+    assert files("0") == files("1", "0") == files("0", "1", "2", "0") != files("1")
+    assert files("01") not in (files("0"), files("1")), "two parts"
+    assert files("1", "2") == files("2")
+
+
+def test_a_call_that_failed_leaves_nothing_known(tmp_path: Path) -> None:
+    files = [safetensors(tmp_path / "a.safetensors", {"x": b"1"})]
+    one = worker(files=tuple(files))
+    one.weights()
+    _history(one.model).reads_files("m", "", files, object())
+    found = one.weights("reload_weights (failed)")
+    assert not found.files and "may have changed what was loaded" in found.note
+
+
+def test_what_changes_weights_before_anybody_looks_is_seen(tmp_path: Path) -> None:
+    """A worker class that merges something into the weights behind ``load_model``."""
+    files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
+    one = worker(files=files)
+    one.model.experts.weight.data += 1
+    found = one.weights()
+    assert not found.files and not found.loaded.content
+    assert found.misfit(worker(files=files).weights()) and worker(files=files).weights().misfit(found)
+
+
+def test_a_loader_that_has_another_one_load_is_not_believed() -> None:
+    """ModelExpress: vLLM's loader of dummy weights fills the model, and then it copies real ones over them."""
+
+    class Copies(Loader):
+        def load_model(self, model_config: str) -> Model:
+            model = Loader(self.load_config, 1.0, nothing, []).load_model(model_config)
+            model.experts.weight.data.fill_(self._values)
+            model.unused.data.zero_(), model.workspace.zero_(), model.angles.zero_()
+            return model
+
+    one, two = (Worker(Copies(SimpleNamespace(), values, nothing, []).load_model("m"), None) for values in (2.0, 3.0))
+    assert one.weights().misfit(two.weights())
+    assert one.weights().misfit(one.weights()) == ""

@@ -231,13 +231,13 @@ def weights(memory: str = "12", loaded: str = "34", files: str = "5", **more: An
         # Kernels have rewritten them.
         (weights("18"), ""),
         (weights("18", files="6"), ""),
-        (weights("18", loaded="78"), ""),
         (weights("82"), ""),
-        # Samples of the files do not speak for what was read whole.
+        # Files are read in part, and do not speak for what was read whole.
         (weights("18", loaded="38"), "weights with checksum 8888"),
         (weights("82", loaded="38"), "weights with checksum 8888"),
         (weights("18", loaded="", files=""), "weights with checksum 8888"),
-        (weights("18", loaded="78", files="6"), "files with checksum 6666"),
+        (weights("18", loaded="78"), "weights with checksum 8888"),
+        (weights("82", loaded="78"), ""),
         (weights("82", loaded="78", files="6"), "files with checksum 6666"),
         (weights("1", loaded="78"), ""),
         (weights("1", loaded="78", files="", note="x is out of sight"), "there: x is out of sight"),

@@ -33,6 +33,9 @@ def test_the_router_pairs_what_a_handshake_would() -> None:
     """Every pair of weights of one rank, with memory or files known or not."""
     found = [known(*one) for one in product((A, B), ("", A, B), ("", B, C))]
     for ours, theirs in product(found, found):
+        # With other memory of one layout, files are known only if kernels have rewritten what was loaded.
+        if ours.memory.is_comparable(theirs.memory) and ours.memory != theirs.memory and ours.files:
+            continue
         here, there = (router.Kind(*map(float, Kind.of([answer(one)]))) for one in (ours, theirs))
         assert here.fits(there) is (ours.misfit(theirs) == ""), (ours, theirs)
 
