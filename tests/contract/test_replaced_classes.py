@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,7 @@ def construct(engine_over: attention_engines.EngineOver) -> Construct:
     """construct(role, scheduler, worker, connector): a connector of an engine that is configured so."""
 
     def make(role: str = "SCHEDULER", scheduler: Any = None, worker: str = "", connector: type | None = None) -> Any:
-        engine, _ = engine_over(attention_engines.GQA)
+        engine, _ = engine_over(dataclasses.replace(attention_engines.GQA, era=attention_engines.ERAS[0]))
         config = engine.config
         config.scheduler_config.scheduler_cls = scheduler
         if worker:
