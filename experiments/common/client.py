@@ -292,9 +292,11 @@ class Pair:
 
 
 def http_client(concurrency: int) -> httpx.AsyncClient:
-    """Return a client for ``concurrency`` requests at a time. It ignores proxy settings of the environment."""
+    """Return a client for ``concurrency`` requests at a time, without TLS: loading certificates takes 25 ms. It ignores
+    proxy settings of the environment."""
     return httpx.AsyncClient(
         timeout=REQUEST_TIMEOUT_SECONDS,
         trust_env=False,
+        verify=False,
         limits=httpx.Limits(max_connections=4 * concurrency + 8, max_keepalive_connections=0),
     )

@@ -8,20 +8,17 @@ pause, and both sides must free all memory of requests.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 from experiments.common.servers import Running
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
 from experiments.lease_recovery.faults import SHORTER, Faults, Recovery, Told
-from experiments.lease_recovery.readings import GIVE_UP_SECONDS, LOOK_SECONDS, IdleMemory, leases_ended
-from experiments.lease_recovery.traffic import HANG_SECONDS, Ended, Traffic
+from experiments.lease_recovery.readings import GIVE_UP_SECONDS, IdleMemory, leases_ended
+from experiments.lease_recovery.traffic import HANG_SECONDS, LOOK_SECONDS, Ended, Traffic
 
 CLIENTS = 4
-PAUSE_SECONDS = 0.1
-"""Pause of a client after a request without a correct answer."""
 
 
 class Chaos:
@@ -49,7 +46,6 @@ class Chaos:
         self.say = say
         self.draw = random.Random(seed)
         self.recoveries: list[Recovery] = []
-        self._asking = asyncio.Event()
         self._idle = IdleMemory(running)
         self._faults = Faults(
             running,
@@ -72,7 +68,7 @@ class Chaos:
         await self.traffic.one()
         await asyncio.sleep(GIVE_UP_SECONDS)
         await self._idle.note()
-        async with self._clients():
+        async with self.traffic.clients(CLIENTS):
             for turn in range(rounds):
                 kinds = list(self._faults.kinds().items())
                 self.draw.shuffle(kinds)
@@ -80,7 +76,7 @@ class Chaos:
                     self.say(f"round {turn + 1} of {rounds}: {name}; so far {_said(self.traffic)}")
                     await self._one(name, inflict)
             self.traffic.fault = "none"
-            self._asking.set()
+            self.traffic.asking.set()
             while len(self.traffic.ended) < least_requests:
                 self.say(f"no fault; so far {_said(self.traffic)}")
                 await asyncio.sleep(LOOK_SECONDS)
@@ -96,7 +92,7 @@ class Chaos:
             # An engine updates its metrics only when it steps.
             await traffic.one()
         ended = await leases_ended(prefill)
-        self._asking.set()
+        traffic.asking.set()
         await asyncio.sleep(self.draw.uniform(0.2, 2.0))
         began = time.monotonic()
         await inflict()
@@ -107,9 +103,7 @@ class Chaos:
 
         while (right := first_right()) is None and time.monotonic() - over < HANG_SECONDS:
             await asyncio.sleep(LOOK_SECONDS)
-        self._asking.clear()
-        while self._under_way:
-            await asyncio.sleep(LOOK_SECONDS)
+        await traffic.rest()
         memory = await self._idle.seconds_until()
         same = prefill is self.running.servers[0]
         self.recoveries.append(
@@ -121,29 +115,6 @@ class Chaos:
                 leases_ended=await leases_ended(prefill) - ended if same else None,
             )
         )
-
-    @contextlib.asynccontextmanager
-    async def _clients(self) -> AsyncIterator[None]:
-        self._under_way = 0
-
-        async def client() -> None:
-            while True:
-                await self._asking.wait()
-                self._under_way += 1
-                try:
-                    ended = await self.traffic.one()
-                finally:
-                    self._under_way -= 1
-                if ended.verdict != "right":
-                    await asyncio.sleep(PAUSE_SECONDS)
-
-        tasks = [asyncio.create_task(client()) for _ in range(CLIENTS)]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _said(traffic: Traffic) -> str:

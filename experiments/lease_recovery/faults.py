@@ -16,8 +16,8 @@ from experiments.common.client import Client, http_client
 from experiments.common.servers import Running
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
 from experiments.lease_recovery.memory import be_a_neighbour, change_limits
-from experiments.lease_recovery.readings import LOOK_SECONDS, IdleMemory
-from experiments.lease_recovery.traffic import FIRST_WEIGHTS, HANG_SECONDS, OTHER_WEIGHTS, Traffic
+from experiments.lease_recovery.readings import IdleMemory
+from experiments.lease_recovery.traffic import FIRST_WEIGHTS, HANG_SECONDS, LOOK_SECONDS, OTHER_WEIGHTS, Traffic
 
 STALE_REQUESTS = 50
 # A lease must not end when a heartbeat is late by up to half of the lease.

@@ -13,9 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from experiments.common.pages import PageWatch
 from experiments.common.servers import Running, Server, ServerError
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
-from experiments.lease_recovery.traffic import HANG_SECONDS
+from experiments.lease_recovery.traffic import HANG_SECONDS, LOOK_SECONDS
 
-LOOK_SECONDS = 0.05
 GIVE_UP_SECONDS = 4 * (LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)
 _USAGE = "vllm:kv_cache_usage_perc"
 _LEASES_ENDED = "vllm:nixl_num_kv_expired_reqs_total"

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +26,9 @@ FIRST_WEIGHTS, OTHER_WEIGHTS = "0", "5"
 """Seeds of the KV probe: for the weights that a server starts with, and for different ones."""
 HANG_SECONDS = 90.0
 """Longer than any request may take, including a handshake that is retried, on a busy machine."""
+PAUSE_SECONDS = 0.1
+"""Pause of a client after a request without a correct answer."""
+LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,12 @@ class Ended:
     detail: str = ""
 
 
+def salt_of(name: str, sharing: int) -> str:
+    """Return the cache salt of a request, whose name ends with its number; ``sharing`` as in `Traffic`."""
+    number = int(name.rpartition("-")[2])
+    return f"shared-{number // sharing}" if sharing and number % 3 else name
+
+
 @dataclass
 class Traffic:
     """Requests through both servers, and their results.
@@ -46,6 +56,9 @@ class Traffic:
         expected: the right answer to each prompt.
         other: the right answer to each prompt with the weights of ``OTHER_WEIGHTS``.
         other_until_seconds: a request that began before this time may have either answer, but no mixture of both.
+        tokens: of each answer.
+        sharing: so many successive requests share prefix caches, except every third one, which shares with none.
+        asking: while it is set, clients send requests.
     """
 
     pair: Sequence[Server]
@@ -56,13 +69,46 @@ class Traffic:
     other_until_seconds: float = -math.inf
     ended: list[Ended] = field(default_factory=list)
     fault: str = "none"
+    tokens: int = TOKENS
+    sharing: int = 0
+    asking: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
+        self._under_way = 0
 
     @property
     def verdicts(self) -> Counter[str]:
         return Counter(one.verdict for one in self.ended)
+
+    @contextlib.asynccontextmanager
+    async def clients(self, count: int) -> AsyncIterator[None]:
+        """Run clients during a ``with`` block; they send requests while `asking` is set."""
+
+        async def client() -> None:
+            while True:
+                await self.asking.wait()
+                self._under_way += 1
+                try:
+                    ended = await self.one()
+                finally:
+                    self._under_way -= 1
+                if ended.verdict != "right":
+                    await asyncio.sleep(PAUSE_SECONDS)
+
+        tasks = [asyncio.create_task(client()) for _ in range(count)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def rest(self) -> None:
+        """Clear `asking`, and wait until no client has a request under way."""
+        self.asking.clear()
+        while self._under_way:
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def learn(self) -> None:
         """Get the right answers: prefill answers every prompt alone."""
@@ -81,7 +127,7 @@ class Traffic:
             client = Client(self.pair[0].base_url, http)
             names = [f"{name}-{number}" for number in range(len(self.prompts))]
             return [
-                (await client.answer(prompt, max_tokens=TOKENS, salt=one, request_id=one)).token_ids
+                (await client.answer(prompt, max_tokens=self.tokens, salt=one, request_id=one)).token_ids
                 for one, prompt in zip(names, self.prompts, strict=True)
             ]
 
@@ -130,7 +176,9 @@ class Traffic:
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         if self.mode == "push":
             params |= {"transfer_id": name}
-        answer = await prefill.complete(prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params=params)
+        answer = await prefill.complete(
+            prompt, max_tokens=1, salt=salt_of(name, self.sharing), request_id=name, kv_transfer_params=params
+        )
         offered: dict[str, Any] | None = answer.get("kv_transfer_params")
         if not offered:
             raise AnswerError(f"prefill answered {name} without kv_transfer_params")
@@ -141,9 +189,13 @@ class Traffic:
     ) -> tuple[Verdict, str]:
         try:
             answer = await decode.complete(
-                self.prompts[which], max_tokens=TOKENS, salt=name, request_id=name, kv_transfer_params=params
+                self.prompts[which],
+                max_tokens=self.tokens,
+                salt=salt_of(name, self.sharing),
+                request_id=name,
+                kv_transfer_params=params,
             )
-            found = read_answer(answer, TOKENS).token_ids
+            found = read_answer(answer, self.tokens).token_ids
         except AnswerError as error:
             return "error", str(error)
         except httpx.HTTPError as error:

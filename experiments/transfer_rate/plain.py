@@ -62,6 +62,10 @@ class Plain:
     def meet(self, far: bytes) -> None:
         self._peer = peer_name(self._agent.add_remote_agent(far))
 
+    def leave(self) -> None:
+        """Remove the other side."""
+        self._agent.remove_remote_agent(self._peer)
+
     def move(self, operation: Operation, local: Ranges, remote: Ranges, budget: Budget | None) -> float:
         """Return the seconds from making descriptors to the end; cut by ``budget``, or all in one transfer if None."""
         rows = deque([slice(0, len(local))] if budget is None else cut(local[:, 1], budget))

@@ -9,6 +9,7 @@ and are measured.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -303,6 +304,17 @@ class KvProbe:
             "pending": [one.transfer for one in recorder.pending.values()],
             "offered": [transfer for transfer, _ in recorder.offered.values()],
         }
+
+    def kv_probe_held(self) -> dict[str, int]:
+        """Give the memory that this process has freed back to the kernel; return how many peers the worker's NIXL agent
+        knows, and how many agents it has. Without a connector, return nothing."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        ctypes.CDLL(None).malloc_trim(0)
+        if not has_kv_transfer_group():
+            return {}
+        thread = vars(get_kv_transfer_group())["_kvcached_nixl"].thread
+        return {"NIXL peers": len(thread._transport._peers), "NIXL agents": 1 + len(list(thread._receiver.gates))}
 
     def kv_probe_plant(self, kind: str, index: int, group: int = ALL_GROUPS) -> dict[str, Any]:
         """Damage the blocks of the next received request. ``index`` is a position in its list of received blocks."""

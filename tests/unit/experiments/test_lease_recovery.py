@@ -95,9 +95,7 @@ def test_the_tables_say_it() -> None:
         (httpx.ConnectError("refused"), "no connection"),
     ],
 )
-def test_what_an_answer_counts_as(answer: Any, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.lease_recovery.traffic.TOKENS", 2)
-
+def test_what_an_answer_counts_as(answer: Any, verdict: Verdict) -> None:
     class Server:
         async def complete(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             if isinstance(answer, Exception):
@@ -105,14 +103,14 @@ def test_what_an_answer_counts_as(answer: Any, verdict: Verdict, monkeypatch: py
             logprobs = {"token_logprobs": [0.0, 0.0], "top_logprobs": [{}, {}]}
             return {"choices": [{"token_ids": answer, "logprobs": logprobs}]}
 
-    traffic = Traffic((), "pull", [[3]], [[1, 2]])
-    found, detail = asyncio.run(traffic._decode(cast(Client, Server()), "r", 0, {}, 5.0))
+    traffic = Traffic((), "pull", [[3]], [[1, 2]], tokens=2)
+    found, detail = asyncio.run(traffic._decode(cast(Client, Server()), "r-0", 0, {}, 5.0))
     assert found == verdict and bool(detail) is (verdict != "right")
     # While weights change, what one of both makes is right; it is not for who asks later.
     traffic.other, traffic.other_until_seconds = [[1, 3]], 4.0
-    assert asyncio.run(traffic._decode(cast(Client, Server()), "r", 0, {}, 5.0))[0] == verdict
+    assert asyncio.run(traffic._decode(cast(Client, Server()), "r-0", 0, {}, 5.0))[0] == verdict
     if answer == [1, 3]:
-        assert asyncio.run(traffic._decode(cast(Client, Server()), "r", 0, {}, 3.0))[0] == "right"
+        assert asyncio.run(traffic._decode(cast(Client, Server()), "r-0", 0, {}, 3.0))[0] == "right"
 
 
 def test_the_stock_arm_differs_in_nothing_but_the_memory() -> None:

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process holds, how it grows with hand-overs and with a peer's restarts, and whether that is flat."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WARM_UP = 0.4
+"""Fraction of the readings that is left out: caches and pools of allocators fill first."""
+FEWEST_READINGS = 10
+
+
+class Slope(NamedTuple):
+    """A rise, and the standard error of its estimate."""
+
+    rise: float
+    error: float
+
+    @property
+    def most(self) -> float:
+        """What the rise is below, with a confidence of 97.5 %."""
+        return self.rise + 2 * self.error
+
+    def __str__(self) -> str:
+        return f"{self.rise:+.3f} ± {self.error:.3f}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a process held after so many hand-overs, and so many restarts of its peer."""
+
+    hand_overs: int
+    restarts: int
+    held: Mapping[str, float]
+
+
+class Rises(NamedTuple):
+    """How something rises: with 1,000 hand-overs and the restarts among them; and what part of it each of both has."""
+
+    all: Slope
+    thousand: Slope
+    restart: Slope
+
+
+def held_by(process: int) -> dict[str, float]:
+    """Return what a process holds; memory is its anonymous memory, without files and memory shared by name."""
+    folder = Path("/proc", str(process))
+    found = re.search(r"RssAnon:\s+(\d+) kB", (folder / "status").read_text())
+    assert found is not None
+    return {
+        "memory (MiB)": int(found[1]) / 1024,
+        "open files": len(os.listdir(folder / "fd")),
+        "threads": len(os.listdir(folder / "task")),
+        "mappings": len((folder / "maps").read_text().splitlines()),
+    }
+
+
+def rises(readings: Sequence[Reading], name: str) -> Rises:
+    """Return the rise of ``name``, by a linear regression on hand-overs, and by one on hand-overs and restarts."""
+    warm = readings[int(WARM_UP * len(readings)) :]
+    thousands, restarts = ([one.hand_overs / 1000 for one in warm], [float(one.restarts) for one in warm])
+    values = np.array([one.held[name] for one in warm], dtype=float)
+    return Rises(*_slopes(values, thousands), *_slopes(values, thousands, restarts))
+
+
+def _slopes(values: Any, *known: Sequence[float]) -> list[Slope]:
+    """Return the slope of each known quantity.
+
+    Successive readings resemble each other, so they tell less than independent ones: errors are larger by the factor
+    that a correlation between neighbouring residuals stands for.
+    """
+    columns = np.column_stack([np.ones(len(values)), *known])
+    # Without restarts that column is constant; its slope is then 0.
+    inverse = np.linalg.pinv(columns.T @ columns)
+    found = inverse @ columns.T @ values
+    left = values - columns @ found
+    spread = float(left @ left)
+    if spread <= 1e-12 * float(values @ values):
+        variance = 0.0
+    else:
+        alike = min(0.95, max(0.0, float(left[1:] @ left[:-1]) / spread))
+        variance = spread / (len(values) - len(columns.T)) * (1 + alike) / (1 - alike)
+    errors = np.sqrt(variance * np.diag(inverse))
+    return [Slope(float(rise), float(error)) for rise, error in zip(found[1:], errors[1:], strict=True)]
+
+
+def grown(readings: Sequence[Reading], control: Sequence[Reading], bounds: Mapping[str, float]) -> list[str]:
+    """Return what is not shown to be flat: it may rise by more than its bound with 1,000 hand-overs and the restarts
+    among them, beyond what it rises by in ``control``, a stock server without hand-overs."""
+    if min(len(readings), len(control)) < FEWEST_READINGS:
+        return [f"only {len(readings)} readings, and {len(control)} of the stock server"]
+    found = []
+    for name, bound in bounds.items():
+        rise = rises(readings, name).all
+        stock = rises(control, name).all if name in control[0].held else Slope(0.0, 0.0)
+        beyond = Slope(rise.rise - max(0.0, stock.rise), math.hypot(rise.error, stock.error))
+        if beyond.most > bound:
+            found.append(f"{name} {rise} per 1,000, stock {stock}")
+    return found
+
+
+def table_of(series: Mapping[str, Sequence[Reading]], title: str) -> Table:
+    """Return a table with a row for each series of readings and what they hold."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in (
+        "process",
+        "holds",
+        "first",
+        "last",
+        "per 1,000 hand-overs and restarts",
+        "of these, per 1,000 hand-overs",
+        "per restart",
+    ):
+        table.add_column(column, justify="left" if column in ("process", "holds") else "right")
+    for process, readings in series.items():
+        for name in readings[0].held:
+            ends = (f"{readings[place].held[name]:.1f}" for place in (0, -1))
+            found = rises(readings, name) if len(readings) >= FEWEST_READINGS else ()
+            table.add_row(process, name, *ends, *map(str, found))
+        table.add_section()
+    return table
