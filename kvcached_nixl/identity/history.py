@@ -197,6 +197,9 @@ class WeightsHistory:
     def _look(self, visible: Reading, hidden: Reading) -> None:
         """Find out whether weights have changed since they were loaded."""
         called, self._called = self._called, set()
+        if "load_model" in called:
+            # Into memory that may have held an earlier model, so what was written cannot be told from what was there.
+            self._is_known = False
         loads, before = self._seen or (-1, {})
         self._seen = self._loads, visible
         others = called if loads == self._loads else called - _LOADING

@@ -185,8 +185,8 @@ def test_calls_that_were_not_looked_at_are_looked_at_later(monkeypatch: pytest.M
 
 def test_what_sleeps_without_a_word_to_the_executor_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, is_idle=True)
-    assert engine.call("sleep") == ["sleep", "hide"]
-    assert engine.call("wake_up") == ["wake_up", "changed by wake_up", "identify"]
+    assert engine.call("one", "sleep") == ["one", "sleep", "hide"]
+    assert engine.call("wake_up") == ["wake_up", "changed by one, wake_up", "identify"]
 
 
 def test_a_function_is_a_call_of_unknown_effect(monkeypatch: pytest.MonkeyPatch) -> None:

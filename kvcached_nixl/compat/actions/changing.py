@@ -80,7 +80,8 @@ def identify_again(core: Any, method: object, *, has_failed: bool = False) -> No
     if not found or name in _HARMLESS:
         return
     if name == "sleep":
-        # Without the executor's knowledge. What sleeps cannot be read.
+        # Without the executor's knowledge. What sleeps cannot be read, so calls before it are looked at later.
+        vars(core).setdefault(_MISSED, set()).update(vars(core).pop(_DUE, ()))
         for side in found:
             side.side_channel.hide()
         return

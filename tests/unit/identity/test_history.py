@@ -288,6 +288,12 @@ def test_what_changes_weights_before_anybody_looks_is_seen(tmp_path: Path) -> No
     assert found.misfit(worker(files=files).weights()) and worker(files=files).weights().misfit(found)
 
 
+def test_a_model_that_takes_another_ones_place_is_not_known_as_loaded() -> None:
+    """It may have been loaded into the other one's memory, and then nothing tells what was written."""
+    one = worker()
+    assert one.weights().loaded.content and not one.weights("load_model").loaded.content
+
+
 def test_a_loader_that_has_another_one_load_is_not_believed() -> None:
     """ModelExpress: vLLM's loader of dummy weights fills the model, and then it copies real ones over them."""
 
