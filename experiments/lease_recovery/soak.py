@@ -30,6 +30,7 @@ from experiments.lease_recovery.traffic import Ended, Traffic, salt_of
 CLIENTS = 8
 TOKENS = 4
 SHARING = 150
+MOST_ROWS = 64
 TIE_NATS = 1e-3
 QUIET_SECONDS = 1.0
 """After the last answer, until decode has told prefill, and what ended is forgotten."""
@@ -43,7 +44,7 @@ MOST: Mapping[str, float] = {"memory (MiB)": 4.0, "open files": 2.0, "threads": 
 """By which what lives on may rise with 1,000 hand-overs and 5 restarts, beyond a stock server with 1,000 requests.
 Something that is kept of each restart is above it; of files, those that clients are closing when they are counted are
 not."""
-MOST_OF_ENGINE = {**MOST, "NIXL peers": 2.0, "NIXL agents": 2.0, "kvcached (MiB)": 10.0}
+MOST_OF_ENGINE = {**MOST, "allocated (MiB)": 4.0, "NIXL peers": 2.0, "NIXL agents": 2.0, "kvcached (MiB)": 10.0}
 
 
 class Size(NamedTuple):
@@ -87,8 +88,18 @@ def reference() -> ServerSpec:
 
 
 def _few_shapes(spec: ServerSpec) -> ServerSpec:
-    """On a CPU, torch keeps what it has made for each number of rows: so steps have few rows, and it is full soon."""
-    return replace(spec, max_num_batched_tokens=64, max_num_seqs=16)
+    """On a CPU, torch keeps what it has made for each number of rows: so steps have few rows."""
+    return replace(spec, max_num_batched_tokens=MOST_ROWS, max_num_seqs=16)
+
+
+async def fill_shapes(server: Server) -> None:
+    """Has a server compute steps of each number of rows, so that what torch keeps of them is there before it is
+    watched."""
+    async with http_client(1) as http:
+        client = Client(server.base_url, http)
+        for rows in range(1, MOST_ROWS + 1):
+            name = f"rows-{rows}"
+            await client.complete([7] * rows, max_tokens=1, salt=name, request_id=name)
 
 
 async def learn(server: Server, asked: Sequence[list[int]]) -> list[Known]:
@@ -167,6 +178,8 @@ class Soak:
         size, traffic = self._size, self.traffic
         due = sorted(self._draw.uniform(0.0, 0.98) * size.hand_overs for _ in range(size.restarts))
         done = 0
+        for server in self._running.servers:
+            await fill_shapes(server)
         async with traffic.clients(CLIENTS):
             while done < size.hand_overs or due:
                 lives = 0 if len(self._down) < (size.restarts + 1) // 2 else 1
@@ -204,6 +217,7 @@ class Soak:
         self.traffic.asking.clear()
         await asyncio.to_thread(self._running.replace, side)
         await asyncio.to_thread(self._running.ready)
+        await fill_shapes(self._running.servers[side])
         await self.traffic.rest()
         self._down.append((began, time.monotonic()))
 
@@ -221,7 +235,14 @@ class Soak:
 
 
 async def _held(server: Server) -> list[tuple[str, dict[str, float]]]:
-    """Return what a server and its engine hold."""
+    """Return what a server and its engine hold for longer than a moment."""
+    first = await _held_now(server)
+    await asyncio.sleep(QUIET_SECONDS / 2)
+    pairs = zip(first, await _held_now(server), strict=True)
+    return [(name, {key: min(held[key], after[key]) for key in held}) for (name, held), (_, after) in pairs]
+
+
+async def _held_now(server: Server) -> list[tuple[str, dict[str, float]]]:
     async with http_client(1) as http:
         nixl = await Client(server.base_url, http).probe("held")
     process = psutil.Process(server.process.pid)
