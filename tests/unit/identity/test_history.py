@@ -39,6 +39,8 @@ class Model(torch.nn.Module):
         self.unused = torch.nn.Parameter(torch.empty(3))
         self.register_buffer("angles", torch.empty(4), persistent=False)
         self.workspace = torch.empty(5)
+        self.topk_indices_buffer = torch.zeros(4, dtype=torch.int32)
+        self.attention = SimpleNamespace(_topk_indices_buffer=self.topk_indices_buffer)
 
 
 Rewrites = Callable[[Model], object]
@@ -307,3 +309,12 @@ def test_a_loader_that_has_another_one_load_is_not_believed() -> None:
     one, two = (Worker(Copies(SimpleNamespace(), values, nothing, []).load_model("m"), None) for values in (2.0, 3.0))
     assert one.weights().misfit(two.weights())
     assert one.weights().misfit(one.weights()) == ""
+
+
+def test_which_tokens_sparse_attention_has_chosen_is_no_weight(tmp_path: Path) -> None:
+    """No step before the first request writes it, unless CUDA graphs are captured."""
+    files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
+    one = worker(files=files)
+    before = one.weights()
+    one.model.topk_indices_buffer.fill_(7)
+    assert one.weights("poke") == before and before.files
