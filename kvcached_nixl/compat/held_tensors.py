@@ -35,8 +35,11 @@ _OTHERS = (
     _LORA,
 )
 """Objects of these modules are no part of a model. Adapters are compared by their files."""
-_NO_WEIGHTS = frozenset({"kv_cache", "cpu_linear"})
-"""Attributes that hold the KV cache, and the address of what `read_by_kernel` reads."""
+_CHOSEN = frozenset({"topk_indices_buffer", "_topk_indices_buffer", "candidate_block_buffer", "candidate_blocks"})
+_NO_WEIGHTS = frozenset({"kv_cache", "cpu_linear"}) | _CHOSEN
+"""Attributes that hold the KV cache, the address of what `read_by_kernel` reads, and which tokens sparse attention has
+chosen (``layers/sparse_attn_indexer.py``), which a step without a request does not write unless graphs are captured.
+"""
 _ATOMS = frozenset({str, bytes, int, float, bool, type, types.ModuleType})
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 _ROWS = 256

@@ -16,13 +16,14 @@ from typing import Any
 
 from kvcached_nixl.compat.drafts import keeps_draft_kv
 from kvcached_nixl.compat.held_tensors import held_by, read_by_kernel
+from kvcached_nixl.compat.locate import LOADER_BASE
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.identity.configuration import checksum_of, processor_checksum, processor_code, settings_of
 from kvcached_nixl.identity.history import ModelReading, WeightsHistory, joined
-from kvcached_nixl.identity.memory import read
+from kvcached_nixl.identity.memory import Reading, read
 from kvcached_nixl.wire.handshake import Weights
 
-__all__ = ["model_facts", "note_calls", "note_files", "watch_loading", "weights_of"]
+__all__ = ["distrust", "model_facts", "note_calls", "note_files", "watch_loading", "weights_of"]
 
 _HISTORY = "_kvcached_nixl_weights"
 _LOAD = "_kvcached_nixl_load"
@@ -36,7 +37,8 @@ def note_files(loader: Any, name: str, subfolder: str | None, files: Sequence[st
         subfolder: the model's subfolder, if its weights have several parts.
     """
     load = vars(loader).setdefault(_LOAD, object())
-    _history(loader).reads_files(name, subfolder or "", [Path(file) for file in files], load)
+    read_alone = [] if distrust(type(loader)) else [Path(file) for file in files]
+    _history(loader).reads_files(name, subfolder or "", read_alone, load)
 
 
 def watch_loading(loader: Any) -> None:
@@ -48,26 +50,22 @@ def watch_loading(loader: Any) -> None:
     """
     load_weights, load_model = private(loader, "load_weights"), private(loader, "load_model")
     get_all_weights = optional(loader, "get_all_weights")
+    loaded: Reading = {}
 
     def loads_weights(model: Any, *rest: Any, **named: Any) -> Any:
-        history = _adopt(loader, model)
-        # What loading leaves as it was is not of the checkpoint, and may be memory that nobody has written. Later such
-        # memory may hold what was loaded before.
-        before, tensors = {} if history.has_loaded else read(_loaded_into(model)), None
-        history.begins()
-        try:
-            found = load_weights(model, *rest, **named)
-            tensors = {name: one for name, one in read(_loaded_into(model)).items() if before.get(name) != one}
-            return found
-        finally:
-            history.ends(tensors)
+        nonlocal loaded
+        _adopt(loader, model)
+        before = read(_loaded_into(model))
+        found = load_weights(model, *rest, **named)
+        # What loading leaves as it was is not of the checkpoint, and may be memory that nobody has written.
+        loaded = {name: one for name, one in read(_loaded_into(model)).items() if before.get(name) != one}
+        return found
 
     def loads_model(*arguments: Any, **named: Any) -> Any:
         model = load_model(*arguments, **named)
-        if vars(model).get(_HISTORY) is not vars(loader).get(_HISTORY):
-            # Another loader has loaded it, and this one may have put other weights in their place (ModelExpress).
-            _history(model).ends(None)
-        _adopt(loader, model).built(read((name, one.tensor) for name, one in held_by(model).items()))
+        history = _adopt(loader, model)
+        history.built(loaded, distrust(type(loader)))
+        history.begins(_reading(model, moves=False).tensors)
         return model
 
     def gets_all_weights(model_config: Any, model: Any) -> Any:
@@ -77,6 +75,13 @@ def watch_loading(loader: Any) -> None:
     loader.load_weights, loader.load_model = loads_weights, loads_model
     if get_all_weights is not None:
         loader.get_all_weights = gets_all_weights
+
+
+def distrust(cls: type) -> str:
+    """Why loaders of a class may put other weights in place than they read, as text; "" if vLLM's own code loads."""
+    order = next(one for one in cls.__mro__ if "load_model" in vars(one))
+    is_vllms = cls.__module__.startswith("vllm.") and order.__module__ == LOADER_BASE.places[0].module
+    return "" if is_vllms else f"{cls.__name__} may put other weights in place than it reads"
 
 
 def note_calls(worker: Any, names: Sequence[str]) -> None:

@@ -41,10 +41,17 @@ systems draw inode numbers anew."""
 
 
 class Checksums(NamedTuple):
-    """Checksum of the content of files in all, 32 hexadecimal digits, and (name, 8 digits) of each."""
+    """Of the content of files.
+
+    Attributes:
+        content: of all of them, 32 hexadecimal digits.
+        each: (name, 8 digits) of each file.
+        tensors: names of their tensors; of a file of another kind than safetensors, its checksum.
+    """
 
     content: str
     each: tuple[tuple[str, str], ...]
+    tensors: tuple[str, ...] = ()
 
 
 class _Span(NamedTuple):
@@ -97,7 +104,9 @@ def checksums(paths: Sequence[Path], *, whole_bytes: int = WHOLE_BYTES) -> Check
     for span, digest in zip(spans, found, strict=True):
         of_file[span.path].append(digest)
     each = tuple(sorted((path.name[:255], _joined(digests)[:8]) for path, digests in of_file.items()))
-    return Checksums(_joined(found), each)
+    return Checksums(
+        _joined(found), each, tuple(span.name or digest.hex() for span, digest in zip(spans, found, strict=True))
+    )
 
 
 def _joined(digests: Sequence[bytes]) -> str:

@@ -4,6 +4,7 @@
 Three sources, because each fails somewhere. Memory is *whole* if every tensor that computes is read, and nothing that
 was there when the weights were loaded has vanished from sight; only then does it have a content. What was loaded is
 known until memory changes, and so are the files; if something is out of sight, until a call that may have changed it.
+Files that are loaded later count if nothing is left of what the model was built from.
 """
 
 from __future__ import annotations
@@ -77,18 +78,22 @@ class WeightsHistory:
     """See the module."""
 
     _readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kvcached-nixl-checkpoint"))
+    # Files that are loaded together, and what the model was built from: names of the tensors in its files.
+    _load: object = None
     _sources: dict[tuple[str, str], _Source | None] = field(default_factory=dict)
-    _reload: object = None
-    _loads: int = 0
-    _is_loading: bool = False
-    # With elements, as they were loaded, before kernels rewrote them; and whether that is what was loaded last.
+    _built_from: Counter[str] = field(default_factory=Counter)
+    # With elements, as they were loaded, before kernels rewrote them; whether that is what was loaded last, or why not.
     _tensors: Reading = field(default_factory=dict)
     _is_known: bool = False
-    # What kernels made of them, and names of what computing writes.
-    _built: Reading | None = None
-    _scratch: frozenset[str] | None = None
+    _distrust: str = ""
+    # What kernels made of them, or the last look has seen; and what has happened since.
+    _seen: Reading = field(default_factory=dict)
     _called: set[str] = field(default_factory=set)
-    _seen: tuple[int, Reading] | None = None
+    _is_reloaded: bool = False
+    # Names of what computing writes.
+    _scratch: frozenset[str] | None = None
+    # Names of what has changed since it was loaded, or may have; and why the latter does not count any more.
+    _changed: set[str] = field(default_factory=set)
     _doubt: str = ""
 
     # ---------------------------------------------------------------------------------------------------------- loading
@@ -99,16 +104,17 @@ class WeightsHistory:
         Args:
             name: the model's name in vLLM.
             part: a part of the model; "" if the model has only one.
+            files: empty if they do not say what is loaded.
             load: the same object for all files that are loaded together.
         """
-        self._loads += 1
-        if not self._is_loading:
-            # reload_weights: kernels rewrite tensor by tensor, so there is no moment with all of them as loaded.
-            self._is_known = False
-        if load is not self._reload:
-            self._reload = load
+        # reload_weights: kernels rewrite tensor by tensor, so there is no moment with all of them as loaded.
+        self._is_known, self._is_reloaded = False, True
+        if load is not self._load:
+            self._load = load
             self._sources.clear()
         self._sources[name, part] = None
+        if not files:
+            return
         try:
             found = signature(files)
             # Links are resolved now: they may point to other files by the time these are read.
@@ -117,26 +123,24 @@ class WeightsHistory:
             return
         self._sources[name, part] = _Source(resolved, found, self._readers.submit(checksums, resolved))
 
-    @property
-    def has_loaded(self) -> bool:
-        """Whether anything was loaded."""
-        return bool(self._loads)
+    def built(self, loaded: Reading, distrust: str = "") -> None:
+        """A loader has built the model; `begins` follows.
 
-    def begins(self) -> None:
-        """A loader begins to load the model; `ends` follows."""
-        self._is_loading = True
+        Args:
+            loaded: what the loader has loaded, before kernels rewrote it.
+            distrust: why neither that nor the files that it has read are what computes; "" if they are.
+        """
+        self._tensors = {**self._tensors, **{name: one for name, one in loaded.items() if one.num_bytes}}
+        self._is_known, self._is_reloaded, self._distrust = not distrust, False, distrust
+        self._scratch, self._changed = None, set()
+        if distrust:
+            self._sources.clear()
+        files = self._files()
+        self._built_from = Counter(files.tensors if files else ())
 
-    def ends(self, tensors: Reading | None) -> None:
-        """A loader has loaded these tensors, which no kernel has rewritten yet; None if that is not known."""
-        self._is_loading = False
-        self._loads += 1
-        self._is_known = tensors is not None
-        self._tensors = {name: one for name, one in (tensors or {}).items() if one.num_bytes}
-        self._built = self._scratch = None
-
-    def built(self, tensors: Reading) -> None:
-        """Kernels have rewritten the weights, and nothing was computed yet."""
-        self._built = tensors
+    def begins(self, tensors: Reading) -> None:
+        """These are in sight of a model that was just built, and nothing was computed yet."""
+        self._seen = tensors
 
     def called(self, names: Iterable[str]) -> None:
         """These calls, which may change weights, have run since the last `now`."""
@@ -150,28 +154,37 @@ class WeightsHistory:
 
     def now(self, found: ModelReading) -> ModelWeights:
         """What is known of the weights, which were just read."""
+        files, is_reloaded = self._files(), self._is_reloaded
+        is_loaded, self._is_reloaded = is_reloaded or self._scratch is None, False
+        if is_loaded:
+            self._doubt = self._left(files) if is_reloaded else ""
         if self._scratch is None:
             self._scratch = self._find_scratch(found)
         visible = _without(found.tensors, {*self._scratch, *found.moves})
         hidden = self._hidden(found, visible)
-        self._look(visible, hidden)
+        self._look(visible, hidden, is_loaded)
         known = {} if self._doubt else self.vanished(visible)
         is_whole = not hidden or not (self._doubt or {*hidden} - {*known} or not self._is_known)
         memory = visible | {f"{name} as loaded": one for name, one in known.items() if self._is_known}
         loaded = self._tensors if self._is_known and not self._doubt else {}
-        files = None if self._doubt else self._files()
-        note = self._doubt or next((f"{name} is out of sight" for name in hidden), "")
-        return ModelWeights(memory, is_whole, loaded, files, note)
+        note = self._doubt or next((f"{name} is out of sight" for name in hidden), self._distrust)
+        return ModelWeights(memory, is_whole, loaded, None if self._doubt else files, note)
 
     def _find_scratch(self, found: ModelReading) -> frozenset[str]:
         """Before the first look, only forward passes have run since kernels have rewritten the weights."""
-        built = found.tensors if self._built is None else self._built
+        built = self._seen or found.tensors
         changed = {name for name, one in found.tensors.items() if built.get(name) != one}
         altered = sorted(name for name in changed.intersection(found.parameters, self._tensors, built))
         if altered:
             self._doubt = f"{altered[0]} was changed after it was loaded"
-            self._seen = self._loads, {}
         return frozenset(changed - set(found.parameters))
+
+    def _left(self, files: Checksums | None) -> str:
+        """What the model was built from and loading again has left as it was, as text."""
+        if files is None or not self._built_from:
+            return "weights were loaded again, perhaps not all of them"
+        left = self._built_from - Counter(files.tensors)
+        return f"{min(left)} was not loaded again with the other weights" if left else ""
 
     def _hidden(self, found: ModelReading, visible: Reading) -> Reading:
         """What was loaded, and is not in sight in any form."""
@@ -194,25 +207,27 @@ class WeightsHistory:
             name: one for name, one in vanished.items() if made[module := name.rpartition(".")[0]] < lost_bytes[module]
         }
 
-    def _look(self, visible: Reading, hidden: Reading) -> None:
+    def _look(self, visible: Reading, hidden: Reading, is_loaded: bool) -> None:
         """Find out whether weights have changed since they were loaded."""
         called, self._called = self._called, set()
+        before, self._seen = self._seen, visible
         if "load_model" in called:
             # Into memory that may have held an earlier model, so what was written cannot be told from what was there.
             self._is_known = False
-        loads, before = self._seen or (-1, {})
-        self._seen = self._loads, visible
-        others = called if loads == self._loads else called - _LOADING
-        if loads != self._loads:
-            self._doubt = ""
-        elif not self._doubt and (
-            differ := [one for one in {*visible, *before} if visible.get(one) != before.get(one)]
-        ):
-            self._doubt = f"{min(differ)} has changed since it was loaded"
+        differ = {one for one in {*visible, *before} if visible.get(one) != before.get(one)}
+        if is_loaded:
+            self._changed -= differ | {*self._tensors}
+        else:
+            self._changed |= differ
+        if self._changed and not self._doubt:
+            again = " and was not loaded again" if is_loaded else ""
+            self._doubt = f"{min(self._changed)} has changed since it was loaded{again}"
+        others = called - _LOADING if is_loaded else called
         unread = [*hidden, *(name for name, one in visible.items() if one.checksum is None)]
         if others and unread:
+            self._changed.update(unread)
             self._doubt = f"{', '.join(sorted(others))} may have changed {unread[0]}, which is out of sight"
-        elif others and loads != self._loads:
+        elif others and is_loaded:
             self._doubt = f"{', '.join(sorted(others))} may have changed what was loaded"
 
     def _files(self) -> Checksums | None:
@@ -243,16 +258,17 @@ def joined(models: Mapping[str, ModelWeights], place: str, code: str) -> tuple[W
     if all(one.loaded for one in found):
         as_loaded = described(loaded, place)
     files = [one.files for one in found if one.files is not None]
-    content, each = _joined(files) if files and len(files) == len(models) else Checksums("", ())
+    of_all = _joined(files) if files and len(files) == len(models) else Checksums("", ())
     note = next((one.note for one in found if one.note), "")
     names = {as_loaded.layout: sorted(loaded), in_memory.layout: sorted(memory)}
-    return Weights(in_memory, as_loaded, content, each[:MOST_NAMED_FILES], code, note[:1000]), names
+    return Weights(in_memory, as_loaded, of_all.content, of_all.each[:MOST_NAMED_FILES], code, note[:1000]), names
 
 
 def _joined(found: Sequence[Checksums]) -> Checksums:
     content = "".join(sorted(one.content for one in found)).encode()
     each = tuple(sorted(one for source in found for one in source.each))
-    return Checksums(hashlib.blake2b(content, digest_size=16).hexdigest(), each)
+    tensors = tuple(name for source in found for name in source.tensors)
+    return Checksums(hashlib.blake2b(content, digest_size=16).hexdigest(), each, tensors)
 
 
 def _without(reading: Reading, names: Collection[str]) -> dict[str, Read]:

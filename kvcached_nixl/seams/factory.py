@@ -11,6 +11,7 @@ memory: `compat.neighbours`.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Iterable
@@ -18,11 +19,21 @@ from typing import Any
 
 from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat.attached_state import attach, attach_address, connectors
-from kvcached_nixl.compat.locate import FACADE, FACADE_CLASS_NAMES, FACTORY, PUSH_CLASS_NAMES
+from kvcached_nixl.compat.locate import (
+    CONNECTOR_BASE,
+    ENGINE_SCHEDULER,
+    FACADE,
+    FACADE_CLASS_NAMES,
+    FACTORY,
+    PULL_FACADE,
+    PUSH_CLASS_NAMES,
+    WORKER_BASE,
+    WORKER_PROCESS,
+)
 from kvcached_nixl.compat.names import NIXL_PREFIX
 from kvcached_nixl.compat.neighbours import connector_classes, require_no_replacement, require_servable
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
-from kvcached_nixl.compat.replaceable import ways_around
+from kvcached_nixl.compat.private import private
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.processes import has_ancestor
@@ -123,7 +134,15 @@ def require_complete(registry: Decisions, connector: str) -> None:
 
 
 def require_reached(call: Call, classes: Iterable[type], vllm_config: Any) -> None:
-    """Returns only if the classes of this process reach what was patched.
+    """Returns only if the classes of this process reach what was patched. An operator may put others in their place:
+
+        --scheduler-cls                a subclass of vLLM's scheduler
+        --worker-cls                   a subclass of vLLM's worker; a worker extension only adds to it
+        kv_connector_module_path       a subclass of the NIXL connector
+
+    An executor (``--distributed-executor-backend``) that skips vLLM's constructor has no name for kvcached, and its
+    workers refuse to start (`naming`). Of a model loader of another package, memory alone is compared
+    (`compat.weights`).
 
     Args:
         call: of a constructor or the factory.
@@ -132,9 +151,19 @@ def require_reached(call: Call, classes: Iterable[type], vllm_config: Any) -> No
     Raises:
         StartRefused: lists the patches that would not run.
     """
-    nixl = [cls for cls in classes if is_nixl(cls) and not _is_push(cls)]
-    is_scheduler = call.argument("role").name == "SCHEDULER"
-    causes = list(ways_around(call.registry, vllm_config, nixl, is_scheduler=is_scheduler))
+    bypassed = call.registry.bypassed
+    causes = [
+        cause
+        for cls in classes
+        if is_nixl(cls) and not _is_push(cls)
+        for cause in bypassed(cls, CONNECTOR_BASE, FACADE, PULL_FACADE)
+    ]
+    if call.argument("role").name == "SCHEDULER":
+        causes += bypassed(private(vllm_config, "scheduler_config").get_scheduler_cls(), ENGINE_SCHEDULER)
+    else:
+        module, _, name = private(vllm_config, "parallel_config").worker_cls.rpartition(".")
+        if module:
+            causes += bypassed(getattr(importlib.import_module(module), name), WORKER_BASE, WORKER_PROCESS)
     if causes:
         raise StartRefused.of("The NIXL connector", causes)
 

@@ -12,25 +12,26 @@ from kvcached_nixl.compat.actions.changing import changes_adapters, identify_aga
 from kvcached_nixl.compat.actions.engine_blocks import bound_sides
 from kvcached_nixl.compat.locate import ENGINE_CORE_BASE, LOADER_BASE, MODEL_LOADER, STREAMING_LOADER, WORKER_PROCESS
 from kvcached_nixl.compat.weights import note_files, watch_loading, weights_of
-from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.patching import Call, Patch, Target
 
-_OTHER_WEIGHTS = "KV of other weights would be taken for this model's, with HTTP 200."
 
-PREPARE_WEIGHTS = Patch(
-    target=MODEL_LOADER,
-    attribute="_prepare_weights",
-    process="worker",
-    parameters=(
-        "self",
-        "model_name_or_path",
-        "subfolder",
-        "revision",
-        "fall_back_to_pt",
-        "allow_patterns_overrides",
-    ),
-    why=_OTHER_WEIGHTS,
-    upstream="vllm#55776; vllm/model_executor/model_loader/default_loader.py",
-    remove_when="vLLM's compatibility hash includes the content of the weights",
+def _of_worker(target: Target, attribute: str, parameters: tuple[str, ...], upstream: str) -> Patch:
+    return Patch(
+        target=target,
+        attribute=attribute,
+        process="worker",
+        parameters=("self", *parameters),
+        why="KV of other weights would be taken for this model's, with HTTP 200.",
+        upstream=upstream,
+        remove_when="vLLM's compatibility hash includes the content of the weights",
+    )
+
+
+PREPARE_WEIGHTS = _of_worker(
+    MODEL_LOADER,
+    "_prepare_weights",
+    ("model_name_or_path", "subfolder", "revision", "fall_back_to_pt", "allow_patterns_overrides"),
+    "vllm#55776; vllm/model_executor/model_loader/default_loader.py",
 )
 
 
@@ -43,14 +44,11 @@ def prepare_weights(call: Call) -> Any:
     return found
 
 
-STREAM_WEIGHTS = Patch(
-    target=STREAMING_LOADER,
-    attribute="_prepare_weights",
-    process="worker",
-    parameters=("self", "model_name_or_path", "revision"),
-    why=_OTHER_WEIGHTS,
-    upstream="vllm/model_executor/model_loader/runai_streamer_loader.py",
-    remove_when="vLLM's compatibility hash includes the content of the weights",
+STREAM_WEIGHTS = _of_worker(
+    STREAMING_LOADER,
+    "_prepare_weights",
+    ("model_name_or_path", "revision"),
+    "vllm/model_executor/model_loader/runai_streamer_loader.py",
 )
 
 
@@ -61,15 +59,12 @@ def stream_weights(call: Call) -> Any:
     return files
 
 
-MAKE_LOADER = Patch(
-    target=LOADER_BASE,
-    attribute="__init__",
-    process="worker",
-    parameters=("self", "load_config"),
-    why=_OTHER_WEIGHTS,
-    upstream="vllm/model_executor/model_loader/base_loader.py: load_model calls load_weights, then has kernels rewrite "
-    "what was loaded, and delete parameters",
-    remove_when="vLLM's compatibility hash includes the content of the weights",
+MAKE_LOADER = _of_worker(
+    LOADER_BASE,
+    "__init__",
+    ("load_config",),
+    "vllm/model_executor/model_loader/base_loader.py: load_model calls load_weights, then has kernels rewrite what was "
+    "loaded, and delete parameters",
 )
 
 
@@ -79,14 +74,11 @@ def make_loader(call: Call) -> None:
     watch_loading(call.instance)
 
 
-HANDSHAKE_METADATA = Patch(
-    target=WORKER_PROCESS,
-    attribute="get_kv_connector_handshake_metadata",
-    process="worker",
-    parameters=("self",),
-    why=_OTHER_WEIGHTS,
-    upstream="vllm/v1/worker/gpu_worker.py; called by the engine core when every worker has its KV cache",
-    remove_when="vLLM's compatibility hash includes the content of the weights",
+HANDSHAKE_METADATA = _of_worker(
+    WORKER_PROCESS,
+    "get_kv_connector_handshake_metadata",
+    (),
+    "vllm/v1/worker/gpu_worker.py; called by the engine core when every worker has its KV cache",
 )
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls from outside may change weights: these are read again before the next step, and once for many calls.
 
-vLLM's own loop, with an executor that counts. A trainer may make a call for each tensor, and wait for each of them.
+vLLM's own loop, with an executor that counts. A trainer may make a call for each tensor, and wait for each of them. And
+which of vLLM's loaders are believed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
+from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kvcached_nixl.compat.actions import changing
 from kvcached_nixl.compat.versions import reason_to_skip
-from kvcached_nixl.compat.weights import note_calls
+from kvcached_nixl.compat.weights import distrust, note_calls
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import scheduler, weights
 
@@ -251,3 +254,15 @@ def test_sleeping_weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, is_idle=False)
     engine.core.model_executor.is_sleeping = True
     assert engine.call("one", "two") == ["one", "revoke", "two", "revoke"]
+
+
+def test_a_loader_is_believed_if_vllm_s_base_class_says_when_it_loads() -> None:
+    """Others map the memory of another process, or fill what a loader has left."""
+
+    class Merging(DefaultModelLoader):
+        """Of another package."""
+
+    by_themselves = {cls.__name__ for cls in _LOAD_FORMAT_TO_MODEL_LOADER.values() if distrust(cls)}
+    assert by_themselves - {"IpcModelLoader"} == {"ModelExpressModelLoader", "TensorizerLoader"}
+    assert ("IpcModelLoader" in by_themselves) == ("ipc_cache" in _LOAD_FORMAT_TO_MODEL_LOADER)
+    assert "Merging may put other weights in place" in distrust(Merging)

@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 from unit.identity.test_files import safetensors  # noqa: E402
 
 from kvcached_nixl.compat.held_tensors import held_by  # noqa: E402
+from kvcached_nixl.compat.locate import LOADER_BASE  # noqa: E402
 from kvcached_nixl.compat.weights import _history, _reading, note_files, watch_loading  # noqa: E402
 from kvcached_nixl.identity.history import joined  # noqa: E402
 from kvcached_nixl.wire.handshake import Weights  # noqa: E402
@@ -39,6 +40,8 @@ class Model(torch.nn.Module):
         self.unused = torch.nn.Parameter(torch.empty(3))
         self.register_buffer("angles", torch.empty(4), persistent=False)
         self.workspace = torch.empty(5)
+        self.topk_indices_buffer = torch.zeros(4, dtype=torch.int32)
+        self.attention = SimpleNamespace(_topk_indices_buffer=self.topk_indices_buffer)
 
 
 Rewrites = Callable[[Model], object]
@@ -65,21 +68,25 @@ def hides_out_of_sight(model: Model) -> None:
     model.experts.weight = torch.nn.Parameter(torch.empty(0))
 
 
+def hides_in_cpu_memory(model: Model) -> None:
+    """As vLLM's CPU kernels, which tell what they keep."""
+    weight = model.experts.weight.data.clone()
+    model.experts.weight = torch.nn.Parameter(torch.empty(0))
+    model.experts.cpu_linear = lambda x, _weight, _bias: x @ weight.t()
+
+
 def shuffles(model: Model) -> None:
     model.experts.weight.data = model.experts.weight.data.flip(1).contiguous()
 
 
-class Loader:
+class Base:
     """vLLM's: ``load_model`` calls ``load_weights``, then has kernels rewrite what was loaded."""
+
+    __module__ = LOADER_BASE.places[0].module
 
     def __init__(self, config: Any, values: float, rewrites: Rewrites, files: list[Path]) -> None:
         self.load_config, self._values, self._rewrites, self._files = config, values, rewrites, files
         watch_loading(self)
-
-    def load_weights(self, model: Model, model_config: str) -> None:
-        if self._files:
-            note_files(self, model_config, None, [str(one) for one in self._files])
-        model.experts.weight.data.fill_(self._values)
 
     def load_model(self, model_config: str) -> Model:
         model = Model()
@@ -89,6 +96,17 @@ class Loader:
         self.load_weights(model, model_config)
         self._rewrites(model)
         return model
+
+    def load_weights(self, model: Model, model_config: str) -> None:
+        if self._files:
+            note_files(self, model_config, None, [str(one) for one in self._files])
+        model.experts.weight.data.fill_(self._values)
+
+
+class Loader(Base):
+    """vLLM's default one."""
+
+    __module__ = "vllm.default_loader"
 
 
 @dataclass
@@ -102,16 +120,21 @@ class Worker:
         return joined({"": history.now(_reading(self.model, moves))}, "0 of 1", "")[0]
 
 
-def worker(values: float = 1.0, rewrites: Rewrites = nothing, files: tuple[Path, ...] = ()) -> Worker:
+def worker(
+    values: float = 1.0, rewrites: Rewrites = nothing, files: tuple[Path, ...] = (), kind: type[Base] = Loader
+) -> Worker:
     config = SimpleNamespace()
-    found = Worker(Loader(config, values, rewrites, list(files)).load_model("m"), config)
+    found = Worker(kind(config, values, rewrites, list(files)).load_model("m"), config)
     # The first forward passes of a start.
     found.model.angles.fill_(7)
     found.model.workspace.normal_()
     return found
 
 
-@pytest.mark.parametrize("rewrites", [nothing, hides_in_a_kernel, hides_in_a_closure, hides_out_of_sight, shuffles])
+@pytest.mark.parametrize(
+    "rewrites",
+    [nothing, hides_in_a_kernel, hides_in_a_closure, hides_out_of_sight, hides_in_cpu_memory, shuffles],
+)
 def test_equal_weights_fit_and_others_do_not_whatever_kernels_make_of_them(rewrites: Rewrites) -> None:
     """Without files, as from an object store."""
     one = worker(rewrites=rewrites).weights()
@@ -120,7 +143,7 @@ def test_equal_weights_fit_and_others_do_not_whatever_kernels_make_of_them(rewri
 
 
 def test_kernels_may_differ() -> None:
-    for rewrites in (shuffles, hides_in_a_kernel, hides_out_of_sight):
+    for rewrites in (shuffles, hides_in_a_kernel, hides_out_of_sight, hides_in_cpu_memory):
         assert worker().weights().misfit(worker(rewrites=rewrites).weights()) == ""
         assert worker().weights().misfit(worker(2.0, rewrites).weights())
 
@@ -257,7 +280,7 @@ def test_which_files_count(tmp_path: Path) -> None:
     paths = [safetensors(tmp_path / f"{at}.safetensors", {"a": bytes([at]) * 9}) for at in range(3)]
 
     def files(*loads: str) -> str:
-        one = worker()
+        one = worker(files=(paths[0],))
         for load in loads:
             token = object()
             for part, at in enumerate(load):
@@ -267,6 +290,57 @@ def test_which_files_count(tmp_path: Path) -> None:
     assert files("0") == files("1", "0") == files("0", "1", "2", "0") != files("1")
     assert files("01") not in (files("0"), files("1")), "two parts"
     assert files("1", "2") == files("2")
+
+
+def test_files_count_if_nothing_is_left_of_what_was_there_before(tmp_path: Path) -> None:
+    """A reload of some tensors leaves what the two differ in."""
+
+    def made(name: str, **tensors: bytes) -> Path:
+        return safetensors(tmp_path / f"{name}.safetensors", tensors)
+
+    def reloaded(one: Worker, path: Path) -> Weights:
+        _history(one.model).reads_files("m", "", [path], object())
+        return one.weights("reload_weights")
+
+    built = made("one", x=b"1", y=b"1"), made("other", x=b"1", y=b"2")
+    one, other = (worker(at, hides_out_of_sight, (path,)) for at, path in enumerate(built))
+    assert one.weights().misfit(other.weights())
+    part, whole = made("part", x=b"3"), made("whole", y=b"3", x=b"3")
+    found = reloaded(one, part)
+    assert "y was not loaded again" in found.misfit(reloaded(other, part))
+    assert one.weights() == found, "for good"
+    assert reloaded(one, whole).misfit(reloaded(other, whole)) == ""
+    # Whoever was built without files (dummy weights) cannot tell.
+    dummy = worker(rewrites=hides_out_of_sight)
+    dummy.weights()
+    assert "perhaps not all" in reloaded(dummy, whole).misfit(one.weights())
+    # A file whose tensors have no names is whole only if it is the same.
+    pickles = [tmp_path / name for name in ("a.bin", "b.bin")]
+    for path in pickles:
+        path.write_bytes(path.name.encode())
+    pickled = worker(rewrites=hides_out_of_sight, files=(pickles[0],))
+    pickled.weights()
+    assert not reloaded(pickled, pickles[1]).files and reloaded(pickled, pickles[0]).files
+
+
+@pytest.mark.parametrize("change", [in_place, adds_a_tensor])
+def test_files_do_not_speak_for_what_no_checkpoint_has(tmp_path: Path, change: Rewrites) -> None:
+    """Scales of a quantized KV cache that a call has set: a reload leaves them as they are."""
+    files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
+    one = worker(files=files)
+    one.weights()
+    change(one.model)
+    one.weights("poke")
+    for _ in range(2):
+        _history(one.model).reads_files("m", "", files, object())
+        found = one.weights("reload_weights")
+        assert not found.files and "was not loaded again" in found.note
+
+
+def test_a_reload_before_anybody_looks_hides_nothing(tmp_path: Path) -> None:
+    one = worker(files=(safetensors(tmp_path / "a.safetensors", {"x": b"1", "y": b"1"}),))
+    _history(one.model).reads_files("m", "", [safetensors(tmp_path / "b.safetensors", {"x": b"1"})], object())
+    assert not one.weights().files
 
 
 def test_a_call_that_failed_leaves_nothing_known(tmp_path: Path) -> None:
@@ -294,16 +368,74 @@ def test_a_model_that_takes_another_ones_place_is_not_known_as_loaded() -> None:
     assert one.weights().loaded.content and not one.weights("load_model").loaded.content
 
 
-def test_a_loader_that_has_another_one_load_is_not_believed() -> None:
-    """ModelExpress: vLLM's loader of dummy weights fills the model, and then it copies real ones over them."""
+class Replaces(Loader):
+    """Other weights than its own ``load_weights`` has loaded, before kernels rewrite them."""
 
-    class Copies(Loader):
-        def load_model(self, model_config: str) -> Model:
-            model = Loader(self.load_config, 1.0, nothing, []).load_model(model_config)
-            model.experts.weight.data.fill_(self._values)
-            model.unused.data.zero_(), model.workspace.zero_(), model.angles.zero_()
-            return model
+    __module__ = "vllm.replaces"
 
-    one, two = (Worker(Copies(SimpleNamespace(), values, nothing, []).load_model("m"), None) for values in (2.0, 3.0))
-    assert one.weights().misfit(two.weights())
-    assert one.weights().misfit(one.weights()) == ""
+    def __init__(self, config: Any, values: float, rewrites: Rewrites, files: list[Path]) -> None:
+        def replaces(model: Model) -> None:
+            model.experts.weight.data.fill_(values)
+            rewrites(model)
+
+        super().__init__(config, 1.0, replaces, files)
+
+    def load_model(self, model_config: str) -> Model:
+        return super().load_model(model_config)
+
+
+class Merges(Loader):
+    """In a package of its own, into what vLLM's has read."""
+
+    def load_weights(self, model: Model, model_config: str) -> None:
+        super().load_weights(model, model_config)
+        model.experts.weight.data.add_(1)
+
+
+class Copies(Loader):
+    """ModelExpress: has vLLM's loader fill the model, and then copies other weights over them."""
+
+    def load_model(self, model_config: str) -> Model:
+        model = Loader(self.load_config, 1.0, nothing, self._files).load_model(model_config)
+        model.experts.weight.data.fill_(self._values)
+        self._rewrites(model)
+        return model
+
+
+class Maps(Loader):
+    """``ipc_cache``: the memory of another process. So does tensorizer, of what vLLM has not serialized."""
+
+    __module__ = "vllm.maps"
+
+    def load_model(self, model_config: str) -> Model:
+        model = Model()
+        model.experts.weight = torch.nn.Parameter(torch.full((2, 3), self._values))
+        self._rewrites(model)
+        return model
+
+
+@pytest.mark.parametrize("rewrites", [nothing, shuffles, hides_out_of_sight])
+@pytest.mark.parametrize("kind", [Replaces, Merges, Copies, Maps])
+def test_memory_alone_counts_of_a_loader_that_is_not_vllm_s(
+    tmp_path: Path, kind: type[Base], rewrites: Rewrites
+) -> None:
+    files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
+    one, two = (worker(values, rewrites, files, kind) for values in (2.0, 3.0))
+    for model in (one.model, two.model):
+        model.unused.data.zero_()
+    found = one.weights()
+    assert found.misfit(two.weights()) and found.misfit(worker(2.0, files=files).weights())
+    if rewrites is hides_out_of_sight:
+        assert f"{kind.__name__} may put other weights" in found.note or "out of sight" in found.note
+        assert found.misfit(found), "nothing tells what it is"
+    else:
+        assert found.misfit(found) == ""
+
+
+def test_which_tokens_sparse_attention_has_chosen_is_no_weight(tmp_path: Path) -> None:
+    """No step before the first request writes it, unless CUDA graphs are captured."""
+    files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
+    one = worker(files=files)
+    before = one.weights()
+    one.model.topk_indices_buffer.fill_(7)
+    assert one.weights("poke") == before and before.files
