@@ -86,7 +86,7 @@ class Pool:
     stalled: Sequence[str] = ()
     starved = None
     blocks_over_limit = num_cached = 0
-    has_reserve = False
+    has_reserve = is_paused = False
 
     def __init__(self, order: Sequence[int]) -> None:
         self.free_blocks = list(reversed(order))

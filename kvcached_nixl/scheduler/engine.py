@@ -133,6 +133,11 @@ class BlockPool(Protocol):
         ...
 
     @property
+    def is_paused(self) -> bool:
+        """Whether the engine is paused, and runs nothing."""
+        ...
+
+    @property
     def stalled(self) -> list[str]:
         """If no request runs: those that wait for blocks, in vLLM's order. No running request will free any."""
         ...

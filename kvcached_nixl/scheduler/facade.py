@@ -318,7 +318,7 @@ class SchedulerFacade:
         stalled = blocks.stalled
         # KV under way may come from a peer that waits for what cannot begin here.
         is_waited_for = any(map(self._offering.is_offering, stalled))
-        self._link.step.is_stalled = bool(stalled) and (not self.num_waiting or is_waited_for)
+        self._link.step.is_stalled = blocks.is_paused or (bool(stalled) and (not self.num_waiting or is_waited_for))
         if self.num_waiting:
             # It is computed on when it has come, and its blocks are free then.
             stalled = []

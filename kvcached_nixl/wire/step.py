@@ -276,7 +276,8 @@ class Step(msgspec.Struct):
         quarantined_blocks: blocks held for transfers that may be in flight; None if the number has not changed.
         lasted: times in states of hand-overs, for the metrics.
         is_idle: the step computes no request.
-        is_stalled: the engine stands still: it runs nothing, the next request lacks blocks, and none waits for KV.
+        is_stalled: the engine stands still: it runs nothing, and is paused, or the next request lacks blocks while none
+            waits for KV.
     """
 
     host: str

@@ -73,8 +73,8 @@ _LONGER_BY = 0.01
 wait may have begun only now, and an offer may be revoked before its reader is heard."""
 CLOSE_SECONDS = 5.0
 STANDING_SECONDS = 120.0
-"""An engine that has taken no step for so long, or has stood still for want of memory, sends no heartbeats: its peers
-need not wait for it, nor keep memory for it."""
+"""An engine that has taken no step for so long, or was paused or stood still for want of memory, sends no heartbeats:
+its peers need not wait for it, nor keep memory for it."""
 
 
 class TransferThread:

@@ -164,6 +164,35 @@ def test_decode_does_not_wait_for_a_prefill_that_stands_still() -> None:
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
+def test_decode_does_not_wait_for_a_prefill_that_is_paused() -> None:
+    """It takes steps all the same: to ask whether decode has registered for a prompt that has not begun."""
+    pair = Pair(
+        PUSH,
+        kind(num_blocks=64, caches_prefixes=False, most_unclaimed_tokens=len(PROMPT), allocation_seconds=20.0),
+        kind(caches_prefixes=False, recomputes=False),
+    )
+    pair.acquaint()
+    pair.ask_decode(pair.meet(transfer_id="at once"), prompt(8))
+    pair.ask_prefill(prompt(8), transfer_id="at once")
+    pair.ask_prefill(prompt(7), transfer_id="left waiting")
+    pair.pass_time(2.0)
+    unclaimed = pair.ask_prefill(prompt(6), transfer_id="unclaimed")
+    pair.settle()
+    ((upstream, found),) = registered(pair, 1)
+    assert unclaimed.status is upstream.status is Status.WAITING
+    pair.prefill.admits, pair.prefill.is_paused = True, True
+    pair.prefill.handover.revocations.paused(grace_seconds=0.0, clears=False)
+    pair.pass_time(STANDING_SECONDS - 5)
+    assert found.status is Status.REMOTE
+    pair.pass_time(TIMEOUT_SECONDS + 10)
+    assert found.status is Status.ERROR and pair.causes() == {"deadline": 1}
+    pair.prefill.is_paused = False
+    pair.prefill.handover.revocations.resumed()
+    pair.settle()
+    assert unclaimed.status is upstream.status is Status.STOPPED
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
 def test_decode_does_not_wait_for_a_prefill_that_dies() -> None:
     pair = small(PUSH, recomputes=False)
     ((_, found),) = registered(pair, 1)
@@ -172,6 +201,28 @@ def test_decode_does_not_wait_for_a_prefill_that_dies() -> None:
     pair.cluster.kill(pair.prefill)
     pair.pass_time(TIMEOUT_SECONDS + 10)
     assert found.status is Status.ERROR
+
+
+def test_a_decode_that_is_paused_keeps_prefills_memory_for_a_while_only() -> None:
+    """It takes steps all the same: prefill says again and again that it goes on with another request."""
+    pair = small(PUSH)
+    upstream = pair.ask_prefill(prompt(5))
+    pair.settle()
+    ((_, waiting),) = registered(pair, 1)
+    pair.decode.admits = False
+    found = pair.ask_decode(upstream.answer, prompt(5))
+    pair.settle()
+    pair.decode.is_paused = True
+    pair.decode.handover.revocations.paused(grace_seconds=0.0, clears=False)
+    pair.pass_time(STANDING_SECONDS - 5)
+    assert upstream.request_id in pair.prefill.requests
+    pair.pass_time(LEASE_SECONDS + 10)
+    assert upstream.request_id not in pair.prefill.requests
+    pair.decode.is_paused, pair.decode.admits, pair.prefill.admits = False, True, True
+    pair.decode.handover.revocations.resumed()
+    pair.settle()
+    assert (found.num_external, waiting.num_external) == (0, len(PROMPT)) and pair.causes() == {"lease": 1}
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 def test_decode_does_not_wait_for_a_request_that_prefill_has_never_heard_of() -> None:

@@ -423,11 +423,12 @@ class Engine:
 
     Attributes:
         admits: whether waiting requests are scheduled; the test may stop that, as in an engine that is full.
+        is_paused: as by ``/pause?mode=keep``: nothing is scheduled, and only hand-overs count as work.
     """
 
     def __init__(self, cluster: Cluster, own: RemotePrefill, kind: Kind, incarnation: int) -> None:
         self.cluster, self.own, self.kind, self.incarnation = cluster, own, kind, incarnation
-        self.admits = True
+        self.admits, self.is_paused = True, False
         self.weights = kind.weights
         self.reloaded: Counter[int] = Counter()
         self.settings = cluster.settings
@@ -459,6 +460,7 @@ class Engine:
         )
         self.handover.bind(self.pool)
         self.pool.next_up, self.pool.lose, self.pool.head = self._next_up, self._lose, self._head
+        self.pool.paused = lambda: self.is_paused and not self.running
         self.answers: Answers = {}
         self.handover.side_channel.introduce(self._envelopes(), self._listen)
         self.requests: dict[str, Request] = {}
@@ -494,7 +496,7 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         unfinished = any(not request.status.is_finished for request in self.requests.values())
-        return unfinished or self._finished_ids or self.handover.pending
+        return (unfinished and not self.is_paused) or self._finished_ids or self.handover.pending
 
     @property
     def is_moving(self) -> bool:
@@ -542,7 +544,7 @@ class Engine:
     def _schedule(self) -> tuple[list[Scheduled], list[Progress]]:
         scheduled: list[Scheduled] = []
         progress: list[Progress] = []
-        left = self.kind.budget
+        left = 0 if self.is_paused else self.kind.budget
         preempted = False
 
         def schedule(request: Request, count: int, blocks: Sequence[int], replaces: bool) -> None:
@@ -806,7 +808,7 @@ class Engine:
 
     @property
     def _startable(self) -> list[Request]:
-        found = [*self.skipped, *self.waiting]
+        found = [] if self.is_paused else [*self.skipped, *self.waiting]
         if self.kind.goes_by_priority:
             found.sort(key=lambda one: one.priority)
         return [one for one in found if not self.handover.holds_back(one.request_id)]

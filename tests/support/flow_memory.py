@@ -162,6 +162,7 @@ class Pool:
         are_shared: another connector may load KV into the blocks, and that load may fail.
         next_up: returns the requests that wait for blocks, in order, if the engine runs none.
         head: returns the request that waits to be started next, if one does.
+        paused: returns whether the engine is paused, and runs none.
         neighbour_leaves_blocks: how many another engine that waits leaves to this one; None if none waits.
         is_neighbour_stalled: whether that engine runs nothing.
         is_scheduling: a step is being built, in which vLLM may copy blocks that only the prefix cache keeps.
@@ -189,6 +190,7 @@ class Pool:
     salts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     next_up: Callable[[], list[str]] = list
     head: Callable[[], Request | None] = lambda: None
+    paused: Callable[[], bool] = lambda: False
     limit_blocks: int | None = None
     applied_limit_blocks: int | None = None
     neighbour_leaves_blocks: int | None = None
@@ -201,6 +203,10 @@ class Pool:
     @property
     def stalled(self) -> list[str]:
         return self.next_up()
+
+    @property
+    def is_paused(self) -> bool:
+        return self.paused()
 
     def __post_init__(self) -> None:
         self.holders = [[] for _ in range(self.shape.num_blocks)]

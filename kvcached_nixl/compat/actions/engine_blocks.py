@@ -44,6 +44,11 @@ class EngineBlocks:
         return not private(self.engine_scheduler, "vllm_config").kv_transfer_config.is_kv_consumer
 
     @property
+    def is_paused(self) -> bool:
+        """Whether the engine is paused, and runs nothing."""
+        return bool(private(self.engine_scheduler, "pause_state")) and not private(self.engine_scheduler, "running")
+
+    @property
     def stalled(self) -> list[str]:
         """If no request runs: those that wait for blocks, in vLLM's order. No running request will free any."""
         scheduler = self.engine_scheduler

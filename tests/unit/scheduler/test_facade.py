@@ -634,7 +634,7 @@ class AnyOrder(RuleBasedStateMachine):
     # what `SchedulerFacade` asks of vLLM
 
     blocks_over_limit = num_cached = 0
-    has_reserve = False
+    has_reserve = is_paused = False
     stalled: list[str] = []
     starved = None
 

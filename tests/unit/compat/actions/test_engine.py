@@ -90,9 +90,10 @@ def test_who_is_next_where_nothing_runs(
         running=of_status(*running), waiting=of_status(*waiting), pause_state=0, connector=connector()
     )
     scheduler.skipped_waiting = of_status(*(skipped or ()))
-    assert EngineBlocks(scheduler).stalled[:1] == ([expected] if expected else [])
+    blocks = EngineBlocks(scheduler)
+    assert blocks.stalled[:1] == ([expected] if expected else []) and not blocks.is_paused
     scheduler.pause_state = Pause.NEW
-    assert EngineBlocks(scheduler).stalled == []
+    assert blocks.stalled == [] and blocks.is_paused == (not running)
 
 
 class Prioritized:
