@@ -7,7 +7,7 @@
 
 No time is limited while a request waits for its turn and for blocks: vLLM's own requests wait as long (`Starvation`
 ends what nothing else would). The timeout begins when it has blocks. In push it begins again as often as prefill says
-that its request waits for its turn there, or is computed.
+that its request waits for its turn there, or is computed (`Impasse` says for how long others wait for its blocks).
 
 The client's result is decided immediately: if a hand-over brings no KV, the request fails or is recomputed, according
 to ``kv_load_failure_policy`` (`FailedFetches`). Its blocks are handled separately: they are taken from the request and
@@ -17,6 +17,7 @@ held until no rank has a transfer into them in flight (`FetchAttempts`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable
 
 from kvcached_nixl.ids import DecodeRequestId
@@ -54,7 +55,7 @@ class DecodeFetches:
         self._queued: set[DecodeRequestId] = set()
         # vLLM resumes them in a later step, which may be long in coming: the engine may be paused, or out of blocks.
         self._received: dict[DecodeRequestId, FetchRequest] = {}
-        # By `give_up_one`, until they are computed here or end.
+        # By `give_up`, until they are computed here or end.
         self._given_up: set[DecodeRequestId] = set()
 
     @property
@@ -244,12 +245,22 @@ class DecodeFetches:
             del self._received[one.request_id]
             self.failed.fail_received(one, HandOverFailed(FailureCause.REVOKED, reason), blocks)
 
-    def give_up_one(self, blocks: BlockPool, step: Step) -> None:
-        """Ends the hand-over that was given blocks last, whose KV has not come: it fails, or is recomputed later."""
-        for attempt in list(self.attempts.waiting())[-1:]:
-            reason = "another engine on decode's device waits for memory, and its KV has not come yet"
-            self._given_up.add(attempt.request_id)
-            self._take_away(attempt, HandOverFailed(FailureCause.REVOKED, reason), blocks, step)
+    def give_up(
+        self, num_blocks: int, cause: HandOverFailed, blocks: BlockPool, step: Step, since_seconds: float = math.inf
+    ) -> None:
+        """Ends hand-overs whose KV has not come, those that were given blocks last first, until they had so many: they
+        fail, or are recomputed later.
+
+        Args:
+            since_seconds: only those that wait since then.
+        """
+        enough = self.attempts.num_quarantined_blocks + num_blocks
+        for attempt in reversed(list(self.attempts.waiting())):
+            if self.attempts.num_quarantined_blocks >= enough:
+                return
+            if attempt.begun_seconds <= since_seconds:
+                self._given_up.add(attempt.request_id)
+                self._take_away(attempt, cause, blocks, step)
 
     def needs_others(self, request_id: str) -> bool:
         """Whether a request has no blocks, and would wait for KV with them, or has been given up for others."""

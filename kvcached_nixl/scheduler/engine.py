@@ -142,6 +142,11 @@ class BlockPool(Protocol):
         """If no request runs: those that wait for blocks, in vLLM's order. No running request will free any."""
         ...
 
+    @property
+    def num_running_blocks(self) -> int:
+        """How many blocks the requests that run have."""
+        ...
+
     def others_have_blocks(self, request_ids: Collection[str]) -> bool:
         """Whether any request but these has blocks: it waits for KV or for input, or is kept for a peer."""
         ...

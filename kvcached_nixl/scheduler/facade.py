@@ -92,9 +92,7 @@ class SchedulerFacade:
         # `KeptOffers.is_left_waiting`, once it was looked up for the step being built.
         self._is_left_waiting: bool | None = None
         self._starvation = Starvation(clock, terms, self._failures, self.timelines)
-        self._giving_way = GivingWay(
-            *(clock, terms.patience_seconds, self._offering, self._fetching), is_push=terms.mode.is_push
-        )
+        self._giving_way = GivingWay(clock, terms, self._offering, self._fetching)
         self._headroom = ToldHeadroom(clock, terms.groups.tokens_per_block, self._kept, self._fetching)
         self._reports = WorkerReports(self._fetching, self._offering, self._gate, self._giving_way, self.timelines)
         self.revocations = Revocations(self._link, clock, read, self._holds, self._offering, self._fetching)
@@ -315,13 +313,9 @@ class SchedulerFacade:
     def _look_for_starved(self) -> None:
         """A step was built: notices an engine that stands still, and whose next request gets no blocks any more."""
         blocks = self._link.bound()
-        stalled = blocks.stalled
-        # KV under way may come from a peer that waits for what cannot begin here.
-        is_waited_for = any(map(self._offering.is_offering, stalled))
-        self._link.step.is_stalled = blocks.is_paused or (bool(stalled) and (not self.num_waiting or is_waited_for))
-        if self.num_waiting:
-            # It is computed on when it has come, and its blocks are free then.
-            stalled = []
+        # KV under way is computed on when it has come, and its blocks are free then (or `Impasse` ends it).
+        stalled = [] if self.num_waiting else blocks.stalled
+        self._link.step.is_stalled = blocks.is_paused or bool(stalled)
         # So are those of offers, when decode has fetched them or their leases end, and of other connectors. Not those
         # of requests that have their KV and wait for more blocks, too: memory may have gone since they were admitted.
         if stalled and blocks.others_have_blocks({*stalled, *self._fetching.received}):

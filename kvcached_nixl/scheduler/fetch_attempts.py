@@ -30,6 +30,7 @@ class FetchAttempt:
 
     Attributes:
         adapter: number of its LoRA adapter.
+        begun_seconds: when it was given them.
         since_seconds: when its timeout began.
         is_waiting: its request waits for the KV.
         is_held: the blocks were taken from the request, because they may still be written.
@@ -38,6 +39,7 @@ class FetchAttempt:
     number: int
     request_id: DecodeRequestId
     adapter: int
+    begun_seconds: float
     since_seconds: float
     is_waiting: bool = True
     is_held: bool = False
@@ -88,7 +90,7 @@ class FetchAttempts:
     def start(self, request_id: DecodeRequestId, adapter: int) -> int:
         """Returns the number of a new attempt. Its timeout begins."""
         now = self._clock.now_seconds()
-        attempt = FetchAttempt(draw_attempt(), request_id, adapter, now)
+        attempt = FetchAttempt(draw_attempt(), request_id, adapter, now, now)
         self._attempts[attempt.number] = self._waiting[request_id] = attempt
         self._deadlines[attempt.number] = now + self._timeout_seconds
         return attempt.number

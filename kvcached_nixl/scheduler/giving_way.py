@@ -7,7 +7,8 @@ It tells neighbours what the next request waits for, has idle blocks of the pref
 
 In push decode has blocks before prefill computes. If both are on one device, decode could take all of it, and wait for
 a prefill that has no memory left. So while a neighbour runs nothing for want of memory, decode takes no more blocks for
-KV that has to come yet, and gives up what has waited the shortest, one prompt after the other.
+KV that has to come yet, and gives up what has waited the shortest, one prompt after the other. For its own requests it
+does so when they have waited in vain (`Impasse`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool
+from kvcached_nixl.scheduler.impasse import Impasse
 from kvcached_nixl.scheduler.memory_pressure import UNHEARD_SECONDS, MemoryPressure
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-from kvcached_nixl.wire.causes import RevocationCause
+from kvcached_nixl.scheduler.terms import Terms
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.step import Step
 
 __all__ = ["LOOK_SECONDS", "GivingWay"]
@@ -32,31 +35,20 @@ has ended."""
 
 
 class GivingWay:
-    """See the module.
+    """See the module."""
 
-    Args:
-        patience_seconds: as for `MemoryPressure`.
-        is_push: decode has blocks before prefill computes.
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        patience_seconds: float,
-        offering: PrefillOffers,
-        fetching: DecodeFetches,
-        *,
-        is_push: bool,
-    ) -> None:
+    def __init__(self, clock: Clock, terms: Terms, offering: PrefillOffers, fetching: DecodeFetches) -> None:
         self._clock = clock
-        self._patience_seconds = patience_seconds
-        self._is_push = is_push
+        self._patience_seconds = terms.patience_seconds
+        # Decode has blocks before prefill computes.
+        self._is_push = terms.mode.is_push
         # When a stalled neighbour was heard first, and last.
         self._stalled_seconds: tuple[float, float] | None = None
         self._had_yielded = False
         self._offering = offering
         self._fetching = fetching
-        self._pressure = MemoryPressure(clock, patience_seconds)
+        self._pressure = MemoryPressure(clock, terms.patience_seconds)
+        self._impasse = Impasse(clock, terms.timeout_seconds)
         # Blocks that were freed for others, and that the prefix cache may still keep.
         self._owed_blocks = 0
         # Steps until pages that were freed for others can be given back; None if there are none.
@@ -121,6 +113,7 @@ class GivingWay:
             self._stalled_seconds = None
         if self.watches(blocks):
             num_dropped += self._give_way(blocks, step)
+            self._give_up(blocks, step)
         else:
             self._pressure.eased()
         had_yielded, self._had_yielded = self._had_yielded, self.yields
@@ -140,8 +133,20 @@ class GivingWay:
         is_last = not self._offering.num_kept and not blocks.num_cached
         if not (self.yields and is_last and now >= first_seconds + self._patience_seconds):
             return False
-        self._fetching.give_up_one(blocks, step)
+        reason = "another engine on decode's device waits for memory, and its KV has not come yet"
+        self._fetching.give_up(1, HandOverFailed(FailureCause.REVOKED, reason), blocks, step)
         return True
+
+    def _give_up(self, blocks: BlockPool, step: Step) -> None:
+        """Ends hand-overs that keep the next request waiting in vain."""
+        if not (self._is_push and self._fetching.num_waiting):
+            return
+        num_blocks, since_seconds = self._impasse.turn(blocks, are_peers_waiting=self._offering.are_awaited)
+        if num_blocks:
+            seconds = self._clock.now_seconds() - since_seconds
+            reason = f"its KV has not come, and the next request has waited for its blocks for {seconds:.0f} s"
+            late = HandOverFailed(FailureCause.DEADLINE, reason)
+            self._fetching.give_up(num_blocks, late, blocks, step, since_seconds)
 
     def _give_way(self, blocks: BlockPool, step: Step) -> int:
         num_wanted, is_neighbour_stalled = blocks.wanted_by_neighbours()

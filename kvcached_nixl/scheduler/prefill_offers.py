@@ -74,6 +74,11 @@ class PrefillOffers:
         one = self._running.get(PrefillRequestId(request_id))
         return one is None or one.cached_tokens is not None
 
+    @property
+    def are_awaited(self) -> bool:
+        """Whether a prompt to be offered has no blocks. Its peer may have them already, and wait."""
+        return any(not one.block_ids for one in self._running.values())
+
     def is_read(self, request_id: str) -> bool:
         """Whether the workers may be reading the blocks of a request that is still running."""
         one = self._running.get(PrefillRequestId(request_id))

@@ -71,9 +71,11 @@ def test_only_what_vllm_does_not_start_for_want_of_blocks_is_starved(node: Calla
     prefill, _, _ = full(node)
     blocks = EngineBlocks(prefill.scheduler)
     # Two blocks of three are those of an offer, which vLLM shares.
-    prefill.add(PREFILL_ID, {"do_remote_decode": True}, 1, 100)
+    prefill.add(PREFILL_ID, {"do_remote_decode": True}, 5, 100)
+    assert not blocks.num_running_blocks
     prefill.step()
     assert PREFILL_ID in prefill.scheduler.requests and blocks.starved is None
+    assert blocks.num_running_blocks == BLOCKS
     prefill.step_until(lambda: PREFILL_ID in prefill.ended)
     prefill.add(NEW, {"do_remote_decode": True}, 1, 900)
     assert blocks.starved is not None

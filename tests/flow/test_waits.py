@@ -8,6 +8,7 @@ from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
 from support.flow_pair import PROMPT, Pair, kind
 
+from kvcached_nixl.scheduler.impasse import VAIN_TIMEOUTS
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.worker.transfer_thread import STANDING_SECONDS
 
@@ -315,10 +316,11 @@ def test_one_whose_kv_has_come_does_not_stand_behind_one_of_higher_priority(
 
 
 @pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
-def test_two_engines_that_prefill_for_each_other_do_not_wait_for_each_other(recomputes: bool) -> None:
+@pytest.mark.parametrize("has_small", [False, True], ids=["alone", "small ones run"])
+def test_two_engines_that_prefill_for_each_other_do_not_wait_for_each_other(recomputes: bool, has_small: bool) -> None:
     """Both are full of what waits for KV of the other one, whose prompts have no room to begin."""
     room = {"num_blocks": 1 + BLOCKS_EACH + 2, "caches_prefixes": False, "recomputes": recomputes}
-    room["allocation_seconds"] = ALLOCATION_SECONDS
+    room |= {"allocation_seconds": ALLOCATION_SECONDS, "goes_by_priority": True}
     pair = Pair(PUSH, kind(**room), kind(**room))
     pair.acquaint()
     one, two = pair.prefill, pair.decode
@@ -330,11 +332,32 @@ def test_two_engines_that_prefill_for_each_other_do_not_wait_for_each_other(reco
         found.append(pair.ask_decode(params, prompt(seed), engine=engine))
     for _ in range(8):
         pair.round()
-    for engine, seed in ((two, 1), (one, 2)):
-        pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}", engine=engine)
-    for _ in range(3):
-        pair.pass_time(TIMEOUT_SECONDS)
+    found += [pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}", engine=to) for to, seed in ((two, 1), (one, 2))]
+    for _ in range(6):
+        pair.pass_time(TIMEOUT_SECONDS / 2)
+        small = [pair.ask_decode(None, (1, 2, 3), engine=engine, priority=-1) for engine in (one, two) if has_small]
+        pair.settle()
+        assert all(one.status is Status.STOPPED for one in small)
     assert all(one.status.is_finished for one in found)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_a_prefill_that_goes_on_for_ever_does_not_keep_blocks_that_others_need(recomputes: bool) -> None:
+    """It says so, and computes nothing. Each time the hand-over that came last ends."""
+    pair = small(PUSH, recomputes=recomputes)
+    (_, first), (_, last) = registered(pair)
+    pair.pass_time(LONG)
+    needing = pair.ask_decode(None, prompt(5))
+    pair.pass_time(VAIN_TIMEOUTS * TIMEOUT_SECONDS - 5)
+    assert needing.status is Status.WAITING and last.status is Status.REMOTE
+    pair.pass_time(10)
+    assert needing.status is Status.STOPPED and pair.causes() == {"deadline": 1}
+    assert (first.status, last.status) == (Status.REMOTE, Status.STOPPED if recomputes else Status.ERROR)
+    pair.prefill.admits = True
+    pair.settle()
+    assert first.num_external == len(PROMPT)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS

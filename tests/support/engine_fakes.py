@@ -108,7 +108,7 @@ class Pool:
         self.windows = windows or (0,)
         self.stalled: list[str] = []
         self.starved: tuple[str, int] | None = None
-        self.blocks_over_limit = self.num_cached = 0
+        self.blocks_over_limit = self.num_cached = self.num_running_blocks = 0
         self.wanted = 0, False
         self.asked_for: list[int] = []
         self.let_go_of: list[tuple[str, bool]] = []

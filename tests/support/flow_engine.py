@@ -460,7 +460,7 @@ class Engine:
         )
         self.handover.bind(self.pool)
         self.pool.next_up, self.pool.lose, self.pool.head = self._next_up, self._lose, self._head
-        self.pool.paused = lambda: self.is_paused and not self.running
+        self.pool.running, self.pool.paused = lambda: self.running, lambda: self.is_paused and not self.running
         self.answers: Answers = {}
         self.handover.side_channel.introduce(self._envelopes(), self._listen)
         self.requests: dict[str, Request] = {}

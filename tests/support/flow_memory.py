@@ -162,6 +162,7 @@ class Pool:
         are_shared: another connector may load KV into the blocks, and that load may fail.
         next_up: returns the requests that wait for blocks, in order, if the engine runs none.
         head: returns the request that waits to be started next, if one does.
+        running: returns the requests that run.
         paused: returns whether the engine is paused, and runs none.
         neighbour_leaves_blocks: how many another engine that waits leaves to this one; None if none waits.
         is_neighbour_stalled: whether that engine runs nothing.
@@ -190,6 +191,7 @@ class Pool:
     salts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     next_up: Callable[[], list[str]] = list
     head: Callable[[], Request | None] = lambda: None
+    running: Callable[[], list[Request]] = list
     paused: Callable[[], bool] = lambda: False
     limit_blocks: int | None = None
     applied_limit_blocks: int | None = None
@@ -296,6 +298,10 @@ class Pool:
             memory.poison(block)
 
     # ----------------------------------------------------------------------------- called by kvcached_nixl
+
+    @property
+    def num_running_blocks(self) -> int:
+        return len({block for one in self.running() for block in self.tables[one.request_id]})
 
     def others_have_blocks(self, request_ids: Collection[str]) -> bool:
         return any(blocks and one not in request_ids for one, blocks in self.tables.items())

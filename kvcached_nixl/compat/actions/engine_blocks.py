@@ -56,10 +56,16 @@ class EngineBlocks:
             return []
         return [str(one.request_id) for one in startable(scheduler) if wants_blocks(one)]
 
+    @property
+    def num_running_blocks(self) -> int:
+        """How many blocks the requests that run have."""
+        running = private(self.engine_scheduler, "running")
+        held = (block for table in self._tables for one in running for block in table.get(one.request_id, ()))
+        return len({block.block_id for block in held if not block.is_null})
+
     def others_have_blocks(self, request_ids: Collection[str]) -> bool:
         """Whether any request but these has blocks: it waits for KV or for input, or is kept for a peer."""
-        tables = [private(manager, "req_to_blocks") for manager in self._managers()]
-        return any(blocks and one not in request_ids for table in tables for one, blocks in table.items())
+        return any(blocks and one not in request_ids for table in self._tables for one, blocks in table.items())
 
     @property
     def starved(self) -> tuple[str, int] | None:
@@ -223,7 +229,7 @@ class EngineBlocks:
         A block's hash says nothing of the weights, and knows an adapter by its name. Blocks that only the prefix cache
         keeps may be of any adapter, so all of them go.
         """
-        tables = [private(manager, "req_to_blocks") for manager in self._managers()]
+        tables = self._tables
         outdated: set[str] = set()
         kept: set[int] = set()
         for request_id, request in private(self.engine_scheduler, "requests").items():
@@ -290,6 +296,11 @@ class EngineBlocks:
     @property
     def _pool(self) -> Any:
         return private(private(self.engine_scheduler, "kv_cache_manager"), "block_pool")
+
+    @property
+    def _tables(self) -> list[Any]:
+        """Per KV-cache group, the blocks of each request."""
+        return [private(manager, "req_to_blocks") for manager in self._managers()]
 
     def _managers(self) -> Any:
         return private(private(self.engine_scheduler, "kv_cache_manager"), "coordinator").single_type_managers

@@ -36,13 +36,14 @@ from support.internals import fetching_of, holds_of, leftovers, offering_of
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.scheduler.impasse import RING_TIMEOUTS
 from kvcached_nixl.scheduler.revocations import QUIET_SECONDS
 from kvcached_nixl.scheduler.starvation import STOOD_SECONDS
 from kvcached_nixl.scheduler.terms import ANY_ADAPTER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.headroom import BlockUsage, read_headroom
-from kvcached_nixl.wire.step import FAILING, Step, failed_mark, finished_attempt_id, idle_hold_id
+from kvcached_nixl.wire.step import FAILING, Step, failed_mark, finished_attempt_id, idle_hold_id, known_mark
 
 BLOCKS = ([7, 3, 9],)
 
@@ -371,6 +372,22 @@ def test_time_counts_while_nothing_comes_free_and_the_engine_steps(engine: Engin
     assert engine.starved() == {"a"}, "what comes and goes is no more than before"
 
 
+def test_only_hand_overs_that_have_kept_others_waiting_all_the_time_are_given_up() -> None:
+    """Those that came last first, and no more than have the blocks that are needed."""
+    engine = Engine(mode=TransferMode.PUSH)
+    attempts = [engine.waiting(name) for name in ("d1", "d2", "d3")]
+    engine.handover.arrived(of_prefill())
+    engine.pool.starved = ("p1", 4)
+    engine.handover.relieve()
+    engine.clock.advance(1)
+    young = engine.waiting("d4")
+    for _ in range(round(RING_TIMEOUTS * TIMEOUT)):
+        engine.clock.advance(1)
+        engine.handover.collect(reports(invalid={known_mark(one) for one in (*attempts, young)}))
+    assert engine.handover.take_step([]).withdrawn.keys() == set(attempts[1:])
+    assert engine.handover.num_quarantined_blocks == 6
+
+
 def test_what_is_due_is_the_first_that_has_waited_too_long(engine: Engine) -> None:
     assert engine.handover.due_in_seconds is None
     engine.waiting()
@@ -633,7 +650,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     # what `SchedulerFacade` asks of vLLM
 
-    blocks_over_limit = num_cached = 0
+    blocks_over_limit = num_cached = num_running_blocks = 0
     has_reserve = is_paused = False
     stalled: list[str] = []
     starved = None

@@ -8,16 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.engine_fakes import PATIENCE, terms
 
 from kvcached_nixl.clock import ManualClock
 from kvcached_nixl.scheduler.giving_way import LOOK_SECONDS, GivingWay
+from kvcached_nixl.transfer_mode import TransferMode
 
-PATIENCE = 2.0
 BEGIN = 1000.0
 
 
 class Offering:
-    num_kept = 0
+    num_kept, are_awaited = 0, False
 
     def give_way(self, *_: Any, **__: Any) -> None:
         """None is kept."""
@@ -36,7 +37,7 @@ class Fetching:
     def needs_others(self, request_id: str) -> bool:
         return True
 
-    def give_up_one(self, *_: Any) -> None:
+    def give_up(self, *_: Any) -> None:
         if self.num_waiting:
             self.num_waiting -= 1
             self.given_up_at.append(self.clock.now_seconds() - BEGIN)
@@ -92,7 +93,7 @@ class Engine:
         self.clock = ManualClock(BEGIN)
         self.fetching, self.blocks = Fetching(self.clock), Blocks(self.clock)
         self.offering = Offering()
-        self.way = GivingWay(self.clock, PATIENCE, self.offering, self.fetching, is_push=True)  # type: ignore[arg-type]
+        self.way = GivingWay(self.clock, terms(mode=TransferMode.PUSH), self.offering, self.fetching)  # type: ignore[arg-type]
 
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds / LOOK_SECONDS)):
