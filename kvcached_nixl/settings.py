@@ -81,6 +81,7 @@ _KEYS = (
     *("transfer_mode", "handover_timeout", "push_registration_timeout", "allocation_timeout", "give_way_after"),
     *("kv_lease_duration", "bidirectional_kv_xfer", "memory_path", "staging_gib", "verify_fraction", "drain_delay"),
     *("host_buffer_gib", "enforce_handshake_compat", "enable_cross_layers_blocks", "trusted_connectors"),
+    *("prefill", "prefill_required", "prefill_api_key_file", "accept_kv_transfer_params"),
 )
 _ALMOST = 0.8
 

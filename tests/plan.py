@@ -53,6 +53,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "pythons": (None, 14.0),
     "contract": (7.2, 18.0),
     "contract/test_groups.py": (None, 10.0),
+    "e2e/test_asking.py": (None, 3.5),
     "e2e/test_drafts.py": (None, 5.0),
     "e2e/test_features.py": (None, 1.5),
     "e2e/test_fuzzed_parameters.py": (None, 2.5),

@@ -69,6 +69,11 @@ class SchedulerView:
         return bool(self.config.kv_transfer_config.kv_load_failure_policy == "recompute")
 
     @property
+    def is_consumer(self) -> bool:
+        """Whether the engine may fetch KV (``kv_role``)."""
+        return bool(self.config.kv_transfer_config.is_kv_consumer)
+
+    @property
     def max_num_batched_tokens(self) -> int:
         return int(self.config.scheduler_config.max_num_batched_tokens)
 

@@ -23,6 +23,7 @@ from kvcached_nixl.compat.states import ends_in_media, whole_because
 from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.identity.configuration import checksum_of
 from kvcached_nixl.wire.digest import Embeddings, digest_of
+from kvcached_nixl.wire.question import Question
 
 __all__ = ["RequestReader", "RequestView", "drop_unless_mapping", "hash_embeddings"]
 
@@ -272,6 +273,55 @@ class RequestView:
             begin = int(one.mm_position.offset)
             found[begin : begin + int(one.mm_position.length)] = False
         return bool(found.any())
+
+    def refuse_prefill(self) -> None:
+        """Drop ``kv_transfer_params`` that name a prefill server."""
+        if (self.params or {}).get("do_remote_prefill"):
+            self.request.kv_transfer_params = None
+            logger.warning(
+                "Request %s comes with kv_transfer_params that name a prefill server; expected none, because this "
+                "server asks for its KV itself (prefill). They are not used. If clients or a router may choose whom it "
+                "connects to, set accept_kv_transfer_params.",
+                self.request_id,
+            )
+
+    @property
+    def priority(self) -> int:
+        """Less is started earlier, with ``--scheduling-policy priority``."""
+        return int(self.request.priority)
+
+    @property
+    def prefix(self) -> bytes | None:
+        """Hash of the prompt's last full block, and so of all before it; None without a prefix cache."""
+        hashes = private(self.request, "block_hashes")
+        return bytes(hashes[-1]) if hashes else None
+
+    @property
+    def question(self) -> Question | None:
+        """What a prefill server would be asked. None for what it cannot be asked for: a prompt with images, sounds, ...
+        or embeddings, one that has to be computed here, and one that another server was named for already."""
+        request = self.request
+        params = self.params or {}
+        if (
+            self.computes_prompt
+            or self.is_session
+            or self.is_stand_in
+            or request.mm_features
+            or request.prompt_embeds is not None
+            or private(request, "sampling_params") is None
+            or params.get("do_remote_prefill")
+            or params.get("do_remote_decode")
+        ):
+            return None
+        lora = request.lora_request
+        return Question(
+            self.request_id,
+            request.prompt_token_ids,
+            adapter="" if lora is None else str(lora.lora_name),
+            salt=request.cache_salt or "",
+            priority=self.priority,
+            trace_headers=self.trace_headers,
+        )
 
     def digest(self, num_tokens: int) -> str:
         """Digest of the first ``num_tokens`` tokens and of everything that their KV depends on."""

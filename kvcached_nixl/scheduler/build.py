@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from kvcached_nixl.clock import Clock
+from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.terms import Terms
@@ -48,6 +49,8 @@ class StockScheduler(Protocol):
     def recomputes(self) -> bool: ...
     @property
     def max_num_batched_tokens(self) -> int: ...
+    @property
+    def is_consumer(self) -> bool: ...
     @property
     def reader(self) -> Reader: ...
     @property
@@ -88,4 +91,5 @@ def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: C
     )
     own = RemotePrefill(stock.engine_id, *address.advertised, stock.tp_size)
     wake_address = WakeAddress(*address.local, secrets.token_hex(16))
-    return SchedulerFacade(own, secrets.token_hex(8), wake_address, terms, clock, stock.reader, stock.spans)
+    asks = AskSettings.from_extra_config(stock.extra_config, is_consumer=stock.is_consumer)
+    return SchedulerFacade(own, secrets.token_hex(8), wake_address, terms, clock, stock.reader, stock.spans, asks)

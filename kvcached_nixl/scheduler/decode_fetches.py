@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.engine import BlockPool, Request
@@ -30,7 +31,7 @@ from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import asks, read_fetch
-from kvcached_nixl.wire.step import BlockIds, Step
+from kvcached_nixl.wire.step import BlockIds, Step, UnneededOffer
 from kvcached_nixl.wire.timeline import State
 
 __all__ = ["DecodeFetches"]
@@ -80,9 +81,13 @@ class DecodeFetches:
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
-    def arrived(self, request: Request, step: Step) -> None:
+    def arrived(self, request: Request, step: Step, *, computes: bool = True) -> None:
         """A request has entered the engine. Starts renewing its lease: until it is allocated, more time may pass than
-        one lease lasts."""
+        one lease lasts.
+
+        Args:
+            computes: as for `refuse`.
+        """
         params = request.params
         request_id = DecodeRequestId(request.request_id)
         if params is None or not asks(params, "do_remote_prefill") or request_id in self._fetch_requests:
@@ -92,7 +97,7 @@ class DecodeFetches:
             fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.mode.is_push)
         except HandOverFailed as error:
             refused = error
-        fetch_request = FetchRequest(request_id, request, fetch, request.adapter, refused)
+        fetch_request = FetchRequest(request_id, request, fetch, request.adapter, refused, computes=computes)
         if request.is_session:
             fetch_request.check(request, self._terms)
             self.failed.pass_over(fetch_request, step)
@@ -102,6 +107,40 @@ class DecodeFetches:
         if refused is None:
             self._queued.add(request_id)
             fetch_request.renew(step, self._terms)
+
+    def refuse(self, request: Request, failure: HandOverFailed, *, computes: bool) -> None:
+        """A request gets no KV although it was asked for. When it is its turn, it fails, or is computed here if
+        ``kv_load_failure_policy`` says so and ``computes``."""
+        request_id = DecodeRequestId(request.request_id)
+        self._fetch_requests[request_id] = FetchRequest(
+            request_id, request, None, request.adapter, failure, computes=computes
+        )
+        self._timelines.begin(request, State.DECODE_QUEUED)
+
+    def failure_of(self, request: Request) -> HandOverFailed | None:
+        """Why a request that has no blocks gets no KV; None if it still may."""
+        fetch_request = self._fetch_requests.get(DecodeRequestId(request.request_id))
+        if fetch_request is None:
+            return None
+        fetch_request.check(request, self._terms)
+        return fetch_request.refused
+
+    def forget(self, request: Request, step: Step) -> None:
+        """The hand-over of a request that has no blocks has failed, and another one may follow."""
+        request_id = DecodeRequestId(request.request_id)
+        self._fetch_requests.pop(request_id).release(step)
+        self._queued.discard(request_id)
+        step.unrenewed.append(request_id)
+
+    def unneeded(self, params: Mapping[str, Any], step: Step) -> None:
+        """Prefill has answered, and nobody wants its KV any more: it need not keep it for a lease."""
+        try:
+            fetch = read_fetch(params, "", may_rendezvous=False)
+        except HandOverFailed:
+            return
+        if fetch.manifest is not None:
+            manifest = fetch.manifest
+            step.released.append(UnneededOffer(fetch.prefill, manifest.request_id, fetch.name, manifest.digest, None))
 
     def matched(
         self, request: Request, num_computed_tokens: int, step: Step, *, is_producer: bool = False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from kvcached_nixl.wire.headroom import BlockUsage
+from kvcached_nixl.wire.question import Question
 from kvcached_nixl.wire.step import BlockIds
 
 __all__ = ["BlockPool", "Progress", "Reader", "Request"]
@@ -68,6 +69,25 @@ class Request(Protocol):
     @property
     def trace_headers(self) -> Mapping[str, str] | None:
         """The W3C trace context as its client or router has sent it, unchecked. None without tracing."""
+        ...
+
+    def refuse_prefill(self) -> None:
+        """Forgets the prefill server that a client names in its parameters."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """Less is started earlier, where the engine goes by priority."""
+        ...
+
+    @property
+    def prefix(self) -> bytes | None:
+        """What its prompt's full blocks are cached under; None if they are not."""
+        ...
+
+    @property
+    def question(self) -> Question | None:
+        """What a prefill server would be asked; None if it cannot be asked for this prompt."""
         ...
 
     def digest(self, num_tokens: int) -> str:
@@ -135,6 +155,51 @@ class BlockPool(Protocol):
     @property
     def is_paused(self) -> bool:
         """Whether the engine is paused, and runs nothing."""
+        ...
+
+    @property
+    def admits(self) -> bool:
+        """Whether the engine starts requests now: it is neither paused nor asleep."""
+        ...
+
+    @property
+    def most_running(self) -> int:
+        """How many requests may run at a time."""
+        ...
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether there is a prefix cache."""
+        ...
+
+    @property
+    def goes_by_priority(self) -> bool:
+        """Whether requests are started by priority, and not as they arrived."""
+        ...
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that could be allocated now, those that only the prefix cache keeps among them."""
+        ...
+
+    def num_needed(self, request_id: str) -> int:
+        """How many blocks a request needs for its prompt, in addition to those that it has."""
+        ...
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        """How many tokens of a request's prompt are in the prefix cache."""
+        ...
+
+    def hold(self, request_id: str) -> None:
+        """Has a request that waits in vLLM's queue wait there until `release`, and no step look at it."""
+        ...
+
+    def limit_chunks(self, num_tokens: int) -> None:
+        """Limits how many tokens of one prompt a step computes while other requests run; 0 for no limit but vLLM's."""
+        ...
+
+    def release(self, request_id: str, params: Mapping[str, Any] | None) -> None:
+        """Has a held request started when it is its turn, with ``kv_transfer_params`` of prefill if there are any."""
         ...
 
     @property

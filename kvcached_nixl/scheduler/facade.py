@@ -16,6 +16,12 @@ from typing import Any
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.scheduler.asking.asker import Asker
+from kvcached_nixl.scheduler.asking.asking import Asking
+from kvcached_nixl.scheduler.asking.local_prefills import LocalPrefills
+from kvcached_nixl.scheduler.asking.resolver import Resolver
+from kvcached_nixl.scheduler.asking.servers import Servers
+from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
 from kvcached_nixl.scheduler.engine_link import EngineLink
@@ -70,6 +76,7 @@ class SchedulerFacade:
         clock: Clock,
         read: Reader,
         spans: Spans | None = None,
+        asks: AskSettings | None = None,
     ) -> None:
         self.own = own
         self.read = read
@@ -97,9 +104,27 @@ class SchedulerFacade:
         self._reports = WorkerReports(self._fetching, self._offering, self._gate, self._giving_way, self.timelines)
         self.revocations = Revocations(self._link, clock, read, self._holds, self._offering, self._fetching)
         self.side_channel = OwnSideChannel(self._link, self._offering, self.revocations, self._headroom)
+        self._asking = None if asks is None else self._build_asking(asks)
+        self._accepts_params = asks is None or asks.accepts_params
         self._reported_quarantine = 0
         self._failed: set[str] = set()
         self._refused: list[tuple[str, int]] = []
+
+    def _build_asking(self, asks: AskSettings) -> Asking:
+        return Asking(
+            Servers(asks.servers, self._clock, self._terms.timeout_seconds),
+            Asker(asks.api_key, self._link.woken),
+            Resolver(asks.servers, self._link.woken),
+            self._fetching,
+            self._clock,
+            self.own.engine_id,
+            LocalPrefills(self._terms.most_unclaimed_tokens // 4),
+            self.timelines,
+            # Where layers keep states, a block of theirs may be as long as the longest request.
+            min(one.block_size for one in self._terms.groups.all),
+            recomputes=self._terms.recomputes,
+            is_required=asks.is_required,
+        )
 
     @property
     def incarnation(self) -> str:
@@ -117,8 +142,10 @@ class SchedulerFacade:
         self._link.bind_wake(wake)
 
     def close(self) -> None:
-        """Stops the side channel; called when the engine shuts down."""
+        """Stops the side channel, and asking; called when the engine shuts down."""
         self.side_channel.close()
+        if self._asking is not None:
+            self._asking.close()
 
     def relieve(self) -> bool:
         """Tells neighbours what this engine waits for, and takes back offers that nobody fetches, if memory is short.
@@ -144,6 +171,7 @@ class SchedulerFacade:
             or self._link.step.has_news
             or self._giving_way.owes
             or self._refused
+            or (self._asking is not None and self._asking.has_news)
             or self._failed_fetches.has_news
             or self._starvation.has_news
             or self.num_quarantined_blocks != self._reported_quarantine
@@ -182,18 +210,33 @@ class SchedulerFacade:
         some = (
             *(self._fetching.due_at_seconds, self._kept.due_at_seconds),
             *(self._gate.due_at_seconds, self._starvation.due_at_seconds),
+            None if self._asking is None else self._asking.due_at_seconds,
         )
         due_at = min((one for one in some if one is not None), default=None)
         return None if due_at is None else max(0.0, due_at - self._clock.now_seconds())
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
-    def arrived(self, request: Request) -> None:
-        """A request has entered the engine."""
+    def arrived(self, request: Request, *, may_hold: bool = True) -> bool:
+        """A request has entered the engine. Returns whether it is to be held: a prefill server is asked for its KV."""
         if names := self.read.take_renamed():
             self.revocations.renamed(names)
+        if self._asking is not None and not self._accepts_params:
+            request.refuse_prefill()
         self._fetching.arrived(request, self._link.step)
         self._offering.arrived(request, self._link.step)
+        return may_hold and self._asking is not None and self._asking.arrived(request, self._link.bound())
+
+    def ask(self) -> bool:
+        """Asks prefill servers, and lets requests begin that they have answered. Called before each step.
+
+        Returns: whether any may begin that could not before.
+        """
+        blocks = self._link.blocks
+        if self._asking is None or blocks is None:
+            return False
+        may_ask = blocks.admits and not self._giving_way.yields
+        return self._asking.turn(blocks, self._link.step, may_ask=may_ask)
 
     def refuse(self, request_id: str, client_index: int) -> None:
         """A request has arrived under the id of another one, which goes on. Its client is told with the next step."""
@@ -223,6 +266,8 @@ class SchedulerFacade:
             request_id = PrefillRequestId(request.request_id)
             if not self._gate.may_start(request_id, self._link.step, needs_claim=self._is_left_waiting):
                 return None, False
+        if self._asking is not None and self._asking.holds_again(request, self._link.step):
+            return None, False
         is_producer = self._link.bound().is_producer
         return self._fetching.matched(request, num_computed_tokens, self._link.step, is_producer=is_producer)
 
@@ -235,6 +280,8 @@ class SchedulerFacade:
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         """A request was given blocks; on decode, for its whole prompt."""
+        if self._asking is not None:
+            self._asking.allocated(request.request_id)
         self._fetching.allocated(request, block_ids, num_external_tokens, self._link.step)
 
     def take_step(self, progress: Iterable[Progress]) -> Step:
@@ -244,8 +291,12 @@ class SchedulerFacade:
             progress: the requests that the step being built computes.
         """
         progress = list(progress)
+        # Where the engine runs in its client's process, nothing else calls it.
+        may_begin = self.ask()
         self._fetching.progressed(one.request_id for one in progress)
         self._gate.turn((one.request_id for one in progress), self._link.step)
+        if self._asking is not None:
+            self._asking.computed(progress)
         self.timelines.computed(one.request_id for one in progress)
         self._offering.scheduled(progress, self._link.bound(), self._link.step)
         self._kept.turn(self._link.step)
@@ -253,6 +304,8 @@ class SchedulerFacade:
         self._look_for_starved()
         self._is_left_waiting = None
         step = self._link.take_step()
+        # vLLM has looked at its queue already.
+        self._link.has_news = may_begin
         step.counts = {**self._failures.counts}
         self._failures.counts.clear()
         step.lasted = self.timelines.take_lasted()
@@ -284,6 +337,8 @@ class SchedulerFacade:
         for decode's request.
         """
         self._gate.gone([request.request_id])
+        if self._asking is not None:
+            self._asking.gone(request.request_id, sum(map(len, block_ids)))
         self._fetching.finished(request, self._link.bound(), self._link.step)
         self.timelines.end(request.request_id)
         is_kept, params = self._offering.finished(request, is_whole, block_ids, self._link.bound(), self._link.step)
@@ -330,3 +385,8 @@ class SchedulerFacade:
         """Requests whose KV has failed to arrive since the last call."""
         failed, self._failed = self._failed, set()
         return failed
+
+    def starts_again(self, request_id: str) -> bool:
+        """Whether one of `take_failed` may get its KV from another server, so that it does not end, whatever
+        ``kv_load_failure_policy`` says."""
+        return self._asking is not None and self._asking.may_ask_again(request_id)

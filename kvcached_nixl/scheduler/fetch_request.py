@@ -32,6 +32,7 @@ class FetchRequest:
         fetch: its parameters, which name the prefill; None if they cannot be used.
         adapter: the engine's number of its LoRA adapter; 0 for none.
         refused: why its KV is not handed over.
+        computes: it may be computed here in place of its KV.
         lacks_media: its prompt has placeholders for images, sounds, ... that did not come with it, so computing it here
             would give a wrong answer. Set by `check`.
         is_checked: `check` has compared its prompt with the manifest.
@@ -45,6 +46,7 @@ class FetchRequest:
     fetch: FetchParams | None
     adapter: int
     refused: HandOverFailed | None
+    computes: bool = True
     lacks_media: bool = False
     is_checked: bool = False
     is_tried: bool = False
@@ -56,7 +58,7 @@ class FetchRequest:
     def may_be_computed(self) -> bool:
         """Whether decode has everything it needs to compute the prompt itself. If the digests are equal, prefill has
         computed the same prompt: what looks like a placeholder for an image is text in it."""
-        return not self.lacks_media or self.has_own_offer
+        return self.computes and (not self.lacks_media or self.has_own_offer)
 
     @property
     def has_own_offer(self) -> bool:

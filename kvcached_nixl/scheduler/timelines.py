@@ -72,11 +72,12 @@ class Timelines:
         return len(self._followed)
 
     def begin(self, request: Request, state: State) -> None:
-        """A request has arrived that hands over, or is handed over to."""
-        now, request_id = self._clock.now_seconds(), request.request_id
-        trace = "" if self._spans is None else self._spans.trace_of(request)
-        followed = self._followed[request_id] = _Followed(Timeline(), trace)
-        followed.timeline.enter(state, now)
+        """A request has arrived that hands over, or is handed over to; or decode has asked for it."""
+        request_id = request.request_id
+        if request_id not in self._followed:
+            trace = "" if self._spans is None else self._spans.trace_of(request)
+            self._followed[request_id] = _Followed(Timeline(), trace)
+        self.enter(request_id, state)
         if state is State.DECODE_QUEUED:
             self._unanswered.add(request_id)
 

@@ -12,6 +12,7 @@ from typing import Any
 from kvcached_nixl.compat.actions.changing import identify_if_due
 from kvcached_nixl.compat.actions.engine import remember, wake_of
 from kvcached_nixl.compat.actions.engine_blocks import bound_sides
+from kvcached_nixl.compat.actions.held_requests import hold
 from kvcached_nixl.compat.actions.queues import bring_forward
 from kvcached_nixl.compat.actions.resting import note_step, rest
 from kvcached_nixl.compat.actions.step_output import (
@@ -55,15 +56,19 @@ def add_request(call: Call) -> None:
     request = call.argument("request")
     drop_unless_mapping(request)
     arrival = arrival_of(call.instance, request)
-    for side in bound_sides(call.instance):
+    found = list(bound_sides(call.instance))
+    for side in found:
         if arrival is Arrival.REPEATED or side.keeps(request.request_id):
             side.refuse(request.request_id, request.client_index)
             return
-        if arrival is Arrival.FIRST:
-            # A worker may load an adapter's files again for any request that uses it, so identify it for every request.
-            side.read.adapter_arrives(request.lora_request)
-            side.arrived(side.read(request))
+    is_held = False
+    for side in found if arrival is Arrival.FIRST else ():
+        # A worker may load an adapter's files again for any request that uses it, so identify it for every request.
+        side.read.adapter_arrives(request.lora_request)
+        is_held |= side.arrived(side.read(request), may_hold=not is_held)
     call.proceed()
+    if is_held:
+        hold(call.instance, request)
 
 
 PREPROCESS_ADD_REQUEST = Patch(
@@ -152,7 +157,7 @@ def handle_invalid_blocks(call: Call) -> Any:
     others = call.argument("invalid_block_ids") - {FAILING}
     failed = set(call.proceed(invalid_block_ids=others)) if others else set()
     for side in sides(call.instance.connector):
-        failed |= let_load_fail(call.instance, side.take_failed())
+        failed |= let_load_fail(call.instance, side.take_failed(), side.starts_again)
     return failed
 
 
@@ -218,6 +223,8 @@ def process_input_queue(call: Call) -> None:
         side.bind_wake(wake_of(call.instance))
     rest(call.instance, REST_SECONDS)
     call.proceed()
+    for side in sides(call.instance.scheduler.connector):
+        side.ask()
     identify_if_due(call.instance)
 
 

@@ -34,6 +34,8 @@ class State(enum.IntEnum):
     PREFILL_COPYING = enum.auto()
     PREFILL_HANDSHAKE = enum.auto()
     PREFILL_SENDING = enum.auto()
+    DECODE_HELD = enum.auto()
+    DECODE_ASKING = enum.auto()
     DECODE_QUEUED = enum.auto()
     DECODE_ALLOCATED = enum.auto()
     DECODE_HANDSHAKE = enum.auto()

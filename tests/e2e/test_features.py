@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from support import feature_asks as asks
+from support.asking_servers import asking
 from support.feature_asks import Answer, Ask
 from support.feature_models import CHAT_TEMPLATE, adapter, chat_model
 from support.feature_servers import spec
 from vllm.utils import torch_utils
 
-from experiments.common.counted import hand_overs
+from experiments.common.counted import HAND_OVERS, count, hand_overs
 from experiments.common.router import routed
 from experiments.common.servers import running
 
@@ -140,3 +141,19 @@ def test_answers_are_those_of_one_instance(mode: str, model: Path, expected: Exp
         assert statuses == expected.statuses
         for one in servers:
             one.check_alive()
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_decode_server_that_asks_answers_as_one_instance(
+    mode: str, model: Path, expected: Expected, tmp_path: Path
+) -> None:
+    """The same, without a router."""
+    prefill, decode = (spec(name, model, mode, *serving(model)) for name in ("prefill", "decode"))
+    with asking([prefill], decode, tmp_path) as (asked_, asks_):
+        asks.check(asked(asks_.base_url), expected.answers)
+        statuses = {one.name: asyncio.run(asks.refusal(asks_.base_url, one)).status for one in REFUSED_THERE}
+        assert statuses == expected.statuses
+        # Equal prompts are asked for once, so there are fewer than with a router.
+        least = len({str(one.body.get("prompt") or one.body.get("messages")) for one in (*ADAPTED, *TOGETHER)})
+        assert count([*asked_.servers, asks_], HAND_OVERS) >= least
+        assert not count([asks_], "kvcached_nixl:handover_failures_total")

@@ -77,7 +77,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
     "psutil": ("this_host.py",),
-    "aiohttp": ("proxy", "cli/top/scrape.py"),
+    "aiohttp": ("proxy", "cli/top/scrape.py", "scheduler/asking/asker.py"),
     "opentelemetry": ("proxy/tracing.py",),
     "anyio": ("proxy",),
     "prometheus_client": ("proxy", "compat/metrics.py", "cli/top/look.py"),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.compat.actions.engine_name import wants_of
-from kvcached_nixl.compat.actions.queues import queued, startable, wants_blocks
+from kvcached_nixl.compat.actions.held_requests import hold
+from kvcached_nixl.compat.actions.queues import goes_by_priority, queued, startable, wants_blocks
 from kvcached_nixl.compat.actions.step_output import waits_for_kv
 from kvcached_nixl.compat.attached_state import side_of, sides
 from kvcached_nixl.compat.platform import device_name
@@ -25,6 +26,8 @@ from kvcached_nixl.wire.headroom import BlockUsage
 __all__ = ["EngineBlocks", "bound_sides"]
 
 logger = logging.getLogger("vllm.kvcached_nixl")
+
+_OWN_THRESHOLD = "_kvcached_nixl_threshold"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,70 @@ class EngineBlocks:
     def is_paused(self) -> bool:
         """Whether the engine is paused, and runs nothing."""
         return bool(private(self.engine_scheduler, "pause_state")) and not private(self.engine_scheduler, "running")
+
+    @property
+    def admits(self) -> bool:
+        """Whether vLLM starts requests now: it is neither paused nor asleep."""
+        return not private(self.engine_scheduler, "pause_state")
+
+    @property
+    def most_running(self) -> int:
+        """How many requests may run at a time (``--max-num-seqs``)."""
+        return int(private(self.engine_scheduler, "max_num_running_reqs"))
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether there is a prefix cache."""
+        return bool(private(private(self.engine_scheduler, "kv_cache_manager"), "enable_caching"))
+
+    @property
+    def goes_by_priority(self) -> bool:
+        """Whether requests are started by priority."""
+        return goes_by_priority(self.engine_scheduler)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that could be allocated now, those that only the prefix cache keeps among them."""
+        return int(self._pool.get_num_free_blocks())
+
+    def num_needed(self, request_id: str) -> int:
+        """How many blocks a request needs for its prompt, in addition to those that it has."""
+        request = private(self.engine_scheduler, "requests")[request_id]
+        return sum(_blocks_of(manager, request) for manager in self._managers())
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        """How many tokens of a request's prompt are in the prefix cache."""
+        if not self.caches_prefixes:
+            return 0
+        request = private(self.engine_scheduler, "requests")[request_id]
+        coordinator = private(private(self.engine_scheduler, "kv_cache_manager"), "coordinator")
+        found = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        return int(found[1])
+
+    def hold(self, request_id: str) -> None:
+        """Takes a request that waits out of the order of vLLM's queue."""
+        hold(self.engine_scheduler, private(self.engine_scheduler, "requests")[request_id])
+
+    def limit_chunks(self, num_tokens: int) -> None:
+        """vLLM's own limit (``--long-prefill-token-threshold``) is taken back when there is none of ours.
+
+        Nothing is limited where vLLM may not divide prompts, or only at certain tokens: a request would get no turn.
+        """
+        scheduler = self.engine_scheduler
+        config = private(scheduler, "scheduler_config")
+        own = vars(scheduler).setdefault(_OWN_THRESHOLD, config.long_prefill_token_threshold)
+        divides = config.enable_chunked_prefill and not (
+            config.disable_chunked_mm_input or private(scheduler, "need_mamba_block_aligned_split")
+        )
+        is_limited = divides and len(private(scheduler, "running")) > 1
+        limits = [one for one in (own, num_tokens if is_limited else 0) if one]
+        config.long_prefill_token_threshold = min(limits, default=0)
+
+    def release(self, request_id: str, params: Mapping[str, Any] | None) -> None:
+        """Puts a held request back in vLLM's queue, with the ``kv_transfer_params`` of prefill if there are any."""
+        request = private(self.engine_scheduler, "waiting").release(request_id)
+        if params is not None:
+            request.kv_transfer_params = dict(params)
 
     @property
     def stalled(self) -> list[str]:

@@ -13,7 +13,7 @@ from kvcached_nixl.compat.attached_state import sides
 from kvcached_nixl.compat.private import optional, private
 from kvcached_nixl.compat.versions import installed_row
 
-__all__ = ["bring_forward", "queued", "startable", "wants_blocks"]
+__all__ = ["bring_forward", "goes_by_priority", "queued", "startable", "wants_blocks"]
 
 _AHEAD = "_kvcached_nixl_ahead"
 
@@ -24,12 +24,18 @@ def queued(engine_scheduler: Any) -> Iterator[Any]:
     # From 0.31 on vLLM has a queue of those that hold KV, before one of those it skipped, and schedules them first.
     holding = optional(engine_scheduler, "kv_holding_waiting")
     first = private(engine_scheduler, "skipped_waiting") if holding is None else holding
-    if holding is not None or isinstance(waiting, Sequence):
+    if holding is not None or not goes_by_priority(engine_scheduler):
         yield from first
         yield from waiting
     else:
         # By priority (``--scheduling-policy``).
         yield from heapq.merge(first, waiting)
+
+
+def goes_by_priority(engine_scheduler: Any) -> bool:
+    """Whether requests are started by priority (``--scheduling-policy``), and not as they arrived."""
+    holding = optional(engine_scheduler, "kv_holding_waiting")
+    return not isinstance(private(engine_scheduler, "skipped_waiting") if holding is None else holding, Sequence)
 
 
 def bring_forward(engine_scheduler: Any, request_ids: Container[str]) -> None:
@@ -42,7 +48,7 @@ def bring_forward(engine_scheduler: Any, request_ids: Container[str]) -> None:
     if optional(engine_scheduler, "kv_holding_waiting") is not None:
         return
     skipped = private(engine_scheduler, "skipped_waiting")
-    is_by_priority = not isinstance(skipped, Sequence)
+    is_by_priority = goes_by_priority(engine_scheduler)
     # Requests that have another priority until their turn -> their own.
     ahead = vars(engine_scheduler).setdefault(_AHEAD, {})
     _set_priorities(engine_scheduler, {one: ahead.pop(one) for one in list(ahead) if not _holds_kv(one)})

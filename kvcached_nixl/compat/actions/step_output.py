@@ -7,7 +7,7 @@ Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/outpu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvcached_nixl.compat.metrics import add_lasted, take_reasons, take_timelines
@@ -109,21 +109,26 @@ def waits_for_kv(request: Any) -> bool:
     return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
 
 
-def let_load_fail(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
+def let_load_fail(engine_scheduler: Any, request_ids: set[str], starts_again: Callable[[str], bool]) -> set[str]:
     """Fail or recompute requests that received no KV, as ``kv_load_failure_policy`` says.
 
     None of their tokens counts as computed, so vLLM frees the blocks that they still have and starts them again.
 
+    Args:
+        starts_again: whether a request is started again whatever the policy says.
+
     Returns: the requests that vLLM has to end with an error.
     """
     requests = private(engine_scheduler, "requests")
-    ours = {request_id for request_id in request_ids if request_id in requests}
-    for request_id in ours:
+    recomputes = private(engine_scheduler, "recompute_kv_load_failures")
+    ending: set[str] = set()
+    for request_id in request_ids & requests.keys():
         requests[request_id].num_computed_tokens = 0
-    if private(engine_scheduler, "recompute_kv_load_failures"):
-        private(engine_scheduler, "failed_recving_kv_req_ids").update(ours)
-        return set()
-    return ours
+        if starts_again(request_id) or recomputes:
+            private(engine_scheduler, "failed_recving_kv_req_ids").add(request_id)
+        else:
+            ending.add(request_id)
+    return ending
 
 
 def with_ended(engine_scheduler: Any, outputs: Any, request_ids: set[str]) -> Any:

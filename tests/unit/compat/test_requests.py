@@ -16,6 +16,7 @@ from support.engine_fakes import TOKENS, prompt
 from kvcached_nixl.compat import requests
 from kvcached_nixl.compat.requests import RequestReader, RequestView, drop_unless_mapping, hash_embeddings
 from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.question import Question
 
 IMAGE_TOKEN = 7
 
@@ -404,3 +405,52 @@ def test_a_mapping_is_left_as_it_is() -> None:
     asked = SimpleNamespace(kv_transfer_params=params)
     drop_unless_mapping(asked)
     assert asked.kv_transfer_params is params
+
+
+def asked_for(**fields: Any) -> RequestView:
+    made = {"sampling_params": object(), "priority": 0, "trace_headers": None, "block_hashes": []}
+    return view(**made | fields)
+
+
+def test_what_a_prefill_server_is_asked() -> None:
+    lora_request = SimpleNamespace(lora_name="l", lora_int_id=1)
+    headers = {"traceparent": "00-1-2-01"}
+    found = asked_for(lora_request=lora_request, cache_salt="s", priority=3, trace_headers=headers).question
+    assert found == Question("r", prompt(), "l", "s", 3, headers)
+    assert asked_for().question == Question("r", prompt())
+    assert asked_for(kv_transfer_params={"prefix_prompt_ids": [1]}).question is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"skip_reading_prefix_cache": True},
+        {"resumable": True},
+        {"abort_immediately": True},
+        {"mm_features": [image()]},
+        {"prompt_embeds": object()},
+        {"sampling_params": None},
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"kv_transfer_params": {"do_remote_decode": True}},
+    ],
+    ids=str,
+)
+def test_what_nobody_is_asked_for(fields: dict[str, Any]) -> None:
+    assert asked_for(**fields).question is None
+
+
+def test_a_prompt_is_known_by_the_hash_of_its_last_full_block() -> None:
+    assert asked_for(block_hashes=[b"a", b"b"]).prefix == b"b"
+    assert asked_for().prefix is None
+
+
+@pytest.mark.parametrize(
+    "params", [{"do_remote_prefill": True, "remote_host": "evil"}, {"do_remote_decode": True}, None]
+)
+def test_a_server_that_a_client_names_is_forgotten(params: Any, caplog: pytest.LogCaptureFixture) -> None:
+    found = view(kv_transfer_params=params)
+    with caplog.at_level(logging.WARNING, "vllm.kvcached_nixl"):
+        found.refuse_prefill()
+    is_named = bool((params or {}).get("do_remote_prefill"))
+    assert found.params == (None if is_named else params)
+    assert ("accept_kv_transfer_params" in caplog.text) is is_named

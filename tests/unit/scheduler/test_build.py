@@ -33,6 +33,7 @@ class Stock:
     groups: tuple[KVGroup, ...] = (KVGroup(BLOCK_SIZE),)
     zeroes_blocks: bool = False
     recomputes: bool = False
+    is_consumer: bool = True
     max_num_batched_tokens: int = 64
     reader: Reads = field(default_factory=Reads)
     spans: None = None

@@ -492,11 +492,15 @@ def loading(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(num_computed_tokens=8, **fields)
 
 
+def none(_: str) -> bool:
+    return False
+
+
 def test_a_request_without_its_kv_is_computed_anew() -> None:
     """It starts again, as if nothing had been cached; a request that does not exist any more is ignored."""
     one, other = loading(), loading()
     engine = failing(True, one=one, other=other)
-    assert let_load_fail(engine, {"one", "gone"}) == set()
+    assert let_load_fail(engine, {"one", "gone"}, none) == set()
     assert one.num_computed_tokens == 0
     assert other.num_computed_tokens == 8
     assert engine.failed_recving_kv_req_ids == {"another", "one"}
@@ -504,12 +508,18 @@ def test_a_request_without_its_kv_is_computed_anew() -> None:
 
 def test_or_it_fails() -> None:
     engine = failing(False, one=loading(), other=loading())
-    assert let_load_fail(engine, {"one", "gone"}) == {"one"}
+    assert let_load_fail(engine, {"one", "gone"}, none) == {"one"}
     assert engine.failed_recving_kv_req_ids == {"another"}
 
 
+def test_one_that_another_server_is_asked_for_starts_again_whatever_the_policy_says() -> None:
+    engine = failing(False, one=loading(), other=loading())
+    assert let_load_fail(engine, {"one", "other"}, {"one"}.__contains__) == {"other"}
+    assert engine.failed_recving_kv_req_ids == {"another", "one"}
+
+
 def test_nothing_has_failed() -> None:
-    assert let_load_fail(failing(False), set()) == set()
+    assert let_load_fail(failing(False), set(), none) == set()
 
 
 def test_what_clients_are_told_goes_with_the_ends_of_their_failed_requests() -> None:

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that asks prefill servers over HTTP. One per engine.
+
+`Asker.ask` and `Asker.cancel` are called on the engine's thread and return at once; the answers are taken there, too
+(`Asker.take`). The thread starts with the first question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.question import MOST_ANSWER_BYTES, PATH, AskFailed, Outcome, Question, read_answer
+
+if TYPE_CHECKING:
+    import aiohttp
+    from yarl import URL
+
+    from kvcached_nixl.scheduler.asking.servers import Server
+
+__all__ = ["Asker"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+CONNECT_SECONDS = 5.0
+CHECK_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
+IDLE_SECONDS = 4.0
+"""Less than uvicorn's 5 s: a connection that the server closes while a question is being sent would fail it."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""A host that has vanished is noticed after 20 s."""
+
+
+class Asker:
+    """See the module.
+
+    Args:
+        api_key: sent as a bearer token; "" for none.
+        woken: called on the thread when there is an answer to take.
+    """
+
+    def __init__(self, api_key: str, woken: Callable[[], None]) -> None:
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._woken = woken
+        self._answers: deque[tuple[int, dict[str, Any] | Outcome]] = deque()
+        self._checked: deque[tuple[Server, bool]] = deque()
+        self._tasks: dict[object, asyncio.Task[None]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+        self._session: aiohttp.ClientSession | None = None
+
+    def ask(self, number: int, server: Server, question: Question) -> None:
+        """Asks one server; `take` returns its answer under the same number."""
+        self._called(self._begin, number, server.url, server.address, question)
+
+    def check(self, server: Server) -> None:
+        """Asks a server that has not answered for long whether it is well; `take_checked` has the answer."""
+        self._called(self._begin_check, server)
+
+    def take_checked(self) -> list[tuple[Server, bool]]:
+        """Returns, since the last call, servers that were checked, and whether they are well."""
+        return [self._checked.popleft() for _ in range(len(self._checked))]
+
+    def cancel(self, number: int) -> None:
+        """Closes the connection of a question, so that prefill stops computing its prompt."""
+        self._called(self._end, number)
+
+    def take(self) -> list[tuple[int, dict[str, Any] | Outcome]]:
+        """Returns the answers since the last call: ``kv_transfer_params``, or why there are none."""
+        return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether `take` or `take_checked` would return any."""
+        return bool(self._answers or self._checked)
+
+    def close(self) -> None:
+        """Cancels all questions, and ends the thread."""
+        self._is_closed = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_SECONDS)
+            self._loop = None
+
+    # ----------------------------------------------------------------------------------------------- on the thread
+
+    def _called(self, function: Callable[..., None], *arguments: Any) -> None:
+        if self._is_closed:
+            return
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._loop,), name="kvcached_nixl-asker", daemon=True
+            )
+            self._thread.start()
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+            loop.run_until_complete(self._finish())
+        finally:
+            loop.close()
+
+    async def _finish(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def _begin(self, number: int, url: str, address: str, question: Question) -> None:
+        self._tasks[number] = asyncio.ensure_future(self._ask(number, url, address, question))
+
+    def _begin_check(self, server: Server) -> None:
+        if server not in self._tasks:
+            self._tasks[server] = asyncio.ensure_future(self._check(server))
+
+    async def _check(self, server: Server) -> None:
+        import aiohttp
+
+        try:
+            url, more = self._target(server.url, server.address, "health")
+            timeout = aiohttp.ClientTimeout(total=CHECK_SECONDS)
+            async with self._opened().get(url, timeout=timeout, allow_redirects=False, **more) as response:
+                is_well = response.status == 200
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+            is_well = False
+        self._tasks.pop(server, None)
+        self._checked.append((server, is_well))
+        self._woken()
+
+    def _end(self, number: int) -> None:
+        task = self._tasks.pop(number, None)
+        if task is not None:
+            task.cancel()
+
+    async def _ask(self, number: int, url: str, address: str, question: Question) -> None:
+        import aiohttp
+
+        found: dict[str, Any] | Outcome
+        try:
+            found = await self._post(url, address, question)
+        except AskFailed as error:
+            found = error.outcome
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            found = Outcome(f"{type(error).__name__}: {error}", is_of_server=True)
+        except Exception as error:
+            # Without an answer the request would wait for ever.
+            logger.exception("A prefill server could not be asked; expected no such error")
+            found = Outcome(f"a defect: {type(error).__name__}: {error}")
+        self._tasks.pop(number, None)
+        self._answers.append((number, found))
+        self._woken()
+
+    async def _post(self, url: str, address: str, question: Question) -> dict[str, Any]:
+        target, more = self._target(url, address, PATH, **(question.trace_headers or {}))
+        async with self._opened().post(target, data=question.body(), allow_redirects=False, **more) as response:
+            body = bytearray()
+            async for chunk in response.content.iter_any():
+                body += chunk
+                if len(body) > MOST_ANSWER_BYTES:
+                    raise AskFailed(Outcome(f"its answer has more than {MOST_ANSWER_BYTES} bytes"))
+            return read_answer(response.status, response.headers, bytes(body))
+
+    def _target(self, url: str, address: str, path: str, **headers: str) -> tuple[URL, dict[str, Any]]:
+        """Returns the URL to connect to, and more arguments of aiohttp's."""
+        from yarl import URL
+
+        headers = {**self._headers, "Content-Type": "application/json", **headers}
+        target = URL(url) / path
+        if not address:
+            return target, {"headers": headers}
+        # The certificate is that of the name.
+        headers["Host"] = target.authority
+        return target.with_host(address), {"headers": headers, "server_hostname": target.host}
+
+    def _opened(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, trust_env=False)
+        return self._session
+
+
+def _socket(address: Any) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill servers that decode may ask, and which of them is asked next. Used on the engine's thread only.
+
+A server that cannot be reached, or is busy, rests: it is not asked for a while, which doubles with each failure in a
+row and is jittered. One that fails for one prompt rests only if it has failed for several in a row.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from kvcached_nixl.clock import Clock
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.question import Outcome
+
+__all__ = ["Server", "Servers"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+SHORTEST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 30.0
+FAILURES_IN_A_ROW = 3
+"""After so many, whatever they were, a server rests."""
+VAIN_SILENCES = 10
+"""Times ``silence_seconds`` that a server which is well, and answers nobody, is waited for."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One prefill server.
+
+    Attributes:
+        url: scheme, host and port, as the operator has named it.
+        address: one of those of its name; "" if it is not known, or the URL has an address.
+        asked: what it is asked for and has not answered yet -> tokens.
+        num_failures: in a row.
+        failure: why the last one was; None if it has answered since.
+        rests_until_seconds: it is not asked before.
+        last_sign_seconds: when it answered last, or when it was asked while it had nothing to answer.
+        checked_seconds: when it was asked last whether it is well.
+    """
+
+    url: str
+    address: str = ""
+    asked: dict[int, int] = field(default_factory=dict)
+    num_failures: int = 0
+    failure: Outcome | None = None
+    rests_until_seconds: float = 0.0
+    last_sign_seconds: float = 0.0
+    checked_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.url} ({self.address})" if self.address else self.url
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it rests because it was busy, so that it is worth waiting for."""
+        return self.failure is not None and self.failure.is_busy
+
+    @property
+    def num_asked_tokens(self) -> int:
+        return sum(self.asked.values())
+
+
+class Servers:
+    """See the module.
+
+    Args:
+        silence_seconds: a server that owes answers and gives none for so long is checked.
+    """
+
+    def __init__(self, urls: Sequence[str], clock: Clock, silence_seconds: float) -> None:
+        self._clock = clock
+        self._silence_seconds = silence_seconds
+        self._random = random.Random()
+        self._all = [Server(url) for url in urls]
+        # Not at their name's addresses any more, but they owe answers.
+        self._leaving: list[Server] = []
+
+    def are_at(self, url: str, addresses: Collection[str]) -> None:
+        """The name in a URL stands for these addresses; none if they are not known."""
+        found = addresses or ("",)
+        of_url = {one.address: one for one in (*self._leaving, *self._all) if one.url == url}
+        self._all = [one for one in self._all if one.url != url]
+        self._all += [of_url.get(address) or Server(url, address) for address in found]
+        left = [one for one in (*self._leaving, *of_url.values()) if one not in self._all]
+        self._leaving = [one for one in dict.fromkeys(left) if one.asked]
+
+    def choose(self, tried: Collection[Server]) -> Server:
+        """Returns the one to ask next: it does not rest, was not tried yet, and has the fewest tokens of this engine to
+        compute. If all rest, one that is busy, or rests for the shortest time."""
+        now = self._clock.now_seconds()
+        self._random.shuffle(self._all)
+
+        def order(one: Server) -> tuple[bool, bool, bool, float, int]:
+            rests_seconds = max(0.0, one.rests_until_seconds - now)
+            return rests_seconds > 0, one in tried, not one.is_busy, rests_seconds, one.num_asked_tokens
+
+        return min(self._all, key=order)
+
+    def asked(self, server: Server, number: int, num_tokens: int) -> None:
+        """A server is asked for a prompt."""
+        if not server.asked:
+            server.last_sign_seconds = self._clock.now_seconds()
+        server.asked[number] = num_tokens
+
+    def answered(self, server: Server, number: int) -> None:
+        """A server has answered, with parameters or with a refusal of the prompt."""
+        server.asked.pop(number, None)
+        server.last_sign_seconds = self._clock.now_seconds()
+
+    def served(self, server: Server) -> None:
+        """The KV that a server has offered is here, and is used."""
+        if server.failure is not None:
+            logger.info("Prefill server %s serves again", server)
+        server.num_failures, server.failure, server.rests_until_seconds = 0, None, 0.0
+
+    def failed(self, server: Server, number: int, failure: Outcome) -> None:
+        """A server has not answered with KV."""
+        server.asked.pop(number, None)
+        now = server.last_sign_seconds = self._clock.now_seconds()
+        if now < server.rests_until_seconds:
+            # Those that were asked together fail together.
+            return
+        server.num_failures += 1
+        if not failure.is_of_server and server.num_failures < FAILURES_IN_A_ROW:
+            return
+        pause_seconds = min(SHORTEST_PAUSE_SECONDS * 2.0 ** min(server.num_failures - 1, 10), LONGEST_PAUSE_SECONDS)
+        pause_seconds = max(failure.retry_after_seconds, pause_seconds * self._random.uniform(0.5, 1))
+        if server.failure is None:
+            logger.warning("Prefill server %s is not asked for %.1f s: %s", server, pause_seconds, failure.reason)
+        server.failure, server.rests_until_seconds = failure, now + pause_seconds
+
+    def withdrawn(self, server: Server, number: int) -> None:
+        """Nobody waits for this answer any more."""
+        server.asked.pop(number, None)
+
+    @property
+    def silent_at_seconds(self) -> float | None:
+        """When the next server has been silent for too long; None if none owes an answer."""
+        owing = (max(one.last_sign_seconds, one.checked_seconds) for one in self._owing)
+        first_seconds = min(owing, default=None)
+        return None if first_seconds is None else first_seconds + self._silence_seconds
+
+    def take_silent(self) -> list[Server]:
+        """Returns servers that owe answers, and have been silent since they answered or were checked last."""
+        now = self._clock.now_seconds()
+        until_seconds = now - self._silence_seconds
+        found = [one for one in self._owing if max(one.last_sign_seconds, one.checked_seconds) <= until_seconds]
+        for one in found:
+            one.checked_seconds = now
+        return found
+
+    def has_failed(self, server: Server, *, is_well: bool) -> bool:
+        """A server was checked. Returns whether the answers that it owes are not waited for any longer."""
+        silent_seconds = self._clock.now_seconds() - server.last_sign_seconds
+        return silent_seconds >= self._silence_seconds * (VAIN_SILENCES if is_well else 1)
+
+    @property
+    def _owing(self) -> list[Server]:
+        return [one for one in (*self._all, *self._leaving) if one.asked]

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator can set about asking prefill.
+
+kv_transfer_config.kv_connector_extra_config:
+
+    prefill              URLs of prefill servers (a list, or one string). Decode asks them for the KV of its prompts
+    prefill_required     true: no prompt is computed here because no prefill server answers; it waits. false by default
+    prefill_api_key_file a file with the key of the prefill servers (``--api-key``); or the environment variable
+                         KVCACHED_NIXL_PREFILL_API_KEY
+    accept_kv_transfer_params    true: clients, or a router, may name a prefill server in their requests, too. false by
+                         default: then clients would choose whom decode connects to
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvcached_nixl.errors import SettingsError
+
+__all__ = ["AskSettings"]
+
+KEY_VARIABLE = "KVCACHED_NIXL_PREFILL_API_KEY"
+
+
+@dataclass(frozen=True)
+class AskSettings:
+    """See the module.
+
+    Attributes:
+        servers: URLs without a path.
+        api_key: "" for none.
+    """
+
+    servers: tuple[str, ...]
+    is_required: bool = False
+    accepts_params: bool = False
+    api_key: str = field(default="", repr=False)
+
+    @classmethod
+    def from_extra_config(cls, extra_config: Mapping[str, Any], *, is_consumer: bool) -> AskSettings | None:
+        """Returns None if no prefill server is named.
+
+        Args:
+            is_consumer: the engine may fetch KV.
+
+        Raises:
+            SettingsError: a key has an unusable value.
+        """
+        said = extra_config.get("prefill", [])
+        servers = [said] if isinstance(said, str) else said
+        if not isinstance(servers, list) or not all(map(_is_url, servers)):
+            raise _bad("prefill", said, 'URLs of servers without a path, like ["http://prefill:8000"]')
+        is_required, accepts = (_bool(extra_config, key) for key in ("prefill_required", "accept_kv_transfer_params"))
+        if not servers:
+            return None
+        if not is_consumer:
+            raise _bad("prefill", said, "no such key with kv_role kv_producer, which fetches no KV")
+        urls = tuple(dict.fromkeys(one.rstrip("/") for one in servers))
+        return cls(urls, is_required, accepts, _api_key(extra_config))
+
+
+def _is_url(said: object) -> bool:
+    if not isinstance(said, str):
+        return False
+    try:
+        parts = urlsplit(said)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not (parts.path.rstrip("/") or parts.query or parts.fragment or parts.username)
+        )
+    except ValueError:
+        return False
+
+
+def _bool(extra_config: Mapping[str, Any], key: str) -> bool:
+    value = extra_config.get(key, False)
+    if not isinstance(value, bool):
+        raise _bad(key, value, "true or false")
+    return value
+
+
+def _api_key(extra_config: Mapping[str, Any]) -> str:
+    path = extra_config.get("prefill_api_key_file")
+    if path is None:
+        return os.environ.get(KEY_VARIABLE, "")
+    try:
+        key = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, TypeError, UnicodeDecodeError) as error:
+        raise _bad("prefill_api_key_file", path, f"a file that can be read ({error})") from error
+    if not key:
+        raise _bad("prefill_api_key_file", path, "a file with a key")
+    return key
+
+
+def _bad(key: str, value: object, expected: str) -> SettingsError:
+    return SettingsError(
+        found=f"kv_connector_extra_config has {key}={value!r}",
+        expected=expected,
+        consequence="It is not known which prefill servers may be asked, or how.",
+        remedy=f"Correct or remove {key!r} in --kv-transfer-config.",
+    )

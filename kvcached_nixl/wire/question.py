@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decode asks of a prefill server, and what that answers.
+
+The request is one of vLLM's own, ``POST /v1/completions`` with token ids, which vLLM's authentication guards and which
+ends when the connection does. Prefill computes the prompt and one token. (``/inference/v1/generate`` answers 403 from
+0.33 on, unless vLLM was started with ``--enable-scale-out``.)
+
+Source: ``vllm/entrypoints/openai/completion``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+__all__ = ["MOST_ANSWER_BYTES", "PATH", "Answer", "AskFailed", "Outcome", "Question", "read_answer"]
+
+PATH = "v1/completions"
+MOST_ID = 200
+_ODD = re.compile(r"[^A-Za-z0-9._:-]")
+MOST_ANSWER_BYTES = 16 << 20
+"""A manifest of a million tokens in blocks of 16 has less than a megabyte."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt whose KV is asked for.
+
+    Attributes:
+        request_id: decode's.
+        adapter: name of its LoRA adapter; "" for none.
+        trace_headers: W3C trace context, as it came.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    adapter: str = ""
+    salt: str = ""
+    priority: int = 0
+    trace_headers: Mapping[str, str] | None = None
+
+    def body(self) -> bytes:
+        """JSON of the request's body."""
+        found: dict[str, Any] = {
+            # A heartbeat could not name one with a comma.
+            "request_id": _ODD.sub("_", self.request_id)[:MOST_ID],
+            "prompt": self.token_ids,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+        }
+        if self.priority:
+            found["priority"] = self.priority
+        if self.adapter:
+            found["model"] = self.adapter
+        if self.salt:
+            found["cache_salt"] = self.salt
+        return msgspec.json.encode(found)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How asking a server has ended without an answer.
+
+    Attributes:
+        reason: in words, for the log.
+        is_final: the server is well and refuses this prompt, as others would.
+        is_of_server: it would give this answer to any prompt.
+        is_busy: the server cannot take requests now.
+        retry_after_seconds: what it said.
+    """
+
+    reason: str
+    is_final: bool = False
+    is_of_server: bool = False
+    is_busy: bool = False
+    retry_after_seconds: float = 0.0
+
+
+class AskFailed(Exception):
+    """A server has not answered with parameters; ``args[0]`` is an `Outcome`."""
+
+    @property
+    def outcome(self) -> Outcome:
+        found: Outcome = self.args[0]
+        return found
+
+
+class Answer(msgspec.Struct):
+    """The part of vLLM's answer that is read."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+def read_answer(status: int, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+    """Returns the ``kv_transfer_params`` of an answer.
+
+    Raises:
+        AskFailed: it has none.
+    """
+    if status == 200:
+        try:
+            params = msgspec.json.decode(body, type=Answer).kv_transfer_params
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise AskFailed(Outcome(f"its answer cannot be read: {error}")) from error
+        if params is None:
+            raise AskFailed(Outcome("it has computed the prompt, and offers no KV; expected kv_transfer_params"))
+        return params
+    shown = body[:300].decode(errors="replace")
+    reason = f"it answered HTTP {status}: {shown}"
+    if status in (429, 503):
+        raise AskFailed(
+            Outcome(
+                reason, is_of_server=True, is_busy=True, retry_after_seconds=_seconds(headers.get("Retry-After", ""))
+            )
+        )
+    is_final = status in (400, 404, 413, 422)
+    raise AskFailed(Outcome(reason, is_final=is_final, is_of_server=not is_final and status < 500))
+
+
+def _seconds(said: str) -> float:
+    return float(said) if said.isascii() and said.isdigit() and len(said) < 5 else 0.0

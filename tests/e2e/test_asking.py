@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real servers and no router: decode asks prefill for the KV of its prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
+from support.asking_servers import asking
+
+from experiments.common.client import Client, http_client
+from experiments.common.servers import Running, Server
+from experiments.lease_recovery.arms import PULL, PUSH, Arm, prompts
+
+TOKENS = 12
+REQUESTS = 8
+
+
+@contextlib.contextmanager
+def asked(arm: Arm, logs: Path, *, policy: str = "recompute", prefills: int = 1) -> Iterator[tuple[Running, Server]]:
+    prefill, decode = arm.specs(policy)
+    names = [dataclasses.replace(prefill, name=f"{prefill.name}{number}") for number in range(prefills)]
+    with asking(names, decode, logs) as found:
+        yield found
+
+
+def prompt_tokens(server: Server) -> float:
+    """How many tokens of prompts a server has computed, or fetched."""
+    found = httpx.get(f"{server.base_url}/metrics").text.splitlines()
+    return sum(float(one.rpartition(" ")[2]) for one in found if one.startswith("vllm:prompt_tokens_total"))
+
+
+async def complete(server: Server, http: httpx.AsyncClient, body: Mapping[str, Any], path: str = "completions") -> Any:
+    sent = {"model": "model", "temperature": 0.0, "max_tokens": TOKENS, **body}
+    reply = await http.post(f"{server.base_url}/v1/{path}", json=sent)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def said(reply: Any) -> Any:
+    """What is to be equal; log-probabilities depend on what is computed together in their last digits."""
+    return rounded([(one["text"], one["logprobs"], one["finish_reason"]) for one in reply["choices"]])
+
+
+def rounded(found: Any) -> Any:
+    if isinstance(found, Mapping):
+        return {key: rounded(one) for key, one in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [rounded(one) for one in found]
+    return pytest.approx(found, abs=1e-4) if isinstance(found, float) else found
+
+
+BODIES: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "log-probabilities": {"logprobs": 3},
+    "echo": {"echo": True},
+    "prompt log-probabilities": {"prompt_logprobs": 2},
+    "stop": {"stop": ["e"], "include_stop_str_in_output": True},
+    "beam search": {"use_beam_search": True, "n": 2},
+}
+
+
+@pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
+def test_answers_are_those_of_one_server(arm: Arm, tmp_path: Path) -> None:
+    async def run(prefill: Server, decode: Server) -> None:
+        async with http_client(REQUESTS) as http:
+            texts = prompts(REQUESTS, seed=5)
+            alone, asks = Client(prefill.base_url, http), Client(decode.base_url, http)
+            expected = [
+                await alone.answer(one, max_tokens=TOKENS, salt=f"alone-{place}", request_id=f"alone-{place}")
+                for place, one in enumerate(texts)
+            ]
+            before = prompt_tokens(prefill)
+            found = await asyncio.gather(
+                *(
+                    asks.answer(one, max_tokens=TOKENS, salt=f"asked-{place}", request_id=f"asked-{place}")
+                    for place, one in enumerate(texts)
+                )
+            )
+            assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+            assert prompt_tokens(prefill) - before == sum(map(len, texts)), "prefill has computed all of them"
+
+            for place, (name, body) in enumerate(BODIES.items()):
+                bodies = {"prompt": texts[place], **body}
+                one, other = await asyncio.gather(complete(prefill, http, bodies), complete(decode, http, bodies))
+                assert said(one) == said(other), name
+            several = {"prompt": [one[:300] for one in prompts(4, seed=6)]}
+            assert said(await complete(prefill, http, several)) == said(await complete(decode, http, several))
+
+            before = prompt_tokens(prefill)
+            equal = {"prompt": prompts(1, seed=9)[0], "n": 8, "temperature": 1.0}
+            assert len((await complete(decode, http, equal))["choices"]) == 8
+            assert prompt_tokens(prefill) - before == len(equal["prompt"]), "equal prompts are asked for once"  # type: ignore[arg-type]
+        for server in (prefill, decode):
+            server.check_alive()
+
+    with asked(arm, tmp_path) as (prefill, decode):
+        asyncio.run(run(prefill.servers[0], decode))
+
+
+async def answers_of(server: Server, http: httpx.AsyncClient, texts: Sequence[list[int]], name: str) -> list[list[int]]:
+    """What a server answers, one request after another."""
+    client = Client(server.base_url, http)
+    return [
+        (await client.answer(one, max_tokens=TOKENS, salt=f"{name}{n}", request_id=f"{name}{n}")).token_ids
+        for n, one in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
+@pytest.mark.parametrize(("prefills", "policy"), [(1, "recompute"), (2, "fail")], ids=["the only", "one of two"])
+def test_a_killed_prefill_costs_clients_no_errors(arm: Arm, prefills: int, policy: str, tmp_path: Path) -> None:
+    async def run(prefills: Running, decode: Server) -> None:
+        async with http_client(2 * REQUESTS) as http:
+            texts = prompts(2 * REQUESTS, seed=8)
+            expected = await answers_of(prefills.servers[0], http, texts, "alone")
+            under_way = [
+                asyncio.create_task(answers_of(decode, http, [text], f"asked{n}-")) for n, text in enumerate(texts)
+            ]
+            await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+            prefills.servers[0].kill()
+            assert [found[0] for found in await asyncio.gather(*under_way)] == expected
+            prefills.replace(0)
+            prefills.ready()
+            before = prompt_tokens(prefills.servers[0])
+            for attempt in range(60):
+                assert await answers_of(decode, http, texts[:2], f"again{attempt}-") == expected[:2]
+                if prompt_tokens(prefills.servers[0]) > before:
+                    break
+            else:
+                raise AssertionError("the new server is never asked")
+        decode.check_alive()
+
+    with asked(arm, tmp_path, policy=policy, prefills=prefills) as (running, decode):
+        asyncio.run(run(running, decode))
+
+
+def test_requests_that_wait_are_vllms_own(tmp_path: Path) -> None:
+    """While prefill stands still: they are counted, and end when clients leave; paused, nothing begins."""
+
+    async def run(prefill: Server, decode: Server) -> None:
+        async with http_client(64) as http:
+            asks = Client(decode.base_url, http)
+            texts = prompts(40, seed=3)
+            prefill.stand_still()
+            tasks = [
+                asyncio.create_task(asks.answer(one, max_tokens=TOKENS, salt=f"d{n}", request_id=f"d{n}"))
+                for n, one in enumerate(texts)
+            ]
+            await waiting_is(decode, len(texts))
+            for task in tasks[4:]:
+                task.cancel()
+            await waiting_is(decode, 4)
+            assert httpx.post(f"{decode.base_url}/pause?mode=keep").status_code == 200
+            prefill.go_on()
+            await asyncio.sleep(0.5)
+            assert not any(task.done() for task in tasks[:4])
+            assert httpx.post(f"{decode.base_url}/resume").status_code == 200
+            found = await asyncio.gather(*tasks[:4])
+            alone = [
+                await Client(prefill.base_url, http).answer(one, max_tokens=TOKENS, salt=f"a{n}", request_id=f"a{n}")
+                for n, one in enumerate(texts[:4])
+            ]
+            assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+            await waiting_is(decode, 0)
+        for server in (prefill, decode):
+            server.check_alive()
+
+    with asked(PULL, tmp_path) as (prefill, decode):
+        asyncio.run(run(prefill.servers[0], decode))
+
+
+async def waiting_is(server: Server, count: int, seconds: float = 60.0) -> None:
+    found = -1.0
+    async with asyncio.timeout(seconds):
+        while found != count:
+            lines = httpx.get(f"{server.base_url}/metrics").text.splitlines()
+            found = sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith("vllm:num_requests_waiting{"))
+            await asyncio.sleep(0.05)

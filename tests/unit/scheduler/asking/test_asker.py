@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefill server may answer, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kvcached_nixl.scheduler.asking import asker as module
+from kvcached_nixl.scheduler.asking.asker import Asker
+from kvcached_nixl.scheduler.asking.servers import Server
+from kvcached_nixl.wire.question import PATH, Outcome, Question
+
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Prefill:
+    """A server on a thread of its own, which answers as ``handler`` does."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.asked: list[tuple[dict[str, str], Any]] = []
+        self.left = threading.Event()
+        self._handler = handler
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.server = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+
+    async def _start(self) -> Server:
+        app = web.Application()
+        app.router.add_post(f"/{PATH}", self._answer)
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return Server(f"http://127.0.0.1:{self._runner.addresses[0][1]}")
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((dict(request.headers), await request.json()))
+        try:
+            return await self._handler(request)
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Decode:
+    def __init__(self) -> None:
+        self._woken = threading.Event()
+        self.asker = Asker("secret", self._woken.set)
+
+    def answer(self) -> Any:
+        assert self._woken.wait(10)
+        self._woken.clear()
+        ((_, found),) = self.asker.take()
+        return found
+
+
+@pytest.fixture
+def decode() -> Iterator[Decode]:
+    made = Decode()
+    yield made
+    made.asker.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Handler], Prefill]]:
+    found: list[Prefill] = []
+
+    def start(handler: Handler) -> Prefill:
+        found.append(Prefill(handler))
+        return found[-1]
+
+    yield start
+    for one in found:
+        one.close()
+
+
+def answering(**response: Any) -> Handler:
+    async def handler(_: web.Request) -> web.Response:
+        return web.Response(**response)
+
+    return handler
+
+
+def test_the_prompt_is_sent_and_the_parameters_come_back(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+    prefill = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS, "choices": [{"token_ids": [1]}]})))
+    question = Question("r", [5, 6, 7], "adapter", "salt", -3, {"traceparent": "00-1-2-01"})
+    decode.asker.ask(1, prefill.server, question)
+    assert decode.answer() == PARAMS
+    ((headers, body),) = prefill.asked
+    assert headers["Authorization"] == "Bearer secret" and headers["traceparent"] == "00-1-2-01"
+    assert body["prompt"] == [5, 6, 7] and body["max_tokens"] == 1
+    assert (body["model"], body["cache_salt"], body["priority"]) == ("adapter", "salt", -3)
+    assert body["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.mark.parametrize(
+    ("response", "reason", "is_final", "is_busy"),
+    [
+        ({"text": json.dumps({"kv_transfer_params": None})}, "expected kv_transfer_params", False, False),
+        ({"text": "{"}, "cannot be read", False, False),
+        ({"body": b"\xff\xfe"}, "cannot be read", False, False),
+        ({"text": json.dumps({"kv_transfer_params": [1]})}, "cannot be read", False, False),
+        ({"text": json.dumps([1])}, "cannot be read", False, False),
+        ({"status": 307, "headers": {"Location": "http://127.0.0.1:1/"}}, "HTTP 307", False, False),
+        ({"status": 401}, "HTTP 401", False, False),
+        ({"status": 404, "text": "no such model"}, "no such model", True, False),
+        ({"status": 413}, "HTTP 413", True, False),
+        ({"status": 500}, "HTTP 500", False, False),
+        ({"status": 503}, "HTTP 503", False, True),
+    ],
+)
+def test_an_answer_without_parameters(
+    decode: Decode,
+    serve: Callable[[Handler], Prefill],
+    response: Any,
+    reason: str,
+    is_final: bool,
+    is_busy: bool,
+) -> None:
+    decode.asker.ask(1, serve(answering(**response)).server, Question("r", [1]))
+    found = decode.answer()
+    assert isinstance(found, Outcome) and reason in found.reason
+    assert (found.is_final, found.is_busy) == (is_final, is_busy)
+
+
+@pytest.mark.parametrize(("said", "seconds"), [("7", 7.0), ("-1", 0.0), ("soon", 0.0), ("1" * 400, 0.0), ("٣", 0.0)])
+def test_what_a_busy_server_says(
+    decode: Decode, serve: Callable[[Handler], Prefill], said: str, seconds: float
+) -> None:
+    decode.asker.ask(1, serve(answering(status=503, headers={"Retry-After": said})).server, Question("r", [1]))
+    assert decode.answer().retry_after_seconds == seconds
+
+
+def test_an_answer_without_end_is_cut_off(
+    decode: Decode, serve: Callable[[Handler], Prefill], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_ANSWER_BYTES", 1 << 16)
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * 4096)
+
+    decode.asker.ask(1, serve(endless).server, Question("r", [1]))
+    assert "more than 65536 bytes" in decode.answer().reason
+
+
+def test_half_an_answer(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+    async def half(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"kv_transfer_params"')
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    decode.asker.ask(1, serve(half).server, Question("r", [1]))
+    assert isinstance(decode.answer(), Outcome)
+
+
+def test_nobody_listens(decode: Decode) -> None:
+    decode.asker.ask(1, Server("http://127.0.0.1:1"), Question("r", [1]))
+    assert "Cannot connect" in decode.answer().reason
+
+
+def test_prefill_notices_that_nobody_waits_any_more(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+    begun = threading.Event()
+
+    async def never(_: web.Request) -> web.StreamResponse:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    prefill = serve(never)
+    decode.asker.ask(1, prefill.server, Question("r", [1]))
+    assert begun.wait(10)
+    decode.asker.cancel(1)
+    assert prefill.left.wait(10)
+    assert not decode.asker.has_answers
+
+
+def test_closing_ends_what_is_asked(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+    begun = threading.Event()
+
+    async def never(_: web.Request) -> web.StreamResponse:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    prefill = serve(never)
+    decode.asker.ask(1, prefill.server, Question("r", [1]))
+    assert begun.wait(10)
+    decode.asker.close()
+    assert prefill.left.wait(10)
+
+
+def test_one_of_the_addresses_of_a_name_is_asked_by_its_name(
+    decode: Decode, serve: Callable[[Handler], Prefill]
+) -> None:
+    prefill = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS})))
+    port = prefill.server.url.rpartition(":")[2]
+    decode.asker.ask(1, Server(f"http://prefill.invalid:{port}", "127.0.0.1"), Question("r", [1]))
+    assert decode.answer() == PARAMS
+    assert prefill.asked[0][0]["Host"] == f"prefill.invalid:{port}"
+
+
+def test_a_name_that_does_not_resolve(decode: Decode) -> None:
+    decode.asker.ask(1, Server("http://prefill.invalid:8000"), Question("r", [1]))
+    assert isinstance(decode.answer(), Outcome)

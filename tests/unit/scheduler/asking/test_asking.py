@@ -1,0 +1,646 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests wait for an answer of a prefill server, who is asked, and how a request goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvcached_nixl.scheduler.asking.asking import Asking
+from kvcached_nixl.scheduler.asking.local_prefills import LocalPrefills
+from kvcached_nixl.scheduler.asking.servers import Server, Servers
+from kvcached_nixl.scheduler.timelines import Timelines
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.question import Outcome, Question
+
+SILENCE_SECONDS = 120.0
+BLOCK = 16
+CHUNK = 8 * BLOCK
+ANSWER = {"do_remote_prefill": True, "remote_engine_id": "p"}
+DEAD = Outcome("refused", is_of_server=True)
+BUSY = Outcome("HTTP 503", is_of_server=True, is_busy=True, retry_after_seconds=3.0)
+ODD = Outcome("HTTP 500")
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def now_seconds(self) -> float:
+        return self.now
+
+
+@dataclass
+class Request:
+    request_id: str
+    num_prompt_tokens: int = 4 * BLOCK
+    prefix: bytes | None = None
+    priority: int = 0
+    can_be_asked: bool = True
+
+    @property
+    def question(self) -> Question | None:
+        """As vLLM's: not twice, since it has the parameters of the first answer then."""
+        could, self.can_be_asked = self.can_be_asked, False
+        return Question(self.request_id, range(self.num_prompt_tokens)) if could else None
+
+
+@dataclass
+class Blocks:
+    """The engine's blocks: ``released`` are the requests that may begin, with their parameters."""
+
+    requests: dict[str, Request] = field(default_factory=dict)
+    num_free: int = 100
+    cached: dict[str, int] = field(default_factory=dict)
+    goes_by_priority: bool = False
+    caches_prefixes: bool = True
+    most_running: int = 64
+    released: dict[str, Any] = field(default_factory=dict)
+    held: list[str] = field(default_factory=list)
+    chunk_tokens: int = 0
+
+    def hold(self, request_id: str) -> None:
+        self.held.append(request_id)
+
+    def limit_chunks(self, num_tokens: int) -> None:
+        self.chunk_tokens = num_tokens
+
+    def num_needed(self, request_id: str) -> int:
+        return self.requests[request_id].num_prompt_tokens // BLOCK
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        return self.cached.get(request_id, 0)
+
+    def release(self, request_id: str, params: Any) -> None:
+        self.released[request_id] = params
+
+
+@dataclass
+class Asker:
+    """Nobody is asked: ``asked`` has the questions, by number, and the test answers."""
+
+    asked: dict[int, tuple[str, str]] = field(default_factory=dict)
+    addresses: dict[int, str] = field(default_factory=dict)
+    checking: list[Server] = field(default_factory=list)
+    checked: list[tuple[Server, bool]] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    answers: list[tuple[int, Any]] = field(default_factory=list)
+
+    def ask(self, number: int, server: Server, question: Question) -> None:
+        self.asked[number] = (server.url, question.request_id)
+        self.addresses[number] = server.address
+
+    def check(self, server: Server) -> None:
+        self.checking.append(server)
+
+    def take_checked(self) -> list[tuple[Server, bool]]:
+        checked, self.checked = self.checked, []
+        return checked
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.append(number)
+
+    def take(self) -> list[tuple[int, Any]]:
+        found, self.answers = self.answers, []
+        return found
+
+    @property
+    def has_answers(self) -> bool:
+        return bool(self.answers)
+
+    def close(self) -> None:
+        """Has no thread."""
+
+
+class Step(NamedTuple):
+    request_id: str
+    num_computed_tokens: int = 4 * BLOCK
+
+
+@dataclass
+class Fetching:
+    failures: dict[str, HandOverFailed] = field(default_factory=dict)
+    arrived_: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    computes: bool | None = None
+    unneeded_: list[Any] = field(default_factory=list)
+
+    def arrived(self, request: Any, step: Any, *, computes: bool) -> None:
+        self.arrived_.append(request.request_id)
+
+    def refuse(self, request: Any, failure: Exception, *, computes: bool) -> None:
+        self.refused[request.request_id] = str(failure)
+        self.computes = computes
+
+    def unneeded(self, params: Any, step: Any) -> None:
+        self.unneeded_.append(params)
+
+    def failure_of(self, request: Any) -> HandOverFailed | None:
+        return self.failures.get(request.request_id)
+
+    def forget(self, request: Any, step: Any) -> None:
+        del self.failures[request.request_id]
+
+
+class Decode:
+    def __init__(self, *urls: str, recomputes: bool = True, is_required: bool = False, **blocks: Any) -> None:
+        self.clock, self.asker, self.blocks, self.fetching = Clock(), Asker(), Blocks(**blocks), Fetching()
+        servers = Servers(urls or ("http://p1",), self.clock, SILENCE_SECONDS)
+        timelines = Timelines(self.clock, None, is_push=False)
+        self.names: dict[str, tuple[str, ...]] = {}
+        resolver = SimpleNamespace(take=self._changed)
+        self.asking = Asking(
+            *(servers, self.asker, resolver, self.fetching, self.clock, "own", LocalPrefills(CHUNK), timelines, BLOCK),  # type: ignore[arg-type]
+            recomputes=recomputes,
+            is_required=is_required,
+        )
+
+    def _changed(self) -> dict[str, tuple[str, ...]]:
+        changed, self.names = self.names, {}
+        return changed
+
+    def arrives(self, request_id: str, **changed: Any) -> bool:
+        request = self.blocks.requests[request_id] = Request(request_id, **changed)
+        held = self.asking.arrived(request, self.blocks)  # type: ignore[arg-type]
+        self.turn()
+        return held
+
+    def turn(self, *, may_ask: bool = True) -> None:
+        self.asking.turn(self.blocks, None, may_ask=may_ask)  # type: ignore[arg-type]
+
+    def number(self, request_id: str) -> int:
+        return max(number for number, (_, one) in self.asker.asked.items() if one == request_id)
+
+    def url(self, request_id: str) -> str:
+        return self.asker.asked[self.number(request_id)][0]
+
+    def is_asked(self, request_id: str) -> bool:
+        return any(one == request_id for _, one in self.asker.asked.values())
+
+    def answers(self, request_id: str, found: Any = None) -> None:
+        self.asker.answers.append((self.number(request_id), found or ANSWER))
+        self.turn()
+
+
+def test_a_request_goes_on_with_the_parameters_of_the_answer() -> None:
+    decode = Decode()
+    assert decode.arrives("a")
+    assert decode.asking.num_asked == 1 and not decode.blocks.released
+    decode.answers("a")
+    assert decode.blocks.released == {"a": ANSWER}
+    assert decode.fetching.arrived_ == ["a"]
+    assert decode.asking.due_at_seconds is None
+
+
+@pytest.mark.parametrize("changed", [{"can_be_asked": False}, {"num_prompt_tokens": BLOCK}])
+def test_what_nobody_is_asked_for_is_not_held(changed: Any) -> None:
+    assert not Decode().arrives("a", **changed)
+
+
+def test_a_prompt_that_is_cached_here_is_not_asked_for() -> None:
+    decode = Decode(cached={"a": 3 * BLOCK, "b": 2 * BLOCK})
+    decode.arrives("a")
+    decode.arrives("b")
+    assert decode.blocks.released == {"a": None}
+    assert decode.is_asked("b")
+
+
+def test_equal_prompts_fly_once() -> None:
+    decode = Decode()
+    for one in ("a", "b", "c"):
+        decode.arrives(one, prefix=b"same")
+    assert decode.asking.num_asked == 1
+    decode.answers("a")
+    decode.turn()
+    assert not decode.is_asked("b")
+    decode.blocks.cached = {"b": 4 * BLOCK - 1, "c": 4 * BLOCK - 1}
+    decode.asking.computed([Step("a")])  # type: ignore[list-item]
+    decode.turn()
+    assert list(decode.blocks.released) == ["a", "b", "c"] and not decode.is_asked("b")
+
+
+def test_the_next_of_equal_prompts_flies_where_the_first_one_has_left() -> None:
+    decode = Decode()
+    decode.arrives("a", prefix=b"same")
+    decode.arrives("b", prefix=b"same")
+    decode.asking.gone("a", 0)
+    decode.turn()
+    assert decode.asker.cancelled == [1]
+    assert decode.is_asked("b")
+
+
+def test_only_that_is_asked_for_which_finds_room() -> None:
+    decode = Decode(num_free=8)
+    for one in "abc":
+        decode.arrives(one)
+    assert decode.is_asked("b") and not decode.is_asked("c")
+    decode.answers("a")
+    decode.blocks.num_free = 4
+    decode.asking.allocated("a")
+    decode.turn()
+    assert not decode.is_asked("c")
+    decode.blocks.num_free = 8
+    decode.turn()
+    assert decode.is_asked("c")
+
+
+def test_one_prompt_is_asked_for_however_little_is_free() -> None:
+    decode = Decode(num_free=0)
+    decode.arrives("a")
+    decode.arrives("b")
+    assert decode.is_asked("a") and not decode.is_asked("b")
+
+
+def test_small_ones_pass_one_that_finds_no_room_for_a_while() -> None:
+    decode = Decode(num_free=6)
+    decode.arrives("a")
+    decode.arrives("large", num_prompt_tokens=60 * BLOCK)
+    decode.arrives("small", num_prompt_tokens=2 * BLOCK)
+    assert decode.is_asked("small") and not decode.is_asked("large")
+    decode.clock.now += 60
+    decode.answers("small")
+    decode.asking.allocated("small")
+    decode.turn()
+    decode.arrives("later", num_prompt_tokens=2 * BLOCK)
+    assert not decode.is_asked("later")
+    decode.blocks.num_free = 100
+    decode.turn()
+    assert decode.is_asked("large") and decode.is_asked("later")
+
+
+def test_no_more_is_asked_for_than_may_run() -> None:
+    decode = Decode(most_running=2)
+    for one in "abc":
+        decode.arrives(one)
+    assert decode.is_asked("b") and not decode.is_asked("c")
+
+
+def test_without_a_prefix_cache_equal_prompts_are_asked_for_together() -> None:
+    decode = Decode(caches_prefixes=False)
+    for one in "ab":
+        decode.arrives(one, prefix=b"same")
+    assert decode.is_asked("b")
+
+
+def test_what_requests_free_meanwhile_counts_as_room() -> None:
+    decode = Decode(num_free=4)
+    decode.arrives("a")
+    decode.arrives("b")
+    assert not decode.is_asked("b")
+    decode.asking.gone("other", 1000)
+    decode.turn()
+    assert decode.is_asked("b")
+
+
+def test_a_paused_engine_asks_for_nothing_and_takes_answers() -> None:
+    decode = Decode(num_free=4)
+    decode.arrives("a")
+    decode.arrives("b")
+    decode.asker.answers.append((1, ANSWER))
+    decode.blocks.num_free = 100
+    decode.turn(may_ask=False)
+    assert list(decode.blocks.released) == ["a"] and not decode.is_asked("b")
+    decode.turn()
+    assert decode.is_asked("b")
+
+
+def test_priority_decides_who_is_asked_for_first() -> None:
+    decode = Decode(num_free=0, goes_by_priority=True)
+    decode.arrives("a")
+    decode.arrives("later", priority=5)
+    decode.arrives("urgent", priority=-5)
+    decode.answers("a")
+    decode.asking.allocated("a")
+    decode.turn()
+    assert decode.is_asked("urgent") and not decode.is_asked("later")
+
+
+def test_another_server_is_asked_once() -> None:
+    decode = Decode("http://p1", "http://p2", "http://p3")
+    decode.arrives("a")
+    first = decode.url("a")
+    decode.answers("a", DEAD)
+    second = decode.url("a")
+    assert second != first
+    decode.answers("a", DEAD)
+    assert decode.blocks.released == {"a": None}
+    assert "refused" in decode.fetching.refused["a"]
+
+
+def test_where_the_only_server_is_dead_the_next_request_waits_for_nothing() -> None:
+    decode = Decode()
+    decode.arrives("a")
+    decode.answers("a", DEAD)
+    decode.arrives("b")
+    assert list(decode.fetching.refused) == ["a", "b"] and not decode.is_asked("b")
+    decode.clock.now += 60
+    decode.arrives("c")
+    assert decode.is_asked("c")
+
+
+def test_a_busy_server_is_waited_for() -> None:
+    decode = Decode()
+    decode.arrives("a")
+    decode.answers("a", BUSY)
+    assert not decode.fetching.refused and len(decode.asker.asked) == 1
+    due_at_seconds = decode.asking.due_at_seconds
+    assert due_at_seconds is not None and due_at_seconds >= decode.clock.now + 3
+    decode.clock.now = due_at_seconds
+    decode.turn()
+    assert len(decode.asker.asked) == 2
+    decode.answers("a")
+    assert decode.fetching.arrived_ == ["a"]
+
+
+def test_nothing_is_computed_here_where_prefill_is_required() -> None:
+    decode = Decode(is_required=True)
+    decode.arrives("a")
+    for _ in range(5):
+        decode.answers("a", DEAD)
+        assert not decode.blocks.released
+        decode.clock.now = decode.asking.due_at_seconds or 0.0
+        decode.turn()
+    decode.answers("a")
+    assert decode.fetching.arrived_ == ["a"]
+
+
+def test_a_policy_that_computes_nothing_waits_for_the_server_to_come_back() -> None:
+    decode = Decode(recomputes=False)
+    decode.arrives("a")
+    decode.answers("a", DEAD)
+    decode.arrives("b")
+    assert not decode.fetching.refused
+    decode.clock.now = decode.asking.due_at_seconds or 0.0
+    decode.turn()
+    assert len(decode.asker.asked) == 3
+    decode.answers("a")
+    decode.answers("b")
+    assert decode.fetching.arrived_ == ["a", "b"]
+
+
+def test_a_prompt_that_a_server_fails_for_costs_others_nothing() -> None:
+    decode = Decode()
+    for place in range(20):
+        decode.arrives(f"odd{place}")
+        decode.answers(f"odd{place}", ODD)
+        decode.answers(f"odd{place}", ODD)
+        decode.arrives(f"good{place}")
+        decode.answers(f"good{place}")
+        decode.asking.computed([Step(f"good{place}")])  # type: ignore[list-item]
+    assert len(decode.fetching.arrived_) == 20 and len(decode.fetching.refused) == 20
+
+
+def test_a_server_that_fails_for_several_in_a_row_rests() -> None:
+    decode = Decode()
+    for one in "ab":
+        decode.arrives(one)
+        decode.answers(one, ODD)
+    decode.answers("a", ODD)
+    decode.arrives("c")
+    assert not decode.is_asked("c") and "c" in decode.fetching.refused
+
+
+def test_required_is_not_computed_here_whatever_prefill_answers() -> None:
+    decode = Decode(is_required=True)
+    decode.arrives("a")
+    decode.answers("a", ODD)
+    decode.answers("a", ODD)
+    assert "HTTP 500" in decode.fetching.refused["a"] and decode.fetching.computes is False
+
+
+def test_one_that_is_dead_while_the_other_is_busy_is_not_waited_for() -> None:
+    decode = Decode("http://p1", "http://p2")
+    decode.arrives("a")
+    decode.answers("a", DEAD)
+    decode.answers("a", BUSY)
+    due_at_seconds = decode.asking.due_at_seconds
+    assert due_at_seconds is not None and due_at_seconds >= decode.clock.now + 3
+    decode.clock.now += 1
+    decode.turn()
+    assert len(decode.asker.asked) == 3, "the dead one has rested"
+
+
+def test_a_refused_prompt_is_not_sent_to_others() -> None:
+    decode = Decode("http://p1", "http://p2")
+    decode.arrives("a")
+    decode.answers("a", Outcome("HTTP 404: no such adapter", is_final=True))
+    assert len(decode.asker.asked) == 1 and "no such adapter" in decode.fetching.refused["a"]
+    decode.arrives("b")
+    assert decode.is_asked("b")
+
+
+def silent() -> Decode:
+    decode = Decode("http://p1", "http://p2")
+    decode.arrives("a")
+    assert decode.asking.due_at_seconds == decode.clock.now + SILENCE_SECONDS
+    decode.clock.now += SILENCE_SECONDS
+    decode.turn()
+    return decode
+
+
+def test_a_server_that_owes_answers_and_is_not_well_has_failed() -> None:
+    decode = silent()
+    first = decode.url("a")
+    (server,) = decode.asker.checking
+    assert server.url == first and not decode.asker.cancelled
+    decode.asker.checked.append((server, False))
+    decode.turn()
+    assert decode.asker.cancelled == [1] and decode.url("a") != first
+    decode.asker.answers.append((1, ANSWER))
+    decode.turn()
+    assert not decode.fetching.arrived_ and decode.fetching.unneeded_ == [ANSWER]
+
+
+def test_a_slow_server_is_waited_for_as_long_as_it_is_well() -> None:
+    decode = silent()
+    (server,) = decode.asker.checking
+    for _ in range(9):
+        assert decode.asking.due_at_seconds == decode.clock.now + SILENCE_SECONDS
+        decode.asker.checked.append((server, True))
+        decode.turn()
+        assert not decode.asker.cancelled
+        decode.clock.now += SILENCE_SECONDS
+        decode.turn()
+    decode.asker.checked.append((server, True))
+    decode.turn()
+    assert decode.asker.cancelled == [1], "it never answers anybody"
+
+
+def test_answers_that_have_come_count_however_late_they_are_taken() -> None:
+    decode = Decode()
+    decode.arrives("a")
+    decode.clock.now += 10 * SILENCE_SECONDS
+    decode.answers("a")
+    assert decode.fetching.arrived_ == ["a"] and not decode.asker.checking
+
+
+def test_an_engine_does_not_fetch_from_itself() -> None:
+    decode = Decode()
+    decode.arrives("a")
+    decode.answers("a", {**ANSWER, "remote_engine_id": "own"})
+    decode.answers("a", {**ANSWER, "remote_engine_id": "own"})
+    assert "this engine itself" in decode.fetching.refused["a"]
+
+
+def test_requests_that_leave_while_they_wait_leave_nothing() -> None:
+    decode = Decode(num_free=0)
+    for number in range(50):
+        decode.arrives(f"r{number}", prefix=b"%d" % (number % 7))
+    for number in range(50):
+        decode.asking.gone(f"r{number}", 0)
+        decode.turn()
+    assert decode.asking.num_asked == decode.asking.num_waiting == 0
+    assert decode.asking.due_at_seconds is None
+
+
+def answered(*urls: str) -> Decode:
+    decode = Decode(*urls)
+    decode.arrives("a")
+    decode.answers("a")
+    return decode
+
+
+def test_another_server_is_asked_where_the_kv_does_not_come() -> None:
+    decode = answered("http://p1", "http://p2")
+    first, request = decode.url("a"), decode.blocks.requests["a"]
+    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
+    assert decode.asking.may_ask_again("a")
+    assert decode.asking.holds_again(request, None)  # type: ignore[arg-type]
+    decode.turn()
+    assert decode.blocks.held == ["a"] and decode.url("a") != first
+    decode.asking.gone("b", 0)
+    decode.answers("a")
+    assert not decode.asking.holds_again(request, None)  # type: ignore[arg-type]
+    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
+    assert not decode.asking.may_ask_again("a")
+
+
+def test_a_refused_answer_is_asked_of_another_server() -> None:
+    decode = answered("http://p1", "http://p2")
+    decode.fetching.failures["a"] = HandOverFailed(FailureCause.DIGEST, "another prompt")
+    assert decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
+
+
+def test_the_only_server_is_not_asked_again() -> None:
+    decode = answered()
+    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
+    assert not decode.asking.may_ask_again("a")
+    assert not decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
+
+
+def test_a_request_that_is_computed_is_not_asked_for_again() -> None:
+    decode = answered("http://p1", "http://p2")
+    decode.asking.computed([Step("a")])  # type: ignore[list-item]
+    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
+    assert not decode.asking.may_ask_again("a")
+
+
+def test_few_prompts_are_computed_here_at_a_time() -> None:
+    decode = Decode()
+    for one in "abcd":
+        decode.arrives(one)
+    for one in "abcd":
+        decode.answers(one, DEAD)
+    assert list(decode.blocks.released) == ["a", "b"] and decode.blocks.chunk_tokens == CHUNK
+    decode.asking.computed([Step("a", 2 * BLOCK)])  # type: ignore[list-item]
+    decode.turn()
+    assert list(decode.blocks.released) == ["a", "b"]
+    decode.asking.computed([Step("a"), Step("b")])  # type: ignore[list-item]
+    decode.asking.gone("c", 0)
+    decode.turn()
+    assert list(decode.blocks.released) == ["a", "b", "d"]
+    decode.asking.gone("d", 0)
+    decode.turn()
+    assert decode.blocks.chunk_tokens == 0
+
+
+def test_a_name_stands_for_all_its_servers() -> None:
+    decode = Decode("http://prefill:8000")
+    decode.names["http://prefill:8000"] = ("10.0.0.1", "10.0.0.2")
+    for one in "abcd":
+        decode.arrives(one)
+    assert sorted(decode.asker.addresses.values()) == ["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2"]
+
+
+def test_one_that_has_left_is_not_asked_and_its_answer_counts() -> None:
+    decode = Decode("http://prefill:8000")
+    decode.names["http://prefill:8000"] = ("10.0.0.1",)
+    decode.arrives("a")
+    decode.names["http://prefill:8000"] = ("10.0.0.2",)
+    decode.arrives("b")
+    assert decode.asker.addresses == {1: "10.0.0.1", 2: "10.0.0.2"}
+    decode.answers("a")
+    assert decode.fetching.arrived_ == ["a"]
+
+
+def test_one_that_has_left_and_never_answers_has_failed() -> None:
+    decode = Decode("http://prefill:8000")
+    decode.names["http://prefill:8000"] = ("10.0.0.1",)
+    decode.arrives("a")
+    decode.names["http://prefill:8000"] = ()
+    decode.turn()
+    decode.clock.now += SILENCE_SECONDS
+    decode.turn()
+    (server,) = decode.asker.checking
+    decode.asker.checked.append((server, False))
+    decode.turn()
+    assert decode.asker.addresses == {1: "10.0.0.1", 2: ""}
+
+
+def test_addresses_that_come_back_owe_what_they_owed() -> None:
+    decode = Decode("http://prefill:8000")
+    decode.names["http://prefill:8000"] = ("10.0.0.1", "10.0.0.2")
+    decode.arrives("a")
+    for addresses in (("10.0.0.3",), ("10.0.0.1", "10.0.0.2")):
+        decode.names["http://prefill:8000"] = addresses
+        decode.turn()
+    decode.clock.now += SILENCE_SECONDS
+    decode.turn()
+    assert len(decode.asker.checking) == 1
+    decode.answers("a")
+    assert decode.fetching.arrived_ == ["a"] and decode.asking.due_at_seconds is None
+
+
+@pytest.mark.parametrize("number", [10, 10_000])
+def test_held_requests_cost_a_step_nothing(number: int) -> None:
+    decode = Decode(num_free=0)
+    for place in range(number):
+        decode.blocks.requests[f"r{place}"] = request = Request(f"r{place}")
+        decode.asking.arrived(request, decode.blocks)  # type: ignore[arg-type]
+    decode.turn()
+    looked_at: list[str] = []
+    decode.blocks.num_cached_tokens = lambda one: looked_at.append(one) or 0  # type: ignore[method-assign, func-returns-value]
+    decode.turn()
+    assert not looked_at
+
+
+def test_a_request_may_leave_while_it_waits_once_more() -> None:
+    decode = answered("http://p1", "http://p2")
+    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
+    assert decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
+    decode.asking.gone("a", 0)
+    decode.turn()
+    assert decode.asking.num_waiting == decode.asking.num_asked == 0 and not decode.blocks.held
+
+
+@pytest.mark.parametrize("answer", [{"a": 1}, {"do_remote_prefill": False}, {"do_remote_prefill": "yes"}])
+def test_parameters_that_offer_nothing(answer: Any) -> None:
+    decode = Decode()
+    decode.arrives("a")
+    decode.answers("a", answer)
+    decode.answers("a", answer)
+    assert "offers no KV" in decode.fetching.refused["a"]
+
+
+def test_a_server_of_another_model_rests_although_it_answers() -> None:
+    decode = Decode()
+    for one in "abc":
+        decode.arrives(one)
+        decode.answers(one)
+        decode.fetching.failures[one] = HandOverFailed(FailureCause.REFUSED, "another model")
+        decode.asking.may_ask_again(one)
+    decode.arrives("d")
+    assert not decode.is_asked("d") and "d" in decode.fetching.refused

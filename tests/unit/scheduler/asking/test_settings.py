@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator can set about asking prefill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.scheduler.asking.settings import KEY_VARIABLE, AskSettings
+
+
+def read(extra_config: dict[str, Any], *, is_consumer: bool = True) -> AskSettings | None:
+    return AskSettings.from_extra_config(extra_config, is_consumer=is_consumer)
+
+
+@pytest.mark.parametrize("extra", [{}, {"prefill": []}])
+def test_nobody_is_asked(extra: dict[str, Any]) -> None:
+    assert read(extra) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "servers"),
+    [
+        ("http://a:8000", ("http://a:8000",)),
+        (["http://a:8000/", "https://b", "http://a:8000"], ("http://a:8000", "https://b")),
+        ("http://[::1]:8000", ("http://[::1]:8000",)),
+    ],
+)
+def test_servers(said: Any, servers: tuple[str, ...]) -> None:
+    found = read({"prefill": said})
+    assert found is not None and found.servers == servers
+    assert not found.is_required and not found.accepts_params
+
+
+NO_SERVERS = ["a:8000", "ftp://a", "http://", "http://a:99999", "http://a/v1", "http://u:p@a", "http://a?b", [1], {}, 7]
+
+
+@pytest.mark.parametrize("said", [*NO_SERVERS, {"a": 1}])
+def test_what_is_no_server(said: Any) -> None:
+    with pytest.raises(SettingsError, match="URLs of servers without a path"):
+        read({"prefill": said})
+
+
+@pytest.mark.parametrize("key", ["prefill_required", "accept_kv_transfer_params"])
+def test_flags(key: str) -> None:
+    with pytest.raises(SettingsError, match="true or false"):
+        read({"prefill": "http://a", key: "yes"})
+    assert read({"prefill": "http://a", key: True}) != read({"prefill": "http://a"})
+
+
+def test_the_key_is_in_a_file_or_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "from the environment")
+    found = read({"prefill": "http://a"})
+    assert found is not None and found.api_key == "from the environment"
+    file = tmp_path / "key"
+    file.write_text("secret\n")
+    found = read({"prefill": "http://a", "prefill_api_key_file": str(file)})
+    assert found is not None and found.api_key == "secret" and "secret" not in repr(found)
+    file.write_text("")
+    for path in (str(file), str(tmp_path / "none"), 7.5):
+        with pytest.raises(SettingsError, match="prefill_api_key_file"):
+            read({"prefill": "http://a", "prefill_api_key_file": path})
+
+
+def test_a_producer_asks_nobody() -> None:
+    assert read({}, is_consumer=False) is None
+    with pytest.raises(SettingsError, match="kv_producer"):
+        read({"prefill": "http://a"}, is_consumer=False)
