@@ -108,14 +108,19 @@ class DecodeFetches:
             self._queued.add(request_id)
             fetch_request.renew(step, self._terms)
 
-    def refuse(self, request: Request, failure: HandOverFailed, *, computes: bool) -> None:
-        """A request gets no KV although it was asked for. When it is its turn, it fails, or is computed here if
-        ``kv_load_failure_policy`` says so and ``computes``."""
+    def refuse(self, request: Request, failure: HandOverFailed, *, computes: bool) -> bool:
+        """A request gets no KV although it was asked for. Returns whether it is computed here, when it is its turn:
+        if ``computes``, and ``kv_load_failure_policy`` says so. Else it ends with an error, whatever it waits for."""
         request_id = DecodeRequestId(request.request_id)
-        self._fetch_requests[request_id] = FetchRequest(
-            request_id, request, None, request.adapter, failure, computes=computes
-        )
+        computes = computes and self._terms.recomputes
+        one = FetchRequest(request_id, request, None, request.adapter, failure, computes=computes)
         self._timelines.begin(request, State.DECODE_QUEUED)
+        if computes:
+            self._fetch_requests[request_id] = one
+        else:
+            self.failed.refuse(one, failure)
+            self.failed.end_unless_computed(one)
+        return computes
 
     def failure_of(self, request: Request) -> HandOverFailed | None:
         """Why a request that has no blocks gets no KV; None if it still may."""

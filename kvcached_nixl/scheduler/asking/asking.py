@@ -369,8 +369,8 @@ class Asking:
         """No server gives its KV: the request is computed here, or fails."""
         failure = HandOverFailed(FailureCause.UNREACHABLE, f"no prefill server gives it: {held.outcome.reason}")
         del self._held[held.request.request_id]
-        self._fetching.refuse(held.request, failure, computes=not self._is_required)
-        self._local.add(held.request)
+        if self._fetching.refuse(held.request, failure, computes=not self._is_required):
+            self._local.add(held.request)
 
     def _go_on(self, held: _Held, blocks: BlockPool, params: dict[str, Any] | None = None) -> None:
         del self._held[held.request.request_id]

@@ -984,3 +984,54 @@ def test_what_waits_now_is_told_from_what_has_ended() -> None:
     decode.clock.advance(TIMEOUT)
     decode.collect()
     assert decode.fetching.waiting_now() == (0, 0.0), "it has given up, and only waits to be computed here"
+
+
+UNASKED = HandOverFailed(FailureCause.UNREACHABLE, "no server answers")
+
+
+def test_what_no_server_gives_is_computed_here_when_it_is_its_turn() -> None:
+    decode = Decode(recomputes=True)
+    request = Asked("d1", None)
+    assert decode.fetching.refuse(request, UNASKED, computes=True)
+    assert not decode.failed.has_news
+    assert decode.match(request) == NOTHING
+    assert decode.failures.counts == {FailureCause.UNREACHABLE: 1}
+
+
+@pytest.mark.parametrize(("recomputes", "computes"), [(False, True), (True, False)])
+def test_or_it_ends_whatever_it_waits_for(recomputes: bool, computes: bool) -> None:
+    decode = Decode(recomputes=recomputes)
+    request = Asked("d1", None)
+    assert not decode.fetching.refuse(request, UNASKED, computes=computes)
+    assert decode.failed.has_news and decode.failed.take_ending() == {"d1"}
+    decode.finish(request)
+    assert list(decode.failures.take_ended()) == ["d1"]
+    assert not decode.failed.has_news
+
+
+def test_a_failed_one_is_forgotten_before_another_server_is_asked() -> None:
+    """Prefill need not keep it, and its lease is not renewed."""
+    decode = Decode()
+    other = of_decode("d1", manifest=manifest_of(prompt(5)))
+    decode.arrive(other)
+    decode.take()
+    failure = decode.fetching.failure_of(other)
+    assert failure is not None and failure.cause is FailureCause.DIGEST
+    decode.fetching.forget(other, decode.step)
+    step = decode.take()
+    assert step.unrenewed == ["d1"] and [one.attempt for one in step.released] == [None]
+    assert decode.fetching.failure_of(other) is None
+    again = of_decode("d1")
+    decode.arrive(again)
+    assert decode.fetching.failure_of(again) is None and decode.match(again) == ALL
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_given_back() -> None:
+    decode = Decode()
+    manifest = manifest_of(prompt())
+    decode.fetching.unneeded(answer_of(manifest), decode.step)
+    (offer,) = decode.take().released
+    assert (offer.prefill, offer.request_id, offer.digest) == (PREFILL, manifest.request_id, manifest.digest)
+    for odd in ({}, {"do_remote_prefill": True}, {"do_remote_prefill": True, MANIFEST_KEY: 7}):
+        decode.fetching.unneeded(odd, decode.step)
+    assert not decode.take().released

@@ -125,15 +125,14 @@ class Fetching:
     failures: dict[str, HandOverFailed] = field(default_factory=dict)
     arrived_: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    computes: bool | None = None
     unneeded_: list[Any] = field(default_factory=list)
 
     def arrived(self, request: Any, step: Any, *, computes: bool) -> None:
         self.arrived_.append(request.request_id)
 
-    def refuse(self, request: Any, failure: Exception, *, computes: bool) -> None:
+    def refuse(self, request: Any, failure: Exception, *, computes: bool) -> bool:
         self.refused[request.request_id] = str(failure)
-        self.computes = computes
+        return computes
 
     def unneeded(self, params: Any, step: Any) -> None:
         self.unneeded_.append(params)
@@ -408,7 +407,7 @@ def test_required_is_not_computed_here_whatever_prefill_answers() -> None:
     decode.arrives("a")
     decode.answers("a", ODD)
     decode.answers("a", ODD)
-    assert "HTTP 500" in decode.fetching.refused["a"] and decode.fetching.computes is False
+    assert "HTTP 500" in decode.fetching.refused["a"] and not decode.blocks.released
 
 
 def test_one_that_is_dead_while_the_other_is_busy_is_not_waited_for() -> None:
