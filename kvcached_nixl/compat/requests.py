@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -291,10 +291,9 @@ class RequestView:
         return int(self.request.priority)
 
     @property
-    def prefix(self) -> bytes | None:
-        """Hash of the prompt's last full block, and so of all before it; None without a prefix cache."""
-        hashes = private(self.request, "block_hashes")
-        return bytes(hashes[-1]) if hashes else None
+    def block_hashes(self) -> Sequence[bytes]:
+        """Of its full blocks at this moment, each with all tokens before it."""
+        return tuple(private(self.request, "block_hashes"))
 
     @property
     def question(self) -> Question | None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvcached_nixl.wire.headroom import BlockUsage
@@ -81,8 +81,8 @@ class Request(Protocol):
         ...
 
     @property
-    def prefix(self) -> bytes | None:
-        """What its prompt's full blocks are cached under; None if they are not."""
+    def block_hashes(self) -> Sequence[bytes]:
+        """What its full blocks are cached under: each stands for all tokens up to its end, adapter, media and salt."""
         ...
 
     @property

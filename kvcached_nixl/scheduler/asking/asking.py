@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.asking.asker import Asker
+from kvcached_nixl.scheduler.asking.known_prefixes import KnownPrefixes
 from kvcached_nixl.scheduler.asking.local_prefills import LocalPrefills
 from kvcached_nixl.scheduler.asking.resolver import Resolver
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
@@ -58,6 +59,7 @@ class _Held:
 
     Attributes:
         order: its place among those that wait.
+        hashes: of its full blocks, as vLLM's prefix cache has them.
         prefix: of equal prompts only one is asked for at a time; None if nothing of it can be cached.
         number: of the question; 0 while nobody is asked.
         outcome: of the last question.
@@ -68,6 +70,7 @@ class _Held:
     request: Request
     question: Question
     order: tuple[int, int]
+    hashes: Sequence[bytes]
     prefix: bytes | None
     number: int = 0
     asked_at_seconds: float = 0.0
@@ -82,7 +85,7 @@ class Asking:
     Args:
         own_engine_id: of this engine, which never fetches from itself.
         local: what is computed here because no server gives it.
-        fewest_tokens: of which less is missing is computed here.
+        block_tokens: of the smallest KV-cache blocks. If no more tokens are missing, they are computed here.
         recomputes: what no server gives may be computed here (``kv_load_failure_policy``).
         is_required: nothing is computed here because no server answers.
     """
@@ -97,7 +100,7 @@ class Asking:
         own_engine_id: str,
         local: LocalPrefills,
         timelines: Timelines,
-        fewest_tokens: int,
+        block_tokens: int,
         *,
         recomputes: bool,
         is_required: bool,
@@ -110,7 +113,7 @@ class Asking:
         self._own_engine_id = own_engine_id
         self._local = local
         self._timelines = timelines
-        self._fewest_tokens = fewest_tokens
+        self._block_tokens = block_tokens
         self._computes = recomputes and not is_required
         self._is_required = is_required
         self._held: dict[str, _Held] = {}
@@ -133,6 +136,7 @@ class Asking:
         # When the server may be asked that those who wait are waiting for.
         self._rested_at_seconds: float | None = None
         self._window = Window(clock)
+        self._prompts = KnownPrefixes()
 
     @property
     def num_waiting(self) -> int:
@@ -159,12 +163,14 @@ class Asking:
 
     def arrived(self, request: Request, blocks: BlockPool) -> bool:
         """A request has entered the engine. Returns whether it is to be held."""
-        question = None if request.num_prompt_tokens <= self._fewest_tokens else request.question
+        question = None if request.num_prompt_tokens <= self._block_tokens else request.question
         if question is None:
             return False
         self._num_arrived += 1
         order = request.priority if blocks.goes_by_priority else 0, self._num_arrived
-        self._wait(_Held(request, question, order, request.prefix if blocks.caches_prefixes else None))
+        hashes = request.block_hashes
+        prefix = hashes[-1] if hashes and blocks.caches_prefixes else None
+        self._wait(_Held(request, question, order, hashes, prefix))
         return True
 
     def gone(self, request_id: str, num_freed_blocks: int) -> None:
@@ -302,21 +308,24 @@ class Asking:
         num_blocks = blocks.num_needed(request.request_id)
         if not rests and not self._window.has_room(num_blocks, blocks.num_free, blocks.most_running):
             return False
-        if request.num_prompt_tokens - blocks.num_cached_tokens(request.request_id) <= self._fewest_tokens:
+        if request.num_prompt_tokens - blocks.num_cached_tokens(request.request_id) <= self._block_tokens:
             self._go_on(held, blocks)
             self._timelines.end(request.request_id)
         elif rests:
             self._give_up(held)
         else:
             self._window.promise(request.request_id, num_blocks)
-            self._ask(held, server)
+            self._ask(held)
         return True
 
     def _rests(self, server: Server) -> bool:
         return server.rests_until_seconds > self._clock.now_seconds()
 
-    def _ask(self, held: _Held, server: Server) -> None:
+    def _ask(self, held: _Held) -> None:
         request = held.request
+        found = self._prompts.find(held.hashes)
+        cached = {} if found is None else {found[0]: found[1] * self._block_tokens}
+        server = self._servers.choose(held.tried, cached)
         self._num_asked += 1
         held.number, held.asked_at_seconds = self._num_asked, self._clock.now_seconds()
         held.tried.append(server)
@@ -325,7 +334,8 @@ class Asking:
             self._leaders[held.prefix] = request.request_id
             self._prefixes[request.request_id] = held.prefix
         self._timelines.enter(request.request_id, State.DECODE_ASKING)
-        self._servers.asked(server, held.number, request.num_prompt_tokens)
+        self._servers.asked(server, held.number, request.num_prompt_tokens - cached.get(server, 0))
+        self._prompts.add(held.hashes, server)
         self._asker.ask(held.number, server, held.question)
 
     def _goes_on_with(self, number: int, params: dict[str, Any], blocks: BlockPool, step: Step) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -37,6 +38,7 @@ class Server:
         address: one of those of its name; "" if it is not known, or the URL has an address.
         asked: what it is asked for and has not answered yet -> tokens.
         num_failures: in a row.
+        num_outages: how often it could not be reached.
         failure: why the last one was; None if it has answered since.
         rests_until_seconds: it is not asked before.
         last_sign_seconds: when it answered last, or when it was asked while it had nothing to answer.
@@ -47,6 +49,7 @@ class Server:
     address: str = ""
     asked: dict[int, int] = field(default_factory=dict)
     num_failures: int = 0
+    num_outages: int = 0
     failure: Outcome | None = None
     rests_until_seconds: float = 0.0
     last_sign_seconds: float = 0.0
@@ -89,15 +92,25 @@ class Servers:
         left = [one for one in (*self._leaving, *of_url.values()) if one not in self._all]
         self._leaving = [one for one in dict.fromkeys(left) if one.asked]
 
-    def choose(self, tried: Collection[Server]) -> Server:
+    def choose(self, tried: Collection[Server], cached: Mapping[Server, int] = MappingProxyType({})) -> Server:
         """Returns the one to ask next: it does not rest, was not tried yet, and has the fewest tokens of this engine to
-        compute. If all rest, one that is busy, or rests for the shortest time."""
+        compute, the prompt's with them. If all rest, one that is busy, or rests for the shortest time.
+
+        Args:
+            cached: how many tokens of the prompt servers may have cached.
+        """
         now = self._clock.now_seconds()
         self._random.shuffle(self._all)
 
         def order(one: Server) -> tuple[bool, bool, bool, float, int]:
             rests_seconds = max(0.0, one.rests_until_seconds - now)
-            return rests_seconds > 0, one in tried, not one.is_busy, rests_seconds, one.num_asked_tokens
+            return (
+                rests_seconds > 0,
+                one in tried,
+                not one.is_busy,
+                rests_seconds,
+                one.num_asked_tokens - cached.get(one, 0),
+            )
 
         return min(self._all, key=order)
 
@@ -126,6 +139,7 @@ class Servers:
             # Those that were asked together fail together.
             return
         server.num_failures += 1
+        server.num_outages += failure.is_of_server and not failure.is_busy
         if not failure.is_of_server and server.num_failures < FAILURES_IN_A_ROW:
             return
         pause_seconds = min(SHORTEST_PAUSE_SECONDS * 2.0 ** min(server.num_failures - 1, 10), LONGEST_PAUSE_SECONDS)

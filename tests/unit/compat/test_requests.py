@@ -439,9 +439,11 @@ def test_what_nobody_is_asked_for(fields: dict[str, Any]) -> None:
     assert asked_for(**fields).question is None
 
 
-def test_a_prompt_is_known_by_the_hash_of_its_last_full_block() -> None:
-    assert asked_for(block_hashes=[b"a", b"b"]).prefix == b"b"
-    assert asked_for().prefix is None
+def test_a_prompt_is_known_by_the_hashes_of_its_full_blocks() -> None:
+    found = view(block_hashes=[b"a", b"b"])
+    hashes = found.block_hashes
+    found.request.block_hashes.append(b"of what it generates")
+    assert hashes == (b"a", b"b")
 
 
 @pytest.mark.parametrize(

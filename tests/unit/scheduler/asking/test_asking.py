@@ -37,7 +37,7 @@ class Clock:
 class Request:
     request_id: str
     num_prompt_tokens: int = 4 * BLOCK
-    prefix: bytes | None = None
+    block_hashes: tuple[bytes, ...] = ()
     priority: int = 0
     can_be_asked: bool = True
 
@@ -210,7 +210,7 @@ def test_a_prompt_that_is_cached_here_is_not_asked_for() -> None:
 def test_equal_prompts_fly_once() -> None:
     decode = Decode()
     for one in ("a", "b", "c"):
-        decode.arrives(one, prefix=b"same")
+        decode.arrives(one, block_hashes=(b"same",))
     assert decode.asking.num_asked == 1
     decode.answers("a")
     decode.turn()
@@ -223,8 +223,8 @@ def test_equal_prompts_fly_once() -> None:
 
 def test_the_next_of_equal_prompts_flies_where_the_first_one_has_left() -> None:
     decode = Decode()
-    decode.arrives("a", prefix=b"same")
-    decode.arrives("b", prefix=b"same")
+    decode.arrives("a", block_hashes=(b"same",))
+    decode.arrives("b", block_hashes=(b"same",))
     decode.asking.gone("a", 0)
     decode.turn()
     assert decode.asker.cancelled == [1]
@@ -280,7 +280,7 @@ def test_no_more_is_asked_for_than_may_run() -> None:
 def test_without_a_prefix_cache_equal_prompts_are_asked_for_together() -> None:
     decode = Decode(caches_prefixes=False)
     for one in "ab":
-        decode.arrives(one, prefix=b"same")
+        decode.arrives(one, block_hashes=(b"same",))
     assert decode.is_asked("b")
 
 
@@ -487,7 +487,7 @@ def test_an_engine_does_not_fetch_from_itself() -> None:
 def test_requests_that_leave_while_they_wait_leave_nothing() -> None:
     decode = Decode(num_free=0)
     for number in range(50):
-        decode.arrives(f"r{number}", prefix=b"%d" % (number % 7))
+        decode.arrives(f"r{number}", block_hashes=(b"%d" % (number % 7),))
     for number in range(50):
         decode.asking.gone(f"r{number}", 0)
         decode.turn()
@@ -643,3 +643,45 @@ def test_a_server_of_another_model_rests_although_it_answers() -> None:
         decode.asking.may_ask_again(one)
     decode.arrives("d")
     assert not decode.is_asked("d") and "d" in decode.fetching.refused
+
+
+def hashes(*names: str) -> tuple[bytes, ...]:
+    """Four blocks for each name, as of a prompt that begins with the names before it."""
+    return tuple(f"{names[: place + 1]} {block}".encode() for place in range(len(names)) for block in range(4))
+
+
+def test_the_server_that_has_the_beginning_is_asked_for_the_rest() -> None:
+    decode = Decode("http://p1", "http://p2", "http://p3")
+    for name in ("system", "other", "third"):
+        decode.arrives(name, block_hashes=hashes(name, "a"), num_prompt_tokens=8 * BLOCK)
+    first = {name: decode.url(name) for name in ("system", "other", "third")}
+    assert len(set(first.values())) == 3
+    for name in first:
+        decode.answers(name)
+        decode.asking.computed([Step(name)])  # type: ignore[list-item]
+    for place in range(6):
+        name = ("third", "system", "other")[place % 3]
+        decode.arrives(f"{name} {place}", block_hashes=hashes(name, f"b{place}"), num_prompt_tokens=8 * BLOCK)
+        assert decode.url(f"{name} {place}") == first[name]
+
+
+def test_unless_it_has_more_to_compute_than_that_saves() -> None:
+    decode = Decode("http://p1", "http://p2", num_free=10_000)
+    urls = set()
+    for place in range(6):
+        name = f"r{place}"
+        decode.arrives(name, block_hashes=hashes("system", name), num_prompt_tokens=8 * BLOCK)
+        urls.add(decode.url(name))
+    assert len(urls) == 2
+
+
+def test_a_server_that_was_away_has_nothing_cached() -> None:
+    decode = Decode("http://p1", "http://p2")
+    decode.arrives("a", block_hashes=hashes("system", "a"), num_prompt_tokens=8 * BLOCK)
+    first = decode.url("a")
+    decode.answers("a", DEAD)
+    decode.answers("a")
+    second = decode.url("a")
+    decode.clock.now += 60
+    decode.arrives("b", block_hashes=hashes("system", "b"), num_prompt_tokens=8 * BLOCK)
+    assert first != second == decode.url("b")
