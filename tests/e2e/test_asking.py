@@ -143,6 +143,29 @@ def test_a_killed_prefill_costs_clients_no_errors(arm: Arm, prefills: int, polic
         asyncio.run(run(running, decode))
 
 
+@pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
+def test_two_ranks_on_each_side_and_two_api_servers(arm: Arm, tmp_path: Path) -> None:
+    async def run(prefill: Server, decode: Server) -> None:
+        async with http_client(REQUESTS) as http:
+            texts = prompts(2 * REQUESTS, seed=4)
+            expected = await answers_of(prefill, http, texts, "alone")
+            before = prompt_tokens(prefill)
+            found = await asyncio.gather(
+                *(answers_of(decode, http, [text], f"asked{n}-") for n, text in enumerate(texts))
+            )
+            assert [one[0] for one in found] == expected
+            assert prompt_tokens(prefill) - before == sum(map(len, texts)), "prefill has computed all of them"
+
+    prefill, decode = arm.specs("fail")
+    ranks = ("--data-parallel-size", "2")
+    prefill = dataclasses.replace(prefill, arguments=(*prefill.arguments, *ranks))
+    decode = dataclasses.replace(
+        decode, arguments=(*decode.arguments, *ranks), http_arguments=("--api-server-count", "2")
+    )
+    with asking([prefill], decode, tmp_path) as (prefills, asks):
+        asyncio.run(run(prefills.servers[0], asks))
+
+
 def test_requests_that_wait_are_vllms_own(tmp_path: Path) -> None:
     """While prefill stands still: they are counted, and end when clients leave; paused, nothing begins."""
 
