@@ -17,7 +17,18 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["MOST_ANSWER_BYTES", "PATH", "Answer", "AskFailed", "Outcome", "Question", "read_answer"]
+from kvcached_nixl.wire.params import HEADROOM_KEY
+
+__all__ = [
+    "MOST_ANSWER_BYTES",
+    "PATH",
+    "Answer",
+    "AskFailed",
+    "Outcome",
+    "Question",
+    "queued_tokens_in",
+    "read_answer",
+]
 
 PATH = "v1/completions"
 MOST_ID = 200
@@ -119,6 +130,13 @@ def read_answer(status: int, headers: Mapping[str, str], body: bytes) -> dict[st
         )
     is_final = status in (400, 404, 413, 422)
     raise AskFailed(Outcome(reason, is_final=is_final, is_of_server=not is_final and status < 500))
+
+
+def queued_tokens_in(params: Mapping[str, Any]) -> int:
+    """How many tokens of prompts wait at a server, by its answer; 0 if that does not say so."""
+    headroom = params.get(HEADROOM_KEY)
+    said = headroom.get("queued_tokens") if isinstance(headroom, Mapping) else None
+    return said if isinstance(said, int) and 0 <= said < 2**62 else 0
 
 
 def _seconds(said: str) -> float:

@@ -14,7 +14,6 @@ Meanwhile requests are held: they stay in vLLM's queue, are counted and can be a
 
 from __future__ import annotations
 
-import logging
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,15 +29,12 @@ from kvcached_nixl.scheduler.asking.window import Window
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
 from kvcached_nixl.scheduler.timelines import Timelines
-from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.question import Outcome, Question
+from kvcached_nixl.wire.question import Outcome, Question, queued_tokens_in
 from kvcached_nixl.wire.step import Step
 from kvcached_nixl.wire.timeline import State
 
 __all__ = ["Asking"]
-
-logger = logging.getLogger(SERVER_LOGGER)
 
 MOST_TRIES = 2
 MOST_PASSED = 16
@@ -349,7 +345,7 @@ class Asking:
         if held is None:
             self._fetching.unneeded(params, step)
             return
-        self._servers.answered(held.tried[-1], number)
+        self._servers.answered(held.tried[-1], number, queued_tokens_in(params))
         self._window.answered(self._clock.now_seconds() - held.asked_at_seconds)
         self._go_on(held, blocks, params)
         self._answered[held.request.request_id] = held

@@ -25,6 +25,8 @@ SHORTEST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 FAILURES_IN_A_ROW = 3
 """After so many, whatever they were, a server rests."""
+FRESH_SECONDS = 5.0
+"""How long it counts what a server has said of its queue."""
 VAIN_SILENCES = 10
 """Times ``silence_seconds`` that a server which is well, and answers nobody, is waited for."""
 
@@ -42,6 +44,7 @@ class Server:
         failure: why the last one was; None if it has answered since.
         rests_until_seconds: it is not asked before.
         last_sign_seconds: when it answered last, or when it was asked while it had nothing to answer.
+        queued_tokens: that waited there, of all who ask it, when it answered last.
         checked_seconds: when it was asked last whether it is well.
     """
 
@@ -54,6 +57,7 @@ class Server:
     rests_until_seconds: float = 0.0
     last_sign_seconds: float = 0.0
     checked_seconds: float = 0.0
+    queued_tokens: int = 0
 
     def __str__(self) -> str:
         return f"{self.url} ({self.address})" if self.address else self.url
@@ -63,9 +67,10 @@ class Server:
         """Whether it rests because it was busy, so that it is worth waiting for."""
         return self.failure is not None and self.failure.is_busy
 
-    @property
-    def num_asked_tokens(self) -> int:
-        return sum(self.asked.values())
+    def num_tokens(self, now_seconds: float) -> int:
+        """How many tokens of prompts it has to compute."""
+        is_fresh = now_seconds < self.last_sign_seconds + FRESH_SECONDS
+        return max(sum(self.asked.values()), self.queued_tokens if is_fresh else 0)
 
 
 class Servers:
@@ -109,7 +114,7 @@ class Servers:
                 one in tried,
                 not one.is_busy,
                 rests_seconds,
-                one.num_asked_tokens - cached.get(one, 0),
+                one.num_tokens(now) - cached.get(one, 0),
             )
 
         return min(self._all, key=order)
@@ -120,10 +125,15 @@ class Servers:
             server.last_sign_seconds = self._clock.now_seconds()
         server.asked[number] = num_tokens
 
-    def answered(self, server: Server, number: int) -> None:
-        """A server has answered, with parameters or with a refusal of the prompt."""
+    def answered(self, server: Server, number: int, queued_tokens: int = 0) -> None:
+        """A server has answered, with parameters or with a refusal of the prompt.
+
+        Args:
+            queued_tokens: of prompts that wait there, whoever asks for them, as it says.
+        """
         server.asked.pop(number, None)
         server.last_sign_seconds = self._clock.now_seconds()
+        server.queued_tokens = queued_tokens
 
     def served(self, server: Server) -> None:
         """The KV that a server has offered is here, and is used."""

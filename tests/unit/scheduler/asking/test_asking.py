@@ -14,6 +14,7 @@ from kvcached_nixl.scheduler.asking.local_prefills import LocalPrefills
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.params import HEADROOM_KEY
 from kvcached_nixl.wire.question import Outcome, Question
 
 SILENCE_SECONDS = 120.0
@@ -685,3 +686,33 @@ def test_a_server_that_was_away_has_nothing_cached() -> None:
     decode.clock.now += 60
     decode.arrives("b", block_hashes=hashes("system", "b"), num_prompt_tokens=8 * BLOCK)
     assert first != second == decode.url("b")
+
+
+@pytest.mark.parametrize(
+    ("said", "counts"), [(9000, True), (-1, False), ("9000", False), (None, False), (2**70, False)]
+)
+def test_a_server_that_others_keep_busy_is_asked_less(said: Any, counts: bool) -> None:
+    decode = Decode("http://p1", "http://p2")
+    decode.arrives("a")
+    busy = decode.url("a")
+    decode.answers("a", {**ANSWER, HEADROOM_KEY: {"queued_tokens": said}})
+    urls = []
+    for place in range(40):
+        decode.arrives(f"r{place}")
+        urls.append(decode.url(f"r{place}"))
+        decode.asking.gone(f"r{place}", 0)
+    assert (busy not in urls) is counts
+    decode.clock.now += 60
+    for place in range(40):
+        decode.arrives(f"s{place}")
+        urls.append(decode.url(f"s{place}"))
+        decode.asking.gone(f"s{place}", 0)
+    assert busy in urls, "it counts for a while"
+
+
+@pytest.mark.parametrize("headroom", [7, [], None])
+def test_odd_figures_of_a_server_count_nothing(headroom: Any) -> None:
+    decode = Decode()
+    decode.arrives("a")
+    decode.answers("a", {**ANSWER, HEADROOM_KEY: headroom})
+    assert decode.fetching.arrived_ == ["a"]
