@@ -59,6 +59,8 @@ class SchedulerFacade:
         read: wraps vLLM's requests.
         wake_address: where the side channel listens for this engine's own workers, and the key that they send.
         spans: makes spans of hand-overs; None if nothing is traced.
+        asks: whom this engine asks for KV; None if a router does that.
+        asker: sends the questions.
 
     Attributes:
         revocations: what takes hand-overs back.
@@ -77,6 +79,7 @@ class SchedulerFacade:
         read: Reader,
         spans: Spans | None = None,
         asks: AskSettings | None = None,
+        asker: Callable[[str, Callable[[], None]], Asker] = Asker,
     ) -> None:
         self.own = own
         self.read = read
@@ -104,16 +107,16 @@ class SchedulerFacade:
         self._reports = WorkerReports(self._fetching, self._offering, self._gate, self._giving_way, self.timelines)
         self.revocations = Revocations(self._link, clock, read, self._holds, self._offering, self._fetching)
         self.side_channel = OwnSideChannel(self._link, self._offering, self.revocations, self._headroom)
-        self._asking = None if asks is None else self._build_asking(asks)
+        self._asking = None if asks is None else self._build_asking(asks, asker)
         self._accepts_params = asks is None or asks.accepts_params
         self._reported_quarantine = 0
         self._failed: set[str] = set()
         self._refused: list[tuple[str, int]] = []
 
-    def _build_asking(self, asks: AskSettings) -> Asking:
+    def _build_asking(self, asks: AskSettings, asker: Callable[[str, Callable[[], None]], Asker]) -> Asking:
         return Asking(
             Servers(asks.servers, self._clock, self._terms.timeout_seconds),
-            Asker(asks.api_key, self._link.woken),
+            asker(asks.api_key, self._link.woken),
             Resolver(asks.servers, self._link.woken),
             self._fetching,
             self._clock,
@@ -363,7 +366,8 @@ class SchedulerFacade:
 
     def take_ending(self) -> set[str]:
         """Requests that must end with an error now, whatever they wait for (rule R4)."""
-        return self._starvation.take_ending() | self._failed_fetches.take_ending()
+        failed = {one for one in self._failed_fetches.take_ending() if not self.starts_again(one)}
+        return self._starvation.take_ending() | failed
 
     def _look_for_starved(self) -> None:
         """A step was built: notices an engine that stands still, and whose next request gets no blocks any more."""
@@ -387,6 +391,6 @@ class SchedulerFacade:
         return failed
 
     def starts_again(self, request_id: str) -> bool:
-        """Whether one of `take_failed` may get its KV from another server, so that it does not end, whatever
-        ``kv_load_failure_policy`` says."""
+        """Whether a request whose KV has failed to arrive may get it from another server, so that it does not end,
+        whatever ``kv_load_failure_policy`` says. Idempotent."""
         return self._asking is not None and self._asking.may_ask_again(request_id)

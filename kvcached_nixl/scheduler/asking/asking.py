@@ -202,7 +202,9 @@ class Asking:
 
     def may_ask_again(self, request_id: str) -> bool:
         """The KV of a request does not come. Returns whether another server is asked for it, so that it is neither
-        computed here nor fails yet; `holds_again` follows."""
+        computed here nor fails yet; `holds_again` follows. Idempotent until then."""
+        if request_id in self._failed:
+            return True
         held = self._answered.pop(request_id, None)
         failure = None if held is None else self._fetching.failure_of(held.request)
         if held is None or failure is None:

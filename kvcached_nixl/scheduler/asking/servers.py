@@ -109,13 +109,9 @@ class Servers:
 
         def order(one: Server) -> tuple[bool, bool, bool, float, int]:
             rests_seconds = max(0.0, one.rests_until_seconds - now)
-            return (
-                rests_seconds > 0,
-                one in tried,
-                not one.is_busy,
-                rests_seconds,
-                one.num_tokens(now) - cached.get(one, 0),
-            )
+            rests = rests_seconds > 0
+            num_tokens = one.num_tokens(now) - cached.get(one, 0)
+            return rests, one in tried, rests and not one.is_busy, rests_seconds, num_tokens
 
         return min(self._all, key=order)
 

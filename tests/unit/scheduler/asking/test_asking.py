@@ -716,3 +716,16 @@ def test_odd_figures_of_a_server_count_nothing(headroom: Any) -> None:
     decode.arrives("a")
     decode.answers("a", {**ANSWER, HEADROOM_KEY: headroom})
     assert decode.fetching.arrived_ == ["a"]
+
+
+def test_one_that_was_busy_is_asked_no_more_than_others() -> None:
+    decode = Decode("http://p1", "http://p2", num_free=10_000)
+    decode.arrives("a")
+    busy = decode.url("a")
+    decode.answers("a", BUSY)
+    decode.clock.now += 60
+    urls = []
+    for place in range(8):
+        decode.arrives(f"r{place}")
+        urls.append(decode.url(f"r{place}"))
+    assert 3 <= urls.count(busy) <= 5
