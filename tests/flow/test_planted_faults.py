@@ -207,6 +207,10 @@ CAUGHT_BY: Mapping[faults.Fault, Callable[[], None]] = MappingProxyType(
         faults.a_digest_is_of_all_heads: case(
             verified.test_what_is_right_is_found_to_be_right, all_of(PUSH), (Shape(tp_size=2), Shape())
         ),
+        # Decode asks prefill.
+        faults.who_waits_for_an_equal_prompt_is_forgotten: schedules,
+        faults.what_was_promised_stays_promised: schedules,
+        faults.a_client_that_left_is_still_computed_for: schedules,
     }
 )
 

@@ -30,7 +30,7 @@ def test_whatever_happens_no_byte_is_wrong_and_nothing_is_left(first: int) -> No
 
 def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
     """Else they would say nothing: both directions, KV that is used, each kind of end, blocks that are held."""
-    seen = {"READ": 0, "WRITE": 0, "fetched": 0, "preempted": 0, "restarted": 0, "causes": set[int]()}
+    seen = {"READ": 0, "WRITE": 0, "fetched": 0, "asked": 0, "preempted": 0, "restarted": 0, "causes": set[int]()}
     for seed in range(120):
         schedule = Schedule(seed)
         schedule.run()
@@ -42,6 +42,7 @@ def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
             seen["restarted"] += engine.incarnation
         requests = [one for task in schedule.tasks for one in (task.upstream, *task.children) if one is not None]
         seen["fetched"] += sum(one.num_external > 0 for one in requests)
+        seen["asked"] += sum(one.num_external > 0 for task in schedule.tasks if task.asks for one in task.children)
         seen["preempted"] += sum(one.epoch for one in requests)
-    assert all(seen[name] > 50 for name in ("READ", "WRITE", "fetched", "preempted")), seen
+    assert all(seen[name] > 50 for name in ("READ", "WRITE", "fetched", "asked", "preempted")), seen
     assert seen["restarted"] > 10 and len(seen["causes"]) >= 9, seen

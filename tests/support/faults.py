@@ -12,6 +12,9 @@ import pytest
 
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.scheduler import fetch_attempts
+from kvcached_nixl.scheduler.asking.asking import Asking
+from kvcached_nixl.scheduler.asking.local_prefills import LocalPrefills
+from kvcached_nixl.scheduler.asking.window import Window
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
@@ -676,3 +679,18 @@ def every_prompt_begins_at_once(patch: Patcher) -> None:
 
 def nobody_says_that_decode_has_registered(patch: Patcher) -> None:
     patch.setattr(OutcomeQueue, "claimed", nothing)
+
+
+# ----------------------------------------------------------------------------------------------- decode asks prefill
+
+
+def who_waits_for_an_equal_prompt_is_forgotten(patch: Patcher) -> None:
+    patch.setattr(Asking, "_land", nothing)
+
+
+def what_was_promised_stays_promised(patch: Patcher) -> None:
+    patch.setattr(Window, "settle", nothing)
+
+
+def a_client_that_left_is_still_computed_for(patch: Patcher) -> None:
+    patch.setattr(LocalPrefills, "gone", nothing)

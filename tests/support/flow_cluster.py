@@ -24,9 +24,11 @@ from kvcached_nixl.wire.messages import Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.timeline import Timeline
 from kvcached_nixl.worker.staging.slots import Use
+from support.flow_asker import Asked
 from support.flow_engine import Engine, Kind, Request, Status, Worker
 from support.flow_memory import Shape
 from support.internals import (
+    asking_of,
     fetching_of,
     free_buffers_of,
     holds_of,
@@ -152,6 +154,8 @@ class Cluster:
         alive: engines that run. Those in ``frozen`` are stopped and send nothing.
         sharing: host names that stand for one host.
         questions: handshakes in flight.
+        asked: questions of decode to prefill that have no answer yet.
+        answers_at_once: `settle` delivers the answers.
         spans: of all engines; None where nothing is traced.
     """
 
@@ -165,6 +169,9 @@ class Cluster:
         self.frozen: set[Engine] = set()
         self.engines: list[Engine] = []
         self.questions: list[Question] = []
+        self.asked: list[Asked] = []
+        self.answers_at_once = True
+        self.arrivals = itertools.count(1)
         self._numbers = itertools.count(1)
         self._owners: dict[str, Worker] = {}
         self.sharing: set[str] = set()
@@ -203,6 +210,8 @@ class Cluster:
         if engine in self.alive:
             self.alive.remove(engine)
         self.frozen.discard(engine)
+        for asked in [one for one in self.asked if one.asker.engine is engine]:
+            asked.hang_up()
 
     def kill(self, engine: Engine) -> None:
         self.stop_listening(engine)
@@ -327,6 +336,8 @@ class Cluster:
             self.wire.deliver_all()
             for question in list(self.questions):
                 self.answer(question)
+            for asked in self._answers():
+                asked.deliver()
             for engine in self.running:
                 for worker in engine.workers:
                     worker.copy()
@@ -340,7 +351,10 @@ class Cluster:
     def _is_busy(self) -> bool:
         on_wire = any(not self.wire.is_stuck(one) for one in self.wire.pending)
         engines = any(engine.is_moving or any(worker.is_busy for worker in engine.workers) for engine in self.running)
-        return on_wire or engines or bool(self.questions)
+        return on_wire or engines or bool(self.questions or self._answers())
+
+    def _answers(self) -> list[Asked]:
+        return [one for one in self.asked if self.answers_at_once and one.is_ready]
 
     def pass_time(self, seconds: float, slice_seconds: float = 2.5) -> None:
         """Advances the clock in slices, and settles after each."""
@@ -373,6 +387,7 @@ def left_on(engine: Engine) -> Iterator[str]:
     # What was measured last is told to the workers with the next step, which may never come.
     yield from leftovers(handover.timelines, but=("lasted",))
     yield from (f"hold {number}: {blocks}" for number, blocks in holds_of(handover).items())
+    yield from leftovers(*asking_of(handover), but=("_all",))
     fetching, offering = fetching_of(handover), offering_of(handover)
     yield from leftovers(fetching, fetching.attempts, fetching.failed, offering, offering.kept)
     if handover.pending or handover.num_held_blocks or handover.num_quarantined_blocks or engine.quarantined:

@@ -8,6 +8,8 @@ preemption, steps that are scheduled before the output of earlier ones is known,
 from __future__ import annotations
 
 import enum
+import functools
+import random
 import threading
 import zlib
 from collections import Counter, deque
@@ -19,6 +21,7 @@ import msgspec
 import numpy as np
 
 from kvcached_nixl.ids import EngineId
+from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.side_channel_listener import Answers
@@ -27,6 +30,7 @@ from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Tensors, Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
+from kvcached_nixl.wire.question import Question
 from kvcached_nixl.wire.step import FAILING, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.build import assemble
@@ -43,9 +47,10 @@ from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.digest_fakes import InTurn, as_bytes, content_of
 from support.engine_fakes import kv_groups
+from support.flow_asker import FlowAsker, url_of
 from support.flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
 from support.flow_staging import slab_of
-from support.internals import context_of, receiver_of, registry_of
+from support.internals import context_of, draw_as, receiver_of, registry_of
 
 if TYPE_CHECKING:
     from support.flow_cluster import Cluster
@@ -107,6 +112,8 @@ class Request:
             computes from then on is its own, also after a preemption.
         lora: returns the content of its adapter.
         priority: a smaller one is first, where an engine goes by priority.
+        order: of its arrival.
+        block_hashes: of its full blocks.
     """
 
     request_id: str
@@ -132,6 +139,8 @@ class Request:
     salt: int = 0
     is_mixed: bool = False
     lora: Callable[[], str] = lambda: ""
+    order: int = 0
+    block_hashes: Sequence[bytes] = ()
     sequence: Sequence64 = field(init=False)
 
     def __post_init__(self) -> None:
@@ -160,6 +169,19 @@ class Request:
     def family(self) -> tuple[int, int]:
         """Only with requests of the same family it shares blocks."""
         return self.adapter, self.salt
+
+    @property
+    def question(self) -> Question | None:
+        """As `compat.requests.RequestView`."""
+        params = self.params or {}
+        if self.computes_prompt or self.is_session or params.get("do_remote_prefill") or params.get("do_remote_decode"):
+            return None
+        more = str(self.adapter or ""), "", int(self.priority), self.trace_headers
+        return Question(self.request_id, self.prompt, *more)
+
+    def refuse_prefill(self) -> None:
+        if (self.params or {}).get("do_remote_prefill"):
+            self.params = None
 
     def digest(self, num_tokens: int) -> str:
         return digest_of(self.prompt, num_tokens, lora=self.lora())
@@ -214,6 +236,8 @@ class Kind:
         goes_by_priority: as with ``--scheduling-policy priority``.
         keeps_stale_output: a preempted request takes the token of a step that was in flight (vLLM's
             ``num_stale_output_tokens``).
+        asks: names of the engines that it asks for KV.
+        is_required: it computes nothing because they do not answer.
     """
 
     shape: Shape = Shape()
@@ -232,6 +256,8 @@ class Kind:
     drops_blocks: bool = False
     allocation_seconds: float | None = None
     most_unclaimed_tokens: int = 1 << 30
+    asks: tuple[str, ...] = ()
+    is_required: bool = False
 
 
 class Channel:
@@ -424,6 +450,8 @@ class Engine:
     Attributes:
         admits: whether waiting requests are scheduled; the test may stop that, as in an engine that is full.
         is_paused: as by ``/pause?mode=keep``: nothing is scheduled, and only hand-overs count as work.
+        held: as those of `compat.actions.held_requests`.
+        chunk_tokens: of one prompt that a step computes; 0 for no limit.
     """
 
     def __init__(self, cluster: Cluster, own: RemotePrefill, kind: Kind, incarnation: int) -> None:
@@ -453,19 +481,21 @@ class Engine:
             cluster.clock,
             Reads(),
             cluster.spans,
+            AskSettings(tuple(map(url_of, kind.asks)), kind.is_required) if kind.asks else None,
+            functools.partial(FlowAsker, self),
         )
+        draw_as(self.handover, random.Random(number))
         self.workers = [Worker(self, rank) for rank in range(shape.tp_size)]
-        self.pool = Pool(
-            shape, [worker.memory for worker in self.workers], kind.caches_prefixes, kind.are_shared, kind.newest_first
-        )
+        memories = [worker.memory for worker in self.workers]
+        self.pool = Pool(self, shape, memories, kind.caches_prefixes, kind.are_shared, kind.newest_first)
         self.handover.bind(self.pool)
-        self.pool.next_up, self.pool.lose, self.pool.head = self._next_up, self._lose, self._head
-        self.pool.running, self.pool.paused = lambda: self.running, lambda: self.is_paused and not self.running
         self.answers: Answers = {}
         self.handover.side_channel.introduce(self._envelopes(), self._listen)
         self.requests: dict[str, Request] = {}
         self.attempts: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
+        self.held: dict[str, Request] = {}
+        self.chunk_tokens = 0
         self.skipped: deque[Request] = deque()
         self.running: list[Request] = []
         self.outputs: deque[Output] = deque()
@@ -483,10 +513,37 @@ class Engine:
     def add(self, request: Request) -> Request:
         assert request.request_id not in self.requests
         request.lora = lambda: self._adapter(request.adapter)
-        self.handover.arrived(request)
+        request.order, size = next(self.cluster.arrivals), self.kind.shape.block_size
+        sums = request.sums(request.num_prompt_tokens)[size - 1 :: size]
+        request.block_hashes = [repr((request.family, one)).encode() for one in sums]
+        is_held = self.handover.arrived(request)
         self.requests[request.request_id] = request
         self.waiting.append(request)
+        if is_held:
+            self.hold(request.request_id)
         return request
+
+    def take(self, body: Mapping[str, Any]) -> Request:
+        """A request comes over HTTP."""
+        name = f"cmpl-{body['request_id']}-0-{next(self.cluster.arrivals):08x}"
+        request = Request(name, tuple(body["prompt"]), body["kv_transfer_params"], body["max_tokens"])
+        request.adapter, request.priority = int(body.get("model", 0)), body.get("priority", 0)
+        return self.add(request)
+
+    def hold(self, request_id: str) -> None:
+        request = self.requests[request_id]
+        assert request.status is Status.WAITING and request_id not in self.pool.tables
+        self._unqueue(request)
+        # It has nothing, and begins anew.
+        request.is_mixed = False
+        self.held[request_id] = request
+
+    def release(self, request_id: str, params: Mapping[str, Any] | None) -> None:
+        """As `compat.actions.held_requests.HoldingQueue.release`."""
+        request = self.held.pop(request_id)
+        request.params = request.params if params is None else dict(params)
+        later = (place for place, one in enumerate(self.waiting) if one.order > request.order)
+        self.waiting.insert(next(later, len(self.waiting)), request)
 
     def abort(self, request: Request) -> None:
         self._finish([request], Status.ABORTED)
@@ -513,6 +570,7 @@ class Engine:
         # As the engine's loop does while it waits.
         if self.handover.watches_memory or self.has_requests:
             self.handover.relieve()
+        self.handover.ask()
         if len(self.outputs) >= self.kind.depth or not self.has_requests:
             return False
         self.pool.is_scheduling = True
@@ -564,7 +622,7 @@ class Engine:
                 request.num_computed + 2 - request.placeholders >= request.num_prompt_tokens + request.max_tokens
             ):
                 continue
-            count = min(request.num_tokens + request.placeholders - request.num_computed, left)
+            count = self._chunk(request.num_tokens + request.placeholders - request.num_computed, left)
             if not count:
                 continue
             while (new := self.pool.allocate(request, (), request.num_computed + count)) is None:
@@ -600,7 +658,7 @@ class Engine:
                 num_external = found
                 num_computed = num_local + num_external
                 assert num_computed <= request.num_tokens
-            count = 0 if is_async else min(request.num_tokens - num_computed, left)
+            count = 0 if is_async else self._chunk(request.num_tokens - num_computed, left)
             # As vLLM's scheduler_reserve_full_isl: a request that cannot finish would be preempted for ever.
             if not self.pool.fits(request, hits, request.num_tokens):
                 break
@@ -621,6 +679,9 @@ class Engine:
             left -= count
         self.skipped.extendleft(reversed(skipped))
 
+    def _chunk(self, num_tokens: int, left: int) -> int:
+        return min(num_tokens, left, self.chunk_tokens or left)
+
     def _next_queue(self) -> deque[Request]:
         if not self.kind.goes_by_priority:
             return self.skipped or self.waiting
@@ -639,7 +700,7 @@ class Engine:
         if name in self._failed_receiving:
             self._failed_receiving.remove(name)
             assert not request.num_computed
-            self.pool.release(request)
+            self.pool.empty(request)
             request.num_external = 0
         else:
             expected = self._sums(request, request.num_computed)
@@ -654,7 +715,7 @@ class Engine:
     def preempt(self, request: Request) -> None:
         """Preempts a request that the caller has removed from ``running``."""
         self.handover.preempted(request.request_id)
-        self.pool.release(request)
+        self.pool.empty(request)
         request.status, request.num_computed, request.placeholders = Status.PREEMPTED, 0, 0
         request.epoch += 1
         self.waiting.appendleft(request)
@@ -765,6 +826,7 @@ class Engine:
         self.handover.collect(reports)
         self.lasted += reports.lasted
         starved = self.handover.take_ending()
+        ended = {name for name, _ in self.handover.take_refused()}
         assert reports.invalid <= {FAILING}
         sent = {name for name in reports.sent if name in self.requests}
         received = {name for name in reports.received if name in self.requests}
@@ -775,7 +837,7 @@ class Engine:
             self._take_token(one)
         self._finish([self.requests[name] for name in sorted(failed)], Status.ERROR)
         told = self.handover.take_told()
-        assert failed <= told.keys(), "a client hears of a failure and not which"
+        assert failed | ended <= told.keys(), "a client hears of a failure and not which"
         for name in sorted(received):
             request = self.requests[name]
             if request.status is Status.REMOTE:
@@ -793,7 +855,7 @@ class Engine:
         for one in forward if self.kind.goes_by_priority else ():
             one.priority = float("-inf")
 
-    def _lose(self, request_id: str, recomputes: bool) -> int | None:
+    def lose(self, request_id: str, recomputes: bool) -> int | None:
         request = self.requests[request_id]
         request.num_computed = 0
         if recomputes:
@@ -802,7 +864,7 @@ class Engine:
         self._finish([request], Status.ERROR)
         return 0
 
-    def _head(self) -> Request | None:
+    def head(self) -> Request | None:
         waiting = (one for one in self._startable if one.status in (Status.WAITING, Status.PREEMPTED))
         return next(waiting, None) if self.admits else None
 
@@ -813,7 +875,7 @@ class Engine:
             found.sort(key=lambda one: one.priority)
         return [one for one in found if not self.handover.holds_back(one.request_id)]
 
-    def _next_up(self) -> list[str]:
+    def next_up(self) -> list[str]:
         waiting = [one.request_id for one in self._startable if one.status in (Status.WAITING, Status.PREEMPTED)]
         return waiting if self.admits and not self.running else []
 
@@ -822,10 +884,9 @@ class Engine:
         for name in ours:
             assert self.requests[name].status is Status.REMOTE or self.requests[name].status.is_finished
             self.requests[name].num_computed = 0
-        if self.kind.recomputes:
-            self._failed_receiving |= ours
-            return set()
-        return {name for name in ours if not self.requests[name].status.is_finished}
+        again = {name for name in sorted(ours) if self.handover.starts_again(name) or self.kind.recomputes}
+        self._failed_receiving |= again
+        return {name for name in ours - again if not self.requests[name].status.is_finished}
 
     def _take_token(self, one: Scheduled) -> None:
         request = one.request
@@ -845,7 +906,8 @@ class Engine:
             self._free_request(request, False)
 
     def _unqueue(self, request: Request) -> None:
-        next(queue for queue in (self.running, self.waiting, self.skipped) if request in queue).remove(request)
+        if self.held.pop(request.request_id, None) is None:
+            next(queue for queue in (self.running, self.waiting, self.skipped) if request in queue).remove(request)
 
     def _finish(self, requests: list[Request], status: Status) -> None:
         for request in requests:
@@ -870,5 +932,5 @@ class Engine:
 
     def _free_blocks(self, request: Request) -> None:
         assert request.status.is_finished
-        self.pool.release(request)
+        self.pool.empty(request)
         del self.requests[request.request_id]

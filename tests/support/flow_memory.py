@@ -8,7 +8,7 @@ they come from. Free blocks are poisoned at once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.planes import Planes
 
 if TYPE_CHECKING:
-    from support.flow_engine import Request
+    from support.flow_engine import Engine, Request
 
 CELL_BYTES = 8
 NUM_PLANES = 2
@@ -160,10 +160,6 @@ class Pool:
     Attributes:
         newest_first: allocate the block that was freed last (kvcached), not the one that was freed first (vLLM).
         are_shared: another connector may load KV into the blocks, and that load may fail.
-        next_up: returns the requests that wait for blocks, in order, if the engine runs none.
-        head: returns the request that waits to be started next, if one does.
-        running: returns the requests that run.
-        paused: returns whether the engine is paused, and runs none.
         neighbour_leaves_blocks: how many another engine that waits leaves to this one; None if none waits.
         is_neighbour_stalled: whether that engine runs nothing.
         is_scheduling: a step is being built, in which vLLM may copy blocks that only the prefix cache keeps.
@@ -172,11 +168,12 @@ class Pool:
         limit_blocks: as set by ``kvctl limit``; None for no limit. As in kvcached, it counts from the next allocation
             or `apply_limit` on; vLLM tries none that the limit of before does not allow.
         num_looked_at: how many of a request's first blocks were added to the prefix cache, or found there.
-        lose: called with the id of a request that received its KV and lost it, and whether it recomputes.
     """
 
     is_producer = False
+    most_running = 1000
 
+    engine: Engine = field(repr=False)
     shape: Shape
     memories: list[RankMemory]
     caches_prefixes: bool
@@ -189,10 +186,6 @@ class Pool:
     cached: dict[tuple[int, ...], int] = field(default_factory=dict)
     num_looked_at: dict[str, int] = field(default_factory=dict)
     salts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    next_up: Callable[[], list[str]] = list
-    head: Callable[[], Request | None] = lambda: None
-    running: Callable[[], list[Request]] = list
-    paused: Callable[[], bool] = lambda: False
     limit_blocks: int | None = None
     applied_limit_blocks: int | None = None
     neighbour_leaves_blocks: int | None = None
@@ -200,15 +193,14 @@ class Pool:
     is_scheduling: bool = False
     has_retired: bool = False
     has_reserve: bool = False
-    lose: Callable[[str, bool], int | None] = lambda request_id, recomputes: None
 
     @property
     def stalled(self) -> list[str]:
-        return self.next_up()
+        return self.engine.next_up()
 
     @property
     def is_paused(self) -> bool:
-        return self.paused()
+        return self.engine.is_paused and not self.engine.running
 
     def __post_init__(self) -> None:
         self.holders = [[] for _ in range(self.shape.num_blocks)]
@@ -274,7 +266,7 @@ class Pool:
                 self.sum_of[block], self.cached[key] = key, block
         self.num_looked_at[request.request_id] = max(num_full, self.num_looked_at.get(request.request_id, 0))
 
-    def release(self, request: Request) -> None:
+    def empty(self, request: Request) -> None:
         """Frees a request's blocks."""
         self.num_looked_at.pop(request.request_id, None)
         self._give([(block, request) for block in reversed(self.tables.pop(request.request_id, []))])
@@ -301,14 +293,42 @@ class Pool:
 
     @property
     def num_running_blocks(self) -> int:
-        return len({block for one in self.running() for block in self.tables[one.request_id]})
+        return len({block for one in self.engine.running for block in self.tables[one.request_id]})
+
+    @property
+    def goes_by_priority(self) -> bool:
+        return self.engine.kind.goes_by_priority
+
+    @property
+    def admits(self) -> bool:
+        return self.engine.admits and not self.engine.is_paused
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free(())
+
+    def num_needed(self, request_id: str) -> int:
+        request = self.engine.requests[request_id]
+        return self._missing(request, (), request.num_prompt_tokens)
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        return len(self.hits(self.engine.requests[request_id])) * self.shape.block_size
+
+    def hold(self, request_id: str) -> None:
+        self.engine.hold(request_id)
+
+    def release(self, request_id: str, params: Mapping[str, Any] | None) -> None:
+        self.engine.release(request_id, params)
+
+    def limit_chunks(self, num_tokens: int) -> None:
+        self.engine.chunk_tokens = num_tokens if len(self.engine.running) > 1 else 0
 
     def others_have_blocks(self, request_ids: Collection[str]) -> bool:
         return any(blocks and one not in request_ids for one, blocks in self.tables.items())
 
     @property
     def starved(self) -> tuple[str, int] | None:
-        head = self.head()
+        head = self.engine.head()
         if head is None:
             return None
         hits = self.hits(head)
@@ -371,7 +391,7 @@ class Pool:
         self._give(blocks)
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
-        return self.lose(request_id, recomputes)
+        return self.engine.lose(request_id, recomputes)
 
     def outdate(self, is_meant: Callable[[int, str], bool], *, even_waiting: bool = False) -> set[str]:
         holding = {one.request_id: one for held in self.holders for one in held if one.request_id in self.tables}

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A random schedule of events, drawn from a seed; the same seed gives the same schedule.
 
-A router gives each task to a prefill and a decode engine, in either order, sometimes with wrong parameters. Engines
-step, devices lag, handshakes and messages arrive late, twice, in another order or never, engines die, vanish and come
-back. At the end every engine is alive or known to be dead, time passes, and no state may be left.
+A router gives each task to a prefill and a decode engine, in either order, sometimes with wrong parameters; or clients
+talk to decode, which asks prefill, and answers come late, wrong or never. Engines step, devices lag, handshakes and
+messages arrive late, twice, in another order or never, engines die, vanish and come back. At the end every engine is
+alive or known to be dead, time passes, and no state may be left.
 
 `Schedule.finish` and the checks in `flow_cluster` say what must not happen.
 """
@@ -24,7 +25,9 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Tensors, Weights
+from kvcached_nixl.wire.question import Outcome
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
+from support.flow_asker import LOST
 from support.flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS, Cluster
 from support.flow_engine import Engine, Kind, Request, Status, Worker
 from support.flow_memory import Shape
@@ -89,6 +92,22 @@ class Task:
     is_wrong: bool = False
     adapter: int = 0
 
+    @property
+    def asks(self) -> bool:
+        """Whether decode asks prefill, and no router does."""
+        return bool(self.decode.kind.asks)
+
+    @property
+    def has_to_be_sent(self) -> bool:
+        return not self.children if self.asks else self.upstream is None or not self.children
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its next request may be sent now."""
+        if self.asks or self.upstream is None or self.both_at_once or self.upstream.status.is_finished:
+            return True
+        return self.prefill not in self.decode.cluster.alive
+
 
 class Schedule:
     """Runs the events of one seed. See the module docstring.
@@ -109,10 +128,14 @@ class Schedule:
         self.limits = random.Random(seed) if seed % 7 == 5 and not self.calm else None
         # With these seeds weights are updated and adapters loaded again.
         self.updates = random.Random(seed) if seed % 13 in (3, 9) and not self.calm else None
+        # With these seeds decode asks prefill.
+        self.asks = seed % 5 == 1
+        # What prefill has answered.
+        self.said: list[Any] = []
         # With these seeds some hand-overs are verified.
         self.cluster = Cluster(dice.choice([TransferMode.PULL, TransferMode.PUSH]), (seed % 5 == 3) * 0.6)
-        shapes = dice.choice(SHAPES)
-        self.prefills = [self._start(f"p{number}", shapes[0]) for number in range(dice.choice([1, 1, 1, 2]))]
+        shapes, counts = dice.choice(SHAPES), [1, 2, 2, 3] if self.asks else [1, 1, 1, 2]
+        self.prefills = [self._start(f"p{number}", shapes[0]) for number in range(dice.choice(counts))]
         self.decodes = [self._start(f"d{number}", shapes[1]) for number in range(dice.choice([1, 1, 1, 2]))]
         self.bases = [tuple(dice.randrange(50) for _ in range(40)) for _ in range(2)]
         self.tasks: list[Task] = []
@@ -138,6 +161,8 @@ class Schedule:
             self._frequent += [self._upset, self._abort, self._abort]
         if self.updates is not None:
             self._frequent += [self._update] * 3
+        if self.asks:
+            self._frequent += [self._answer] * 4
 
     def _start(self, name: str, shape: Shape) -> Engine:
         dice = self.dice
@@ -156,6 +181,8 @@ class Schedule:
             transfer_queue=Budget(descriptors=dice.choice([1, 2, 1024]), peer_transfers=dice.choice([1, 2, 16])),
             slots=self._slots(),
             drops_blocks=self.has_windows,
+            asks=tuple(one.own.engine_id for one in self.prefills) if self.asks and name[0] == "d" else (),
+            is_required=self.asks and dice.random() < 0.2,
         )
         return self.cluster.engine(name, kind)
 
@@ -212,6 +239,8 @@ class Schedule:
                 cluster.wire.deliver(posted)
         for question in list(cluster.questions):
             cluster.answer(question)
+        for asked in [one for one in cluster.asked if one.is_ready]:
+            asked.deliver()
         for worker in self._workers():
             worker.copy()
         cluster.turn()
@@ -282,13 +311,13 @@ class Schedule:
         transfer_id = None
         if dice.random() < 0.5:
             transfer_id = f"t{number}" if self.calm or dice.random() < 0.7 else "t"
-        both = self.cluster.pushes and dice.random() < 0.6
+        both = self.cluster.pushes and dice.random() < 0.6 and not self.asks
         prefill, decode = dice.choice(self.prefills), dice.choice(self.decodes)
         task = Task(name, prompt, prefill, decode, transfer_id, both)
         if self.updates is not None:
             task.adapter = self.updates.choice([0, 0, 1])
         self.tasks.append(task)
-        if both and dice.random() < 0.5:
+        if task.asks or (both and dice.random() < 0.5):
             self._send_decode(task)
         else:
             self._send_prefill(task)
@@ -331,8 +360,8 @@ class Schedule:
             params = copy.deepcopy(task.upstream.answer)
         if not self.calm and dice.random() < 0.25:
             task.is_wrong = True
-            prompt, params = self._wrong(task, prompt, params)
-        for _ in range(1 if self.calm or dice.random() < 0.9 else 2):
+            prompt, params = self._wrong(prompt, params)
+        for _ in range(dice.choice([1, 1, 2, 3]) if task.asks else 1 if self.calm or dice.random() < 0.9 else 2):
             request = Request(self._id(task), prompt, params, dice.choice([1, 3, 8]), dice.choice([None, None, 2]))
             request.adapter = task.adapter
             task.children.append(request)
@@ -341,7 +370,7 @@ class Schedule:
             else:
                 request.status = Status.ERROR
 
-    def _wrong(self, task: Task, prompt: tuple[int, ...], params: Any) -> tuple[tuple[int, ...], Any]:
+    def _wrong(self, prompt: tuple[int, ...], params: Any) -> tuple[tuple[int, ...], Any]:
         """Returns another prompt, or parameters that were changed on the way."""
         dice, where = self.dice, self.dice.randrange(len(prompt))
         prompts = (
@@ -388,14 +417,35 @@ class Schedule:
 
     def _route(self) -> None:
         """Lets the router send the next request of a task."""
-        waiting = [task for task in self.tasks if task.upstream is None or not task.children]
+        waiting = [task for task in self.tasks if task.has_to_be_sent]
         if not waiting:
             return
         task = self.dice.choice(waiting)
-        if task.upstream is None:
+        if task.upstream is None and not task.asks:
             self._send_prefill(task)
-        elif task.both_at_once or task.upstream.status.is_finished or task.prefill not in self.cluster.alive:
+        elif task.is_due:
             self._send_decode(task)
+
+    def _answer(self) -> None:
+        """A prefill server answers decode, its answer is lost, or another one comes."""
+        dice = self.dice
+        if not self.cluster.asked:
+            return
+        one = dice.choice(self.cluster.asked)
+        answer = None if one.request is None else one.request.answer
+        kind = dice.choice([*["deliver"] * 6, *([] if self.calm else ["lose", "busy", "refuse", "wrong", "old"])])
+        if kind == "lose":
+            one.ends(LOST)
+        elif kind in ("busy", "refuse"):
+            is_busy = kind == "busy"
+            one.ends(Outcome(kind, is_busy=is_busy, is_final=not is_busy, retry_after_seconds=dice.choice([0.0, 3.0])))
+        elif kind == "wrong":
+            one.say(self._wrong((1,), answer)[1])
+        elif kind == "old" and self.said:
+            one.say(dice.choice(self.said))
+        elif one.is_ready:
+            self.said.append(answer)
+            one.deliver()
 
     def _preempt(self) -> None:
         busy = [engine for engine in self.cluster.running if engine.running]
@@ -521,6 +571,10 @@ class Schedule:
             if self.dice.random() < 0.3:
                 self.cluster.kill(engine)
         self.limits = None
+        for engine in self.prefills:
+            if self.asks and engine not in self.cluster.alive:
+                # Some wait for one that lives.
+                self._replace(engine, self.cluster.engine(engine.own.engine_id, engine.kind))
         for engine in self.cluster.alive:
             engine.pool.limit_blocks = None
             for worker in engine.workers:
@@ -532,18 +586,12 @@ class Schedule:
             slice_seconds = SLICE_SECONDS if seconds < 100 else 5 * SLICE_SECONDS
             self._advance(slice_seconds)
             self.cluster.settle()
+            spinning = [one.own.engine_id for one in self.cluster.running if one.handover.pending]
+            assert not spinning, f"{spinning} would step for nothing"
             seconds += slice_seconds
 
     def _unsent(self) -> list[Task]:
-        return [
-            task
-            for task in self.tasks
-            if task.upstream is None
-            or (
-                not task.children
-                and (task.both_at_once or task.upstream.status.is_finished or task.prefill not in self.cluster.alive)
-            )
-        ]
+        return [task for task in self.tasks if task.has_to_be_sent and task.is_due]
 
     def _open(self) -> list[Request]:
         return [
@@ -555,7 +603,8 @@ class Schedule:
         ]
 
     def _judge(self, task: Task, child: Request) -> None:
-        if task.decode.kind.recomputes and task.decode in self.cluster.alive:
+        kind = task.decode.kind
+        if kind.recomputes and not kind.is_required and task.decode in self.cluster.alive:
             assert child.status is not Status.ERROR or not child.num_computed, f"{child} has failed"
         if self.calm:
             assert child.status is Status.STOPPED, f"{child} has failed, and nothing was wrong"

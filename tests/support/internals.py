@@ -7,6 +7,7 @@ Each private name is read in one place here, so that a rename in the package cha
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Collection, Hashable, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -211,3 +212,15 @@ def listener_of(handover: SchedulerFacade) -> HandshakeListener | None:
 def holds_of(handover: SchedulerFacade) -> dict[int, list[Any]]:
     """Returns the blocks of each hold, by its number."""
     return handover._holds._held
+
+
+def asking_of(handover: SchedulerFacade) -> list[object]:
+    """Returns the parts of asking that keep anything; none if the engine asks nobody."""
+    asking = handover._asking
+    return [] if asking is None else [asking, asking._local, asking._window, asking._servers, *asking._servers._all]
+
+
+def draw_as(handover: SchedulerFacade, dice: random.Random) -> None:
+    """Has an engine choose whom it asks as the dice say."""
+    if handover._asking is not None:
+        handover._asking._servers._random = dice

@@ -1,0 +1,670 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode asks prefill for the KV of its prompts: whole requests, step by step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.flow_asker import LOST, Asked
+from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
+from support.flow_engine import Request, Status
+from support.flow_pair import PROMPT, Pair, kind
+
+from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.wire.handshake import Tensors, Weights
+from kvcached_nixl.wire.question import Outcome
+
+PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
+DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+POLICIES = pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+OTHER = Weights(Tensors("1" * 32, "8" * 32), files="9" * 32)
+BLOCKS_EACH = 5
+
+
+def prompt(seed: int) -> tuple[int, ...]:
+    return tuple((one + 7 * seed) % 50 for one in PROMPT)
+
+
+class Asks(Pair):
+    """Decode ``d`` asks prefill ``p``, and others if they are named. The test delivers the answers."""
+
+    def __init__(self, mode: TransferMode, *others: str, **decode: Any) -> None:
+        super().__init__(mode, None, kind(asks=("p", *others), **decode))
+        self.others = [self.cluster.engine(one) for one in others]
+        # All ranks have done their handshakes then.
+        first = self.arrives((49, 48, 47, 46, 45))
+        self.settle()
+        assert is_fetched(first)
+        self.cluster.answers_at_once = False
+
+    @property
+    def asked(self) -> list[Asked]:
+        return self.cluster.asked
+
+    def arrives(self, prompt: tuple[int, ...] = PROMPT, **more: Any) -> Request:
+        found = self.ask_decode(None, prompt, **more)
+        self.decode.handover.ask()
+        return found
+
+    def of(self, request: Request) -> Asked:
+        """The question for a request."""
+        return next(
+            one for one in self.asked if one.request is not None and request.request_id in one.request.request_id
+        )
+
+    def answers(self) -> None:
+        """Everything that has been asked is computed and answered; decode has looked at the answers."""
+        self.settle()
+        for one in list(self.asked):
+            one.deliver()
+        self.decode.handover.ask()
+
+    def serve(self) -> None:
+        """All requests go on to their ends."""
+        self.cluster.answers_at_once = True
+        self.settle()
+
+
+def is_fetched(found: Request) -> bool:
+    return found.status is Status.STOPPED and found.num_external > 0
+
+
+def is_computed(found: Request) -> bool:
+    return found.status is Status.STOPPED and not found.num_external
+
+
+# ------------------------------------------------------------------------------------------------- one that goes well
+
+
+@DIRECTIONS
+@POLICIES
+def test_an_answer_is_used(mode: TransferMode, recomputes: bool) -> None:
+    pair = Asks(mode, recomputes=recomputes)
+    found = [pair.arrives(prompt(seed)) for seed in range(4)]
+    pair.settle()
+    assert [one.status for one in found] == [Status.WAITING] * 4 and len(pair.decode.held) == 4
+    for one in reversed(pair.asked):
+        one.deliver()
+    pair.settle()
+    assert all(map(is_fetched, found)) and not pair.causes()
+    pair.nothing_is_left(LEASE_SECONDS)
+
+
+def test_a_prompt_of_one_block_is_computed_here() -> None:
+    pair = Asks(PULL)
+    found = pair.arrives(PROMPT[:4])
+    pair.settle()
+    assert is_computed(found) and not pair.asked
+
+
+def test_a_prompt_that_is_cached_here_is_computed_here() -> None:
+    pair = Asks(PULL)
+    first = pair.arrives()
+    pair.serve()
+    found = pair.arrives((*PROMPT[:16], 7, 7))
+    pair.settle()
+    assert is_fetched(first) and is_computed(found) and not pair.causes()
+
+
+@DIRECTIONS
+def test_what_a_client_names_is_not_used(mode: TransferMode) -> None:
+    pair = Asks(mode)
+    found = pair.ask_decode(pair.meet(remote_host="nowhere"))
+    pair.serve()
+    assert is_fetched(found) and not pair.causes()
+
+
+# ------------------------------------------------------------------------------------------------------ equal prompts
+
+
+def stage_asked(pair: Asks, request: Request) -> None:
+    """Prefill has not begun."""
+
+
+def stage_computed(pair: Asks, request: Request) -> None:
+    """The answer is under way."""
+    pair.settle()
+
+
+def stage_answered(pair: Asks, request: Request) -> None:
+    """It waits for its turn."""
+    pair.decode.admits = False
+    pair.answers()
+    assert not pair.decode.held.get(request.request_id)
+
+
+def stage_moving(pair: Asks, request: Request) -> None:
+    pair.answers()
+    pair.until_posted()
+    assert request.status is Status.REMOTE
+
+
+def stage_come(pair: Asks, request: Request) -> None:
+    """Its KV is here, and it is not computed yet."""
+    pair.answers()
+    pair.until(request, Status.REMOTE)
+    pair.decode.admits = False
+    pair.settle()
+    assert request.status is Status.REMOTE and not pair.transfers
+
+
+def stage_running(pair: Asks, request: Request) -> None:
+    pair.answers()
+    while request.status is not Status.RUNNING:
+        pair.wire.deliver_all()
+        pair.round()
+
+
+STAGES = pytest.mark.parametrize(
+    "stage",
+    [stage_asked, stage_computed, stage_answered, stage_moving, stage_come, stage_running],
+    ids=lambda one: one.__name__[6:],
+)
+
+
+@DIRECTIONS
+def test_equal_prompts_are_asked_for_once(mode: TransferMode) -> None:
+    pair = Asks(mode)
+    found = [pair.arrives() for _ in range(4)]
+    assert len(pair.asked) == 1
+    pair.answers()
+    pair.settle()
+    assert not pair.asked and is_fetched(found[0]) and all(map(is_computed, found[1:]))
+    assert not pair.causes()
+    pair.nothing_is_left(LEASE_SECONDS)
+
+
+@DIRECTIONS
+@STAGES
+def test_of_equal_prompts_the_first_one_leaves(mode: TransferMode, stage: Callable[[Asks, Request], None]) -> None:
+    pair = Asks(mode)
+    first = pair.arrives()
+    found = [pair.arrives() for _ in range(2)]
+    stage(pair, first)
+    pair.decode.abort(first)
+    pair.decode.admits = True
+    pair.serve()
+    assert all(one.status is Status.STOPPED for one in found) and not pair.causes()
+    pair.nothing_is_left(2 * LEASE_SECONDS)
+
+
+# --------------------------------------------------------------------------------------------------- clients that leave
+
+
+@DIRECTIONS
+@STAGES
+@POLICIES
+def test_a_client_that_leaves_leaves_nothing(
+    mode: TransferMode, stage: Callable[[Asks, Request], None], recomputes: bool
+) -> None:
+    pair = Asks(mode, recomputes=recomputes)
+    first = pair.arrives()
+    stage(pair, first)
+    pair.decode.abort(first)
+    assert first.status is Status.ABORTED and not pair.asked
+    pair.decode.admits = True
+    pair.nothing_is_left(2 * LEASE_SECONDS)
+    assert not pair.causes()
+
+
+@DIRECTIONS
+def test_what_is_answered_for_a_client_that_left_is_not_kept_for_a_lease(mode: TransferMode) -> None:
+    pair = Asks(mode)
+    found = pair.arrives()
+    pair.settle()
+    pair.asked[0].deliver()
+    pair.decode.abort(found)
+    pair.settle()
+    assert not pair.prefill.requests
+    pair.nothing_is_left(LEASE_SECONDS)
+
+
+def test_prefill_stops_computing_for_a_client_that_left() -> None:
+    pair = Asks(PULL)
+    first = pair.arrives()
+    upstream = pair.of(first).request
+    pair.prefill.step()
+    pair.decode.abort(first)
+    assert upstream is not None and upstream.status is Status.ABORTED
+
+
+# ----------------------------------------------------------------------------------------------------- servers that die
+
+
+@DIRECTIONS
+@STAGES
+@POLICIES
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_only_server_dies(
+    mode: TransferMode, stage: Callable[[Asks, Request], None], recomputes: bool, restarts: bool
+) -> None:
+    pair = Asks(mode, recomputes=recomputes)
+    found = pair.arrives()
+    stage(pair, found)
+    if restarts:
+        pair.prefill = pair.cluster.restart(pair.prefill)
+    else:
+        pair.cluster.kill(pair.prefill)
+    pair.decode.admits = True
+    pair.serve()
+    pair.pass_time(TIMEOUT_SECONDS)
+    came = stage in (stage_come, stage_running)
+    assert found.status is (Status.STOPPED if recomputes or came or restarts else Status.ERROR)
+    if restarts:
+        assert recomputes or found.num_external, "it is waited for"
+        again = pair.arrives(prompt(1))
+        pair.settle()
+        assert is_fetched(again), "it is asked again"
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@STAGES
+@POLICIES
+def test_one_of_two_servers_dies(mode: TransferMode, stage: Callable[[Asks, Request], None], recomputes: bool) -> None:
+    pair = Asks(mode, "q", recomputes=recomputes)
+    found = pair.arrives()
+    server = pair.asked[0].server
+    stage(pair, found)
+    pair.cluster.kill(server)
+    pair.decode.admits = True
+    pair.serve()
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert is_fetched(found)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+# ------------------------------------------------------------------------------------------------------- wrong answers
+
+GARBAGE = [
+    {},
+    {"do_remote_decode": True},
+    {"do_remote_prefill": True},
+    {"do_remote_prefill": 1},
+    {"do_remote_prefill": True, "do_remote_decode": True},
+    {"do_remote_prefill": True, "remote_engine_id": 3, "remote_host": [], "remote_port": -1},
+    {"do_remote_prefill": True, "remote_engine_id": "d", "remote_host": "host-d", "remote_port": 5600},
+    None,
+]
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("said", GARBAGE, ids=str)
+@pytest.mark.parametrize("others", [(), ("q",)], ids=["alone", "two"])
+def test_garbage(mode: TransferMode, said: Any, others: tuple[str, ...]) -> None:
+    pair = Asks(mode, *others)
+    found = pair.arrives()
+    pair.settle()
+    pair.asked[0].say(said)
+    pair.serve()
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert is_fetched(found), "another server is asked, or the same one if there is no other"
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@POLICIES
+@pytest.mark.parametrize("said", GARBAGE, ids=str)
+def test_garbage_twice(mode: TransferMode, recomputes: bool, said: Any) -> None:
+    pair = Asks(mode, recomputes=recomputes)
+    found = pair.arrives()
+    for _ in range(2):
+        pair.settle()
+        pair.asked[0].say(said)
+    pair.serve()
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert is_computed(found) if recomputes else found.status is Status.ERROR
+    assert pair.causes()
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@POLICIES
+@pytest.mark.parametrize("others", [(), ("q",)], ids=["alone", "two"])
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+def test_parameters_of_another_prompt(
+    mode: TransferMode, recomputes: bool, others: tuple[str, ...], leaves: bool
+) -> None:
+    """They are refused, and what they name is not kept for ever."""
+    pair = Asks(mode, *others, recomputes=recomputes)
+    first, second = pair.arrives(), pair.arrives(prompt(1))
+    pair.settle()
+    of_first, of_second = pair.of(first), pair.of(second)
+    of_first.say(copy.deepcopy(of_second.request.answer))
+    pair.settle()
+    of_second.deliver()
+    pair.settle()
+    assert is_fetched(second)
+    if leaves:
+        pair.decode.abort(first)
+    else:
+        pair.serve()
+        pair.pass_time(TIMEOUT_SECONDS)
+        assert is_fetched(first)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+def test_the_lease_of_a_second_answer_is_renewed(mode: TransferMode) -> None:
+    pair = Asks(mode, "q")
+    first, second = pair.arrives(), pair.arrives(prompt(1))
+    pair.settle()
+    pair.of(first).say(copy.deepcopy(pair.of(second).request.answer))
+    pair.settle()
+    pair.answers()
+    pair.decode.admits = False
+    pair.pass_time(3 * LEASE_SECONDS)
+    pair.decode.admits = True
+    pair.serve()
+    assert is_fetched(first)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_an_answer_of_a_server_that_has_started_again_since() -> None:
+    pair = Asks(PULL)
+    found = pair.arrives()
+    pair.settle()
+    said = pair.asked[0].request.answer
+    pair.cluster.restart(pair.prefill)
+    pair.asked[0].say(said)
+    pair.serve()
+    assert is_computed(found)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_an_answer_that_comes_twice() -> None:
+    pair = Asks(PULL)
+    found = pair.arrives()
+    pair.settle()
+    asked = pair.asked[0]
+    asked.deliver()
+    asked.asker.answers(asked.number, asked.request.answer)
+    pair.serve()
+    assert is_fetched(found)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+# --------------------------------------------------------------------------------------------------------- busy servers
+
+BUSY = Outcome("HTTP 503", is_of_server=True, is_busy=True, retry_after_seconds=10.0)
+
+
+def test_while_one_server_is_busy_the_engine_rests_and_the_other_one_is_asked() -> None:
+    pair = Asks(PULL, "q")
+    first, second = pair.arrives(), pair.arrives(prompt(1))
+    one, other = pair.of(first), pair.of(second)
+    assert one.server is not other.server
+    other.ends(BUSY)
+    one.ends(LOST)
+    pair.settle()
+    for _ in range(8):
+        pair.clock.advance(0.25)
+        pair.settle()
+        assert not pair.decode.handover.pending, "it would step for nothing"
+        pair.serve()
+        pair.cluster.answers_at_once = False
+    assert is_fetched(first) and is_fetched(second)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_a_busy_server_is_waited_for_and_the_client_may_leave_meanwhile() -> None:
+    pair = Asks(PULL)
+    first, second = pair.arrives(), pair.arrives(prompt(1))
+    for one in list(pair.asked):
+        one.ends(BUSY)
+    pair.settle()
+    pair.decode.abort(first)
+    pair.pass_time(15.0)
+    pair.serve()
+    assert is_fetched(second) and not pair.causes()
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_a_server_that_was_busy_is_not_asked_for_everything() -> None:
+    pair = Asks(PULL, "q")
+    first = pair.arrives()
+    pair.of(first).ends(BUSY)
+    pair.decode.handover.ask()
+    pair.decode.abort(first)
+    pair.clock.advance(11.0)
+    found = [pair.arrives(prompt(1 + seed)) for seed in range(6)]
+    assert sorted(pair.of(one).server.own.engine_id for one in found) == ["p"] * 3 + ["q"] * 3
+
+
+@POLICIES
+def test_a_prompt_that_is_refused(recomputes: bool) -> None:
+    pair = Asks(PULL, "q", recomputes=recomputes)
+    found = pair.arrives()
+    pair.asked[0].ends(Outcome("HTTP 400", is_final=True))
+    pair.settle()
+    assert is_computed(found) if recomputes else found.status is Status.ERROR
+    pair.nothing_is_left(LEASE_SECONDS)
+
+
+@DIRECTIONS
+@POLICIES
+@pytest.mark.parametrize(
+    "stage", [stage_asked, stage_computed, stage_answered, stage_moving], ids=lambda one: one.__name__[6:]
+)
+@pytest.mark.parametrize("restarts", [False, True])
+def test_where_prefill_is_required_a_request_waits_for_one_that_lives(
+    mode: TransferMode, stage: Callable[[Asks, Request], None], recomputes: bool, restarts: bool
+) -> None:
+    pair = Asks(mode, recomputes=recomputes, is_required=True)
+    found = pair.arrives()
+    stage(pair, found)
+    pair.cluster.kill(pair.prefill)
+    if restarts:
+        pair.prefill = pair.cluster.engine("p")
+    pair.decode.admits = True
+    pair.serve()
+    pair.pass_time(TIMEOUT_SECONDS)
+    if not restarts:
+        assert found.status is Status.WAITING
+        pair.prefill = pair.cluster.engine("p")
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert is_fetched(found)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+def test_a_client_may_leave_while_its_prompt_waits_to_be_asked_for_again(mode: TransferMode) -> None:
+    pair = Asks(mode, recomputes=False)
+    found = pair.arrives()
+    stage_moving(pair, found)
+    pair.cluster.kill(pair.prefill)
+    while found.request_id not in pair.decode.held:
+        pair.pass_time(0.1)
+    assert found.request_id in pair.decode.held and not pair.asked
+    pair.decode.abort(found)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+# ------------------------------------------------------------------------------------------------------- what is local
+
+
+def test_few_prompts_are_computed_here_at_a_time_and_all_end() -> None:
+    pair = Asks(PULL, caches_prefixes=False, most_unclaimed_tokens=4 * len(PROMPT))
+    pair.cluster.kill(pair.prefill)
+    found = [pair.arrives(prompt(seed)) for seed in range(6)]
+    pair.serve()
+    pair.pass_time(5.0)
+    assert all(map(is_computed, found)) and pair.causes() == {"unreachable": 6}
+    pair.nothing_is_left(LEASE_SECONDS)
+
+
+def test_clients_may_leave_while_their_prompts_wait_to_be_computed_here() -> None:
+    pair = Asks(PULL, caches_prefixes=False, most_unclaimed_tokens=4 * len(PROMPT))
+    pair.decode.admits = False
+    pair.cluster.kill(pair.prefill)
+    found = [pair.arrives(prompt(seed)) for seed in range(4)]
+    pair.serve()
+    for one in (found[2], found[0]):
+        pair.decode.abort(one)
+    pair.decode.admits = True
+    pair.settle()
+    assert is_computed(found[1]) and is_computed(found[3])
+    pair.nothing_is_left(LEASE_SECONDS)
+
+
+# ----------------------------------------------------------------------------------------------- queues, memory, pauses
+
+
+@DIRECTIONS
+@POLICIES
+def test_by_priority(mode: TransferMode, recomputes: bool) -> None:
+    """One that is asked for again, too."""
+    pair = Asks(mode, "q", recomputes=recomputes, goes_by_priority=True, num_blocks=1 + BLOCKS_EACH + 1)
+    first = pair.arrives(prompt(1), priority=5)
+    assert pair.of(first)
+    later = [pair.arrives(prompt(2 + place), priority=priority) for place, priority in enumerate((9, 0))]
+    assert len(pair.asked) == 1, "there is room for one"
+    pair.answers()
+    pair.until_posted()
+    assert pair.of(later[1]), "the urgent one"
+    pair.cluster.kill(pair.prefill if pair.prefill.requests else pair.others[0])
+    pair.serve()
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert all(map(is_fetched, (first, *later)))
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+def test_a_paused_engine_starts_nothing_and_goes_on(mode: TransferMode) -> None:
+    pair = Asks(mode)
+    found = [pair.arrives(prompt(1))]
+    pair.decode.is_paused = True
+    found.append(pair.arrives(prompt(2)))
+    pair.answers()
+    pair.pass_time(2 * LEASE_SECONDS)
+    assert len(pair.decode.held) == 1 and [one.status for one in found] == [Status.WAITING] * 2
+    pair.decode.is_paused = False
+    pair.serve()
+    assert all(map(is_fetched, found)) and not pair.causes()
+    pair.nothing_is_left(LEASE_SECONDS)
+
+
+@DIRECTIONS
+@POLICIES
+@pytest.mark.parametrize("num_dead", [0, 1, 2])
+def test_decode_is_short_of_blocks(mode: TransferMode, recomputes: bool, num_dead: int) -> None:
+    pair = Asks(mode, "q", recomputes=recomputes, num_blocks=1 + 2 * (BLOCKS_EACH + 1), caches_prefixes=False)
+    found = [pair.arrives(prompt(seed), max_tokens=1 + seed % 4) for seed in range(20)]
+    pair.settle()
+    for engine in (pair.prefill, *pair.others)[:num_dead]:
+        pair.cluster.kill(engine)
+    pair.cluster.answers_at_once = True
+    pair.pass_time((20 if num_dead == 2 else 2) * TIMEOUT_SECONDS)
+    if num_dead < 2:
+        assert all(map(is_fetched, found))
+    else:
+        assert all(one.status is (Status.STOPPED if recomputes else Status.ERROR) for one in found)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@POLICIES
+def test_a_request_without_any_room_ends(mode: TransferMode, recomputes: bool) -> None:
+    pair = Asks(mode, recomputes=recomputes, allocation_seconds=20.0)
+    pair.decode.pool.limit_blocks = BLOCKS_EACH - 1
+    pair.decode.pool.apply_limit()
+    found = [pair.arrives(prompt(seed)) for seed in range(3)]
+    pair.cluster.answers_at_once = True
+    pair.pass_time(200.0)
+    assert all(one.status is Status.ERROR for one in found) and pair.causes() == {"no_blocks": 3}
+    pair.decode.pool.limit_blocks = None
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@STAGES
+@pytest.mark.parametrize("who", ["p", "d", "both"])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_weights_change(mode: TransferMode, stage: Callable[[Asks, Request], None], who: str, is_known: bool) -> None:
+    """Whatever the stage, the bytes are those of the weights that decode has."""
+    pair = Asks(mode)
+    found = pair.arrives(max_tokens=8)
+    stage(pair, found)
+    for engine in (pair.prefill, pair.decode):
+        if who in (engine.own.engine_id, "both"):
+            engine.update(OTHER, is_known=is_known)
+    pair.decode.admits = True
+    pair.serve()
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert found.status is Status.STOPPED
+    again = pair.arrives(prompt(1))
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert is_fetched(again) if who == "both" else is_computed(again)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+@STAGES
+def test_an_adapter_is_loaded_again(mode: TransferMode, stage: Callable[[Asks, Request], None]) -> None:
+    pair = Asks(mode)
+    found = pair.arrives(max_tokens=8, adapter=1)
+    stage(pair, found)
+    for engine in (pair.prefill, pair.decode):
+        engine.load_again(1)
+    pair.decode.admits = True
+    pair.serve()
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert found.status is Status.STOPPED
+    again = pair.arrives(prompt(1), adapter=1)
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert is_fetched(again)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+def test_one_that_was_answered_is_preempted(mode: TransferMode) -> None:
+    pair = Asks(mode)
+    found, equal = pair.arrives(max_tokens=8), pair.arrives()
+    stage_running(pair, found)
+    pair.decode.running.remove(found)
+    pair.decode.preempt(found)
+    pair.serve()
+    assert found.status is equal.status is Status.STOPPED and not pair.causes()
+    pair.nothing_is_left(LEASE_SECONDS)
+
+
+@DIRECTIONS
+def test_two_that_ask_two(mode: TransferMode) -> None:
+    pair = Asks(mode, "q")
+    second = pair.cluster.engine("e", pair.decode.kind)
+    found = [pair.arrives(prompt(seed), engine=(pair.decode, second)[seed % 2]) for seed in range(12)]
+    second.handover.ask()
+    assert {one.server.own.engine_id for one in pair.asked} == {"p", "q"}
+    pair.serve()
+    assert all(map(is_fetched, found)) and not pair.causes()
+    pair.nothing_is_left(LEASE_SECONDS)
+
+
+@DIRECTIONS
+@POLICIES
+@pytest.mark.parametrize("num_blocks", [100, 3 * BLOCKS_EACH, BLOCKS_EACH + 2])
+def test_two_that_ask_each_other(mode: TransferMode, recomputes: bool, num_blocks: int) -> None:
+    pair = Asks(mode)
+    room = {"num_blocks": num_blocks, "recomputes": recomputes}
+    one, two = (pair.cluster.engine(name, kind(asks=(other,), **room)) for name, other in ("xy", "yx"))
+    found = [pair.arrives(prompt(seed), engine=(one, two)[seed % 2]) for seed in range(12)]
+    pair.cluster.answers_at_once = True
+    pair.pass_time(0.0 if num_blocks == 100 else 10 * TIMEOUT_SECONDS)
+    assert all(one.status.is_finished for one in found)
+    assert num_blocks < 100 or (all(map(is_fetched, found)) and not pair.causes())
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+def test_a_server_that_vanishes_is_given_up(mode: TransferMode) -> None:
+    pair = Asks(mode, "q")
+    found = [pair.arrives(prompt(seed)) for seed in range(4)]
+    pair.cluster.vanish(pair.prefill)
+    pair.cluster.answers_at_once = True
+    pair.pass_time(2 * TIMEOUT_SECONDS)
+    assert all(map(is_fetched, found)) and not pair.asked
+    pair.cluster.come_back(pair.prefill)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
