@@ -67,6 +67,7 @@ class SchedulerFacade:
         side_channel: where peers and this engine's workers reach it.
         keeps_states: some layers keep a state, so prefill has to stop one token before the end of a prompt.
         timelines: of the hand-overs.
+        asking: asks prefill servers for KV; None if a router does that.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class SchedulerFacade:
         self._reports = WorkerReports(self._fetching, self._offering, self._gate, self._giving_way, self.timelines)
         self.revocations = Revocations(self._link, clock, read, self._holds, self._offering, self._fetching)
         self.side_channel = OwnSideChannel(self._link, self._offering, self.revocations, self._headroom)
-        self._asking = None if asks is None else self._build_asking(asks, asker)
+        self.asking = None if asks is None else self._build_asking(asks, asker)
         self._accepts_params = asks is None or asks.accepts_params
         self._reported_quarantine = 0
         self._failed: set[str] = set()
@@ -147,8 +148,8 @@ class SchedulerFacade:
     def close(self) -> None:
         """Stops the side channel, and asking; called when the engine shuts down."""
         self.side_channel.close()
-        if self._asking is not None:
-            self._asking.close()
+        if self.asking is not None:
+            self.asking.close()
 
     def relieve(self) -> bool:
         """Tells neighbours what this engine waits for, and takes back offers that nobody fetches, if memory is short.
@@ -174,7 +175,7 @@ class SchedulerFacade:
             or self._link.step.has_news
             or self._giving_way.owes
             or self._refused
-            or (self._asking is not None and self._asking.has_news)
+            or (self.asking is not None and self.asking.has_news)
             or self._failed_fetches.has_news
             or self._starvation.has_news
             or self.num_quarantined_blocks != self._reported_quarantine
@@ -213,7 +214,7 @@ class SchedulerFacade:
         some = (
             *(self._fetching.due_at_seconds, self._kept.due_at_seconds),
             *(self._gate.due_at_seconds, self._starvation.due_at_seconds),
-            None if self._asking is None else self._asking.due_at_seconds,
+            None if self.asking is None else self.asking.due_at_seconds,
         )
         due_at = min((one for one in some if one is not None), default=None)
         return None if due_at is None else max(0.0, due_at - self._clock.now_seconds())
@@ -224,11 +225,11 @@ class SchedulerFacade:
         """A request has entered the engine. Returns whether it is to be held: a prefill server is asked for its KV."""
         if names := self.read.take_renamed():
             self.revocations.renamed(names)
-        if self._asking is not None and not self._accepts_params:
+        if self.asking is not None and not self._accepts_params:
             request.refuse_prefill()
         self._fetching.arrived(request, self._link.step)
         self._offering.arrived(request, self._link.step)
-        return may_hold and self._asking is not None and self._asking.arrived(request, self._link.bound())
+        return may_hold and self.asking is not None and self.asking.arrived(request, self._link.bound())
 
     def ask(self) -> bool:
         """Asks prefill servers, and lets requests begin that they have answered. Called before each step.
@@ -236,10 +237,10 @@ class SchedulerFacade:
         Returns: whether any may begin that could not before.
         """
         blocks = self._link.blocks
-        if self._asking is None or blocks is None:
+        if self.asking is None or blocks is None:
             return False
         may_ask = blocks.admits and not self._giving_way.yields
-        return self._asking.turn(blocks, self._link.step, may_ask=may_ask)
+        return self.asking.turn(blocks, self._link.step, may_ask=may_ask)
 
     def refuse(self, request_id: str, client_index: int) -> None:
         """A request has arrived under the id of another one, which goes on. Its client is told with the next step."""
@@ -269,7 +270,7 @@ class SchedulerFacade:
             request_id = PrefillRequestId(request.request_id)
             if not self._gate.may_start(request_id, self._link.step, needs_claim=self._is_left_waiting):
                 return None, False
-        if self._asking is not None and self._asking.holds_again(request, self._link.step):
+        if self.asking is not None and self.asking.holds_again(request, self._link.step):
             return None, False
         is_producer = self._link.bound().is_producer
         return self._fetching.matched(request, num_computed_tokens, self._link.step, is_producer=is_producer)
@@ -283,8 +284,8 @@ class SchedulerFacade:
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         """A request was given blocks; on decode, for its whole prompt."""
-        if self._asking is not None:
-            self._asking.allocated(request.request_id)
+        if self.asking is not None:
+            self.asking.allocated(request.request_id)
         self._fetching.allocated(request, block_ids, num_external_tokens, self._link.step)
 
     def take_step(self, progress: Iterable[Progress]) -> Step:
@@ -298,8 +299,8 @@ class SchedulerFacade:
         may_begin = self.ask()
         self._fetching.progressed(one.request_id for one in progress)
         self._gate.turn((one.request_id for one in progress), self._link.step)
-        if self._asking is not None:
-            self._asking.computed(progress)
+        if self.asking is not None:
+            self.asking.computed(progress)
         self.timelines.computed(one.request_id for one in progress)
         self._offering.scheduled(progress, self._link.bound(), self._link.step)
         self._kept.turn(self._link.step)
@@ -340,8 +341,8 @@ class SchedulerFacade:
         for decode's request.
         """
         self._gate.gone([request.request_id])
-        if self._asking is not None:
-            self._asking.gone(request.request_id, sum(map(len, block_ids)))
+        if self.asking is not None:
+            self.asking.gone(request.request_id, sum(map(len, block_ids)))
         self._fetching.finished(request, self._link.bound(), self._link.step)
         self.timelines.end(request.request_id)
         is_kept, params = self._offering.finished(request, is_whole, block_ids, self._link.bound(), self._link.step)
@@ -393,4 +394,4 @@ class SchedulerFacade:
     def starts_again(self, request_id: str) -> bool:
         """Whether a request whose KV has failed to arrive may get it from another server, so that it does not end,
         whatever ``kv_load_failure_policy`` says. Idempotent."""
-        return self._asking is not None and self._asking.may_ask_again(request_id)
+        return self.asking is not None and self.asking.may_ask_again(request_id)

@@ -216,11 +216,11 @@ def holds_of(handover: SchedulerFacade) -> dict[int, list[Any]]:
 
 def asking_of(handover: SchedulerFacade) -> list[object]:
     """Returns the parts of asking that keep anything; none if the engine asks nobody."""
-    asking = handover._asking
-    return [] if asking is None else [asking, asking._local, asking._window, asking._servers, *asking._servers._all]
+    asking = handover.asking
+    return [] if asking is None else [asking, asking.local, asking.window, asking.servers, *asking.servers.all]
 
 
 def draw_as(handover: SchedulerFacade, dice: random.Random) -> None:
     """Has an engine choose whom it asks as the dice say."""
-    if handover._asking is not None:
-        handover._asking._servers._random = dice
+    if handover.asking is not None:
+        handover.asking.servers.random = dice

@@ -84,6 +84,10 @@ class Asking:
         block_tokens: of the smallest KV-cache blocks. If no more tokens are missing, they are computed here.
         recomputes: what no server gives may be computed here (``kv_load_failure_policy``).
         is_required: nothing is computed here because no server answers.
+
+    Attributes:
+        servers, local: as above.
+        window: how much is asked for at a time.
     """
 
     def __init__(
@@ -101,13 +105,13 @@ class Asking:
         recomputes: bool,
         is_required: bool,
     ) -> None:
-        self._servers = servers
+        self.servers = servers
         self._asker = asker
         self._resolver = resolver
         self._fetching = fetching
         self._clock = clock
         self._own_engine_id = own_engine_id
-        self._local = local
+        self.local = local
         self._timelines = timelines
         self._block_tokens = block_tokens
         self._computes = recomputes and not is_required
@@ -131,7 +135,7 @@ class Asking:
         self._num_asked = 0
         # When the server may be asked that those who wait are waiting for.
         self._rested_at_seconds: float | None = None
-        self._window = Window(clock)
+        self.window = Window(clock)
         self._prompts = KnownPrefixes()
 
     @property
@@ -152,7 +156,7 @@ class Asking:
     @property
     def due_at_seconds(self) -> float | None:
         """When `turn` has to be called, whatever happens until then; None if it need not."""
-        some = (self._servers.silent_at_seconds, self._rested_at_seconds)
+        some = (self.servers.silent_at_seconds, self._rested_at_seconds)
         return min((one for one in some if one is not None), default=None)
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
@@ -171,16 +175,16 @@ class Asking:
 
     def gone(self, request_id: str, num_freed_blocks: int) -> None:
         """A request has ended, and has freed so many blocks."""
-        self._window.freed(num_freed_blocks)
-        self._window.settle(request_id)
+        self.window.freed(num_freed_blocks)
+        self.window.settle(request_id)
         self._answered.pop(request_id, None)
         self._failed.pop(request_id, None)
-        self._local.gone(request_id)
+        self.local.gone(request_id)
         held = self._held.pop(request_id, None)
         if held is not None:
             if held.number:
                 del self._asked[held.number]
-                self._servers.withdrawn(held.tried[-1], held.number)
+                self.servers.withdrawn(held.tried[-1], held.number)
                 self._asker.cancel(held.number)
             for waiting in (self._waiting, self._followers.get(held.prefix or b"", [])):
                 if held in waiting:
@@ -189,16 +193,16 @@ class Asking:
 
     def allocated(self, request_id: str) -> None:
         """A request was given blocks."""
-        self._window.settle(request_id)
+        self.window.settle(request_id)
 
     def computed(self, progress: Iterable[Progress]) -> None:
         """A step computes these requests: what they have fetched is in the prefix cache."""
-        for one in progress if self._answered or self._prefixes or self._local.is_busy else ():
+        for one in progress if self._answered or self._prefixes or self.local.is_busy else ():
             held = self._answered.pop(one.request_id, None)
             if held is not None:
-                self._servers.served(held.tried[-1])
+                self.servers.served(held.tried[-1])
             self._land(one.request_id)
-            self._local.computed(one.request_id, one.num_computed_tokens)
+            self.local.computed(one.request_id, one.num_computed_tokens)
 
     def may_ask_again(self, request_id: str) -> bool:
         """The KV of a request does not come. Returns whether another server is asked for it, so that it is neither
@@ -212,10 +216,10 @@ class Asking:
         held.outcome = Outcome(str(failure))
         is_of_server = failure.cause in (FailureCause.UNREACHABLE, FailureCause.LOST, FailureCause.RESTARTED)
         if is_of_server or failure.cause in _OF_PREFILL:
-            self._servers.failed(held.tried[-1], held.number, Outcome(str(failure), is_of_server=is_of_server))
+            self.servers.failed(held.tried[-1], held.number, Outcome(str(failure), is_of_server=is_of_server))
         if is_of_server and self._is_required:
             held.tried.clear()
-        if len(held.tried) >= MOST_TRIES or (self._rests(self._servers.choose(held.tried)) and self._computes):
+        if len(held.tried) >= MOST_TRIES or (self._rests(self.servers.choose(held.tried)) and self._computes):
             return False
         self._failed[request_id] = held
         return True
@@ -231,7 +235,7 @@ class Asking:
             return False
         held.number = 0
         self._land(request_id)
-        self._window.settle(request_id)
+        self.window.settle(request_id)
         self._fetching.forget(request, step)
         self._wait(held)
         self._to_hold.append(request_id)
@@ -249,7 +253,7 @@ class Asking:
                 blocks.hold(request_id)
         self._to_hold.clear()
         for url, addresses in self._resolver.take().items():
-            self._servers.are_at(url, addresses)
+            self.servers.are_at(url, addresses)
         num_held = len(self._held)
         for number, found in self._asker.take():
             if isinstance(found, Outcome):
@@ -257,14 +261,14 @@ class Asking:
             else:
                 self._goes_on_with(number, found, blocks, step)
         for server, is_well in self._asker.take_checked():
-            for number in list(server.asked) if self._servers.has_failed(server, is_well=is_well) else ():
+            for number in list(server.asked) if self.servers.has_failed(server, is_well=is_well) else ():
                 self._not_answered(number, Outcome("it has answered nothing for too long", is_of_server=True))
-        for server in self._servers.take_silent():
+        for server in self.servers.take_silent():
             self._asker.check(server)
         self._rested_at_seconds = None
         if may_ask:
             self._ask_all(blocks)
-        return self._local.turn(blocks) or len(self._held) < num_held
+        return self.local.turn(blocks) or len(self._held) < num_held
 
     def close(self) -> None:
         """Ends the threads."""
@@ -298,13 +302,13 @@ class Asking:
         if prefix is not None and prefix in self._leaders:
             self._followers.setdefault(prefix, []).append(held)
             return True
-        server = self._servers.choose(held.tried)
+        server = self.servers.choose(held.tried)
         rests = self._rests(server)
         if rests and (server.is_busy or not self._computes):
             self._rested_at_seconds = server.rests_until_seconds
             return False
         num_blocks = blocks.num_needed(request.request_id)
-        if not rests and not self._window.has_room(num_blocks, blocks.num_free, blocks.most_running):
+        if not rests and not self.window.has_room(num_blocks, blocks.num_free, blocks.most_running):
             return False
         if request.num_prompt_tokens - blocks.num_cached_tokens(request.request_id) <= self._block_tokens:
             self._go_on(held, blocks)
@@ -312,7 +316,7 @@ class Asking:
         elif rests:
             self._give_up(held)
         else:
-            self._window.promise(request.request_id, num_blocks)
+            self.window.promise(request.request_id, num_blocks)
             self._ask(held)
         return True
 
@@ -323,7 +327,7 @@ class Asking:
         request = held.request
         found = self._prompts.find(held.hashes)
         cached = {} if found is None else {found[0]: found[1] * self._block_tokens}
-        server = self._servers.choose(held.tried, cached)
+        server = self.servers.choose(held.tried, cached)
         self._num_asked += 1
         held.number, held.asked_at_seconds = self._num_asked, self._clock.now_seconds()
         held.tried.append(server)
@@ -332,7 +336,7 @@ class Asking:
             self._leaders[held.prefix] = request.request_id
             self._prefixes[request.request_id] = held.prefix
         self._timelines.enter(request.request_id, State.DECODE_ASKING)
-        self._servers.asked(server, held.number, request.num_prompt_tokens - cached.get(server, 0))
+        self.servers.asked(server, held.number, request.num_prompt_tokens - cached.get(server, 0))
         self._prompts.add(held.hashes, server)
         self._asker.ask(held.number, server, held.question)
 
@@ -347,8 +351,8 @@ class Asking:
         if held is None:
             self._fetching.unneeded(params, step)
             return
-        self._servers.answered(held.tried[-1], number, queued_tokens_in(params))
-        self._window.answered(self._clock.now_seconds() - held.asked_at_seconds)
+        self.servers.answered(held.tried[-1], number, queued_tokens_in(params))
+        self.window.answered(self._clock.now_seconds() - held.asked_at_seconds)
         self._go_on(held, blocks, params)
         self._answered[held.request.request_id] = held
         self._fetching.arrived(held.request, step, computes=not self._is_required)
@@ -359,13 +363,13 @@ class Asking:
             return
         self._asker.cancel(number)
         held.number, held.outcome = 0, outcome
-        self._window.settle(held.request.request_id)
+        self.window.settle(held.request.request_id)
         self._land(held.request.request_id)
         if outcome.is_final:
-            self._servers.answered(held.tried[-1], number)
+            self.servers.answered(held.tried[-1], number)
             self._give_up(held)
             return
-        self._servers.failed(held.tried[-1], number, outcome)
+        self.servers.failed(held.tried[-1], number, outcome)
         if outcome.is_busy or (outcome.is_of_server and self._is_required):
             held.tried.clear()
         if len(held.tried) < MOST_TRIES:
@@ -378,7 +382,7 @@ class Asking:
         failure = HandOverFailed(FailureCause.UNREACHABLE, f"no prefill server gives it: {held.outcome.reason}")
         del self._held[held.request.request_id]
         if self._fetching.refuse(held.request, failure, computes=not self._is_required):
-            self._local.add(held.request)
+            self.local.add(held.request)
 
     def _go_on(self, held: _Held, blocks: BlockPool, params: dict[str, Any] | None = None) -> None:
         del self._held[held.request.request_id]

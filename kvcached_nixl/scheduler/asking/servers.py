@@ -78,23 +78,27 @@ class Servers:
 
     Args:
         silence_seconds: a server that owes answers and gives none for so long is checked.
+
+    Attributes:
+        all: at this moment.
+        random: decides between equals, and jitters pauses.
     """
 
     def __init__(self, urls: Sequence[str], clock: Clock, silence_seconds: float) -> None:
         self._clock = clock
         self._silence_seconds = silence_seconds
-        self._random = random.Random()
-        self._all = [Server(url) for url in urls]
+        self.random = random.Random()
+        self.all = [Server(url) for url in urls]
         # Not at their name's addresses any more, but they owe answers.
         self._leaving: list[Server] = []
 
     def are_at(self, url: str, addresses: Collection[str]) -> None:
         """The name in a URL stands for these addresses; none if they are not known."""
         found = addresses or ("",)
-        of_url = {one.address: one for one in (*self._leaving, *self._all) if one.url == url}
-        self._all = [one for one in self._all if one.url != url]
-        self._all += [of_url.get(address) or Server(url, address) for address in found]
-        left = [one for one in (*self._leaving, *of_url.values()) if one not in self._all]
+        of_url = {one.address: one for one in (*self._leaving, *self.all) if one.url == url}
+        self.all = [one for one in self.all if one.url != url]
+        self.all += [of_url.get(address) or Server(url, address) for address in found]
+        left = [one for one in (*self._leaving, *of_url.values()) if one not in self.all]
         self._leaving = [one for one in dict.fromkeys(left) if one.asked]
 
     def choose(self, tried: Collection[Server], cached: Mapping[Server, int] = MappingProxyType({})) -> Server:
@@ -105,7 +109,7 @@ class Servers:
             cached: how many tokens of the prompt servers may have cached.
         """
         now = self._clock.now_seconds()
-        self._random.shuffle(self._all)
+        self.random.shuffle(self.all)
 
         def order(one: Server) -> tuple[bool, bool, bool, float, int]:
             rests_seconds = max(0.0, one.rests_until_seconds - now)
@@ -113,7 +117,7 @@ class Servers:
             num_tokens = one.num_tokens(now) - cached.get(one, 0)
             return rests, one in tried, rests and not one.is_busy, rests_seconds, num_tokens
 
-        return min(self._all, key=order)
+        return min(self.all, key=order)
 
     def asked(self, server: Server, number: int, num_tokens: int) -> None:
         """A server is asked for a prompt."""
@@ -149,7 +153,7 @@ class Servers:
         if not failure.is_of_server and server.num_failures < FAILURES_IN_A_ROW:
             return
         pause_seconds = min(SHORTEST_PAUSE_SECONDS * 2.0 ** min(server.num_failures - 1, 10), LONGEST_PAUSE_SECONDS)
-        pause_seconds = max(failure.retry_after_seconds, pause_seconds * self._random.uniform(0.5, 1))
+        pause_seconds = max(failure.retry_after_seconds, pause_seconds * self.random.uniform(0.5, 1))
         if server.failure is None:
             logger.warning("Prefill server %s is not asked for %.1f s: %s", server, pause_seconds, failure.reason)
         server.failure, server.rests_until_seconds = failure, now + pause_seconds
@@ -181,4 +185,4 @@ class Servers:
 
     @property
     def _owing(self) -> list[Server]:
-        return [one for one in (*self._all, *self._leaving) if one.asked]
+        return [one for one in (*self.all, *self._leaving) if one.asked]
