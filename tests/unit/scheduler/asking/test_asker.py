@@ -36,6 +36,7 @@ class Prefill:
     async def _start(self) -> Server:
         app = web.Application()
         app.router.add_post(f"/{PATH}", self._answer)
+        app.router.add_get("/health", self._handler)
         self._runner = web.AppRunner(app, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -62,9 +63,12 @@ class Decode:
         self._woken = threading.Event()
         self.asker = Asker("secret", self._woken.set)
 
-    def answer(self) -> Any:
+    def wait(self) -> None:
         assert self._woken.wait(10)
         self._woken.clear()
+
+    def answer(self) -> Any:
+        self.wait()
         ((_, found),) = self.asker.take()
         return found
 
@@ -223,3 +227,30 @@ def test_one_of_the_addresses_of_a_name_is_asked_by_its_name(
 def test_a_name_that_does_not_resolve(decode: Decode) -> None:
     decode.asker.ask(1, Server("http://prefill.invalid:8000"), Question("r", [1]))
     assert isinstance(decode.answer(), Outcome)
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_whether_a_server_is_well(decode: Decode, serve: Callable[[Handler], Prefill], status: int) -> None:
+    server = serve(answering(status=status)).server
+    decode.asker.check(server)
+    decode.wait()
+    assert decode.asker.take_checked() == [(server, status == 200)]
+
+
+def test_one_that_cannot_be_reached_is_not_well(decode: Decode) -> None:
+    server = Server("http://127.0.0.1:1")
+    decode.asker.check(server)
+    decode.wait()
+    assert decode.asker.has_answers and decode.asker.take_checked() == [(server, False)]
+
+
+def test_nobody_is_asked_after_the_end(decode: Decode) -> None:
+    decode.asker.close()
+    decode.asker.ask(1, Server("http://127.0.0.1:1"), Question("r", [1]))
+    assert not [one for one in threading.enumerate() if one.name == "kvcached_nixl-asker"]
+
+
+def test_an_error_that_nobody_has_thought_of_is_an_answer_too(decode: Decode, caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise its request would wait for ever."""
+    decode.asker.ask(1, Server("http://127.0.0.1:1"), Question("r", [object()]))  # type: ignore[list-item]
+    assert "a defect" in decode.answer().reason and "could not be asked" in caplog.text
