@@ -133,6 +133,10 @@ class Asker:
                 is_well = response.status == 200
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
             is_well = False
+        except Exception:
+            # Without a result the server would never be checked again, and be waited for without an end.
+            logger.exception("A prefill server could not be checked; expected no such error")
+            is_well = False
         self._tasks.pop(server, None)
         self._checked.append((server, is_well))
         self._woken()

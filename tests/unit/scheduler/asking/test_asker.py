@@ -183,7 +183,8 @@ def test_nobody_listens(decode: Decode) -> None:
     assert "Cannot connect" in decode.answer().reason
 
 
-def test_prefill_notices_that_nobody_waits_any_more(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+def asked_in_vain(decode: Decode, serve: Callable[[Handler], Prefill]) -> Prefill:
+    """A server that has been asked, and never answers."""
     begun = threading.Event()
 
     async def never(_: web.Request) -> web.StreamResponse:
@@ -194,22 +195,18 @@ def test_prefill_notices_that_nobody_waits_any_more(decode: Decode, serve: Calla
     prefill = serve(never)
     decode.asker.ask(1, prefill.server, Question("r", [1]))
     assert begun.wait(10)
+    return prefill
+
+
+def test_prefill_notices_that_nobody_waits_any_more(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+    prefill = asked_in_vain(decode, serve)
     decode.asker.cancel(1)
     assert prefill.left.wait(10)
     assert not decode.asker.has_answers
 
 
 def test_closing_ends_what_is_asked(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
-    begun = threading.Event()
-
-    async def never(_: web.Request) -> web.StreamResponse:
-        begun.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    prefill = serve(never)
-    decode.asker.ask(1, prefill.server, Question("r", [1]))
-    assert begun.wait(10)
+    prefill = asked_in_vain(decode, serve)
     decode.asker.close()
     assert prefill.left.wait(10)
 
@@ -254,3 +251,15 @@ def test_an_error_that_nobody_has_thought_of_is_an_answer_too(decode: Decode, ca
     """Otherwise its request would wait for ever."""
     decode.asker.ask(1, Server("http://127.0.0.1:1"), Question("r", [object()]))  # type: ignore[list-item]
     assert "a defect" in decode.answer().reason and "could not be asked" in caplog.text
+
+
+def test_an_error_of_a_check_that_nobody_has_thought_of_is_a_result(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the server would be waited for without an end."""
+    server = Server("http://127.0.0.1:1", "no address")
+    for _ in range(2):
+        decode.asker.check(server)
+        decode.wait()
+        assert decode.asker.take_checked() == [(server, False)]
+    assert "could not be checked" in caplog.text
