@@ -57,7 +57,7 @@ class Question:
     def body(self) -> bytes:
         """JSON of the request's body."""
         found: dict[str, Any] = {
-            # A heartbeat could not name one with a comma.
+            # Heartbeats separate ids by commas.
             "request_id": _ODD.sub("_", self.request_id)[:MOST_ID],
             "prompt": self.token_ids,
             "max_tokens": 1,

@@ -42,7 +42,7 @@ class Asked:
         return ends and self.server not in cluster.frozen
 
     def deliver(self) -> None:
-        """Delivers the server's answer, or that there is none."""
+        """Delivers the server's answer, or the failure if it gives none."""
         if self.request is None or not self.request.status.is_finished:
             self.ends(LOST)
         else:

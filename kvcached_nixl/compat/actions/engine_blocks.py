@@ -95,7 +95,7 @@ class EngineBlocks:
         hold(self.engine_scheduler, private(self.engine_scheduler, "requests")[request_id])
 
     def limit_chunks(self, num_tokens: int) -> None:
-        """vLLM's own limit (``--long-prefill-token-threshold``) is taken back when there is none of ours.
+        """Lowers vLLM's own limit (``--long-prefill-token-threshold``), and restores it when ``num_tokens`` is 0.
 
         Nothing is limited where vLLM may not divide prompts, or only at certain tokens: a request would get no turn.
         """

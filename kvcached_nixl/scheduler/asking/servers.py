@@ -41,10 +41,10 @@ class Server:
         asked: what it is asked for and has not answered yet -> tokens.
         num_failures: in a row.
         num_outages: how often it could not be reached.
-        failure: why the last one was; None if it has answered since.
+        failure: the reason for its rest; None if its KV was used since.
         rests_until_seconds: it is not asked before.
         last_sign_seconds: when it answered last, or when it was asked while it had nothing to answer.
-        queued_tokens: that waited there, of all who ask it, when it answered last.
+        queued_tokens: tokens of all prompts in its queue, as reported with its last answer.
         checked_seconds: when it was asked last whether it is well.
     """
 
@@ -129,7 +129,7 @@ class Servers:
         """A server has answered, with parameters or with a refusal of the prompt.
 
         Args:
-            queued_tokens: of prompts that wait there, whoever asks for them, as it says.
+            queued_tokens: tokens of all prompts in the server's queue, as it reports.
         """
         server.asked.pop(number, None)
         server.last_sign_seconds = self._clock.now_seconds()
