@@ -74,6 +74,11 @@ class SchedulerView:
         return bool(self.config.kv_transfer_config.is_kv_consumer)
 
     @property
+    def is_producer(self) -> bool:
+        """Whether others may fetch KV from the engine."""
+        return bool(self.config.kv_transfer_config.is_kv_producer)
+
+    @property
     def max_num_batched_tokens(self) -> int:
         return int(self.config.scheduler_config.max_num_batched_tokens)
 

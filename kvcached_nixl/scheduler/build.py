@@ -52,6 +52,8 @@ class StockScheduler(Protocol):
     @property
     def is_consumer(self) -> bool: ...
     @property
+    def is_producer(self) -> bool: ...
+    @property
     def reader(self) -> Reader: ...
     @property
     def spans(self) -> Spans | None: ...
@@ -91,5 +93,6 @@ def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: C
     )
     own = RemotePrefill(stock.engine_id, *address.advertised, stock.tp_size)
     wake_address = WakeAddress(*address.local, secrets.token_hex(16))
-    asks = AskSettings.from_extra_config(stock.extra_config, is_consumer=stock.is_consumer)
+    roles = {"is_consumer": stock.is_consumer, "is_producer": stock.is_producer}
+    asks = AskSettings.from_extra_config(stock.extra_config, **roles)
     return SchedulerFacade(own, secrets.token_hex(8), wake_address, terms, clock, stock.reader, stock.spans, asks)

@@ -130,6 +130,20 @@ class DecodeFetches:
         fetch_request.check(request, self._terms)
         return fetch_request.refused
 
+    def end(self, request: Request, failure: HandOverFailed, blocks: BlockPool, step: Step) -> bool:
+        """What a request fetches will not come. Returns whether it still waited for it."""
+        request_id = DecodeRequestId(request.request_id)
+        attempt = self.attempts.of_request(request_id)
+        fetch_request = self._fetch_requests.get(request_id)
+        if attempt is not None:
+            self._take_away(attempt, failure, blocks, step)
+        elif fetch_request is not None and not fetch_request.is_tried:
+            fetch_request.check(request, self._terms)
+            fetch_request.refused = failure
+        else:
+            return False
+        return True
+
     def forget(self, request: Request, step: Step) -> None:
         """The hand-over of a request that has no blocks has failed, and another one may follow."""
         request_id = DecodeRequestId(request.request_id)

@@ -182,6 +182,11 @@ class BlockPool(Protocol):
         """Blocks that could be allocated now, those that only the prefix cache keeps among them."""
         ...
 
+    @property
+    def num_used(self) -> int:
+        """Blocks that requests have, or that are kept or held for peers."""
+        ...
+
     def num_needed(self, request_id: str) -> int:
         """How many blocks a request needs for its prompt, in addition to those that it has."""
         ...

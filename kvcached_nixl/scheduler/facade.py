@@ -115,8 +115,10 @@ class SchedulerFacade:
         self._refused: list[tuple[str, int]] = []
 
     def _build_asking(self, asks: AskSettings, asker: Callable[[str, Callable[[], None]], Asker]) -> Asking:
+        # Where layers keep states, a block of theirs may be as long as the longest request.
+        block_tokens = min(one.block_size for one in self._terms.groups.all)
         return Asking(
-            Servers(asks.servers, self._clock, self._terms.timeout_seconds),
+            Servers(asks.servers, self._clock, self._terms.timeout_seconds, block_tokens),
             asker(asks.api_key, self._link.woken),
             Resolver(asks.servers, self._link.woken),
             self._fetching,
@@ -124,8 +126,9 @@ class SchedulerFacade:
             self.own.engine_id,
             LocalPrefills(self._terms.most_unclaimed_tokens // 4),
             self.timelines,
-            # Where layers keep states, a block of theirs may be as long as the longest request.
-            min(one.block_size for one in self._terms.groups.all),
+            block_tokens,
+            # Two that ask each other would wait for the blocks that they keep for each other.
+            pushes=self._terms.mode.is_push and not asks.is_asked,
             recomputes=self._terms.recomputes,
             is_required=asks.is_required,
         )
@@ -342,7 +345,7 @@ class SchedulerFacade:
         """
         self._gate.gone([request.request_id])
         if self.asking is not None:
-            self.asking.gone(request.request_id, sum(map(len, block_ids)))
+            self.asking.gone(request.request_id)
         self._fetching.finished(request, self._link.bound(), self._link.step)
         self.timelines.end(request.request_id)
         is_kept, params = self._offering.finished(request, is_whole, block_ids, self._link.bound(), self._link.step)

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvcached_nixl.wire.params import HEADROOM_KEY
+from kvcached_nixl.wire.params import HEADROOM_KEY, KvTransferParams, RemotePrefill
 
 __all__ = [
     "MOST_ANSWER_BYTES",
@@ -26,12 +26,14 @@ __all__ = [
     "AskFailed",
     "Outcome",
     "Question",
+    "engine_in",
     "queued_tokens_in",
     "read_answer",
 ]
 
 PATH = "v1/completions"
 MOST_ID = 200
+_OF_SEVERAL = re.compile(r"_dp\d+\Z")
 _ODD = re.compile(r"[^A-Za-z0-9._:-]")
 MOST_ANSWER_BYTES = 16 << 20
 """A manifest of a million tokens in blocks of 16 has less than a megabyte."""
@@ -44,6 +46,7 @@ class Question:
     Attributes:
         request_id: decode's.
         adapter: name of its LoRA adapter; "" for none.
+        transfer_id: push: under which decode registers its blocks; "" if it does so after the answer.
         trace_headers: W3C trace context, as it came.
     """
 
@@ -53,6 +56,7 @@ class Question:
     salt: str = ""
     priority: int = 0
     trace_headers: Mapping[str, str] | None = None
+    transfer_id: str = ""
 
     def body(self) -> bytes:
         """JSON of the request's body."""
@@ -62,7 +66,7 @@ class Question:
             "prompt": self.token_ids,
             "max_tokens": 1,
             "temperature": 0.0,
-            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+            "kv_transfer_params": msgspec.to_builtins(KvTransferParams.for_prefill(self.transfer_id or None)),
         }
         if self.priority:
             found["priority"] = self.priority
@@ -130,6 +134,15 @@ def read_answer(status: int, headers: Mapping[str, str], body: bytes) -> dict[st
         )
     is_final = status in (400, 404, 413, 422)
     raise AskFailed(Outcome(reason, is_final=is_final, is_of_server=not is_final and status < 500))
+
+
+def engine_in(params: Mapping[str, Any]) -> RemotePrefill | None:
+    """The engine that has answered, if it is the only one behind its URL: vLLM names those of data parallelism so."""
+    try:
+        found = msgspec.convert(params, RemotePrefill)
+    except msgspec.ValidationError:
+        return None
+    return None if _OF_SEVERAL.search(found.engine_id) else found
 
 
 def queued_tokens_in(params: Mapping[str, Any]) -> int:

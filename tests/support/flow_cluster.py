@@ -387,7 +387,7 @@ def left_on(engine: Engine) -> Iterator[str]:
     # What was measured last is told to the workers with the next step, which may never come.
     yield from leftovers(handover.timelines, but=("lasted",))
     yield from (f"hold {number}: {blocks}" for number, blocks in holds_of(handover).items())
-    yield from leftovers(*asking_of(handover), but=("all",))
+    yield from leftovers(*asking_of(handover), but=("all", "_known"))
     fetching, offering = fetching_of(handover), offering_of(handover)
     yield from leftovers(fetching, fetching.attempts, fetching.failed, offering, offering.kept)
     if handover.pending or handover.num_held_blocks or handover.num_quarantined_blocks or engine.quarantined:

@@ -238,6 +238,7 @@ class Kind:
             ``num_stale_output_tokens``).
         asks: names of the engines that it asks for KV.
         is_required: it computes nothing because they do not answer.
+        is_asked: it is asked for KV by others, too.
     """
 
     shape: Shape = Shape()
@@ -258,6 +259,7 @@ class Kind:
     most_unclaimed_tokens: int = 1 << 30
     asks: tuple[str, ...] = ()
     is_required: bool = False
+    is_asked: bool = False
 
 
 class Channel:
@@ -481,7 +483,7 @@ class Engine:
             cluster.clock,
             Reads(),
             cluster.spans,
-            AskSettings(tuple(map(url_of, kind.asks)), kind.is_required) if kind.asks else None,
+            AskSettings(tuple(map(url_of, kind.asks)), kind.is_required, is_asked=kind.is_asked) if kind.asks else None,
             functools.partial(FlowAsker, self),
         )
         draw_as(self.handover, random.Random(number))

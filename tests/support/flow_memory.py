@@ -307,6 +307,10 @@ class Pool:
     def num_free(self) -> int:
         return self._num_free(())
 
+    @property
+    def num_used(self) -> int:
+        return self.usage().num_used
+
     def num_needed(self, request_id: str) -> int:
         request = self.engine.requests[request_id]
         return self._missing(request, (), request.num_prompt_tokens)

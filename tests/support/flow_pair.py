@@ -38,10 +38,11 @@ class Pair:
         *,
         verify_fraction: float = 0.0,
         is_traced: bool = False,
+        prefill_name: str = "p",
     ) -> None:
         self.cluster = Cluster(mode, verify_fraction, is_traced=is_traced)
         self.wire, self.clock = self.cluster.wire, self.cluster.clock
-        self.prefill = self.cluster.engine("p", prefill)
+        self.prefill = self.cluster.engine(prefill_name, prefill)
         self.decode = self.cluster.engine("d", decode)
         self._numbers = itertools.count(1)
 

@@ -76,6 +76,15 @@ class EngineBlocks:
         """Blocks that could be allocated now, those that only the prefix cache keeps among them."""
         return int(self._pool.get_num_free_blocks())
 
+    @property
+    def num_used(self) -> int:
+        """Blocks that requests have, or that are kept or held for peers."""
+        manager = optional(self._pool, "kv_cache_manager")
+        if manager is None:
+            return max(0, int(private(self._pool, "num_gpu_blocks")) - 1 - self.num_free)
+        # The null block is allocated for good.
+        return max(0, int(private(manager, "_get_num_alloced_blocks")()) - 1 - self.num_cached)
+
     def num_needed(self, request_id: str) -> int:
         """How many blocks a request needs for its prompt, in addition to those that it has."""
         request = private(self.engine_scheduler, "requests")[request_id]
@@ -173,17 +182,12 @@ class EngineBlocks:
 
     def usage(self) -> BlockUsage:
         """As seen from any thread: the engine's own may change things meanwhile, so a failure means "ask again"."""
-        pool, scheduler = self._pool, self.engine_scheduler
-        num_free = int(pool.get_num_free_blocks())
-        manager = optional(pool, "kv_cache_manager")
-        free_bytes, num_used = 0, int(private(pool, "num_gpu_blocks")) - 1 - num_free
+        manager, free_bytes = optional(self._pool, "kv_cache_manager"), 0
         if manager is not None:
             pages = private(manager, "page_allocator")
             free_bytes = int(pages.get_avail_physical_pages() * private(manager, "page_size") * _num_buffers(manager))
-            # The null block is allocated for good.
-            num_used = int(private(manager, "_get_num_alloced_blocks")()) - 1 - self.num_cached
-        queued_tokens = sum(one.num_prompt_tokens for one in list(queued(scheduler)) if wants_blocks(one))
-        return BlockUsage(num_free, max(0, num_used), free_bytes, queued_tokens)
+        queued_tokens = sum(one.num_prompt_tokens for one in list(queued(self.engine_scheduler)) if wants_blocks(one))
+        return BlockUsage(self.num_free, self.num_used, free_bytes, queued_tokens)
 
     def mapped_bytes(self) -> int:
         """As seen from any thread. Each rank has mapped as much on its device."""

@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode: requests whose KV prefill servers are asked for, before they may begin. One per engine, on its thread.
 
-    waiting ─► asked ─► answered ─► goes on with the answer's ``kv_transfer_params``, until its KV has come
-       ▲         │          │
-       └─────────┴──────────┴─ failed: another server is asked, once, or a busy one again; then it is computed here, few
-                               at a time (`LocalPrefills`), or fails, as ``kv_load_failure_policy`` says
+    WAITING ─► ASKED ─► FETCHING ─► a step computes it
+       ▲         │         │
+       └─────────┴─ FAILED ┴─► LOCAL: computed here, few at a time (`LocalPrefills`), or it fails, as
+                               ``kv_load_failure_policy`` says
 
-What is not cached here may be too little to ask for: the request goes on at once. Of equal prompts one is asked for;
-the others find it cached.
+Meanwhile requests are held: they stay in vLLM's queue, are counted and can be aborted, but no step looks at them. With
+the ``kv_transfer_params`` of the answer they go on. In push a request goes on when it is asked for, so that prefill
+finds its blocks and sends KV while it computes; only a server whose engine is not known yet is asked first.
 
-Meanwhile requests are held: they stay in vLLM's queue, are counted and can be aborted, but no step looks at them.
+After a failure another server is asked, once, or a busy one again. What is not cached here may be too little to ask
+for: the request goes on at once. Of equal prompts one is asked for; the others find it cached.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import uuid
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
+
+import msgspec
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.asking.asker import Asker
-from kvcached_nixl.scheduler.asking.known_prefixes import KnownPrefixes
 from kvcached_nixl.scheduler.asking.local_prefills import LocalPrefills
 from kvcached_nixl.scheduler.asking.resolver import Resolver
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
@@ -30,7 +36,8 @@ from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.question import Outcome, Question, queued_tokens_in
+from kvcached_nixl.wire.params import KvTransferParams, RemotePrefill
+from kvcached_nixl.wire.question import Outcome, Question, engine_in, queued_tokens_in
 from kvcached_nixl.wire.step import Step
 from kvcached_nixl.wire.timeline import State
 
@@ -40,24 +47,40 @@ MOST_TRIES = 2
 MOST_PASSED = 16
 PASSING_SECONDS = 10.0
 """For how long others may be asked for before one that finds no room."""
-_OF_PREFILL = frozenset(
-    {
-        *(FailureCause.PARAMETERS, FailureCause.NO_MANIFEST, FailureCause.DIGEST, FailureCause.REFUSED),
-        *(FailureCause.PROTOCOL, FailureCause.CHECKSUM),
-    }
+_OF_SERVER = (FailureCause.UNREACHABLE, FailureCause.LOST, FailureCause.RESTARTED)
+_OF_PREFILL = (
+    *(FailureCause.PARAMETERS, FailureCause.NO_MANIFEST, FailureCause.DIGEST, FailureCause.REFUSED),
+    *(FailureCause.PROTOCOL, FailureCause.CHECKSUM),
 )
 """Prefill may be to blame, or this prompt."""
 
 
+class Stage(Enum):
+    """Of a request whose KV is wanted; see the module."""
+
+    WAITING = auto()
+    """In the queue of those to be asked for, or for another request with the same prompt."""
+    ASKED = auto()
+    """Held until the answer."""
+    FETCHING = auto()
+    """It goes on with ``kv_transfer_params``, until a step computes it."""
+    FAILED = auto()
+    """Its KV does not come. When vLLM asks how much there is for it, it waits again."""
+    LOCAL = auto()
+    """No server gives its KV."""
+
+
 @dataclass(eq=False)
-class _Held:
-    """A request that waits to be asked for, or for an answer.
+class _Wanted:
+    """A request whose KV is wanted.
 
     Attributes:
         order: its place among those that wait.
         hashes: of its full blocks, as vLLM's prefix cache has them.
         prefix: of equal prompts only one is asked for at a time; None if nothing of it can be cached.
-        number: of the question; 0 while nobody is asked.
+        followers: others with its prefix, which wait for it.
+        number: of the question without an answer; 0 if there is none.
+        named: the engine that was named before the answer (push).
         outcome: of the last question.
         tried: the servers that were asked, and were not busy.
         passed_since_seconds: when it first found no room; 0 if it never did.
@@ -68,8 +91,10 @@ class _Held:
     order: tuple[int, int]
     hashes: Sequence[bytes]
     prefix: bytes | None
+    stage: Stage = Stage.WAITING
+    followers: list[_Wanted] = field(default_factory=list)
     number: int = 0
-    asked_at_seconds: float = 0.0
+    named: RemotePrefill | None = None
     outcome: Outcome = Outcome("none may be asked now")
     tried: list[Server] = field(default_factory=list)
     passed_since_seconds: float = 0.0
@@ -82,6 +107,7 @@ class Asking:
         own_engine_id: of this engine, which never fetches from itself.
         local: what is computed here because no server gives it.
         block_tokens: of the smallest KV-cache blocks. If no more tokens are missing, they are computed here.
+        pushes: prefill is told where the KV goes, and sends it.
         recomputes: what no server gives may be computed here (``kv_load_failure_policy``).
         is_required: nothing is computed here because no server answers.
 
@@ -102,6 +128,7 @@ class Asking:
         timelines: Timelines,
         block_tokens: int,
         *,
+        pushes: bool,
         recomputes: bool,
         is_required: bool,
     ) -> None:
@@ -114,39 +141,32 @@ class Asking:
         self.local = local
         self._timelines = timelines
         self._block_tokens = block_tokens
+        self._pushes = pushes
         self._computes = recomputes and not is_required
         self._is_required = is_required
-        self._held: dict[str, _Held] = {}
+        self._wanted: dict[str, _Wanted] = {}
         # In the order in which they are asked for.
-        self._waiting: list[_Held] = []
-        # Those that wait for another request with the same prefix.
-        self._followers: dict[bytes, list[_Held]] = {}
-        # Prefixes that are asked for or fetched -> the request that does, and back.
-        self._leaders: dict[bytes, str] = {}
-        self._prefixes: dict[str, bytes] = {}
-        self._asked: dict[int, _Held] = {}
-        # By request: what was answered, until a step computes it.
-        self._answered: dict[str, _Held] = {}
-        # By request: answered in vain, until vLLM asks how much KV there is for it.
-        self._failed: dict[str, _Held] = {}
+        self._waiting: list[_Wanted] = []
+        # By prefix: the request that is asked for.
+        self._leaders: dict[bytes, _Wanted] = {}
+        self._questions: dict[int, _Wanted] = {}
         # Requests that vLLM has in its queue, and that are to be held.
         self._to_hold: list[str] = []
         self._num_arrived = 0
         self._num_asked = 0
         # When the server may be asked that those who wait are waiting for.
         self._rested_at_seconds: float | None = None
-        self.window = Window(clock)
-        self._prompts = KnownPrefixes()
+        self.window = Window()
 
     @property
     def num_waiting(self) -> int:
-        """Requests that nobody is asked for yet. May be called from any thread."""
-        return len(self._held) - len(self._asked)
+        """Requests that nobody is asked for yet."""
+        return len(self._waiting) + sum(len(one.followers) for one in self._leaders.values())
 
     @property
     def num_asked(self) -> int:
-        """Questions without an answer. May be called from any thread."""
-        return len(self._asked)
+        """Questions without an answer."""
+        return len(self._questions)
 
     @property
     def has_news(self) -> bool:
@@ -170,26 +190,22 @@ class Asking:
         order = request.priority if blocks.goes_by_priority else 0, self._num_arrived
         hashes = request.block_hashes
         prefix = hashes[-1] if hashes and blocks.caches_prefixes else None
-        self._wait(_Held(request, question, order, hashes, prefix))
+        self._wait(_Wanted(request, question, order, hashes, prefix))
         return True
 
-    def gone(self, request_id: str, num_freed_blocks: int) -> None:
-        """A request has ended, and has freed so many blocks."""
-        self.window.freed(num_freed_blocks)
+    def gone(self, request_id: str) -> None:
+        """A request has ended."""
         self.window.settle(request_id)
-        self._answered.pop(request_id, None)
-        self._failed.pop(request_id, None)
         self.local.gone(request_id)
-        held = self._held.pop(request_id, None)
-        if held is not None:
-            if held.number:
-                del self._asked[held.number]
-                self.servers.withdrawn(held.tried[-1], held.number)
-                self._asker.cancel(held.number)
-            for waiting in (self._waiting, self._followers.get(held.prefix or b"", [])):
-                if held in waiting:
-                    waiting.remove(held)
-        self._land(request_id)
+        wanted = self._wanted.pop(request_id, None)
+        if wanted is None:
+            return
+        self._withdraw(wanted)
+        leader = self._leaders.get(wanted.prefix or b"")
+        for waiting in (self._waiting, [] if leader is None else leader.followers):
+            if wanted in waiting:
+                waiting.remove(wanted)
+        self._land(wanted, is_cached=False)
 
     def allocated(self, request_id: str) -> None:
         """A request was given blocks."""
@@ -197,47 +213,38 @@ class Asking:
 
     def computed(self, progress: Iterable[Progress]) -> None:
         """A step computes these requests: what they have fetched is in the prefix cache."""
-        for one in progress if self._answered or self._prefixes or self.local.is_busy else ():
-            held = self._answered.pop(one.request_id, None)
-            if held is not None:
-                self.servers.served(held.tried[-1])
-            self._land(one.request_id)
+        for one in progress if self._wanted or self.local.is_busy else ():
+            wanted = self._wanted.get(one.request_id)
+            if wanted is not None and one.num_computed_tokens >= wanted.request.num_prompt_tokens:
+                del self._wanted[one.request_id]
+                if wanted.stage is Stage.FETCHING:
+                    self.servers.served(wanted.tried[-1])
+                self._land(wanted, is_cached=True)
             self.local.computed(one.request_id, one.num_computed_tokens)
 
     def may_ask_again(self, request_id: str) -> bool:
         """The KV of a request does not come. Returns whether another server is asked for it, so that it is neither
         computed here nor fails yet; `holds_again` follows. Idempotent until then."""
-        if request_id in self._failed:
-            return True
-        held = self._answered.pop(request_id, None)
-        failure = None if held is None else self._fetching.failure_of(held.request)
-        if held is None or failure is None:
-            return False
-        held.outcome = Outcome(str(failure))
-        is_of_server = failure.cause in (FailureCause.UNREACHABLE, FailureCause.LOST, FailureCause.RESTARTED)
-        if is_of_server or failure.cause in _OF_PREFILL:
-            self.servers.failed(held.tried[-1], held.number, Outcome(str(failure), is_of_server=is_of_server))
-        if is_of_server and self._is_required:
-            held.tried.clear()
-        if len(held.tried) >= MOST_TRIES or (self._rests(self.servers.choose(held.tried)) and self._computes):
-            return False
-        self._failed[request_id] = held
-        return True
+        wanted = self._wanted.get(request_id)
+        if wanted is not None and wanted.stage is Stage.FETCHING:
+            failure = self._fetching.failure_of(wanted.request)
+            if failure is not None:
+                self._withdraw(wanted)
+                outcome = Outcome(str(failure), is_of_server=failure.cause in _OF_SERVER)
+                if outcome.is_of_server or failure.cause in _OF_PREFILL:
+                    self.servers.failed(wanted.tried[-1], 0, outcome)
+                self._fetched_in_vain(wanted, outcome)
+        return wanted is not None and wanted.stage is Stage.FAILED
 
     def holds_again(self, request: Request, step: Step) -> bool:
         """Called where vLLM asks how much KV there is for a request. Returns whether it waits for an answer once
         more; `turn` holds it."""
         request_id = request.request_id
-        if request_id in self._answered and self._fetching.failure_of(request) is not None:
-            self.may_ask_again(request_id)
-        held = self._failed.pop(request_id, None)
-        if held is None:
+        if not self.may_ask_again(request_id):
             return False
-        held.number = 0
-        self._land(request_id)
         self.window.settle(request_id)
         self._fetching.forget(request, step)
-        self._wait(held)
+        self._wait(self._wanted[request_id])
         self._to_hold.append(request_id)
         return True
 
@@ -249,152 +256,201 @@ class Asking:
             may_ask: the engine is not paused, and no neighbour waits for its memory.
         """
         for request_id in self._to_hold:
-            if request_id in self._held:
+            if request_id in self._wanted:
                 blocks.hold(request_id)
         self._to_hold.clear()
         for url, addresses in self._resolver.take().items():
             self.servers.are_at(url, addresses)
-        num_held = len(self._held)
+        may_begin = False
         for number, found in self._asker.take():
             if isinstance(found, Outcome):
-                self._not_answered(number, found)
+                self._not_answered(number, found, blocks, step)
             else:
-                self._goes_on_with(number, found, blocks, step)
+                may_begin |= self._answered(number, found, blocks, step)
         for server, is_well in self._asker.take_checked():
             for number in list(server.asked) if self.servers.has_failed(server, is_well=is_well) else ():
-                self._not_answered(number, Outcome("it has answered nothing for too long", is_of_server=True))
+                late = Outcome("it has answered nothing for too long", is_of_server=True)
+                self._not_answered(number, late, blocks, step)
         for server in self.servers.take_silent():
             self._asker.check(server)
         self._rested_at_seconds = None
         if may_ask:
-            self._ask_all(blocks)
-        return self.local.turn(blocks) or len(self._held) < num_held
+            may_begin |= self._ask_all(blocks, step)
+        return self.local.turn(blocks) or may_begin
 
     def close(self) -> None:
         """Ends the threads."""
         self._resolver.close()
         self._asker.close()
 
-    # -------------------------------------------------------------------------------------------------------- inside
+    # -------------------------------------------------------------------------------------------------------- asking
 
-    def _wait(self, held: _Held) -> None:
-        self._held[held.request.request_id] = held
-        self._timelines.begin(held.request, State.DECODE_HELD)
-        insort(self._waiting, held, key=lambda one: one.order)
+    def _wait(self, wanted: _Wanted) -> None:
+        wanted.stage = Stage.WAITING
+        self._wanted[wanted.request.request_id] = wanted
+        self._timelines.begin(wanted.request, State.DECODE_HELD)
+        insort(self._waiting, wanted, key=lambda one: one.order)
 
-    def _ask_all(self, blocks: BlockPool) -> None:
-        """Asks for those that wait, in their order. Others pass one that finds no room, for a while."""
-        passed = 0
+    def _ask_all(self, blocks: BlockPool, step: Step) -> bool:
+        """Asks for those that wait, in their order. Others pass one that finds no room, for a while. Returns whether
+        one goes on."""
+        passed, may_begin = 0, False
         while len(self._waiting) > passed < MOST_PASSED:
-            held = self._waiting[passed]
-            if self._goes_on_here_or_asked(held, blocks):
-                self._waiting.remove(held)
+            wanted = self._waiting[passed]
+            if self._waits_no_longer(wanted, blocks, step):
+                self._waiting.remove(wanted)
+                may_begin |= wanted.stage is Stage.FETCHING or wanted.request.request_id not in self._wanted
                 continue
             now = self._clock.now_seconds()
-            held.passed_since_seconds = held.passed_since_seconds or now
-            if self._rested_at_seconds is not None or now > held.passed_since_seconds + PASSING_SECONDS:
-                return
+            wanted.passed_since_seconds = wanted.passed_since_seconds or now
+            if self._rested_at_seconds is not None or now > wanted.passed_since_seconds + PASSING_SECONDS:
+                break
             passed += 1
+        return may_begin
 
-    def _goes_on_here_or_asked(self, held: _Held, blocks: BlockPool) -> bool:
-        """Asks for one that waits, or lets it go on here. Returns whether it waits no longer."""
-        request, prefix = held.request, held.prefix
-        if prefix is not None and prefix in self._leaders:
-            self._followers.setdefault(prefix, []).append(held)
+    def _waits_no_longer(self, wanted: _Wanted, blocks: BlockPool, step: Step) -> bool:
+        """Asks for one that waits, or lets it go on here, or wait for another one."""
+        request = wanted.request
+        leader = wanted if wanted.prefix is None else self._leaders.get(wanted.prefix, wanted)
+        if leader is not wanted:
+            leader.followers.append(wanted)
             return True
-        server = self.servers.choose(held.tried)
-        rests = self._rests(server)
+        server, num_cached = self.servers.choose(wanted.tried, wanted.hashes)
+        rests = self.servers.rests(server)
         if rests and (server.is_busy or not self._computes):
             self._rested_at_seconds = server.rests_until_seconds
             return False
         num_blocks = blocks.num_needed(request.request_id)
-        if not rests and not self.window.has_room(num_blocks, blocks.num_free, blocks.most_running):
+        room = blocks.num_free, blocks.num_used, blocks.most_running
+        if not rests and not self.window.has_room(num_blocks, *room):
             return False
         if request.num_prompt_tokens - blocks.num_cached_tokens(request.request_id) <= self._block_tokens:
-            self._go_on(held, blocks)
+            del self._wanted[request.request_id]
+            self._land(wanted, is_cached=True)
+            blocks.release(request.request_id, None)
             self._timelines.end(request.request_id)
         elif rests:
-            self._give_up(held)
+            self._compute_here(wanted)
         else:
             self.window.promise(request.request_id, num_blocks)
-            self._ask(held)
+            self._ask(wanted, server, num_cached * self._block_tokens, blocks, step)
         return True
 
-    def _rests(self, server: Server) -> bool:
-        return server.rests_until_seconds > self._clock.now_seconds()
-
-    def _ask(self, held: _Held) -> None:
-        request = held.request
-        found = self._prompts.find(held.hashes)
-        cached = {} if found is None else {found[0]: found[1] * self._block_tokens}
-        server = self.servers.choose(held.tried, cached)
+    def _ask(self, wanted: _Wanted, server: Server, num_cached_tokens: int, blocks: BlockPool, step: Step) -> None:
         self._num_asked += 1
-        held.number, held.asked_at_seconds = self._num_asked, self._clock.now_seconds()
-        held.tried.append(server)
-        self._asked[held.number] = held
-        if held.prefix is not None:
-            self._leaders[held.prefix] = request.request_id
-            self._prefixes[request.request_id] = held.prefix
-        self._timelines.enter(request.request_id, State.DECODE_ASKING)
-        self.servers.asked(server, held.number, request.num_prompt_tokens - cached.get(server, 0))
-        self._prompts.add(held.hashes, server)
-        self._asker.ask(held.number, server, held.question)
+        wanted.number, wanted.stage = self._num_asked, Stage.ASKED
+        wanted.tried.append(server)
+        self._questions[wanted.number] = wanted
+        if wanted.prefix is not None:
+            self._leaders[wanted.prefix] = wanted
+        self._timelines.enter(wanted.request.request_id, State.DECODE_ASKING)
+        num_tokens = wanted.request.num_prompt_tokens - num_cached_tokens
+        self.servers.asked(server, wanted.number, num_tokens, wanted.hashes)
+        question = wanted.question
+        wanted.named = server.engine if self._pushes else None
+        if wanted.named is not None:
+            # Never used again: prefill would pair it with another request.
+            question = dataclasses.replace(question, transfer_id=uuid.uuid4().hex)
+            params = KvTransferParams.for_decode(wanted.named, question.transfer_id)
+            self._go_on(wanted, msgspec.to_builtins(params), blocks, step)
+        self._asker.ask(wanted.number, server, question)
 
-    def _goes_on_with(self, number: int, params: dict[str, Any], blocks: BlockPool, step: Step) -> None:
-        if params.get("do_remote_prefill") is not True:
-            self._not_answered(number, Outcome("it offers no KV; expected do_remote_prefill in kv_transfer_params"))
-            return
-        if params.get("remote_engine_id") == self._own_engine_id:
-            self._not_answered(number, Outcome("it is this engine itself; expected another server"))
-            return
-        held = self._asked.pop(number, None)
-        if held is None:
+    def _go_on(self, wanted: _Wanted, params: Mapping[str, Any], blocks: BlockPool, step: Step) -> None:
+        wanted.stage = Stage.FETCHING
+        blocks.release(wanted.request.request_id, params)
+        self._fetching.arrived(wanted.request, step, computes=not self._is_required)
+
+    # ------------------------------------------------------------------------------------------------------- answers
+
+    def _answered(self, number: int, params: dict[str, Any], blocks: BlockPool, step: Step) -> bool:
+        """A server has answered with parameters. Returns whether the request goes on now."""
+        wanted = self._questions.get(number)
+        if wanted is None:
             self._fetching.unneeded(params, step)
-            return
-        self.servers.answered(held.tried[-1], number, queued_tokens_in(params))
-        self.window.answered(self._clock.now_seconds() - held.asked_at_seconds)
-        self._go_on(held, blocks, params)
-        self._answered[held.request.request_id] = held
-        self._fetching.arrived(held.request, step, computes=not self._is_required)
+            return False
+        reason = self._unusable(params, wanted)
+        if reason:
+            self._not_answered(number, Outcome(reason), blocks, step)
+            return False
+        del self._questions[number]
+        wanted.number = 0
+        engine = engine_in(params)
+        self.servers.answered(wanted.tried[-1], number, queued_tokens_in(params), engine)
+        if wanted.stage is not Stage.ASKED:
+            return False
+        self._go_on(wanted, params, blocks, step)
+        return True
 
-    def _not_answered(self, number: int, outcome: Outcome) -> None:
-        held = self._asked.pop(number, None)
-        if held is None:
+    def _unusable(self, params: Mapping[str, Any], wanted: _Wanted) -> str:
+        """Why an answer cannot be used; "" if it can."""
+        if params.get("do_remote_prefill") is not True:
+            return "it offers no KV; expected do_remote_prefill in kv_transfer_params"
+        if params.get("remote_engine_id") == self._own_engine_id:
+            return "it is this engine itself; expected another server"
+        if wanted.named is not None and engine_in(params) != wanted.named:
+            return "another engine has answered than that which answered before; it was restarted, or is one of several"
+        return ""
+
+    def _not_answered(self, number: int, outcome: Outcome, blocks: BlockPool, step: Step) -> None:
+        wanted = self._questions.pop(number, None)
+        if wanted is None:
             return
         self._asker.cancel(number)
-        held.number, held.outcome = 0, outcome
-        self.window.settle(held.request.request_id)
-        self._land(held.request.request_id)
+        wanted.number = 0
         if outcome.is_final:
-            self.servers.answered(held.tried[-1], number)
-            self._give_up(held)
-            return
-        self.servers.failed(held.tried[-1], number, outcome)
-        if outcome.is_busy or (outcome.is_of_server and self._is_required):
-            held.tried.clear()
-        if len(held.tried) < MOST_TRIES:
-            self._wait(held)
+            self.servers.answered(wanted.tried[-1], number)
         else:
-            self._give_up(held)
+            self.servers.failed(wanted.tried[-1], number, outcome)
+        # Its KV may have come before the answer.
+        still_fetches = wanted.stage is Stage.FETCHING and self._wanted.get(wanted.request.request_id) is wanted
+        if wanted.stage is Stage.ASKED:
+            self.window.settle(wanted.request.request_id)
+            if self._is_tried_again(wanted, outcome):
+                self._wait(wanted)
+            else:
+                self._compute_here(wanted)
+        elif still_fetches and self._fetching.end(wanted.request, _failure(outcome), blocks, step):
+            self._fetched_in_vain(wanted, outcome)
 
-    def _give_up(self, held: _Held) -> None:
-        """No server gives its KV: the request is computed here, or fails."""
-        failure = HandOverFailed(FailureCause.UNREACHABLE, f"no prefill server gives it: {held.outcome.reason}")
-        del self._held[held.request.request_id]
-        if self._fetching.refuse(held.request, failure, computes=not self._is_required):
-            self.local.add(held.request)
+    def _fetched_in_vain(self, wanted: _Wanted, outcome: Outcome) -> None:
+        """The KV of a request that goes on does not come."""
+        is_tried_again = self._is_tried_again(wanted, outcome)
+        server, _ = self.servers.choose(wanted.tried, wanted.hashes)
+        waits = not (self.servers.rests(server) and self._computes)
+        wanted.stage = Stage.FAILED if is_tried_again and waits else Stage.LOCAL
 
-    def _go_on(self, held: _Held, blocks: BlockPool, params: dict[str, Any] | None = None) -> None:
-        del self._held[held.request.request_id]
-        blocks.release(held.request.request_id, params)
+    def _is_tried_again(self, wanted: _Wanted, outcome: Outcome) -> bool:
+        wanted.outcome = outcome
+        if outcome.is_busy or (outcome.is_of_server and self._is_required):
+            wanted.tried.clear()
+        return not outcome.is_final and len(wanted.tried) < MOST_TRIES
 
-    def _land(self, request_id: str) -> None:
+    def _compute_here(self, wanted: _Wanted) -> None:
+        """No server gives the KV of a held request: it is computed here, or fails."""
+        wanted.stage = Stage.LOCAL
+        if self._fetching.refuse(wanted.request, _failure(wanted.outcome), computes=not self._is_required):
+            self.local.add(wanted.request)
+
+    def _withdraw(self, wanted: _Wanted) -> None:
+        """Nobody waits for the answer any more."""
+        if wanted.number:
+            del self._questions[wanted.number]
+            self.servers.withdrawn(wanted.tried[-1], wanted.number)
+            self._asker.cancel(wanted.number)
+            wanted.number = 0
+
+    def _land(self, wanted: _Wanted, *, is_cached: bool) -> None:
         """A request fetches its prefix no longer: those with the same one have it cached here, or may ask for it."""
-        prefix = self._prefixes.pop(request_id, None)
-        if prefix is None or self._leaders.get(prefix) != request_id:
+        if self._leaders.get(wanted.prefix or b"") is not wanted:
             return
-        del self._leaders[prefix]
-        for held in self._followers.pop(prefix, []):
-            # If it does not find its prompt cached, those like it would not either.
-            held.prefix = None
-            insort(self._waiting, held, key=lambda one: one.order)
+        del self._leaders[wanted.prefix or b""]
+        for one in wanted.followers:
+            if is_cached:
+                # If it does not find its prompt cached, those like it would not either.
+                one.prefix = None
+            insort(self._waiting, one, key=lambda one: one.order)
+        wanted.followers = []
+
+
+def _failure(outcome: Outcome) -> HandOverFailed:
+    return HandOverFailed(FailureCause.UNREACHABLE, f"no prefill server gives it: {outcome.reason}")

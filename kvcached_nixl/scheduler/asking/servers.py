@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill servers that decode may ask, and which of them is asked next. Used on the engine's thread only.
 
+What a server was asked for before, it may have cached. vLLM's hash of a block stands for all tokens up to its end, the
+adapter, the media and the salt; the least recently used hashes are forgotten.
+
 A server that cannot be reached, or is busy, rests: it is not asked for a while, which doubles with each failure in a
 row and is jittered. One that fails for one prompt rests only if it has failed for several in a row.
 """
@@ -9,12 +12,13 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.question import Outcome
 
 __all__ = ["Server", "Servers"]
@@ -29,6 +33,9 @@ FRESH_SECONDS = 5.0
 """How long it counts what a server has said of its queue."""
 VAIN_SILENCES = 10
 """Times ``silence_seconds`` that a server which is well, and answers nobody, is waited for."""
+MOST_HASHES = 65_536
+STRIDE = 4
+"""Of every so many blocks the hash of one is remembered."""
 
 
 @dataclass(eq=False)
@@ -38,6 +45,7 @@ class Server:
     Attributes:
         url: scheme, host and port, as the operator has named it.
         address: one of those of its name; "" if it is not known, or the URL has an address.
+        engine: the only one behind it, as it answered last; None if that is not known.
         asked: what it is asked for and has not answered yet -> tokens.
         num_failures: in a row.
         num_outages: how often it could not be reached.
@@ -50,6 +58,7 @@ class Server:
 
     url: str
     address: str = ""
+    engine: RemotePrefill | None = None
     asked: dict[int, int] = field(default_factory=dict)
     num_failures: int = 0
     num_outages: int = 0
@@ -78,19 +87,23 @@ class Servers:
 
     Args:
         silence_seconds: a server that owes answers and gives none for so long is checked.
+        block_tokens: of the blocks that prompts are hashed by.
 
     Attributes:
         all: at this moment.
         random: decides between equals, and jitters pauses.
     """
 
-    def __init__(self, urls: Sequence[str], clock: Clock, silence_seconds: float) -> None:
+    def __init__(self, urls: Sequence[str], clock: Clock, silence_seconds: float, block_tokens: int) -> None:
         self._clock = clock
+        self._block_tokens = block_tokens
         self._silence_seconds = silence_seconds
         self.random = random.Random()
         self.all = [Server(url) for url in urls]
         # Not at their name's addresses any more, but they owe answers.
         self._leaving: list[Server] = []
+        # With how often the server had failed then: one that was restarted has nothing cached.
+        self._known: OrderedDict[bytes, tuple[Server, int]] = OrderedDict()
 
     def are_at(self, url: str, addresses: Collection[str]) -> None:
         """The name in a URL stands for these addresses; none if they are not known."""
@@ -101,39 +114,51 @@ class Servers:
         left = [one for one in (*self._leaving, *of_url.values()) if one not in self.all]
         self._leaving = [one for one in dict.fromkeys(left) if one.asked]
 
-    def choose(self, tried: Collection[Server], cached: Mapping[Server, int] = MappingProxyType({})) -> Server:
-        """Returns the one to ask next: it does not rest, was not tried yet, and has the fewest tokens of this engine to
-        compute, the prompt's with them. If all rest, one that is busy, or rests for the shortest time.
-
-        Args:
-            cached: how many tokens of the prompt servers may have cached.
+    def choose(self, tried: Collection[Server], hashes: Sequence[bytes]) -> tuple[Server, int]:
+        """Returns the one to ask next, and how many of these blocks it may have cached. It does not rest, was not tried
+        yet, and has the fewest tokens of this engine to compute, the prompt's with them. If all rest, it is one that is
+        busy, or rests for the shortest time.
         """
         now = self._clock.now_seconds()
         self.random.shuffle(self.all)
+        knowing, num_known = self._find(hashes)
 
         def order(one: Server) -> tuple[bool, bool, bool, float, int]:
             rests_seconds = max(0.0, one.rests_until_seconds - now)
             rests = rests_seconds > 0
-            num_tokens = one.num_tokens(now) - cached.get(one, 0)
+            num_tokens = one.num_tokens(now) - (num_known * self._block_tokens if one is knowing else 0)
             return rests, one in tried, rests and not one.is_busy, rests_seconds, num_tokens
 
-        return min(self.all, key=order)
+        found = min(self.all, key=order)
+        return found, num_known if found is knowing else 0
 
-    def asked(self, server: Server, number: int, num_tokens: int) -> None:
-        """A server is asked for a prompt."""
+    def rests(self, server: Server) -> bool:
+        """Whether it may not be asked now."""
+        return server.rests_until_seconds > self._clock.now_seconds()
+
+    def asked(self, server: Server, number: int, num_tokens: int, hashes: Sequence[bytes]) -> None:
+        """A server is asked for a prompt with these blocks, of which so many tokens may not be cached there."""
         if not server.asked:
             server.last_sign_seconds = self._clock.now_seconds()
         server.asked[number] = num_tokens
+        for one in hashes[STRIDE - 1 :: STRIDE]:
+            self._known[one] = server, server.num_outages
+            self._known.move_to_end(one)
+        while len(self._known) > MOST_HASHES:
+            self._known.popitem(last=False)
 
-    def answered(self, server: Server, number: int, queued_tokens: int = 0) -> None:
+    def answered(
+        self, server: Server, number: int, queued_tokens: int = 0, engine: RemotePrefill | None = None
+    ) -> None:
         """A server has answered, with parameters or with a refusal of the prompt.
 
         Args:
             queued_tokens: tokens of all prompts in the server's queue, as it reports.
+            engine: the only one behind it, if its answer says so.
         """
         server.asked.pop(number, None)
         server.last_sign_seconds = self._clock.now_seconds()
-        server.queued_tokens = queued_tokens
+        server.queued_tokens, server.engine = queued_tokens, engine or server.engine
 
     def served(self, server: Server) -> None:
         """The KV that a server has offered is here, and is used."""
@@ -144,6 +169,7 @@ class Servers:
     def failed(self, server: Server, number: int, failure: Outcome) -> None:
         """A server has not answered with KV."""
         server.asked.pop(number, None)
+        server.engine = None
         now = server.last_sign_seconds = self._clock.now_seconds()
         if now < server.rests_until_seconds:
             # Those that were asked together fail together.
@@ -186,3 +212,11 @@ class Servers:
     @property
     def _owing(self) -> list[Server]:
         return [one for one in (*self.all, *self._leaving) if one.asked]
+
+    def _find(self, hashes: Sequence[bytes]) -> tuple[Server | None, int]:
+        """Returns the server that was asked for most of a prompt, and for how many of its blocks."""
+        for place in range(len(hashes) // STRIDE * STRIDE - 1, 0, -STRIDE):
+            server, num_outages = self._known.get(hashes[place], (None, 0))
+            if server is not None and server.num_outages == num_outages:
+                return server, place + 1
+        return None, 0

@@ -34,19 +34,23 @@ class AskSettings:
     Attributes:
         servers: URLs without a path.
         api_key: "" for none.
+        is_asked: others may fetch KV from this engine, too (``kv_both``).
     """
 
     servers: tuple[str, ...]
     is_required: bool = False
     accepts_params: bool = False
     api_key: str = field(default="", repr=False)
+    is_asked: bool = False
 
     @classmethod
-    def from_extra_config(cls, extra_config: Mapping[str, Any], *, is_consumer: bool) -> AskSettings | None:
+    def from_extra_config(
+        cls, extra_config: Mapping[str, Any], *, is_consumer: bool, is_producer: bool
+    ) -> AskSettings | None:
         """Returns None if no prefill server is named.
 
         Args:
-            is_consumer: the engine may fetch KV.
+            is_consumer, is_producer: the engine may fetch KV, and may offer it.
 
         Raises:
             SettingsError: a key has an unusable value.
@@ -61,7 +65,7 @@ class AskSettings:
         if not is_consumer:
             raise _bad("prefill", said, "no such key with kv_role kv_producer, which fetches no KV")
         urls = tuple(dict.fromkeys(one.rstrip("/") for one in servers))
-        return cls(urls, is_required, accepts, _api_key(extra_config))
+        return cls(urls, is_required, accepts, _api_key(extra_config), is_producer)
 
 
 def _is_url(said: object) -> bool:

@@ -34,6 +34,7 @@ class Stock:
     zeroes_blocks: bool = False
     recomputes: bool = False
     is_consumer: bool = True
+    is_producer: bool = False
     max_num_batched_tokens: int = 64
     reader: Reads = field(default_factory=Reads)
     spans: None = None

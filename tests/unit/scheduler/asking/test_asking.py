@@ -55,6 +55,7 @@ class Blocks:
 
     requests: dict[str, Request] = field(default_factory=dict)
     num_free: int = 100
+    num_used: int = 0
     cached: dict[str, int] = field(default_factory=dict)
     goes_by_priority: bool = False
     caches_prefixes: bool = True
@@ -85,6 +86,7 @@ class Asker:
 
     asked: dict[int, tuple[str, str]] = field(default_factory=dict)
     addresses: dict[int, str] = field(default_factory=dict)
+    transfer_ids: dict[int, str] = field(default_factory=dict)
     checking: list[Server] = field(default_factory=list)
     checked: list[tuple[Server, bool]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -92,6 +94,7 @@ class Asker:
 
     def ask(self, number: int, server: Server, question: Question) -> None:
         self.asked[number] = (server.url, question.request_id)
+        self.transfer_ids[number] = question.transfer_id
         self.addresses[number] = server.address
 
     def check(self, server: Server) -> None:
@@ -127,6 +130,7 @@ class Fetching:
     arrived_: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     unneeded_: list[Any] = field(default_factory=list)
+    received: set[str] = field(default_factory=set)
 
     def arrived(self, request: Any, step: Any, *, computes: bool) -> None:
         self.arrived_.append(request.request_id)
@@ -144,16 +148,23 @@ class Fetching:
     def forget(self, request: Any, step: Any) -> None:
         del self.failures[request.request_id]
 
+    def end(self, request: Any, failure: HandOverFailed, blocks: Any, step: Any) -> bool:
+        self.failures[request.request_id] = failure
+        return request.request_id not in self.received
+
 
 class Decode:
-    def __init__(self, *urls: str, recomputes: bool = True, is_required: bool = False, **blocks: Any) -> None:
+    def __init__(
+        self, *urls: str, recomputes: bool = True, is_required: bool = False, pushes: bool = False, **blocks: Any
+    ) -> None:
         self.clock, self.asker, self.blocks, self.fetching = Clock(), Asker(), Blocks(**blocks), Fetching()
-        servers = Servers(urls or ("http://p1",), self.clock, SILENCE_SECONDS)
+        servers = Servers(urls or ("http://p1",), self.clock, SILENCE_SECONDS, BLOCK)
         timelines = Timelines(self.clock, None, is_push=False)
         self.names: dict[str, tuple[str, ...]] = {}
         resolver = SimpleNamespace(take=self._changed)
         self.asking = Asking(
             *(servers, self.asker, resolver, self.fetching, self.clock, "own", LocalPrefills(CHUNK), timelines, BLOCK),  # type: ignore[arg-type]
+            pushes=pushes,
             recomputes=recomputes,
             is_required=is_required,
         )
@@ -226,25 +237,26 @@ def test_the_next_of_equal_prompts_flies_where_the_first_one_has_left() -> None:
     decode = Decode()
     decode.arrives("a", block_hashes=(b"same",))
     decode.arrives("b", block_hashes=(b"same",))
-    decode.asking.gone("a", 0)
+    decode.asking.gone("a")
     decode.turn()
     assert decode.asker.cancelled == [1]
     assert decode.is_asked("b")
 
 
 def test_only_that_is_asked_for_which_finds_room() -> None:
-    decode = Decode(num_free=8)
-    for one in "abc":
+    """What is free, and half of all blocks more."""
+    decode = Decode(num_free=4, num_used=8)
+    for one in "abcd":
         decode.arrives(one)
     assert decode.is_asked("b") and not decode.is_asked("c")
     decode.answers("a")
-    decode.blocks.num_free = 4
+    decode.blocks.num_free, decode.blocks.num_used = 0, 12
     decode.asking.allocated("a")
     decode.turn()
     assert not decode.is_asked("c")
-    decode.blocks.num_free = 8
+    decode.blocks.num_free, decode.blocks.num_used = 2, 10
     decode.turn()
-    assert decode.is_asked("c")
+    assert decode.is_asked("c") and not decode.is_asked("d")
 
 
 def test_one_prompt_is_asked_for_however_little_is_free() -> None:
@@ -282,16 +294,6 @@ def test_without_a_prefix_cache_equal_prompts_are_asked_for_together() -> None:
     decode = Decode(caches_prefixes=False)
     for one in "ab":
         decode.arrives(one, block_hashes=(b"same",))
-    assert decode.is_asked("b")
-
-
-def test_what_requests_free_meanwhile_counts_as_room() -> None:
-    decode = Decode(num_free=4)
-    decode.arrives("a")
-    decode.arrives("b")
-    assert not decode.is_asked("b")
-    decode.asking.gone("other", 1000)
-    decode.turn()
     assert decode.is_asked("b")
 
 
@@ -490,7 +492,7 @@ def test_requests_that_leave_while_they_wait_leave_nothing() -> None:
     for number in range(50):
         decode.arrives(f"r{number}", block_hashes=(b"%d" % (number % 7),))
     for number in range(50):
-        decode.asking.gone(f"r{number}", 0)
+        decode.asking.gone(f"r{number}")
         decode.turn()
     assert decode.asking.num_asked == decode.asking.num_waiting == 0
     assert decode.asking.due_at_seconds is None
@@ -511,7 +513,7 @@ def test_another_server_is_asked_where_the_kv_does_not_come() -> None:
     assert decode.asking.holds_again(request, None)  # type: ignore[arg-type]
     decode.turn()
     assert decode.blocks.held == ["a"] and decode.url("a") != first
-    decode.asking.gone("b", 0)
+    decode.asking.gone("b")
     decode.answers("a")
     assert not decode.asking.holds_again(request, None)  # type: ignore[arg-type]
     decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
@@ -549,10 +551,10 @@ def test_few_prompts_are_computed_here_at_a_time() -> None:
     decode.turn()
     assert list(decode.blocks.released) == ["a", "b"]
     decode.asking.computed([Step("a"), Step("b")])  # type: ignore[list-item]
-    decode.asking.gone("c", 0)
+    decode.asking.gone("c")
     decode.turn()
     assert list(decode.blocks.released) == ["a", "b", "d"]
-    decode.asking.gone("d", 0)
+    decode.asking.gone("d")
     decode.turn()
     assert decode.blocks.chunk_tokens == 0
 
@@ -621,7 +623,7 @@ def test_a_request_may_leave_while_it_waits_once_more() -> None:
     decode = answered("http://p1", "http://p2")
     decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
     assert decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
-    decode.asking.gone("a", 0)
+    decode.asking.gone("a")
     decode.turn()
     assert decode.asking.num_waiting == decode.asking.num_asked == 0 and not decode.blocks.held
 
@@ -700,13 +702,13 @@ def test_a_server_that_others_keep_busy_is_asked_less(said: Any, counts: bool) -
     for place in range(40):
         decode.arrives(f"r{place}")
         urls.append(decode.url(f"r{place}"))
-        decode.asking.gone(f"r{place}", 0)
+        decode.asking.gone(f"r{place}")
     assert (busy not in urls) is counts
     decode.clock.now += 60
     for place in range(40):
         decode.arrives(f"s{place}")
         urls.append(decode.url(f"s{place}"))
-        decode.asking.gone(f"s{place}", 0)
+        decode.asking.gone(f"s{place}")
     assert busy in urls, "it counts for a while"
 
 
@@ -729,3 +731,83 @@ def test_one_that_was_busy_is_asked_no_more_than_others() -> None:
         decode.arrives(f"r{place}")
         urls.append(decode.url(f"r{place}"))
     assert 3 <= urls.count(busy) <= 5
+
+
+# ----------------------------------------------------------------------------------------------------------------- push
+
+OF_P = {**ANSWER, "remote_host": "h", "remote_port": 5600, "tp_size": 2}
+OF_ANOTHER = {**OF_P, "remote_engine_id": "again"}
+
+
+def pushing(**changed: Any) -> Decode:
+    """Decode that knows the engine of its only server."""
+    decode = Decode(pushes=True, **changed)
+    decode.arrives("first")
+    assert "first" not in decode.blocks.released, "nobody knows yet where it would register"
+    decode.answers("first", OF_P)
+    decode.asking.computed([Step("first")])  # type: ignore[list-item]
+    return decode
+
+
+def test_blocks_are_registered_while_prefill_is_asked() -> None:
+    decode = pushing()
+    for one in "ab":
+        decode.arrives(one)
+    named = decode.blocks.released["a"]
+    assert {key: named[key] for key in OF_P} == OF_P and named["do_remote_decode"] is False
+    ids = [decode.asker.transfer_ids[decode.number(one)] for one in "ab"]
+    assert named["transfer_id"] == ids[0] != ids[1]
+    assert decode.fetching.arrived_ == ["first", "a", "b"]
+    decode.answers("a", OF_P)
+    decode.asking.computed([Step("a")])  # type: ignore[list-item]
+    assert decode.asking.num_asked == 1 and not decode.fetching.failures
+
+
+def test_one_engine_of_several_is_asked_first() -> None:
+    decode = Decode(pushes=True)
+    decode.arrives("a")
+    decode.answers("a", {**OF_P, "remote_engine_id": "p_dp1"})
+    decode.arrives("b")
+    assert "b" not in decode.blocks.released and decode.asker.transfer_ids[decode.number("b")] == ""
+
+
+@pytest.mark.parametrize("found", [DEAD, BUSY, ODD, OF_ANOTHER, {"do_remote_prefill": True}], ids=str)
+def test_a_server_that_does_not_answer_is_not_waited_for_with_blocks(found: Any) -> None:
+    decode = pushing(recomputes=False)
+    decode.arrives("a")
+    decode.answers("a", found)
+    request = decode.blocks.requests["a"]
+    assert decode.asking.may_ask_again("a") and decode.asking.holds_again(request, None)  # type: ignore[arg-type]
+    decode.clock.now += 60
+    decode.turn()
+    assert decode.blocks.held == ["a"]
+    assert decode.asker.transfer_ids[decode.number("a")] == "", "it is not known who lives there now"
+    decode.answers("a", OF_ANOTHER)
+    assert decode.blocks.released["a"] == OF_ANOTHER
+
+
+def test_a_prompt_that_is_refused_is_not_asked_for_again() -> None:
+    decode = pushing()
+    decode.arrives("a")
+    decode.answers("a", Outcome("HTTP 400", is_final=True))
+    assert "a" in decode.fetching.failures and not decode.asking.may_ask_again("a")
+
+
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_an_answer_may_fail_when_the_kv_is_here(is_computed: bool) -> None:
+    decode = pushing()
+    decode.arrives("a")
+    decode.fetching.received.add("a")
+    if is_computed:
+        decode.asking.computed([Step("a")])  # type: ignore[list-item]
+    decode.answers("a", ODD)
+    decode.fetching.failures.clear()
+    assert not decode.asking.may_ask_again("a") and decode.asking.num_asked == 0
+
+
+def test_a_question_is_withdrawn_when_its_kv_does_not_come() -> None:
+    decode = pushing()
+    decode.arrives("a")
+    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "gone")
+    assert not decode.asking.may_ask_again("a"), "the only server is dead, and it is computed here"
+    assert decode.asker.cancelled == [decode.number("a")] and decode.asking.num_asked == 0

@@ -13,7 +13,7 @@ from kvcached_nixl.scheduler.asking.settings import KEY_VARIABLE, AskSettings
 
 
 def read(extra_config: dict[str, Any], *, is_consumer: bool = True) -> AskSettings | None:
-    return AskSettings.from_extra_config(extra_config, is_consumer=is_consumer)
+    return AskSettings.from_extra_config(extra_config, is_consumer=is_consumer, is_producer=False)
 
 
 @pytest.mark.parametrize("extra", [{}, {"prefill": []}])
