@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
-from support.asking_servers import asking
-
+from experiments.common.asking import asking
 from experiments.common.client import Client, http_client
 from experiments.common.servers import Running, Server
 from experiments.lease_recovery.arms import PULL, PUSH, Arm, prompts

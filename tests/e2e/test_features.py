@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 from support import feature_asks as asks
-from support.asking_servers import asking
 from support.feature_asks import Answer, Ask
 from support.feature_models import CHAT_TEMPLATE, adapter, chat_model
 from support.feature_servers import spec
 from vllm.utils import torch_utils
 
+from experiments.common.asking import asking
 from experiments.common.counted import HAND_OVERS, count, hand_overs
 from experiments.common.router import routed
 from experiments.common.servers import running
