@@ -422,8 +422,9 @@ def test_while_one_server_is_busy_the_engine_rests_and_the_other_one_is_asked() 
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
-def test_a_busy_server_is_waited_for_and_the_client_may_leave_meanwhile() -> None:
-    pair = Asks(PULL)
+@DIRECTIONS
+def test_a_busy_server_is_waited_for_and_the_client_may_leave_meanwhile(mode: str) -> None:
+    pair = Asks(mode)
     first, second = pair.arrives(), pair.arrives(prompt(1))
     for one in list(pair.asked):
         one.ends(BUSY)

@@ -416,7 +416,7 @@ class Asking:
         """The KV of a request that goes on does not come."""
         is_tried_again = self._is_tried_again(wanted, outcome)
         server, _ = self.servers.choose(wanted.tried, wanted.hashes)
-        waits = not (self.servers.rests(server) and self._computes)
+        waits = server.is_busy or not (self.servers.rests(server) and self._computes)
         wanted.stage = Stage.FAILED if is_tried_again and waits else Stage.LOCAL
 
     def _is_tried_again(self, wanted: _Wanted, outcome: Outcome) -> bool:
