@@ -39,18 +39,19 @@ kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM
     enforce_handshake_compat     vLLM's; false is a warning: this package compares peers whatever it says
     enable_cross_layers_blocks   vLLM's; must stay false: vLLM would allocate KV memory without kvcached
 
-A key that is almost one of these is reported (`misspelled`), since vLLM ignores whatever it does not know.
+`scheduler.asking.settings` has those about asking prefill. A key that is almost one of ours is reported (`misspelled`),
+since vLLM ignores whatever it does not know.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.extra_config import bad, is_flag, misspelled, read_seconds
 from kvcached_nixl.transfer_mode import TransferMode
 
 __all__ = [
@@ -59,7 +60,6 @@ __all__ = [
     "MemoryPath",
     "Server",
     "Settings",
-    "misspelled",
     "read_gate",
     "rust_frontend_in",
     "unheeded",
@@ -73,17 +73,6 @@ DEFAULT_HANDOVER_TIMEOUT_SECONDS = 120.0
 DEFAULT_GIVE_WAY_AFTER_SECONDS = 2.0
 DEFAULT_DRAIN_DELAY_SECONDS = 5.0
 MOST_GIB = 65_536
-LONGEST_SECONDS = 86_400
-"""One day: the longest lease that a manifest may carry."""
-
-
-_KEYS = (
-    *("transfer_mode", "handover_timeout", "push_registration_timeout", "allocation_timeout", "give_way_after"),
-    *("kv_lease_duration", "bidirectional_kv_xfer", "memory_path", "staging_gib", "verify_fraction", "drain_delay"),
-    *("host_buffer_gib", "enforce_handshake_compat", "enable_cross_layers_blocks", "trusted_connectors"),
-    *("prefill", "prefill_required", "prefill_api_key_file", "accept_kv_transfer_params"),
-)
-_ALMOST = 0.8
 
 
 class ActivationGate(Enum):
@@ -159,7 +148,7 @@ class Settings:
             SettingsError: one of our keys has an unusable value. Other keys are ignored.
         """
         if "host_buffer_gib" in extra_config:
-            raise _bad(
+            raise bad(
                 "host_buffer_gib",
                 extra_config["host_buffer_gib"],
                 "staging_gib, for the slab of memory_path",
@@ -179,7 +168,7 @@ class Settings:
         handover_timeout_seconds = _handover_timeout(extra_config)
         return cls(
             transfer_mode=_transfer_mode(extra_config),
-            kv_lease_duration_seconds=_seconds(
+            kv_lease_duration_seconds=read_seconds(
                 extra_config,
                 "kv_lease_duration",
                 DEFAULT_LEASE_DURATION_SECONDS,
@@ -187,7 +176,7 @@ class Settings:
             ),
             handover_timeout_seconds=handover_timeout_seconds,
             allocation_timeout_seconds=_allocation_timeout(extra_config, handover_timeout_seconds),
-            give_way_after_seconds=_seconds(
+            give_way_after_seconds=read_seconds(
                 extra_config,
                 "give_way_after",
                 DEFAULT_GIVE_WAY_AFTER_SECONDS,
@@ -196,7 +185,7 @@ class Settings:
             memory_path=_memory_path(extra_config),
             staging_gib=_staging_gib(extra_config),
             verify_fraction=_verify_fraction(extra_config),
-            drain_delay_seconds=_seconds(
+            drain_delay_seconds=read_seconds(
                 extra_config,
                 "drain_delay",
                 DEFAULT_DRAIN_DELAY_SECONDS,
@@ -205,25 +194,12 @@ class Settings:
         )
 
 
-def misspelled(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
-    """Yields an error for each key that is no setting of this package and resembles one, with the setting's name."""
-    for key in extra_config:
-        meant = difflib.get_close_matches(str(key).lower().replace("-", "_"), _KEYS, 1, _ALMOST)
-        if meant and key not in _KEYS:
-            yield SettingsError(
-                found=f"kv_connector_extra_config has {key!r}",
-                expected=f"{meant[0]!r}, or a key that resembles none of kvcached_nixl's",
-                consequence=f"Neither vLLM nor kvcached_nixl reads it, so {meant[0]} has its default.",
-                remedy=f"Correct or remove {key!r} in --kv-transfer-config.",
-            )
-
-
 def unheeded(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
     """Yields an error for each key that asks for what is not done. The connector starts all the same."""
     yield from misspelled(extra_config)
     key = "enforce_handshake_compat"
-    if not _is(True, extra_config, key):
-        yield _bad(
+    if not is_flag(True, extra_config, key):
+        yield bad(
             key,
             extra_config[key],
             "true, or the key left out",
@@ -262,7 +238,7 @@ class Server:
         """
         path = _memory_path(extra_config)
         if path not in (MemoryPath.AUTO, MemoryPath.HOST):
-            raise _bad(
+            raise bad(
                 "memory_path",
                 path.value,
                 f'"host" or unset, together with kv_buffer_device="cpu" on {self.device}',
@@ -306,24 +282,19 @@ def rust_frontend_in(environ: Mapping[str, str]) -> str:
 
 
 def _require_false(extra_config: Mapping[str, Any], key: str, consequence: str) -> None:
-    if not _is(False, extra_config, key):
-        raise _bad(key, extra_config[key], "false while kvcached is on", consequence)
-
-
-def _is(default: bool, extra_config: Mapping[str, Any], key: str) -> bool:
-    # vLLM accepts the strings "true" and "false" too, in any case.
-    return str(extra_config.get(key, default)).lower() == str(default).lower()
+    if not is_flag(False, extra_config, key):
+        raise bad(key, extra_config[key], "false while kvcached is on", consequence)
 
 
 def _handover_timeout(extra_config: Mapping[str, Any]) -> float:
     consequence = "Requests would fail before prefill can serve them, or wait for ever."
     own, stock = "handover_timeout", "push_registration_timeout"
-    seconds = _seconds(extra_config, own, DEFAULT_HANDOVER_TIMEOUT_SECONDS, consequence)
+    seconds = read_seconds(extra_config, own, DEFAULT_HANDOVER_TIMEOUT_SECONDS, consequence)
     if stock not in extra_config:
         return seconds
-    theirs = _seconds(extra_config, stock, seconds, consequence)
+    theirs = read_seconds(extra_config, stock, seconds, consequence)
     if own in extra_config and theirs != seconds:
-        raise _bad(stock, extra_config[stock], f"{seconds:g}, equal to {own}, or unset", consequence)
+        raise bad(stock, extra_config[stock], f"{seconds:g}, equal to {own}, or unset", consequence)
     return theirs
 
 
@@ -332,9 +303,9 @@ def _allocation_timeout(extra_config: Mapping[str, Any], handover_timeout_second
     if key not in extra_config:
         return None
     consequence = "Requests of decode would be given up at once, or never for lack of blocks."
-    seconds = _seconds(extra_config, key, handover_timeout_seconds, consequence)
+    seconds = read_seconds(extra_config, key, handover_timeout_seconds, consequence)
     if seconds > handover_timeout_seconds:
-        raise _bad(key, extra_config[key], f"at most handover_timeout, {handover_timeout_seconds:g}", consequence)
+        raise bad(key, extra_config[key], f"at most handover_timeout, {handover_timeout_seconds:g}", consequence)
     return seconds
 
 
@@ -343,7 +314,7 @@ def _transfer_mode(extra_config: Mapping[str, Any]) -> TransferMode:
     try:
         return TransferMode(value)
     except ValueError:
-        raise _bad("transfer_mode", value, '"pull" or "push"', "It is not known which side starts transfers.") from None
+        raise bad("transfer_mode", value, '"pull" or "push"', "It is not known which side starts transfers.") from None
 
 
 def _memory_path(extra_config: Mapping[str, Any]) -> MemoryPath:
@@ -351,7 +322,7 @@ def _memory_path(extra_config: Mapping[str, Any]) -> MemoryPath:
     try:
         return MemoryPath(value)
     except ValueError:
-        raise _bad(
+        raise bad(
             "memory_path",
             value,
             '"auto", "direct", "host" or "device"',
@@ -364,41 +335,24 @@ def _staging_gib(extra_config: Mapping[str, Any]) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST_GIB:
-        raise _bad(
+        raise bad(
             "staging_gib",
             value,
             f"a number of GiB above 0 and up to {MOST_GIB:,}",
             "There would be no memory to stage through, or more than any host has.",
         )
     if _memory_path(extra_config) is MemoryPath.DIRECT:
-        raise _bad("staging_gib", value, 'unset with "memory_path": "direct"', "Nothing is staged with it.")
+        raise bad("staging_gib", value, 'unset with "memory_path": "direct"', "Nothing is staged with it.")
     return float(value)
 
 
 def _verify_fraction(extra_config: Mapping[str, Any]) -> float:
     value = extra_config.get("verify_fraction", 0.0)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise _bad(
+        raise bad(
             "verify_fraction",
             value,
             "a number from 0 to 1",
             "It is not known how many hand-overs are to be verified.",
         )
     return float(value)
-
-
-def _seconds(extra_config: Mapping[str, Any], key: str, default: float, consequence: str) -> float:
-    value = extra_config.get(key, default)
-    # bool is an int: "kv_lease_duration": true would be a lease of one second.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LONGEST_SECONDS:
-        raise _bad(key, value, f"a number of seconds above 0 and up to {LONGEST_SECONDS:,}", consequence)
-    return float(value)
-
-
-def _bad(key: str, value: object, expected: str, consequence: str) -> SettingsError:
-    return SettingsError(
-        found=f"kv_connector_extra_config has {key}={value!r}",
-        expected=expected,
-        consequence=consequence,
-        remedy=f"Correct or remove {key!r} in --kv-transfer-config.",
-    )

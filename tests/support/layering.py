@@ -19,7 +19,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "current_device": set(),
     "processes": set(),
     "transfer_mode": set(),
-    "settings": {"errors", "transfer_mode"},
+    "extra_config": {"errors"},
+    "settings": {"errors", "extra_config", "transfer_mode"},
     "side_channel_address": {"errors", "this_host"},
     "this_host": set(),
     "wire": BASICS,
@@ -29,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {*BASICS, "identity", "naming", "patching", "wire", "proof.result", "side_channel_address"},
     "proof": {"errors", "settings", "current_device", "wire", "transport", "hostvmm"},
     "transport": {"errors", "ids", "side_channel_address"},
-    "scheduler": {*BASICS, "wire", "settings", "side_channel_address", "this_host"},
+    "scheduler": {*BASICS, "wire", "extra_config", "settings", "side_channel_address", "this_host"},
     "worker": {*BASICS, "wire", "settings", "transport", "proof.result", "current_device"},
     "seams": {
         *BASICS,
@@ -47,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hostvmm": {"errors", "processes"},
     "activation": {"errors", "settings", "compat", "patching", "seams", "cli.report", "hostvmm"},
     "cli": {
-        *("errors", "settings", "compat", "patching", "proof", "transport", "version"),
+        *("errors", "extra_config", "settings", "compat", "patching", "proof", "transport", "version"),
         *("side_channel_address", "this_host", "worker.transfer.host", "proxy.kind"),
     },
     "__init__": {"activation.bootstrap", "cli.report", "version"},

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.settings import ActivationGate, MemoryPath, Server, Settings, misspelled, read_gate, unheeded
+from kvcached_nixl.extra_config import misspelled
+from kvcached_nixl.settings import ActivationGate, MemoryPath, Server, Settings, read_gate, unheeded
 from kvcached_nixl.transfer_mode import TransferMode
 
 
@@ -216,6 +217,8 @@ def test_a_buffer_on_the_host_beside_another_path_is_refused(path: str) -> None:
         ("kv_lease_duraton", "kv_lease_duration"),
         ("verify_fractions", "verify_fraction"),
         ("handover_time_out", "handover_timeout"),
+        ("prefil", "prefill"),
+        ("prefill_requried", "prefill_required"),
     ],
 )
 def test_a_key_that_is_almost_one_of_ours_is_named_with_what_was_meant(key: str, meant: str) -> None:

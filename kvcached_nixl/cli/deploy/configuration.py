@@ -14,12 +14,12 @@ from kvcached_nixl.cli.deploy.situation import Situation
 from kvcached_nixl.cli.finding import Finding, of_refusal
 from kvcached_nixl.compat.actions.push_class import as_push_mode
 from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.extra_config import misspelled
 from kvcached_nixl.settings import (
     SERVER_LOGGER,
     ActivationGate,
     Server,
     Settings,
-    misspelled,
     read_gate,
     rust_frontend_in,
 )

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.extra_config import bad, read_flag
 
 __all__ = ["AskSettings"]
 
 KEY_VARIABLE = "KVCACHED_NIXL_PREFILL_API_KEY"
+_UNKNOWN = "It is not known which prefill servers may be asked, or how."
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,13 @@ class AskSettings:
         said = extra_config.get("prefill", [])
         servers = [said] if isinstance(said, str) else said
         if not isinstance(servers, list) or not all(map(_is_url, servers)):
-            raise _bad("prefill", said, 'URLs of servers without a path, like ["http://prefill:8000"]')
-        is_required, accepts = (_bool(extra_config, key) for key in ("prefill_required", "accept_kv_transfer_params"))
+            raise bad("prefill", said, 'URLs of servers without a path, like ["http://prefill:8000"]', _UNKNOWN)
+        flags = (read_flag(extra_config, key, _UNKNOWN) for key in ("prefill_required", "accept_kv_transfer_params"))
+        is_required, accepts = flags
         if not servers:
             return None
         if not is_consumer:
-            raise _bad("prefill", said, "no such key with kv_role kv_producer, which fetches no KV")
+            raise bad("prefill", said, "no such key with kv_role kv_producer, which fetches no KV", _UNKNOWN)
         urls = tuple(dict.fromkeys(one.rstrip("/") for one in servers))
         return cls(urls, is_required, accepts, _api_key(extra_config), is_producer)
 
@@ -83,13 +85,6 @@ def _is_url(said: object) -> bool:
         return False
 
 
-def _bool(extra_config: Mapping[str, Any], key: str) -> bool:
-    value = extra_config.get(key, False)
-    if not isinstance(value, bool):
-        raise _bad(key, value, "true or false")
-    return value
-
-
 def _api_key(extra_config: Mapping[str, Any]) -> str:
     path = extra_config.get("prefill_api_key_file")
     if path is None:
@@ -97,16 +92,7 @@ def _api_key(extra_config: Mapping[str, Any]) -> str:
     try:
         key = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, TypeError, UnicodeDecodeError) as error:
-        raise _bad("prefill_api_key_file", path, f"a file that can be read ({error})") from error
+        raise bad("prefill_api_key_file", path, f"a file that can be read ({error})", _UNKNOWN) from error
     if not key:
-        raise _bad("prefill_api_key_file", path, "a file with a key")
+        raise bad("prefill_api_key_file", path, "a file with a key", _UNKNOWN)
     return key
-
-
-def _bad(key: str, value: object, expected: str) -> SettingsError:
-    return SettingsError(
-        found=f"kv_connector_extra_config has {key}={value!r}",
-        expected=expected,
-        consequence="It is not known which prefill servers may be asked, or how.",
-        remedy=f"Correct or remove {key!r} in --kv-transfer-config.",
-    )

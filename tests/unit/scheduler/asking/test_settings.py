@@ -48,7 +48,8 @@ def test_what_is_no_server(said: Any) -> None:
 def test_flags(key: str) -> None:
     with pytest.raises(SettingsError, match="true or false"):
         read({"prefill": "http://a", key: "yes"})
-    assert read({"prefill": "http://a", key: True}) != read({"prefill": "http://a"})
+    asked = read({"prefill": "http://a", key: True})
+    assert asked != read({"prefill": "http://a"}) and asked == read({"prefill": "http://a", key: "True"})
 
 
 def test_the_key_is_in_a_file_or_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
