@@ -18,7 +18,7 @@ _KEYS = (
     *("transfer_mode", "handover_timeout", "push_registration_timeout", "allocation_timeout", "give_way_after"),
     *("kv_lease_duration", "bidirectional_kv_xfer", "memory_path", "staging_gib", "verify_fraction", "drain_delay"),
     *("host_buffer_gib", "enforce_handshake_compat", "enable_cross_layers_blocks", "trusted_connectors"),
-    *("prefill", "prefill_required", "prefill_api_key_file", "accept_kv_transfer_params"),
+    *("prefill", "prefill_required", "prefill_api_key_file", "accept_kv_transfer_params", "queue_timeout"),
 )
 _ALMOST = 0.8
 
@@ -51,8 +51,10 @@ def read_flag(extra_config: Mapping[str, Any], key: str, consequence: str) -> bo
 
 
 def read_seconds(extra_config: Mapping[str, Any], key: str, default: float, consequence: str) -> float:
-    """Returns a positive number."""
-    value = extra_config.get(key, default)
+    """Returns a positive number, or ``default`` if the key is not there."""
+    if key not in extra_config:
+        return default
+    value = extra_config[key]
     # bool is an int: "kv_lease_duration": true would be a lease of one second.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LONGEST_SECONDS:
         raise bad(key, value, f"a number of seconds above 0 and up to {LONGEST_SECONDS:,}", consequence)

@@ -131,6 +131,7 @@ class SchedulerFacade:
             pushes=self._terms.mode.is_push and not asks.is_asked,
             recomputes=self._terms.recomputes,
             is_required=asks.is_required,
+            queue_seconds=asks.queue_seconds,
         )
 
     @property

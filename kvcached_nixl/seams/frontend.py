@@ -11,6 +11,7 @@ from typing import Any
 
 from kvcached_nixl.compat.actions.frontend import let_fail, numbers_media, require_readable
 from kvcached_nixl.compat.actions.leaving import is_leaving, leave, not_healthy, refusal_of, refuse_new, refuses
+from kvcached_nixl.compat.actions.refusing import RefusableAnswer, may_refuse
 from kvcached_nixl.compat.actions.usage import take_cached_tokens
 from kvcached_nixl.compat.locate import (
     ENGINE_CLIENT,
@@ -69,7 +70,7 @@ SERVE_HTTP = Patch(
     attribute="__call__",
     process="frontend",
     parameters=("self", "scope", "receive", "send"),
-    why=_LEAVES,
+    why=f"{_LEAVES[:-1]}; clients of requests that waited too long would not be told when to try again.",
     upstream=_LEAVES_UPSTREAM,
     remove_when=_LEAVES_UNTIL,
 )
@@ -77,10 +78,11 @@ SERVE_HTTP = Patch(
 
 @SERVE_HTTP.around
 def serve_http(call: Call) -> Any:
-    refusal = refusal_of(call.argument("scope"))
-    if refusal is None:
-        return call.proceed()
-    return refusal(*map(call.argument, ("scope", "receive", "send")))
+    scope, receive, send = map(call.argument, ("scope", "receive", "send"))
+    refusal = refusal_of(scope)
+    if refusal is not None:
+        return refusal(scope, receive, send)
+    return call.proceed(send=RefusableAnswer(scope, receive, send)) if may_refuse(scope) else call.proceed()
 
 
 ADD_REQUEST = Patch(

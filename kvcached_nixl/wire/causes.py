@@ -51,6 +51,8 @@ class FailureCause(IntEnum):
     """Decode's request lacks the images, sounds, ... that prefill's has, so decode must not compute it either."""
     NO_BLOCKS = 17
     """The request needs more blocks than the engine can ever give it now."""
+    QUEUE_TIMEOUT = 18
+    """The request has waited too long for its turn to be asked for (``queue_timeout``)."""
 
     @property
     def label(self) -> str:
@@ -94,11 +96,16 @@ STARVED = "KV memory is short: "
 
 
 class HandOverFailed(Exception):
-    """One hand-over brings no KV. ``cause`` is counted; the text is logged with the request."""
+    """One hand-over brings no KV. ``cause`` is counted; the text is logged with the request.
 
-    def __init__(self, cause: FailureCause, reason: str) -> None:
+    Args:
+        retry_after_seconds: when the client may try again; 0 if it is not told.
+    """
+
+    def __init__(self, cause: FailureCause, reason: str, *, retry_after_seconds: int = 0) -> None:
         super().__init__(reason)
         self.cause = cause
+        self._retry_after_seconds = retry_after_seconds
 
     def tags(self, request_id: str = "", *, attempt: int | None = None, prefill_request_id: str = "") -> str:
         """The fields that every log line about one failure has, in both engines and at the router, for ``grep``.
@@ -106,8 +113,10 @@ class HandOverFailed(Exception):
         Args:
             request_id: decode's. Each id is the one inside its engine; unknown ids are left out.
         """
+        retry_after = self._retry_after_seconds or None
         ids = {"attempt": attempt, "request": request_id, "prefill_request": prefill_request_id}
-        known = " ".join(f"{key}={_plain(str(one))}" for key, one in ids.items() if one not in (None, ""))
+        fields = {"retry_after": retry_after, **ids}
+        known = " ".join(f"{key}={_plain(str(one))}" for key, one in fields.items() if one not in (None, ""))
         return f"cause={self.cause.label} {known}".rstrip()
 
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
+import httpx
 import msgspec
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.testclient import TestClient
+from vllm.entrypoints.serve.elastic_ep.middleware import ScalingMiddleware
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -28,6 +34,11 @@ from kvcached_nixl.compat.private import first_bound
 from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import frontend
+
+ERROR_RESPONSES = (
+    "vllm.entrypoints.serve.exception_handling.error_response",
+    "vllm.entrypoints.serve.utils.error_response",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +101,63 @@ def test_whoever_waits_for_a_request_that_fails_gets_an_error(
     assert is_failure(left) and str(left.cause) == told, "in the words of the engine's log"
     left = left_for_the_client(kind, FinishReason.ERROR, *token_ids, stop_reason="END")
     assert is_failure(left) and "END" not in str(left.cause), "a stop string of another choice"
+
+
+REFUSED = "KV hand-over failed: cause=queue_timeout retry_after=7 request=inner"
+
+
+def of_a_refused_request(path: str, *, is_limited: bool = True) -> httpx.Response:
+    """What vLLM answers at an endpoint of its own kind, through its own middleware and conversion of errors."""
+    kind = first_bound(ERROR_MODULES, "GenerationError")
+    make = first_bound(ERROR_RESPONSES, "create_error_response")
+    left = left_for_the_client(RequestOutputKind.DELTA, FinishReason.ERROR, stop_reason=REFUSED).cause
+    app = FastAPI()
+    extra = {"connectors": [{"kv_connector_extra_config": {"queue_timeout": 30} if is_limited else {}}]}
+    transfer = SimpleNamespace(kv_connector_extra_config=extra)
+    app.state.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer))
+    app.add_middleware(ScalingMiddleware)
+
+    @app.exception_handler(kind)
+    async def convert(_: Any, error: Any) -> JSONResponse:
+        return JSONResponse(make(error).model_dump(), status_code=make(error).error.code)
+
+    @app.post("/plain")
+    async def plain() -> None:
+        raise left
+
+    @app.post("/streamed")
+    async def streamed(after: int = 0) -> StreamingResponse:
+        async def parts() -> AsyncIterator[str]:
+            for place in range(after):
+                yield f'data: {{"id": {place}}}\n\n'
+            yield f"data: {make(left).model_dump_json()}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(parts(), media_type="text/event-stream")
+
+    with TestClient(app) as http:
+        return http.post(path)
+
+
+@pytest.mark.parametrize("path", ["/plain", "/streamed"])
+def test_a_request_that_its_engine_refuses_is_told_when_to_try_again(path: str) -> None:
+    """A load balancer may send it elsewhere: nothing of the answer has begun."""
+    answer = of_a_refused_request(path)
+    assert answer.status_code == 503 and answer.headers["Retry-After"] == "7"
+    error = answer.json()["error"]
+    assert error["message"] == REFUSED and error["code"] == 503
+
+
+def test_an_answer_that_has_begun_ends_with_an_error_of_that_code() -> None:
+    answer = of_a_refused_request("/streamed?after=2")
+    assert answer.status_code == 200 and "Retry-After" not in answer.headers
+    *begun, error, done = answer.text.split("\n\n")[:-1]
+    assert len(begun) == 2 and done == "data: [DONE]"
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+
+
+def test_where_nothing_is_refused_no_answer_is_held_back() -> None:
+    assert of_a_refused_request("/streamed", is_limited=False).status_code == 200
 
 
 @pytest.mark.parametrize("token_ids", [(), (4, 5)])

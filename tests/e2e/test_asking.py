@@ -17,6 +17,7 @@ pytest.importorskip("kvcached", reason="needs an environment: bash experiments/e
 from experiments.common.asking import asking
 from experiments.common.client import Client, http_client
 from experiments.common.servers import Running, Server
+from experiments.common.transfer_config import with_extra
 from experiments.lease_recovery.arms import PULL, PUSH, Arm, prompts
 
 TOKENS = 12
@@ -24,8 +25,12 @@ REQUESTS = 8
 
 
 @contextlib.contextmanager
-def asked(arm: Arm, logs: Path, *, policy: str = "recompute", prefills: int = 1) -> Iterator[tuple[Running, Server]]:
+def asked(
+    arm: Arm, logs: Path, *, policy: str = "recompute", prefills: int = 1, **extra: Any
+) -> Iterator[tuple[Running, Server]]:
     prefill, decode = arm.specs(policy)
+    assert decode.kv_transfer is not None
+    decode = dataclasses.replace(decode, kv_transfer=with_extra(decode.kv_transfer, extra))
     names = [dataclasses.replace(prefill, name=f"{prefill.name}{number}") for number in range(prefills)]
     with asking(names, decode, logs) as found:
         yield found
@@ -197,6 +202,29 @@ def test_requests_that_wait_are_vllms_own(tmp_path: Path) -> None:
             server.check_alive()
 
     with asked(PULL, tmp_path) as (prefill, decode):
+        asyncio.run(run(prefill.servers[0], decode))
+
+
+def test_a_request_that_waits_too_long_is_refused_before_its_answer_begins(tmp_path: Path) -> None:
+    body: dict[str, Any] = {"model": "model", "prompt": prompts(1, seed=2)[0], "max_tokens": 4}
+
+    async def run(prefill: Server, decode: Server) -> None:
+        async with http_client(REQUESTS) as http:
+            assert len((await complete(decode, http, body))["choices"]) == 1
+            prefill.kill()
+            prompt = {"prompt": prompts(1, seed=3)[0]}
+            for more in ({}, {"stream": True}, {"n": 2, "stream": True}):
+                reply = await http.post(f"{decode.base_url}/v1/completions", json={**body, **prompt, **more})
+                error = reply.json()["error"]
+                assert reply.status_code == error["code"] == 503 and "cause=queue_timeout" in error["message"]
+                assert 1 <= int(reply.headers["Retry-After"]) <= 60
+            await waiting_is(decode, 0)
+            short = {**body, "prompt": body["prompt"][:8], "stream": True}
+            streamed = await http.post(f"{decode.base_url}/v1/completions", json=short)
+            assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n"), "nobody is asked for it"
+        decode.check_alive()
+
+    with asked(PULL, tmp_path, prefill_required=True, queue_timeout=2) as (prefill, decode):
         asyncio.run(run(prefill.servers[0], decode))
 
 

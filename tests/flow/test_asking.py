@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from support.flow_asker import LOST, Asked
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
@@ -495,6 +496,55 @@ def test_a_client_may_leave_while_its_prompt_waits_to_be_asked_for_again(mode: s
     assert found.request_id in pair.decode.held and not pair.asked
     pair.decode.abort(found)
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+# ------------------------------------------------------------------------------------------- those that wait too long
+
+QUEUE_SECONDS = 20.0
+"""Less than a lease."""
+
+
+@DIRECTIONS
+@POLICIES
+@pytest.mark.parametrize("is_required", [False, True])
+def test_one_that_waits_too_long_to_be_asked_for_is_refused(mode: str, recomputes: bool, is_required: bool) -> None:
+    """Whatever the policy says. One that was asked for waits as long as it takes; its equals do not."""
+    pair = Asks(mode, recomputes=recomputes, is_required=is_required, queue_seconds=QUEUE_SECONDS)
+    asked = [pair.arrives()] if mode is PULL else []
+    busy = pair.arrives(prompt(3))
+    pair.of(busy).ends(msgspec.structs.replace(BUSY, retry_after_seconds=1.2 * QUEUE_SECONDS))
+    pair.decode.handover.ask()
+    late = [busy, pair.arrives(prompt(1)), pair.arrives(prompt(1))]
+    late += [pair.arrives() for _ in asked]
+    pair.settle()
+    assert pair.decode.handover.due_in_seconds == pytest.approx(QUEUE_SECONDS), "nothing else wakes the engine"
+    pair.pass_time(QUEUE_SECONDS / 2)
+    later = pair.arrives(prompt(2))
+    pair.pass_time(QUEUE_SECONDS / 2 + 1)
+    assert {one.status for one in late} == {Status.ERROR} and later.status is Status.WAITING
+    assert all(one.status is Status.WAITING for one in asked)
+    assert pair.causes()["queue_timeout"] == len(late)
+    pair.serve()
+    pair.pass_time(QUEUE_SECONDS)
+    assert all(map(is_fetched, (*asked, later)))
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def test_one_that_waits_for_busy_servers_is_refused_and_says_when_to_try_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pair = Asks(PULL, queue_seconds=30.0)
+    found = pair.arrives()
+    for _ in range(2):
+        pair.of(found).ends(BUSY)
+        pair.settle()
+        pair.pass_time(11.0)
+    pair.pass_time(10 * QUEUE_SECONDS)
+    assert found.status is Status.WAITING, "it is asked for now"
+    pair.of(found).ends(BUSY)
+    pair.pass_time(11.0)
+    assert found.status is Status.ERROR and "cause=queue_timeout retry_after=" in caplog.text
+    pair.nothing_is_left(LEASE_SECONDS)
 
 
 # ------------------------------------------------------------------------------------------------------- what is local

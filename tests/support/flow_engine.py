@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import random
 import threading
 import zlib
@@ -239,6 +240,7 @@ class Kind:
         asks: names of the engines that it asks for KV.
         is_required: it computes nothing because they do not answer.
         is_asked: it is asked for KV by others, too.
+        queue_seconds: how long its requests may wait to be asked for.
     """
 
     shape: Shape = Shape()
@@ -260,6 +262,7 @@ class Kind:
     asks: tuple[str, ...] = ()
     is_required: bool = False
     is_asked: bool = False
+    queue_seconds: float = math.inf
 
 
 class Channel:
@@ -483,7 +486,14 @@ class Engine:
             cluster.clock,
             Reads(),
             cluster.spans,
-            AskSettings(tuple(map(url_of, kind.asks)), kind.is_required, is_asked=kind.is_asked) if kind.asks else None,
+            AskSettings(
+                tuple(map(url_of, kind.asks)),
+                kind.is_required,
+                is_asked=kind.is_asked,
+                queue_seconds=kind.queue_seconds,
+            )
+            if kind.asks
+            else None,
             functools.partial(FlowAsker, self),
         )
         draw_as(self.handover, random.Random(number))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
 
+from kvcached_nixl.compat.actions.refusing import is_refusal
 from kvcached_nixl.compat.locate import ERROR_MODULES
 from kvcached_nixl.compat.private import first_bound, private
 from kvcached_nixl.wire.causes import FAILED, STARVED
@@ -127,8 +129,11 @@ def _fail(request_state: Any, logger: logging.Logger, told: str = "") -> None:
     except Exception:
         # The client gets vLLM's own text then: an error without a reason is better than no error.
         logger.exception("The reason of a failed request cannot be read")
-    error = first_bound(ERROR_MODULES, "GenerationError")
-    queue.put(InputStreamError(error(told) if told else error()))
+    kind = first_bound(ERROR_MODULES, "GenerationError")
+    error = kind(told) if told else kind()
+    if is_refusal(told):
+        error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+    queue.put(InputStreamError(error))
 
 
 def _told(queue: Any) -> str:

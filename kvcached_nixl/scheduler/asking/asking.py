@@ -17,6 +17,7 @@ for: the request goes on at once. Of equal prompts one is asked for; the others 
 from __future__ import annotations
 
 import dataclasses
+import math
 import uuid
 from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ import msgspec
 from kvcached_nixl.clock import Clock
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.local_prefills import LocalPrefills
+from kvcached_nixl.scheduler.asking.queue_limit import QueueLimit
 from kvcached_nixl.scheduler.asking.resolver import Resolver
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
 from kvcached_nixl.scheduler.asking.window import Window
@@ -110,6 +112,7 @@ class Asking:
         pushes: prefill is told where the KV goes, and sends it.
         recomputes: what no server gives may be computed here (``kv_load_failure_policy``).
         is_required: nothing is computed here because no server answers.
+        queue_seconds: how long a request may wait to be asked for.
 
     Attributes:
         servers, local: as above.
@@ -131,6 +134,7 @@ class Asking:
         pushes: bool,
         recomputes: bool,
         is_required: bool,
+        queue_seconds: float = math.inf,
     ) -> None:
         self.servers = servers
         self._asker = asker
@@ -157,6 +161,7 @@ class Asking:
         # When the server may be asked that those who wait are waiting for.
         self._rested_at_seconds: float | None = None
         self.window = Window()
+        self._limit = QueueLimit(clock, queue_seconds)
 
     @property
     def num_waiting(self) -> int:
@@ -176,7 +181,7 @@ class Asking:
     @property
     def due_at_seconds(self) -> float | None:
         """When `turn` has to be called, whatever happens until then; None if it need not."""
-        some = (self.servers.silent_at_seconds, self._rested_at_seconds)
+        some = (self.servers.silent_at_seconds, self._rested_at_seconds, self._limit.due_at_seconds)
         return min((one for one in some if one is not None), default=None)
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
@@ -197,14 +202,12 @@ class Asking:
         """A request has ended."""
         self.window.settle(request_id)
         self.local.gone(request_id)
+        self._limit.gone(request_id)
         wanted = self._wanted.pop(request_id, None)
         if wanted is None:
             return
         self._withdraw(wanted)
-        leader = self._leaders.get(wanted.prefix or b"")
-        for waiting in (self._waiting, [] if leader is None else leader.followers):
-            if wanted in waiting:
-                waiting.remove(wanted)
+        self._leave_queue(wanted)
         self._land(wanted, is_cached=False)
 
     def allocated(self, request_id: str) -> None:
@@ -273,6 +276,7 @@ class Asking:
                 self._not_answered(number, late, blocks, step)
         for server in self.servers.take_silent():
             self._asker.check(server)
+        self._refuse_late()
         self._rested_at_seconds = None
         if may_ask:
             may_begin |= self._ask_all(blocks, step)
@@ -288,8 +292,24 @@ class Asking:
     def _wait(self, wanted: _Wanted) -> None:
         wanted.stage = Stage.WAITING
         self._wanted[wanted.request.request_id] = wanted
+        self._limit.waits(wanted.request.request_id)
         self._timelines.begin(wanted.request, State.DECODE_HELD)
         insort(self._waiting, wanted, key=lambda one: one.order)
+
+    def _leave_queue(self, wanted: _Wanted) -> None:
+        leader = self._leaders.get(wanted.prefix or b"")
+        for waiting in (self._waiting, [] if leader is None else leader.followers):
+            if wanted in waiting:
+                waiting.remove(wanted)
+
+    def _refuse_late(self) -> None:
+        """Ends those that have waited to be asked for as long as they may."""
+        for request_id in self._limit.take_late():
+            wanted = self._wanted.get(request_id)
+            if wanted is not None and wanted.stage is Stage.WAITING:
+                self._leave_queue(wanted)
+                wanted.stage = Stage.LOCAL
+                self._fetching.refuse(wanted.request, self._limit.refusal(), computes=False)
 
     def _ask_all(self, blocks: BlockPool, step: Step) -> bool:
         """Asks for those that wait, in their order. Others pass one that finds no room, for a while. Returns whether
@@ -341,6 +361,7 @@ class Asking:
         wanted.number, wanted.stage = self._num_asked, Stage.ASKED
         wanted.tried.append(server)
         self._questions[wanted.number] = wanted
+        self._limit.asked(wanted.request.request_id)
         if wanted.prefix is not None:
             self._leaders[wanted.prefix] = wanted
         self._timelines.enter(wanted.request.request_id, State.DECODE_ASKING)

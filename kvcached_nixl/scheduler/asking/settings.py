@@ -5,6 +5,8 @@ kv_transfer_config.kv_connector_extra_config:
 
     prefill              URLs of prefill servers (a list, or one string). Decode asks them for the KV of its prompts
     prefill_required     true: no prompt is computed here because no prefill server answers; it waits. false by default
+    queue_timeout        seconds. A request that has waited so long to be asked for is refused (HTTP 503). Without it,
+                         requests wait as long as it takes
     prefill_api_key_file a file with the key of the prefill servers (``--api-key``); or the environment variable
                          KVCACHED_NIXL_PREFILL_API_KEY
     accept_kv_transfer_params    true: clients, or a router, may name a prefill server in their requests, too. false by
@@ -13,6 +15,7 @@ kv_transfer_config.kv_connector_extra_config:
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvcached_nixl.extra_config import bad, read_flag
+from kvcached_nixl.extra_config import bad, read_flag, read_seconds
 
 __all__ = ["AskSettings"]
 
@@ -36,6 +39,7 @@ class AskSettings:
         servers: URLs without a path.
         api_key: "" for none.
         is_asked: others may fetch KV from this engine, too (``kv_both``).
+        queue_seconds: how long a request may wait to be asked for.
     """
 
     servers: tuple[str, ...]
@@ -43,6 +47,7 @@ class AskSettings:
     accepts_params: bool = False
     api_key: str = field(default="", repr=False)
     is_asked: bool = False
+    queue_seconds: float = math.inf
 
     @classmethod
     def from_extra_config(
@@ -62,12 +67,14 @@ class AskSettings:
             raise bad("prefill", said, 'URLs of servers without a path, like ["http://prefill:8000"]', _UNKNOWN)
         flags = (read_flag(extra_config, key, _UNKNOWN) for key in ("prefill_required", "accept_kv_transfer_params"))
         is_required, accepts = flags
+        consequence = "Requests would be refused at once, or wait for ever."
+        queue_seconds = read_seconds(extra_config, "queue_timeout", math.inf, consequence)
         if not servers:
             return None
         if not is_consumer:
             raise bad("prefill", said, "no such key with kv_role kv_producer, which fetches no KV", _UNKNOWN)
         urls = tuple(dict.fromkeys(one.rstrip("/") for one in servers))
-        return cls(urls, is_required, accepts, _api_key(extra_config), is_producer)
+        return cls(urls, is_required, accepts, _api_key(extra_config), is_producer, queue_seconds)
 
 
 def _is_url(said: object) -> bool:

@@ -13,8 +13,9 @@ def test_each_cause_keeps_its_number_and_its_label() -> None:
     assert [cause.label for cause in sorted(FailureCause)] == [
         "parameters", "no_manifest", "digest", "range", "restarted", "refused", "unreachable", "lost", "lease",
         "stopped", "deadline", "protocol", "defect", "quarantine", "checksum", "revoked", "media", "no_blocks",
+        "queue_timeout",
     ]  # fmt: skip
-    assert [int(cause) for cause in sorted(FailureCause)] == list(range(18))
+    assert [int(cause) for cause in sorted(FailureCause)] == list(range(19))
     assert [cause.label for cause in sorted(RevocationCause)] == [
         "weights", "paused", "cleared", "states", "blocks", "limit", "neighbour",
     ]  # fmt: skip

@@ -84,6 +84,7 @@ def test_causes_keep_their_numbers_and_their_labels() -> None:
         enumerate(
             ["parameters", "no_manifest", "digest", "range", "restarted", "refused", "unreachable", "lost", "lease"]
             + ["stopped", "deadline", "protocol", "defect", "quarantine", "checksum", "revoked", "media", "no_blocks"]
+            + ["queue_timeout"]
         )
     )
     failed = HandOverFailed(FailureCause.LEASE, "words")
