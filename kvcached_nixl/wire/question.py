@@ -35,6 +35,8 @@ PATH = "v1/completions"
 MOST_ID = 200
 _OF_SEVERAL = re.compile(r"_dp\d+\Z")
 _ODD = re.compile(r"[^A-Za-z0-9._:-]")
+LONGEST_RETRY_SECONDS = 60.0
+"""A server that names a longer time is asked again after this."""
 MOST_ANSWER_BYTES = 16 << 20
 """A manifest of a million tokens in blocks of 16 has less than a megabyte."""
 
@@ -153,4 +155,4 @@ def queued_tokens_in(params: Mapping[str, Any]) -> int:
 
 
 def _seconds(said: str) -> float:
-    return float(said) if said.isascii() and said.isdigit() and len(said) < 5 else 0.0
+    return min(float(said), LONGEST_RETRY_SECONDS) if said.isascii() and said.isdigit() else 0.0

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.extra_config import bad, read_flag, read_seconds
 
 __all__ = ["AskSettings"]
@@ -95,11 +96,20 @@ def _is_url(said: object) -> bool:
 def _api_key(extra_config: Mapping[str, Any]) -> str:
     path = extra_config.get("prefill_api_key_file")
     if path is None:
-        return os.environ.get(KEY_VARIABLE, "")
-    try:
-        key = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, TypeError, UnicodeDecodeError) as error:
-        raise bad("prefill_api_key_file", path, f"a file that can be read ({error})", _UNKNOWN) from error
-    if not key:
-        raise bad("prefill_api_key_file", path, "a file with a key", _UNKNOWN)
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+    else:
+        try:
+            key = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, TypeError, UnicodeDecodeError) as error:
+            raise bad("prefill_api_key_file", path, f"a file that can be read ({error})", _UNKNOWN) from error
+        if not key:
+            raise bad("prefill_api_key_file", path, "a file with a key", _UNKNOWN)
+    if not (key.isascii() and key.isprintable()):
+        source = KEY_VARIABLE if path is None else path
+        raise SettingsError(
+            found=f"a key in {source} that no header can carry",
+            expected="one line of printable ASCII",
+            consequence="No prefill server could be asked.",
+            remedy=f"Correct {source}.",
+        )
     return key

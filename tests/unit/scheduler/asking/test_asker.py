@@ -142,12 +142,36 @@ def test_an_answer_without_parameters(
     assert (found.is_final, found.is_busy) == (is_final, is_busy)
 
 
-@pytest.mark.parametrize(("said", "seconds"), [("7", 7.0), ("-1", 0.0), ("soon", 0.0), ("1" * 400, 0.0), ("٣", 0.0)])
+@pytest.mark.parametrize(
+    ("said", "seconds"), [("7", 7.0), ("-1", 0.0), ("soon", 0.0), ("9999", 60.0), ("1" * 400, 60.0), ("٣", 0.0)]
+)
 def test_what_a_busy_server_says(
     decode: Decode, serve: Callable[[Handler], Prefill], said: str, seconds: float
 ) -> None:
     decode.asker.ask(1, serve(answering(status=503, headers={"Retry-After": said})).server, Question("r", [1]))
     assert decode.answer().retry_after_seconds == seconds
+
+
+def test_the_key_is_shown_to_nobody(
+    decode: Decode, serve: Callable[[Handler], Prefill], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even if the server repeats it, or anything fails: what is said of an answer comes into the log."""
+    caplog.set_level(0)
+
+    async def repeats(request: web.Request) -> web.StreamResponse:
+        told = request.headers["Authorization"]
+        return web.Response(status=int(request.headers["X-Status"]), reason=told, text=f"{told} {'x' * 280}{told}")
+
+    said = [repr(decode.asker)]
+    prefill = serve(repeats)
+    for number, status in enumerate((400, 401, 429, 500, 503)):
+        decode.asker.ask(number, prefill.server, Question("r", [1], trace_headers={"X-Status": str(status)}))
+        said.append(decode.answer().reason)
+    for token in (1, object()):
+        decode.asker.ask(9, Server("http://127.0.0.1:1"), Question("r", [token]))  # type: ignore[list-item]
+        said.append(decode.answer().reason)
+    assert prefill.asked[0][0]["Authorization"] == "Bearer secret"
+    assert not [one for one in (*said, caplog.text) if "secre" in one]
 
 
 def test_an_answer_without_end_is_cut_off(

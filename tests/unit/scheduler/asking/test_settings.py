@@ -66,6 +66,20 @@ def test_the_key_is_in_a_file_or_in_the_environment(tmp_path: Path, monkeypatch:
             read({"prefill": "http://a", "prefill_api_key_file": path})
 
 
+@pytest.mark.parametrize("key", ["secret\nsecond", "secr\x00et", "schlüssel"])
+def test_what_is_no_key_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    file = tmp_path / "key"
+    file.write_text(key)
+    extra = {"prefill": "http://a"}
+    for more in ({"prefill_api_key_file": str(file)}, {}):
+        with pytest.raises(SettingsError, match="printable ASCII") as refusal:
+            read({**extra, **more})
+        assert key not in str(refusal.value) and key[:4] not in str(refusal.value)
+        if "\x00" in key:
+            return
+        monkeypatch.setenv(KEY_VARIABLE, key)
+
+
 def test_a_producer_asks_nobody() -> None:
     assert read({}, is_consumer=False) is None
     with pytest.raises(SettingsError, match="kv_producer"):
