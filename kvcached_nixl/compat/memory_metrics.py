@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from kvcached_nixl.wire.asking import AskingFigures
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.headroom import Headroom, read_headroom
+from kvcached_nixl.wire.headroom import read_headroom
 
 __all__ = ["HeadroomMetrics", "MovedBytes", "SlabMetrics"]
 
@@ -39,6 +40,21 @@ _TOTALS = (
     ("kvcached_nixl:unmap_bytes", "Memory of the device that kvcached has given back since the start, at least."),
 )
 """Counter and help text of fields of `Headroom` that only grow."""
+_ASKING = (
+    ("kvcached_nixl:held_requests", "held", "Requests of decode that no prefill server is asked for yet."),
+    ("kvcached_nixl:asked_requests", "asked", "Requests of decode that wait for the answer of a prefill server."),
+    (
+        "kvcached_nixl:promised_blocks",
+        "promised_blocks",
+        "Blocks that decode counts on for requests which it has asked for, and which have none yet.",
+    ),
+)
+"""Gauge, field of `AskingFigures` and help text. Not there where no prefill servers are asked."""
+_ASKED = (
+    ("kvcached_nixl:questions", "ended", "outcome", "Questions to prefill servers that have ended, by outcome."),
+    ("kvcached_nixl:computed_prompts", "computed", "reason", "Prompts that decode computes itself, by reason."),
+)
+"""Counter, field, label and help text."""
 _SLAB = (
     ("kvcached_nixl:slab_bytes", "Memory of a rank's slab, through which KV is staged."),
     ("kvcached_nixl:slab_slots", "Slots of a rank's slab."),
@@ -68,7 +84,20 @@ class HeadroomMetrics:
         self._counters = {
             name: metrics._counter_cls(name=name, documentation=text, labelnames=labelnames) for name, text in _TOTALS
         }
-        self._counted: dict[tuple[int, str], int] = {}
+        self._asking = [
+            (
+                field,
+                metrics._gauge_cls(
+                    name=name, documentation=text, multiprocess_mode="mostrecent", labelnames=labelnames
+                ),
+            )
+            for name, field, text in _ASKING
+        ]
+        self._asked = [
+            (field, metrics._counter_cls(name=name, documentation=text, labelnames=[*labelnames, label]))
+            for name, field, label, text in _ASKED
+        ]
+        self._counted: dict[tuple[Any, ...], int] = {}
 
     def set(self, engine_idx: int, labelvalues: Any, headroom: bytes, *, counts: bool) -> None:
         """Show what engine ``engine_idx`` says.
@@ -82,15 +111,23 @@ class HeadroomMetrics:
             return
         for name, gauge in self._gauges.items():
             gauge.labels(*labelvalues).set(getattr(said, _field(name)))
-        for name in self._counters if counts else ():
-            self._count(engine_idx, labelvalues, name, said)
+        for name, counter in self._counters.items() if counts else ():
+            self._count(counter.labels(*labelvalues), getattr(said, _field(name)), engine_idx, name)
+        if said.asking is not None:
+            self._set_asking(engine_idx, labelvalues, said.asking, counts=counts)
 
-    def _count(self, engine_idx: int, labelvalues: Any, name: str, said: Headroom) -> None:
-        total: int = getattr(said, _field(name))
-        before = self._counted.get((engine_idx, name), 0)
+    def _set_asking(self, engine_idx: int, labelvalues: Any, said: AskingFigures, *, counts: bool) -> None:
+        for field, gauge in self._asking:
+            gauge.labels(*labelvalues).set(getattr(said, field))
+        for field, counter in self._asked if counts else ():
+            for label, total in getattr(said, field).items():
+                self._count(counter.labels(*labelvalues, label.value), total, engine_idx, field, label)
+
+    def _count(self, counter: Any, total: int, *key: Any) -> None:
+        before = self._counted.get(key, 0)
         # Less than before: another engine answers there, which counts from 0.
-        self._counters[name].labels(*labelvalues).inc(total - before if total >= before else total)
-        self._counted[engine_idx, name] = total
+        counter.inc(total - before if total >= before else total)
+        self._counted[key] = total
 
 
 class MovedBytes:

@@ -104,11 +104,12 @@ class SchedulerFacade:
         self._is_left_waiting: bool | None = None
         self._starvation = Starvation(clock, terms, self._failures, self.timelines)
         self._giving_way = GivingWay(clock, terms, self._offering, self._fetching)
-        self._headroom = ToldHeadroom(clock, terms.groups.tokens_per_block, self._kept, self._fetching)
+        self.asking = None if asks is None else self._build_asking(asks, asker)
+        figures = None if self.asking is None else self.asking.figures
+        self._headroom = ToldHeadroom(clock, terms.groups.tokens_per_block, self._kept, self._fetching, figures)
         self._reports = WorkerReports(self._fetching, self._offering, self._gate, self._giving_way, self.timelines)
         self.revocations = Revocations(self._link, clock, read, self._holds, self._offering, self._fetching)
         self.side_channel = OwnSideChannel(self._link, self._offering, self.revocations, self._headroom)
-        self.asking = None if asks is None else self._build_asking(asks, asker)
         self._accepts_params = asks is None or asks.accepts_params
         self._reported_quarantine = 0
         self._failed: set[str] = set()

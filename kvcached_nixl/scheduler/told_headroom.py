@@ -11,6 +11,7 @@ from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
 from kvcached_nixl.scheduler.mapped_memory import MappedMemory
+from kvcached_nixl.wire.asking import AskingFigures
 from kvcached_nixl.wire.headroom import HEADROOM_IN_ANSWERS, Headroom
 
 __all__ = ["ANSWER_SECONDS", "ToldHeadroom"]
@@ -24,13 +25,22 @@ class ToldHeadroom:
 
     Args:
         tokens_per_block: of all KV-cache groups together.
+        asking: None if the engine asks no prefill servers.
     """
 
-    def __init__(self, clock: Clock, tokens_per_block: float, kept: KeptOffers, fetching: DecodeFetches) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        tokens_per_block: float,
+        kept: KeptOffers,
+        fetching: DecodeFetches,
+        asking: AskingFigures | None = None,
+    ) -> None:
         self._clock = clock
         self._tokens_per_block = tokens_per_block
         self._kept = kept
         self._fetching = fetching
+        self._asking = asking
         self._mapped = MappedMemory()
         self._said: Headroom | None = None
         self._said_until_seconds = 0.0
@@ -57,6 +67,7 @@ class ToldHeadroom:
             waiting_fetches=num_fetches,
             oldest_fetch_seconds=oldest_fetch_seconds,
             oldest_offer_seconds=oldest_offer_seconds,
+            asking=self._asking,
         )
 
     def in_answer(self, blocks: BlockPool) -> dict[str, int]:

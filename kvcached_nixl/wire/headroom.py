@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
+from kvcached_nixl.wire.asking import AskingFigures
 from kvcached_nixl.wire.checked import Malformed, decoder
 
 __all__ = ["HEADROOM_IN_ANSWERS", "BlockUsage", "Headroom", "encode_headroom", "read_headroom"]
@@ -40,6 +41,7 @@ class Headroom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         waiting_fetches: requests of decode whose KV has not arrived, with blocks or without.
         oldest_fetch_seconds: for how long the first timeout of those with blocks has run; 0 if there is none.
         oldest_offer_seconds: since the first of the kept ones ended; 0 if there is none.
+        asking: None if the engine asks no prefill servers.
     """
 
     free_tokens: _Number
@@ -54,6 +56,7 @@ class Headroom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiting_fetches: _Number
     oldest_fetch_seconds: _Seconds
     oldest_offer_seconds: _Seconds
+    asking: AskingFigures | None = None
 
 
 HEADROOM_IN_ANSWERS = ("free_tokens", "used_tokens", "queued_tokens", "kept_offers", "kept_tokens")

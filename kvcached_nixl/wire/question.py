@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from kvcached_nixl.wire.asking import Computed, Ended
 from kvcached_nixl.wire.params import HEADROOM_KEY, KvTransferParams, RemotePrefill
 
 __all__ = [
@@ -95,6 +96,21 @@ class Outcome(msgspec.Struct, frozen=True):
     is_of_server: bool = False
     is_busy: bool = False
     retry_after_seconds: float = 0.0
+
+    @property
+    def ended(self) -> Ended:
+        if self.is_final:
+            return Ended.REFUSED
+        if self.is_busy:
+            return Ended.BUSY
+        return Ended.UNREACHABLE if self.is_of_server else Ended.FAILED
+
+    @property
+    def computed(self) -> Computed:
+        """If the prompt is computed here after it."""
+        if self.is_final:
+            return Computed.REFUSED
+        return Computed.UNREACHABLE if self.is_of_server else Computed.FAILED
 
 
 class AskFailed(Exception):

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from kvcached_nixl.proxy.failure import RouterFailure
+from kvcached_nixl.wire.asking import Ended
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,7 @@ def test_an_alert_asks_for_what_is_exported(name: str) -> None:
 
 @pytest.mark.parametrize("name", rules())
 def test_the_causes_of_an_alert_exist(name: str) -> None:
-    known = {one.label for one in (*FailureCause, *RevocationCause)} | {one.value for one in RouterFailure}
+    known = {one.label for one in (*FailureCause, *RevocationCause)} | {one.value for one in (*RouterFailure, *Ended)}
     found = re.findall(r'(?:cause|outcome)[=!]~?"([^"]*)"', rules()[name]["expr"])
     assert {one for causes in found for one in causes.split("|")} <= known
 

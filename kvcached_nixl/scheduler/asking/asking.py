@@ -37,6 +37,7 @@ from kvcached_nixl.scheduler.asking.window import Window
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
 from kvcached_nixl.scheduler.timelines import Timelines
+from kvcached_nixl.wire.asking import AskingFigures, Computed, Ended
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import KvTransferParams, RemotePrefill
 from kvcached_nixl.wire.question import Outcome, Question, engine_in, queued_tokens_in
@@ -97,7 +98,7 @@ class _Wanted:
     followers: list[_Wanted] = field(default_factory=list)
     number: int = 0
     named: RemotePrefill | None = None
-    outcome: Outcome = Outcome("none may be asked now")
+    outcome: Outcome = Outcome("none may be asked now", is_of_server=True)
     tried: list[Server] = field(default_factory=list)
     passed_since_seconds: float = 0.0
 
@@ -117,6 +118,7 @@ class Asking:
     Attributes:
         servers, local: as above.
         window: how much is asked for at a time.
+        figures: for the metrics. Read on another thread, too.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class Asking:
         self._rested_at_seconds: float | None = None
         self.window = Window()
         self._limit = QueueLimit(clock, queue_seconds)
+        self.figures = AskingFigures()
 
     @property
     def num_waiting(self) -> int:
@@ -188,8 +191,10 @@ class Asking:
 
     def arrived(self, request: Request, blocks: BlockPool) -> bool:
         """A request has entered the engine. Returns whether it is to be held."""
-        question = None if request.num_prompt_tokens <= self._block_tokens else request.question
+        is_short = request.num_prompt_tokens <= self._block_tokens
+        question = None if is_short else request.question
         if question is None:
+            self.figures.computed[Computed.SHORT if is_short else Computed.NOT_ASKABLE] += 1
             return False
         self._num_arrived += 1
         order = request.priority if blocks.goes_by_priority else 0, self._num_arrived
@@ -206,7 +211,7 @@ class Asking:
         wanted = self._wanted.pop(request_id, None)
         if wanted is None:
             return
-        self._withdraw(wanted)
+        self._withdraw(wanted, Ended.LEFT)
         self._leave_queue(wanted)
         self._land(wanted, is_cached=False)
 
@@ -232,8 +237,8 @@ class Asking:
         if wanted is not None and wanted.stage is Stage.FETCHING:
             failure = self._fetching.failure_of(wanted.request)
             if failure is not None:
-                self._withdraw(wanted)
                 outcome = Outcome(str(failure), is_of_server=failure.cause in _OF_SERVER)
+                self._withdraw(wanted, outcome.ended)
                 if outcome.is_of_server or failure.cause in _OF_PREFILL:
                     self.servers.failed(wanted.tried[-1], 0, outcome)
                 self._fetched_in_vain(wanted, outcome)
@@ -280,6 +285,8 @@ class Asking:
         self._rested_at_seconds = None
         if may_ask:
             may_begin |= self._ask_all(blocks, step)
+        self.figures.held, self.figures.asked = self.num_waiting, self.num_asked
+        self.figures.promised_blocks = self.window.num_promised
         return self.local.turn(blocks) or may_begin
 
     def close(self) -> None:
@@ -347,6 +354,7 @@ class Asking:
         if request.num_prompt_tokens - blocks.num_cached_tokens(request.request_id) <= self._block_tokens:
             del self._wanted[request.request_id]
             self._land(wanted, is_cached=True)
+            self.figures.computed[Computed.CACHED] += 1
             blocks.release(request.request_id, None)
             self._timelines.end(request.request_id)
         elif rests:
@@ -395,6 +403,7 @@ class Asking:
             return False
         del self._questions[number]
         wanted.number = 0
+        self.figures.ended[Ended.ANSWERED] += 1
         engine = engine_in(params)
         self.servers.answered(wanted.tried[-1], number, queued_tokens_in(params), engine)
         if wanted.stage is not Stage.ASKED:
@@ -418,6 +427,7 @@ class Asking:
             return
         self._asker.cancel(number)
         wanted.number = 0
+        self.figures.ended[outcome.ended] += 1
         if outcome.is_final:
             self.servers.answered(wanted.tried[-1], number)
         else:
@@ -439,6 +449,8 @@ class Asking:
         server, _ = self.servers.choose(wanted.tried, wanted.hashes)
         waits = server.is_busy or not (self.servers.rests(server) and self._computes)
         wanted.stage = Stage.FAILED if is_tried_again and waits else Stage.LOCAL
+        if wanted.stage is Stage.LOCAL:
+            self.figures.computed[outcome.computed] += self._computes
 
     def _is_tried_again(self, wanted: _Wanted, outcome: Outcome) -> bool:
         wanted.outcome = outcome
@@ -450,11 +462,13 @@ class Asking:
         """No server gives the KV of a held request: it is computed here, or fails."""
         wanted.stage = Stage.LOCAL
         if self._fetching.refuse(wanted.request, _failure(wanted.outcome), computes=not self._is_required):
+            self.figures.computed[wanted.outcome.computed] += 1
             self.local.add(wanted.request)
 
-    def _withdraw(self, wanted: _Wanted) -> None:
+    def _withdraw(self, wanted: _Wanted, ended: Ended) -> None:
         """Nobody waits for the answer any more."""
         if wanted.number:
+            self.figures.ended[ended] += 1
             del self._questions[wanted.number]
             self.servers.withdrawn(wanted.tried[-1], wanted.number)
             self._asker.cancel(wanted.number)

@@ -14,6 +14,7 @@ import pytest
 
 from kvcached_nixl.compat import metrics
 from kvcached_nixl.compat.locate import STATS_MODULE
+from kvcached_nixl.wire.asking import AskingFigures, Computed, Ended
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.headroom import Headroom, encode_headroom
 from kvcached_nixl.wire.timeline import State
@@ -244,6 +245,29 @@ def test_an_engines_totals_are_shown_as_rises_by_one_process(stock: ModuleType, 
     assert made["mapped_bytes"] == {("m", "0"): 10}
     assert made["map_bytes"] == ({("m", "0"): 150} if counts else {}), "the last one is another engine"
     assert made["unmap_bytes"] == ({("m", "0"): 80} if counts else {})
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_an_engine_that_asks_prefill_says_what_came_of_it(stock: ModuleType, counts: bool) -> None:
+    shown = metrics.prom_metrics("config", "types", ["model", "engine"], {0: ["m", "0"]})
+    shown.counts_engines = counts
+    numbers: Any = (1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0.0, 0.0)
+    shown.say_headroom(0, encode_headroom(Headroom(*numbers)))
+    made = {name.partition(":")[2]: metric.values for name, metric in stock.Metric.made.items()}
+    assert made["held_requests"] == made["questions"] == {}, "it asks nobody"
+    figures = AskingFigures(held=3, asked=2, promised_blocks=7)
+    for answered in (4, 9):
+        figures.ended[Ended.ANSWERED] = answered
+        shown.say_headroom(0, encode_headroom(Headroom(*numbers, figures)))
+    at = ("m", "0")
+    assert [made[name] for name in ("held_requests", "asked_requests", "promised_blocks")] == [
+        {at: 3},
+        {at: 2},
+        {at: 7},
+    ]
+    asked = {(*at, one.value): 9 * (one is Ended.ANSWERED) for one in Ended}
+    assert made["questions"] == (asked if counts else {}), "each of them from 0 on"
+    assert made["computed_prompts"] == ({(*at, one.value): 0 for one in Computed} if counts else {})
 
 
 @pytest.mark.usefixtures("stock")

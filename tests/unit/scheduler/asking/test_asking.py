@@ -811,3 +811,65 @@ def test_a_question_is_withdrawn_when_its_kv_does_not_come() -> None:
     decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "gone")
     assert not decode.asking.may_ask_again("a"), "the only server is dead, and it is computed here"
     assert decode.asker.cancelled == [decode.number("a")] and decode.asking.num_asked == 0
+
+
+def counted(decode: Decode) -> tuple[dict[str, int], dict[str, int]]:
+    """What came of questions, and why prompts are computed here; without zeros."""
+    figures = decode.asking.figures
+    ended, computed = (
+        {one.value: count for one, count in of.items() if count} for of in (figures.ended, figures.computed)
+    )
+    return ended, computed
+
+
+def test_what_came_of_questions_is_counted() -> None:
+    decode = Decode("http://p1", "http://p2")
+    for one, found in (("a", ANSWER), ("b", BUSY), ("c", ODD), ("d", DEAD), ("e", Outcome("HTTP 400", is_final=True))):
+        decode.arrives(one)
+        decode.answers(one, found)
+        decode.asking.gone(one)
+        decode.clock.now += 60
+    figures = decode.asking.figures
+    assert (figures.held, figures.asked, figures.promised_blocks) == (0, 0, 0)
+    decode.arrives("f")
+    decode.arrives("g", block_hashes=(b"same",))
+    decode.arrives("h", block_hashes=(b"same",))
+    figures = decode.asking.figures
+    assert (figures.held, figures.asked, figures.promised_blocks) == (1, 2, 8)
+    decode.asking.gone("f")
+    ended, computed = counted(decode)
+    again = ended.pop("left") - 1
+    assert ended == {"answered": 1, "busy": 1, "failed": 1, "unreachable": 1, "refused": 1}
+    assert again == 3 and computed == {"refused": 1}, "those that had failed were asked for again"
+
+
+def test_why_prompts_are_computed_here_is_counted() -> None:
+    decode = Decode(cached={"cached": 4 * BLOCK})
+    decode.arrives("short", num_prompt_tokens=BLOCK)
+    decode.arrives("image", can_be_asked=False)
+    decode.arrives("cached")
+    for one in ("lost", "odd"):
+        decode.arrives(one)
+    decode.answers("lost", ODD)
+    decode.answers("lost", ODD)
+    decode.answers("odd", DEAD)
+    decode.arrives("later")
+    found = counted(decode)[1]
+    assert found == {"short": 1, "not_askable": 1, "cached": 1, "failed": 1, "unreachable": 2}
+
+
+@pytest.mark.parametrize(("cause", "reason"), [(FailureCause.LOST, "unreachable"), (FailureCause.DIGEST, "failed")])
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_kv_that_does_not_come_is_counted_if_it_is_computed_here(
+    cause: FailureCause, reason: str, recomputes: bool
+) -> None:
+    decode = Decode(recomputes=recomputes)
+    decode.arrives("a")
+    for _ in range(2):
+        decode.answers("a")
+        decode.fetching.failures["a"] = HandOverFailed(cause, "no")
+        if decode.asking.may_ask_again("a"):
+            decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
+            decode.clock.now += 60
+            decode.turn()
+    assert counted(decode)[1] == ({reason: 1} if recomputes else {})
