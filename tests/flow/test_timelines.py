@@ -69,6 +69,28 @@ def test_every_state_of_a_hand_over_is_in_its_trace(mode: TransferMode, at_once:
 
 
 @pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+def test_where_decode_asks_prefill_both_are_in_the_trace_of_decodes_request(mode: TransferMode) -> None:
+    """Decode's part begins with waiting for its turn, and for the answer; prefill's is that of the question."""
+    pair = Pair(mode, None, kind(asks=("p",)), is_traced=True)
+    found = pair.ask_decode(None, trace_headers=CONTEXT)
+    pair.decode.handover.ask()
+    pair.cluster.answers_at_once = True
+    pair.clock.advance(0.5)
+    pair.settle()
+    assert (found.status, found.num_external) == (Status.STOPPED, len(PROMPT))
+    pair.pass_time(1.0)
+    pair.settle()
+    assert {State.DECODE_HELD, State.DECODE_ASKING, *_DECODE, *_PREFILL} <= states_of(pair)
+    assert {trace for trace, _, _ in kept(pair)} == {TRACE} and len(kept(pair)) == 3
+    (of_decode,) = [timeline for _, timeline, _ in kept(pair) if timeline.marks[0][0] is State.DECODE_HELD]
+    assert [state for state, _, _ in of_decode.marks[:3]] == [
+        *(State.DECODE_HELD, State.DECODE_ASKING, State.DECODE_QUEUED)
+    ]
+    assert of_decode.lasted()[State.DECODE_ASKING] >= 0.5
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
 def test_what_is_moved_is_shown_by_chunk(mode: TransferMode) -> None:
     """With a budget of one descriptor in a transfer; the chunks have all bytes."""
     from kvcached_nixl.worker.transfer.transfer_queue import Budget

@@ -80,7 +80,7 @@ class FlowAsker(Asker):
         asked = Asked(self, number, next(alive, None))
         cluster.asked.append(asked)
         if asked.server in cluster.running:
-            asked.request = asked.server.take(msgspec.json.decode(question.body()))
+            asked.request = asked.server.take(msgspec.json.decode(question.body()), question.trace_headers)
 
     def cancel(self, number: int) -> None:
         for one in [one for one in self.engine.cluster.asked if one.asker is self and one.number == number]:

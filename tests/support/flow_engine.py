@@ -535,10 +535,11 @@ class Engine:
             self.hold(request.request_id)
         return request
 
-    def take(self, body: Mapping[str, Any]) -> Request:
+    def take(self, body: Mapping[str, Any], trace_headers: Mapping[str, str] | None) -> Request:
         """A request comes over HTTP."""
         name = f"cmpl-{body['request_id']}-0-{next(self.cluster.arrivals):08x}"
         request = Request(name, tuple(body["prompt"]), body["kv_transfer_params"], body["max_tokens"])
+        request.trace_headers = trace_headers
         request.adapter, request.priority = int(body.get("model", 0)), body.get("priority", 0)
         return self.add(request)
 
