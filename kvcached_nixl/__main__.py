@@ -11,20 +11,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from kvcached_nixl import install, status
 from kvcached_nixl.cli import report
-from kvcached_nixl.cli.optional_command import OptionalCommand
 from kvcached_nixl.cli.report import Report
-from kvcached_nixl.cli.top import options as top_options
 from kvcached_nixl.compat.versions import found_version, import_vllm
 from kvcached_nixl.errors import MissingDependency, Refused
 from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, read_gate
 from kvcached_nixl.version import __version__
-
-if TYPE_CHECKING:
-    from kvcached_nixl.proxy.options import Options as ProxyOptions
 
 _DESCRIPTION = """\
 Shows the versions of vLLM, kvcached, NIXL and torch in this environment, and the state of each patch
@@ -42,48 +37,46 @@ Tests through NIXL whether a memory registration stays correct when kvcached unm
 transport that UCX could choose on this host is tested alone, in separate processes, with a few MiB. A
 server runs the same test before it offers a handshake; this command runs it before the first deployment.
 """
-_DEPLOY = """\
-With --deploy it tests nothing. It reads the environment, the server's command line (behind --) and this host's limits,
-and says what is wrong for a server that is to be started here: role, settings, addresses, ports, folders, limits,
-versions. It needs no GPU and takes a second. In a pod or a container, run it where the server will run.
+_PREFILL = """\
+With --prefill it tests nothing of that. It asks each prefill server once, at each address of its name, for the KV of
+four tokens, as a decode server with {"prefill": [URL, ...]} would, and asks its side channel for a handshake. It says
+what each has answered, and whether decode could use it: run it where decode will run. Prefill's --api-key is read from
+KVCACHED_NIXL_PREFILL_API_KEY, or from a file. What is asked for is not fetched, so each server keeps a few blocks until
+their lease ends.
 """
 _DOCTOR_EPILOG = """\
 example:
-  python -m kvcached_nixl doctor --deploy -- vllm serve MODEL --kv-transfer-config '{"kv_connector": ...}'
+  python -m kvcached_nixl doctor --prefill http://prefill-0:8001 http://prefill-1:8001
 
 exit status:
   0  kvcached's pages may be registered: every transport that could be chosen follows them
+     --prefill: every server would serve
   1  they may not be registered and KV would be staged, or the test failed. The output says why
-     --deploy: 0, nothing is wrong (there may be advice); 1, something is
+     --prefill: a server would not serve, and the output says why
   2  wrong usage
-"""
-_PROXY = """\
-A router for X prefill and Y decode servers: OpenAI's completions and chat completions, pull and push. It needs
-neither vLLM nor a GPU. It learns from prefill's own responses where prefill is reached, and whether it pulls or pushes.
-
-Keys come from the environment: KVCACHED_NIXL_API_KEY (clients must send it), KVCACHED_NIXL_ADMIN_KEY (/instances
-requires it; without it /instances answers on --admin-socket only), KVCACHED_NIXL_UPSTREAM_KEY (sent to servers in
-place of the client's key).
-"""
-_PROXY_EPILOG = """\
-example:
-  kvcached-nixl proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
-
-exit status: 0 after SIGTERM or SIGINT, when requests in flight have ended; 1 it could not start; 2 wrong usage
 """
 _DUMB = ("dumb", "unknown")
 _TOP = """\
-Shows routers, engines, hand-overs and memory in a terminal. It reads /metrics over HTTP and nothing else, so it runs
-wherever the servers can be reached, and it sends no key. A router's servers are asked under the names that the router
-has for them, by http; give their own URLs beside it where that is not right.
+Shows prefill and decode servers in a terminal. It asks each for /metrics, and for nothing else, so it runs wherever
+they can be reached, and it sends no key.
+
+  role          prefill, decode or both, by what the server has done so far
+  run, wait     requests that vLLM computes, and that wait
+  KV used       share of the tokens of KV that the engine could hold now, and +N tokens of prompts that have no blocks
+  hand-overs/s  whose bytes this side has moved: decode with pull, prefill with push
+  held, asked   decode: requests that no prefill server is asked for yet, and that wait for an answer
+  free mem      of the device; mapped is what kvcached has mapped for KV
+  failed        hand-overs that brought no KV, by cause
+
+hand-overs/s and +N in failed are of the time since the last look.
 """
 _TOP_EPILOG = """\
 example:
-  kvcached-nixl top http://127.0.0.1:8000
-  kvcached-nixl top --once http://127.0.0.1:8100 https://[2001:db8::1]:8443/base
+  kvcached-nixl top http://prefill:8001 http://decode:8000
+  kvcached-nixl top --once http://prefill:8001 https://[2001:db8::1]:8443/base
 
 exit status:
-  0  every server answered, with --once; otherwise, it was ended by q, Ctrl-C or SIGTERM
+  0  every server answered, with --once; otherwise, it was ended by Ctrl-C or SIGTERM
   1  --once: a server did not answer. Or what top needs is not installed
   2  wrong usage
 """
@@ -97,7 +90,7 @@ exit status:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report, or run doctor, proxy or top. Returns the exit status."""
+    """Print the report, or run doctor or top. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="kvcached-nixl",
         description=_DESCRIPTION,
@@ -107,25 +100,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
     parser.add_argument("--model", help="show which model runner vLLM uses for it: a folder or a name; no download")
     parser.add_argument("--version", action="version", version=f"kvcached_nixl {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="{doctor,proxy,top}")
+    commands = parser.add_subparsers(dest="command", metavar="{doctor,top}")
     _add_doctor(commands.add_parser)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    # Not by argparse: what follows "--" is another program's command line, with flags of the same names.
-    serves = given[given.index("--") + 1 :] if "--" in given else []
-    given = given[: len(given) - len(serves)]
-    for optional in _OPTIONAL:
-        optional.add_to(commands.add_parser, is_asked=optional.name in given)
-    options = parser.parse_args([one for one in given if one != "--"])
-    if options.command != "doctor" and serves:
-        parser.error("-- is for doctor --deploy, followed by a server's command line")
+    _add_top(commands.add_parser)
+    options = parser.parse_args(arguments)
+    if options.command == "top":
+        return _top(options)
     if options.command == "doctor":
-        wrong_usage = _misused(options, serves)
-        if wrong_usage:
-            parser.error(wrong_usage)
-        return _deploy(options, serves) if options.deploy else _doctor(options)
-    for optional in _OPTIONAL:
-        if options.command == optional.name:
-            return optional.run(options)
+        if options.prefill and (options.backend or options.peer or options.rank or options.device):
+            parser.error("--backend, --peer, --rank and --device do not go with --prefill, which tests no transport")
+        if options.prefill_api_key_file is not None and not options.prefill:
+            parser.error("--prefill-api-key-file needs --prefill")
+        return _ask(options) if options.prefill else _doctor(options)
 
     # The report goes to standard output. Without this it would be in the log as well.
     logging.getLogger(SERVER_LOGGER).disabled = True
@@ -148,9 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add(
         "doctor",
-        usage="%(prog)s [options] | %(prog)s --deploy [--kv-transfer-config JSON] [--json] [-- COMMAND ...]",
-        help="test whether NIXL can use kvcached's pages on this host; --deploy: examine a server's environment",
-        description=f"{_DOCTOR}\n{_DEPLOY}",
+        usage="%(prog)s [options] | %(prog)s --prefill URL [URL ...] [--prefill-api-key-file FILE] [--json]",
+        help="test whether NIXL can use kvcached's pages on this host; --prefill: ask prefill servers as decode would",
+        description=f"{_DOCTOR}\n{_PREFILL}",
         epilog=_DOCTOR_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -163,64 +149,32 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="rank of that engine (default 0)")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="device index (default 0)")
-    parser.add_argument("--deploy", action="store_true", help="examine environment, command line and limits instead")
-    parser.add_argument(
-        "--kv-transfer-config", metavar="JSON", help="with --deploy: of the server, where its command line is not given"
-    )
+    parser.add_argument("--prefill", nargs="+", metavar="URL", help="prefill servers to ask instead, as decode would")
+    parser.add_argument("--prefill-api-key-file", metavar="FILE", help="with --prefill: a file with their --api-key")
 
 
-def _add_proxy_arguments(parser: argparse.ArgumentParser) -> None:
-    # The report runs without msgspec, too.
-    from kvcached_nixl.proxy.options import add_arguments
-
-    add_arguments(parser)
-
-
-def _read_proxy(found: argparse.Namespace) -> ProxyOptions:
-    from kvcached_nixl.proxy.options import from_arguments
-
-    return from_arguments(found, os.environ)
-
-
-def _load_proxy() -> Callable[[ProxyOptions], int]:
-    from kvcached_nixl.proxy.command import run
-
-    return run
-
-
-def _read_top(found: argparse.Namespace) -> top_options.Options:
-    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in _DUMB
-    return top_options.from_arguments(found, is_terminal=is_terminal)
-
-
-def _load_top() -> Callable[[top_options.Options], int]:
-    from kvcached_nixl.cli.top.command import run
-
-    return run
-
-
-_OPTIONAL: tuple[OptionalCommand[Any], ...] = (
-    OptionalCommand(
+def _add_top(add: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add(
         "top",
-        "engines, routers, hand-overs and memory, live in a terminal",
-        _TOP,
-        _TOP_EPILOG,
-        top_options.add_arguments,
-        _read_top,
-        _load_top,
-        unusable_status=2,
-    ),
-    OptionalCommand(
-        "proxy",
-        "a router for prefill and decode servers",
-        _PROXY,
-        _PROXY_EPILOG,
-        _add_proxy_arguments,
-        _read_proxy,
-        _load_proxy,
-        unusable_status=1,
-    ),
-)
+        help="prefill and decode servers, hand-overs and memory, live in a terminal",
+        description=_TOP,
+        epilog=_TOP_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_top_arguments(parser)
+
+
+def add_top_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``top`` to a parser."""
+    parser.add_argument("url", nargs="+", type=_url, metavar="URL", help="a prefill or decode server")
+    parser.add_argument(
+        "--interval", type=_interval, default=2.0, metavar="SECONDS", help="between two looks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="look twice, print one table and end; the default where standard output is no terminal",
+    )
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -230,26 +184,52 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _misused(options: argparse.Namespace, serves: Sequence[str]) -> str:
-    """What is wrong about the options of doctor; "" if nothing is."""
-    tests = options.backend or options.peer or options.rank or options.device
-    if options.deploy and tests:
-        return "--backend, --peer, --rank and --device do not go with --deploy, which tests no transport"
-    if not options.deploy and (serves or options.kv_transfer_config is not None):
-        return "a server's command line and --kv-transfer-config need --deploy"
-    return ""
+def _url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable or parts.query or parts.fragment or parts.username or not text.isascii() or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected http[s]://HOST[:PORT][/PATH]")
+    return text.rstrip("/").removesuffix("/metrics")
 
 
-def _deploy(options: argparse.Namespace, serves: Sequence[str]) -> int:
-    """Examine environment, command line and host. Returns the exit status."""
-    from kvcached_nixl.cli.deploy import examine
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.5 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected seconds, 0.5 to 3600")
+    return seconds
 
-    found = examine.examine(os.environ, options.kv_transfer_config, serves)
-    if options.json:
-        print(json.dumps(examine.to_json(found), indent=2))
-    else:
-        print(examine.render(found, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-    return 1 if found.is_wrong else 0
+
+def _top(options: argparse.Namespace) -> int:
+    """Show servers. Returns the exit status."""
+    try:
+        from kvcached_nixl.cli.top.command import run
+    except ImportError as error:
+        print(f"top: {error}. Run pip install '.[top]' in a clone to install it.", file=sys.stderr)
+        return 1
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in _DUMB
+    return run(options.url, options.interval, is_once=options.once or not is_terminal)
+
+
+def _ask(options: argparse.Namespace) -> int:
+    """Ask prefill servers as decode would. Returns the exit status."""
+    try:
+        from kvcached_nixl.cli import ask
+
+        found = ask.examine(options.prefill, options.prefill_api_key_file)
+    except ImportError as error:
+        print(f"doctor: {error}. Run it where vLLM is installed.", file=sys.stderr)
+        return 1
+    except Refused as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(ask.to_json(found), indent=2) if options.json else ask.render(found))
+    return 1 if any(one.why_not for one in found) else 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

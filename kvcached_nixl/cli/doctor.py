@@ -68,7 +68,7 @@ def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, in
             raise ValueError(f"could not read from {host}:{port}: {reason}") from error
         finally:
             channel.close()
-    advice = (*_of_lanes(proof), *(one.remedy for one in shortfalls(of_host)))
+    advice = (*_of_lanes(proof), *shortfalls(of_host))
     return Findings(here, proof, of_host, advice, met)
 
 

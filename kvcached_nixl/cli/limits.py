@@ -8,8 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from kvcached_nixl.cli.finding import Finding
-
 __all__ = ["FILES", "LOCKED", "MAPPINGS", "SHARED", "UNLIMITED", "Limits", "limits", "shortfalls"]
 
 Limits = Mapping[str, int | str]
@@ -43,38 +41,19 @@ def limits() -> Limits:
     }
 
 
-def shortfalls(found: Limits, *, pins: bool | None = None) -> Iterator[Finding]:
-    """A finding for each limit that is too low; advice, since what a server needs depends on the transports it uses.
+def shortfalls(found: Limits, *, pins: bool | None = None) -> Iterator[str]:
+    """What to change about each limit that is too low; what a server needs depends on the transports it uses.
 
     Args:
         pins: whether this host has network cards that pin registered memory; None to look.
     """
     locked, mappings, shared = (found[name] for name in (LOCKED, MAPPINGS, SHARED))
     if (_INFINIBAND.is_dir() if pins is None else pins) and locked != UNLIMITED:
-        yield _advice(
-            "locked memory",
-            f"ulimit -l {locked}",
-            "unlimited",
-            "A network card may not register KV memory.",
-            "ulimit -l unlimited: network cards pin registered memory",
-        )
+        yield "ulimit -l unlimited: network cards pin registered memory"
     if isinstance(mappings, int) and mappings < _MAPPINGS:
-        yield _advice(
-            "memory mappings",
-            f"vm.max_map_count={mappings}",
-            f"{_MAPPINGS} or more",
-            "kvcached may fail to map a page while it serves.",
-            f"sysctl -w vm.max_map_count={_MAPPINGS}: each of kvcached's pages is a mapping",
-        )
+        yield f"sysctl -w vm.max_map_count={_MAPPINGS}: each of kvcached's pages is a mapping"
     if isinstance(shared, int) and shared < _SHARED_BYTES:
-        yield _advice(
-            "shared memory",
-            f"{shared >> 20} MiB free in /dev/shm",
-            "1 GiB",
-            "UCX and vLLM's processes may fail to create shared memory.",
-            "give the container more shared memory (--shm-size=1g, or an emptyDir of medium Memory)",
+        yield (
+            "give the container more shared memory (--shm-size=1g, or an emptyDir of medium Memory): UCX and vLLM's "
+            "processes create some"
         )
-
-
-def _advice(name: str, found: str, expected: str, consequence: str, remedy: str) -> Finding:
-    return Finding(name, found, expected, consequence, remedy, is_wrong=False)

@@ -20,7 +20,7 @@ from kvcached_nixl.compat.names import KV_TRANSFER
 from kvcached_nixl.compat.private import optional
 from kvcached_nixl.errors import SettingsError
 
-__all__ = ["JUDGED", "TRUSTED", "connector_classes", "reason_against", "require_no_replacement", "require_servable"]
+__all__ = ["JUDGED", "TRUSTED", "connector_classes", "require_no_replacement", "require_servable"]
 
 TRUSTED = "trusted_connectors"
 """Key of ``kv_connector_extra_config``: class names of other packages' connectors that the operator has checked."""
@@ -142,14 +142,6 @@ def _require_trusted(name: str, config: Any) -> None:
         remedy=f'If {name} does, add "{TRUSTED}": ["{name}"] to the kv_connector_extra_config of MultiConnector. '
         f"Otherwise remove {name}.",
     )
-
-
-def reason_against(name: str) -> str | None:
-    """Why a connector of vLLM may never be beside the NIXL connector, going by its name in ``--kv-transfer-config``.
-
-    Returns: None if it may, be it with some versions and models only; or if the name is not in `JUDGED`.
-    """
-    return _REFUSED.get(name)
 
 
 def _own_name(cls: type) -> str | None:

@@ -48,11 +48,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hostvmm": {"errors", "processes"},
     "activation": {"errors", "settings", "compat", "patching", "seams", "cli.report", "hostvmm"},
     "cli": {
-        *("errors", "extra_config", "settings", "compat", "patching", "proof", "transport", "version"),
-        *("side_channel_address", "this_host", "worker.transfer.host", "proxy.kind"),
+        *("errors", "settings", "compat", "patching", "proof", "transport", "version"),
+        *("side_channel_address", "this_host", "scheduler.asking", "wire"),
     },
     "__init__": {"activation.bootstrap", "cli.report", "version"},
-    "__main__": {"errors", "settings", "compat", "cli", "proxy", "install", "status", "version"},
+    "__main__": {"errors", "settings", "compat", "cli", "install", "status", "version"},
     "sitecustomize": {"activation.autostart"},
 }
 """First folder or module below the package -> what of the package it may import. Its own folder is always allowed."""
@@ -78,11 +78,11 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
     "psutil": ("this_host.py",),
-    "aiohttp": ("proxy", "cli/top/scrape.py", "scheduler/asking/asker.py"),
+    "aiohttp": ("proxy", "cli/top/command.py", "scheduler/asking/asker.py"),
     "opentelemetry": ("proxy/tracing.py",),
     "anyio": ("proxy",),
-    "prometheus_client": ("proxy", "compat/metrics.py", "cli/top/look.py"),
-    "rich": ("hostvmm", "cli/top/screen.py", "cli/top/command.py"),
+    "prometheus_client": ("proxy", "compat/metrics.py"),
+    "rich": ("hostvmm", "cli/top/command.py"),
 }
 """Foreign package -> folders or files below the package that may import it."""
 

@@ -1,73 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one answer of ``/metrics`` said, and what changed between two answers of one server."""
+"""What one answer of ``/metrics`` said, and what the last two answers say of a server, column by column.
+
+What servers say is data: it is shown as printable ASCII.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
-from prometheus_client.parser import text_string_to_metric_families
+__all__ = ["COLUMNS", "WANTED", "Look", "Server", "printable", "read"]
 
-__all__ = ["Look", "Span", "read_series"]
+_KV = "kvcached_nixl:"
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+USED, FREE, QUEUED = (f"{_KV}{what}_tokens" for what in ("used", "free", "queued"))
+MOVED = "vllm:nixl_xfer_time_seconds_count"
+HELD, ASKED = (f"{_KV}{what}_requests" for what in ("held", "asked"))
+STATES = f"{_KV}handover_state_seconds_count"
+FAILURES = f"{_KV}handover_failures_total"
+FREE_BYTES, MAPPED_BYTES = f"{_KV}free_bytes", f"{_KV}mapped_bytes"
 
-Labels = tuple[tuple[str, str], ...]
-"""Names and values, sorted."""
-Series = Mapping[str, Mapping[Labels, float]]
-"""Name of a sample -> its labels -> its value, of at most `MOST_VALUE`.
-
-A name without values is of a metric that the server has, and that has no series yet: such as a counter with labels
-before its first event.
-"""
-
-MOST_VALUE = 1e30
-"""A larger one is no figure of a server. Sums and rates of smaller ones stay finite."""
-MOST_ENGINES = 64
-"""Of one server that are shown."""
-_TYPE = re.compile(r"# TYPE ([A-Za-z0-9_:]+) ([a-z]+)\s*")
-_OF_HISTOGRAM = ("_bucket", "_count", "_sum")
-_UNREADABLE = (ValueError, IndexError, KeyError, OverflowError)
-
-
-def read_series(lines: Sequence[str]) -> tuple[Series, int]:
-    """Parse lines of the text format.
-
-    Values that are not numbers, or above `MOST_VALUE`, are left out.
-
-    Returns: the series, and how many lines could not be read.
-    """
-    series: dict[str, dict[Labels, float]] = {}
-    samples = []
-    for line in lines:
-        if not line.startswith("#"):
-            samples.append(line)
-        elif is_type := _TYPE.fullmatch(line):
-            for suffix in _OF_HISTOGRAM if is_type[2] == "histogram" else ("",):
-                series.setdefault(is_type[1] + suffix, {})
-    try:
-        pieces, unread = [_read(samples)], 0
-    except _UNREADABLE:
-        pieces, unread = [], 0
-        for line in samples:
-            try:
-                pieces.append(_read([line]))
-            except _UNREADABLE:
-                unread += 1
-    for piece in pieces:
-        for name, values in piece.items():
-            series.setdefault(name, {}).update(values)
-    return series, unread
-
-
-def _read(lines: Iterable[str]) -> dict[str, dict[Labels, float]]:
-    series: dict[str, dict[Labels, float]] = {}
-    for family in text_string_to_metric_families("\n".join(lines)):
-        for sample in family.samples:
-            value = float(sample.value)
-            if abs(value) <= MOST_VALUE:
-                series.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = value
-    return series
+WANTED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys((RUNNING, WAITING, USED, FREE, QUEUED, MOVED, HELD, ASKED, FREE_BYTES, MAPPED_BYTES), ""),
+        **{STATES: "state", FAILURES: "cause"},
+    }
+)
+"""Name of a sample -> the label that tells its series apart here. Series of one value of it are added up."""
+_LINE = re.compile(rf"^({'|'.join(map(re.escape, WANTED))})(?:\{{(.*)\}})?[ \t]+(\S+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+NOTHING = "-"
 
 
 class Look(NamedTuple):
@@ -75,115 +41,133 @@ class Look(NamedTuple):
 
     Attributes:
         at_seconds: ``time.monotonic`` when it had arrived.
-        is_router: it is of a router, otherwise of an engine.
-        unread_lines: lines with metrics of interest that could not be read.
+        values: (name, value of the label of `WANTED`) -> the sum over series.
     """
 
     at_seconds: float
-    series: Series
-    is_router: bool = False
-    unread_lines: int = 0
-
-    def by_engine(self) -> dict[str, Look]:
-        """What was said of each engine, by vLLM's label ``engine``; numbers first, in order. At most `MOST_ENGINES`.
-
-        The key is "" if no series has the label.
-        """
-        found = {dict(labels).get("engine", "") for values in self.series.values() for labels in values} - {""}
-        named = sorted(found, key=lambda engine: (not engine.isdecimal(), len(engine), engine))[:MOST_ENGINES]
-        # What one engine counts, the others count, too.
-        split: dict[str, dict[str, dict[Labels, float]]]
-        split = {engine: {name: {} for name in self.series} for engine in named or [""]}
-        for name, values in self.series.items():
-            for labels, value in values.items():
-                engine = dict(labels).get("engine", "")
-                if engine in split:
-                    split[engine][name][labels] = value
-        return {engine: self._replace(series=series) for engine, series in split.items()}
-
-
-class Span(NamedTuple):
-    """Two answers of one server, or only the first one.
-
-    Every figure is None where the server does not have the metric, or where one answer does not tell.
-    """
-
-    before: Look | None
-    now: Look
-
-    @property
-    def seconds(self) -> float | None:
-        if self.before is None:
-            return None
-        seconds = self.now.at_seconds - self.before.at_seconds
-        return seconds if seconds > 0 else None
+    values: Mapping[tuple[str, str], float]
 
     def total(self, name: str) -> float | None:
-        """The sum of a metric's series."""
-        values = self.now.series.get(name)
-        return sum(values.values()) if values else None
+        """The sum of a metric's series; None if the server does not have it."""
+        found = [*self.by_label(name).values()]
+        return sum(found) if found else None
 
-    def totals_by(self, name: str, label: str) -> dict[str, float]:
-        """The same by one label."""
-        return _by(label, self.now.series.get(name, {}), lambda labels, value: value)
-
-    def growth(self, name: str) -> float | None:
-        """What a counter has grown by since the look before; never negative."""
-        if self.seconds is None or name not in self.now.series:
-            return None
-        return sum(self.growth_by(name, "").values())
-
-    def growth_by(self, name: str, label: str) -> dict[str, float]:
-        """The same by one label; "" where a series does not have it. Empty without a look before."""
-        if self.before is None:
-            return {}
-        earlier = self.before.series.get(name, {})
-
-        def grown(labels: Labels, value: float) -> float:
-            # A restarted server counts from 0 again, so all that it has is new.
-            past = earlier.get(labels, 0.0)
-            return value - past if value >= past else max(value, 0.0)
-
-        return _by(label, self.now.series.get(name, {}), grown)
-
-    def quantile_seconds(self, name: str, share: float) -> tuple[float, bool] | None:
-        """A quantile of what a histogram has observed since the look before.
-
-        Args:
-            name: of the histogram, without ``_bucket``.
-
-        Returns: the value, interpolated in its bucket; and whether it lies above that, in the last bucket. None if
-            nothing was observed.
-        """
-        buckets = sorted(
-            (bound, count)
-            for text, count in self.growth_by(f"{name}_bucket", "le").items()
-            if not math.isnan(bound := _number(text))
-        )
-        total = max((count for _, count in buckets), default=0.0)
-        if total <= 0:
-            return None
-        lower, below = 0.0, 0.0
-        for bound, count in buckets:
-            if count >= share * total:
-                if math.isinf(bound):
-                    return lower, True
-                inside = count - below
-                return lower + (bound - lower) * ((share * total - below) / inside if inside > 0 else 1.0), False
-            lower, below = bound, count
-        return lower, True
+    def by_label(self, name: str) -> dict[str, float]:
+        return {label: value for (one, label), value in self.values.items() if one == name}
 
 
-def _by(label: str, values: Mapping[Labels, float], of: Callable[[Labels, float], float]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for labels, value in values.items():
-        key = dict(labels).get(label, "")
-        found[key] = found.get(key, 0.0) + of(labels, value)
-    return found
+def read(text: str, at_seconds: float) -> Look:
+    """Reads the text format; what is not of `WANTED`, or no number, is left out."""
+    values: dict[tuple[str, str], float] = {}
+    for name, labels, number in _LINE.findall(text):
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            wanted = WANTED[name]
+            key = name, dict(_LABEL.findall(labels)).get(wanted, "") if wanted else ""
+            values[key] = values.get(key, 0.0) + value
+    return Look(at_seconds, values)
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def printable(text: str) -> str:
+    """The text with everything but printable ASCII escaped, so that a terminal shows it and does not obey it."""
+    return "".join(
+        one if " " <= one <= "~" else one.encode("unicode_escape", "backslashreplace").decode() for one in text
+    )
+
+
+@dataclass
+class Server:
+    """One server, and its last two answers.
+
+    Attributes:
+        url: without ``/metrics``.
+        error: why it does not answer; "" if it does.
+    """
+
+    url: str
+    before: Look | None = None
+    now: Look | None = None
+    error: str = "not heard yet"
+
+    def answered(self, look: Look) -> None:
+        self.before, self.now, self.error = self.now, look, ""
+
+    def row(self) -> list[str]:
+        """A text for each of `COLUMNS`."""
+        if self.error or self.now is None:
+            return [self.url, *[NOTHING] * (len(COLUMNS) - 2), f"does not answer: {self.error}"]
+        return [self.url, *(of(self.now, self.before or self.now) for of in [*COLUMNS.values()][1:])]
+
+
+def _seconds(now: Look, before: Look) -> float:
+    return now.at_seconds - before.at_seconds
+
+
+def _growth(now: Look, before: Look, name: str, label: str = "") -> float:
+    """What a counter has grown by. A restarted server counts from 0 again, so all that it has is new."""
+    value, past = (look.values.get((name, label), 0.0) for look in (now, before))
+    return value - past if value >= past else value
+
+
+def _role(now: Look, _: Look) -> str:
+    sides = {state.partition("_")[0] for state, count in now.by_label(STATES).items() if count}
+    # Only of a server that asks prefill, from its start on.
+    sides |= {"decode"} if now.total(HELD) is not None else set()
+    return "/".join(sorted(sides & {"prefill", "decode"})) or NOTHING
+
+
+def _gauge(name: str, *, is_bytes: bool = False) -> Callable[[Look, Look], str]:
+    def of(now: Look, _: Look) -> str:
+        value = now.total(name)
+        return NOTHING if value is None else f"{value / 2**30:.1f} GiB" if is_bytes else short(value)
+
+    return of
+
+
+def _kv(now: Look, _: Look) -> str:
+    used, free, queued = (now.total(name) for name in (USED, FREE, QUEUED))
+    if used is None or free is None or used + free <= 0:
+        return NOTHING
+    return f"{used / (used + free):.0%} of {short(used + free)}{f' +{short(queued)}' if queued else ''}"
+
+
+def _moved(now: Look, before: Look) -> str:
+    seconds = _seconds(now, before)
+    return NOTHING if now.total(MOVED) is None or seconds <= 0 else f"{_growth(now, before, MOVED) / seconds:.1f}"
+
+
+def _failures(now: Look, before: Look) -> str:
+    found = []
+    for cause, count in sorted(now.by_label(FAILURES).items()):
+        growth = _growth(now, before, FAILURES, cause)
+        found += [f"{printable(cause)} {short(count)}{f' +{short(growth)}' if growth else ''}"] if count else []
+    return ", ".join(found) or NOTHING
+
+
+def short(value: float) -> str:
+    """A number in few characters."""
+    for step, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= step:
+            return f"{value / (1e3 if suffix == 'k' else step):.3g}{suffix}"
+    return f"{value:.0f}"
+
+
+COLUMNS: Mapping[str, Callable[[Look, Look], str]] = MappingProxyType(
+    {
+        "server": lambda now, before: "",
+        "role": _role,
+        "run": _gauge(RUNNING),
+        "wait": _gauge(WAITING),
+        "KV used": _kv,
+        "hand-overs/s": _moved,
+        "held": _gauge(HELD),
+        "asked": _gauge(ASKED),
+        "free mem": _gauge(FREE_BYTES, is_bytes=True),
+        "mapped": _gauge(MAPPED_BYTES, is_bytes=True),
+        "failed": _failures,
+    }
+)
+"""Title -> what it shows of two answers, the last one first."""

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from kvcached_nixl.settings import SERVER_LOGGER
 
-__all__ = ["Resolver", "is_name"]
+__all__ = ["Resolver", "addresses_of", "is_name"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -66,7 +66,7 @@ class Resolver:
         known: tuple[str, ...] = ()
         found_at_seconds = 0.0
         while not self._closed.is_set():
-            found = _addresses(url)
+            found = addresses_of(url)
             if found:
                 found_at_seconds = time.monotonic()
             elif time.monotonic() < found_at_seconds + KEPT_SECONDS:
@@ -80,7 +80,8 @@ class Resolver:
             self._closed.wait(EVERY_SECONDS)
 
 
-def _addresses(url: str) -> tuple[str, ...]:
+def addresses_of(url: str) -> tuple[str, ...]:
+    """The addresses of the host name of a URL now; none if it has none."""
     parts = urlsplit(url)
     try:
         found = socket.getaddrinfo(parts.hostname, None, type=socket.SOCK_STREAM)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvcached_nixl.wire.handshake import MemoryType, Process
 
-__all__ = ["Host", "only_networks", "own_process"]
+__all__ = ["Host", "own_process"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROC = Path("/proc")

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""``doctor --deploy``: what of a server's environment and command line is wrong, before it is started."""
