@@ -94,12 +94,12 @@ class PairRun:
         pairs: every P with every D. Requests go to the pairs in turn; corruptions are planted in the first pair only.
     """
 
-    def __init__(self, *pairs: Pair, writes: bool = False) -> None:
+    def __init__(self, *pairs: Pair, writes: bool = False, order: Order = "P first") -> None:
         self.pairs = pairs
         self.prefills = list(dict.fromkeys(pair.prefill for pair in pairs))
         self.decodes = list(dict.fromkeys(pair.decode for pair in pairs))
         self.writes = writes
-        self.order: Order = "P first"
+        self.order: Order = order
 
     @property
     def slug(self) -> str:
@@ -122,7 +122,11 @@ class PairRun:
             received += of_all_ranks([rank["records"] for rank in taken])
         sent = [_Sent(prefill) for prefill in self.prefills]
         awaited = {one.transfer for one in seen} if self.writes else set()
+        if self.order == "asked":
+            awaited = {str(one["transfer"]) for one in received}
         deadline = time.monotonic() + SENT_SECONDS
+        if awaited and not self.writes:
+            await self._step_prefill("sent")
         while awaited - {one["transfer"] for side in sent for one in side.found} and time.monotonic() < deadline:
             for side in sent:
                 await side.look()
@@ -141,7 +145,10 @@ class PairRun:
         max_tokens: int = MAX_TOKENS,
     ) -> HandOver:
         pair = self._pair(place)
-        hand_over = pair.hand_over if self.order == "P first" else pair.decode_first
+        if self.order == "asked":
+            hand_over = pair.asked
+        else:
+            hand_over = pair.hand_over if self.order == "P first" else pair.decode_first
         return await hand_over(list(prompt.token_ids), max_tokens=max_tokens, salt=salt, request_id=request_id)
 
     async def sequential(self, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Observation]:
@@ -164,8 +171,8 @@ class PairRun:
     ) -> list[tuple[Prompt, Observation]]:
         """Hand every prompt over once per round, shuffled, 32 at a time.
 
-        D starts a round when P holds ``hold_blocks`` for it, so that P's demand does not depend on how fast D is.
-        ``settle`` is awaited after each round, while nothing runs.
+        With P first, D starts a round when P holds ``hold_blocks`` for it, so that P's demand does not depend on how
+        fast D is. ``settle`` is awaited after each round, while nothing runs.
         """
         shuffler = random.Random(SHUFFLE_SEED)
         shuffled: list[Prompt] = []
@@ -178,6 +185,10 @@ class PairRun:
                 await self._step_prefill(f"{run}-{number}-step")
             await settle()
         return list(zip(shuffled, await self._observe(seen), strict=True))
+
+    def may_be_computed(self, fewest_received: int) -> bool:
+        """Whether D may compute a prompt of which it lacks so many blocks, without asking P."""
+        return self.order == "asked" and fewest_received <= 1
 
     async def _step_prefill(self, name: str) -> None:
         """Make P take two steps: an idle engine reads no notifications, so it keeps what D has read until it steps."""
@@ -193,8 +204,8 @@ class PairRun:
         async def one(place: int, prompt: Prompt) -> HandOver:
             names, pair = {"salt": prompt.salt(run), "request_id": f"{run}-{place}"}, self._pair(place)
             async with places:
-                if self.order == "D first":
-                    return await pair.decode_first(list(prompt.token_ids), max_tokens=MAX_TOKENS, **names)
+                if self.order != "P first":
+                    return await self._one(prompt, **names, place=place)
                 offer = await pair.prefill_only(list(prompt.token_ids), **names)
                 held.append(sum(len(group) for group in offer.block_ids))
                 if sum(held) >= hold_blocks or len(held) >= min(CONCURRENCY, len(prompts)):
@@ -271,6 +282,7 @@ def with_clients(
     *,
     writes: bool = False,
     keeps_blocks: bool = True,
+    order: Order = "P first",
 ) -> Any:
     """Run the coroutine function ``work`` against P and D, or against one server alone, in a new event loop."""
 
@@ -284,6 +296,6 @@ def with_clients(
                 for server, source in zip(prefills, sources, strict=True)
                 for target in targets
             ]
-            return await work(PairRun(*pairs, writes=writes))
+            return await work(PairRun(*pairs, writes=writes, order=order))
 
     return asyncio.run(run())

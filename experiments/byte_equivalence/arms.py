@@ -15,7 +15,7 @@ from experiments.common.transfer_config import role, with_extra
 from kvcached_nixl.compat.model_runner_policy import accepted
 
 SINGLE = "single"
-Order = Literal["P first", "D first"]
+Order = Literal["asked", "P first", "D first"]
 Size = Literal["full", "quick", "brief"]
 SIZES: tuple[Size, ...] = ("full", "quick", "brief")
 
@@ -24,18 +24,18 @@ SIZES: tuple[Size, ...] = ("full", "quick", "brief")
 class Arm:
     """One configuration of servers. ``mode`` is ``single`` or the transfer mode; ``environment`` is set on its servers.
 
-    ``orders`` says which server a request reaches first: P, then all blocks are transferred at once; or D, then blocks
-    are transferred while P computes. ``is_staged``: KV is copied out of P's blocks before it is transferred.
-    ``prefill``: extra config of P only. ``decode``: environment variables of D only. ``has_both_roles``: every server's
-    ``kv_role`` is kv_both, not that of its side. ``servers``: number of P, and of
-    D, each with ``ranks`` tensor-parallel ranks. ``in_runs``: the smallest run that includes this arm.
+    ``orders``: D is asked, and asks P. Or the client asks both, and brings their parameters: P first, then all blocks
+    are transferred at once; or D first, then blocks are transferred while P computes. ``is_staged``: KV is copied out
+    of P's blocks before it is transferred. ``prefill``: extra config of P only. ``decode``: environment variables of D
+    only. ``has_both_roles``: every server's ``kv_role`` is kv_both, not that of its side. ``servers``: number of P, and
+    of D, each with ``ranks`` tensor-parallel ranks. ``in_runs``: the smallest run that includes this arm.
     """
 
     name: str
     mode: str
     connector: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    orders: tuple[Order, ...] = ("P first",)
+    orders: tuple[Order, ...] = ("asked",)
     is_staged: bool = False
     prefill: Mapping[str, object] = field(default_factory=dict)
     decode: Mapping[str, str] = field(default_factory=dict)
@@ -64,6 +64,11 @@ class Arm:
         return self.mode == "push" or self.is_staged
 
     @property
+    def asks(self) -> bool:
+        """Whether D can ask P."""
+        return "asked" in self.orders
+
+    @property
     def kvcached(self) -> bool:
         """Whether this arm's KV cache is in kvcached's memory."""
         return "ENABLE_KVCACHED" in self.environment
@@ -84,16 +89,35 @@ VERIFIED: Mapping[str, object] = {"verify_fraction": 1.0}
 """In these arms D also compares every hand-over with the checksums that P sends."""
 PUSH = _connector(transfer_mode="push")
 FLAT = _kvcached(contiguous=False)
-BOTH_ORDERS: tuple[Order, ...] = ("P first", "D first")
-REFERENCE = Arm("single instance, stock", SINGLE)
-STOCK_PULL = Arm("stock P/D, pull", "pull", _connector())
+ASKED_AND_D_FIRST: tuple[Order, ...] = ("asked", "D first")
+REFERENCE = Arm("single instance, stock", SINGLE, orders=())
+STOCK_PULL = Arm("stock P/D, pull", "pull", _connector(), orders=("P first",))
 ARMS: tuple[Arm, ...] = (
     REFERENCE,
     STOCK_PULL,
-    Arm("kvcached P/D, non-contiguous, pull", "pull", _connector(), _kvcached(contiguous=False)),
+    Arm(
+        "kvcached P/D, non-contiguous, pull",
+        "pull",
+        _connector(),
+        _kvcached(contiguous=False),
+        ("asked", "P first"),
+    ),
     Arm("kvcached P/D, contiguous, pull", "pull", _connector(**VERIFIED), _kvcached(contiguous=True), in_runs="brief"),
-    Arm("kvcached P/D, non-contiguous, push", "push", PUSH, _kvcached(contiguous=False), BOTH_ORDERS, in_runs="brief"),
-    Arm("kvcached P/D, contiguous, push", "push", PUSH, _kvcached(contiguous=True), BOTH_ORDERS),
+    Arm(
+        "kvcached P/D, non-contiguous, push",
+        "push",
+        PUSH,
+        _kvcached(contiguous=False),
+        ASKED_AND_D_FIRST,
+        in_runs="brief",
+    ),
+    Arm(
+        "kvcached P/D, contiguous, push",
+        "push",
+        PUSH,
+        _kvcached(contiguous=True),
+        ("asked", "P first", "D first"),
+    ),
     # These two set no memory_path: the proof at start must find that registrations do not follow kvcached's pages.
     Arm("kvcached P/D, staged, pull", "pull", _connector(), {**_kvcached(contiguous=False), **PINNED}, is_staged=True),
     Arm(
@@ -101,7 +125,7 @@ ARMS: tuple[Arm, ...] = (
         "push",
         _connector(transfer_mode="push", staging_gib=SMALL_SLAB_GIB, **VERIFIED),
         {**_kvcached(contiguous=True), **PINNED},
-        BOTH_ORDERS,
+        ASKED_AND_D_FIRST,
         is_staged=True,
     ),
     Arm(
@@ -117,7 +141,7 @@ ARMS: tuple[Arm, ...] = (
         "push",
         PUSH,
         {**FLAT, **PINNED},
-        BOTH_ORDERS,
+        ASKED_AND_D_FIRST,
         is_staged=True,
         in_runs="full",
     ),
@@ -130,7 +154,7 @@ ARMS: tuple[Arm, ...] = (
         in_runs="full",
     ),
     Arm("kvcached P/D, direct to staged, pull", "pull", _connector(), FLAT, decode=PINNED, in_runs="full"),
-    Arm("kvcached P/D, direct to staged, push", "push", PUSH, FLAT, BOTH_ORDERS, decode=PINNED, in_runs="full"),
+    Arm("kvcached P/D, direct to staged, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, decode=PINNED, in_runs="full"),
     Arm(
         # P is staged by its config, not by pinned registrations: on host memory, a server with pinned registrations
         # takes its peer's for pinned, too.
@@ -147,12 +171,12 @@ ARMS: tuple[Arm, ...] = (
         "push",
         _connector(transfer_mode="push", memory_path="device"),
         FLAT,
-        BOTH_ORDERS,
+        ASKED_AND_D_FIRST,
         is_staged=True,
         in_runs="full",
     ),
     Arm("kvcached P/D, tensor parallel 2, pull", "pull", _connector(), FLAT, ranks=2, in_runs="full"),
-    Arm("kvcached P/D, tensor parallel 2, push", "push", PUSH, FLAT, BOTH_ORDERS, ranks=2, in_runs="full"),
+    Arm("kvcached P/D, tensor parallel 2, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, ranks=2, in_runs="full"),
     Arm(
         "kvcached P/D, tensor parallel 2, staged, push",
         "push",
@@ -168,11 +192,11 @@ ARMS: tuple[Arm, ...] = (
         "push",
         PUSH,
         {**_kvcached(contiguous=True), **RUNNERS["V2"]},
-        BOTH_ORDERS,
+        ASKED_AND_D_FIRST,
         in_runs="full",
     ),
     Arm("kvcached 2P/2D, pull", "pull", _connector(), FLAT, has_both_roles=True, servers=2, in_runs="full"),
-    Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, BOTH_ORDERS, has_both_roles=True, servers=2, in_runs="full"),
+    Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, has_both_roles=True, servers=2, in_runs="full"),
     Arm("kvcached 2P/2D, staged, push", "push", PUSH, {**FLAT, **PINNED}, is_staged=True, servers=2, in_runs="full"),
 )
 
@@ -216,7 +240,9 @@ def small_pool(page_group_bytes: int, page_groups: int) -> dict[str, str]:
 
 
 def _kv_transfer(arm: Arm, name: str) -> dict[str, object]:
-    config = with_extra(arm.connector, {} if name.startswith("decode") else arm.prefill)
+    # What the client brings in the other orders.
+    accepts = {"accept_kv_transfer_params": True} if len(arm.orders) > 1 else {}
+    config = with_extra(arm.connector, accepts if name.startswith("decode") else arm.prefill)
     return {"kv_role": role("" if arm.has_both_roles else name), **config}
 
 

@@ -24,8 +24,9 @@ arms:
   kvcached P/D, non-contiguous         one region per layer, K and V apart
   kvcached P/D, contiguous             all layers of a block side by side
   kvcached P/D, staged                 through a slab, because registrations do not follow kvcached's pages
-  Each of the three kvcached arms runs with pull, and with push in both orders: P first (all blocks are transferred
-  when P has computed the whole prompt) and D first (they are transferred while P computes, chunk by chunk).
+  The kvcached arms run with pull and with push. Clients ask decode alone, and decode asks prefill. Some arms are also
+  driven as by a router that names each server to the other: P first (all blocks are transferred when P has computed
+  the whole prompt), and with push D first (they are transferred while P computes, chunk by chunk).
   A full run adds: direct to staged, and staged to direct; a slab on the device; tensor parallel 2; two P and two D;
   vLLM's model runner V2 where kvcached accepts it (0.28).
 

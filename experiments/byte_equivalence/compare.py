@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from experiments.common.client import Answer, HandOver
+from experiments.common.client import Answer, HandOver, clients_id
 
 Aspect = Literal["tokens", "log-probabilities", "blocks", "hand-over"]
 
@@ -171,8 +171,10 @@ def match_records(
     """Pair each hand-over with D's record of it, and with P's where the client could not read P's blocks itself."""
     received = {record["transfer"]: record for record in records}
     pushed = {record["transfer"]: record for record in sent}
+    asked = {clients_id(record["request_id"]): name for name, record in received.items()}
     seen = []
     for hand_over in hand_overs:
+        hand_over = replace(hand_over, transfer=asked.get(hand_over.transfer, hand_over.transfer))
         ours = pushed.get(hand_over.transfer)
         if ours is not None and not hand_over.sent_digests:
             hand_over = replace(hand_over, sent_block_ids=ours["block_ids"], sent_digests=ours["digests"])

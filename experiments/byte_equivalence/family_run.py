@@ -32,7 +32,8 @@ from experiments.byte_equivalence.compare import (
     until_tie,
 )
 from experiments.byte_equivalence.harness import NotCaught, count_received
-from experiments.byte_equivalence.prompts import Prompt, damage_prompts, fixed_prompts
+from experiments.byte_equivalence.prompts import Prompt, damage_prompts, fewest_received, fixed_prompts
+from experiments.common.asking import Asking
 from experiments.common.client import Answer, AnswerError
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.report import Narrator
@@ -132,7 +133,7 @@ class FamilyRun:
             forks=True,
             arguments=flags,
         )
-        return Running(made, self.logs, self.narrator.update)
+        return (Asking if plain.asks else Running)(made, self.logs, self.narrator.update)
 
     def _row(self, row: Check) -> Check:
         self.checks.add(row)
@@ -191,9 +192,8 @@ class FamilyRun:
                 name = phase if len(arm.orders) == 1 else f"{phase}, {order}"
                 slug = f"{phase}-{run.slug}".replace(" ", "-")
                 seen = await run.sequential(self.prompts, f"one-{slug}", self.narrator.update)
-                self._compare(
-                    f"{name}, one at a time", arm, groups, list(zip(self.prompts, seen, strict=True)), baseline
-                )
+                pairs = list(zip(self.prompts, seen, strict=True))
+                self._compare(f"{name}, one at a time", arm, run, groups, pairs, baseline)
                 self._compare_exactly(name, arm, list(zip(self.prompts, seen, baseline, strict=True)))
                 if self.family.dtype == "float32":
                     found = await run.concurrent(
@@ -204,7 +204,7 @@ class FamilyRun:
                         settle=_nothing,
                         progress=self.narrator.update,
                     )
-                    self._compare(f"{name}, 32 at a time", arm, groups, found, baseline)
+                    self._compare(f"{name}, 32 at a time", arm, run, groups, found, baseline)
 
         def with_servers(servers: list[Server]) -> None:
             with_clients(
@@ -213,6 +213,7 @@ class FamilyRun:
                 work,
                 writes=arm.writes,
                 keeps_blocks=not arm.is_staged,
+                order=arm.orders[0],
             )
 
         self._serve(phase, arm, self._launch(arm, model, flags), with_servers)
@@ -265,6 +266,7 @@ class FamilyRun:
         self,
         name: str,
         arm: Arm,
+        run: PairRun,
         groups: Sequence[Group],
         seen: Sequence[tuple[Prompt, Observation]],
         baseline: list[Answer],
@@ -280,7 +282,8 @@ class FamilyRun:
             gap, ties = max(gap, largest_logprob_gap(*until)), ties + (until[0] is not answer)
             # Another prompt of its family may have been there before.
             shared = len(prompt.token_ids) - 1 if prompt.family else 0
-            if observed.record is None and may_be_cached(prompt, groups):
+            fewest = fewest_received(prompt, self.prompts, min(group.block_size for group in groups))
+            if observed.record is None and (may_be_cached(prompt, groups) or run.may_be_computed(fewest)):
                 continue
             blocks += compare_groups(prompt.name, observed, self._expected(prompt, shared, groups))
         ties_said = f", {ties} of them up to a tie" if ties else ""

@@ -38,6 +38,7 @@ from experiments.byte_equivalence.phases import (
 )
 from experiments.byte_equivalence.pool import PoolMemory, came_back, remapped
 from experiments.byte_equivalence.prompts import damage_prompts, fewest_received, fixed_prompts
+from experiments.common.asking import Asking
 from experiments.common.client import Answer, AnswerError
 from experiments.common.model import GQA, make_model
 from experiments.common.report import Narrator
@@ -96,7 +97,7 @@ class Harness:
 
     def _launch(self, arm: Arm, phase: Phase, model: Path) -> Running:
         made = specs(arm, model, phase.dtype, phase.pool, BLOCK_SIZE, MAX_BATCHED_TOKENS, forks=self.quick)
-        return Running(made, self.logs, self.narrator.update)
+        return (Asking if arm.asks else Running)(made, self.logs, self.narrator.update)
 
     def _row(self, row: Check) -> Check:
         self.checks.add(row)
@@ -167,6 +168,7 @@ class Harness:
                 work,
                 writes=arm.writes,
                 keeps_blocks=not arm.is_staged,
+                order=arm.orders[0],
             )
 
         self._serve(arm, phase, launched, with_servers)
@@ -228,8 +230,10 @@ class Harness:
             until = until_tie(answer, observed.hand_over.answer, tolerance)
             gap, ties = max(gap, largest_logprob_gap(*until)), ties + (until[0] is not answer)
             fewest = fewest_received(prompt, self.prompts[:place], BLOCK_SIZE)
-            blocks += compare_blocks(prompt.name, observed, blocks=prompt.blocks(BLOCK_SIZE), fewest_received=fewest)
-            if baseline.stock and phase.exact_between_arms and arm.computes_as_stock:
+            if observed.record is not None or not run.may_be_computed(fewest):
+                num_blocks = prompt.blocks(BLOCK_SIZE)
+                blocks += compare_blocks(prompt.name, observed, blocks=num_blocks, fewest_received=fewest)
+            if baseline.stock and phase.exact_between_arms and arm.computes_as_stock and observed.record is not None:
                 stock = baseline.stock[place].hand_over
                 exact += compare_answers(prompt.name, stock.answer, observed.hand_over.answer, 0.0)
                 exact += compare_senders(prompt.name, stock, observed.hand_over, len(prompt.token_ids) // BLOCK_SIZE)
@@ -292,6 +296,8 @@ class Harness:
         for prompt, observed in seen:
             answers += compare_answers(prompt.name, expected[prompt.name], observed.hand_over.answer, None)
             least = fewest_received(prompt, [prompt] if prompt.family else [], BLOCK_SIZE)
+            if observed.record is None and run.may_be_computed(least):
+                continue
             blocks += compare_blocks(prompt.name, observed, blocks=prompt.blocks(BLOCK_SIZE), fewest_received=least)
         self._row(
             compared(
@@ -313,8 +319,8 @@ class Harness:
         )
         for server, pages, resting in zip(servers, memory.counts(), memory.resting(), strict=False):
             side = server.spec.name.rsplit("-", 1)[-1]
-            # When D is asked first, or P stages, P keeps a request only while computing it: its pool needs one page
-            # group, so it never has to remap.
+            # When D is asked, or P stages, P may keep a request only while computing it: its pool needs one page group,
+            # so it never has to remap.
             if (run.order == "P first" and not arm.is_staged) or side.startswith("decode"):
                 self._row(remapped(arm.name, f"{name}: kvcached remapped during the run ({side})", pages))
             what = f"{name}: memory came back after every round ({side})"

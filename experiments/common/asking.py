@@ -11,16 +11,27 @@ from pathlib import Path
 from experiments.common.servers import Running, Server, ServerSpec
 from experiments.common.transfer_config import with_extra
 
-__all__ = ["asking"]
+__all__ = ["Asking", "asking", "asks"]
+
+
+def asks(decode: ServerSpec, prefills: Sequence[Server]) -> ServerSpec:
+    """Return the configuration of a decode server that asks ``prefills``."""
+    assert decode.kv_transfer is not None
+    urls = {"prefill": [one.base_url for one in prefills]}
+    return dataclasses.replace(decode, kv_transfer=with_extra(decode.kv_transfer, urls))
+
+
+class Asking(Running):
+    """Prefill servers, and after them decode servers that ask all of them; their names say their roles."""
+
+    def configured(self, spec: ServerSpec) -> ServerSpec:
+        prefills = [one for one in self.servers if "prefill" in one.spec.name]
+        return asks(spec, prefills) if "decode" in spec.name else spec
 
 
 @contextlib.contextmanager
 def asking(prefills: Sequence[ServerSpec], decode: ServerSpec, logs: Path) -> Iterator[tuple[Running, Server]]:
     """Starts all of them together; they are ready."""
-    assert decode.kv_transfer is not None
-    with Running(list(prefills), logs) as asked:
-        urls = {"prefill": [one.base_url for one in asked.servers]}
-        spec = dataclasses.replace(decode, kv_transfer=with_extra(decode.kv_transfer, urls))
-        with Running([spec], logs) as asks:
-            asked.ready()
-            yield asked, asks.ready()[0]
+    with Running(list(prefills), logs) as asked, Running([asks(decode, asked.servers)], logs) as asking_:
+        asked.ready()
+        yield asked, asking_.ready()[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from kvcached_nixl.wire.params import MANIFEST_KEY, name_of
 REQUEST_TIMEOUT_SECONDS = 180.0
 LOOK_SECONDS = 0.02
 TOP_LOGPROBS = 5
+_IN_ENGINE = re.compile(r"cmpl-(.+)-0-[0-9a-f]{8}", re.DOTALL)
+"""What vLLM makes of a client's request id."""
 
 
 class AnswerError(RuntimeError):
@@ -37,8 +40,8 @@ class HandOver:
     """One request through P and D.
 
     ``transfer`` is its name in the KV probe's records. ``sent_block_ids`` and ``sent_digests`` are per KV-cache group,
-    read from P's memory while P kept the blocks for D; empty where only the records of P's probe have them (D was asked
-    first).
+    read from P's memory while P kept the blocks for D; empty where only the records of P's probe have them (D asked P,
+    or was asked first). If D asked P, ``transfer`` is the client's request id.
     """
 
     answer: Answer
@@ -59,6 +62,12 @@ class Offer:
     def is_pushed(self) -> bool:
         """Whether P writes the blocks into D, rather than D reading them."""
         return self.params.get("transfer_mode") == "push"
+
+
+def clients_id(request_id: str) -> str:
+    """Return the client's id of a request, by the engine's id for it."""
+    found = _IN_ENGINE.fullmatch(request_id)
+    return found[1] if found else request_id
 
 
 def per_group(block_ids: list[Any]) -> list[list[int]]:
@@ -200,7 +209,7 @@ def read_answer(reply: dict[str, Any], max_tokens: int) -> Answer:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode server. Does what a router does between them.
+    """A prefill and a decode server. Does what a router does between them, or asks decode, which asks prefill.
 
     ``coordinates`` is P's address for D; needed where D is asked first. ``keeps_blocks``: P's blocks keep the offered
     KV until D has it, so the client can read them; otherwise only the records of P's probe have their digests.
@@ -254,6 +263,11 @@ class Pair:
         """Prefill on P, then decode on D at once."""
         offer = await self.prefill_only(prompt, salt=salt, request_id=request_id)
         return await self.decode_offered(offer, prompt, max_tokens=max_tokens, salt=salt, request_id=request_id)
+
+    async def asked(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> HandOver:
+        """Ask D, as any client does; D asks P."""
+        answer = await self.decode.answer(prompt, max_tokens=max_tokens, salt=salt, request_id=request_id)
+        return HandOver(answer, request_id, [], [])
 
     async def decode_first(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> HandOver:
         """Ask D, wait until its connector has registered the request, and only then ask P."""

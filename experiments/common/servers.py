@@ -295,7 +295,7 @@ class Running:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             for spec in self.specs:
-                self.servers.append(Server(spec, self.logs))
+                self.servers.append(Server(self.configured(spec), self.logs))
         except BaseException:
             self.stop()
             raise
@@ -305,6 +305,10 @@ class Running:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def configured(self, spec: ServerSpec) -> ServerSpec:
+        """Return ``spec`` with what is known of the servers before it."""
+        return spec
 
     def ready(self) -> list[Server]:
         """Return the servers when all of them answer; raises :class:`ServerError` if one ends or takes too long."""

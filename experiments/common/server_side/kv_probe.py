@@ -50,21 +50,17 @@ def step_pushes(connector: Any) -> bool:
     return bool(connector.kv_transfer_config.kv_connector_extra_config.get("transfer_mode") == "push")
 
 
-def stages(connector: Any) -> bool:
-    """Whether KV is copied out of this engine's blocks before the transfer, so that other requests soon reuse them."""
-    side = vars(connector).get("_kvcached_nixl")
-    return side is not None and side.thread._context.staging is not None
-
-
 # -------------------------------------------------------------------------------------------------------- recording
 @dataclass
 class Pending:
     """A request whose blocks are being transferred, and the content of its tail block before the transfer.
 
     ``transfer`` pairs it with the sender's request: its request id on P when D reads, the transfer name that both sides
-    use when P writes. ``remote`` are the sender's blocks; None when P writes, because D does not learn them.
+    use when P writes. ``request_id`` is D's. ``remote`` are the sender's blocks; None when P writes, because D does not
+    learn them.
     """
 
+    request_id: str
     transfer: str
     local: BlockIds
     remote: BlockIds | None
@@ -81,8 +77,8 @@ def step_methods(vllm: str | None = None) -> tuple[str, str]:
 
 @dataclass
 class Recorder:
-    """Digests the received blocks of a request when the connector reports it as received, and the blocks that prefill
-    wrote or copied when the connector reports it as sent: at that time the blocks still belong to the request.
+    """Digests the received blocks of a request when the connector reports it as received, and prefill's blocks when the
+    connector reports it as sent: at that time the blocks still belong to the request.
 
     The key of a request is its id; of one that kvcached_nixl receives, the number of its attempt. On the connector's
     instance, ``begin`` replaces the first method that a step calls, ``finish`` or ``finish_with_results`` the last one;
@@ -111,7 +107,7 @@ class Recorder:
             for request_id, meta in metadata.reqs_to_recv.items():
                 remote = normalise_block_ids(meta.remote.block_ids)
                 local = normalise_block_ids(meta.local_block_ids)
-                self._await(request_id, Pending(meta.remote.request_id, local, remote))
+                self._await(request_id, Pending(request_id, meta.remote.request_id, local, remote))
         for wanted in step.fetches if step is not None else ():
             self._await(str(wanted.attempt), self._wanted(wanted))
         for one in step.offered if step is not None else ():
@@ -123,9 +119,11 @@ class Recorder:
     def _wanted(self, wanted: Any) -> Pending:
         local = [list(group.block_ids) for group in wanted.groups]
         if step_pushes(self.connector):
-            return Pending(wanted.name, local, None)
+            return Pending(wanted.request_id, wanted.name, local, None)
         manifest = wanted.manifest
-        return Pending(manifest.request_id, local, [list(group.block_ids) for group in manifest.groups])
+        return Pending(
+            wanted.request_id, manifest.request_id, local, [list(group.block_ids) for group in manifest.groups]
+        )
 
     def finish(self, *args: Any, **kwargs: Any) -> Any:
         finished_sending, finished_receiving = self.call_finish(*args, **kwargs)
@@ -141,10 +139,10 @@ class Recorder:
         for name in sorted(finished_receiving):
             pending = self.pending.pop(name.removeprefix(OVER), None)
             if pending is not None:
-                self._record(name.removeprefix(OVER), pending)
+                self._record(pending)
         for name in sorted(finished_sending):
             transfer, block_ids = self.offered.pop(name, (None, []))
-            if transfer is not None and (step_pushes(self.connector) or stages(self.connector)):
+            if transfer is not None:
                 self.sent.append(
                     {"transfer": transfer, "block_ids": block_ids, "digests": digests(self.groups, block_ids)}
                 )
@@ -171,7 +169,7 @@ class Recorder:
             if block_ids and wanted in (group, ALL_GROUPS):
                 yield caches, block_ids
 
-    def _record(self, request_id: str, pending: Pending) -> None:
+    def _record(self, pending: Pending) -> None:
         planted = None
         if self.plan is not None and any(pending.local):
             planted = self.plan[0]
@@ -179,7 +177,7 @@ class Recorder:
             self.plan = None
         self.records.append(
             {
-                "request_id": request_id,
+                "request_id": pending.request_id,
                 "transfer": pending.transfer,
                 "local_block_ids": pending.local,
                 "remote_block_ids": pending.remote,

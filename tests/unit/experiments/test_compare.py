@@ -173,8 +173,15 @@ def test_senders_are_compared_over_full_blocks_only() -> None:
 def test_records_are_matched_by_the_id_on_p() -> None:
     """Records come in the order transfers finish; hand-overs in the order they were asked."""
     first, second = (replace(seen([]).hand_over, transfer=name) for name in ("one", "two"))
-    matched = match_records([first, second], [{"transfer": "two"}, {"transfer": "one"}])
+    matched = match_records([first, second], [{"transfer": name, "request_id": ""} for name in ("two", "one")])
     assert [one.record and one.record["transfer"] for one in matched] == ["one", "two"]
+
+
+def test_what_d_asked_for_is_found_by_the_clients_id() -> None:
+    """Of a request for which D asked nobody there is no record."""
+    first, other = (replace(seen([]).hand_over, transfer=name) for name in ("one", "two"))
+    matched = match_records([first, other], [{"transfer": "t", "request_id": "cmpl-one-0-0123abcd"}])
+    assert [one.record and one.record["transfer"] for one in matched] == ["t", None]
 
 
 def test_what_p_sent_is_taken_from_its_records_where_the_client_could_not_look() -> None:

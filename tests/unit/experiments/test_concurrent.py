@@ -10,6 +10,7 @@ import pytest
 
 from experiments.byte_equivalence import pool
 from experiments.byte_equivalence.arm_run import CONCURRENCY, PairRun
+from experiments.byte_equivalence.arms import Order
 from experiments.byte_equivalence.pool import PoolMemory, came_back, remapped
 from experiments.byte_equivalence.prompts import Prompt, fixed_prompts
 from experiments.common.client import Answer, HandOver, Offer, Pair
@@ -25,7 +26,7 @@ class FakePair:
         self.decode = self.prefill = self
         self.under_way = self.most_under_way = self.held = 0
         self.pushes = False
-        self.asked_decode_first = 0
+        self.asked_decode = 0
         self.held_at_first_decode: int | None = None
         self.decoded: list[str] = []
 
@@ -45,10 +46,15 @@ class FakePair:
         return HandOver(Answer([1], [0.0]), offer.params["remote_request_id"], offer.block_ids, offer.digests)
 
     async def decode_first(self, prompt: list[int], *, request_id: str, **named: Any) -> HandOver:
-        self.asked_decode_first += 1
+        self.asked_decode += 1
         await asyncio.sleep(0)
         self.decoded.append(request_id)
         return HandOver(Answer([1], [0.0]), request_id, [], [])
+
+    async def asked(self, prompt: list[int], *, request_id: str, **named: Any) -> HandOver:
+        handed = await self.decode_first(prompt, request_id=request_id)
+        self.decoded[-1] = f"transfer:{request_id}"
+        return handed
 
     async def answer(self, prompt: list[int], **named: Any) -> Answer:
         assert self.under_way == 0, "P is only made to step while nothing runs"
@@ -56,7 +62,10 @@ class FakePair:
 
     async def probe_ranks(self, method: str) -> list[dict[str, Any]]:
         """Of two, the second of which reports in another order."""
-        records = [{"transfer": name, "digests": [["d"]]} for name in self.decoded]
+        records = [
+            {"transfer": name, "digests": [["d"]], "request_id": f"cmpl-{name.removeprefix('transfer:')}-0-0123abcd"}
+            for name in self.decoded
+        ]
         sent = [{"transfer": name, "block_ids": [[1]], "digests": [["d"]]} for name in self.decoded]
         first = {"records": records, "sent": sent if self.pushes else [], "pending": []}
         return [first, {**first, "records": records[::-1], "sent": first["sent"][::-1]}]
@@ -97,12 +106,12 @@ def test_d_waits_until_p_holds_enough(prompts: int, hold: int, least: int) -> No
     assert pair.held_at_first_decode >= least
 
 
-def test_where_d_is_asked_first_p_is_not_made_to_step() -> None:
-    """Every request goes through D first, and P's memory has to come back by itself."""
+@pytest.mark.parametrize("order", ["asked", "D first"])
+def test_where_d_is_asked_first_p_is_not_made_to_step(order: Order) -> None:
+    """Every request goes through D first, and P's memory has to come back by itself. All records are found."""
     pair = FakePair()
     pair.pushes, pair.held = True, 1
-    run = PairRun(cast(Pair, pair), writes=True)
-    run.order = "D first"
+    run = PairRun(cast(Pair, pair), writes=True, order=order)
     made = [Prompt(str(place), (place,)) for place in range(3)]
 
     async def settle() -> None:
@@ -110,7 +119,8 @@ def test_where_d_is_asked_first_p_is_not_made_to_step() -> None:
 
     named: dict[str, Any] = {"rounds": 2, "hold_blocks": 1, "settle": settle, "progress": lambda text: None}
     seen = asyncio.run(run.concurrent(made, "run", **named))
-    assert pair.asked_decode_first == len(seen) == 6
+    assert pair.asked_decode == len(seen) == 6
+    assert all(one.record is not None and one.hand_over.sent_digests for _, one in seen)
 
 
 def test_the_fixed_prompts_fill_more_than_p_holds() -> None:

@@ -151,6 +151,7 @@ def test_servers_that_do_not_start_are_a_row_and_the_next_arm_is_served(
     async def served(run: object) -> None: ...
 
     monkeypatch.setattr(harness, "Running", Launched)
+    monkeypatch.setattr(harness, "Asking", Launched)
     monkeypatch.setattr(harness, "make_model", lambda shape: tmp_path)
     monkeypatch.setattr(harness.Harness, "_reference", lambda *_: Baseline([], []))
     monkeypatch.setattr(harness, "with_clients", lambda *_, **__: None)

@@ -182,7 +182,9 @@ def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> No
     source = logical.transpose(2, 3).contiguous()
     connector = FakeConnector(source, source, "push")
     recorder = recorder_of(probe, connector)
-    wanted = SimpleNamespace(attempt=7, name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=None)
+    wanted = SimpleNamespace(
+        attempt=7, request_id="on d", name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=None
+    )
     announced, first, last = (
         SimpleNamespace(
             request_id="on p",
@@ -203,7 +205,7 @@ def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> No
     (sent,) = recorder.sent
     assert (sent["transfer"], sent["block_ids"]) == ("u", [[0, 3]])
     assert sent["digests"] == [[blocks().block_digest([source], block) for block in (0, 3)]]
-    recorder._record("7", recorder.pending.pop("7"))
+    recorder._record(recorder.pending.pop("7"))
     assert (recorder.records[0]["transfer"], recorder.records[0]["remote_block_ids"]) == ("t", None)
 
 
@@ -213,12 +215,15 @@ def test_a_pull_of_ours_is_recorded_under_the_number_of_its_attempt(probe: Modul
     connector = FakeConnector(source, source, "pull")
     recorder = recorder_of(probe, connector)
     manifest = SimpleNamespace(request_id="on p", groups=(SimpleNamespace(block_ids=(0, 3)),))
-    wanted = SimpleNamespace(attempt=7, name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=manifest)
+    wanted = SimpleNamespace(
+        attempt=7, request_id="on d", name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=manifest
+    )
     begin(recorder, {}, **{probe.STEP: SimpleNamespace(fetches=[wanted], offered=[])})
     connector.moved = {f"{probe.OVER}7": None}
     recorder.finish()
     (record,) = recorder.records
     assert (record["transfer"], record["local_block_ids"], record["remote_block_ids"]) == ("on p", [[4, 1]], [[0, 3]])
+    assert record["request_id"] == "on d"
 
 
 @pytest.mark.parametrize(
