@@ -16,14 +16,14 @@ REQUESTS, QUICK_REQUESTS, PROMPT_TOKENS = 8, 3, 4000
 DESCRIPTION = """\
 Do the spans of a request account for its time to first token?
 
-Starts a prefill and a decode server and the router, all with --otlp-traces-endpoint, and a collector. Streams requests,
+Starts a prefill and a decode server that asks it, both with --otlp-traces-endpoint, and a collector. Streams requests,
 one after the other, each with a W3C trace context of its own, and measures the time to first token as a client does.
-With pull, with push, and with both where KV is staged through host memory. The spans before the first token that have
-no children, and do not run beside others, are added up."""
+With pull, with push, and with both where KV is staged through host memory. Decode's spans before the first token, and
+prefill's while decode asks, are added up."""
 
 EPILOG = """\
 targets, for each arm:
-  the spans of router, prefill and decode have the client's trace, and every state of the hand-over is there
+  the spans of prefill and decode have the client's trace, and every state of the hand-over is there
   they add up to the time to first token: within 5 % for the median request, within 10 % for any
 
 exit status: 0 all targets reached; 1 a target was missed
@@ -68,8 +68,8 @@ def main(options: argparse.Namespace) -> int:
             {
                 "process": span.resource["service.name"],
                 "name": span.name,
-                "begin_seconds": round(span.begin - traced[-1].request.begin, 6),
-                "end_seconds": round(span.end - traced[-1].request.begin, 6),
+                "begin_seconds": round(span.begin - traced[-1].spans[0].begin, 6),
+                "end_seconds": round(span.end - traced[-1].spans[0].begin, 6),
                 "is_counted": span in traced[-1].leaves,
             }
             for span in traced[-1].spans

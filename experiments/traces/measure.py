@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs requests through router, prefill and decode, with traces, and adds their spans up."""
+"""Runs requests through decode, which asks prefill, with traces, and adds their spans up."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from pathlib import Path
 import httpx
 
 from experiments.common import model as models
+from experiments.common.asking import Asking
 from experiments.common.otlp import ENVIRONMENT, Span, collecting
-from experiments.common.router import routed
-from experiments.common.servers import GIVES_BACK, Running, ServerSpec
+from experiments.common.servers import GIVES_BACK, ServerSpec
 from experiments.common.transfer_config import role
 
 TOKENS = 8
 SUMMARY = "llm_request"
 """vLLM's own span of a whole request."""
-ROUTER = "kvcached_nixl.proxy"
-"""The scope of the router's spans."""
 WEB_FRAMEWORK = "fastapi"
 """The scope of spans that FastAPI makes by itself from 0.165 on, once vLLM has set a provider of tracers."""
 
@@ -49,38 +47,27 @@ class Traced:
     first_token_seconds: float
 
     @property
-    def request(self) -> Span:
-        """The router's span of the whole request."""
-        (found,) = [span for span in self.spans if _is_request(span)]
-        return found
-
-    @property
     def parts(self) -> list[Span]:
         """The spans that are not another view of the same time: not vLLM's summary, not the web framework's."""
         return [span for span in self.spans if span.name != SUMMARY and span.scope != WEB_FRAMEWORK]
 
     @property
     def first_token(self) -> float:
-        """When the router had the first token, in seconds since the epoch."""
-        return max(span.end for span in self.spans if span.name == "decode")
+        """When decode's API server had the first token, in seconds since the epoch."""
+        return max(span.end for span in self.spans if span.name == "server_answering" and _is_of(span, "decode"))
 
     @property
     def leaves(self) -> list[Span]:
-        """The spans without children before the first token, one after the other.
+        """The spans before the first token, one after the other: decode's, and while it asks, prefill's.
 
-        Not what runs beside them: in push prefill's leg; in pull what prefill keeps after it has answered, which
-        outlasts its leg.
+        Not what runs beside them: what prefill does with the KV after it has answered.
         """
-        by_id = {span.span_id: span for span in self.parts}
-        parents = {span.parent_id for span in self.parts}
-        is_push = self.request.attributes["kvcached_nixl.direction"] == "push"
-        beside = {span.span_id for span in self.parts if is_push and span.name == "prefill"}
+        (asking,) = [span for span in self.parts if span.name == "decode_asking"]
         return [
             span
             for span in self.parts
-            if span.span_id not in parents | beside
-            and span.parent_id not in beside
-            and span.end <= min(self.first_token, by_id[span.parent_id].end if span.parent_id in by_id else span.end)
+            if (span.end <= asking.end if _is_of(span, "prefill") else span.end <= self.first_token)
+            and span is not asking
         ]
 
     @property
@@ -125,34 +112,26 @@ def specs(arm: Arm, endpoint: str) -> list[ServerSpec]:
 
 def run(arm: Arm, count: int, prompt_tokens: int, logs: Path, say: Callable[[str], None] | None = None) -> list[Traced]:
     """Return ``count`` requests, one after the other; those before them, which connect the servers, are left out."""
-    import os
-
-    with collecting() as collector, Running(specs(arm, collector.endpoint), logs, say) as launched:
-        prefill, decode = launched.ready()
-        # The router inherits this process's environment.
-        before = {name: os.environ.get(name) for name in ENVIRONMENT}
-        os.environ.update(ENVIRONMENT)
-        try:
-            with routed([prefill], [decode], logs / "router.log", "--otlp-traces-endpoint", collector.endpoint) as url:
-                asked = [ask(url, prompt_tokens) for _ in range(count + 2)]
-                return [
-                    Traced(trace_id, collector.of_trace(trace_id, is_whole), seconds) for trace_id, seconds in asked[2:]
-                ]
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with collecting() as collector, Asking(specs(arm, collector.endpoint), logs, say) as launched:
+        _, decode = launched.ready()
+        asked = [ask(decode.base_url, prompt_tokens) for _ in range(count + 2)]
+        return [Traced(trace_id, collector.of_trace(trace_id, is_whole), seconds) for trace_id, seconds in asked[2:]]
 
 
 def is_whole(spans: list[Span]) -> bool:
-    """Whether all three processes have sent their last span."""
+    """Whether both processes have sent their last span."""
     names = {span.name for span in spans}
-    is_routed = any(map(_is_request, spans))
     is_computed = sum(span.name == SUMMARY for span in spans) >= 2
-    return is_routed and is_computed and {"decode_first_token", "prefill_sending"} <= names
+    return is_computed and {"decode_first_token", "prefill_sending"} <= names
 
 
-def _is_request(span: Span) -> bool:
-    return span.scope == ROUTER and span.name.startswith("POST ")
+def _is_of(span: Span, process: str) -> bool:
+    return bool(span.resource["service.name"] == process)
+
+
+def client_span(trace_id: str) -> str:
+    """Return the id of the client's span, below which all others hang."""
+    return trace_id[:16]
 
 
 def ask(url: str, prompt_tokens: int) -> tuple[str, float]:
@@ -160,11 +139,11 @@ def ask(url: str, prompt_tokens: int) -> tuple[str, float]:
     trace_id = secrets.token_hex(16)
     prompt = [random.randrange(3, 500) for _ in range(prompt_tokens)]
     body = {"model": "model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
-    headers = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-01"}
+    headers = {"traceparent": f"00-{trace_id}-{client_span(trace_id)}-01"}
     first: float | None = None
     with httpx.Client(trust_env=False, timeout=60.0) as http:
         # The connection is there before the clock starts.
-        http.get(f"{url}/livez")
+        http.get(f"{url}/health")
         begun = time.perf_counter()
         with http.stream("POST", f"{url}/v1/completions", json={**body, "ignore_eos": True}, headers=headers) as answer:
             for line in answer.iter_lines():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of real servers and the router: one for each request, every state in it, and they account for its time."""
+"""Traces of real servers: one for each request, every state in it, and they account for its time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from experiments.common.asking import Asking
 from experiments.common.otlp import ENVIRONMENT
-from experiments.common.router import routed
-from experiments.common.servers import running
-from experiments.traces.measure import ARMS, Arm, ask, run, specs
+from experiments.traces.measure import ARMS, Arm, ask, client_span, run, specs
 from experiments.traces.report import PROCESSES, WITHIN, states_of
 
 PROMPT_TOKENS = 4000
@@ -28,9 +27,9 @@ def test_a_request_is_one_trace_that_accounts_for_its_first_token(arm: Arm, tmp_
         assert {span.resource["service.name"] for span in one.spans} == set(PROCESSES)
         names = {span.name for span in one.spans}
         assert states_of(arm) <= names, f"{states_of(arm) - names} are missing"
-        by_id = {span.span_id: span for span in one.spans}
-        hanging = [span.name for span in one.spans if span is not one.request and span.parent_id not in by_id]
-        assert hanging == [], "everything hangs below the router's span of the request"
+        known = {client_span(one.trace_id), *(span.span_id for span in one.spans)}
+        hanging = [span.name for span in one.spans if span.parent_id not in known]
+        assert hanging == [], "everything hangs below the client's span"
         told = [(span.name, round(span.seconds * 1e3, 2)) for span in one.leaves]
         assert one.share <= 1 + WITHIN, f"{one.share:.3f} of {one.first_token_seconds * 1e3:.1f} ms: {told}"
     # What takes its time in each request and has no span shows in all of them. On few cores some wait between two
@@ -45,10 +44,10 @@ def test_a_collector_that_is_down_costs_no_request_and_no_shutdown(protocol: str
     servers = specs(arm, NOWHERE)
     for one in servers:
         one.environment.update(environment)  # type: ignore[attr-defined]
-    with running(servers, tmp_path) as (prefill, decode):
-        with routed([prefill], [decode], tmp_path / "router.log", "--otlp-traces-endpoint", NOWHERE) as url:
-            for _ in range(3):
-                ask(url, 200)
+    with Asking(servers, tmp_path) as launched:
+        prefill, decode = launched.ready()
+        for _ in range(3):
+            ask(decode.base_url, 200)
         shown = httpx.get(f"{decode.base_url}/metrics", trust_env=False).text
         moving = [line for line in shown.splitlines() if 'state="decode_moving"' in line and "_count" in line]
         assert len(moving) == 1 and 'direction="pull"' in moving[0] and float(moving[0].split()[-1]) >= 2
