@@ -29,7 +29,8 @@ has a prompt of its own. Every answer, with its log-probabilities, is compared w
 vLLM's own counter says how many requests got their KV from prefill. Then prefill is killed under load, stays away for
 two seconds and comes back, and as many other prompts are asked. At last the stack runs twice at the same time, with and
 without kvcached, and both are timed by turns.
-Stacks: this package's own router, vllm-router, Ray Serve LLM, Dynamo, vLLM's toy proxy and push demo, production-stack.
+Stacks: none (decode asks prefill), vllm-router, Ray Serve LLM, Dynamo, vLLM's toy proxy and push demo,
+production-stack.
 Ray and Dynamo are run with vLLM 0.28.0. production-stack is on no package index: set PRODUCTION_STACK to a checkout.
 What else they need is installed on first use: up to 470 MB."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a measurement needs of a running stack, and the form of it that most have: servers, and a router before them."""
+"""What a measurement needs of a running stack, and the forms of it: servers, and most with a router before them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from experiments.common.asking import Asking
 from experiments.common.counted import Counters, counters
 from experiments.common.servers import Running, Server, ServerError, ServerSpec
 
@@ -55,7 +56,7 @@ class Deployment(Protocol):
 
 
 class Servers:
-    """A deployment of servers that are started one by one, and of a router. See `Deployment`."""
+    """A deployment of servers that are started one by one. See `Deployment`."""
 
     def __init__(self, launched: Running, url: str) -> None:
         self.url = url
@@ -82,6 +83,17 @@ class Servers:
             if time.monotonic() - successor.started_at > RESTART_SECONDS:
                 raise ServerError(f"found {successor.spec.name} not ready; its log ends with:\n{successor.tail()}")
             time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def alone(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Servers]:
+    """Start prefill, and a decode server that asks it and that clients ask.
+
+    Raises:
+        ServerError: one of them did not start.
+    """
+    with Asking(list(specs), logs) as launched:
+        yield Servers(launched, launched.ready()[-1].base_url)
 
 
 @contextlib.contextmanager

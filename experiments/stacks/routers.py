@@ -12,20 +12,13 @@ from pathlib import Path
 
 import httpx
 
-from experiments.common.router import STOP_SECONDS, routed, running_router
+from experiments.common.router import STOP_SECONDS, running_router
 from experiments.common.servers import HOST, Server, free_ports, inherited
 from experiments.stacks.deployment import Say
 from experiments.stacks.environments import environment, sources
 
 PRODUCTION_STACK = "PRODUCTION_STACK"
 """Environment variable: a checkout of production-stack, which is on no package index."""
-
-
-@contextlib.contextmanager
-def own(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
-    """This package's router."""
-    with routed(prefills, decodes, log) as url:
-        yield url
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.common.servers import ServerSpec
 from experiments.stacks import routers
-from experiments.stacks.deployment import Deployment, Router, Say, behind
+from experiments.stacks.deployment import Deployment, Router, Say, alone, behind
 from experiments.stacks.dynamo import dynamo
 from experiments.stacks.ray_serve import ray_serve
 
@@ -27,12 +27,12 @@ class Stack:
     Attributes:
         version: of what is started.
         modes: transfer modes that it asks for.
-        stock_modes: those that it has with vLLM's own connector. This package's router has no push without a manifest,
-            and the others refuse or do not start NixlPushConnector.
+        stock_modes: those that it has with vLLM's own connector, which asks nobody. Some refuse or do not start
+            NixlPushConnector.
         asks_both_at_once: modes in which decode may be asked before prefill has answered.
         constrains_tools_itself: it asks vLLM for a tool's arguments by their schema, not for the call of a tool.
         vllm: the one that it needs; empty if any will do.
-        most_prefills: how many prefill engines it can have; None: any number.
+        most_engines: how many engines of each role it can have; None: any number.
         needs: environment variable that it needs; empty if none.
     """
 
@@ -44,15 +44,15 @@ class Stack:
     asks_both_at_once: tuple[str, ...] = ()
     constrains_tools_itself: bool = False
     vllm: str = ""
-    most_prefills: int | None = None
+    most_engines: int | None = None
     needs: str = ""
 
     def reason_to_skip(self, vllm: str, engines_per_role: int) -> str:
         """Return why it cannot be run, or an empty text."""
         if self.vllm and self.vllm != vllm:
             return f"it needs vLLM {self.vllm}"
-        if self.most_prefills is not None and self.most_prefills < engines_per_role:
-            return f"it knows {self.most_prefills} prefill engine"
+        if self.most_engines is not None and self.most_engines < engines_per_role:
+            return f"it has {self.most_engines} engine of each role"
         if self.needs and not os.environ.get(self.needs):
             return f"{self.needs} names no checkout of it"
         return ""
@@ -70,9 +70,7 @@ def _before(router: Router, *, engine_ids_are_fixed: bool = False) -> Deploy:
 
 
 STACKS: tuple[Stack, ...] = (
-    Stack(
-        "kvcached-nixl proxy", "this package", _before(routers.own), stock_modes=("pull",), asks_both_at_once=("push",)
-    ),
+    Stack("none: decode asks prefill", "this package", alone, stock_modes=(), most_engines=1),
     Stack("vllm-router", "0.1.17", _before(routers.vllm_router), asks_both_at_once=("push",)),
     Stack("Ray Serve LLM", "2.58.1", ray_serve, stock_modes=("pull",), vllm="0.28.0"),
     Stack("Dynamo", "1.5.1", dynamo, stock_modes=("pull",), constrains_tools_itself=True, vllm="0.28.0"),
@@ -83,7 +81,7 @@ STACKS: tuple[Stack, ...] = (
         _before(routers.push_demo, engine_ids_are_fixed=True),
         modes=("push",),
         asks_both_at_once=("push",),
-        most_prefills=1,
+        most_engines=1,
     ),
     Stack(
         "production-stack",

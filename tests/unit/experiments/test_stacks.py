@@ -119,7 +119,7 @@ def test_a_stack_says_why_it_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None
     assert "0.28.0" in by_name["Dynamo"].reason_to_skip("0.31.0", 1) and not by_name["Dynamo"].reason_to_skip(
         "0.28.0", 2
     )
-    assert "1 prefill" in by_name["vLLM's push demo"].reason_to_skip("0.28.0", 2)
+    assert "1 engine" in by_name["vLLM's push demo"].reason_to_skip("0.28.0", 2)
     monkeypatch.delenv("PRODUCTION_STACK", raising=False)
     assert "PRODUCTION_STACK" in by_name["production-stack"].reason_to_skip("0.28.0", 1)
     monkeypatch.setenv("PRODUCTION_STACK", "/a/checkout")
