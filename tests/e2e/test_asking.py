@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real servers and no router: decode asks prefill for the KV of its prompts."""
+"""Real servers: decode asks prefill for the KV of its prompts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ import httpx
 import pytest
 
 pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
-from experiments.common.asking import asking
+from experiments.common.asking import Asking, asking
 from experiments.common.client import Client, http_client
+from experiments.common.model import make_model
 from experiments.common.servers import Running, Server
 from experiments.common.transfer_config import with_extra
-from experiments.lease_recovery.arms import PULL, PUSH, Arm, prompts
+from experiments.lease_recovery.arms import MODEL, PULL, PUSH, Arm, prompts
 
 TOKENS = 12
+COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
 REQUESTS = 8
+TEMPLATE = ("--chat-template", "{% for m in messages %}{{ m.content }} {% endfor %}")
 
 
 @contextlib.contextmanager
 def asked(
     arm: Arm, logs: Path, *, policy: str = "recompute", prefills: int = 1, **extra: Any
 ) -> Iterator[tuple[Running, Server]]:
-    prefill, decode = arm.specs(policy)
+    prefill, decode = (dataclasses.replace(one, http_arguments=TEMPLATE) for one in arm.specs(policy))
     assert decode.kv_transfer is not None
     decode = dataclasses.replace(decode, kv_transfer=with_extra(decode.kv_transfer, extra))
     names = [dataclasses.replace(prefill, name=f"{prefill.name}{number}") for number in range(prefills)]
@@ -42,10 +45,10 @@ def prompt_tokens(server: Server) -> float:
     return sum(float(one.rpartition(" ")[2]) for one in found if one.startswith("vllm:prompt_tokens_total"))
 
 
-async def complete(server: Server, http: httpx.AsyncClient, body: Mapping[str, Any], path: str = "completions") -> Any:
+async def complete(server: Server, http: httpx.AsyncClient, body: Mapping[str, Any], path: str = COMPLETIONS) -> Any:
     sent = {"model": "model", "temperature": 0.0, "max_tokens": TOKENS, **body}
-    reply = await http.post(f"{server.base_url}/v1/{path}", json=sent)
-    assert reply.status_code == 200, reply.text
+    reply = await http.post(f"{server.base_url}{path}", json=sent)
+    assert reply.status_code == 200 or path == GENERATE, reply.text
     return reply.json()
 
 
@@ -72,6 +75,26 @@ BODIES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def other_endpoints(prompt: list[int]) -> dict[str, dict[str, Any]]:
+    """What is asked of vLLM's other endpoints. The last one answers 403 from 0.33 on."""
+    words = " ".join(map(str, prompt[:60]))
+    return {
+        "/v1/responses": {"input": words, "max_output_tokens": TOKENS},
+        "/v1/messages": {"messages": [{"role": "user", "content": words}]},
+        GENERATE: {"token_ids": prompt, "sampling_params": {"max_tokens": TOKENS, "temperature": 0.0}},
+    }
+
+
+def generated(reply: Any) -> list[Any]:
+    """The texts and token ids in an answer, whatever its form."""
+    if isinstance(reply, list):
+        return [found for one in reply for found in generated(one)]
+    if not isinstance(reply, Mapping):
+        return []
+    own = [reply[name] for name in ("text", "token_ids") if name in reply]
+    return own or [found for name in ("output", "content", "choices") for found in generated(reply.get(name))]
+
+
 @pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
 def test_answers_are_those_of_one_server(arm: Arm, tmp_path: Path) -> None:
     async def run(prefill: Server, decode: Server) -> None:
@@ -96,6 +119,9 @@ def test_answers_are_those_of_one_server(arm: Arm, tmp_path: Path) -> None:
                 bodies = {"prompt": texts[place], **body}
                 one, other = await asyncio.gather(complete(prefill, http, bodies), complete(decode, http, bodies))
                 assert said(one) == said(other), name
+            for path, body in other_endpoints(texts[-1]).items():
+                one, other = [await complete(server, http, body, path) for server in (prefill, decode)]
+                assert generated(one) == generated(other) and (generated(one) or one["error"]), path
             several = {"prompt": [one[:300] for one in prompts(4, seed=6)]}
             assert said(await complete(prefill, http, several)) == said(await complete(decode, http, several))
 
@@ -148,7 +174,60 @@ def test_a_killed_prefill_costs_clients_no_errors(arm: Arm, prefills: int, polic
 
 
 @pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
-def test_two_ranks_on_each_side_and_two_api_servers(arm: Arm, tmp_path: Path) -> None:
+def test_a_killed_decode_asks_again_when_it_is_back(arm: Arm, tmp_path: Path) -> None:
+    async def run(launched: Running) -> None:
+        prefill, decode = launched.ready()
+        async with http_client(2 * REQUESTS) as http:
+            texts = prompts(2 * REQUESTS, seed=7)
+            expected = await answers_of(prefill, http, texts, "alone")
+            under_way = [
+                asyncio.create_task(answers_of(decode, http, [text], f"asked{n}-")) for n, text in enumerate(texts)
+            ]
+            await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+            decode.kill()
+            found = await asyncio.gather(*under_way, return_exceptions=True)
+            for one, right in zip(found, expected, strict=True):
+                assert isinstance(one, httpx.TransportError) or one == [right]
+            launched.replace(1)
+            _, decode = launched.ready()
+            before = prompt_tokens(prefill)
+            assert await answers_of(decode, http, texts, "again") == expected
+            assert prompt_tokens(prefill) - before == sum(map(len, texts)), "prefill has computed all of them"
+
+    with Asking(arm.specs("fail"), tmp_path) as launched:
+        asyncio.run(run(launched))
+
+
+@pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
+def test_a_prefill_of_another_model_is_asked_in_vain(arm: Arm, tmp_path: Path) -> None:
+    async def run(prefills: Running, decode: Server) -> None:
+        async with http_client(REQUESTS) as http:
+            texts = prompts(REQUESTS, seed=2)
+            other, same = prefills.servers
+            expected = await answers_of(same, http, texts, "alone")
+            assert await answers_of(other, http, texts, "alone") != expected
+            before = prompt_tokens(other)
+            found = await asyncio.gather(
+                *(answers_of(decode, http, [text], f"asked{n}-") for n, text in enumerate(texts))
+            )
+            assert [one[0] for one in found] == expected
+            assert prompt_tokens(other) > before
+
+    prefill, decode = arm.specs("fail")
+    shape = dataclasses.replace(MODEL, seed=MODEL.seed + 1)
+    other = dataclasses.replace(prefill, name=f"{prefill.name}-other", model=make_model(shape))
+    with asking([other, prefill], decode, tmp_path) as (prefills, asks):
+        asyncio.run(run(prefills, asks))
+
+
+@pytest.mark.parametrize(
+    ("arm", "prefill_ranks", "decode_ranks"),
+    [(PULL, 2, 2), (PUSH, 2, 2), (PUSH, 2, 1), (PUSH, 1, 2)],
+    ids=["pull", "push", "push to fewer", "push to more"],
+)
+def test_data_parallel_ranks_and_two_api_servers(
+    arm: Arm, prefill_ranks: int, decode_ranks: int, tmp_path: Path
+) -> None:
     async def run(prefill: Server, decode: Server) -> None:
         async with http_client(REQUESTS) as http:
             texts = prompts(2 * REQUESTS, seed=4)
@@ -161,11 +240,11 @@ def test_two_ranks_on_each_side_and_two_api_servers(arm: Arm, tmp_path: Path) ->
             assert prompt_tokens(prefill) - before == sum(map(len, texts)), "prefill has computed all of them"
 
     prefill, decode = arm.specs("fail")
-    ranks = ("--data-parallel-size", "2")
-    prefill = dataclasses.replace(prefill, arguments=(*prefill.arguments, *ranks))
-    decode = dataclasses.replace(
-        decode, arguments=(*decode.arguments, *ranks), http_arguments=("--api-server-count", "2")
+    prefill, decode = (
+        dataclasses.replace(one, arguments=(*one.arguments, *(("--data-parallel-size", "2") if ranks == 2 else ())))
+        for one, ranks in ((prefill, prefill_ranks), (decode, decode_ranks))
     )
+    decode = dataclasses.replace(decode, http_arguments=("--api-server-count", "2"))
     with asking([prefill], decode, tmp_path) as (prefills, asks):
         asyncio.run(run(prefills.servers[0], asks))
 

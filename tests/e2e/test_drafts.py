@@ -17,9 +17,9 @@ from support.feature_asks import Answer, Ask
 from support.feature_models import CHAT_TEMPLATE, chat_model, eagle
 from support.feature_servers import spec
 
+from experiments.common import asking
 from experiments.common.counted import count, hand_overs
-from experiments.common.router import routed
-from experiments.common.servers import Server, running
+from experiments.common.servers import Running, Server, running
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 SERVING = ("--chat-template", CHAT_TEMPLATE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
@@ -67,29 +67,27 @@ def drafting(config: dict[str, object]) -> tuple[str, ...]:
     return (*SERVING, "--speculative-config", json.dumps(config))
 
 
-def check(servers: Sequence[Server], log: Path, number: int, expected: list[dict[str, Answer]]) -> None:
-    """Behind a router before these two, every answer is right, and every prompt is handed over."""
+def check(servers: Sequence[Server], number: int, expected: list[dict[str, Answer]]) -> None:
+    """Of the last one, which asks the others, every answer is right, and every prompt is handed over."""
     before = hand_overs(servers, 0)
-    with routed(servers[:1], servers[1:], log) as url:
-        asks.check(asyncio.run(asks.answers(url, turn(number))), expected[number])
+    asks.check(asyncio.run(asks.answers(servers[-1].base_url, turn(number))), expected[number])
     asked = len(turn(number))
     assert hand_overs(servers, before + asked) == before + asked
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_ngrams_on_either_side(mode: str, model: Path, expected: list[dict[str, Answer]], tmp_path: Path) -> None:
-    specs = [
-        spec(f"{side}-{name}", model, mode, *arguments)
-        for side in ("prefill", "decode")
-        for name, arguments in (("plain", SERVING), ("ngram", drafting(NGRAM)))
-    ]
-    with running(specs, tmp_path) as (plain_prefill, ngram_prefill, plain_decode, ngram_decode):
-        pairs = [(plain_prefill, ngram_decode), (ngram_prefill, plain_decode), (ngram_prefill, ngram_decode)]
-        for number, pair in enumerate(pairs):
-            check(pair, tmp_path / f"router-{number}.log", number, expected)
-        assert count([ngram_decode], ACCEPTED) > 0
-        with routed([plain_prefill], [ngram_decode], tmp_path / "router.log") as url:
-            refused = asyncio.run(asks.refusal(url, REFUSED))
+    sides = {"plain": SERVING, "ngram": drafting(NGRAM)}
+    plain, ngram = (spec(f"prefill-{name}", model, mode, *arguments) for name, arguments in sides.items())
+    with Running([plain, ngram], tmp_path) as prefills:
+        pairs = [("plain", prefills.servers[1:]), ("ngram", prefills.servers)]
+        decodes = [asking.asks(spec(f"decode-{name}", model, mode, *sides[name]), asked) for name, asked in pairs]
+        with running(decodes, tmp_path) as (plain_decode, ngram_decode):
+            check([*prefills.ready()[1:], plain_decode], 0, expected)
+            for number in (1, 2):
+                check([*prefills.servers, ngram_decode], number, expected)
+            assert count([ngram_decode], ACCEPTED) > 0
+            refused = asyncio.run(asks.refusal(ngram_decode.base_url, REFUSED))
             assert refused.status == 400 and "logit_bias" in str(refused)
 
 
@@ -101,7 +99,7 @@ def test_draft_models_on_both_sides(
 ) -> None:
     """Their KV is handed over with the model's: as many drafts are right as on one instance that drafts.
 
-    A prefill server without the draft model is refused.
+    What a prefill server without the draft model offers is refused, and the other one is asked.
     """
     draft = eagle(tmp_path / "eagle", model) if method == "eagle" else model
     drafts = drafting({"method": method, "model": str(draft), "num_speculative_tokens": 3})
@@ -111,12 +109,10 @@ def test_draft_models_on_both_sides(
         spec("prefill", model, mode, *drafts),
         spec("decode", model, mode, *drafts),
     ]
-    with running(specs, tmp_path) as (alone, plain, prefill, decode):
+    with asking.Asking(specs, tmp_path) as launched:
+        alone, _, prefill, decode = launched.ready()
         asks.check(asyncio.run(asks.answers(alone.base_url, turn(0))), expected[0])
-        check((prefill, decode), tmp_path / "router.log", 0, expected)
+        check((prefill, decode), 0, expected)
         assert count([decode], ACCEPTED) == count([alone], ACCEPTED) > 0
-        with routed([plain], [decode], tmp_path / "other-router.log") as url:
-            refused = asyncio.run(asks.refusal(url, turn(1)[0]))
-            assert refused.status == 502 and "cause=refused" in str(refused)
         said = decode.log.read_text(errors="replace")
         assert f"expected drafts {method} " in said and "Run the same vLLM, kvcached, kvcached_nixl and model" in said

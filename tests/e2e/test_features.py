@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features that clients use, through the router before real prefill and decode servers, beside one stock instance.
+"""Features that clients use, of a decode server that asks prefill, beside one stock instance.
 
 Every answer is compared as a whole with what vLLM says alone, without kvcached and without a connector, and every
 hand-over is counted.
@@ -21,9 +21,8 @@ from support.feature_models import CHAT_TEMPLATE, adapter, chat_model
 from support.feature_servers import spec
 from vllm.utils import torch_utils
 
-from experiments.common.asking import asking
-from experiments.common.counted import HAND_OVERS, count, hand_overs
-from experiments.common.router import routed
+from experiments.common.asking import Asking
+from experiments.common.counted import count, hand_overs
 from experiments.common.servers import running
 
 # An adapter's server pins host memory there, which torch refuses without a driver.
@@ -46,12 +45,7 @@ ADAPTED = [
 """The same prompts of the model and of two adapters."""
 _PLAIN = {"model": "model", "prompt": asks.prompt(210)}
 _CHAT = {"model": "model", "messages": asks.messages(211)}
-REFUSED_HERE = {
-    "use_beam_search": {**_PLAIN, "use_beam_search": True},
-    "truncate_prompt_tokens": {**_PLAIN, "truncate_prompt_tokens": -1},
-}
-"""By the router, in words that name the field."""
-REFUSED_THERE = [
+REFUSED = [
     Ask("an adapter that is not loaded", {**_PLAIN, "model": "c"}),
     Ask("no regular expression", {**_PLAIN, "structured_outputs": {"regex": "["}}),
     Ask("no JSON schema", {**_CHAT, "structured_outputs": {"json": {"type": "no such type"}}}),
@@ -64,7 +58,7 @@ REFUSED_THERE = [
     Ask("too many log-probabilities", {**_PLAIN, "logprobs": 21}),
     Ask("a prompt that is too long", {**_PLAIN, "prompt": asks.prompt(212) * 40}),
 ]
-"""By vLLM, with the same status."""
+"""With the same status."""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +94,7 @@ class Expected:
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Expected:
     with running([spec("alone", model, None, *serving(model))], tmp_path_factory.mktemp("alone")) as (alone,):
         answers = asked(alone.base_url)
-        statuses = {one.name: asyncio.run(asks.refusal(alone.base_url, one)).status for one in REFUSED_THERE}
+        statuses = {one.name: asyncio.run(asks.refusal(alone.base_url, one)).status for one in REFUSED}
     return Expected(answers, statuses)
 
 
@@ -126,34 +120,18 @@ def test_what_is_compared_shows_each_feature(expected: Expected) -> None:
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_answers_are_those_of_one_instance(mode: str, model: Path, expected: Expected, tmp_path: Path) -> None:
-    """Sampling, structured output, tools, reasoning and adapters; and what is refused, is refused in words."""
+    """Sampling, structured output, tools, reasoning and adapters. What is refused has the same status."""
     specs = [spec(name, model, mode, *serving(model)) for name in ("prefill", "decode")]
-    with running(specs, tmp_path) as servers, routed(servers[:1], servers[1:], tmp_path / "router.log") as url:
+    with Asking(specs, tmp_path) as launched:
+        servers = launched.ready()
+        url = servers[1].base_url
         asks.check(asked(url), expected.answers)
         handed_over = sum(one.hand_overs for one in (*ONE_BY_ONE, *ADAPTED, *TOGETHER))
         assert hand_overs(servers, handed_over) == handed_over
         # Both sides have the prompts of all adapters in their prefix caches now.
         asks.check(asyncio.run(asks.answers(url, ADAPTED)), expected.answers)
-        for field, body in REFUSED_HERE.items():
-            refused = asyncio.run(asks.refusal(url, Ask(field, body)))
-            assert refused.status == 400 and f"{field}: found" in str(refused)
-        statuses = {one.name: asyncio.run(asks.refusal(url, one)).status for one in REFUSED_THERE}
+        statuses = {one.name: asyncio.run(asks.refusal(url, one)).status for one in REFUSED}
         assert statuses == expected.statuses
+        assert not count(servers, "kvcached_nixl:handover_failures_total")
         for one in servers:
             one.check_alive()
-
-
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_decode_server_that_asks_answers_as_one_instance(
-    mode: str, model: Path, expected: Expected, tmp_path: Path
-) -> None:
-    """The same, without a router."""
-    prefill, decode = (spec(name, model, mode, *serving(model)) for name in ("prefill", "decode"))
-    with asking([prefill], decode, tmp_path) as (asked_, asks_):
-        asks.check(asked(asks_.base_url), expected.answers)
-        statuses = {one.name: asyncio.run(asks.refusal(asks_.base_url, one)).status for one in REFUSED_THERE}
-        assert statuses == expected.statuses
-        # Equal prompts are asked for once, so there are fewer than with a router.
-        least = len({str(one.body.get("prompt") or one.body.get("messages")) for one in (*ADAPTED, *TOGETHER)})
-        assert count([*asked_.servers, asks_], HAND_OVERS) >= least
-        assert not count([asks_], "kvcached_nixl:handover_failures_total")

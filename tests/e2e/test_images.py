@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images through the router before real prefill and decode servers, beside one stock instance.
+"""Images, handed over from prefill to decode by the client's own requests, beside one stock instance.
 
 The model has positions of three dimensions, which decode has to work out for a prompt that it does not compute. What
 differs between two images is seen by what was computed from them alone: their prompts have the same token ids.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import io
 import random
 import shutil
@@ -27,7 +28,6 @@ from support.feature_servers import spec
 
 from experiments.common.counted import hand_overs
 from experiments.common.families import stand_ins
-from experiments.common.router import routed
 from experiments.common.servers import Server, running
 
 # Not of the whole module: pytest ends with status 5, as after a failure, if a run collects nothing else.
@@ -40,6 +40,12 @@ TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 # Nothing has to be cut or made larger: that would need torchvision.
 SERVING = ("--chat-template", TEMPLATE, "--limit-mm-per-prompt", '{"image": 2, "video": 0}')
 AT_ONCE = 4
+OFFERS: dict[str, Any] = {
+    "stream": False,
+    "max_completion_tokens": 1,
+    "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+}
+"""What prefill is asked in addition."""
 
 
 def image(seed: int) -> dict[str, Any]:
@@ -108,15 +114,32 @@ def test_an_image_is_answered_as_by_one_instance(
         spec(name, folder, mode, *SERVING, **stand_ins())
         for name, folder in (("prefill", model), ("decode", elsewhere))
     ]
-    with running(specs, tmp_path) as servers, routed(servers[:1], servers[1:], tmp_path / "router.log") as url:
-        asks.check(asyncio.run(asks.answers(url, ASKS, AT_ONCE)), expected)
+    with running(specs, tmp_path) as servers:
+        asks.check(asyncio.run(_handed_over(servers)), expected)
         assert hand_overs(servers, len(ASKS)) == len(ASKS)
         # Both sides have every image in their caches now, and the prompts.
-        asks.check(asyncio.run(asks.answers(url, ASKS, AT_ONCE)), expected)
+        asks.check(asyncio.run(_handed_over(servers)), expected)
         if mode == "pull":
             asyncio.run(_the_kv_of_another_image_is_refused(servers))
         for one in servers:
             one.check_alive()
+
+
+async def _handed_over(servers: list[Server]) -> dict[str, Answer]:
+    """Ask prefill, and then decode with what that has offered."""
+    prefill, decode = (one.base_url for one in servers)
+    free = asyncio.Semaphore(AT_ONCE)
+    async with httpx.AsyncClient(timeout=asks.STEP_SECONDS, trust_env=False) as http:
+
+        async def one(ask: Ask) -> Answer:
+            async with free:
+                reply = await http.post(f"{prefill}{ask.path}", json={**ask.body, **OFFERS})
+                assert reply.status_code == httpx.codes.OK, reply.text
+                brought = {"kv_transfer_params": reply.json()["kv_transfer_params"]}
+                return await asks.answer(http, decode, dataclasses.replace(ask, body={**ask.body, **brought}))
+
+        found = await asyncio.gather(*map(one, ASKS))
+    return {ask.name: answer for ask, answer in zip(ASKS, found, strict=True)}
 
 
 async def _the_kv_of_another_image_is_refused(servers: list[Server]) -> None:
@@ -129,8 +152,7 @@ async def _the_kv_of_another_image_is_refused(servers: list[Server]) -> None:
             return await http.post(f"{url}/v1/chat/completions", json=body)
 
         async def offered(seed: int) -> Any:
-            wishes = {"do_remote_decode": True, "do_remote_prefill": False}
-            reply = await post(prefill, seed, max_completion_tokens=1, kv_transfer_params=wishes)
+            reply = await post(prefill, seed, **OFFERS)
             return reply.json()["kv_transfer_params"]
 
         refused = await post(decode, 6, kv_transfer_params=await offered(5))

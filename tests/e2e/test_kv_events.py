@@ -12,10 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support.routed_answers import spec
+from support.feature_servers import spec
 
 from experiments.common.counted import count
-from experiments.common.servers import GIVES_BACK, Running, Server, ServerSpec
+from experiments.common.model import GQA, make_model
+from experiments.common.servers import Running, Server, ServerSpec
 
 zmq = pytest.importorskip("zmq", reason="vLLM publishes events with it")
 msgspec = pytest.importorskip("msgspec", reason="vLLM encodes events with it")
@@ -32,7 +33,7 @@ def with_events(one: ServerSpec, endpoint: str) -> ServerSpec:
         block_size=BLOCK_SIZE,
         arguments=(*one.arguments, "--kv-events-config", json.dumps(events)),
         environment={
-            **{name: value for name, value in one.environment.items() if name not in GIVES_BACK},
+            **one.environment,
             # Both servers, and the stock one, begin their hashes alike.
             "PYTHONHASHSEED": "0",
             "VLLM_SERVER_DEV_MODE": "1",
@@ -86,7 +87,7 @@ def test_events_name_what_was_computed_and_what_was_handed_over(tmp_path: Path) 
     with tempfile.TemporaryDirectory() as folder:
         # vLLM connects to a TCP endpoint, and listens on one of these.
         endpoints = {name: f"ipc://{folder}/{name}" for name in modes}
-        specs = [with_events(spec(name, mode), endpoints[name]) for name, mode in modes.items()]
+        specs = [with_events(spec(name, make_model(GQA), mode), endpoints[name]) for name, mode in modes.items()]
         with Running(specs, tmp_path) as launched:
             alone, prefill, decode = launched.ready()
             heard = [Subscriber(context, endpoint) for endpoint in endpoints.values()]

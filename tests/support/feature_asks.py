@@ -37,7 +37,7 @@ class Ask:
     Attributes:
         number: no two numbers have prompts with a common block.
         body: in an `Ask` without a number, ``prompt`` is a function of token ids, and ``messages`` are empty.
-        hand_overs: how often its prompts' KV comes from prefill, by the router's rules.
+        hand_overs: how often decode asks prefill for its prompts' KV.
     """
 
     name: str
@@ -276,8 +276,8 @@ REASONING = [
         "reasoning without an end", {**_THINKING, "logit_bias": {str(THINK_END): -100}, "max_completion_tokens": TOKENS}
     ),
 ]
-# The router asks for each sequence by itself, and makes one answer of them.
+# Of equal prompts one is asked for.
 SEVERAL = [
-    Ask("two sequences", {**_SEEDED, "n": 2, "logprobs": 3}, hand_overs=2),
+    Ask("two sequences", {**_SEEDED, "n": 2, "logprobs": 3}),
     Ask("two prompts", {"prompt": lambda ids: [ids, ids[::-1]], "logprobs": 3}, hand_overs=2),
 ]
