@@ -18,10 +18,9 @@ DESCRIPTION = """\
 Does every query of the dashboard and of the alert rules return data from a real Prometheus?
 
 Starts Prometheus with docs/deploy/prometheus/prometheus.yaml and the alert rules, scraping each second. Then, one after
-the other, pairs of prefill and decode over kvcached behind `kvcached-nixl proxy`:
+the other, pairs of prefill and decode over kvcached, where clients ask decode, and decode asks prefill:
   pull    KV moves directly. Requests fail on purpose: parameters that were used before, those of another prompt, a
-          lower memory limit, a prefill server without a connector, a router whose decode servers count as full; at last
-          both servers are killed under load
+          lower memory limit; at last both servers are killed under load
   push    prefill writes while it computes
   staged  KV moves through a small slab in host memory, whose slots are waited for
 Each query of docs/deploy/prometheus/dashboard.json (its variables chosen as "All") and of alerts.yaml (without its
@@ -31,7 +30,7 @@ Prometheus has to be installed: apt-get install prometheus (Debian, Ubuntu)."""
 
 EPILOG = f"""\
 targets: every query returns a finite value; a query for a metric that does not exist returns none, which shows that the
-check can fail; the router answers most of the requests of each pair; when a pair is idle again, its memory is back.
+check can fail; decode answers most of the requests of each pair; when a pair is idle again, its memory is back.
 
 exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json with every query, what it returned, and which alerts fired; {PICTURE}."""

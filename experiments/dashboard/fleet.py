@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a pair of servers and its router, loads it, and makes requests fail in known ways."""
+"""Starts a pair of servers, loads it, and makes requests fail in known ways."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 
 import httpx
 
+from experiments.common.asking import Asking
 from experiments.common.client import Client, Pair, http_client
 from experiments.common.device import FOLLOWS
 from experiments.common.model import GQA, make_model
 from experiments.common.pages import own_names
-from experiments.common.router import routed
-from experiments.common.servers import GIVES_BACK, Running, Server, ServerError, ServerSpec
+from experiments.common.servers import GIVES_BACK, Server, ServerError, ServerSpec
 from experiments.common.transfer_config import role
 from experiments.dashboard.prometheus import Prometheus
 
@@ -32,16 +32,14 @@ STAGED = "staged"
 SLAB_GIB = 0.005
 """40 slots of 32 tokens, so that long prompts wait for some."""
 AT_ONCE = 4
-TOKENS, LONG_TOKENS = 16, 800
+TOKENS = 16
 LENGTHS = (64, 200, 450, 900)
 LOAD_SECONDS = 25.0
 UNFETCHED = 6
 FAULTS = 3
 IDLE_SECONDS = 60.0
 LEASE_SECONDS = 20.0
-QUEUE_SECONDS = 3
 OK = "ok"
-ROUTER = ("--decode-alone", f"--queue-timeout={QUEUE_SECONDS}", "--health-interval=0.5", "--drain-delay=0.1")
 
 
 @dataclass
@@ -49,7 +47,7 @@ class Load:
     """What a pair was asked, and what came of it.
 
     Attributes:
-        outcomes: what came of requests to the routers -> how many.
+        outcomes: what came of requests to decode -> how many.
         began_seconds: since Prometheus was started.
         is_idle_again: whether no token of KV is in use any more when nothing is asked.
     """
@@ -61,7 +59,7 @@ class Load:
 
 
 def specs_of(pair: str) -> list[ServerSpec]:
-    """Return prefill and decode, and with ``pull`` a prefill server without a connector."""
+    """Return prefill, and decode, which asks it and also takes parameters that clients bring."""
     extra: dict[str, object] = {"num_threads": 0, "kv_lease_duration": LEASE_SECONDS, "give_way_after": 1.0}
     extra["transfer_mode"] = "push" if pair == "push" else "pull"
     if pair == STAGED:
@@ -70,51 +68,37 @@ def specs_of(pair: str) -> list[ServerSpec]:
     environment = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "1", **GIVES_BACK, **FOLLOWS}
     environment["KVCACHED_PAGE_PREALLOC_ENABLED"] = "true"
 
-    def spec(name: str, *, connects: bool) -> ServerSpec:
+    def spec(name: str) -> ServerSpec:
         transfer = {"kv_connector": "NixlConnector", "kv_role": role(name), "kv_load_failure_policy": "recompute"}
         return ServerSpec(
             name=f"{name}-{pair}",
             model=make_model(GQA),
             dtype="float32",
-            kv_transfer={**transfer, "kv_connector_extra_config": extra} if connects else None,
-            environment=environment if connects else {},
+            kv_transfer={**transfer, "kv_connector_extra_config": {**extra, "accept_kv_transfer_params": True}},
+            environment=environment,
             forks=True,
         )
 
-    found = [spec(name, connects=True) for name in ("prefill", "decode")]
-    return [*found, spec("plain", connects=False)] if pair == "pull" else found
+    return [spec(name) for name in ("prefill", "decode")]
 
 
 def load_pair(pair: str, prometheus: Prometheus, logs: Path, say: Say) -> Load:
     """Start a pair, load it, make it fail, and stop it.
 
     Raises:
-        ServerError: a server or router does not start, or the fault did not have its effect.
+        ServerError: a server does not start, or the fault did not have its effect.
     """
     say(f"{pair}: starting the servers")
     load = Load(pair, round(time.time() - prometheus.began_at, 1))
-    with Running(specs_of(pair), logs) as launched, contextlib.ExitStack() as routers:
-        prefill, decode, *plain = launched.ready()
+    with Asking(specs_of(pair), logs) as launched:
+        prefill, decode = launched.ready()
         for server in (prefill, decode):
             prometheus.scrape(server.spec.name, server.base_url, "vllm")
-
-        def router(name: str, first: Server, *options: str) -> str:
-            log = logs / f"{name}.log"
-            url = routers.enter_context(routed([first], [decode], log, *ROUTER, *options))
-            prometheus.scrape(name, url, "router")
-            return url
-
-        url = router(f"router-{pair}", prefill)
-        driver = _Driver(Pair(Client(prefill.base_url, None), Client(decode.base_url, None)), url, load, say)  # type: ignore[arg-type]
+        driver = _Driver(Pair(Client(prefill.base_url, None), Client(decode.base_url, None)), load, say)  # type: ignore[arg-type]
         asyncio.run(driver.under_load())
         _await_idle(prometheus, [prefill.spec.name, decode.spec.name], load)
-        if plain:
-            prometheus.names[plain[0].base_url.removeprefix("http://")] = plain[0].spec.name
-            driver.misconfigured = router("router-misconfigured", plain[0])
-            driver.full = router("router-full", prefill, "--decode-fill=0.001", "--queue-timeout=1")
+        if pair == "pull":
             asyncio.run(driver.with_faults(prefill, decode))
-            # What was seen last is scraped before the router ends.
-            time.sleep(2.0)
         prometheus.forget()
     return load
 
@@ -129,11 +113,10 @@ def _await_idle(prometheus: Prometheus, names: list[str], load: Load) -> None:
 
 
 class _Driver:
-    def __init__(self, pair: Pair, url: str, load: Load, say: Say) -> None:
-        self._pair, self._url, self._load, self._say = pair, url, load, say
+    def __init__(self, pair: Pair, load: Load, say: Say) -> None:
+        self._pair, self._load, self._say = pair, load, say
         self._numbers = itertools.count()
         self._random = random.Random(5)
-        self.misconfigured = self.full = ""
 
     async def under_load(self) -> None:
         async with self._connected():
@@ -150,10 +133,6 @@ class _Driver:
             await loading
             self._say("pull: a lower memory limit takes back what nobody fetches")
             await self._short_of_memory(prefill)
-            self._say("pull: prefill without a connector, and decode that counts as full")
-            await asyncio.gather(*(self._ask(self.misconfigured) for _ in range(AT_ONCE)))
-            # At once, and long: a decode server that has nothing to do takes any prompt.
-            await asyncio.gather(*(self._ask(self.full, LONG_TOKENS) for _ in range(AT_ONCE)))
             self._say("pull: prefill is killed, then decode")
             await asyncio.gather(self._ask_for(8.0), self._kill(prefill, 1.0))
             await asyncio.gather(self._ask_for(8.0), self._kill(decode, 1.0))
@@ -168,20 +147,20 @@ class _Driver:
         return self._random.choices(range(3, 500), k=self._random.choice(LENGTHS))
 
     async def _ask_for(self, seconds: float) -> None:
-        """Ask the router, `AT_ONCE` requests at a time."""
+        """Ask decode, `AT_ONCE` requests at a time."""
         until = time.monotonic() + seconds
 
         async def one() -> None:
             while time.monotonic() < until:
-                await self._ask(self._url)
+                await self._ask()
 
         await asyncio.gather(*(one() for _ in range(AT_ONCE)))
 
-    async def _ask(self, url: str, tokens: int = TOKENS) -> None:
-        body = {"model": "model", "prompt": self._prompt(), "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    async def _ask(self) -> None:
+        url = self._pair.decode.base_url
+        body = {"model": "model", "prompt": self._prompt(), "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
         try:
             async with self._http.stream("POST", f"{url}/v1/completions", json=body) as answer:
-                # While it waits, the router answers 200 and comments; an error comes in the stream then.
                 is_right = answer.status_code == httpx.codes.OK and b'"error"' not in await answer.aread()
                 outcome = OK if is_right else f"status {answer.status_code} and an error"
         except httpx.TransportError as error:
