@@ -11,7 +11,7 @@ Runs the tests that need no vLLM on each supported Python. CI runs those with vL
   3.10, 3.12, 3.13, 3.14   .venvs/python-VERSION: this package's wheel and the newest versions of its requirements;
                            tiers unit and install
   lowest                   .venvs/lowest, on the oldest supported Python that is installed: the lower bound of each
-                           requirement in pyproject.toml; tiers unit and install, and the router's tests of flow
+                           requirement in pyproject.toml; tiers unit and install
 
 A Python is found as python3.X on PATH, or as a version of pyenv. Versions that were not found are listed at the end.
 Without --torch the half of unit that needs torch is skipped. With it, torch is installed for each Python: 1 GB to
@@ -99,8 +99,7 @@ for one in "${wanted[@]}"; do
     base=
     for version in "${supported[@]}"; do base=$(find_python "$version") && break; done
     [[ -n $base ]] || { missing+=("any supported Python, for the lower bounds"); continue; }
-    routers=$(echo tests/flow/test_router*.py tests/flow/test_fuzzed_router.py)
-    run lowest "$base" "tests/unit tests/install $routers" "$locks/lowest.txt"
+    run lowest "$base" "tests/unit tests/install" "$locks/lowest.txt"
 done
 
 printf '\n'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of an engine, in vLLM's own classes: what the router reads, and that vLLM may make its logger anew."""
+"""The metrics of an engine, in vLLM's own classes: what they say, and that vLLM may make its logger anew."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
 import msgspec
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from kvcached_nixl.compat import metrics
 from kvcached_nixl.ids import EngineId
-from kvcached_nixl.proxy import kind as router
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.headroom import Headroom, encode_headroom
 from kvcached_nixl.wire.kind import Kind
@@ -40,30 +39,35 @@ def answer() -> tuple[str, bytes]:
     return "tag", msgspec.msgpack.encode(Answer("0" * 16, msgspec.msgpack.encode(rank)))
 
 
-def test_the_router_reads_what_an_engine_says() -> None:
+def said(*names: str) -> list[float | None]:
+    return [REGISTRY.get_sample_value(f"kvcached_nixl:{one}", {"model_name": "m", "engine": "0"}) for one in names]
+
+
+KINDS = ("compatibility_id", "checkpoint_id", "weights_id")
+
+
+def test_an_engine_says_what_its_handshake_compares() -> None:
     one = made()
-    assert router.kind_of(generate_latest(REGISTRY)) is None
+    assert said(*KINDS) == [None, None, None]
     one.say_kind(0, [answer()])
-    assert router.kind_of(generate_latest(REGISTRY)) == tuple(map(float, Kind.of([answer()])))
+    assert said(*KINDS) == [*Kind.of([answer()])]
     one.say_kind(0, [("tag", b"\xc1")])
-    assert router.kind_of(generate_latest(REGISTRY)) == tuple(map(float, Kind.of([answer()])))
+    assert said(*KINDS) == [*Kind.of([answer()])]
 
 
 def test_an_engine_says_what_it_could_take() -> None:
     one = made()
     one.say_headroom(0, encode_headroom(Headroom(10, 20, 30, 1, 5, 2**40, 7, 9, 2, 3, 1.5, 0.0)))
     one.say_headroom(0, b"\xc1")
-    text = generate_latest(REGISTRY).decode()
-    for line in ("free_tokens", "used_tokens", "queued_tokens", "kept_offers", "kept_tokens", "free_bytes"):
-        assert f"kvcached_nixl:{line}{{" in text
-    assert router.capacity_of(text.encode()) == router.Capacity(30.0, 50.0)
+    assert said("free_tokens", "used_tokens", "queued_tokens") == [10, 20, 30]
+    assert said("kept_offers", "kept_tokens", "free_bytes") == [1, 5, 2**40]
 
 
 def test_the_logger_may_be_made_anew() -> None:
     """As vLLM does it when data parallelism is scaled; it removes its own metrics only."""
     made().say_kind(0, [answer()])
     made()
-    assert router.kind_of(generate_latest(REGISTRY)) is None
+    assert said(*KINDS) == [None, None, None]
 
 
 def test_what_the_dashboard_and_the_alerts_ask_vllm_for_is_there() -> None:

@@ -2,7 +2,7 @@
 """What serving stacks send to prefill and to decode, as their sources say: every shape hands KV over.
 
 ``stack_shapes/`` has one file for each way in which a stack asks: the stack's version and source, the parameters of
-both requests, and how they are encoded on the way. docs/router.md lists the stacks.
+both requests, and how they are encoded on the way. docs/routers.md lists the stacks.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from kvcached_nixl.__main__ import add_top_arguments
 from kvcached_nixl.cli.top.look import COLUMNS, WANTED
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.hostvmm.errors import HostvmmError
-from kvcached_nixl.proxy.failure import RouterFailure
-from kvcached_nixl.proxy.options import add_arguments
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.timeline import State
@@ -57,9 +55,8 @@ def texts_of(nodes: Iterator[ast.AST]) -> set[str]:
 
 # ------------------------------------------------------------------------------------------------ causes and refusals
 
-HAND_OVER, ROUTER, REFUSALS = "Hand-over causes", "Router causes", "Start-time refusals"
+HAND_OVER, REFUSALS = "Hand-over causes", "Start-time refusals"
 HAND_OVER_LABELS = [cause.label for cause in FailureCause]
-ROUTER_LABELS = [cause.value for cause in RouterFailure]
 
 
 def kinds_of(kind: type[Refused]) -> Iterator[type[Refused]]:
@@ -76,31 +73,21 @@ def titles(text: str) -> list[str]:
     return [title for _, title in pages.headings(text)]
 
 
-@pytest.mark.parametrize("label", [*dict.fromkeys([*HAND_OVER_LABELS, *ROUTER_LABELS])])
+@pytest.mark.parametrize("label", HAND_OVER_LABELS)
 def test_every_cause_has_a_heading_of_its_own(label: str) -> None:
     """Exactly its label, so that a label from a dashboard or a log is found; once, so that a link to it leads there."""
     assert titles(page("troubleshooting.md")).count(label) == 1
 
 
-@pytest.mark.parametrize("label", [*dict.fromkeys([*HAND_OVER_LABELS, *ROUTER_LABELS])])
+@pytest.mark.parametrize("label", HAND_OVER_LABELS)
 def test_every_cause_says_what_it_means(label: str) -> None:
     """Below the heading; most have more to look at and to do."""
     assert "**Means.**" in pages.section(page("troubleshooting.md"), label)
 
 
-def test_a_cause_that_both_have_is_told_for_both() -> None:
-    """It stands among the hand-over's; the router's section leads there."""
-    text = page("troubleshooting.md")
-    for label in sorted({*HAND_OVER_LABELS} & {*ROUTER_LABELS}):
-        assert "**At the router**" in pages.section(text, label), label
-        assert f"(#{label})" in pages.section(text, ROUTER), label
-
-
 def test_no_heading_is_of_a_cause_that_is_gone() -> None:
     """What was renamed in the code is renamed here."""
-    text = page("troubleshooting.md")
-    assert {*titles(pages.section(text, HAND_OVER))} == {*HAND_OVER_LABELS}
-    assert {*titles(pages.section(text, ROUTER))} == {*ROUTER_LABELS} - {*HAND_OVER_LABELS}
+    assert {*titles(pages.section(page("troubleshooting.md"), HAND_OVER))} == {*HAND_OVER_LABELS}
 
 
 def test_every_refusal_has_a_heading_of_its_own() -> None:
@@ -186,31 +173,6 @@ def test_variables_are_found_in_the_code() -> None:
     assert {"VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "UCX_TLS"} <= {*VARIABLES}
 
 
-# -------------------------------------------------------------------------------------------------------------- router
-
-
-def flags_of(add: Callable[[argparse.ArgumentParser], None]) -> dict[str, Any]:
-    """Flag -> default; those that are kept for one release and not shown by --help are left out."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add(parser)
-    return {
-        max(action.option_strings, key=len): action.default
-        for action in parser._actions
-        if action.option_strings and action.help is not argparse.SUPPRESS
-    }
-
-
-def documented_flags() -> dict[str, str]:
-    """Flag -> default, as the table has it."""
-    rows = pages.rows(pages.section(page("router.md"), "Flags"))
-    return {name: cells[1].strip("`") for name, cells in rows.items() if name.startswith("--")}
-
-
-def test_every_router_flag_is_documented_with_its_default() -> None:
-    """And no other one is."""
-    assert documented_flags() == {flag: shown_default(default) for flag, default in flags_of(add_arguments).items()}
-
-
 # ------------------------------------------------------------------------------------------------------------- metrics
 
 
@@ -233,19 +195,6 @@ def test_every_state_of_a_hand_over_is_defined() -> None:
     assert [name for name in documented if name in {state.label for state in State}] == [state.label for state in State]
 
 
-def test_every_metric_of_the_router_has_a_row_with_its_type() -> None:
-    """As /metrics has them. And no other one is there."""
-    pytest.importorskip("prometheus_client", reason="the router's metrics need it")
-    from kvcached_nixl.proxy.metrics import Metrics
-
-    exposed = dict(re.findall(r"^# TYPE (\S+) (\S+)$", Metrics(tuple, int).text().decode(), re.MULTILINE))
-    # The library's: when a series began.
-    exposed = {name: kind for name, kind in exposed.items() if not name.endswith("_created")}
-    rows = pages.rows(pages.section(page("metrics.md"), "Router"))
-    documented = {name: cells[1].partition(";")[0] for name, cells in rows.items() if name.startswith("kvcached_nixl")}
-    assert documented == exposed
-
-
 def test_every_metric_that_top_shows_has_a_row() -> None:
     """A column of a metric that was renamed would be empty for ever."""
     known = {name.removesuffix("_total") for name in pages.rows(page("metrics.md"))}
@@ -258,8 +207,11 @@ def test_every_column_of_top_has_a_row() -> None:
 
 
 def test_every_flag_of_top_has_a_row() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_top_arguments(parser)
+    flags = {max(action.option_strings, key=len) for action in parser._actions if action.option_strings}
     rows = pages.rows(pages.section(page("top.md"), "Flags"))
-    assert {*flags_of(add_top_arguments)} == {name.split()[0] for name in rows if name.startswith("--")}
+    assert flags == {name.split()[0] for name in rows if name.startswith("--")}
 
 
 # -------------------------------------------------------------------------------------------------------------- README
@@ -386,4 +338,4 @@ def test_every_alert_names_causes_that_there_are() -> None:
     """An alert on a label that was renamed never fires."""
     named = re.findall(r'cause=~?"([a-z_|]+)"', page("metrics.md") + README.read_text())
     assert named
-    assert {label for one in named for label in one.split("|")} <= {*HAND_OVER_LABELS, *ROUTER_LABELS}
+    assert {label for one in named for label in one.split("|")} <= set(HAND_OVER_LABELS)
