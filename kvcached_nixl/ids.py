@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distinct types for ids that look alike.
 
-One request has a different id at the router, in the prefill engine and in the decode engine. A lookup with the wrong
-one silently finds nothing (vllm#53095), so the three are different types here and mypy tells them apart.
+One request has a different id in the prefill engine and in the decode engine. A lookup with the wrong one silently
+finds nothing (vllm#53095), so they are different types here and mypy tells them apart.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ __all__ = [
     "KernelBlock",
     "LogicalBlock",
     "PrefillRequestId",
-    "RouterRequestId",
 ]
 
-RouterRequestId = NewType("RouterRequestId", str)
-"""The id that the client or the router gave."""
 PrefillRequestId = NewType("PrefillRequestId", str)
 """The id inside the prefill engine."""
 DecodeRequestId = NewType("DecodeRequestId", str)

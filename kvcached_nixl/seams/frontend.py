@@ -52,7 +52,7 @@ CHECK_HEALTH = Patch(
     attribute="check_health",
     process="frontend",
     parameters=("self",),
-    why="routers would send requests to a server that is shut down.",
+    why="load balancers would send requests to a server that is shut down.",
     upstream=_LEAVES_UPSTREAM,
     remove_when=_LEAVES_UNTIL,
 )

@@ -88,7 +88,7 @@ class RevocationCause(IntEnum):
 
 
 FAILED = "KV hand-over failed: "
-"""What a client, decode's log and the router's log say in front of `HandOverFailed.tags`."""
+"""What a client and decode's log say in front of `HandOverFailed.tags`."""
 
 
 STARVED = "KV memory is short: "
@@ -108,7 +108,7 @@ class HandOverFailed(Exception):
         self._retry_after_seconds = retry_after_seconds
 
     def tags(self, request_id: str = "", *, attempt: int | None = None, prefill_request_id: str = "") -> str:
-        """The fields that every log line about one failure has, in both engines and at the router, for ``grep``.
+        """The fields that every log line about one failure has, in both engines, for ``grep``.
 
         Args:
             request_id: decode's. Each id is the one inside its engine; unknown ids are left out.

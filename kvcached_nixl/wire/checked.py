@@ -7,7 +7,6 @@ one exception (`Malformed`) that names the field.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -30,7 +29,6 @@ __all__ = [
     "TpSize",
     "convert",
     "decoder",
-    "or_with_whole_numbers",
     "require",
 ]
 
@@ -77,24 +75,15 @@ def convert(value: Any, kind: type[T]) -> T:
         Malformed: they do not fit; the message names the field.
     """
     try:
-        return or_with_whole_numbers(lambda: msgspec.convert(value, kind), lambda: value, kind)
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            # Only then: it copies everything, and this may be the engine's thread.
+            if "`float`" not in str(error):
+                raise
+            return msgspec.convert(_with_whole_numbers(value), kind)
     except (msgspec.ValidationError, RecursionError, OverflowError, UnicodeError) as error:
         raise Malformed(f"{error!s:.{_SHOWN}}") from error
-
-
-def or_with_whole_numbers(read: Callable[[], T], values: Callable[[], Any], kind: type[T]) -> T:
-    """Returns what ``read`` returns; or, where it found a float, what ``values`` returns with whole floats as ints.
-
-    Raises:
-        msgspec.ValidationError: the values do not fit either way.
-    """
-    try:
-        return read()
-    except msgspec.ValidationError as error:
-        # Only then: it copies everything, and this may be the engine's thread.
-        if "`float`" not in str(error):
-            raise
-        return msgspec.convert(_with_whole_numbers(values()), kind)
 
 
 def _with_whole_numbers(value: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a handshake compares, as three numbers for metrics: a router pairs only engines whose handshake will succeed."""
+"""What a handshake compares, as three numbers for metrics: they say which engines' handshakes would succeed."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ by the ``X-Request-Id`` that both carry: vLLM puts ``cmpl-`` or ``chatcmpl-`` be
 hexadecimal digits after it (vllm/v1/engine/input_processor.py), different ones in each engine. A name proves nothing:
 two requests are paired only if the digests of their prompts are equal.
 
-`KvTransferParams` is the only model of them, for servers and for the router. A wrong type or an impossible value in a
-known field is refused, and the error names the field; unknown fields are ignored.
+`KvTransferParams` is the only model of them. A wrong type or an impossible value in a known field is refused, and the
+error names the field; unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -38,7 +38,6 @@ from kvcached_nixl.wire.checked import (
     Port,
     TpSize,
     convert,
-    or_with_whole_numbers,
     require,
 )
 from kvcached_nixl.wire.manifest import Manifest, as_json
@@ -51,10 +50,8 @@ __all__ = [
     "KvTransferParams",
     "Malformed",
     "RemotePrefill",
-    "TokenId",
     "asks",
     "name_of",
-    "parse",
     "prefill_params",
     "read_fetch",
     "read_offer",
@@ -65,13 +62,10 @@ MANIFEST_KEY = "kvcached_nixl"
 CACHED_TOKENS_KEY = "remote_prefill_cached_tokens"
 """vLLM's own, from 0.31 on."""
 HEADROOM_KEY = "kvcached_nixl_headroom"
-"""For routers: some fields of `wire.headroom.Headroom` of the engine that answers. Decode ignores it."""
+"""Some fields of `wire.headroom.Headroom` of the engine that answers."""
 MAX_REQUEST_ID = 1000
 """Less than an `Identifier` may have: the ids of one request on the two sides may differ by a few characters."""
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
-_SHOWN = 500
-
-TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class RemotePrefill(
@@ -88,7 +82,7 @@ class RemotePrefill(
 class KvTransferParams(
     msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename={"manifest": MANIFEST_KEY}
 ):
-    """Everything that the supported vLLM versions, this package and a gateway put into ``kv_transfer_params``.
+    """Everything that the supported vLLM versions, this package and routers put into ``kv_transfer_params``.
 
     Attributes:
         transfer_id: names one prefill and one decode request.
@@ -96,8 +90,6 @@ class KvTransferParams(
         remote_block_ids: vLLM's own, per KV-cache group, or flat in old versions. Empty lists if there is a manifest.
         remote_num_tokens, remote_blocks_expiry_time, pp_size, dcp_size: vLLM's own; the last one from 0.29 on.
         manifest: this package's manifest from prefill; its key is ``kvcached_nixl``.
-        prefix_prompt_ids: token ids of the prompt's beginning, from a client or gateway that has them. They only
-            help a router to choose a server that has computed them before.
     """
 
     do_remote_prefill: bool | None = None
@@ -115,19 +107,14 @@ class KvTransferParams(
     remote_num_tokens: Count | None = None
     remote_blocks_expiry_time: float | None = None
     manifest: Manifest | None = None
-    prefix_prompt_ids: list[TokenId] | None = None
 
     def __post_init__(self) -> None:
         roles = bool(self.do_remote_prefill) + bool(self.do_remote_decode)
         require(roles < 2, "at most one of do_remote_prefill and do_remote_decode to be true")
 
     @property
-    def is_hint(self) -> bool:
-        """Whether no field but ``prefix_prompt_ids`` is set: it names no role and no server."""
-        return all(getattr(self, name) is None for name in self.__struct_fields__ if name != "prefix_prompt_ids")
-
-    def require_coordinates(self) -> None:
-        """Checks that they say where prefill is.
+    def prefill(self) -> RemotePrefill:
+        """Where prefill is.
 
         Raises:
             Malformed: a coordinate is missing; the message names it.
@@ -135,22 +122,17 @@ class KvTransferParams(
         for name in ("remote_engine_id", "remote_host", "remote_port"):
             if getattr(self, name) is None:
                 raise Malformed(f"missing required field `{name}`")
-
-    @property
-    def prefill(self) -> RemotePrefill:
-        """Where prefill is; raises as `require_coordinates` does."""
-        self.require_coordinates()
         assert self.remote_engine_id is not None and self.remote_host is not None and self.remote_port is not None
         return RemotePrefill(self.remote_engine_id, self.remote_host, self.remote_port, self.tp_size or 1)
 
     @classmethod
     def for_prefill(cls, transfer_id: str | None) -> KvTransferParams:
-        """The parameters that a router sends to prefill."""
+        """The parameters of a request to prefill."""
         return cls(do_remote_decode=True, do_remote_prefill=False, transfer_id=transfer_id)
 
     @classmethod
     def for_decode(cls, prefill: RemotePrefill, transfer_id: str) -> KvTransferParams:
-        """The parameters that a router sends to decode if it asks prefill at the same time."""
+        """Decode's parameters where both sides are asked at the same time."""
         return cls(
             do_remote_prefill=True,
             do_remote_decode=False,
@@ -162,21 +144,6 @@ class KvTransferParams(
         )
 
 
-def parse(encoded: bytes | msgspec.Raw) -> KvTransferParams:
-    """Reads ``kv_transfer_params`` from JSON, as a router receives them.
-
-    Raises:
-        Malformed: they are not a JSON object, or a field has a wrong type or an impossible value; the message names it.
-    """
-    try:
-        return or_with_whole_numbers(
-            lambda: _decoder.decode(encoded), lambda: msgspec.json.decode(encoded), KvTransferParams
-        )
-    except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeError) as error:
-        raise Malformed(f"{error!s:.{_SHOWN}}".replace("`$.", "`kv_transfer_params.")) from error
-
-
-_decoder = msgspec.json.Decoder(KvTransferParams)
 # In order of the fields: the error names the first one that is wrong.
 _KEYS = tuple(dict.fromkeys(field.encode_name for field in msgspec.structs.fields(KvTransferParams)))
 

@@ -169,7 +169,7 @@ def test_every_environment_variable_has_a_row(name: str) -> None:
 
 def test_variables_are_found_in_the_code() -> None:
     """Through a constant, in a call and as an attribute of vLLM's settings."""
-    assert {"ENABLE_KVCACHED", "KVCACHED_NIXL", "KVCACHED_HOSTVMM_GIB", "KVCACHED_NIXL_API_KEY"} <= {*VARIABLES}
+    assert {"ENABLE_KVCACHED", "KVCACHED_NIXL", "KVCACHED_HOSTVMM_GIB", "KVCACHED_NIXL_PREFILL_API_KEY"} <= {*VARIABLES}
     assert {"VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "UCX_TLS"} <= {*VARIABLES}
 
 

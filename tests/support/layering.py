@@ -44,7 +44,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "worker",
         "proof",
     },
-    "proxy": {"errors", "settings", "transfer_mode", "wire.params"},
     "hostvmm": {"errors", "processes"},
     "activation": {"errors", "settings", "compat", "patching", "seams", "cli.report", "hostvmm"},
     "cli": {
@@ -78,10 +77,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
     "psutil": ("this_host.py",),
-    "aiohttp": ("proxy", "cli/top/command.py", "scheduler/asking/asker.py"),
-    "opentelemetry": ("proxy/tracing.py",),
-    "anyio": ("proxy",),
-    "prometheus_client": ("proxy", "compat/metrics.py"),
+    "aiohttp": ("cli/top/command.py", "scheduler/asking/asker.py"),
+    "prometheus_client": ("compat/metrics.py",),
     "rich": ("hostvmm", "cli/top/command.py"),
 }
 """Foreign package -> folders or files below the package that may import it."""

@@ -42,14 +42,14 @@ def is_leaving(part: Any) -> bool:
 
 
 def refuses(client: Any) -> bool:
-    """Whether such a server takes no new requests any more. At first it does: routers have to notice."""
+    """Whether such a server takes no new requests any more. At first it does: load balancers have to notice."""
     since_seconds = optional(client, _LEAVING)
     return since_seconds is not None and time.monotonic() >= since_seconds
 
 
 def refusal_of(scope: Any) -> Any:
-    """What a new HTTP request is answered, as an ASGI application: 503, so that a router tries another server. None if
-    it is served."""
+    """What a new HTTP request is answered, as an ASGI application: 503, so that a load balancer tries another server.
+    None if it is served."""
     state = scope["app"].state if scope["type"] == "http" and "app" in scope else None
     if state is None or not refuses(optional(state, "engine_client")) or scope["path"] in _SERVED:
         return None
