@@ -12,7 +12,7 @@ from kvcached_nixl.scheduler.engine import BlockPool
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
 from kvcached_nixl.scheduler.mapped_memory import MappedMemory
 from kvcached_nixl.wire.asking import AskingFigures
-from kvcached_nixl.wire.headroom import HEADROOM_IN_ANSWERS, Headroom
+from kvcached_nixl.wire.headroom import Headroom
 
 __all__ = ["ANSWER_SECONDS", "ToldHeadroom"]
 
@@ -42,7 +42,7 @@ class ToldHeadroom:
         self._fetching = fetching
         self._asking = asking
         self._mapped = MappedMemory()
-        self._said: Headroom | None = None
+        self._queued_tokens = 0
         self._said_until_seconds = 0.0
 
     def watch(self, blocks: BlockPool) -> None:
@@ -73,8 +73,7 @@ class ToldHeadroom:
     def in_answer(self, blocks: BlockPool) -> dict[str, int]:
         """What prefill's answers say of it."""
         now = self._clock.now_seconds()
-        if self._said is None or now >= self._said_until_seconds:
+        if now >= self._said_until_seconds:
             self._said_until_seconds = now + ANSWER_SECONDS
-            self._said = self.of(blocks)
-        said = self._said
-        return {name: getattr(said, name) for name in HEADROOM_IN_ANSWERS}
+            self._queued_tokens = blocks.usage().queued_tokens
+        return {"queued_tokens": self._queued_tokens}

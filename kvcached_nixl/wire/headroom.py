@@ -10,7 +10,7 @@ import msgspec
 from kvcached_nixl.wire.asking import AskingFigures
 from kvcached_nixl.wire.checked import Malformed, decoder
 
-__all__ = ["HEADROOM_IN_ANSWERS", "BlockUsage", "Headroom", "encode_headroom", "read_headroom"]
+__all__ = ["BlockUsage", "Headroom", "encode_headroom", "read_headroom"]
 
 
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -59,8 +59,6 @@ class Headroom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     asking: AskingFigures | None = None
 
 
-HEADROOM_IN_ANSWERS = ("free_tokens", "used_tokens", "queued_tokens", "kept_offers", "kept_tokens")
-"""The fields that prefill's answers have."""
 _encoder = msgspec.msgpack.Encoder()
 _decode = decoder(Headroom)
 

@@ -62,7 +62,7 @@ MANIFEST_KEY = "kvcached_nixl"
 CACHED_TOKENS_KEY = "remote_prefill_cached_tokens"
 """vLLM's own, from 0.31 on."""
 HEADROOM_KEY = "kvcached_nixl_headroom"
-"""Some fields of `wire.headroom.Headroom` of the engine that answers."""
+"""``queued_tokens`` of the engine that answers; see `wire.headroom`."""
 MAX_REQUEST_ID = 1000
 """Less than an `Identifier` may have: the ids of one request on the two sides may differ by a few characters."""
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
