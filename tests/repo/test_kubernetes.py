@@ -1,39 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Kubernetes manifests of docs/deploy fit together, and a server that they start is as the doctor wants it.
+"""The Kubernetes manifests of docs/deploy fit together.
 
-Schemas are in tests/stacks/test_kubernetes.py, where the command lines are run, too; vLLM's own parser is asked in
-tests/contract/test_deploy.py.
+Schemas are in tests/stacks/test_kubernetes.py, where the command lines are run, too.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("yaml", reason="reading manifests needs PyYAML, which vLLM brings")
 from support import kubernetes
-from support.kubernetes import ADDRESS, ROLES, Object, faults, read, workloads
-
-from kvcached_nixl.cli.deploy import examine
-from kvcached_nixl.cli.deploy.situation import Host
-from kvcached_nixl.cli.limits import FILES, LOCKED, MAPPINGS, SHARED, UNLIMITED, Limits
-
-SERVERS = ("prefill.yaml", "decode.yaml", "network-policy.yaml")
-ROUTERS = ("router-vllm-router.yaml", "router-kvcached-nixl.yaml")
-POD = "10.1.2.3"
+from support.kubernetes import ADDRESS, Object, faults, read, workloads
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_the_manifests_fit_together(router: str) -> None:
-    assert faults(read(*SERVERS, router)) == []
+def test_the_manifests_fit_together() -> None:
+    assert faults(read()) == []
 
 
 def test_no_file_is_left_out() -> None:
-    assert {path.name for path in kubernetes.FOLDER.iterdir()} == {*SERVERS, *ROUTERS}
+    names = {path.name for path in kubernetes.FOLDER.iterdir()}
+    assert names == {"prefill.yaml", "decode.yaml", "network-policy.yaml"}
 
 
 def of(objects: list[Object], kind: str, name: str) -> Any:
@@ -70,20 +60,35 @@ PLANTED: dict[str, tuple[Callable[[list[Object]], Any], str]] = {
     "policy without the side channel": (lambda o: drop_port(o, "ingress", 5600), "network: prefill may reach"),
     "policy that lets none out to it": (lambda o: drop_port(o, "egress", 5600), "network: prefill may reach"),
     "policy without NIXL's ports": (lambda o: drop_port(o, "ingress", 20000), "network: prefill may reach"),
-    "side channel open to the router": (
-        lambda o: policy(o)["ingress"][0]["ports"].append({"port": 5600}),
-        "network: router may reach",
+    "side channel open to clients": (
+        lambda o: policy(o, "kvcached-nixl-decode")["ingress"][0]["ports"].append({"port": 5600}),
+        "network: anything else may reach decode",
+    ),
+    "prefill open to clients": (
+        lambda o: policy(o, "kvcached-nixl-prefill")["ingress"][0].pop("from"),
+        "network: anything else may reach prefill",
+    ),
+    "decode may not ask": (
+        lambda o: policy(o, "kvcached-nixl-decode")["egress"].pop(0),
+        "network: decode may reach prefill",
+    ),
+    "decode may look up no name": (
+        lambda o: policy(o, "kvcached-nixl-decode")["egress"].pop(1),
+        "network: decode may connect to others",
     ),
     "servers open to all": (lambda o: policy(o)["ingress"].append({}), "network: anything else may reach"),
-    "servers without a policy": (lambda o: o.remove(next(x for x in o if x["kind"] == "NetworkPolicy")), "every port"),
+    "servers without a policy": (
+        lambda o: o.__setitem__(slice(None), [x for x in o if x["kind"] != "NetworkPolicy"]),
+        "every port",
+    ),
     "decode may go anywhere": (lambda o: policy(o)["egress"].append({}), "network: decode may connect to others"),
     "policy of another component": (
         lambda o: policy(o)["podSelector"]["matchExpressions"][0].update(values=["decoder"]),
         "selectors: NetworkPolicy kvcached-nixl-servers selects nothing",
     ),
     "clients kept out": (
-        lambda o: policy(o, "kvcached-nixl-router")["ingress"].clear(),
-        "network: clients cannot reach the router",
+        lambda o: policy(o, "kvcached-nixl-decode")["ingress"].clear(),
+        "network: anything else may reach decode",
     ),
     "another range of ports": (lambda o: drop_variable(o, "decode", "UCX_TCP_PORT_RANGE"), "network: decode: UCX_TCP"),
     "Service of other pods": (
@@ -94,9 +99,24 @@ PLANTED: dict[str, tuple[Callable[[list[Object]], Any], str]] = {
         lambda o: of(o, "PodDisruptionBudget", "decode").update(selector={}),
         "selectors: PodDisruptionBudget decode selects",
     ),
-    "names that do not exist": (
-        lambda o: of(o, "Service", "decode").pop("clusterIP"),
-        "selectors: decode: serviceName decode is no headless Service",
+    "prefill behind one address": (
+        lambda o: of(o, "Service", "prefill").pop("clusterIP"),
+        "asking: prefill's Service is not headless",
+    ),
+    "decode behind many": (
+        lambda o: of(o, "Service", "decode").update(clusterIP="None"),
+        "asking: decode's Service is headless",
+    ),
+    "another name": (lambda o: replace(o, "decode", "//prefill:", "//prefills:"), "asking: decode asks"),
+    "nobody to ask": (lambda o: replace(o, "decode", '"prefill"', '"Prefill"'), "asking: decode asks None"),
+    "prefill without a key": (lambda o: drop_variable(o, "prefill", "VLLM_API_KEY"), "asking: prefill: VLLM_API_KEY"),
+    "clients have prefill's key": (
+        lambda o: container(o, "decode")["env"][1]["valueFrom"]["secretKeyRef"].update(key="prefill-api-key"),
+        "asking: decode: VLLM_API_KEY",
+    ),
+    "key that is not mounted": (
+        lambda o: container(o, "decode")["volumeMounts"][-1].update(mountPath="/secrets"),
+        "asking: decode: prefill_api_key_file",
     ),
     "HTTP port": (lambda o: replace(o, "prefill", "--port=8000", "--port=8001"), "ports: prefill: --port 8001"),
     "side-channel port": (
@@ -119,9 +139,9 @@ PLANTED: dict[str, tuple[Callable[[list[Object]], Any], str]] = {
     "gate": (lambda o: drop_variable(o, "prefill", "ENABLE_KVCACHED"), "environment: prefill: ENABLE_KVCACHED"),
     "address": (lambda o: drop_variable(o, "decode", ADDRESS), f"environment: decode: {ADDRESS}"),
     "service links": (lambda o: workloads(o)["decode"].pod.pop("enableServiceLinks"), "could set VLLM_PORT"),
-    "doctor of another server": (
-        lambda o: workloads(o)["decode"].pod["initContainers"][0]["args"].append("--enforce-eager"),
-        "environment: decode: the doctor examines another",
+    "all on one node": (
+        lambda o: workloads(o)["decode"].pod.pop("topologySpreadConstraints"),
+        "environment: decode: nothing spreads its pods",
     ),
     "shared memory": (
         lambda o: next(v for v in workloads(o)["prefill"].pod["volumes"] if v["name"] == "shared-memory")[
@@ -137,17 +157,13 @@ PLANTED: dict[str, tuple[Callable[[list[Object]], Any], str]] = {
         lambda o: workloads(o)["decode"].pod.update(terminationGracePeriodSeconds=30),
         "shutdown: decode: a grace period of 30 s",
     ),
-    "decode replaced by itself": (
-        lambda o: of(o, "StatefulSet", "decode")["updateStrategy"].update(type="RollingUpdate"),
-        "shutdown: decode: updateStrategy RollingUpdate",
+    "all replaced at once": (
+        lambda o: of(o, "Deployment", "decode").update(replicas=1),
+        "shutdown: decode: nobody serves",
     ),
     "shorter than a lease": (
         lambda o: replace(o, "prefill", "timeout=60", "timeout=20"),
         "shutdown: prefill: --shutdown-timeout 20 and a lease of 30 s",
-    ),
-    "a pod without requests": (
-        lambda o: of(o, "StatefulSet", "decode").update(replicas=3),
-        "router: --decode ['http://decode-0.decode:8000', 'http://decode-1.decode:8000'], and the pods are",
     ),
 }
 
@@ -156,7 +172,7 @@ PLANTED: dict[str, tuple[Callable[[list[Object]], Any], str]] = {
 def test_planted_faults_are_found(name: str) -> None:
     plant, found = PLANTED[name]
     # A copy without YAML's aliases: a change in one place must not appear in the other.
-    objects = [without_aliases(one) for one in read(*SERVERS, ROUTERS[0])]
+    objects = [without_aliases(one) for one in read()]
     plant(objects)
     assert [line for line in faults(objects) if found in line]
 
@@ -165,39 +181,3 @@ def without_aliases(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_aliases(one) for key, one in value.items()}
     return [without_aliases(one) for one in value] if isinstance(value, list) else copy.copy(value)
-
-
-def test_a_router_flag_that_does_not_exist_is_found() -> None:
-    objects = [without_aliases(one) for one in read(*SERVERS, ROUTERS[1])]
-    container(objects, "router")["args"].append("--policies=none")
-    assert faults(objects) == ["router: the router knows no --policies=none"]
-
-
-class Pod(Host):
-    """A pod as the manifests make it."""
-
-    def why_not_bound(self, address: str, port: int) -> int | None:
-        return None
-
-    def why_not_written(self, folder: Path) -> str | None:
-        return None if folder in (Path("/tmp"), Path("/cache/.cache")) else "Read-only file system"
-
-    def limits(self) -> Limits:
-        return {LOCKED: UNLIMITED, FILES: 65_536, MAPPINGS: 65_530, SHARED: 4 << 30}
-
-    def most_open_files(self) -> int:
-        return 1 << 20
-
-    def has(self, path: str) -> bool:
-        return path == "/dev/nvidiactl"
-
-
-@pytest.mark.parametrize("name", ROLES)
-def test_the_doctor_finds_nothing_in_a_pod(name: str) -> None:
-    """No advice either. What is installed here is not what the image has."""
-    one = workloads(read(*SERVERS))[name].serving
-    environ = {**one.environ, ADDRESS: POD, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-    found = examine.examine(environ, command=one.command, host=Pod())
-    of_image = ("vLLM version", "kvcached version", "NIXL", "runner")
-    assert [one for one in found.findings if one.name not in of_image] == []
-    assert found.facts["role"] == ROLES[name] and f"peers get {POD}:5600 " in found.facts["side channel"]

@@ -28,7 +28,6 @@ NOT_RUN = "# not run: "
 SKIPPED = {
     "kvcached": ["apt-get", "/build/bin/python", "LIBRARY_PATH=/usr/local/cuda/lib64/stubs"],
     "server": ["uv", "useradd"],
-    "router": ["useradd"],
 }
 """The first word of each step that is not run: a marker that is added must be added here, too."""
 
@@ -129,19 +128,12 @@ def test_what_is_not_run_is_what_needs_cuda_or_root() -> None:
 
 
 def test_the_server_s_stage(folder: Path) -> None:
-    """The package that was copied is installed, starts by itself, and the last step finds nothing wrong."""
-    installed, examined = run(STAGES["server"], folder)
+    """The package that was copied is installed, and starts by itself."""
+    installed, said = run(STAGES["server"], folder)
     assert "kvcached-nixl" in installed
-    assert f"kvcached_nixl {__version__} doctor --deploy" in examined and "wrong: " not in examined
+    assert said == f"kvcached_nixl {__version__}\n"
     (start_file,) = folder.glob("environment/lib/python*/site-packages/kvcached_nixl.pth")
     assert start_file.is_file()
-
-
-def test_the_router_s_stage(folder: Path) -> None:
-    """Both routers, without vLLM."""
-    _, helps = run(STAGES["router"], folder)
-    assert "--decode-alone" in helps and "--vllm-pd-disaggregation" in helps
-    assert not [*folder.glob("environment/lib/python*/site-packages/vllm")]
 
 
 def test_the_build_stage_as_far_as_it_goes(folder: Path) -> None:
@@ -150,18 +142,17 @@ def test_the_build_stage_as_far_as_it_goes(folder: Path) -> None:
 
 
 def test_a_step_that_fails_is_seen(folder: Path) -> None:
-    """A file that is not copied; a check of the image that finds something wrong."""
+    """A file that is not copied; a step that does not find the package."""
     server = STAGES["server"]
     with pytest.raises(AssertionError, match=r"README\.md|Failed to build"):
         run(Stage(server.name, "", [(["pyproject.toml"], "/src/"), server.copies[1]], server.steps), folder)
-    without_gate = [(step.replace("ENABLE_KVCACHED=true ", ""), reason) for step, reason in server.steps]
-    with pytest.raises(AssertionError, match="wrong: gate"):
-        run(Stage(server.name, "", server.copies, without_gate), folder)
+    misspelt = [(step.replace("-m kvcached_nixl", "-m kvcached_nix"), reason) for step, reason in server.steps]
+    with pytest.raises(AssertionError, match="No module named kvcached_nix"):
+        run(Stage(server.name, "", server.copies, misspelt), folder)
 
 
 def test_servers_run_as_another_user_with_the_package_on() -> None:
     """What the manifests rely on."""
-    for name in ("server", "router"):
-        assert "USER 10001" in STAGES[name].others
+    assert "USER 10001" in STAGES["server"].others
     assert "ENV ENABLE_KVCACHED=true" in STAGES["server"].others and "ENTRYPOINT []" in STAGES["server"].others
     assert STAGES["server"].base == "docker.io/vllm/vllm-openai:v${VLLM}"

@@ -6,7 +6,7 @@ A schema validator accepts a NetworkPolicy without the side channel, or a probe 
 
 from __future__ import annotations
 
-import argparse
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +14,16 @@ from typing import Any
 
 import yaml
 
-from kvcached_nixl.cli.deploy.serve_command import ServeCommand
-from kvcached_nixl.proxy.options import add_arguments, from_arguments
 from kvcached_nixl.settings import Settings
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/deploy/kubernetes"
 ROLES: Mapping[str, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 COMPONENT = "app.kubernetes.io/component"
 ADDRESS, PORT, RANGE = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "UCX_TCP_PORT_RANGE"
+KEY = "VLLM_API_KEY"
+KEYS: Mapping[str, str] = {"prefill": "prefill-api-key", "decode": "api-key"}
+"""Of the secret: what each role wants to be told."""
 LEAST_SHARED_GIB = 1
-WORKLOADS = ("StatefulSet", "Deployment")
 
 Object = dict[str, Any]
 Ports = frozenset[tuple[int, int]]
@@ -50,11 +50,31 @@ class Container:
     def environ(self) -> dict[str, str]:
         return {one["name"]: one.get("value", "") for one in self.spec.get("env", ())}
 
-    def field_of(self, variable: str) -> str | None:
-        """The pod's field that a variable has."""
+    def source_of(self, variable: str) -> Object:
+        """Where the cluster gets a variable from; empty if it does not."""
         found = next((one for one in self.spec.get("env", ()) if one["name"] == variable), {})
-        path = found.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-        return path if isinstance(path, str) else None
+        source: Object = found.get("valueFrom", {})
+        return source
+
+    def value(self, flag: str) -> str | None:
+        """The value of ``--flag=value`` or ``--flag value`` in its command line."""
+        words = self.command
+        for word, following in zip(words, (*words[1:], None), strict=True):
+            if word == flag:
+                return following
+            if word.startswith(f"{flag}="):
+                return word.partition("=")[2]
+        return None
+
+    @property
+    def transfer(self) -> Object:
+        found: Object = json.loads(self.value("--kv-transfer-config") or "{}")
+        return found
+
+    @property
+    def extra(self) -> Object:
+        found: Object = self.transfer.get("kv_connector_extra_config", {})
+        return found
 
     @property
     def ports(self) -> dict[str, int]:
@@ -67,7 +87,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Workload:
-    """A StatefulSet or Deployment; its first container is the one that serves."""
+    """A Deployment; its first container is the one that serves."""
 
     object: Object
 
@@ -90,20 +110,13 @@ class Workload:
         return Container(self.pod["containers"][0])
 
     @property
-    def serve(self) -> ServeCommand:
-        return ServeCommand(self.serving.command)
-
-    @property
     def shutdown_seconds(self) -> int:
-        """What the serving program takes at most to end, by its own flags, and before it is told to."""
-        flags = ("--shutdown-timeout", "--drain-timeout")
-        sleeps = self.serving.spec.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ())
-        waits = int(sleeps[1]) if sleeps[:1] == ["sleep"] else 0
-        return waits + max(int(self.serve.value(flag) or 0) for flag in flags)
+        """What the serving program takes at most to end, by its own flag."""
+        return int(self.serving.value("--shutdown-timeout") or 0)
 
 
 def workloads(objects: Sequence[Object]) -> dict[str, Workload]:
-    return {one["metadata"]["name"]: Workload(one) for one in objects if one["kind"] in WORKLOADS}
+    return {one["metadata"]["name"]: Workload(one) for one in objects if one["kind"] == "Deployment"}
 
 
 def faults(objects: Sequence[Object]) -> list[str]:
@@ -165,28 +178,21 @@ def selectors(objects: Sequence[Object], found: Found) -> Iterator[str]:
         selected = [other for other, workload in found.items() if selects(selector, workload.labels)]
         if selected != [name]:
             yield f"{kind} {name} selects {selected}"
-    for name, workload in found.items():
-        service = workload.object["spec"].get("serviceName")
-        headless = [
-            o["metadata"]["name"] for o in objects if o["kind"] == "Service" and o["spec"].get("clusterIP") == "None"
-        ]
-        if service is not None and service not in headless:
-            yield f"{name}: serviceName {service} is no headless Service"
 
 
 def ports(objects: Sequence[Object], found: Found) -> Iterator[str]:
     """Flags, container ports, probes and Services name the same ports; no Service leads to the side channel."""
     for name, workload in found.items():
         one = workload.serving
-        if workload.serve.value("--port") != str(one.ports.get("http")):
-            yield f"{name}: --port {workload.serve.value('--port')}, container port http {one.ports.get('http')}"
-        if name in ROLES and one.environ.get(PORT) != str(one.ports.get("side-channel")):
+        if one.value("--port") != str(one.ports.get("http")):
+            yield f"{name}: --port {one.value('--port')}, container port http {one.ports.get('http')}"
+        if one.environ.get(PORT) != str(one.ports.get("side-channel")):
             yield f"{name}: {PORT}={one.environ.get(PORT)}, container port {one.ports.get('side-channel')}"
         for kind, probe in one.probes.items():
             port = (probe.get("httpGet") or probe.get("tcpSocket") or {}).get("port")
             if port not in one.ports:
                 yield f"{name}: {kind} asks port {port}"
-        if name in ROLES and {"startupProbe", "readinessProbe", "livenessProbe"} - {*one.probes}:
+        if {"startupProbe", "readinessProbe", "livenessProbe"} - {*one.probes}:
             yield f"{name} lacks a probe"
     for service in (one for one in objects if one["kind"] == "Service"):
         workload = found[service["metadata"]["name"]]
@@ -196,33 +202,57 @@ def ports(objects: Sequence[Object], found: Found) -> Iterator[str]:
 
 
 def configuration(objects: Sequence[Object], found: Found) -> Iterator[str]:
-    """Both sides have the same settings, which this package accepts, and differ in the role."""
-    configs = {name: dict(found[name].serve.transfer or {}) for name in ROLES}
+    """Both sides have the same settings, which this package accepts, and differ in the role and in whom decode asks."""
+    configs = {name: found[name].serving.transfer for name in ROLES}
     for name, config in configs.items():
-        role = config.pop("kv_role", None)
-        if role != ROLES[name]:
+        if (role := config.pop("kv_role", None)) != ROLES[name]:
             yield f"{name}: kv_role {role}"
         if config.get("kv_load_failure_policy") not in ("fail", "recompute"):
             yield f"{name}: no kv_load_failure_policy"
-        Settings.from_extra_config(config.get("kv_connector_extra_config", {}))
+        Settings.from_extra_config(config["kv_connector_extra_config"])
+    for key in ("prefill", "prefill_api_key_file"):
+        configs["decode"]["kv_connector_extra_config"].pop(key, None)
     if configs["prefill"] != configs["decode"]:
         yield f"prefill and decode differ: {configs}"
 
 
+def asking(objects: Sequence[Object], found: Found) -> Iterator[str]:
+    """Decode asks prefill's headless Service, with prefill's key. Clients have a key and a Service of their own."""
+    decode = found["decode"]
+    services = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "Service"}
+    asked = decode.serving.extra.get("prefill")
+    if asked != [f"http://prefill:{found['prefill'].serving.ports['http']}"]:
+        yield f"decode asks {asked}"
+    if services["prefill"].get("clusterIP") != "None":
+        yield "prefill's Service is not headless: decode would know one address for all"
+    if services["decode"].get("clusterIP") == "None":
+        yield "decode's Service is headless: clients would balance by themselves"
+    for name, key in KEYS.items():
+        secret = found[name].serving.source_of(KEY).get("secretKeyRef", {})
+        if secret.get("key") != key:
+            yield f"{name}: {KEY} is {secret}"
+    volumes = {one["name"]: one.get("secret", {}) for one in decode.pod["volumes"]}
+    files = {
+        f"{mount['mountPath']}/{item['path']}": item["key"]
+        for mount in decode.serving.spec["volumeMounts"]
+        for item in volumes[mount["name"]].get("items", ())
+    }
+    file = decode.serving.extra.get("prefill_api_key_file")
+    if files.get(file) != KEYS["prefill"]:
+        yield f"decode: prefill_api_key_file {file}, and {files} are mounted"
+
+
 def environment(objects: Sequence[Object], found: Found) -> Iterator[str]:
-    """What a server's process has to have around it; the doctor before it has the same."""
+    """What a server's process has to have around it."""
     for name in ROLES:
         workload = found[name]
         one, pod = workload.serving, workload.pod
         if one.environ.get("ENABLE_KVCACHED") != "true":
             yield f"{name}: ENABLE_KVCACHED is {one.environ.get('ENABLE_KVCACHED')!r}"
-        if one.field_of(ADDRESS) != "status.podIP":
-            yield f"{name}: {ADDRESS} is {one.field_of(ADDRESS)}"
+        if (source := one.source_of(ADDRESS)) != {"fieldRef": {"fieldPath": "status.podIP"}}:
+            yield f"{name}: {ADDRESS} is {source}"
         if pod.get("enableServiceLinks") is not False:
             yield f"{name}: a Service could set VLLM_PORT"
-        (doctor,) = map(Container, pod["initContainers"])
-        if doctor.command[-len(one.command) - 1 :] != ("--", *one.command) or doctor.spec["env"] != one.spec["env"]:
-            yield f"{name}: the doctor examines another command or environment"
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in one.spec["volumeMounts"]}
         shared = mounts.get("/dev/shm", {}).get("emptyDir", {})
@@ -234,28 +264,28 @@ def environment(objects: Sequence[Object], found: Found) -> Iterator[str]:
                 yield f"{name}: {folder} is no folder of its own"
         if one.spec["resources"]["limits"].get("nvidia.com/gpu") != 1:
             yield f"{name}: no GPU"
+        spread = [one["labelSelector"] for one in pod.get("topologySpreadConstraints", ())]
+        if not spread or not all(selects(one, workload.labels) for one in spread):
+            yield f"{name}: nothing spreads its pods over nodes"
 
 
 def shutdown(objects: Sequence[Object], found: Found) -> Iterator[str]:
-    """The grace period is longer than what a program takes to end; prefill's is not shorter than a lease.
-
-    Decode's pods are not replaced by themselves: vLLM answers requests with status 200 and no text while it drains.
-    """
+    """The grace period is longer than what a program takes to end; prefill's is not shorter than a lease. An update
+    takes one pod at a time, and one is left."""
     for name, workload in found.items():
-        grace = workload.pod["terminationGracePeriodSeconds"]
+        grace, of_update = workload.pod["terminationGracePeriodSeconds"], workload.object["spec"]["strategy"]
         if not grace > workload.shutdown_seconds:
             yield f"{name}: a grace period of {grace} s, and {workload.shutdown_seconds} s to end"
+        if of_update["rollingUpdate"]["maxUnavailable"] >= workload.object["spec"]["replicas"]:
+            yield f"{name}: nobody serves while it is updated"
     prefill = found["prefill"]
-    extra = (prefill.serve.transfer or {}).get("kv_connector_extra_config", {})
-    lease = Settings.from_extra_config(extra).kv_lease_duration_seconds
-    if (kind := found["decode"].object["spec"]["updateStrategy"]["type"]) != "OnDelete":
-        yield f"decode: updateStrategy {kind}"
+    lease = Settings.from_extra_config(prefill.serving.extra).kv_lease_duration_seconds
     if prefill.shutdown_seconds < lease:
         yield f"prefill: --shutdown-timeout {prefill.shutdown_seconds} and a lease of {lease:g} s"
 
 
 def network(objects: Sequence[Object], found: Found) -> Iterator[str]:
-    """Servers reach each other's side channel and NIXL's ports, the router HTTP only, and nobody else anything."""
+    """Servers reach each other's side channel and NIXL's ports, decode prefill's HTTP, and clients decode's."""
     first, _, last = found["prefill"].serving.environ.get(RANGE, "0-0").partition("-")
     of_ucx = (int(first), int(last))
     for name in ROLES:
@@ -263,51 +293,29 @@ def network(objects: Sequence[Object], found: Found) -> Iterator[str]:
         http, side_channel = (target.serving.ports[port] for port in ("http", "side-channel"))
         if target.serving.environ.get(RANGE) != f"{first}-{last}":
             yield f"{name}: {RANGE}={target.serving.environ.get(RANGE)}"
-        expected = {
-            **{other: frozenset({(side_channel, side_channel), of_ucx}) for other in ROLES},
-            "router": frozenset({(http, http)}),
-            "anything else": frozenset(),
-        }
-        for source, some in expected.items():
+        hand_over = frozenset({(side_channel, side_channel), of_ucx})
+        of_http = frozenset({(http, http)})
+        of_all = of_http if name == "decode" else frozenset()
+        asks = of_http if name == "prefill" else frozenset()
+        # As far as both policies let them: decode's ingress lets everybody in, and the other server's egress does not.
+        for source, some in {"prefill": hand_over, "decode": hand_over | asks, "anything else": of_all}.items():
             labels = found[source].labels if source in found else {"app": "other"}
+            into = one_way(objects, "Ingress", target.labels, labels)
             # Not only together with the source's own policy: that one may be gone tomorrow.
-            for ports in (one_way(objects, "Ingress", target.labels, labels), allowed(objects, labels, target.labels)):
-                if ports != some:
+            for ports, expected in ((into, some | of_all), (allowed(objects, labels, target.labels), some)):
+                if ports != expected:
                     yield f"{source} may reach {name} at {'every port' if ports is None else sorted(ports)}"
-    outside = allowed(objects, found["decode"].labels, {"app": "other"})
-    if outside != frozenset():
-        yield f"decode may connect to others: {outside}"
-    router = found["router"]
-    port = router.serving.ports["http"]
-    if allowed(objects, {"app": "client"}, router.labels) != frozenset({(port, port)}):
-        yield "clients cannot reach the router, or reach more than its port"
-
-
-def router(objects: Sequence[Object], found: Found) -> Iterator[str]:
-    """It has one URL for each replica of each role, and its own program accepts the command line."""
-    words = found["router"].serving.command
-    for name in ROLES:
-        workload = found[name]
-        service, port = workload.object["spec"]["serviceName"], workload.serving.ports["http"]
-        expected = [f"http://{name}-{i}.{service}:{port}" for i in range(workload.object["spec"]["replicas"])]
-        given = [word.partition("=")[2] for word in words if word.startswith(f"--{name}=")]
-        if given != expected:
-            yield f"--{name} {given}, and the pods are {expected}"
-    if words[:2] == ("kvcached-nixl", "proxy"):
-        parser = argparse.ArgumentParser(exit_on_error=False)
-        add_arguments(parser)
-        arguments, unknown = parser.parse_known_args(words[2:])
-        if unknown:
-            yield f"the router knows no {' '.join(unknown)}"
-        from_arguments(arguments, {})
+    for name, dns in (("prefill", frozenset()), ("decode", frozenset({(53, 53)}))):
+        if (outside := allowed(objects, found[name].labels, {"app": "other"})) != dns:
+            yield f"{name} may connect to others: {outside}"
 
 
 CHECKS: tuple[Callable[[Sequence[Object], Found], Iterator[str]], ...] = (
     selectors,
     ports,
     configuration,
+    asking,
     environment,
     shutdown,
     network,
-    router,
 )
