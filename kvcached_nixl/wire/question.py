@@ -137,7 +137,7 @@ def read_answer(status: int, headers: Mapping[str, str], body: bytes) -> dict[st
     if status == 200:
         try:
             params = msgspec.json.decode(body, type=Answer).kv_transfer_params
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise AskFailed(Outcome(f"its answer cannot be read: {error}")) from error
         if params is None:
             raise AskFailed(Outcome("it has computed the prompt, and offers no KV; expected kv_transfer_params"))

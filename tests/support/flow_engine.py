@@ -16,11 +16,12 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from kvcached_nixl.clock import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.engine import Progress
@@ -241,6 +242,8 @@ class Kind:
         is_required: it computes nothing because they do not answer.
         is_asked: it is asked for KV by others, too.
         queue_seconds: how long its requests may wait to be asked for.
+        model: what its tag says.
+        clock_seconds: its clocks are ahead by so much.
     """
 
     shape: Shape = Shape()
@@ -263,6 +266,18 @@ class Kind:
     is_required: bool = False
     is_asked: bool = False
     queue_seconds: float = math.inf
+    model: str = "m"
+    clock_seconds: float = 0.0
+
+
+class Ahead(NamedTuple):
+    """A clock that differs from another one."""
+
+    clock: Clock
+    by_seconds: float
+
+    def now_seconds(self) -> float:
+        return self.clock.now_seconds() + self.by_seconds
 
 
 class Channel:
@@ -337,17 +352,17 @@ class Worker:
             weights=engine.kind.weights,
             process=self.host.own,
         )
-        tag = str(Tag(engine.settings.transfer_mode.value, (("model", "m"),), (((2, 8),),)))
+        tag = str(Tag(engine.settings.transfer_mode.value, (("model", engine.kind.model),), (((2, 8),),)))
 
         def offer(weights: Weights) -> None:
             told = msgspec.structs.replace(handshake, weights=weights)
             self.envelope = Envelope(tag, msgspec.msgpack.encode(told))
 
         self.channel = Channel(cluster, engine)
-        self.gates = WriteGates(lambda: cluster.wire.open_gate(self.agent_name), self.awaiting_checksum, cluster.clock)
+        self.gates = WriteGates(lambda: cluster.wire.open_gate(self.agent_name), self.awaiting_checksum, engine.clock)
         self.side: WorkerFacade = assemble(
             self.agent,
-            cluster.clock,
+            engine.clock,
             place,
             self.token_table,
             engine.settings,
@@ -461,6 +476,7 @@ class Engine:
 
     def __init__(self, cluster: Cluster, own: RemotePrefill, kind: Kind, incarnation: int) -> None:
         self.cluster, self.own, self.kind, self.incarnation = cluster, own, kind, incarnation
+        self.clock = Ahead(cluster.clock, kind.clock_seconds)
         self.admits, self.is_paused = True, False
         self.weights = kind.weights
         self.reloaded: Counter[int] = Counter()
@@ -483,7 +499,7 @@ class Engine:
             f"{number:016x}",
             WakeAddress("127.0.0.1", 1, f"{number:032x}"),
             terms,
-            cluster.clock,
+            self.clock,
             Reads(),
             cluster.spans,
             AskSettings(

@@ -30,6 +30,8 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 CONNECT_SECONDS = 5.0
 CHECK_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+"""For an answer's body, which vLLM sends when it has computed the prompt."""
 CLOSE_SECONDS = 5.0
 IDLE_SECONDS = 4.0
 """Less than uvicorn's 5 s: a connection that the server closes while a question is being sent would fail it."""
@@ -168,15 +170,15 @@ class Asker:
     async def _post(self, url: str, address: str, question: Question) -> dict[str, Any]:
         target, more = self._target(url, address, PATH, **(question.trace_headers or {}))
         async with self._opened().post(target, data=question.body(), allow_redirects=False, **more) as response:
-            body = bytearray()
-            async for chunk in response.content.iter_any():
-                body += chunk
-                if len(body) > MOST_ANSWER_BYTES:
-                    raise AskFailed(Outcome(f"its answer has more than {MOST_ANSWER_BYTES} bytes"))
+            try:
+                body = await asyncio.wait_for(_body(response), ANSWER_SECONDS)
+            except asyncio.TimeoutError as error:
+                reason = f"it has begun its answer, and not ended it within {ANSWER_SECONDS:g} s"
+                raise AskFailed(Outcome(reason, is_of_server=True)) from error
             if self._api_key and response.status != 200:
                 # What the log shows of it: some servers repeat a key that they do not accept.
                 body = body.replace(self._api_key, b"***")
-            return read_answer(response.status, response.headers, bytes(body))
+            return read_answer(response.status, response.headers, body)
 
     def _target(self, url: str, address: str, path: str, **headers: str) -> tuple[URL, dict[str, Any]]:
         """Returns the URL to connect to, and more arguments of aiohttp's."""
@@ -198,6 +200,15 @@ class Asker:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, trust_env=False)
         return self._session
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > MOST_ANSWER_BYTES:
+            raise AskFailed(Outcome(f"its answer has more than {MOST_ANSWER_BYTES} bytes"))
+    return bytes(body)
 
 
 def _socket(address: Any) -> socket.socket:

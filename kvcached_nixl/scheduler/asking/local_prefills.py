@@ -7,7 +7,7 @@ computes of one of them while others run; one prompt may have more.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 
 from kvcached_nixl.scheduler.engine import BlockPool, Request
 
@@ -23,7 +23,7 @@ class LocalPrefills:
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
-        self._waiting: deque[Request] = deque()
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
         # Requests that may begin -> tokens of their prompts.
         self._begun: dict[str, int] = {}
 
@@ -34,7 +34,7 @@ class LocalPrefills:
 
     def add(self, request: Request) -> None:
         """A held request is to be computed here, or to fail."""
-        self._waiting.append(request)
+        self._waiting[request.request_id] = request
 
     def computed(self, request_id: str, num_computed_tokens: int) -> None:
         """A step computes a request up to this token."""
@@ -44,18 +44,17 @@ class LocalPrefills:
     def gone(self, request_id: str) -> None:
         """A request has ended."""
         self._begun.pop(request_id, None)
-        for request in [one for one in self._waiting if one.request_id == request_id]:
-            self._waiting.remove(request)
+        self._waiting.pop(request_id, None)
 
     def turn(self, blocks: BlockPool) -> bool:
         """Lets the next ones begin. Called before each step. Returns whether there are any."""
         num_begun = len(self._begun)
         while self._waiting:
-            num_tokens = self._waiting[0].num_prompt_tokens
-            if self._begun and sum(self._begun.values()) + num_tokens > self._most_tokens:
+            request_id, request = next(iter(self._waiting.items()))
+            if self._begun and sum(self._begun.values()) + request.num_prompt_tokens > self._most_tokens:
                 break
-            request = self._waiting.popleft()
-            self._begun[request.request_id] = num_tokens
-            blocks.release(request.request_id, None)
+            del self._waiting[request_id]
+            self._begun[request_id] = request.num_prompt_tokens
+            blocks.release(request_id, None)
         blocks.limit_chunks(self._most_tokens if self._begun else 0)
         return len(self._begun) > num_begun

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import socket
 import threading
+import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -18,6 +21,11 @@ from kvcached_nixl.scheduler.asking.servers import Server
 from kvcached_nixl.wire.question import PATH, Outcome, Question
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
+NESTED = b'{"a":' * 10_000 + b"1" + b"}" * 10_000
+ODD_JSON = (
+    *(NESTED, b"[" * 10_000 + b"]" * 10_000, b"1" + b"0" * 5000),
+    *(b"NaN", b"1e999", b'"\\ud800"', b'"\xed\xa0\x80"'),
+)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -120,6 +128,8 @@ def test_the_prompt_is_sent_and_the_parameters_come_back(decode: Decode, serve: 
         ({"body": b"\xff\xfe"}, "cannot be read", False, False),
         ({"text": json.dumps({"kv_transfer_params": [1]})}, "cannot be read", False, False),
         ({"text": json.dumps([1])}, "cannot be read", False, False),
+        *(({"body": b'{"kv_transfer_params":{"a":%s}}' % one}, "cannot be read", False, False) for one in ODD_JSON),
+        ({"body": b'{"ignored":' + NESTED + b"}"}, "cannot be read", False, False),
         ({"status": 307, "headers": {"Location": "http://127.0.0.1:1/"}}, "HTTP 307", False, False),
         ({"status": 401}, "HTTP 401", False, False),
         ({"status": 404, "text": "no such model"}, "no such model", True, False),
@@ -200,6 +210,92 @@ def test_half_an_answer(decode: Decode, serve: Callable[[Handler], Prefill]) -> 
 
     decode.asker.ask(1, serve(half).server, Question("r", [1]))
     assert isinstance(decode.answer(), Outcome)
+
+
+def test_an_answer_that_never_ends(
+    decode: Decode, serve: Callable[[Handler], Prefill], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte now and then keeps every connection alive."""
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
+
+    async def drips(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.01)
+
+    prefill = serve(drips)
+    decode.asker.ask(1, prefill.server, Question("r", [1]))
+    found = decode.answer()
+    assert "not ended it within" in found.reason and found.is_of_server
+    assert prefill.left.wait(10), "the connection is closed"
+
+
+def test_an_answer_that_unpacks_to_far_more(
+    decode: Decode, serve: Callable[[Handler], Prefill], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_ANSWER_BYTES", 1 << 20)
+    packed = gzip.compress(bytes(1 << 27), 1)
+    decode.asker.ask(1, serve(answering(body=packed, headers={"Content-Encoding": "gzip"})).server, Question("r", [1]))
+    tracemalloc.start()
+    assert "more than 1048576 bytes" in decode.answer().reason
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
+
+
+def test_a_redirect_is_not_followed(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+    """Nobody but the servers that the operator names hears prompts, or the key."""
+    other = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS})))
+    moved = {"status": 308, "headers": {"Location": f"{other.server.url}/{PATH}"}}
+    decode.asker.ask(1, serve(answering(**moved)).server, Question("r", [1]))
+    assert "HTTP 308" in decode.answer().reason and not other.asked
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(b"", b"\x16\x03\x01", b"no HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000),
+        *(b"HTTP/1.1 200 OK\r\nContent-Length: %s\r\n\r\n{}" % length for length in (b"-1", b"3", b"x")),
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n{}",
+    ],
+    ids=lambda said: repr(said[:60]),
+)
+def test_what_is_no_http(decode: Decode, said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        decode.asker.ask(1, Server(f"http://127.0.0.1:{listening.getsockname()[1]}"), Question("r", [1]))
+        found = decode.answer()
+        thread.join()
+    assert isinstance(found, Outcome) and "a defect" not in found.reason
+
+
+def test_a_name_whose_look_up_hangs_costs_others_nothing(
+    decode: Decode, serve: Callable[[Handler], Prefill], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.2)
+    hangs = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hangs.wait(30) and [])
+    prefill = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS})))
+    for number in range(20):
+        decode.asker.ask(number, Server(f"http://prefill{number}:8000"), Question("r", [1]))
+    decode.asker.ask(99, prefill.server, Question("r", [1]))
+    found: dict[int, Any] = {}
+    while len(found) < 21:
+        decode.wait()
+        found |= dict(decode.asker.take())
+    assert next(iter(found)) == 99 and found.pop(99) == PARAMS
+    assert all(isinstance(one, Outcome) and one.is_of_server for one in found.values())
+    decode.asker.close()
+    hangs.set()
 
 
 def test_nobody_listens(decode: Decode) -> None:
