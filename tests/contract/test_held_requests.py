@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+import vllm
 from vllm import SamplingParams
 from vllm.v1.core.sched import request_queue
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
@@ -101,3 +104,25 @@ def test_one_whose_grammar_is_compiled_is_held_too() -> None:
     assert names(engine) == [] and Scheduler.get_request_counts(engine) == (0, 1)
     engine.waiting.release("a")
     assert names(engine) == ["a"]
+
+
+def calling(*called: str) -> set[str]:
+    """The functions of vLLM's engine that call a method: ``scheduler.add_request`` is found by its last two names."""
+    found = set()
+    engine = Path(vllm.__file__).parent / "v1"
+    for path in (*(engine / "engine").rglob("*.py"), *(engine / "core").rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                calls = (ast.unparse(one.func) for one in ast.walk(function) if isinstance(one, ast.Call))
+                if any(f".{one}".endswith(tuple(f".{name}" for name in called)) for one in calls):
+                    found.add(f"{path.stem}.{function.name}")
+    return found
+
+
+def test_all_requests_enter_by_one_door() -> None:
+    """Whatever endpoint or client they come from: `seams.scheduler.add_request` is around it."""
+    assert calling("scheduler.add_request") == {"core.add_request"}
+    # A session whose turn has ended waits for its next input.
+    waits_again = {"scheduler.update_from_output", "scheduler._handle_stopped_request"}
+    found = calling("_enqueue_waiting_request", "waiting.add_request") - waits_again
+    assert found == {"scheduler.add_request", "scheduler._enqueue_waiting_request"}
