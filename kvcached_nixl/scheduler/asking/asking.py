@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import uuid
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -301,13 +301,14 @@ class Asking:
         self._wanted[wanted.request.request_id] = wanted
         self._limit.waits(wanted.request.request_id)
         self._timelines.begin(wanted.request, State.DECODE_HELD)
-        insort(self._waiting, wanted, key=lambda one: one.order)
+        insort(self._waiting, wanted, key=_order)
 
     def _leave_queue(self, wanted: _Wanted) -> None:
         leader = self._leaders.get(wanted.prefix or b"")
         for waiting in (self._waiting, [] if leader is None else leader.followers):
-            if wanted in waiting:
-                waiting.remove(wanted)
+            place = bisect_left(waiting, wanted.order, key=_order)
+            if waiting[place : place + 1] == [wanted]:
+                del waiting[place]
 
     def _refuse_late(self) -> None:
         """Ends those that have waited to be asked for as long as they may."""
@@ -340,7 +341,7 @@ class Asking:
         request = wanted.request
         leader = wanted if wanted.prefix is None else self._leaders.get(wanted.prefix, wanted)
         if leader is not wanted:
-            leader.followers.append(wanted)
+            insort(leader.followers, wanted, key=_order)
             return True
         server, num_cached = self.servers.choose(wanted.tried, wanted.hashes)
         rests = self.servers.rests(server)
@@ -483,8 +484,12 @@ class Asking:
             if is_cached:
                 # If it does not find its prompt cached, those like it would not either.
                 one.prefix = None
-            insort(self._waiting, one, key=lambda one: one.order)
+            insort(self._waiting, one, key=_order)
         wanted.followers = []
+
+
+def _order(wanted: _Wanted) -> tuple[int, int]:
+    return wanted.order
 
 
 def _failure(outcome: Outcome) -> HandOverFailed:

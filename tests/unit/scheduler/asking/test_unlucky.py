@@ -12,7 +12,6 @@ from kvcached_nixl.wire.question import Outcome
 
 from .test_asking import BUSY, DEAD, SILENCE_SECONDS, Decode, Request
 
-SEARCHED = pytest.mark.xfail(strict=True, raises=AssertionError, reason="`Asking.gone` searches its lists")
 FEW, MANY = 2_000, 10_000
 
 
@@ -63,8 +62,8 @@ def seconds_to_leave(wait: Callable[[int], Decode], number: int, *, newest_first
 @pytest.mark.parametrize(
     "wait",
     [
-        pytest.param(waiting, marks=SEARCHED),
-        pytest.param(waiting_for_another, marks=SEARCHED),
+        waiting,
+        waiting_for_another,
         waiting_to_be_computed,
     ],
     ids=lambda one: one.__name__,
@@ -107,7 +106,6 @@ def test_a_server_that_refuses_everything_gets_no_more_than_others() -> None:
     assert len(decode.fetching.refused) <= 3
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="`Retry-After` counts as it is")
 def test_a_busy_server_is_asked_again_soon_whatever_it_says() -> None:
     decode = Decode()
     decode.arrives("a")
