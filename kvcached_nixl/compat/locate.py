@@ -12,6 +12,7 @@ from kvcached_nixl.compat.names import KV_TRANSFER, KVCACHED_NIXL_COMPAT, NIXL_P
 from kvcached_nixl.patching import Place, Target
 
 __all__ = [
+    "API_ROUTES",
     "CONNECTOR_BASE",
     "ENGINE_CLIENT",
     "ENGINE_CORE",
@@ -117,6 +118,9 @@ MEDIA_PROCESSING = Target(
 
 ENGINE_CLIENT = Target(name="engine client", places=(Place("vllm.v1.engine.async_llm", "AsyncLLM"),))
 """Gives the API server's requests to the engines, and their outputs back."""
+
+API_ROUTES = Target(name="API routes", places=(Place("vllm.entrypoints.scale_out.factories"),))
+"""Adds routes to the API server of a model that generates."""
 
 HTTP_MIDDLEWARE = Target(
     name="HTTP middleware", places=(Place("vllm.entrypoints.serve.elastic_ep.middleware", "ScalingMiddleware"),)

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from kvcached_nixl.compat.arrival import is_stand_in
+from kvcached_nixl.compat.asked_prompts import identifier_of, is_sendable, sent_prompt
 from kvcached_nixl.compat.private import envs, optional, private
 from kvcached_nixl.compat.states import ends_in_media, whole_because
 from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.identity.configuration import checksum_of
 from kvcached_nixl.wire.digest import Embeddings, digest_of
-from kvcached_nixl.wire.question import Question
+from kvcached_nixl.wire.question import Question, plain_id
 
 __all__ = ["RequestReader", "RequestView", "drop_unless_mapping", "hash_embeddings"]
 
@@ -297,29 +298,31 @@ class RequestView:
 
     @property
     def question(self) -> Question | None:
-        """What a prefill server would be asked. None for what it cannot be asked for: a prompt with images, sounds, ...
-        or embeddings, one that has to be computed here, and one that another server was named for already."""
+        """What a prefill server would be asked. None for what it cannot be asked for: a prompt that has to be computed
+        here, one whose images, sounds, ... are not here, and one that another server was named for already."""
         request = self.request
         params = self.params or {}
         if (
             self.computes_prompt
             or self.is_session
             or self.is_stand_in
-            or request.mm_features
-            or request.prompt_embeds is not None
             or private(request, "sampling_params") is None
             or params.get("do_remote_prefill")
             or params.get("do_remote_decode")
+            or not is_sendable(request)
         ):
             return None
-        lora = request.lora_request
+        adapter = "" if request.lora_request is None else str(request.lora_request.lora_name)
+        has_more = request.mm_features or request.prompt_embeds is not None
+        make_prompt = functools.partial(sent_prompt, request, plain_id(self.request_id), adapter)
         return Question(
             self.request_id,
             request.prompt_token_ids,
-            adapter="" if lora is None else str(lora.lora_name),
+            adapter,
             salt=request.cache_salt or "",
             priority=self.priority,
             trace_headers=self.trace_headers,
+            prompt=make_prompt if has_more else None,
         )
 
     def digest(self, num_tokens: int) -> str:
@@ -332,8 +335,7 @@ class RequestView:
             embeddings=b"" if embeddings is None else embeddings.hash_of(num_tokens),
             are_tokens=private(request, "prompt_is_token_ids"),
             features=[
-                # The identifier may be prefixed with an adapter's name.
-                (str(one.mm_hash or one.identifier), int(one.mm_position.offset), int(one.mm_position.length))
+                (identifier_of(one), int(one.mm_position.offset), int(one.mm_position.length))
                 for one in request.mm_features
             ],
             lora=self._reader.adapter_of(request.lora_request),

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvcached_nixl.compat.actions.answering import add_route
 from kvcached_nixl.compat.actions.frontend import let_fail, numbers_media, require_readable
 from kvcached_nixl.compat.actions.leaving import is_leaving, leave, not_healthy, refusal_of, refuse_new, refuses
 from kvcached_nixl.compat.actions.refusing import RefusableAnswer, may_refuse
 from kvcached_nixl.compat.actions.usage import take_cached_tokens
 from kvcached_nixl.compat.locate import (
+    API_ROUTES,
     ENGINE_CLIENT,
     HTTP_MIDDLEWARE,
     INPUT_PROCESSOR,
@@ -233,6 +235,25 @@ def model_id(call: Call) -> str:
     return "the model of this engine"
 
 
+REGISTER_SCALE_OUT_API_ROUTERS = Patch(
+    target=API_ROUTES,
+    attribute="register_scale_out_api_routers",
+    kind="function",
+    process="frontend",
+    parameters=("app", "supported_tasks"),
+    why="decode would have to compute prompts with images, sounds, ..., and of embeddings.",
+    upstream="vllm/entrypoints/scale_out: /inference/v1/generate drops kv_transfer_params up to 0.32, and says 403 "
+    "from 0.33 on without --enable-scale-out; it loses which tokens of an image are embeddings",
+    remove_when="/inference/v1/generate takes all that a prompt has, and is served without --enable-scale-out",
+)
+
+
+@REGISTER_SCALE_OUT_API_ROUTERS.around
+def register_scale_out_api_routers(call: Call) -> None:
+    call.proceed()
+    add_route(call.argument("app"))
+
+
 SEAMS = (
     shut_down,
     check_health,
@@ -244,4 +265,5 @@ SEAMS = (
     do_tracing,
     process_mm_uuids,
     model_id,
+    register_scale_out_api_routers,
 )

@@ -3,7 +3,8 @@
 
 The request is one of vLLM's own, ``POST /v1/completions`` with token ids, which vLLM's authentication guards and which
 ends when the connection does. Prefill computes the prompt and one token. (``/inference/v1/generate`` answers 403 from
-0.33 on, unless vLLM was started with ``--enable-scale-out``.)
+0.33 on, unless vLLM was started with ``--enable-scale-out``.) Prompts with images, sounds, ..., or of embeddings go to
+an endpoint of this package (`wire.asked_prompt`).
 
 Source: ``vllm/entrypoints/openai/completion``.
 """
@@ -11,12 +12,13 @@ Source: ``vllm/entrypoints/openai/completion``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from kvcached_nixl.wire.asked_prompt import ASKED_PATH, Prompt, encode
 from kvcached_nixl.wire.asking import Computed, Ended
 from kvcached_nixl.wire.params import HEADROOM_KEY, KvTransferParams, RemotePrefill
 
@@ -28,6 +30,7 @@ __all__ = [
     "Outcome",
     "Question",
     "engine_in",
+    "plain_id",
     "queued_tokens_in",
     "read_answer",
 ]
@@ -51,21 +54,35 @@ class Question:
         adapter: name of its LoRA adapter; "" for none.
         transfer_id: push: under which decode registers its blocks; "" if it does so after the answer.
         trace_headers: W3C trace context, as it came.
+        prompt: makes what is sent of a prompt that has more than token ids.
     """
 
     request_id: str
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | None
     adapter: str = ""
     salt: str = ""
     priority: int = 0
     trace_headers: Mapping[str, str] | None = None
     transfer_id: str = ""
+    prompt: Callable[[], Prompt] | None = None
+
+    @property
+    def path(self) -> str:
+        """Below a server's URL."""
+        return PATH if self.prompt is None else ASKED_PATH
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Of the request."""
+        kind = "application/json" if self.prompt is None else "application/msgpack"
+        return {"Content-Type": kind, **(self.trace_headers or {})}
 
     def body(self) -> bytes:
-        """JSON of the request's body."""
+        """Of the request."""
+        if self.prompt is not None:
+            return encode(self.prompt())
         found: dict[str, Any] = {
-            # Heartbeats separate ids by commas.
-            "request_id": _ODD.sub("_", self.request_id)[:MOST_ID],
+            "request_id": plain_id(self.request_id),
             "prompt": self.token_ids,
             "max_tokens": 1,
             "temperature": 0.0,
@@ -78,6 +95,11 @@ class Question:
         if self.salt:
             found["cache_salt"] = self.salt
         return msgspec.json.encode(found)
+
+
+def plain_id(request_id: str) -> str:
+    """A request's id as prefill gets it. Heartbeats separate ids by commas."""
+    return _ODD.sub("_", request_id)[:MOST_ID]
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images, handed over from prefill to decode by the client's own requests, beside one stock instance.
+"""Images, and prompts of embeddings, that real decode servers ask prefill for, beside one stock instance.
 
 The model has positions of three dimensions, which decode has to work out for a prompt that it does not compute. What
 differs between two images is seen by what was computed from them alone: their prompts have the same token ids.
@@ -13,28 +13,34 @@ import dataclasses
 import io
 import random
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from packaging.version import Version
 from PIL import Image
 from support import feature_asks as asks
+from support.asking_servers import asking
 from support.feature_asks import Answer, Ask
-from support.feature_models import IMAGE_SIZE, vision_model
+from support.feature_models import IMAGE_SIZE, SHAPE, chat_model, vision_model
 from support.feature_servers import spec
 
-from experiments.common.counted import hand_overs
+from experiments.common.counted import count, hand_overs
 from experiments.common.families import stand_ins
 from experiments.common.servers import Server, running
+from experiments.common.transfer_config import with_extra
+from kvcached_nixl.wire.asked_prompt import ASKED_PATH
 
-# Not of the whole module: pytest ends with status 5, as after a failure, if a run collects nothing else.
-pytestmark = pytest.mark.skipif(
+has_images = pytest.mark.skipif(
     Version(version("vllm")) < Version("0.28"),
     reason="vLLM 0.28 is the first that takes this model's images with its transformers",
 )
+modes = pytest.mark.parametrize("mode", ["pull", "push"])
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 # Nothing has to be cut or made larger: that would need torchvision.
@@ -96,6 +102,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         return asyncio.run(asks.answers(alone.base_url, ASKS, AT_ONCE))
 
 
+@has_images
 def test_what_is_compared_tells_images_apart(expected: dict[str, Answer]) -> None:
     found = [expected[one.name] for one in ASKS]
     assert len({asks.words(one) for one in found}) == len(found)
@@ -103,26 +110,80 @@ def test_what_is_compared_tells_images_apart(expected: dict[str, Answer]) -> Non
     assert one["prompt_token_ids"] == other["prompt_token_ids"] and one["prompt_tokens"] == other["prompt_tokens"]
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
+@contextmanager
+def asked(mode: str, folders: Sequence[Path], logs: Path, *arguments: str) -> Iterator[tuple[Server, Server]]:
+    """A prefill server, and a decode server that computes nothing that it can ask for."""
+    prefill, decode = (
+        spec(name, folder, mode, *arguments, **stand_ins())
+        for name, folder in zip(("prefill", "decode"), folders, strict=True)
+    )
+    assert decode.kv_transfer is not None
+    extra = with_extra(decode.kv_transfer, {"prefill_required": True, "accept_kv_transfer_params": True})
+    with asking([prefill], dataclasses.replace(decode, kv_transfer=extra), logs) as (prefills, asks):
+        yield prefills.servers[0], asks
+        asks.check_alive()
+        prefills.servers[0].check_alive()
+
+
+@has_images
+@modes
 def test_an_image_is_answered_as_by_one_instance(
     mode: str, model: Path, expected: dict[str, Answer], tmp_path: Path
 ) -> None:
     """Decode loads its model from another folder: what identifies an image must not name it."""
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(model, elsewhere)
-    specs = [
-        spec(name, folder, mode, *SERVING, **stand_ins())
-        for name, folder in (("prefill", model), ("decode", elsewhere))
-    ]
-    with running(specs, tmp_path) as servers:
-        asks.check(asyncio.run(_handed_over(servers)), expected)
-        assert hand_overs(servers, len(ASKS)) == len(ASKS)
+    with asked(mode, (model, elsewhere), tmp_path, *SERVING) as (prefill, decode):
+        asks.check(asyncio.run(asks.answers(decode.base_url, ASKS, AT_ONCE)), expected)
+        assert hand_overs([prefill, decode], len(ASKS)) == len(ASKS)
+        computed = count([prefill], "vllm:prompt_tokens_total")
+        assert computed == sum(one["prompt_tokens"] for one in expected.values()), "prefill has computed all of them"
         # Both sides have every image in their caches now, and the prompts.
-        asks.check(asyncio.run(_handed_over(servers)), expected)
+        asks.check(asyncio.run(asks.answers(decode.base_url, ASKS, AT_ONCE)), expected)
+        # One image beside words that nobody has seen, asked for all at once.
+        many = [ask(f"{one} of many", 1 + one % 2, number=10 + one) for one in range(12)]
+        found = asyncio.run(asks.answers(decode.base_url, many, len(many)))
+        asks.check(found, asyncio.run(asks.answers(prefill.base_url, many, AT_ONCE)))
+        # A client that talks to prefill: its image is the one that decode has asked for.
+        asks.check(asyncio.run(asks.answers(prefill.base_url, ASKS, AT_ONCE)), expected)
         if mode == "pull":
-            asyncio.run(_the_kv_of_another_image_is_refused(servers))
-        for one in servers:
-            one.check_alive()
+            asyncio.run(_the_kv_of_another_image_is_refused([prefill, decode]))
+            asyncio.run(_what_is_no_prompt_costs_nobody_anything(prefill))
+
+
+EMBEDDINGS = 70
+
+
+def embeddings(seed: int) -> str:
+    drawn = torch.randn((EMBEDDINGS, SHAPE.hidden), generator=torch.Generator().manual_seed(seed))
+    written = io.BytesIO()
+    torch.save(drawn, written)
+    return base64.b64encode(written.getvalue()).decode()
+
+
+@modes
+def test_embeddings_are_answered_as_by_one_instance(mode: str, tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "chat")
+    serving = ("--enable-prompt-embeds",)
+    bodies = [
+        {"model": "model", "temperature": 0, "prompt_embeds": embeddings(seed), "return_token_ids": True}
+        for seed in (1, 2, 1, 3)
+    ]
+    some = [Ask(f"embeddings {place}", {**body, "max_tokens": asks.TOKENS}) for place, body in enumerate(bodies)]
+    with running([spec("alone", model, None, *serving, **stand_ins())], tmp_path) as (alone,):
+        expected = asyncio.run(asks.answers(alone.base_url, some, AT_ONCE))
+    assert len({asks.words(expected[one.name]) for one in some}) == len(some) - 1
+    with asked(mode, (model, model), tmp_path, *serving) as (prefill, decode):
+        asks.check(asyncio.run(asks.answers(decode.base_url, some, AT_ONCE)), expected)
+        # Equal ones are asked for once.
+        assert count([prefill], "vllm:prompt_tokens_total") == 3 * EMBEDDINGS
+
+
+async def _what_is_no_prompt_costs_nobody_anything(prefill: Server) -> None:
+    async with httpx.AsyncClient(timeout=asks.STEP_SECONDS, trust_env=False) as http:
+        for body in (b"", b"\x80", random.Random(1).randbytes(3000)):
+            reply = await http.post(f"{prefill.base_url}/{ASKED_PATH}", content=body)
+            assert reply.status_code == httpx.codes.BAD_REQUEST and "kvcached_nixl" in reply.text, reply.text
 
 
 async def _handed_over(servers: list[Server]) -> dict[str, Answer]:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import socket
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.question import MOST_ANSWER_BYTES, PATH, AskFailed, Outcome, Question, read_answer
+from kvcached_nixl.wire.question import MOST_ANSWER_BYTES, AskFailed, Outcome, Question, read_answer
 
 if TYPE_CHECKING:
     import aiohttp
@@ -168,8 +169,10 @@ class Asker:
         self._woken()
 
     async def _post(self, url: str, address: str, question: Question) -> dict[str, Any]:
-        target, more = self._target(url, address, PATH, **(question.trace_headers or {}))
-        async with self._opened().post(target, data=question.body(), allow_redirects=False, **more) as response:
+        target, more = self._target(url, address, question.path, **question.headers)
+        # Bytes would be written at once, however many they are.
+        sent = io.BytesIO(question.body())
+        async with self._opened().post(target, data=sent, allow_redirects=False, **more) as response:
             try:
                 body = await asyncio.wait_for(_body(response), ANSWER_SECONDS)
             except asyncio.TimeoutError as error:
@@ -184,7 +187,7 @@ class Asker:
         """Returns the URL to connect to, and more arguments of aiohttp's."""
         from yarl import URL
 
-        headers = {**self._headers, "Content-Type": "application/json", **headers}
+        headers = {**self._headers, **headers}
         target = URL(url) / path
         if not address:
             return target, {"headers": headers}

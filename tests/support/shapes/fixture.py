@@ -46,6 +46,7 @@ _CALLED_ON = {
     "engine core base": frozenset({"engine_core"}),
     "engine client": frozenset({"engine_client", "client", "async_llm"}),
     "HTTP middleware": frozenset(),
+    "API routes": frozenset({""}),
     "input processor": frozenset({"input_processor"}),
     "media processing": frozenset({"info"}),
     "model loader": frozenset(),

@@ -15,6 +15,7 @@ from support.engine_fakes import TOKENS, prompt
 
 from kvcached_nixl.compat import requests
 from kvcached_nixl.compat.requests import RequestReader, RequestView, drop_unless_mapping, hash_embeddings
+from kvcached_nixl.wire.asked_prompt import ASKED_PATH, decode
 from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.question import Question
 
@@ -421,14 +422,25 @@ def test_what_a_prefill_server_is_asked() -> None:
     assert asked_for(kv_transfer_params={"prefix_prompt_ids": [1]}).question is not None
 
 
+def test_what_a_prefill_server_is_asked_of_embeddings() -> None:
+    """``tests/contract/test_asked_prompts.py`` has the images."""
+    torch = pytest.importorskip("torch", reason="embeddings are torch's")
+    embeds = torch.arange(2 * TOKENS).reshape(TOKENS, 2).to(torch.bfloat16)
+    found = asked_for(request_id="a,b", prompt_token_ids=None, prompt_embeds=embeds, cache_salt="s").question
+    assert found is not None and found.path == ASKED_PATH and found.headers["Content-Type"] == "application/msgpack"
+    sent = decode(found.body())
+    assert (sent.request_id, sent.salt, sent.token_ids, sent.features) == ("a_b", "s", b"", [])
+    assert sent.embeddings is not None and sent.embeddings.shape == (TOKENS, 2)
+    assert bytes(sent.embeddings.data) == embeds.view(torch.uint8).numpy().tobytes()
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"skip_reading_prefix_cache": True},
         {"resumable": True},
         {"abort_immediately": True},
-        {"mm_features": [image()]},
-        {"prompt_embeds": object()},
+        {"mm_features": [SimpleNamespace(data=None)]},
         {"sampling_params": None},
         {"kv_transfer_params": {"do_remote_prefill": True}},
         {"kv_transfer_params": {"do_remote_decode": True}},

@@ -18,6 +18,8 @@ from aiohttp import web
 from kvcached_nixl.scheduler.asking import asker as module
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.servers import Server
+from kvcached_nixl.wire.asked_prompt import ASKED_PATH, Prompt, Tensor
+from kvcached_nixl.wire.asked_prompt import decode as decode_prompt
 from kvcached_nixl.wire.question import PATH, Outcome, Question
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
@@ -42,8 +44,9 @@ class Prefill:
         self.server = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
 
     async def _start(self) -> Server:
-        app = web.Application()
-        app.router.add_post(f"/{PATH}", self._answer)
+        app = web.Application(client_max_size=1 << 26)
+        for path in (PATH, ASKED_PATH):
+            app.router.add_post(f"/{path}", self._answer)
         app.router.add_get("/health", self._handler)
         self._runner = web.AppRunner(app, handler_cancellation=True)
         await self._runner.setup()
@@ -52,7 +55,8 @@ class Prefill:
         return Server(f"http://127.0.0.1:{self._runner.addresses[0][1]}")
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append((dict(request.headers), await request.json()))
+        is_json = request.content_type == "application/json"
+        self.asked.append((dict(request.headers), await (request.json() if is_json else request.read())))
         try:
             return await self._handler(request)
         except asyncio.CancelledError:
@@ -118,6 +122,19 @@ def test_the_prompt_is_sent_and_the_parameters_come_back(decode: Decode, serve: 
     assert body["prompt"] == [5, 6, 7] and body["max_tokens"] == 1
     assert (body["model"], body["cache_salt"], body["priority"]) == ("adapter", "salt", -3)
     assert body["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def test_a_prompt_of_embeddings_is_sent_to_an_endpoint_of_ours(
+    decode: Decode, serve: Callable[[Handler], Prefill]
+) -> None:
+    """Of more than a megabyte, of which aiohttp takes no bytes at once."""
+    sent = Prompt("r", b"", [], Tensor("uint8", (1 << 21, 1), memoryview(bytes(1 << 21))))
+    prefill = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS})))
+    decode.asker.ask(1, prefill.server, Question("r", None, trace_headers={"tracestate": "a=1"}, prompt=lambda: sent))
+    assert decode.answer() == PARAMS
+    ((headers, body),) = prefill.asked
+    assert decode_prompt(body) == sent and headers["Content-Type"] == "application/msgpack"
+    assert headers["Authorization"] == "Bearer secret" and headers["tracestate"] == "a=1"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with images and of embeddings: from vLLM's own objects on decode, through vLLM's own application, to what
+prefill's engine is given."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import pickle
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
+import httpx
+import msgspec
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldConfig,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.multimodal.utils import group_and_batch_mm_kwargs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from kvcached_nixl.compat.actions import answering
+from kvcached_nixl.compat.asked_prompts import identifier_of, is_sendable, sent_prompt
+from kvcached_nixl.compat.private import first_bound
+from kvcached_nixl.compat.versions import reason_to_skip
+from kvcached_nixl.patching import Registry
+from kvcached_nixl.seams import frontend
+from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_SENT_BYTES, encode
+
+HIDDEN = 8
+IDS = list(range(40))
+PARAMS = {"remote_engine_id": "e"}
+KEY = {"Authorization": "Bearer key"}
+PRODUCER = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+
+
+@pytest.fixture(autouse=True)
+def patched() -> Iterator[Registry]:
+    registry = Registry(reason_to_skip)
+    registry.add(frontend.SEAMS)
+    registry.complete()
+    assert not registry.refusals()
+    yield registry
+    registry.uninstall()
+
+
+class Client:
+    """The API server's client of an engine that answers at once, or never."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, Any, str, dict[str, Any]]] = []
+        self.mirrored: list[str] = []
+        self.is_slow = self.is_aborted = False
+        self.model_config = SimpleNamespace(
+            get_hidden_size=lambda: HIDDEN,
+            dtype=torch.bfloat16,
+            enable_prompt_embeds=True,
+            multimodal_config=SimpleNamespace(mm_processor_cache_type="lru"),
+        )
+        cache = SimpleNamespace(get_and_update_item=lambda item, key: self.mirrored.append(key))
+        info = SimpleNamespace(validate_num_items=self._validate)
+        self.renderer = SimpleNamespace(
+            _mm_executor=None, mm_processor_cache=cache, get_mm_processor=lambda: SimpleNamespace(info=info)
+        )
+
+    @staticmethod
+    def _validate(modality: str, count: int) -> None:
+        if modality != "image" or count > 2:
+            raise ValueError(f"At most 2 images, not {count} {modality}")
+
+    async def is_tracing_enabled(self) -> bool:
+        return True
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
+        self.asked.append((prompt, params, request_id, more))
+        try:
+            if self.is_slow:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.is_aborted = True
+            raise
+        yield SimpleNamespace(kv_transfer_params=PARAMS)
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+def served(client: Client, **transfer: Any) -> Any:
+    """vLLM's application."""
+    places = ("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server")
+    make_parser = first_bound(
+        ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
+        "make_arg_parser",
+    )
+    arguments = ["--model", "m", "--api-key", "key", "--kv-transfer-config", json.dumps({**PRODUCER, **transfer})]
+    app = first_bound(places, "build_app")(make_parser(FlexibleArgumentParser()).parse_args(arguments), ("generate",))
+    adapter = LoRARequest("adapter", 1, "/adapter")
+    app.state.engine_client = client
+    app.state.openai_serving_models = SimpleNamespace(lora_requests={"adapter": adapter})
+    return app
+
+
+def post(app: Any, body: bytes, **headers: str) -> httpx.Response:
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://prefill") as http:
+            return await http.post(f"/{ASKED_PATH}", content=body, headers={**KEY, **headers})
+
+    return asyncio.run(run())
+
+
+def item(seed: int = 0) -> MultiModalKwargsItem:
+    pixels = torch.randn((4, 6), generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    fields = {
+        "pixels": (pixels, MultiModalFieldConfig.flat("image", [slice(0, 4)])),
+        "grid": (torch.tensor([1, 2, 2]), MultiModalFieldConfig.batched("image", keep_on_cpu=True)),
+        "sizes": ([torch.tensor(3), 2.5, 4], MultiModalFieldConfig.shared("image", 1)),
+    }
+    return MultiModalKwargsItem({k: MultiModalFieldElem(data=d, field=f.field) for k, (d, f) in fields.items()})
+
+
+def feature(offset: int, seed: int = 0, **more: Any) -> MultiModalFeatureSpec:
+    mask = torch.tensor([True, False, True, True])
+    fields: dict[str, Any] = {"data": item(seed), "identifier": f"lora:hash{seed}", "mm_hash": f"hash{seed}", **more}
+    return MultiModalFeatureSpec(modality="image", mm_position=PlaceholderRange(offset, 4, mask), **fields)
+
+
+def request(*features: MultiModalFeatureSpec, **more: Any) -> Any:
+    fields = {
+        "prompt_token_ids": IDS,
+        "mm_features": list(features),
+        "prompt_embeds": None,
+        "prompt_is_token_ids": None,
+        "cache_salt": "salt",
+        "priority": 3,
+        **more,
+    }
+    return SimpleNamespace(**fields)
+
+
+def body_of(asked: Any, adapter: str = "") -> bytes:
+    assert is_sendable(asked)
+    return encode(sent_prompt(asked, "r", adapter))
+
+
+def batched(prompt: Any) -> Any:
+    items = [("image", one) for one in prompt["mm_kwargs"]["image"]]
+    return list(group_and_batch_mm_kwargs(items))
+
+
+def test_images_arrive_as_they_were(client: Client) -> None:
+    first, second = feature(2), feature(10, 1)
+    reply = post(served(client), body_of(request(first, second), "adapter"), traceparent="00-1-2-01")
+    assert reply.status_code == 200 and reply.json() == {"kv_transfer_params": PARAMS}, reply.text
+    ((prompt, params, request_id, more),) = client.asked
+    assert (prompt["type"], prompt["prompt_token_ids"], prompt["cache_salt"]) == ("multimodal", IDS, "salt")
+    assert prompt["mm_placeholders"] == {"image": [first.mm_position, second.mm_position]}
+    for got, sent in zip(prompt["mm_kwargs"]["image"], (first.data, second.data), strict=True):
+        assert got == sent and {key: one.field.keep_on_cpu for key, one in got.items()} == {
+            "pixels": False,
+            "grid": True,
+            "sizes": False,
+        }
+    ((_, count, data),) = batched(prompt)
+    ((_, _, expected),) = group_and_batch_mm_kwargs([("image", first.data), ("image", second.data)])
+    assert count == 2 and torch.equal(data["pixels"], expected["pixels"]) and data["sizes"] == expected["sizes"]
+    assert (params.max_tokens, params.temperature, params.detokenize) == (1, 0.0, False)
+    assert params.extra_args == {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    assert request_id == "r" and more["lora_request"].lora_int_id == 1
+    assert more["priority"] == 3 and more["trace_headers"] == {"traceparent": "00-1-2-01"}
+    # The engine's cache gets what the API server's knows.
+    assert client.mirrored == prompt["mm_hashes"]["image"]
+
+
+def test_an_image_is_known_by_its_bytes(client: Client) -> None:
+    """Two clients may give two images one identifier; the digest has what decode has."""
+    app = served(client)
+    for one in (feature(2), feature(2), feature(2, 1, mm_hash="hash0")):
+        assert post(app, body_of(request(one))).status_code == 200
+    first, again, other = (prompt["mm_hashes"]["image"][0] for prompt, *_ in client.asked)
+    assert first == again != other
+    for key in (first, other):
+        assert identifier_of(SimpleNamespace(mm_hash=key, identifier=f"adapter:{key}")) == "hash0"
+    assert identifier_of(feature(2)) == "hash0"
+
+
+@pytest.mark.parametrize("are_tokens", [None, [True] * 5 + [False] * 35])
+def test_embeddings_arrive_as_they_were(are_tokens: list[bool] | None, client: Client) -> None:
+    embeds = torch.randn((40, HIDDEN)).to(torch.bfloat16)
+    ids = None if are_tokens is None else IDS
+    asked = request(prompt_token_ids=ids, prompt_embeds=embeds, prompt_is_token_ids=are_tokens)
+    reply = post(served(client), body_of(asked))
+    assert reply.status_code == 200, reply.text
+    ((prompt, *_),) = client.asked
+    assert prompt["type"] == "embeds" and torch.equal(prompt["prompt_embeds"], embeds)
+    assert (prompt.get("prompt_token_ids"), prompt.get("is_token_ids")) == (ids, are_tokens)
+
+
+def handle() -> MultiModalKwargsItem:
+    field = MultiModalFieldConfig.batched("image").field
+    return MultiModalKwargsItem({k: MultiModalFieldElem(data=1, field=field) for k in ("address", "monotonic_id")})
+
+
+def test_what_is_not_sent() -> None:
+    assert not is_sendable(request(feature(2, data=None)))
+    assert not is_sendable(request(feature(2, data=handle())))
+    assert not is_sendable(request(prompt_embeds=torch.empty((2, HIDDEN), device="meta")))
+    assert not is_sendable(request(prompt_embeds=torch.empty((MOST_SENT_BYTES // 2 + 1, 1), dtype=torch.bfloat16)))
+    assert not is_sendable(request(prompt_embeds=torch.empty((2, HIDDEN), dtype=torch.complex64)))
+
+
+def embeddings(width: int = HIDDEN, dtype: torch.dtype = torch.bfloat16) -> bytes:
+    return body_of(request(prompt_token_ids=None, prompt_embeds=torch.zeros((3, width), dtype=dtype)))
+
+
+def image(**more: Any) -> bytes:
+    sent = sent_prompt(request(feature(2)), "r", "")
+    return encode(msgspec.structs.replace(sent, features=[msgspec.structs.replace(sent.features[0], **more)]))
+
+
+REFUSED = {
+    "no prompt": b"\x80",
+    "pickle": image(item=msgspec.Raw(msgspec.msgpack.encode({"pixels": msgspec.msgpack.Ext(1, pickle.dumps(print))}))),
+    "a model without sounds": image(modality="audio"),
+    "more images than this server takes": encode(
+        sent_prompt(request(*(feature(4 * place) for place in range(3))), "r", "")
+    ),
+    "embeddings of another size": embeddings(HIDDEN + 1),
+    "embeddings of another type": embeddings(dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
+def test_what_the_model_does_not_take_is_refused(body: bytes, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    reply = post(served(client), body)
+    assert reply.status_code == 400 and not client.asked, reply.text
+
+
+def test_only_prefill_answers_and_only_with_the_key(client: Client) -> None:
+    body = body_of(request(feature(2)))
+    assert post(served(client), body, Authorization="Bearer other").status_code == 401
+    assert post(served(client, kv_role="kv_consumer"), body).status_code == 404
+    reply = post(served(client), body_of(request(feature(2)), "unknown"))
+    assert reply.status_code == 404 and "unknown" in reply.text
+    assert not client.asked
+
+
+def test_bodies_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    app, body = served(client), body_of(request(feature(2)))
+    monkeypatch.setattr(answering, "MOST_BODY_BYTES", len(body) - 1)
+    assert post(app, body).status_code == 413
+    assert post(app, body, **{"Content-Length": "1"}).status_code == 413, "whatever its headers say"
+    monkeypatch.setattr(answering, "MOST_BODY_BYTES", len(body))
+    monkeypatch.setattr(answering, "MOST_HELD_BYTES", len(body) - 1)
+    assert post(app, body).status_code == 503
+    monkeypatch.setattr(answering, "MOST_HELD_BYTES", len(body))
+    for _ in range(3):
+        assert post(app, body).status_code == 200, "what was held before is given back"
+    monkeypatch.setattr(answering, "READ_SECONDS", 0.0)
+    assert asyncio.run(status_of(app, [], [])) == 408
+
+
+async def status_of(app: Any, parts: list[dict[str, Any]], then: list[asyncio.Event]) -> int:
+    """The status of an answer to a client that sends these parts, then leaves when an event is set."""
+    found: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return parts.pop(0)
+        await (then[0] if then else asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        found.extend([message["status"]] if "status" in message else [])
+
+    headers = [(name.lower().encode(), value.encode()) for name, value in KEY.items()]
+    scope = {"type": "http", "method": "POST", "path": f"/{ASKED_PATH}", "headers": headers, "query_string": b""}
+    await app({**scope, "root_path": "", "http_version": "1.1", "scheme": "http"}, receive, send)
+    return found[0]
+
+
+def test_prefill_stops_when_decode_has_left(client: Client) -> None:
+    client.is_slow = True
+    app = served(client)
+
+    async def run() -> None:
+        left = asyncio.Event()
+        part = {"type": "http.request", "body": body_of(request(feature(2))), "more_body": False}
+        task = asyncio.create_task(status_of(app, [part], [left]))
+        while not client.asked:
+            await asyncio.sleep(0.01)
+        assert not task.done() and not client.is_aborted
+        left.set()
+        await task
+        await asyncio.sleep(0)
+        assert client.is_aborted
+
+    asyncio.run(run())
+
+
+def test_the_route_is_gone_without_this_package(patched: Registry, client: Client) -> None:
+    patched.uninstall()
+    importlib.invalidate_caches()
+    assert post(served(client), b"").status_code == 404
