@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvcached_nixl.compat.private import optional, private
-from kvcached_nixl.wire.asked_prompt import MOST_SENT_BYTES, WIDTHS, Element, Feature, Prompt, Tensor
+from kvcached_nixl.wire.asked_prompt import MOST_SENT_BYTES, Element, Feature, Prompt, Tensor
 
-__all__ = ["engine_prompt", "identifier_of", "is_sendable", "sent_prompt"]
+__all__ = ["engine_prompt", "identifier_of", "sent_prompt"]
 
 _ASKED = "kvcached_nixl:"
 _DIGITS = 32
@@ -33,74 +31,57 @@ def identifier_of(feature: Any) -> str:
     return found[len(_ASKED) + _DIGITS + 1 :] if found.startswith(_ASKED) else found
 
 
-def is_sendable(request: Any) -> bool:
-    """Whether the data of a request's images, sounds, ... and embeddings are here, and not too much."""
-    num_bytes = 0
-    for one in request.mm_features:
-        items = {} if one.data is None else one.data.get_data()
-        if not items or any(data is None for data in items.values()) or set(items) >= _SHARED_MEMORY:
-            return False
-    for leaf in _leaves(request):
-        if not isinstance(leaf, (bool, int, float)):
-            if not leaf.is_cpu or leaf.is_sparse or _name(leaf) not in WIDTHS:
-                return False
-            num_bytes += leaf.nbytes
-    return num_bytes <= MOST_SENT_BYTES
-
-
-def _leaves(request: Any) -> Iterator[Any]:
-    waiting = [elem.data for one in request.mm_features for elem in one.data.values()]
-    waiting += [] if request.prompt_embeds is None else [request.prompt_embeds]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, (list, tuple)):
-            waiting += one
-        else:
-            yield one
-
-
-def _name(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def sent_prompt(request: Any, request_id: str, adapter: str) -> Prompt:
-    """What prefill is asked to compute. It shares the memory of the request's tensors."""
+def sent_prompt(request: Any, request_id: str, adapter: str) -> Prompt | None:
+    """What prefill is asked to compute; it shares the memory of the request's tensors. None if the data of its images,
+    sounds, ... and embeddings are not here, or too much."""
     are_tokens = private(request, "prompt_is_token_ids")
-    return Prompt(
-        request_id,
-        np.asarray(request.prompt_token_ids or (), "<u4").tobytes(),
-        [_feature(one) for one in request.mm_features],
-        None if request.prompt_embeds is None else _sent(request.prompt_embeds),
-        None if are_tokens is None else bytes(map(bool, are_tokens)),
-        adapter,
-        request.cache_salt or "",
-        int(request.priority),
-    )
+    sizes: list[int] = []
+    try:
+        found = Prompt(
+            request_id,
+            np.asarray(request.prompt_token_ids or (), "<u4").tobytes(),
+            [_feature(one, sizes) for one in request.mm_features],
+            None if request.prompt_embeds is None else _sent(request.prompt_embeds, sizes),
+            None if are_tokens is None else bytes(map(bool, are_tokens)),
+            adapter,
+            request.cache_salt or "",
+            int(request.priority),
+        )
+    except ValueError:
+        return None
+    return found if sum(sizes) <= MOST_SENT_BYTES else None
 
 
-def _feature(one: Any) -> Feature:
+def _feature(one: Any, sizes: list[int]) -> Feature:
+    if one.data is None or set(one.data) >= _SHARED_MEMORY:
+        raise ValueError("its data are elsewhere")
     place = one.mm_position
     mask = None if place.is_embed is None else bytes(map(bool, place.is_embed.tolist()))
-    item = msgspec.msgpack.encode({name: _element(elem) for name, elem in one.data.items()})
-    return Feature(one.modality, identifier_of(one), int(place.offset), int(place.length), msgspec.Raw(item), mask)
+    item: Any = {name: _element(elem, sizes) for name, elem in one.data.items()}
+    return Feature(one.modality, identifier_of(one), int(place.offset), int(place.length), item, mask)
 
 
-def _element(elem: Any) -> Element:
-    field = elem.field
-    kind = {"MultiModalBatchedField": "batched", "MultiModalFlatField": "flat", "MultiModalSharedField": "shared"}
-    number = optional(field, "dim", optional(field, "batch_size", 0))
-    return Element(_sent(elem.data), kind[type(field).__name__], int(number), field.keep_on_cpu)  # type: ignore[arg-type]
+def _element(elem: Any, sizes: list[int]) -> Element:
+    kinds: Any = {"MultiModalBatchedField": "batched", "MultiModalFlatField": "flat", "MultiModalSharedField": "shared"}
+    kind = kinds.get(type(elem.field).__name__)
+    if kind is None:
+        raise ValueError("joined in a way that is not known")
+    number = optional(elem.field, "dim", optional(elem.field, "batch_size", 0))
+    return Element(_sent(elem.data, sizes), kind, number, elem.field.keep_on_cpu)
 
 
-def _sent(data: Any) -> Any:
-    if isinstance(data, (list, tuple)):
-        return [_sent(one) for one in data]
-    if isinstance(data, (bool, int, float)):
-        return data
+def _sent(data: Any, sizes: list[int]) -> Any:
     import torch
 
+    if isinstance(data, (list, tuple)):
+        return [_sent(one, sizes) for one in data]
+    if isinstance(data, (bool, int, float)):
+        return data
+    if not isinstance(data, torch.Tensor) or not data.is_cpu or data.is_sparse:
+        raise ValueError("its data are elsewhere")
+    sizes.append(data.nbytes)
     flat = data.detach().contiguous().reshape(-1).view(torch.uint8)
-    return Tensor(_name(data), tuple(data.shape), memoryview(flat.numpy()))
+    return Tensor(str(data.dtype).removeprefix("torch."), tuple(data.shape), memoryview(flat.numpy()))
 
 
 # --------------------------------------------------------------------------------------------------------- on prefill

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvcached_nixl.compat.arrival import is_stand_in
-from kvcached_nixl.compat.asked_prompts import identifier_of, is_sendable, sent_prompt
+from kvcached_nixl.compat.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.compat.private import envs, optional, private
 from kvcached_nixl.compat.states import ends_in_media, whole_because
 from kvcached_nixl.identity.adapters import Adapters
@@ -309,12 +309,14 @@ class RequestView:
             or private(request, "sampling_params") is None
             or params.get("do_remote_prefill")
             or params.get("do_remote_decode")
-            or not is_sendable(request)
         ):
             return None
         adapter = "" if request.lora_request is None else str(request.lora_request.lora_name)
-        has_more = request.mm_features or request.prompt_embeds is not None
-        make_prompt = functools.partial(sent_prompt, request, plain_id(self.request_id), adapter)
+        found = None
+        if request.mm_features or request.prompt_embeds is not None:
+            found = sent_prompt(request, plain_id(self.request_id), adapter)
+            if found is None:
+                return None
         return Question(
             self.request_id,
             request.prompt_token_ids,
@@ -322,7 +324,7 @@ class RequestView:
             salt=request.cache_salt or "",
             priority=self.priority,
             trace_headers=self.trace_headers,
-            prompt=make_prompt if has_more else None,
+            prompt=found,
         )
 
     def digest(self, num_tokens: int) -> str:

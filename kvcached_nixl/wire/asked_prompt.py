@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from kvcached_nixl.wire.checked import Identifier
+
 __all__ = [
     "ASKED_PATH",
     "MOST_BODY_BYTES",
@@ -125,6 +127,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapter: str = ""
     salt: str = ""
     priority: int = 0
+    transfer_id: Identifier | None = None
 
     def __post_init__(self) -> None:
         num_tokens, rest = divmod(len(self.token_ids), 4)

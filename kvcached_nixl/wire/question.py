@@ -12,7 +12,7 @@ Source: ``vllm/entrypoints/openai/completion``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Question:
         adapter: name of its LoRA adapter; "" for none.
         transfer_id: push: under which decode registers its blocks; "" if it does so after the answer.
         trace_headers: W3C trace context, as it came.
-        prompt: makes what is sent of a prompt that has more than token ids.
+        prompt: what is sent of one that has more than token ids.
     """
 
     request_id: str
@@ -64,7 +64,7 @@ class Question:
     priority: int = 0
     trace_headers: Mapping[str, str] | None = None
     transfer_id: str = ""
-    prompt: Callable[[], Prompt] | None = None
+    prompt: Prompt | None = None
 
     @property
     def path(self) -> str:
@@ -80,7 +80,7 @@ class Question:
     def body(self) -> bytes:
         """Of the request."""
         if self.prompt is not None:
-            return encode(self.prompt())
+            return encode(msgspec.structs.replace(self.prompt, transfer_id=self.transfer_id or None))
         found: dict[str, Any] = {
             "request_id": plain_id(self.request_id),
             "prompt": self.token_ids,

@@ -31,12 +31,13 @@ from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvcached_nixl.compat.actions import answering
-from kvcached_nixl.compat.asked_prompts import identifier_of, is_sendable, sent_prompt
+from kvcached_nixl.compat.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.compat.private import first_bound
 from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import frontend
-from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_SENT_BYTES, encode
+from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_SENT_BYTES, Prompt, encode
+from kvcached_nixl.wire.question import Question
 
 HIDDEN = 8
 IDS = list(range(40))
@@ -151,9 +152,14 @@ def request(*features: MultiModalFeatureSpec, **more: Any) -> Any:
     return SimpleNamespace(**fields)
 
 
+def sent(asked: Any, adapter: str = "") -> Prompt:
+    found = sent_prompt(asked, "r", adapter)
+    assert found is not None
+    return found
+
+
 def body_of(asked: Any, adapter: str = "") -> bytes:
-    assert is_sendable(asked)
-    return encode(sent_prompt(asked, "r", adapter))
+    return encode(sent(asked, adapter))
 
 
 def batched(prompt: Any) -> Any:
@@ -163,13 +169,15 @@ def batched(prompt: Any) -> Any:
 
 def test_images_arrive_as_they_were(client: Client) -> None:
     first, second = feature(2), feature(10, 1)
-    reply = post(served(client), body_of(request(first, second), "adapter"), traceparent="00-1-2-01")
+    asked = sent(request(first, second), "adapter")
+    body = Question("r", IDS, prompt=asked, transfer_id="t").body()
+    reply = post(served(client), body, traceparent="00-1-2-01")
     assert reply.status_code == 200 and reply.json() == {"kv_transfer_params": PARAMS}, reply.text
     ((prompt, params, request_id, more),) = client.asked
     assert (prompt["type"], prompt["prompt_token_ids"], prompt["cache_salt"]) == ("multimodal", IDS, "salt")
     assert prompt["mm_placeholders"] == {"image": [first.mm_position, second.mm_position]}
-    for got, sent in zip(prompt["mm_kwargs"]["image"], (first.data, second.data), strict=True):
-        assert got == sent and {key: one.field.keep_on_cpu for key, one in got.items()} == {
+    for got, before in zip(prompt["mm_kwargs"]["image"], (first.data, second.data), strict=True):
+        assert got == before and {key: one.field.keep_on_cpu for key, one in got.items()} == {
             "pixels": False,
             "grid": True,
             "sizes": False,
@@ -178,7 +186,8 @@ def test_images_arrive_as_they_were(client: Client) -> None:
     ((_, _, expected),) = group_and_batch_mm_kwargs([("image", first.data), ("image", second.data)])
     assert count == 2 and torch.equal(data["pixels"], expected["pixels"]) and data["sizes"] == expected["sizes"]
     assert (params.max_tokens, params.temperature, params.detokenize) == (1, 0.0, False)
-    assert params.extra_args == {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    wishes = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
+    assert params.extra_args["kv_transfer_params"].items() >= wishes.items()
     assert request_id == "r" and more["lora_request"].lora_int_id == 1
     assert more["priority"] == 3 and more["trace_headers"] == {"traceparent": "00-1-2-01"}
     # The engine's cache gets what the API server's knows.
@@ -209,17 +218,27 @@ def test_embeddings_arrive_as_they_were(are_tokens: list[bool] | None, client: C
     assert (prompt.get("prompt_token_ids"), prompt.get("is_token_ids")) == (ids, are_tokens)
 
 
-def handle() -> MultiModalKwargsItem:
-    field = MultiModalFieldConfig.batched("image").field
-    return MultiModalKwargsItem({k: MultiModalFieldElem(data=1, field=field) for k in ("address", "monotonic_id")})
+SHARED = ("address", "monotonic_id", "signature")
 
 
-def test_what_is_not_sent() -> None:
-    assert not is_sendable(request(feature(2, data=None)))
-    assert not is_sendable(request(feature(2, data=handle())))
-    assert not is_sendable(request(prompt_embeds=torch.empty((2, HIDDEN), device="meta")))
-    assert not is_sendable(request(prompt_embeds=torch.empty((MOST_SENT_BYTES // 2 + 1, 1), dtype=torch.bfloat16)))
-    assert not is_sendable(request(prompt_embeds=torch.empty((2, HIDDEN), dtype=torch.complex64)))
+def handle_of(data: Any) -> MultiModalFieldElem:
+    return MultiModalFieldElem(data=data, field=MultiModalFieldConfig.batched("image").field)
+
+
+NOT_SENT = {
+    "data that are only in the engine's cache": request(feature(2, data=None)),
+    "one input of which is": request(feature(2, data=MultiModalKwargsItem({"a": handle_of(None)}))),
+    "data in shared memory": request(feature(2, data=MultiModalKwargsItem({k: handle_of(1) for k in SHARED}))),
+    "data on a device": request(prompt_token_ids=None, prompt_embeds=torch.empty((2, HIDDEN), device="meta")),
+    "sparse data": request(prompt_token_ids=None, prompt_embeds=torch.zeros((2, HIDDEN)).to_sparse()),
+    "complex numbers": request(prompt_token_ids=None, prompt_embeds=torch.empty((2, HIDDEN), dtype=torch.complex64)),
+    "too much": request(prompt_token_ids=None, prompt_embeds=torch.empty((MOST_SENT_BYTES + 1, 1), dtype=torch.int8)),
+}
+
+
+@pytest.mark.parametrize("asked", NOT_SENT.values(), ids=NOT_SENT)
+def test_what_is_not_sent(asked: Any) -> None:
+    assert sent_prompt(asked, "r", "") is None
 
 
 def embeddings(width: int = HIDDEN, dtype: torch.dtype = torch.bfloat16) -> bytes:
@@ -227,17 +246,15 @@ def embeddings(width: int = HIDDEN, dtype: torch.dtype = torch.bfloat16) -> byte
 
 
 def image(**more: Any) -> bytes:
-    sent = sent_prompt(request(feature(2)), "r", "")
-    return encode(msgspec.structs.replace(sent, features=[msgspec.structs.replace(sent.features[0], **more)]))
+    whole = sent(request(feature(2)))
+    return encode(msgspec.structs.replace(whole, features=[msgspec.structs.replace(whole.features[0], **more)]))
 
 
 REFUSED = {
     "no prompt": b"\x80",
     "pickle": image(item=msgspec.Raw(msgspec.msgpack.encode({"pixels": msgspec.msgpack.Ext(1, pickle.dumps(print))}))),
     "a model without sounds": image(modality="audio"),
-    "more images than this server takes": encode(
-        sent_prompt(request(*(feature(4 * place) for place in range(3))), "r", "")
-    ),
+    "more images than this server takes": body_of(request(*(feature(4 * place) for place in range(3)))),
     "embeddings of another size": embeddings(HIDDEN + 1),
     "embeddings of another type": embeddings(dtype=torch.float32),
 }

@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
+
 from kvcached_nixl.compat.asked_prompts import engine_prompt
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_BODY_BYTES, decode
+from kvcached_nixl.wire.params import KvTransferParams
 
 __all__ = ["add_route"]
 
@@ -91,7 +94,7 @@ async def _computed(body: bytearray, request: Any) -> Any:
     executor = private(renderer, "_mm_executor")
     prompt = await loop.run_in_executor(executor, engine_prompt, asked, renderer, client.model_config)
     headers = {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
-    wishes = {"do_remote_decode": True, "do_remote_prefill": False}
+    wishes = msgspec.to_builtins(KvTransferParams.for_prefill(asked.transfer_id))
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": wishes})
     found = None
     async for output in client.generate(

@@ -130,7 +130,7 @@ def test_a_prompt_of_embeddings_is_sent_to_an_endpoint_of_ours(
     """Of more than a megabyte, of which aiohttp takes no bytes at once."""
     sent = Prompt("r", b"", [], Tensor("uint8", (1 << 21, 1), memoryview(bytes(1 << 21))))
     prefill = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS})))
-    decode.asker.ask(1, prefill.server, Question("r", None, trace_headers={"tracestate": "a=1"}, prompt=lambda: sent))
+    decode.asker.ask(1, prefill.server, Question("r", None, trace_headers={"tracestate": "a=1"}, prompt=sent))
     assert decode.answer() == PARAMS
     ((headers, body),) = prefill.asked
     assert decode_prompt(body) == sent and headers["Content-Type"] == "application/msgpack"
