@@ -25,11 +25,11 @@ import torch
 from packaging.version import Version
 from PIL import Image
 from support import feature_asks as asks
-from support.asking_servers import asking
 from support.feature_asks import Answer, Ask
 from support.feature_models import IMAGE_SIZE, SHAPE, chat_model, vision_model
 from support.feature_servers import spec
 
+from experiments.common.asking import asking
 from experiments.common.counted import count, hand_overs
 from experiments.common.families import stand_ins
 from experiments.common.servers import Server, running
