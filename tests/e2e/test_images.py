@@ -63,7 +63,8 @@ def image(seed: int) -> dict[str, Any]:
 
 
 def ask(name: str, *seeds: int, number: int = 1, **more: Any) -> Ask:
-    text = {"type": "text", "text": asks.messages(number)[0]["content"]}
+    # So many that a block of text is left beside the image: decode computes less than a block itself.
+    text = {"type": "text", "text": asks.messages(number)[0]["content"] + "." * 14}
     return Ask(
         name,
         {
