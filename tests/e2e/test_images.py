@@ -120,9 +120,9 @@ def asked(mode: str, folders: Sequence[Path], logs: Path, *arguments: str) -> It
     )
     assert decode.kv_transfer is not None
     extra = with_extra(decode.kv_transfer, {"prefill_required": True, "accept_kv_transfer_params": True})
-    with asking([prefill], dataclasses.replace(decode, kv_transfer=extra), logs) as (prefills, asks):
-        yield prefills.servers[0], asks
-        asks.check_alive()
+    with asking([prefill], dataclasses.replace(decode, kv_transfer=extra), logs) as (prefills, server):
+        yield prefills.servers[0], server
+        server.check_alive()
         prefills.servers[0].check_alive()
 
 
@@ -177,6 +177,7 @@ def test_embeddings_are_answered_as_by_one_instance(mode: str, tmp_path: Path) -
     with asked(mode, (model, model), tmp_path, *serving) as (prefill, decode):
         asks.check(asyncio.run(asks.answers(decode.base_url, some, AT_ONCE)), expected)
         # Equal ones are asked for once.
+        assert hand_overs([prefill, decode], 3) == 3
         assert count([prefill], "vllm:prompt_tokens_total") == 3 * EMBEDDINGS
 
 
