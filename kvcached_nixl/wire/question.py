@@ -107,7 +107,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: in words, for the log.
-        is_final: the server is well and refuses this prompt, as others would.
+        is_final: the server refuses this prompt, and would refuse it again.
         is_of_server: it would give this answer to any prompt.
         is_busy: the server cannot take requests now.
         retry_after_seconds: what it said.

@@ -34,8 +34,6 @@ CHECK_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 """For an answer's body, which vLLM sends when it has computed the prompt."""
 CLOSE_SECONDS = 5.0
-IDLE_SECONDS = 4.0
-"""Less than uvicorn's 5 s: a connection that the server closes while a question is being sent would fail it."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A host that has vanished is noticed after 20 s."""
 
@@ -200,7 +198,9 @@ class Asker:
 
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket)
+            # A connection each: one that is used again may have been closed by the server meanwhile, or hold an answer
+            # that nobody asked for. And what balances connections chooses anew.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, trust_env=False)
         return self._session
 

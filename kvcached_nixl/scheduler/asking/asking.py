@@ -151,6 +151,8 @@ class Asking:
         self._computes = recomputes and not is_required
         self._is_required = is_required
         self._wanted: dict[str, _Wanted] = {}
+        # Yet to be looked up in the prefix cache.
+        self._fresh: list[_Wanted] = []
         # In the order in which they are asked for.
         self._waiting: list[_Wanted] = []
         # By prefix: the request that is asked for.
@@ -169,7 +171,7 @@ class Asking:
     @property
     def num_waiting(self) -> int:
         """Requests that nobody is asked for yet."""
-        return len(self._waiting) + sum(len(one.followers) for one in self._leaders.values())
+        return len(self._fresh) + len(self._waiting) + sum(len(one.followers) for one in self._leaders.values())
 
     @property
     def num_asked(self) -> int:
@@ -178,8 +180,8 @@ class Asking:
 
     @property
     def has_news(self) -> bool:
-        """Whether `turn` has an answer to take."""
-        return self._asker.has_answers
+        """Whether `turn` has an answer to take, or a request to look at."""
+        return self._asker.has_answers or bool(self._fresh)
 
     @property
     def due_at_seconds(self) -> float | None:
@@ -282,6 +284,7 @@ class Asking:
         for server in self.servers.take_silent():
             self._asker.check(server)
         self._refuse_late()
+        may_begin |= self._look_up_fresh(blocks)
         self._rested_at_seconds = None
         if may_ask:
             may_begin |= self._ask_all(blocks, step)
@@ -301,7 +304,32 @@ class Asking:
         self._wanted[wanted.request.request_id] = wanted
         self._limit.waits(wanted.request.request_id)
         self._timelines.begin(wanted.request, State.DECODE_HELD)
-        insort(self._waiting, wanted, key=_order)
+        self._fresh.append(wanted)
+
+    def _look_up_fresh(self, blocks: BlockPool) -> bool:
+        """Lets those go on that are cached here, whatever others wait for. Returns whether there are any."""
+        fresh, self._fresh, may_begin = self._fresh, [], False
+        for wanted in fresh:
+            if wanted.stage is not Stage.WAITING or self._wanted.get(wanted.request.request_id) is not wanted:
+                continue
+            if self._is_cached(wanted, blocks):
+                may_begin = True
+            else:
+                insort(self._waiting, wanted, key=_order)
+        return may_begin
+
+    def _is_cached(self, wanted: _Wanted, blocks: BlockPool) -> bool:
+        """Whether too little of a prompt is missing to ask for it. Then it goes on."""
+        request_id = wanted.request.request_id
+        if wanted.request.num_prompt_tokens - blocks.num_cached_tokens(request_id) > self._block_tokens:
+            return False
+        del self._wanted[request_id]
+        self._land(wanted, is_cached=True)
+        self._limit.gone(request_id)
+        self.figures.computed[Computed.CACHED] += 1
+        blocks.release(request_id, None)
+        self._timelines.end(request_id)
+        return True
 
     def _leave_queue(self, wanted: _Wanted) -> None:
         leader = self._leaders.get(wanted.prefix or b"")
@@ -326,7 +354,7 @@ class Asking:
         while len(self._waiting) > passed < MOST_PASSED:
             wanted = self._waiting[passed]
             if self._waits_no_longer(wanted, blocks, step):
-                self._waiting.remove(wanted)
+                del self._waiting[passed]
                 may_begin |= wanted.stage is Stage.FETCHING or wanted.request.request_id not in self._wanted
                 continue
             now = self._clock.now_seconds()
@@ -352,13 +380,9 @@ class Asking:
         room = blocks.num_free, blocks.num_used, blocks.most_running
         if not rests and not self.window.has_room(num_blocks, *room):
             return False
-        if request.num_prompt_tokens - blocks.num_cached_tokens(request.request_id) <= self._block_tokens:
-            del self._wanted[request.request_id]
-            self._land(wanted, is_cached=True)
-            self.figures.computed[Computed.CACHED] += 1
-            blocks.release(request.request_id, None)
-            self._timelines.end(request.request_id)
-        elif rests:
+        if self._is_cached(wanted, blocks):
+            return True
+        if rests:
             self._compute_here(wanted)
         else:
             self.window.promise(request.request_id, num_blocks)
@@ -406,7 +430,9 @@ class Asking:
         wanted.number = 0
         self.figures.ended[Ended.ANSWERED] += 1
         engine = engine_in(params)
-        self.servers.answered(wanted.tried[-1], number, queued_tokens_in(params), engine)
+        for overtaken in self.servers.answered(wanted.tried[-1], number, queued_tokens_in(params), engine):
+            lost = Outcome("it has answered questions that it was asked long after this one")
+            self._not_answered(overtaken, lost, blocks, step)
         if wanted.stage is not Stage.ASKED:
             return False
         self._go_on(wanted, params, blocks, step)
@@ -429,10 +455,7 @@ class Asking:
         self._asker.cancel(number)
         wanted.number = 0
         self.figures.ended[outcome.ended] += 1
-        if outcome.is_final:
-            self.servers.answered(wanted.tried[-1], number)
-        else:
-            self.servers.failed(wanted.tried[-1], number, outcome)
+        self.servers.failed(wanted.tried[-1], number, outcome)
         # Its KV may have come before the answer.
         still_fetches = wanted.stage is Stage.FETCHING and self._wanted.get(wanted.request.request_id) is wanted
         if wanted.stage is Stage.ASKED:
@@ -457,7 +480,8 @@ class Asking:
         wanted.outcome = outcome
         if outcome.is_busy or (outcome.is_of_server and self._is_required):
             wanted.tried.clear()
-        return not outcome.is_final and len(wanted.tried) < MOST_TRIES
+        asks_another = not outcome.is_final or any(one not in wanted.tried for one in self.servers.all)
+        return asks_another and len(wanted.tried) < MOST_TRIES
 
     def _compute_here(self, wanted: _Wanted) -> None:
         """No server gives the KV of a held request: it is computed here, or fails."""
@@ -480,11 +504,10 @@ class Asking:
         if self._leaders.get(wanted.prefix or b"") is not wanted:
             return
         del self._leaders[wanted.prefix or b""]
-        for one in wanted.followers:
-            if is_cached:
-                # If it does not find its prompt cached, those like it would not either.
-                one.prefix = None
-            insort(self._waiting, one, key=_order)
+        for one in wanted.followers if is_cached else ():
+            # If it does not find its prompt cached, those like it would not either.
+            one.prefix = None
+        self._fresh += wanted.followers
         wanted.followers = []
 
 

@@ -5,7 +5,9 @@ What a server was asked for before, it may have cached. vLLM's hash of a block s
 adapter, the media and the salt; the least recently used hashes are forgotten.
 
 A server that cannot be reached, or is busy, rests: it is not asked for a while, which doubles with each failure in a
-row and is jittered. One that fails for one prompt rests only if it has failed for several in a row.
+row and is jittered. One that fails for one prompt rests only if it has failed for several in a row. One that refuses
+several in a row is asked after the others for a while: clients may be to blame, or it is an odd server that would get
+all prompts, because it has nothing to compute.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ logger = logging.getLogger(SERVER_LOGGER)
 SHORTEST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 FAILURES_IN_A_ROW = 3
-"""After so many, whatever they were, a server rests."""
+"""After so many, whatever they were, a server rests; after so many refusals it is asked last."""
 FRESH_SECONDS = 5.0
 """How long it counts what a server has said of its queue."""
 VAIN_SILENCES = 10
@@ -46,8 +48,9 @@ class Server:
         url: scheme, host and port, as the operator has named it.
         address: one of those of its name; "" if it is not known, or the URL has an address.
         engine: the only one behind it, as it answered last; None if that is not known.
-        asked: what it is asked for and has not answered yet -> tokens.
+        asked: what it is asked for and has not answered yet -> tokens, and when it was asked.
         num_failures: in a row.
+        num_refused: prompts, in a row.
         num_outages: how often it could not be reached.
         failure: the reason for its rest; None if its KV was used since.
         rests_until_seconds: it is not asked before.
@@ -59,8 +62,9 @@ class Server:
     url: str
     address: str = ""
     engine: RemotePrefill | None = None
-    asked: dict[int, int] = field(default_factory=dict)
+    asked: dict[int, tuple[int, float]] = field(default_factory=dict)
     num_failures: int = 0
+    num_refused: int = 0
     num_outages: int = 0
     failure: Outcome | None = None
     rests_until_seconds: float = 0.0
@@ -79,7 +83,7 @@ class Server:
     def num_tokens(self, now_seconds: float) -> int:
         """How many tokens of prompts it has to compute."""
         is_fresh = now_seconds < self.last_sign_seconds + FRESH_SECONDS
-        return max(sum(self.asked.values()), self.queued_tokens if is_fresh else 0)
+        return max(sum(num_tokens for num_tokens, _ in self.asked.values()), self.queued_tokens if is_fresh else 0)
 
 
 class Servers:
@@ -123,11 +127,12 @@ class Servers:
         self.random.shuffle(self.all)
         knowing, num_known = self._find(hashes)
 
-        def order(one: Server) -> tuple[bool, bool, bool, float, int]:
+        def order(one: Server) -> tuple[bool, bool, bool, bool, float, int]:
             rests_seconds = max(0.0, one.rests_until_seconds - now)
             rests = rests_seconds > 0
             num_tokens = one.num_tokens(now) - (num_known * self._block_tokens if one is knowing else 0)
-            return rests, one in tried, rests and not one.is_busy, rests_seconds, num_tokens
+            refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.last_sign_seconds + LONGEST_PAUSE_SECONDS
+            return rests, one in tried, refuses, rests and not one.is_busy, rests_seconds, num_tokens
 
         found = min(self.all, key=order)
         return found, num_known if found is knowing else 0
@@ -138,9 +143,10 @@ class Servers:
 
     def asked(self, server: Server, number: int, num_tokens: int, hashes: Sequence[bytes]) -> None:
         """A server is asked for a prompt with these blocks, of which so many tokens may not be cached there."""
+        now = self._clock.now_seconds()
         if not server.asked:
-            server.last_sign_seconds = self._clock.now_seconds()
-        server.asked[number] = num_tokens
+            server.last_sign_seconds = now
+        server.asked[number] = num_tokens, now
         for one in hashes[STRIDE - 1 :: STRIDE]:
             self._known[one] = server, server.num_outages
             self._known.move_to_end(one)
@@ -149,16 +155,20 @@ class Servers:
 
     def answered(
         self, server: Server, number: int, queued_tokens: int = 0, engine: RemotePrefill | None = None
-    ) -> None:
-        """A server has answered, with parameters or with a refusal of the prompt.
+    ) -> list[int]:
+        """A server has answered with parameters.
 
         Args:
             queued_tokens: tokens of all prompts in the server's queue, as it reports.
             engine: the only one behind it, if its answer says so.
+
+        Returns: the questions whose answers are not waited for any longer, since it has answered a much later one.
         """
         server.asked.pop(number, None)
-        server.last_sign_seconds = self._clock.now_seconds()
-        server.queued_tokens, server.engine = queued_tokens, engine or server.engine
+        now = server.last_sign_seconds = self._clock.now_seconds()
+        server.num_refused, server.queued_tokens, server.engine = 0, queued_tokens, engine or server.engine
+        last_seconds = now - VAIN_SILENCES * self._silence_seconds
+        return [one for one, (_, at_seconds) in server.asked.items() if one < number and at_seconds < last_seconds]
 
     def served(self, server: Server) -> None:
         """The KV that a server has offered is here, and is used."""
@@ -169,8 +179,13 @@ class Servers:
     def failed(self, server: Server, number: int, failure: Outcome) -> None:
         """A server has not answered with KV."""
         server.asked.pop(number, None)
-        server.engine = None
         now = server.last_sign_seconds = self._clock.now_seconds()
+        if failure.is_final:
+            server.num_refused += 1
+            if server.num_refused == FAILURES_IN_A_ROW:
+                logger.warning("Prefill server %s refuses prompts, and is asked last: %s", server, failure.reason)
+            return
+        server.engine = None
         if now < server.rests_until_seconds:
             # Those that were asked together fail together.
             return

@@ -425,11 +425,14 @@ def test_one_that_is_dead_while_the_other_is_busy_is_not_waited_for() -> None:
     assert len(decode.asker.asked) == 3, "the dead one has rested"
 
 
-def test_a_refused_prompt_is_not_sent_to_others() -> None:
-    decode = Decode("http://p1", "http://p2")
+@pytest.mark.parametrize("others", [(), ("http://p2",), ("http://p2", "http://p3")])
+def test_a_refused_prompt_is_sent_to_another_server_once(others: tuple[str, ...]) -> None:
+    decode = Decode("http://p1", *others)
     decode.arrives("a")
-    decode.answers("a", Outcome("HTTP 404: no such adapter", is_final=True))
-    assert len(decode.asker.asked) == 1 and "no such adapter" in decode.fetching.refused["a"]
+    for _ in range(1 + bool(others)):
+        assert not decode.fetching.refused
+        decode.answers("a", Outcome("HTTP 404: no such adapter", is_final=True))
+    assert len(decode.asker.asked) == 1 + bool(others) and "no such adapter" in decode.fetching.refused["a"]
     decode.arrives("b")
     assert decode.is_asked("b")
 
@@ -829,6 +832,7 @@ def test_what_came_of_questions_is_counted() -> None:
         decode.answers(one, found)
         decode.asking.gone(one)
         decode.clock.now += 60
+    decode.turn()
     figures = decode.asking.figures
     assert (figures.held, figures.asked, figures.promised_blocks) == (0, 0, 0)
     decode.arrives("f")
@@ -840,7 +844,7 @@ def test_what_came_of_questions_is_counted() -> None:
     ended, computed = counted(decode)
     again = ended.pop("left") - 1
     assert ended == {"answered": 1, "busy": 1, "failed": 1, "unreachable": 1, "refused": 1}
-    assert again == 3 and computed == {"refused": 1}, "those that had failed were asked for again"
+    assert again == 4 and not computed, "those that had failed were asked for again"
 
 
 def test_why_prompts_are_computed_here_is_counted() -> None:
