@@ -88,9 +88,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "a suffix": Row("v1/completions", lambda n: completion(n, suffix="x"), is_served=False),
     "no prompt": Row("v1/completions", lambda n: completion(n, prompt=[]), is_served=False),
-    "embeddings": Row(
-        "v1/completions", lambda n: completion(n, prompt=None, prompt_embeds=embeddings(n)), is_asked=False
-    ),
+    "embeddings": Row("v1/completions", lambda n: completion(n, prompt=None, prompt_embeds=embeddings(n))),
     "no embeddings": Row("v1/completions", lambda n: completion(n, prompt_embeds="none"), is_served=False),
     "chat, three sequences": Row("v1/chat/completions", lambda n: chat(n, n=3, logprobs=True, **SEEDED)),
     "chat, beam search": Row("v1/chat/completions", lambda n: chat(n, use_beam_search=True, n=2), is_served=False),

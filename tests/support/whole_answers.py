@@ -13,7 +13,8 @@ VOLATILE = frozenset(
     {
         *("id", "created", "created_at", "completed_at", "item_id", "call_id", "request_id", "sequence_number"),
         # A configuration's; what of a prompt was in a cache, decode's or prefill's.
-        *("signature", "system_fingerprint", "cached_tokens", "cache_read_input_tokens", "previous_response_id"),
+        *("signature", "system_fingerprint", "cached_tokens", "cache_read_input_tokens", "cache_write_tokens"),
+        "previous_response_id",
     }
 )
 PIECES = frozenset({"text", "content", "reasoning", "delta", "arguments", "partial_json", "thinking", "token_ids"})
