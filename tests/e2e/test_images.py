@@ -188,23 +188,6 @@ async def _what_is_no_prompt_costs_nobody_anything(prefill: Server) -> None:
             assert reply.status_code == httpx.codes.BAD_REQUEST and "kvcached_nixl" in reply.text, reply.text
 
 
-async def _handed_over(servers: list[Server]) -> dict[str, Answer]:
-    """Ask prefill, and then decode with what that has offered."""
-    prefill, decode = (one.base_url for one in servers)
-    free = asyncio.Semaphore(AT_ONCE)
-    async with httpx.AsyncClient(timeout=asks.STEP_SECONDS, trust_env=False) as http:
-
-        async def one(ask: Ask) -> Answer:
-            async with free:
-                reply = await http.post(f"{prefill}{ask.path}", json={**ask.body, **OFFERS})
-                assert reply.status_code == httpx.codes.OK, reply.text
-                brought = {"kv_transfer_params": reply.json()["kv_transfer_params"]}
-                return await asks.answer(http, decode, dataclasses.replace(ask, body={**ask.body, **brought}))
-
-        found = await asyncio.gather(*map(one, ASKS))
-    return {ask.name: answer for ask, answer in zip(ASKS, found, strict=True)}
-
-
 async def _the_kv_of_another_image_is_refused(servers: list[Server]) -> None:
     """A router that confuses two clients: the token ids are the same."""
     prefill, decode = (one.base_url for one in servers)
