@@ -20,16 +20,16 @@ table      Two models on one device (the emulated one, of host memory) that is s
            Their loads swell at opposite times. Every arm gets the same requests at the same times, whether earlier ones
            were answered or not (open loop), with prompts of 256 to 1,536 tokens:
              static split, stock P/D    half of the device for each model; vLLM's own connector and memory
-             static split, stock push   the same with NixlPushConnector, behind vllm-router
+             static split, stock push   the same with NixlPushConnector
              kvcached without P/D       one server for each model computes prompts and answers
              kvcached's own Nixl patch  as kvcached 0.1.6 ships it, without this package
-             this package               pull, push, and pull staged through a slab
+             this package               decode asks prefill: pull, push, and pull staged through a slab
              ..., without revocation    nothing is taken back for want of memory (give_way_after): not by prefill, nor,
                                         in push, by decode
-             ..., without --decode-fill the router does not look at what decode can take (--decode-fill 0)
-             ..., without both          neither
+             ..., behind vllm-router    prefill computes whatever decode can take
+           All but this package's are behind vllm-router, too.
 overload   One model, whose decode has little memory. Its capacity is measured; then twice as many requests come as it
-           can answer, with --decode-fill 0 and 1.5.
+           can answer, to decode that asks and to vllm-router.
 hybrid     As table, with a hybrid model (Nemotron-H: attention and Mamba2 states) in place of one of the two, and fewer
            arms: static split (as many tokens for each model, so less than half for the hybrid one), kvcached without
            P/D, and this package's pull.
@@ -42,7 +42,7 @@ whose KV no decode has received. Taken back counts offers that prefill revoked, 
 compute again for want of blocks. Left: clients without a token after 15 s. Retry-After: refusals with that header.
 
 targets: no wrong answer and no request without an end with this package; its memory stays within the device; at twice
-the capacity less prefill is wasted with --decode-fill 1.5 than without, and every refusal says when to try again.
+the capacity no prefill is wasted where decode asks, and every refusal says when to try again.
 Which arm is fastest is reported without a target.
 
 exit status: 0 all targets reached; 1 a target was missed; 2 setup failed

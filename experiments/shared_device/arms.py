@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arms: how two models share one device, and what their servers and routers are configured with."""
+"""The arms: how two models share one device, and what their servers are configured with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from experiments.shared_device.models import MAX_MODEL_LEN, Device
 LEASE_SECONDS = 30.0
 NEVER_SECONDS = 86_400
 """``give_way_after``: its greatest value, so that no offer is taken back within a run."""
-DECODE_FILL = 1.5
+QUEUE_SECONDS = 3.0
+"""``queue_timeout``: within the latency bound, so that who would wait longer is refused at once."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,11 @@ class Arm:
     Attributes:
         connector: ``stock`` (vLLM's own, vLLM's own memory), ``own patch`` (kvcached's, without this package),
             ``ours``, or "" for one server per model that computes prompts and answers.
-        mode: transfer mode. Stock push is behind vllm-router: this package's router pushes only to servers whose
-            answers have a manifest.
+        mode: transfer mode.
         staged: KV goes through a slab in host memory.
         gives_way: prefill takes back what nobody fetches where memory is short; else only leases end that. In push,
             decode gives up what it has registered, too.
-        decode_fill: of the router; 0: prefill computes whatever decode can take.
+        is_behind: vllm-router asks prefill whatever decode can take; else decode asks, where it can.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Arm:
     mode: str = "pull"
     staged: bool = False
     gives_way: bool = True
-    decode_fill: float = DECODE_FILL
+    is_behind: bool = False
 
     @property
     def is_elastic(self) -> bool:
@@ -46,8 +46,9 @@ class Arm:
         return self.connector != "stock"
 
     @property
-    def is_stock_push(self) -> bool:
-        return self.connector == "stock" and self.mode == "push"
+    def asks(self) -> bool:
+        """Whether decode asks prefill; others that have both are behind vllm-router."""
+        return self.connector == "ours" and not self.is_behind
 
     @property
     def tag(self) -> str:
@@ -57,10 +58,6 @@ class Arm:
     def sides(self) -> tuple[str, ...]:
         """Return the servers of each model."""
         return ("prefill", "decode") if self.connector else ("alone",)
-
-    def router_options(self) -> tuple[str, ...]:
-        """Return the router's flags."""
-        return ("--decode-fill", str(self.decode_fill))
 
     def specs(self, device: Device, model: str, folder: Path, device_name: str) -> list[ServerSpec]:
         """Return the configuration of a model's servers.
@@ -104,22 +101,15 @@ class Arm:
             extra |= {"transfer_mode": self.mode, "kv_lease_duration": LEASE_SECONDS}
             extra |= {"memory_path": "host"} if self.staged else {}
             extra |= {} if self.gives_way else {"give_way_after": NEVER_SECONDS}
+            extra |= {"queue_timeout": QUEUE_SECONDS} if self.asks and side == "decode" else {}
         return {
-            "kv_connector": "NixlPushConnector" if self.is_stock_push else "NixlConnector",
+            "kv_connector": "NixlPushConnector"
+            if self.connector == "stock" and self.mode == "push"
+            else "NixlConnector",
             "kv_role": role(side),
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
         }
-
-
-def _without(arm: Arm, mechanism: str) -> Arm:
-    """Return ``arm`` without ``revocation``, ``--decode-fill``, or ``both``."""
-    return dataclasses.replace(
-        arm,
-        name=f"{arm.name}, without {mechanism}",
-        gives_way=mechanism == "--decode-fill",
-        decode_fill=DECODE_FILL if mechanism == "revocation" else 0,
-    )
 
 
 STATIC, STATIC_PUSH = Arm("static split, stock P/D", "stock"), Arm("static split, stock push", "stock", "push")
@@ -127,12 +117,11 @@ ALONE = Arm("kvcached without P/D", "")
 OWN_PATCH = Arm("kvcached's own Nixl patch", "own patch")
 PULL, PUSH = Arm("this package, pull", "ours"), Arm("this package, push", "ours", "push")
 STAGED = Arm("this package, staged pull", "ours", staged=True)
-WITHOUT = (
-    *(each for arm in (PULL, PUSH) for each in (_without(arm, "revocation"), _without(arm, "--decode-fill"))),
-    *(_without(arm, "both") for arm in (PULL, PUSH, STAGED)),
+WITHOUT_REVOCATION = tuple(
+    dataclasses.replace(arm, name=f"{arm.name}, without revocation", gives_way=False) for arm in (PULL, PUSH)
 )
-"""As before leases could be revoked for want of memory, before routers knew what decode can take, or before both."""
-ARMS = (STATIC, STATIC_PUSH, ALONE, OWN_PATCH, PULL, PUSH, STAGED, *WITHOUT)
+BEHIND = tuple(dataclasses.replace(arm, name=f"{arm.name}, behind vllm-router", is_behind=True) for arm in (PULL, PUSH))
+ARMS = (STATIC, STATIC_PUSH, ALONE, OWN_PATCH, PULL, PUSH, STAGED, *WITHOUT_REVOCATION, *BEHIND)
 """In the order of the table."""
 HYBRID_ARMS = (STATIC, ALONE, PULL)
 """Where a model has states. kvcached's own patch refuses those."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one arm: starts its servers and routers on one device, offers the load, and counts what came of it."""
+"""Runs one arm: starts its servers on one device, offers the load, and counts what came of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from experiments.common.router import routed
+from experiments.common.asking import asks
 from experiments.common.servers import Running, ServerError
 from experiments.shared_device.arms import Arm
 from experiments.shared_device.clients import Outcome, Received, Target, ask, nudge, offered
@@ -23,10 +23,6 @@ from experiments.shared_device.models import Device
 from experiments.shared_device.reference import Asked
 from experiments.stacks.routers import vllm_router
 
-QUEUE_SECONDS = 3.0
-"""``--queue-timeout`` of routers: within the latency bound, so that who would wait longer is refused at once."""
-KEEP_ALIVE_SECONDS = 600.0
-"""``--keep-alive``: longer than clients wait, so that a refusal has a status."""
 WARM_UP_REQUESTS = 3
 ANSWERED_SECONDS = 60.0
 
@@ -57,22 +53,33 @@ def run_arm(
 ) -> Ran:
     """Start everything, offer the load, stop everything. An arm whose servers do not serve throughout is not run."""
     device_name = f"shared-{uuid.uuid4().hex[:8]}"
-    specs = [one for model, folder in folders.items() for one in arm.specs(device, model, folder, device_name)]
+    specs = {model: arm.specs(device, model, folder, device_name) for model, folder in folders.items()}
+    place = logs / arm.tag
+
+    def wait(text: str) -> None:
+        say(f"{arm.name}: {text}")
+
     try:
         with contextlib.ExitStack() as stack:
-            launched = stack.enter_context(Running(specs, logs / arm.tag, lambda text: say(f"{arm.name}: {text}")))
-            places = [(model, side) for model in folders for side in arm.sides()]
-            servers = dict(zip(places, launched.ready(), strict=True))
+            first = stack.enter_context(Running([one for one, *_ in specs.values()], place, wait))
+            decodes = [
+                asks(decode, [prefill]) if arm.asks else decode
+                for (_, *rest), prefill in zip(specs.values(), first.servers, strict=True)
+                for decode in rest
+            ]
+            second = stack.enter_context(Running(decodes, place, wait))
+            ready = (first.ready(), second.ready())
+            servers = {
+                (model, side): one
+                for side, some in zip(arm.sides(), ready, strict=False)
+                for model, one in zip(folders, some, strict=True)
+            }
             targets = {}
             for model in folders:
-                mine = [servers[model, side] for side in arm.sides()]
-                url = mine[0].base_url
-                if arm.connector:
-                    options = ("--queue-timeout", str(QUEUE_SECONDS), "--keep-alive", str(KEEP_ALIVE_SECONDS))
-                    before = (mine[:1], mine[1:], logs / arm.tag / f"{model}-router.log")
-                    own = (*options, *arm.router_options())
-                    router = vllm_router(*before, say) if arm.is_stock_push else routed(*before, *own)
-                    url = stack.enter_context(router)
+                *prefills, last = (servers[model, side] for side in arm.sides())
+                url = last.base_url
+                if prefills and not arm.asks:
+                    url = stack.enter_context(vllm_router(prefills, [last], place / f"{model}-router.log", say))
                 targets[model] = Target(url, asked[model].prompts, asked[model].answers)
             say(f"{arm.name}: warming up")
             asyncio.run(_warm_up(targets, load, arm))

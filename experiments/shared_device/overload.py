@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twice as many requests as decode can answer, with and without the router's look at what decode can take."""
+"""Twice as many requests as decode can answer: decode asks prefill where it has room, or a router asks always."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 
 import httpx
 
+from experiments.common.asking import asking
 from experiments.common.report import Narrator
-from experiments.common.router import routed
-from experiments.common.servers import Running
-from experiments.shared_device.arms import DECODE_FILL, PULL
+from experiments.common.transfer_config import with_extra
+from experiments.shared_device.arms import PULL
 from experiments.shared_device.clients import Outcome, Received, Target, ask, nudge, offered
 from experiments.shared_device.counts import Counts, Engines, settled_counts
 from experiments.shared_device.load import Arrival, Swell, arrivals
-from experiments.shared_device.measure import KEEP_ALIVE_SECONDS, QUEUE_SECONDS
 from experiments.shared_device.models import FULL_ATTENTION
 from experiments.shared_device.reference import Asked
+from experiments.stacks.routers import vllm_router
 
 MODEL = "a"
 DECODE_TOKENS = 3072
@@ -33,14 +33,15 @@ TIMES_CAPACITY = 2.0
 CLOSED_LOOP_CLIENTS = 6
 CAPACITY_SECONDS, LOAD_SECONDS, ROUNDS = 30.0, 45.0, 2
 QUICK_CAPACITY_SECONDS, QUICK_LOAD_SECONDS, QUICK_ROUNDS = 15.0, 20.0, 1
-FILLS = (0.0, DECODE_FILL)
+ASKS, BEHIND = "decode asks", "behind vllm-router"
+WAYS = (ASKS, BEHIND)
 
 
 @dataclass
 class Overloaded:
     """One run at a multiple of decode's capacity. ``capacity`` in requests a second."""
 
-    decode_fill: float
+    way: str
     capacity: float
     load_seconds: float
     received: list[Received] = field(default_factory=list)
@@ -56,30 +57,33 @@ def measure(
     *,
     quick: bool,
 ) -> list[Overloaded]:
-    """Start a pair and a router for each ``--decode-fill``, measure the capacity, then overload each in turn."""
+    """Start a pair, and a router before it, measure the capacity, then overload it in each way in turn."""
     prefill, decode = PULL.specs(FULL_ATTENTION, MODEL, folders[MODEL], f"overload-{uuid.uuid4().hex[:8]}")
     blocks = DECODE_TOKENS // FULL_ATTENTION.models[MODEL].block_size
-    decode = dataclasses.replace(decode, arguments=("--num-gpu-blocks-override", str(blocks)))
+    # The same servers serve both ways.
+    assert decode.kv_transfer is not None
+    decode = dataclasses.replace(
+        decode,
+        arguments=("--num-gpu-blocks-override", str(blocks)),
+        kv_transfer=with_extra(decode.kv_transfer, {"accept_kv_transfer_params": True}),
+    )
     seconds, rounds = (QUICK_LOAD_SECONDS, QUICK_ROUNDS) if quick else (LOAD_SECONDS, ROUNDS)
     with contextlib.ExitStack() as stack:
-        launched = stack.enter_context(Running([prefill, decode], logs / "overload", narrator.update))
-        servers = launched.ready()
-        engines = {(MODEL, "prefill"): servers[0], (MODEL, "decode"): servers[1]}
-        targets = {}
-        for fill in FILLS:
-            options = ("--queue-timeout", str(QUEUE_SECONDS), "--keep-alive", str(KEEP_ALIVE_SECONDS))
-            log = logs / "overload" / f"router-{fill:g}.log"
-            url = stack.enter_context(routed(servers[:1], servers[1:], log, *options, "--decode-fill", str(fill)))
-            targets[fill] = Target(url, asked[MODEL].prompts, asked[MODEL].answers)
-        capacity = asyncio.run(_capacity(targets[0.0], QUICK_CAPACITY_SECONDS if quick else CAPACITY_SECONDS))
+        place = logs / "overload"
+        launched, server = stack.enter_context(asking([prefill], decode, place))
+        engines = {(MODEL, "prefill"): launched.servers[0], (MODEL, "decode"): server}
+        router = stack.enter_context(vllm_router(launched.servers, [server], place / "router.log", narrator.update))
+        prompts, answers = asked[MODEL].prompts, asked[MODEL].answers
+        targets = {ASKS: Target(server.base_url, prompts, answers), BEHIND: Target(router, prompts, answers)}
+        capacity = asyncio.run(_capacity(targets[BEHIND], QUICK_CAPACITY_SECONDS if quick else CAPACITY_SECONDS))
         narrator.say(f"overload: decode answers {capacity:.2f} requests a second")
         found = []
         for number in range(rounds):
             rate = Swell(TIMES_CAPACITY * capacity, TIMES_CAPACITY * capacity)
             load = arrivals(MODEL, rate, seconds, len(asked[MODEL].prompts), seed + number)
-            for fill in FILLS if number % 2 == 0 else FILLS[::-1]:
-                name = f"overload, --decode-fill {fill:g}, {number + 1} of {rounds}"
-                found.append(_overloaded(fill, capacity, targets[fill], load, seconds, engines, name, narrator))
+            for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+                name = f"overload, {way}, {number + 1} of {rounds}"
+                found.append(_overloaded(way, capacity, targets[way], load, seconds, engines, name, narrator))
     return found
 
 
@@ -105,7 +109,7 @@ async def _capacity(target: Target, seconds: float) -> float:
 
 
 def _overloaded(
-    fill: float,
+    way: str,
     capacity: float,
     target: Target,
     load: Sequence[Arrival],
@@ -120,4 +124,4 @@ def _overloaded(
         one.check_alive()
     asyncio.run(nudge({MODEL: target}))
     counts = settled_counts(FULL_ATTENTION, engines).since(before)
-    return Overloaded(fill, capacity, seconds, received, counts)
+    return Overloaded(way, capacity, seconds, received, counts)

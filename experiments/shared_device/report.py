@@ -12,13 +12,12 @@ from rich.table import Table
 
 from experiments.common.plots import make_panels, save
 from experiments.common.targets import Verdict
-from experiments.shared_device.arms import DECODE_FILL
 from experiments.shared_device.clients import Outcome, Received
 from experiments.shared_device.counts import Counts
 from experiments.shared_device.figures import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, figures_of
 from experiments.shared_device.measure import Ran
 from experiments.shared_device.models import Device
-from experiments.shared_device.overload import TIMES_CAPACITY, Overloaded
+from experiments.shared_device.overload import ASKS, TIMES_CAPACITY, WAYS, Overloaded
 from experiments.shared_device.rounds import by_arm, medians_of, peaks
 from experiments.shared_device.stored import Measured
 from experiments.shared_device.table import PARTS
@@ -146,19 +145,19 @@ def plot(runs: Sequence[Ran], device: Device, title: str, path: Path) -> None:
 
 
 def table_of_overload(found: Sequence[Overloaded]) -> Table:
-    """Return a table of the runs at a multiple of decode's capacity, together for each ``--decode-fill``."""
+    """Return a table of the runs at a multiple of decode's capacity, together for each way."""
     words = "waste: prefilled tokens that no decode received"
     table = Table(title=f"{TIMES_CAPACITY:g} x as many requests as decode can answer; {words}")
-    columns = ["fill", "capacity/s", "asked/s", "goodput/s", *_OUTCOMES]
+    columns = ["", "capacity/s", "asked/s", "goodput/s", *_OUTCOMES]
     columns += ["Retry-After", "wasted", "first token, s: p50", "p99"]
     for column in columns:
         table.add_column(column, justify="right")
-    for fill, runs in _by_fill(found).items():
+    for way, runs in _by_way(found).items():
         received, seconds, counts = _together(runs)
         figures = figures_of(received, seconds)
         wasted = counts.wasted_share
         table.add_row(
-            f"{fill:g}",
+            way,
             f"{runs[0].capacity:.2f}",
             f"{len(received) / seconds:.2f}",
             f"{figures.goodput:.2f}",
@@ -173,34 +172,26 @@ def table_of_overload(found: Sequence[Overloaded]) -> Table:
 
 def judge_overload(found: Sequence[Overloaded]) -> list[Verdict]:
     """Return the targets at a multiple of decode's capacity."""
-    by_fill = _by_fill(found)
     verdicts = []
-    for fill, runs in by_fill.items():
-        received, seconds, _ = _together(runs)
+    for way, runs in _by_way(found).items():
+        received, seconds, counts = _together(runs)
         outcomes = figures_of(received, seconds).outcomes
         bad = outcomes[Outcome.WRONG.value] + outcomes[Outcome.NO_END.value]
-        words = f"overload, --decode-fill {fill:g}"
+        words = f"overload, {way}"
         verdicts.append(Verdict(f"{words}: wrong answers, and requests without an end (0)", f"{bad}", bad == 0))
         refused = [one for one in received if one.outcome is Outcome.REFUSED]
         told = sum(one.retry_after for one in refused)
         verdicts.append(
             Verdict(f"{words}: refusals that say when to try again", f"{told} of {len(refused)}", told == len(refused))
         )
-    if {0.0, DECODE_FILL} <= by_fill.keys():
-        shares = [_together(by_fill[fill])[2].wasted_share or 0.0 for fill in (0.0, DECODE_FILL)]
-        verdicts.append(
-            Verdict(
-                f"overload: less prefill wasted with --decode-fill {DECODE_FILL:g} than without",
-                f"{shares[1]:.1%}, without {shares[0]:.1%}",
-                shares[1] < shares[0],
-            )
-        )
+        if way == ASKS:
+            share = counts.wasted_share or 0.0
+            verdicts.append(Verdict(f"{words}: prefill wasted (0.0 %)", f"{share:.1%}", share < 0.0005))
     return verdicts
 
 
-def _by_fill(found: Sequence[Overloaded]) -> dict[float, list[Overloaded]]:
-    fills = dict.fromkeys(one.decode_fill for one in sorted(found, key=lambda one: one.decode_fill))
-    return {fill: [one for one in found if one.decode_fill == fill] for fill in fills}
+def _by_way(found: Sequence[Overloaded]) -> dict[str, list[Overloaded]]:
+    return {way: some for way in WAYS if (some := [one for one in found if one.way == way])}
 
 
 def _together(runs: Sequence[Overloaded]) -> tuple[list[Received], float, Counts]:

@@ -20,17 +20,19 @@ import httpx
 from experiments.common.client import Answer
 from experiments.common.report import Narrator
 from experiments.common.servers import ServerError, ServerSpec
-from experiments.shared_device import clients, reference, table
+from experiments.shared_device import clients, overload, reference, table
 from experiments.shared_device.arms import (
     ALONE,
     ARMS,
-    DECODE_FILL,
+    BEHIND,
     HYBRID_ARMS,
     NEVER_SECONDS,
     PULL,
+    PUSH,
+    QUEUE_SECONDS,
     STATIC,
     STATIC_PUSH,
-    WITHOUT,
+    WITHOUT_REVOCATION,
     Arm,
 )
 from experiments.shared_device.clients import Outcome, Received, Target, ask
@@ -40,7 +42,7 @@ from experiments.shared_device.load import LENGTHS, MAX_TOKENS, Arrival, Swell, 
 from experiments.shared_device.measure import Ran
 from experiments.shared_device.memory import Sample
 from experiments.shared_device.models import FULL_ATTENTION, MAX_MODEL_LEN, WITH_HYBRID, Device
-from experiments.shared_device.overload import Overloaded
+from experiments.shared_device.overload import ASKS, Overloaded
 from experiments.shared_device.reference import chosen, lead
 from experiments.shared_device.report import judge, judge_overload, plot, summary, table_of_overload, tables_of
 from experiments.shared_device.rounds import by_arm, medians_of, peaks
@@ -122,28 +124,28 @@ def specs(arm: Arm, device: Device = FULL_ATTENTION, model: str = "a") -> list[S
     return arm.specs(device, model, Path("m"), "d")
 
 
+def extra_of(spec: ServerSpec) -> Any:
+    return dict(spec.kv_transfer or {})["kv_connector_extra_config"]
+
+
 def test_arms_differ_in_what_their_names_say() -> None:
     assert len({arm.tag for arm in ARMS}) == len(ARMS)
-    kept = {"revocation": (False, DECODE_FILL), "--decode-fill": (True, 0.0), "both": (False, 0.0)}
-    for arm in WITHOUT:
-        name, _, mechanism = arm.name.partition(", without ")
-        (beside,) = [one for one in ARMS if one.name == name]
-        assert (beside.gives_way, beside.decode_fill) == (True, DECODE_FILL)
-        assert (arm.gives_way, arm.decode_fill) == kept[mechanism]
-        assert arm.router_options() == ("--decode-fill", str(arm.decode_fill))
+    assert [arm.asks for arm in (PULL, PUSH, *WITHOUT_REVOCATION, *BEHIND)] == [True] * 4 + [False] * 2
+    assert not any(arm.asks for arm in ARMS if not arm.name.startswith("this package"))
+    for arm, beside in zip((*WITHOUT_REVOCATION, *BEHIND), (PULL, PUSH) * 2, strict=True):
+        assert arm.name.startswith(f"{beside.name}, ")
         for mine, other in zip(specs(arm), specs(beside), strict=True):
             assert (mine.environment, mine.arguments) == (other.environment, other.arguments)
-            extra, others = (dict(one.kv_transfer or {})["kv_connector_extra_config"] for one in (mine, other))
-            never = {} if arm.gives_way else {"give_way_after": NEVER_SECONDS}
-            assert extra == {**others, **never}  # type: ignore[dict-item]
-    assert {arm.name.partition("without ")[2] for arm in WITHOUT if arm.mode == "push"} == set(kept)
+            differs = extra_of(mine).items() ^ extra_of(other).items()
+            is_asking = other.name.endswith("decode")
+            expected = {("queue_timeout", QUEUE_SECONDS)} if is_asking else set()
+            assert differs == (expected if arm in BEHIND else {("give_way_after", NEVER_SECONDS)})
 
 
-def test_stock_push_differs_from_stock_pull_in_connector_and_router() -> None:
+def test_stock_push_differs_from_stock_pull_in_its_connector() -> None:
     for pull, push in zip(specs(STATIC), specs(STATIC_PUSH), strict=True):
         assert {**(pull.kv_transfer or {}), "kv_connector": "NixlPushConnector"} == push.kv_transfer
         assert (pull.environment, pull.arguments) == (push.environment, push.arguments)
-    assert [arm.name for arm in ARMS if arm.is_stock_push] == [STATIC_PUSH.name]
 
 
 @pytest.mark.parametrize("device", [FULL_ATTENTION, WITH_HYBRID])
@@ -342,18 +344,18 @@ def test_medians_are_of_the_rounds_that_were_run() -> None:
     assert "round 4, was not run" in str(fate.caption) and "medians" in str(speed.title)
 
 
-def overloaded(fill: float, moved: float, *each: Received) -> Overloaded:
-    return Overloaded(fill, 1.0, 10.0, list(each or [GOOD]), Counts(1000, moved))
+def overloaded(way: str, moved: float, *each: Received) -> Overloaded:
+    return Overloaded(way, 1.0, 10.0, list(each or [GOOD]), Counts(1000, moved))
 
 
 @pytest.mark.parametrize(
     ("found", "missed"),
     [
-        ([overloaded(0, 500), overloaded(DECODE_FILL, 900)], []),
-        ([overloaded(0, 500), overloaded(DECODE_FILL, 500)], ["less prefill wasted"]),
-        ([overloaded(DECODE_FILL, 900, received(outcome=Outcome.REFUSED))], ["when to try again"]),
-        ([overloaded(DECODE_FILL, 900, received(outcome=Outcome.REFUSED, retry_after=True))], []),
-        ([overloaded(DECODE_FILL, 900, received(outcome=Outcome.WRONG))], ["wrong answers"]),
+        ([overloaded(ASKS, 1000), overloaded(overload.BEHIND, 500)], []),
+        ([overloaded(ASKS, 999)], ["prefill wasted"]),
+        ([overloaded(ASKS, 1000, received(outcome=Outcome.REFUSED))], ["when to try again"]),
+        ([overloaded(ASKS, 1000, received(outcome=Outcome.REFUSED, retry_after=True))], []),
+        ([overloaded(overload.BEHIND, 500, received(outcome=Outcome.WRONG))], ["wrong answers"]),
     ],
 )
 def test_targets_of_the_overload(found: list[Overloaded], missed: list[str]) -> None:
@@ -367,7 +369,7 @@ def test_tables_add_up_and_say_what_was_not_run(tmp_path: Path) -> None:
     assert [list(column.cells)[0] for column in fate.columns] == [PULL.name, *"100000", "10.0%", "2", "0", "35"]
     assert list(speed.columns[1].cells)[1] == list(fate.columns[1].cells)[1] == "not run"
     assert "it does not start" in str(fate.caption)
-    rounds = [overloaded(0, 500), overloaded(0, 700, GOOD, received(outcome=Outcome.LEFT))]
+    rounds = [overloaded(ASKS, 500), overloaded(ASKS, 700, GOOD, received(outcome=Outcome.LEFT))]
     cells = {column.header: list(column.cells) for column in table_of_overload(rounds).columns}
     assert (cells["right"], cells["left"], cells["wasted"]) == (["2"], ["1"], ["40.0%"])
     assert (cells["asked/s"], cells["goodput/s"]) == (["0.15"], ["0.10"])
@@ -383,11 +385,11 @@ def test_tables_add_up_and_say_what_was_not_run(tmp_path: Path) -> None:
 def test_results_come_back_and_stay_beside_newer_ones(tmp_path: Path) -> None:
     file = tmp_path / "last.json"
     assert read(file) == Measured()
-    earlier = Measured([RAN, Ran(STATIC.name, 1.0)], [overloaded(0, 500)])
+    earlier = Measured([RAN, Ran(STATIC.name, 1.0)], [overloaded(ASKS, 500)])
     file.write_text(json.dumps(dataclasses.asdict(earlier)))
     assert read(file) == earlier
     newer = dataclasses.replace(RAN, load_seconds=99.0)
-    assert earlier.with_run("table", newer) == Measured([Ran(STATIC.name, 1.0), newer], [overloaded(0, 500)])
+    assert earlier.with_run("table", newer) == Measured([Ran(STATIC.name, 1.0), newer], [overloaded(ASKS, 500)])
     assert earlier.without_runs(["table"]) == Measured([], earlier.overload)
     assert earlier.with_overload([]) == Measured(earlier.runs, [])
     # Files from before there was another part.
