@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does it cost clients to restart, update or lose the servers behind the router?"""
+"""What does it cost clients to restart, update or lose the servers?"""

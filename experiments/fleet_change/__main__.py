@@ -9,29 +9,24 @@ import json
 import subprocess
 from pathlib import Path
 
-from experiments.common.command_line import add_quick, add_word, make_parser, run_main
+from experiments.common.command_line import MODES, add_mode, add_word, make_parser, run_main
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BEFORE = "0.26.0"
-MODES = ("pull", "push")
 
 DESCRIPTION = f"""\
-What does it cost clients to restart, update or lose the servers behind the router?
+What does it cost clients to restart, update or lose servers?
 
-Runs two prefill and two decode servers with vLLM {BEFORE} over kvcached, behind `kvcached-nixl proxy`, with pull and
-with push. Clients ask through OpenAI's client, streamed and not, and `vllm bench serve` beside them, while
-  every server is restarted, one after the other: drained, stopped, started, added;
+Runs two prefill and two decode servers with vLLM {BEFORE} over kvcached, pull and push. Each decode server asks both
+prefill servers, and nginx is before decode. Clients ask through OpenAI's client, streamed and not, while
+  every server gets SIGTERM, ends, and is started again, one after the other;
   every server is replaced by one with the other vLLM, in the same way;
-  every server gets SIGTERM, ends, and is started again, and nobody tells the router;
-  all servers get SIGTERM, none runs for a while, and all are started again;
   ten processes beside the servers compute for a minute;
-  one server of each role is killed, and brought back.
-Each answer is compared with one stock instance's."""
+  a prefill server is killed, then both, then a decode server, and brought back.
+Nobody is told of any of this. Each answer is compared with one stock instance's."""
 
 EPILOG = """\
-targets: no wrong answer; none without an end; errors only where a stream had begun, and none but for the kills; where
-no server runs, 503 with Retry-After, or as an event of a stream that was kept alive meanwhile; no hand-over between two
-versions is tried.
+targets: no wrong answer; none without an end; no error, unless a decode server is killed.
 
 exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json with every count, versions and hardware."""
@@ -39,8 +34,9 @@ Results: a table; results/last-VERSION.json with every count, versions and hardw
 
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
-    add_quick(parser, "pull only")
-    add_word(parser, "--change", "changes", "the results file keeps those of the others")
+    keeps = "the results file keeps the others"
+    add_mode(parser, keeps)
+    add_word(parser, "--change", "changes", keeps)
     return parser.parse_args()
 
 
@@ -59,11 +55,11 @@ def main(options: argparse.Namespace) -> int:
     before = Path(made.stdout.splitlines()[-1]) / "bin" / "vllm"
     with Narrator(f"changes of a fleet, vLLM {BEFORE} to {options.vllm}") as narrator:
         expected = expected_of(before, logs, narrator.say)
-        modes = MODES[: 1 if options.quick else 2]
+        modes = (options.mode,) if options.mode else MODES
         changes = [change for change in CHANGES if (options.change or "") in change]
         found = [measure(mode, before, expected, changes, logs / mode, narrator.say) for mode in modes]
-    path = RESULTS / f"{last_name(options.vllm, quick=options.quick)}.json"
-    known = json.loads(path.read_text())["phases"] if options.change and path.is_file() else []
+    path = RESULTS / f"{last_name(options.vllm)}.json"
+    known = json.loads(path.read_text())["phases"] if (options.change or options.mode) and path.is_file() else []
     measured = {(one.mode, one.change): one for one in (*(Phase(**phase) for phase in known), *sum(found, []))}
     order = [(mode, change) for mode in MODES for change in CHANGES]
     phases = [measured[one] for one in order if one in measured]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes the servers behind a router while clients ask, and counts what these get."""
+"""Changes servers while clients ask, and counts what these get. Decode asks prefill; nginx is before decode."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import os
@@ -20,12 +21,11 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 
-from experiments.bench_serve.arms import Arm
-from experiments.bench_serve.measure import bench
+from experiments.common.asking import asks
 from experiments.common.model import ModelShape, make_model
-from experiments.common.router import ADMINISTRATOR, routed
 from experiments.common.servers import GIVES_BACK, Running, Server, ServerError, ServerSpec
 from experiments.common.transfer_config import role
+from experiments.fleet_change.balancer import balanced
 
 Say = Callable[[str], None]
 
@@ -33,22 +33,20 @@ KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK
 MODEL = ModelShape(max_positions=4096)
 PROMPTS = 12
 TOKENS = 24
-AT_ONCE = 4
+AT_ONCE = 6
 STEP_SECONDS = 150.0
 SETTLE_SECONDS = 2.0
 SHUTDOWN_SECONDS = 30
 """``--shutdown-timeout``."""
 BUSY_LOOPS, BUSY_SECONDS = 10, 60.0
-ZERO_SECONDS = 10.0
-BENCH_PROMPTS, BENCH_AT_ONCE = 16, 2
-NAMES = ("prefill-1", "decode-1", "prefill-2", "decode-2")
-"""In the order in which they are changed: of two prefills and two decodes, there is always a pair that fits."""
+GONE_SECONDS = 10.0
+PREFILLS, DECODES = ("prefill-1", "prefill-2"), ("decode-1", "decode-2")
+AFTER = ServerSpec.executable
 
 
 class Outcome(enum.Enum):
     RIGHT = "right"
     WRONG = "wrong"
-    REFUSED = "503: try again"
     BEFORE = "error before the first token"
     AFTER = "error in a stream that had begun"
     NO_END = "no end"
@@ -65,19 +63,15 @@ class Phase:
 
     Attributes:
         outcomes: of the official client's requests, by `Outcome`.
-        bench_completed, bench_failed: requests of ``vllm bench serve``.
-        failed_hand_overs: that decode servers counted; those of servers that were stopped are lost with them.
-        retries: attempts that the router repeated.
+        failed_hand_overs: requests that got no KV, as decode servers have counted; those of servers that were stopped
+            are lost with them.
     """
 
     mode: str
     change: str
     seconds: float
     outcomes: dict[str, int]
-    bench_completed: int
-    bench_failed: int
     failed_hand_overs: int
-    retries: int
 
 
 def spec(name: str, mode: str | None, executable: Path | None = None) -> ServerSpec:
@@ -85,7 +79,7 @@ def spec(name: str, mode: str | None, executable: Path | None = None) -> ServerS
     transfer = {
         "kv_connector": "NixlConnector",
         "kv_role": role(name),
-        "kv_load_failure_policy": "fail",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode, "kv_lease_duration": 10.0},
     }
     made = ServerSpec(
@@ -115,28 +109,31 @@ def expected_of(before: Path, logs: Path, say: Say) -> dict[int, str]:
     return agreed
 
 
-CHANGES = ("restart", "version", "terminate", "scale to zero", "busy", "kill")
+CHANGES = ("restart", "version", "busy", "kill a prefill", "kill all prefills", "kill a decode")
 
 
 def measure(
     mode: str, before: Path, expected: Mapping[int, str], changes: Sequence[str], logs: Path, say: Say
 ) -> list[Phase]:
-    """Start four servers and a router, and go through ``changes``."""
-    with Running([spec(name, mode, before) for name in NAMES], logs) as launched:
-        servers = launched.ready()
-        with routed(servers[::2], servers[1::2], logs / "router.log", "--attempts", "3") as url:
-            fleet = Fleet(launched, url)
-            acts: dict[str, Callable[[], None]] = {
-                "restart": lambda: fleet.change_each(mode, before),
-                "version": lambda: fleet.change_each(mode, None),
-                "terminate": fleet.terminate_each,
-                "scale to zero": fleet.scale_to_zero,
-                "busy": starve,
-                "kill": lambda: fleet.kill_and_replace(0, 1),
-            }
-            # So that the router knows where to push to.
-            asyncio.run(_ask_once(url, expected))
-            return [_phase(mode, change, acts[change], fleet, expected, logs, say) for change in changes]
+    """Start four servers and a balancer, and go through ``changes``."""
+    with contextlib.ExitStack() as stack:
+        prefills = stack.enter_context(Running([spec(name, mode, before) for name in PREFILLS], logs))
+        decodes = stack.enter_context(
+            Running([asks(spec(name, mode, before), prefills.servers) for name in DECODES], logs)
+        )
+        prefills.ready()
+        url = stack.enter_context(balanced(decodes.ready(), logs / "nginx"))
+        fleet = Fleet(prefills, decodes, url)
+        acts: dict[str, Callable[[], None]] = {
+            "restart": lambda: fleet.restart_each(None),
+            "version": lambda: fleet.restart_each(AFTER),
+            "busy": starve,
+            "kill a prefill": lambda: fleet.kill(prefills, 0),
+            "kill all prefills": lambda: fleet.kill(prefills, 0, 1),
+            "kill a decode": lambda: fleet.kill(decodes, 0),
+        }
+        asyncio.run(_ask_once(url, expected))
+        return [_phase(mode, change, acts[change], fleet, expected, say) for change in changes]
 
 
 def starve() -> None:
@@ -152,138 +149,75 @@ def starve() -> None:
 
 
 class Fleet:
-    """The servers, and the router's administrator."""
+    """The servers. Nobody is told of what happens to them."""
 
-    def __init__(self, launched: Running, url: str) -> None:
-        self._launched = launched
+    def __init__(self, prefills: Running, decodes: Running, url: str) -> None:
+        self._prefills, self._decodes = prefills, decodes
         self.url = url
-        self._admin = httpx.Client(base_url=url, headers=ADMINISTRATOR, trust_env=False, timeout=STEP_SECONDS)
 
-    @property
-    def servers(self) -> list[Server]:
-        return self._launched.servers
+    def restart_each(self, executable: Path | None) -> None:
+        """Send SIGTERM to each server, as an orchestrator does it, and start it again, maybe with another vLLM.
 
-    def change_each(self, mode: str, executable: Path | None) -> None:
-        """Replace each server as an operator does it: drain, wait, remove, stop, start, add."""
-        for place, name in enumerate(NAMES):
-            time.sleep(SETTLE_SECONDS)
-            server = self.servers[place]
-            known = server.base_url.removeprefix("http://")
-            self._ask("POST", f"/{known}/drain")
-            self._until(lambda known=known: self._state(known)["drained"])  # type: ignore[misc]
-            self._ask("DELETE", f"/{known}")
-            server.stop()
-            successor = self._launched.replace(place, spec(name, mode, executable))
-            self._until(successor.is_ready)
-            self._ask("POST", "", {"role": name.partition("-")[0], "url": successor.base_url})
-            self._until(lambda known=known: self._state(known).get("kind") is not None)  # type: ignore[misc]
-
-    def terminate_each(self) -> None:
-        """Send SIGTERM to each server, as an orchestrator that scales down does it, and start it again; the router is
-        told of neither."""
-        for place, name in enumerate(NAMES):
-            time.sleep(SETTLE_SECONDS)
-            server = self.servers[place]
-            os.kill(server.process.pid, signal.SIGTERM)
-            try:
-                server.process.wait(2 * SHUTDOWN_SECONDS)
-            except subprocess.TimeoutExpired as error:
-                raise ServerError(f"found that {name} still runs {2 * SHUTDOWN_SECONDS} s after SIGTERM") from error
-            self._bring_back(place)
-
-    def scale_to_zero(self) -> None:
-        """Send SIGTERM to all servers, decode first, and start them again when none has run for a while."""
-        time.sleep(SETTLE_SECONDS)
-        for kind in ("decode", "prefill"):
-            some = [one for name, one in zip(NAMES, self.servers, strict=True) if name.startswith(kind)]
-            for server in some:
+        A prefill and a decode in turn: of two each, there is always a pair that fits.
+        """
+        for place in range(len(PREFILLS)):
+            for some in (self._prefills, self._decodes):
+                time.sleep(SETTLE_SECONDS)
+                server = some.servers[place]
                 os.kill(server.process.pid, signal.SIGTERM)
-            for server in some:
                 try:
                     server.process.wait(2 * SHUTDOWN_SECONDS)
                 except subprocess.TimeoutExpired as error:
-                    raise ServerError(f"found {server.spec.name} {2 * SHUTDOWN_SECONDS} s after SIGTERM") from error
-        time.sleep(ZERO_SECONDS)
-        successors = [self._launched.replace(place) for place in range(len(NAMES))]
-        for successor in successors:
-            self._wait_for(successor)
-        # Requests go on for a while.
-        time.sleep(ZERO_SECONDS)
+                    name = server.spec.name
+                    raise ServerError(f"found {name} still running {2 * SHUTDOWN_SECONDS} s after SIGTERM") from error
+                new = server.spec if executable is None else dataclasses.replace(server.spec, executable=executable)
+                _wait_for(some.replace(place, new))
+        time.sleep(SETTLE_SECONDS)
 
-    def _bring_back(self, place: int) -> None:
-        self._wait_for(self._launched.replace(place))
-
-    def _wait_for(self, successor: Server) -> None:
-        self._until(successor.is_ready)
-        known = successor.base_url.removeprefix("http://")
-        self._until(lambda: self._state(known).get("state") == "up" and self._state(known)["kind"] is not None)
-
-    def kill_and_replace(self, *places: int) -> None:
-        """Kill servers without a notice, and start them again; the router is told of neither."""
+    def kill(self, some: Running, *places: int) -> None:
+        """Kill servers without a notice, and start them again after a while."""
+        time.sleep(SETTLE_SECONDS)
         for place in places:
-            time.sleep(SETTLE_SECONDS)
-            self.servers[place].kill()
-            time.sleep(SETTLE_SECONDS)
-            self._bring_back(place)
+            some.servers[place].kill()
+        time.sleep(GONE_SECONDS)
+        for successor in [some.replace(place) for place in places]:
+            _wait_for(successor)
+        time.sleep(SETTLE_SECONDS)
 
-    def counted(self) -> tuple[int, int]:
-        """Return how many hand-overs have failed, by the servers, and how many attempts the router has repeated."""
-        failed = sum(_sum_of(one.base_url, "kvcached_nixl:handover_failures_total") for one in self.servers)
-        return failed, _sum_of(self.url, "kvcached_nixl_router_retries_total")
+    def failed_hand_overs(self) -> int:
+        """Return how many hand-overs have failed, as decode servers that run now have counted."""
+        name = "kvcached_nixl:handover_failures_total"
+        return sum(_sum_of(one.base_url, name) for one in self._decodes.servers)
 
-    def _state(self, name: str) -> dict[str, Any]:
-        listed = self._admin.get("/instances").json()["instances"]
-        return next((one for one in listed if one["name"] == name), {})
 
-    def _ask(self, method: str, path: str, body: object = None) -> None:
-        answer = self._admin.request(method, f"/instances{path}", json=body)
-        if answer.status_code >= 300:
-            raise ServerError(f"found {method} /instances{path} answered {answer.status_code}: {answer.text}")
-
-    def _until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + STEP_SECONDS
-        while not condition():
-            if time.monotonic() > deadline:
-                raise ServerError(f"found no change in {STEP_SECONDS:.0f} s: {self._admin.get('/instances').text}")
-            time.sleep(0.1)
+def _wait_for(server: Server) -> None:
+    deadline = time.monotonic() + STEP_SECONDS
+    while not server.is_ready():
+        if time.monotonic() > deadline:
+            raise ServerError(f"found {server.spec.name} not ready after {STEP_SECONDS:.0f} s:\n{server.tail()}")
+        time.sleep(0.1)
 
 
 def _phase(
-    mode: str, change: str, act: Callable[[], None], fleet: Fleet, expected: Mapping[int, str], logs: Path, say: Say
+    mode: str, change: str, act: Callable[[], None], fleet: Fleet, expected: Mapping[int, str], say: Say
 ) -> Phase:
-    begun, (failed_before, retries_before) = time.monotonic(), fleet.counted()
+    begun, failed_before = time.monotonic(), fleet.failed_hand_overs()
 
-    async def run() -> tuple[Counter[Outcome], list[tuple[int, int]]]:
+    async def run() -> Counter[Outcome]:
         changing = asyncio.create_task(asyncio.to_thread(act))
-        benching = asyncio.create_task(asyncio.to_thread(_bench_until, changing.done, mode, change, fleet.url, logs))
         outcomes = await _ask_until(fleet.url, expected, changing.done)
         await changing
-        return outcomes, await benching
+        return outcomes
 
-    outcomes, benched = asyncio.run(run())
-    failed, retries = fleet.counted()
+    outcomes = asyncio.run(run())
     found = Phase(
         mode,
         change,
         round(time.monotonic() - begun, 1),
         {kind.value: outcomes[kind] for kind in Outcome if outcomes[kind]},
-        sum(completed for completed, _ in benched),
-        sum(one for _, one in benched),
-        max(0, failed - failed_before),
-        retries - retries_before,
+        max(0, fleet.failed_hand_overs() - failed_before),
     )
-    say(f"{mode}, {change}: {found.outcomes}, bench {found.bench_completed} and {found.bench_failed} failed")
-    return found
-
-
-def _bench_until(has_ended: Callable[[], bool], mode: str, change: str, url: str, logs: Path) -> list[tuple[int, int]]:
-    found = []
-    folder = logs / change
-    folder.mkdir(parents=True, exist_ok=True)
-    while not has_ended():
-        arm, model = Arm(change, mode), make_model(MODEL)
-        run = bench(arm, url, model, folder, at_a_time=BENCH_AT_ONCE, prompts=BENCH_PROMPTS, seed=len(found))
-        found.append((run.completed, run.failed))
+    say(f"{mode}, {change}: {found.outcomes}")
     return found
 
 
@@ -346,14 +280,7 @@ async def judged(client: Any, request: Request, expected: str) -> Outcome:
         text, reason = await asyncio.wait_for(ask(client, request, begun), STEP_SECONDS)
     except (TimeoutError, asyncio.TimeoutError, openai.APITimeoutError):
         return Outcome.NO_END
-    except openai.APIStatusError as error:
-        if error.status_code == httpx.codes.SERVICE_UNAVAILABLE and error.response.headers.get("retry-after"):
-            return Outcome.REFUSED
-        return Outcome.BEFORE
-    except openai.OpenAIError as error:
-        # A stream that was kept alive while it waited: its status had been sent, so the refusal is an event.
-        if isinstance(error, openai.APIError) and str(error.code) == "503" and not begun:
-            return Outcome.REFUSED
+    except openai.OpenAIError:
         if not expected.startswith("".join(begun)):
             return Outcome.WRONG
         return Outcome.AFTER if begun else Outcome.BEFORE
