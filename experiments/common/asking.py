@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real prefill servers, and a decode server that asks them: no router."""
+"""Real prefill servers, and decode servers that ask them."""
 
 from __future__ import annotations
 
