@@ -8,7 +8,7 @@
 
 Meanwhile requests are held: they stay in vLLM's queue, are counted and can be aborted, but no step looks at them. With
 the ``kv_transfer_params`` of the answer they go on. In push a request goes on when it is asked for, so that prefill
-finds its blocks and sends KV while it computes; only a server whose engine is not known yet is asked first.
+finds its blocks and sends KV while it computes, if it has nothing else to compute, and its engine is known.
 
 After a failure another server is asked, once, or a busy one again. What is not cached here may be too little to ask
 for: the request goes on at once. Of equal prompts one is asked for; the others find it cached.
@@ -398,10 +398,12 @@ class Asking:
         if wanted.prefix is not None:
             self._leaders[wanted.prefix] = wanted
         self._timelines.enter(wanted.request.request_id, State.DECODE_ASKING)
+        # While prefill computes others, this one's blocks are better used here.
+        is_next = not server.num_tokens(self._clock.now_seconds())
+        wanted.named = server.engine if self._pushes and is_next else None
         num_tokens = wanted.request.num_prompt_tokens - num_cached_tokens
         self.servers.asked(server, wanted.number, num_tokens, wanted.hashes)
         question = wanted.question
-        wanted.named = server.engine if self._pushes else None
         if wanted.named is not None:
             # Never used again: prefill would pair it with another request.
             question = dataclasses.replace(question, transfer_id=uuid.uuid4().hex)

@@ -754,16 +754,28 @@ def pushing(**changed: Any) -> Decode:
 
 def test_blocks_are_registered_while_prefill_is_asked() -> None:
     decode = pushing()
-    for one in "ab":
-        decode.arrives(one)
+    decode.arrives("a")
     named = decode.blocks.released["a"]
     assert {key: named[key] for key in OF_P} == OF_P and named["do_remote_decode"] is False
-    ids = [decode.asker.transfer_ids[decode.number(one)] for one in "ab"]
-    assert named["transfer_id"] == ids[0] != ids[1]
-    assert decode.fetching.arrived_ == ["first", "a", "b"]
+    assert named["transfer_id"] == decode.asker.transfer_ids[decode.number("a")]
+    assert decode.fetching.arrived_ == ["first", "a"]
     decode.answers("a", OF_P)
     decode.asking.computed([Step("a")])  # type: ignore[list-item]
-    assert decode.asking.num_asked == 1 and not decode.fetching.failures
+    assert decode.asking.num_asked == 0 and not decode.fetching.failures
+    decode.arrives("b")
+    assert decode.blocks.released["b"]["transfer_id"] != named["transfer_id"]
+
+
+@pytest.mark.parametrize("queued_tokens", [0, 9000])
+def test_no_blocks_wait_for_a_prompt_that_waits_at_prefill(queued_tokens: int) -> None:
+    decode = pushing()
+    decode.arrives("a")
+    if queued_tokens:
+        decode.answers("a", {**OF_P, HEADROOM_KEY: {"queued_tokens": queued_tokens}})
+    decode.arrives("b")
+    assert "b" not in decode.blocks.released
+    decode.answers("b", OF_P)
+    assert decode.blocks.released["b"] == OF_P
 
 
 def test_one_engine_of_several_is_asked_first() -> None:
