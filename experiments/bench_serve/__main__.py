@@ -16,26 +16,27 @@ if TYPE_CHECKING:
     from experiments.bench_serve.measure import Handed, Run
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PROMPTS = {1: 8, 4: 16, 16: 24}
+PROMPTS = {1: 6, 8: 16, 64: 64}
 """Prompts of a run, by how many are in flight at a time."""
-QUICK_PROMPTS = {4: 12}
+QUICK_PROMPTS = {8: 16}
 ROUNDS, QUICK_ROUNDS = 3, 1
 
 DESCRIPTION = """\
-What does vLLM's own load generator measure through the router, and beside stock prefill/decode?
+What does vLLM's own load generator measure with prefill/decode, beside stock prefill/decode?
 
 Runs `vllm bench serve` with its random data set (prompts of 512 to 1,536 tokens, answers of 32 to 96) against one
-prefill and one decode server behind a router, with pull and with push:
-  this package   over kvcached, behind its own router; push also behind vllm-router
-  stock          vLLM's own NixlConnector, or NixlPushConnector, without kvcached. The same router is
-                 before both: this package's for pull, vllm-router for push
+prefill and one decode server, with pull and with push:
+  decode asks    this package over kvcached; clients talk to decode, which asks prefill
+  vllm-router    the same behind vllm-router
+  stock          vLLM's own NixlConnector, or NixlPushConnector, without kvcached, behind vllm-router
 and against one instance with as many threads as both servers together. The servers of all arms of a transfer mode run
 at the same time; the arms take turns, each with the same prompts."""
 
 EPILOG = """\
-targets: every request is answered; decode computes no prompt instead of a hand-over; hand-overs go in the direction of
-the arm; 1.0 of stock's requests a second and of its first tokens, as the median of ratios over the rounds. The speed
-beside one instance is reported without a target: where both servers share cores, P/D cannot be faster.
+targets: every request is answered, with KV from prefill. Decode that asks, beside stock: at least as many requests a
+second; first and further tokens as soon, and for as little CPU time of all servers and the router, as the median of
+ratios over the rounds. The speed beside one instance is reported without a target: where both servers share cores, P/D
+cannot be faster.
 
 exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: a table; results/last-VERSION.json with every run, versions and hardware."""
@@ -63,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
     modes = (options.mode,) if options.mode else MODES
     asked = groups(modes, has_stock_push=has_stock_push())
     runs, handed = kept(path, {arm.name for arms in asked.values() for arm in arms}) if options.mode else ([], [])
-    with Narrator(f"vllm bench serve through the router, vLLM {options.vllm}") as narrator:
+    with Narrator(f"vllm bench serve, vLLM {options.vllm}") as narrator:
         for mode, arms in asked.items():
             more = measure(
                 arms,

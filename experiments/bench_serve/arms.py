@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arms: one instance, or prefill, decode and a router on the same cores; with kvcached, and stock."""
+"""The arms: one instance, or prefill and decode on the same cores; with kvcached, and stock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ KVCACHED: Mapping[str, str] = {
     "KVCACHED_CONTIGUOUS_LAYOUT": "true",
     "KVCACHED_HOSTVMM_GIB": "2",
 }
-OWN, VLLM_ROUTER = "kvcached-nixl proxy", "vllm-router"
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,14 @@ class Arm:
     """One arm.
 
     Attributes:
-        mode: the transfer mode, or "" for one instance that gets its requests directly.
-        router: before prefill and decode.
+        mode: the transfer mode, or "" for one instance.
+        is_behind: vllm-router asks prefill; else decode does.
         is_stock: vLLM's own connector on vLLM's own memory, without kvcached and this package.
     """
 
     name: str
     mode: str = ""
-    router: str = OWN
+    is_behind: bool = False
     is_stock: bool = False
 
     @property
@@ -76,24 +75,24 @@ class Arm:
 
 
 ONE = Arm("one instance")
-PULL = Arm("router, pull", "pull")
-STOCK_PULL = Arm("router, stock pull", "pull", is_stock=True)
-PUSH = Arm("router, push", "push")
-# This package's router pushes only to servers whose answers have a manifest, so another one is before both of these.
-PUSH_BEHIND = Arm("vllm-router, push", "push", VLLM_ROUTER)
-STOCK_PUSH = Arm("vllm-router, stock push", "push", VLLM_ROUTER, is_stock=True)
+PULL = Arm("decode asks, pull", "pull")
+BEHIND_PULL = Arm("vllm-router, pull", "pull", is_behind=True)
+STOCK_PULL = Arm("vllm-router, stock pull", "pull", is_behind=True, is_stock=True)
+PUSH = Arm("decode asks, push", "push")
+BEHIND_PUSH = Arm("vllm-router, push", "push", is_behind=True)
+STOCK_PUSH = Arm("vllm-router, stock push", "push", is_behind=True, is_stock=True)
 GROUPS: Mapping[str, tuple[Arm, ...]] = {
-    "pull": (ONE, PULL, STOCK_PULL),
-    "push": (PUSH, PUSH_BEHIND, STOCK_PUSH),
+    "pull": (ONE, PULL, BEHIND_PULL, STOCK_PULL),
+    "push": (PUSH, BEHIND_PUSH, STOCK_PUSH),
 }
 """Arms whose servers run at the same time and take turns, by transfer mode."""
-PAIRS = ((PULL, STOCK_PULL), (PUSH_BEHIND, STOCK_PUSH))
-"""What is compared with a target: this package, and stock P/D behind the same router."""
+PAIRS = ((PULL, STOCK_PULL), (PUSH, STOCK_PUSH))
+"""What is compared with targets."""
 
 
 def groups(modes: tuple[str, ...], *, has_stock_push: bool) -> dict[str, tuple[Arm, ...]]:
     """Return the groups of ``modes``; ``has_stock_push``: whether the vLLM has ``NixlPushConnector``."""
     return {
-        mode: tuple(arm for arm in GROUPS[mode] if has_stock_push or arm.router == OWN or not arm.mode)
+        mode: tuple(arm for arm in GROUPS[mode] if has_stock_push or not (arm.is_stock and arm.mode == "push"))
         for mode in modes
     }

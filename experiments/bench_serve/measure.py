@@ -7,33 +7,26 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
+import psutil
 
-from experiments.bench_serve.arms import INPUT_TOKENS, OUTPUT_TOKENS, OWN, Arm
-from experiments.common import device
+from experiments.bench_serve.arms import INPUT_TOKENS, OUTPUT_TOKENS, Arm
+from experiments.common.asking import asking
 from experiments.common.counted import hand_overs
-from experiments.common.router import routed
-from experiments.common.servers import ENVIRONMENT, Server, ServerError, running
+from experiments.common.servers import ENVIRONMENT, Server, running
 from experiments.stacks.routers import vllm_router
-
-BENCH_SECONDS = 300.0
-WARM_UPS = 2
-"""Runs of the highest load before the first one that counts. Stock's memory is there from the start; kvcached's pages
-come with the first requests that need them, and the kernel clears them for an emulated device."""
 
 
 @dataclass(frozen=True)
 class Run:
     """Figures that ``vllm bench serve`` reported for one run. Times in milliseconds; tokens are tokens of answers.
 
-    ``seed``: of its prompts and lengths. Runs of several arms with one seed were made one after another.
+    Attributes:
+        seed: of its prompts and lengths. Runs of several arms with one seed were made one after another.
+        cpu_token_ms: CPU time of all servers of the arm, and of its router, for each token of an answer.
     """
 
     arm: str
@@ -47,41 +40,34 @@ class Run:
     first_token_p99_ms: float
     token_p50_ms: float
     token_p99_ms: float
+    cpu_token_ms: float
 
 
 @dataclass(frozen=True)
 class Handed:
-    """An arm's hand-overs by direction, and how often decode computed a prompt itself."""
+    """How many of an arm's requests decode got KV for."""
 
     arm: str
-    in_its_direction: int
-    others: int
-    computed_by_decode: int
-
-    def since(self, earlier: Handed) -> Handed:
-        """Return the counts since ``earlier``."""
-        return Handed(
-            self.arm,
-            self.in_its_direction - earlier.in_its_direction,
-            self.others - earlier.others,
-            self.computed_by_decode - earlier.computed_by_decode,
-        )
+    asked: int
+    moved: int
 
 
 @dataclass(frozen=True)
 class _Deployed:
-    """An arm that runs; ``url`` is where its requests go."""
+    """An arm that runs; ``url`` is where its requests go, ``sessions`` are those of all its processes."""
 
     arm: Arm
     url: str
     servers: Sequence[Server]
+    sessions: frozenset[int]
 
-    def handed(self, asked: int) -> Handed:
-        """Return the counts since its start; ``asked`` is the number of requests since then."""
-        if self.arm.router == OWN:
-            return handed(self.arm, self.url)
-        moved = hand_overs(self.servers, asked)
-        return Handed(self.arm.name, moved, 0, asked - moved)
+    def cpu_seconds(self) -> float:
+        found = 0.0
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getsid(process.pid) in self.sessions:
+                    found += sum(process.cpu_times()[:2])
+        return found
 
 
 def measure(
@@ -97,84 +83,81 @@ def measure(
     Args:
         prompts: how many prompts a run has, by how many are in flight at a time.
     """
+    os.environ.update(ENVIRONMENT)
     with contextlib.ExitStack() as stack:
         deployed = []
         for arm in arms:
-            servers = stack.enter_context(running(arm.specs(model), logs, say))
-            url = servers[0].base_url
-            if arm.mode:
-                log = logs / f"{arm.tag}-router.log"
-                before = (servers[:1], servers[1:], log)
-                url = stack.enter_context(routed(*before) if arm.router == OWN else vllm_router(*before, say))
-            deployed.append(_Deployed(arm, url, servers))
+            known = _children()
+            url, servers = stack.enter_context(_running(arm, model, logs, say))
+            deployed.append(_Deployed(arm, url, servers, _children() - known))
         warm = max(prompts.values())
+        # Stock's memory is there from the start; kvcached's pages come with the first requests that need them, and the
+        # kernel clears them for an emulated device.
         for one in deployed:
-            for number in range(WARM_UPS):
-                say(f"{one.arm.name}: warming up, {number + 1} of {WARM_UPS}")
-                bench(one.arm, one.url, model, logs, at_a_time=max(prompts), prompts=warm, seed=1000 + number)
-        learnt = {one.arm: one.handed(WARM_UPS * warm) for one in deployed if one.arm.mode}
+            say(f"{one.arm.name}: warming up")
+            _bench(one, model, logs, at_a_time=max(prompts), prompts=warm, seed=0)
         found = []
-        # Each run has another seed: a prompt that an engine has seen would be in its prefix cache.
         for seed, (number, together) in enumerate(itertools.product(range(rounds), prompts), start=1):
             first = seed % len(arms)
             for one in (*deployed[first:], *deployed[:first]):
                 say(f"{one.arm.name}: {together} at a time, {number + 1} of {rounds}")
-                count = prompts[together]
-                found.append(bench(one.arm, one.url, model, logs, at_a_time=together, prompts=count, seed=seed))
-        asked = WARM_UPS * warm + rounds * sum(prompts.values())
-        return found, [one.handed(asked).since(learnt[one.arm]) for one in deployed if one.arm.mode]
+                found.append(_bench(one, model, logs, at_a_time=together, prompts=prompts[together], seed=seed))
+        asked = warm + rounds * sum(prompts.values())
+        return found, [Handed(one.arm.name, asked, hand_overs(one.servers, asked)) for one in deployed if one.arm.mode]
 
 
-def bench(arm: Arm, url: str, model: Path, logs: Path, *, at_a_time: int, prompts: int, seed: int) -> Run:
-    """Run vLLM's load generator once, with prompts that it draws itself.
+def _children() -> frozenset[int]:
+    """Servers and routers are children of this process, and leaders of sessions."""
+    return frozenset(one.pid for one in psutil.Process().children())
 
-    Raises:
-        ServerError: the load generator failed.
-    """
-    result = logs / f"{arm.tag}-{at_a_time}-{seed}.json"
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
-        *("--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions"),
+
+@contextlib.contextmanager
+def _running(arm: Arm, model: Path, logs: Path, say: Callable[[str], None]) -> Iterator[tuple[str, Sequence[Server]]]:
+    """Yield where an arm's requests go, and its servers."""
+    specs = arm.specs(model)
+    if arm.mode and not arm.is_behind:
+        with asking(specs[:1], specs[1], logs) as (prefills, decode):
+            yield decode.base_url, [*prefills.servers, decode]
+        return
+    with running(specs, logs, say) as servers:
+        if not arm.mode:
+            yield servers[0].base_url, servers
+            return
+        with vllm_router(servers[:1], servers[1:], logs / f"{arm.tag}-router.log", say) as url:
+            yield url, servers
+
+
+def _bench(one: _Deployed, model: Path, logs: Path, *, at_a_time: int, prompts: int, seed: int) -> Run:
+    """Run vLLM's load generator once, with prompts that it draws itself."""
+    # In this process: its import takes half a minute.
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    add_cli_args(parser := FlexibleArgumentParser())
+    options = [
+        *("--backend", "openai", "--base-url", one.url, "--endpoint", "/v1/completions"),
         *("--model", str(model), "--served-model-name", "model", "--ignore-eos", "--temperature", "0"),
         *("--dataset-name", "random", "--random-input-len", str(INPUT_TOKENS), "--random-range-ratio", "0.5"),
         *("--random-output-len", str(OUTPUT_TOKENS), "--seed", str(seed), "--num-prompts", str(prompts)),
         *("--max-concurrency", str(at_a_time), "--disable-tqdm"),
-        *("--save-result", "--result-dir", str(logs), "--result-filename", result.name),
+        # Of the model's few tokens, many random prompts begin as earlier ones did.
+        *("--extra-body", json.dumps({"cache_salt": f"{at_a_time} {seed}"})),
     ]
-    environment = {**os.environ, **ENVIRONMENT, **device.environment({}, 1, forks=False)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BENCH_SECONDS, check=False)
-    if done.returncode:
-        raise ServerError(f"vllm bench serve ended with status {done.returncode}:\n{done.stderr[-4000:]}")
-    said = json.loads(result.read_text())
+    before = one.cpu_seconds()
+    with (logs / f"{one.arm.tag}-bench.log").open("a") as log, contextlib.redirect_stdout(log):
+        said = main(parser.parse_args(options))
+    used_seconds = one.cpu_seconds() - before
     return Run(
-        arm.name,
+        one.arm.name,
         at_a_time,
         seed,
         said["completed"],
         prompts - said["completed"],
-        said["request_throughput"],
-        said["output_throughput"],
-        said["median_ttft_ms"],
-        said["p99_ttft_ms"],
-        said["median_tpot_ms"],
-        said["p99_tpot_ms"],
-    )
-
-
-def handed(arm: Arm, url: str) -> Handed:
-    """Return the counts of all requests that this package's router has served."""
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", trust_env=False).text)
-    samples = [one for family in families for one in family.samples]
-
-    def total(name: str) -> dict[str, int]:
-        of_name = [one for one in samples if one.name == f"kvcached_nixl_router_{name}_total"]
-        return {one.labels.get("direction", str(number)): int(one.value) for number, one in enumerate(of_name)}
-
-    directions = total("handovers")
-    computed = ("prefills_without_parameters", "reported_handover_failures", "decode_alone")
-    return Handed(
-        arm.name,
-        in_its_direction=directions.get(arm.mode, 0),
-        others=sum(directions.values()) - directions.get(arm.mode, 0),
-        computed_by_decode=sum(sum(total(name).values()) for name in computed),
+        float(said["request_throughput"]),
+        float(said["output_throughput"]),
+        float(said["median_ttft_ms"]),
+        float(said["p99_ttft_ms"]),
+        float(said["median_tpot_ms"]),
+        float(said["p99_tpot_ms"]),
+        used_seconds / said["total_output_tokens"] * 1e3,
     )

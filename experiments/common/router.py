@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the router as a process in front of running servers."""
+"""Starts another project's router as a process in front of running servers."""
 
 from __future__ import annotations
 
@@ -7,48 +7,15 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
-import httpx
-
-from experiments.common.servers import HOST, Server, ServerError, free_ports
+from experiments.common.servers import ServerError
 
 READY_SECONDS = 60.0
 STOP_SECONDS = 60.0
-ADMIN_KEY = "of-this-run"
-ADMINISTRATOR = MappingProxyType({"Authorization": f"Bearer {ADMIN_KEY}"})
-"""Headers of a request to ``/instances`` of a router that `routed` has started."""
 _TAIL_CHARACTERS = 4000
-
-
-@contextlib.contextmanager
-def routed(
-    prefills: Sequence[Server], decodes: Sequence[Server], log: Path, *options: str, files: int | None = None
-) -> Iterator[str]:
-    """Start ``kvcached-nixl proxy``; yields its URL, without a path, when it reports all servers as up.
-
-    Args:
-        files: how many files it may open; None for as many as this process.
-
-    Raises:
-        ServerError: the router did not start, or ended with a status other than 0.
-    """
-    (port,) = free_ports(1)
-    servers = [f"--prefill={one.base_url}" for one in prefills] + [f"--decode={one.base_url}" for one in decodes]
-    command = [sys.executable, "-m", "kvcached_nixl", "proxy", "--port", str(port), *servers, *options]
-    if files is not None:
-        command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
-    url = f"http://{HOST}:{port}"
-    expected, environ = f"its {len(servers)} servers up", {**os.environ, "KVCACHED_NIXL_ADMIN_KEY": ADMIN_KEY}
-    with running_router(command, log, lambda: _is_up(url, len(servers)), expected, environ) as process:
-        yield url
-        process.terminate()
-        if (status := process.wait(STOP_SECONDS)) != 0:
-            raise ServerError(f"found the router ended with status {status}; expected 0. Its log:\n{_tail(log)}")
 
 
 @contextlib.contextmanager
@@ -85,13 +52,6 @@ def running_router(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _is_up(url: str, count: int) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        found = httpx.get(f"{url}/instances", headers=ADMINISTRATOR, trust_env=False).json()["instances"]
-        return sum(one["state"] == "up" for one in found) == count
-    return False
 
 
 def _tail(log: Path) -> str:

@@ -27,7 +27,8 @@ class Asks(Pair):
     """Decode ``d`` asks prefill ``p``, and others if they are named. The test delivers the answers.
 
     Attributes:
-        is_at_once: a request goes on when it is asked for, if prefill has no other. Not with ``AFTER``: the engines seem to be of several.
+        is_at_once: a request goes on when it is asked for, if prefill has no other. Not with ``AFTER``, where engines
+            seem to be of several.
     """
 
     def __init__(self, mode: str, *others: str, **decode: Any) -> None:
