@@ -335,7 +335,7 @@ class Pool:
         head = self.engine.head()
         if head is None:
             return None
-        hits = self.hits(head)
+        hits = [] if head.num_computed else self.hits(head)
         missing = self._missing(head, hits, head.num_tokens) - self._num_free(hits)
         return (head.request_id, missing) if missing > 0 else None
 

@@ -328,7 +328,8 @@ class EngineBlocks:
     def _num_shared(self, request: Any) -> int:
         """How many blocks of a waiting request's prompt others use now, so that they need not be allocated."""
         manager = private(self.engine_scheduler, "kv_cache_manager")
-        if not private(manager, "enable_caching"):
+        # One that has its KV finds its own blocks, and vLLM looks for no others.
+        if not private(manager, "enable_caching") or request.num_computed_tokens:
             return 0
         coordinator = private(manager, "coordinator")
         hits = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[0]

@@ -145,6 +145,33 @@ def test_who_waits_before_one_that_would_fit_is_starved() -> None:
     assert EngineBlocks(scheduler).starved == ("r0", 5 - 2)
 
 
+def test_who_has_its_kv_and_lacks_a_block_is_starved() -> None:
+    """Its own blocks are in the prefix cache, and are not counted as others' that it could share: it would wait for
+    ever, and all those behind it, if another engine has taken the memory since."""
+    (request,) = of_status("WAITING")
+    request.num_tokens, request.num_computed_tokens, request.block_hashes = 17, 16, ()
+    own = [SimpleNamespace(ref_cnt=1, is_null=False)] * 4
+    manager = SimpleNamespace(block_size=4, get_num_skipped_tokens=lambda _: 0, req_to_blocks={"r0": own})
+    kv_cache_manager = SimpleNamespace(
+        enable_caching=True,
+        coordinator=SimpleNamespace(
+            single_type_managers=[manager], find_longest_cache_hit=lambda hashes, most: ((own,), 16)
+        ),
+        block_pool=SimpleNamespace(get_num_free_blocks=lambda: 0),
+    )
+    scheduler = SimpleNamespace(
+        running=[],
+        max_num_running_reqs=8,
+        num_lookahead_tokens=0,
+        waiting=[],
+        skipped_waiting=[request],
+        pause_state=0,
+        connector=connector(),
+        kv_cache_manager=kv_cache_manager,
+    )
+    assert EngineBlocks(scheduler).starved == ("r0", 1)
+
+
 @pytest.mark.parametrize(
     ("state", "holds", "runs_held_kv", "expected"),
     [
