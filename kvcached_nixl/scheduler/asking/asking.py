@@ -368,17 +368,20 @@ class Asking:
         """Asks for one that waits, or lets it go on here, or wait for another one."""
         request = wanted.request
         leader = wanted if wanted.prefix is None else self._leaders.get(wanted.prefix, wanted)
-        if leader is not wanted:
+        if leader.order[0] > wanted.order[0]:
+            # It would wait for one that others go before.
+            wanted.prefix = None
+        elif leader is not wanted:
             insort(leader.followers, wanted, key=_order)
             return True
+        rests, num_blocks = self.servers.all_rest, blocks.num_needed(request.request_id)
+        room = blocks.num_free, blocks.num_used, blocks.most_running
+        # First, since it is looked at in each step: a choice takes the longer the longer the prompt is.
+        if not rests and not self.window.has_room(num_blocks, *room):
+            return False
         server, num_cached = self.servers.choose(wanted.tried, wanted.hashes)
-        rests = self.servers.rests(server)
         if rests and (server.is_busy or not self._computes):
             self._rested_at_seconds = server.rests_until_seconds
-            return False
-        num_blocks = blocks.num_needed(request.request_id)
-        room = blocks.num_free, blocks.num_used, blocks.most_running
-        if not rests and not self.window.has_room(num_blocks, *room):
             return False
         if self._is_cached(wanted, blocks):
             return True
@@ -424,6 +427,7 @@ class Asking:
         if wanted is None:
             self._fetching.unneeded(params, step)
             return False
+        self.servers.heard(wanted.tried[-1], engine_in(params))
         reason = self._unusable(params, wanted)
         if reason:
             self._not_answered(number, Outcome(reason), blocks, step)
@@ -431,8 +435,7 @@ class Asking:
         del self._questions[number]
         wanted.number = 0
         self.figures.ended[Ended.ANSWERED] += 1
-        engine = engine_in(params)
-        for overtaken in self.servers.answered(wanted.tried[-1], number, queued_tokens_in(params), engine):
+        for overtaken in self.servers.answered(wanted.tried[-1], number, queued_tokens_in(params)):
             lost = Outcome("it has answered questions that it was asked long after this one")
             self._not_answered(overtaken, lost, blocks, step)
         if wanted.stage is not Stage.ASKED:
@@ -506,11 +509,15 @@ class Asking:
         if self._leaders.get(wanted.prefix or b"") is not wanted:
             return
         del self._leaders[wanted.prefix or b""]
-        for one in wanted.followers if is_cached else ():
+        found, wanted.followers = wanted.followers, []
+        for one in found if is_cached else ():
             # If it does not find its prompt cached, those like it would not either.
             one.prefix = None
-        self._fresh += wanted.followers
-        wanted.followers = []
+        if found and not is_cached:
+            # The others wait for the next one: no step looks at all of them.
+            found, found[0].followers = found[:1], found[1:]
+            self._leaders[wanted.prefix or b""] = found[0]
+        self._fresh += found
 
 
 def _order(wanted: _Wanted) -> tuple[int, int]:

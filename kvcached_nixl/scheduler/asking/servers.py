@@ -33,6 +33,8 @@ FAILURES_IN_A_ROW = 3
 """After so many, whatever they were, a server rests; after so many refusals it is asked last."""
 FRESH_SECONDS = 5.0
 """How long it counts what a server has said of its queue."""
+MOST_DOUBTS = 16
+"""Answers of one engine in a row after which it counts as the only one behind a URL, where others have answered."""
 VAIN_SILENCES = 10
 """Times ``silence_seconds`` that a server which is well, and answers nobody, is waited for."""
 MOST_HASHES = 65_536
@@ -47,14 +49,17 @@ class Server:
     Attributes:
         url: scheme, host and port, as the operator has named it.
         address: one of those of its name; "" if it is not known, or the URL has an address.
-        engine: the only one behind it, as it answered last; None if that is not known.
+        engine: the only one behind it; None if that is not known.
+        last_engine: that has answered last.
+        num_doubts: answers of that one to come until it counts as the only one.
         asked: what it is asked for and has not answered yet -> tokens, and when it was asked.
         num_failures: in a row.
         num_refused: prompts, in a row.
         num_outages: how often it could not be reached.
         failure: the reason for its rest; None if its KV was used since.
         rests_until_seconds: it is not asked before.
-        last_sign_seconds: when it answered last, or when it was asked while it had nothing to answer.
+        refused_seconds: when it has refused a prompt last.
+        last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
         queued_tokens: tokens of all prompts in its queue, as reported with its last answer.
         checked_seconds: when it was asked last whether it is well.
     """
@@ -62,12 +67,15 @@ class Server:
     url: str
     address: str = ""
     engine: RemotePrefill | None = None
+    last_engine: RemotePrefill | None = None
+    num_doubts: int = 0
     asked: dict[int, tuple[int, float]] = field(default_factory=dict)
     num_failures: int = 0
     num_refused: int = 0
     num_outages: int = 0
     failure: Outcome | None = None
     rests_until_seconds: float = 0.0
+    refused_seconds: float = 0.0
     last_sign_seconds: float = 0.0
     checked_seconds: float = 0.0
     queued_tokens: int = 0
@@ -131,11 +139,16 @@ class Servers:
             rests_seconds = max(0.0, one.rests_until_seconds - now)
             rests = rests_seconds > 0
             num_tokens = one.num_tokens(now) - (num_known * self._block_tokens if one is knowing else 0)
-            refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.last_sign_seconds + LONGEST_PAUSE_SECONDS
+            refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.refused_seconds + LONGEST_PAUSE_SECONDS
             return rests, one in tried, refuses, rests and not one.is_busy, rests_seconds, num_tokens
 
         found = min(self.all, key=order)
         return found, num_known if found is knowing else 0
+
+    @property
+    def all_rest(self) -> bool:
+        """Whether none may be asked now."""
+        return all(map(self.rests, self.all))
 
     def rests(self, server: Server) -> bool:
         """Whether it may not be asked now."""
@@ -153,20 +166,27 @@ class Servers:
         while len(self._known) > MOST_HASHES:
             self._known.popitem(last=False)
 
-    def answered(
-        self, server: Server, number: int, queued_tokens: int = 0, engine: RemotePrefill | None = None
-    ) -> list[int]:
+    def heard(self, server: Server, engine: RemotePrefill | None) -> None:
+        """An engine has answered; None for one of several."""
+        if engine != server.last_engine:
+            # It was restarted, or something chooses anew for each question.
+            server.num_doubts = MOST_DOUBTS if server.last_engine is not None else 0
+            server.last_engine = engine
+        elif server.num_doubts:
+            server.num_doubts -= 1
+        server.engine = None if server.num_doubts else engine
+
+    def answered(self, server: Server, number: int, queued_tokens: int = 0) -> list[int]:
         """A server has answered with parameters.
 
         Args:
             queued_tokens: tokens of all prompts in the server's queue, as it reports.
-            engine: the only one behind it, if its answer says so.
 
         Returns: the questions whose answers are not waited for any longer, since it has answered a much later one.
         """
         server.asked.pop(number, None)
         now = server.last_sign_seconds = self._clock.now_seconds()
-        server.num_refused, server.queued_tokens, server.engine = 0, queued_tokens, engine or server.engine
+        server.num_refused, server.queued_tokens = 0, queued_tokens
         last_seconds = now - VAIN_SILENCES * self._silence_seconds
         return [one for one, (_, at_seconds) in server.asked.items() if one < number and at_seconds < last_seconds]
 
@@ -177,11 +197,11 @@ class Servers:
         server.num_failures, server.failure, server.rests_until_seconds = 0, None, 0.0
 
     def failed(self, server: Server, number: int, failure: Outcome) -> None:
-        """A server has not answered with KV."""
+        """A server has not answered with KV. That says nothing of its engine: an API server refuses without it."""
         server.asked.pop(number, None)
-        now = server.last_sign_seconds = self._clock.now_seconds()
+        now = self._clock.now_seconds()
         if failure.is_final:
-            server.num_refused += 1
+            server.num_refused, server.refused_seconds = server.num_refused + 1, now
             if server.num_refused == FAILURES_IN_A_ROW:
                 logger.warning("Prefill server %s refuses prompts, and is asked last: %s", server, failure.reason)
             return
@@ -190,7 +210,8 @@ class Servers:
             # Those that were asked together fail together.
             return
         server.num_failures += 1
-        server.num_outages += failure.is_of_server and not failure.is_busy
+        if failure.is_of_server and not failure.is_busy:
+            server.num_outages, server.last_engine = server.num_outages + 1, None
         if not failure.is_of_server and server.num_failures < FAILURES_IN_A_ROW:
             return
         pause_seconds = min(SHORTEST_PAUSE_SECONDS * 2.0 ** min(server.num_failures - 1, 10), LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences that were once found to end in a request without an end, or in a step that looks at all that wait."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from kvcached_nixl.wire.question import Outcome
+
+from .test_asking import BUSY, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Request, Step
+
+REFUSED = Outcome("HTTP 400", is_final=True)
+
+
+@pytest.mark.parametrize("found", [BUSY, REFUSED, Outcome("HTTP 401", is_of_server=True)], ids=str)
+def test_what_a_server_answers_without_its_engine_is_no_sign_of_life(found: Outcome) -> None:
+    """Prefill's engine hangs. Its API server answers each new question at once: its queue is full, or it refuses. So
+    it is never silent, its health is never asked, and what it was asked for before waits for ever."""
+    decode = Decode("http://p1", num_free=10_000)
+    decode.arrives("a")
+    for place in range(200):
+        decode.arrives(f"r{place}")
+        if decode.is_asked(f"r{place}"):
+            decode.answers(f"r{place}", found)
+        decode.asking.gone(f"r{place}")
+        decode.clock.now += SILENCE_SECONDS / 4
+        decode.turn()
+        decode.asker.checked, decode.asker.checking = [(one, True) for one in decode.asker.checking], []
+        decode.turn()
+    assert decode.number("a") > 1 or "a" in decode.fetching.refused, "nothing for 6,000 s, and it still waits"
+
+
+def test_two_engines_behind_one_address() -> None:
+    """What balances connections stands before two prefill servers: a Service with an address of its own. In push each
+    answer names the engine for the next question, which may reach the other one. One that is asked for again meets an
+    answer of another request that names the wrong one again, and fails, although both servers are well and idle."""
+    decode = Decode(pushes=True, recomputes=False, num_free=10_000)
+    engines = [OF_P, OF_ANOTHER]
+    decode.arrives("first")
+    decode.answers("first", engines[0])
+    decode.asking.computed([Step("first")])  # type: ignore[list-item]
+    decode.asking.gone("first")
+    for place in range(20):
+        one, other = f"a{place}", f"b{place}"
+        decode.arrives(one)
+        decode.arrives(other)
+        decode.asker.answers += [(decode.number(one), engines[1]), (decode.number(other), engines[0])]
+        decode.turn()
+        if one in decode.fetching.failures and decode.asking.may_ask_again(one):
+            decode.asking.holds_again(decode.blocks.requests[one], None)  # type: ignore[arg-type]
+            decode.turn()
+            decode.answers(one, engines[1])
+        if one in decode.fetching.failures:
+            assert decode.asking.may_ask_again(one), "it fails"
+        decode.fetching.failures.clear()
+        decode.asking.computed([Step(one), Step(other)])  # type: ignore[list-item]
+        decode.asking.gone(one)
+        decode.asking.gone(other)
+
+
+def test_an_urgent_request_does_not_wait_for_an_equal_one_that_is_not() -> None:
+    """Others keep prefill busy, which computes what is urgent first. So the prompt of the first one is not computed for
+    as long as that goes on. An urgent request with the same prompt waits for it, and not for its own turn."""
+    decode = Decode(goes_by_priority=True)
+    decode.arrives("later", priority=9, block_hashes=(b"same",))
+    decode.arrives("urgent", priority=0, block_hashes=(b"same",))
+    assert decode.is_asked("urgent")
+    decode.arrives("next", priority=9, block_hashes=(b"same",))
+    assert not decode.is_asked("next")
+    decode.asking.gone("later")
+    decode.turn()
+    assert decode.is_asked("next")
+
+
+def test_equal_prompts_that_fail_one_after_another_cost_a_look_each() -> None:
+    """Each time one fails or leaves, all that wait for it were looked up in the prefix cache, on the engine's thread: a
+    look at a long prompt whose beginning is cached takes milliseconds."""
+    decode = Decode(recomputes=False)
+    looks: list[str] = []
+    cached = decode.blocks.num_cached_tokens
+
+    def look(request_id: str) -> int:
+        looks.append(request_id)
+        return cached(request_id)
+
+    decode.blocks.num_cached_tokens = look  # type: ignore[method-assign]
+    for place in range(200):
+        decode.arrives(f"r{place}", block_hashes=(b"same",))
+    looks.clear()
+    for place in range(200):
+        assert decode.is_asked(f"r{place}")
+        decode.answers(f"r{place}", REFUSED)
+        decode.asking.gone(f"r{place}")
+        decode.turn()
+    assert len(looks) < 5 * 200
+    assert not decode.asking.num_waiting and not decode.asking._leaders and not decode.asking._wanted
+
+
+def test_long_prompts_that_find_no_room_cost_a_step_nothing() -> None:
+    """For each of 16 that wait, each step chose a server, and looked for all of its blocks among those that the server
+    was asked for: 21 ms a step for prompts of a million tokens."""
+    decode = Decode("http://p1", "http://p2", num_free=0)
+    for place in range(20):
+        decode.arrives(f"r{place}", block_hashes=(b"%d" % place,))
+    with mock.patch.object(decode.asking.servers, "choose", side_effect=AssertionError("a server was chosen")):
+        decode.turn()
+    assert decode.asking.num_asked == 1
+
+
+@pytest.mark.xfail(strict=True, reason="a server that ends cannot be told from one that was not there")
+def test_a_prompt_that_kills_each_server_is_not_asked_for_for_ever() -> None:
+    """prefill_required: a prompt at which prefill's engine ends is asked for again as soon as a server is back, so that
+    it ends again, with all that it computes for others."""
+    decode = Decode("http://p1", "http://p2", is_required=True, recomputes=False)
+    decode.arrives("a")
+    for _ in range(20):
+        if "a" in decode.fetching.refused:
+            break
+        decode.answers("a", Outcome("ServerDisconnectedError: Server disconnected", is_of_server=True))
+        decode.clock.now += 60
+        decode.turn()
+    assert "a" in decode.fetching.refused
+
+
+def test_all_that_wait_are_gone() -> None:
+    """Of equal prompts some are urgent, some leave, and the one that is asked for fails: no entry stays."""
+    decode = Decode(goes_by_priority=True, recomputes=False)
+    for place in range(12):
+        request = Request(f"r{place}", priority=-(place % 5), block_hashes=(b"same",))
+        decode.blocks.requests[f"r{place}"] = request
+        decode.asking.arrived(request, decode.blocks)  # type: ignore[arg-type]
+        decode.turn()
+    for place in (3, 0, 11, 4, 1, 2, 5, 9, 7, 6, 10, 8):
+        decode.asking.gone(f"r{place}")
+        if place % 2:
+            decode.turn()
+        if f"r{place}" in decode.fetching.refused:
+            continue
+    decode.turn()
+    asking = decode.asking
+    assert not (asking.num_waiting or asking.num_asked or asking._leaders or asking._wanted or asking._waiting)
