@@ -102,6 +102,9 @@ def engine_prompt(prompt: Prompt, renderer: Any, model_config: Any) -> Any:
         found = prompt.embeddings.shape[1], prompt.embeddings.dtype
         if not model_config.enable_prompt_embeds or found != expected:
             raise ValueError(f"Embeddings {found}; expected {expected}, and a server with --enable-prompt-embeds.")
+        # vLLM looks at the ids of other prompts only. The engine would end at one that the model does not have.
+        if max(token_ids, default=0) >= model_config.get_vocab_size():
+            raise ValueError(f"Token id {max(token_ids)}; the model has {model_config.get_vocab_size()}.")
         are_tokens = None if prompt.are_tokens is None else list(map(bool, prompt.are_tokens))
         return embeds_input(
             _received(prompt.embeddings),

@@ -65,6 +65,7 @@ class Client:
         self.is_slow = self.is_aborted = False
         self.model_config = SimpleNamespace(
             get_hidden_size=lambda: HIDDEN,
+            get_vocab_size=lambda: 100,
             dtype=torch.bfloat16,
             enable_prompt_embeds=True,
             multimodal_config=SimpleNamespace(mm_processor_cache_type="lru"),
@@ -245,6 +246,11 @@ def embeddings(width: int = HIDDEN, dtype: torch.dtype = torch.bfloat16) -> byte
     return body_of(request(prompt_token_ids=None, prompt_embeds=torch.zeros((3, width), dtype=dtype)))
 
 
+def ids(*found: int) -> bytes:
+    more = {"prompt_embeds": torch.zeros((len(found), HIDDEN), dtype=torch.bfloat16)}
+    return body_of(request(prompt_token_ids=found, prompt_is_token_ids=[True] * len(found), **more))
+
+
 def image(**more: Any) -> bytes:
     whole = sent(request(feature(2)))
     return encode(msgspec.structs.replace(whole, features=[msgspec.structs.replace(whole.features[0], **more)]))
@@ -257,6 +263,8 @@ REFUSED = {
     "more images than this server takes": body_of(request(*(feature(4 * place) for place in range(3)))),
     "embeddings of another size": embeddings(HIDDEN + 1),
     "embeddings of another type": embeddings(dtype=torch.float32),
+    "tokens that the model does not have, at which its engine would end": ids(1, 100),
+    "tokens that vLLM cannot even copy": ids(1, 2**32 - 1),
 }
 
 
