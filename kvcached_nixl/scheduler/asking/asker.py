@@ -157,7 +157,11 @@ class Asker:
         except AskFailed as error:
             found = error.outcome
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            found = Outcome(f"{type(error).__name__}: {error}", is_of_server=True)
+            reason = f"{type(error).__name__}: {error}"
+            if self._api_key:
+                # What is no HTTP is shown as it came, and may repeat what was sent.
+                reason = reason.replace(self._api_key.decode(), "***")
+            found = Outcome(reason, is_of_server=True)
         except Exception as error:
             # Without an answer the request would wait for ever.
             logger.exception("A prefill server could not be asked; expected no such error")

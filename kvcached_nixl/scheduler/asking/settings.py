@@ -87,7 +87,7 @@ def _is_url(said: object) -> bool:
             parts.scheme in ("http", "https")
             and bool(parts.hostname)
             and parts.port != 0
-            and not (parts.path.rstrip("/") or parts.query or parts.fragment or parts.username)
+            and not (parts.path.rstrip("/") or parts.query or parts.fragment or "@" in parts.netloc)
         )
     except ValueError:
         return False

@@ -275,6 +275,8 @@ def test_a_redirect_is_not_followed(decode: Decode, serve: Callable[[Handler], P
         *(b"", b"\x16\x03\x01", b"no HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000),
         *(b"HTTP/1.1 200 OK\r\nContent-Length: %s\r\n\r\n{}" % length for length in (b"-1", b"3", b"x")),
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n{}",
+        # It repeats what it was sent.
+        *(b"Bearer secret HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: Bearer secret\x01\r\n\r\n"),
     ],
     ids=lambda said: repr(said[:60]),
 )
@@ -292,7 +294,7 @@ def test_what_is_no_http(decode: Decode, said: bytes) -> None:
         decode.asker.ask(1, Server(f"http://127.0.0.1:{listening.getsockname()[1]}"), Question("r", [1]))
         found = decode.answer()
         thread.join()
-    assert isinstance(found, Outcome) and "a defect" not in found.reason
+    assert isinstance(found, Outcome) and "a defect" not in found.reason and "secret" not in found.reason
 
 
 def test_a_name_whose_look_up_hangs_costs_others_nothing(

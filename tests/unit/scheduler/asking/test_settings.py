@@ -35,7 +35,7 @@ def test_servers(said: Any, servers: tuple[str, ...]) -> None:
     assert not found.is_required and not found.accepts_params
 
 
-NO_SERVERS = ["a:8000", "ftp://a", "http://", "http://a:99999", "http://a/v1", "http://u:p@a", "http://a?b", [1], {}, 7]
+NO_SERVERS = ["a:8000", "ftp://a", "http://", "http://a:99999", "http://a/v1", "http://:p@a", "http://a?b", [1], {}, 7]
 
 
 @pytest.mark.parametrize("said", [*NO_SERVERS, {"a": 1}])
