@@ -185,7 +185,7 @@ class DecodeFetches:
             missing = fetch_request.end_token - num_computed_tokens
             if missing > 0:
                 return missing, True
-            if fetch_request.may_be_computed:
+            if fetch_request.may_go_on:
                 return 0, False
             self.failed.end_unless_computed(fetch_request)
         fetch_request.is_tried = True
@@ -208,7 +208,8 @@ class DecodeFetches:
             fetch_request.release(step)
             if fetch_request.refused is not None:
                 self.failed.refuse(fetch_request, fetch_request.refused)
-            self.failed.end_unless_computed(fetch_request)
+            if not fetch_request.may_go_on:
+                self.failed.end_unless_computed(fetch_request)
             return
         refused = fetch_request.refused
         first_token = fetch_request.end_token - num_external_tokens

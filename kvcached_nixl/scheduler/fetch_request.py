@@ -61,6 +61,11 @@ class FetchRequest:
         return self.computes and (not self.lacks_media or self.has_own_offer)
 
     @property
+    def may_go_on(self) -> bool:
+        """Whether what is left may be computed where the KV is here already, so that none is fetched."""
+        return (self.computes or self.refused is None) and (not self.lacks_media or self.has_own_offer)
+
+    @property
     def has_own_offer(self) -> bool:
         """Whether its parameters name the offer of a prompt that has the same digest."""
         manifest = None if self.fetch is None else self.fetch.manifest
