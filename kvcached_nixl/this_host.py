@@ -43,7 +43,7 @@ def own_addresses() -> frozenset[str]:
     found: set[str] = set()
     interfaces: dict[str, list[Any]] = {}
     with contextlib.suppress(OSError, ImportError):
-        # Comes with vLLM, without which `doctor --deploy` runs, too.
+        # Comes with vLLM, which the report runs without, too.
         import psutil
 
         interfaces = psutil.net_if_addrs()
