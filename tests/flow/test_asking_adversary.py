@@ -4,23 +4,15 @@
 from __future__ import annotations
 
 import pytest
-from support.flow_asking import AFTER, DIRECTIONS, PULL, PUSH, Asks, is_computed, prompt
+from support.flow_asking import DIRECTIONS, Asks, is_computed, prompt
 from support.flow_cluster import LEASE_SECONDS
 from support.flow_engine import Status
 from support.flow_pair import PROMPT
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        PULL,
-        pytest.param(PUSH, marks=pytest.mark.xfail(strict=True, reason="they have blocks already, and go on at once")),
-        AFTER,
-    ],
-)
+@DIRECTIONS
 def test_prompts_that_a_dead_server_leaves_are_computed_a_few_at_a_time(mode: str) -> None:
-    """The only server dies while it is asked for six prompts. In push they have gone on, with blocks or without, and
-    all of them are computed here at once, in chunks of any size: running streams stand still meanwhile."""
+    """The only server dies while it is asked for six prompts: running streams would stand still meanwhile."""
     pair = Asks(mode, caches_prefixes=False, most_unclaimed_tokens=4 * len(PROMPT), budget=64)
     running = pair.arrives((9, 8, 7), max_tokens=60)
     found = [pair.arrives(prompt(seed)) for seed in range(6)]
