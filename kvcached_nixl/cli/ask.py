@@ -31,7 +31,10 @@ _VLLM = re.compile(r"\[vLLM ([^;\]]+)")
 _REMEDIES = (
     ("HTTP 401", f"Put prefill's --api-key into {KEY_VARIABLE}, or into a file for --prefill-api-key-file."),
     ("Certificate", "With https the certificate has to be valid for the URL's host name: name that one."),
-    ("offers no KV", "Start it with ENABLE_KVCACHED=true, and with NixlConnector and kv_role kv_producer."),
+    (
+        "offers no KV",
+        "Start it with ENABLE_KVCACHED=true, and with NixlConnector and kv_role kv_producer in --kv-transfer-config.",
+    ),
 )
 
 
@@ -42,11 +45,13 @@ class Found:
     Attributes:
         said: what it is, as (name, value).
         why_not: why decode could not use its KV; "" if it could, as far as it is known here.
+        tag: what must be equal on decode's side; "" if it is not known.
     """
 
     server: str
     said: tuple[tuple[str, str], ...] = ()
     why_not: str = ""
+    tag: str = ""
 
 
 def examine(urls: Sequence[str], api_key_file: str | None) -> tuple[Found, ...]:
@@ -111,7 +116,8 @@ def _judge(server: Server, answer: dict[str, Any] | Outcome, is_well: bool, chan
     except (OSError, TimeoutError, ValueError) as error:
         why = f"its side channel {there.host}:{there.port} does not answer here: {error or type(error).__name__}. Set "
         return Found(str(server), said, f"{why}VLLM_NIXL_SIDE_CHANNEL_HOST there to an address that decode reaches.")
-    return Found(str(server), (*said, ("must be equal", f"{tag:.2000}")), _against(tag))
+    # What follows the version is the model's configuration, setting by setting.
+    return Found(str(server), (*said, ("versions", f"{tag.partition(';')[0]:.200}; ...")), _against(tag), tag)
 
 
 def _against(tag: str) -> str:
@@ -120,9 +126,14 @@ def _against(tag: str) -> str:
     if not is_tagged(tag):
         return f"its side channel says {tag[:200]!r}; expected this package. Start it with ENABLE_KVCACHED=true."
     there = _VLLM.search(tag)
-    if here is not None and there is not None and there[1] != here:
+    # A distribution may have a local part that the module does not state.
+    if here is not None and there is not None and _public(there[1]) != _public(here):
         return f"it has vLLM {there[1]}, and vLLM here is {here}: decode would refuse it. Install the same version."
     return ""
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
 
 
 def render(found: Sequence[Found]) -> str:
@@ -136,4 +147,7 @@ def render(found: Sequence[Found]) -> str:
 
 def to_json(found: Sequence[Found]) -> list[Mapping[str, Any]]:
     """The findings for programs."""
-    return [{"server": one.server, **dict(one.said), "why_not": one.why_not or None} for one in found]
+    return [
+        {"server": one.server, **dict(one.said), "must be equal": one.tag, "why_not": one.why_not or None}
+        for one in found
+    ]

@@ -26,14 +26,13 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_pair_is_asked_and_shown(tmp_path: Path) -> None:
     with asking([PULL.specs("fail")[0]], PULL.specs("fail")[1], tmp_path) as (prefills, decode):
         (prefill,) = prefills.servers
-        done = command("doctor", "--json", "--prefill", prefill.base_url, decode.base_url)
-        assert done.returncode == 1, done.stderr
-        serves, refuses = json.loads(done.stdout)
-        assert serves["why_not"] is None and serves["transfer_mode"] == "pull" and serves["/health"] == "200"
-        assert "kv_producer" in refuses["why_not"]
+        done = command("doctor", "--json", "--prefill", prefill.base_url)
+        (found,) = json.loads(done.stdout)
+        assert done.returncode == 0 and found["why_not"] is None, done.stdout + done.stderr
+        assert found["transfer_mode"] == "pull" and found["/health"] == "200"
         body = {"model": "model", "prompt": prompts(1, seed=2)[0], "max_tokens": 4}
         assert httpx.post(f"{decode.base_url}/v1/completions", json=body, timeout=MOST_SECONDS).status_code == 200
         done = command("top", "--once", prefill.base_url, decode.base_url)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout
-        rows = [line.split()[:2] for line in done.stdout.splitlines()[1:]]
-        assert rows == [[prefill.base_url, "prefill"], [decode.base_url, "decode"]]
+        words = [line.split()[:2] for line in done.stdout.splitlines()]
+        assert [prefill.base_url, "prefill"] in words and [decode.base_url, "decode"] in words

@@ -119,8 +119,9 @@ def test_a_server_with_trouble_makes_status_one(what: str, pair: tuple[MetricsSe
     trouble(decode)
     done = top(decode.url, prefill.url, COLUMNS="300")
     assert (done.returncode, done.stderr) == (1, "")
-    _, one, other = done.stdout.splitlines()
-    assert "does not answer: " in one and words in one and other.split()[:2] == [prefill.url, "prefill"]
+    _, one, other, why = done.stdout.splitlines()
+    assert one.split()[:2] == [decode.url, "-"] and other.split()[:2] == [prefill.url, "prefill"]
+    assert why.startswith(f"{decode.url} does not answer: ") and words in why
 
 
 def test_nobody_there_makes_status_one() -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 import aiohttp
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -28,6 +28,7 @@ MOST_BODY_BYTES = 16 << 20
 PIPE_WIDTH = 200
 """Where standard output is no terminal, and COLUMNS is not set."""
 DRAWN_A_SECOND = 2
+_NEVER_FOLDED = ("server", "role", "run", "wait", "held", "asked")
 
 
 def run(urls: Sequence[str], interval_seconds: float, *, is_once: bool) -> int:
@@ -40,19 +41,20 @@ def run(urls: Sequence[str], interval_seconds: float, *, is_once: bool) -> int:
         asyncio.run(_live(servers, interval_seconds, console))
         return 0
     asyncio.run(_twice(servers, interval_seconds))
-    console.print(table(servers))
+    console.print(shown(servers))
     return 1 if any(one.error for one in servers) else 0
 
 
-def table(servers: Sequence[Server]) -> Table:
-    """A row for each server; those that do not answer, and what has failed, are red on a terminal."""
-    made = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
-    for column in made.columns:
-        column.overflow = "fold"
+def shown(servers: Sequence[Server]) -> Group:
+    """A row for each server, and a line for each that does not answer. Those, and what has failed, are red."""
+    table = Table(*COLUMNS, box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column in table.columns:
+        column.overflow, column.no_wrap = "fold", column.header in _NEVER_FOLDED
     for server in servers:
         *cells, failed = server.row()
-        made.add_row(*cells, Text(failed, "red" if server.error or "+" in failed else ""))
-    return made
+        table.add_row(*cells, Text(failed, "red" if "+" in failed else ""))
+    silent = (Text(f"{one.url} does not answer: {one.error}", "red") for one in servers if one.error)
+    return Group(table, *silent)
 
 
 async def _twice(servers: Sequence[Server], interval_seconds: float) -> None:
@@ -74,7 +76,7 @@ async def _live(servers: Sequence[Server], interval_seconds: float, console: Con
         for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(one, all_of_them.cancel)
         screen = Live(
-            get_renderable=lambda: table(servers), console=console, screen=True, refresh_per_second=DRAWN_A_SECOND
+            get_renderable=lambda: shown(servers), console=console, screen=True, refresh_per_second=DRAWN_A_SECOND
         )
         with screen, contextlib.suppress(asyncio.CancelledError):
             await all_of_them

@@ -98,7 +98,7 @@ class Server:
     def row(self) -> list[str]:
         """A text for each of `COLUMNS`."""
         if self.error or self.now is None:
-            return [self.url, *[NOTHING] * (len(COLUMNS) - 2), f"does not answer: {self.error}"]
+            return [self.url, *[NOTHING] * (len(COLUMNS) - 1)]
         return [self.url, *(of(self.now, self.before or self.now) for of in [*COLUMNS.values()][1:])]
 
 

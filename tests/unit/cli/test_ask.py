@@ -100,7 +100,7 @@ class Prefill:
 @pytest.fixture
 def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    monkeypatch.setattr(ask, "found_version", lambda library: "1.2.3")
+    monkeypatch.setattr(ask, "found_version", lambda library: "1.2.3+cpu")
     with ExitStack() as found:
         yield found
 
@@ -119,13 +119,13 @@ def why_not(*urls: str, api_key_file: str | None = None) -> list[str]:
 def test_one_that_serves_says_what_it_is(prefill: Prefill, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--prefill", prefill.url]) == 0
     said = capsys.readouterr().out
-    for words in (f"{prefill.url}: serves", "pull", "engine-1", f"{HOST}:{prefill.side_channel_port}", TAG):
+    for words in (f"{prefill.url}: serves", "pull", "engine-1", f"{HOST}:{prefill.side_channel_port}", "vLLM 1.2.3"):
         assert words in said
     (question,) = prefill.questions
     assert question["max_tokens"] == 1 and question["kv_transfer_params"]["do_remote_decode"] is True
     assert main(["doctor", "--prefill", prefill.url, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
-    assert found["why_not"] is None and found["transfer_mode"] == "pull"
+    assert (found["why_not"], found["transfer_mode"], found["must be equal"]) == (None, "pull", TAG)
 
 
 def test_one_that_would_not_serve_makes_status_one(prefill: Prefill, capsys: pytest.CaptureFixture[str]) -> None:
