@@ -6,6 +6,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+from support.internals import leftovers
 
 from kvcached_nixl.wire.question import Outcome
 
@@ -95,7 +96,7 @@ def test_equal_prompts_that_fail_one_after_another_cost_a_look_each() -> None:
         decode.asking.gone(f"r{place}")
         decode.turn()
     assert len(looks) < 5 * 200
-    assert not decode.asking.num_waiting and not decode.asking._leaders and not decode.asking._wanted
+    assert not leftovers(decode.asking)
 
 
 def test_long_prompts_that_find_no_room_cost_a_step_nothing() -> None:
@@ -140,4 +141,4 @@ def test_all_that_wait_are_gone() -> None:
             continue
     decode.turn()
     asking = decode.asking
-    assert not (asking.num_waiting or asking.num_asked or asking._leaders or asking._wanted or asking._waiting)
+    assert not leftovers(asking)
