@@ -127,10 +127,11 @@ def test_responses_that_are_stored_continued_and_computed_in_the_background(serv
 
 # ------------------------------------------------------------------------------------------------- clients that leave
 
+BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
 NOTHING = (
+    *BUSY,
     *("kvcached_nixl:used_tokens", "kvcached_nixl:queued_tokens", "kvcached_nixl:kept_offers"),
     *("kvcached_nixl:waiting_fetches", "kvcached_nixl:quarantined_blocks"),
-    *("vllm:num_requests_running", "vllm:num_requests_waiting{"),
 )
 COUNTED = (
     *("kvcached_nixl:handover_failures_total", "kvcached_nixl:revoked_offers_total"),
@@ -149,6 +150,11 @@ def held(servers: Servers, name: str) -> int:
     return count([servers.decode], name)
 
 
+def computed(servers: Servers) -> None:
+    """Of what is on its way to a client that leaves, prefill hears nothing: it would be kept for a lease."""
+    until("answers", lambda: not any(count([servers.prefill], one) for one in BUSY))
+
+
 def wait(servers: Servers) -> None:
     """Some are asked for, the others wait for their turn."""
 
@@ -157,7 +163,8 @@ def answer(servers: Servers) -> None:
     # The cache cannot be cleared while prefill, which stands still, may write into blocks.
     httpx.post(f"{servers.decode.base_url}/pause?mode=keep&clear_cache=false").raise_for_status()
     servers.prefill.go_on()
-    until("answers", lambda: held(servers, "kvcached_nixl:waiting_fetches") > 0)
+    until("an answer", lambda: held(servers, "kvcached_nixl:waiting_fetches") > 0)
+    computed(servers)
 
 
 def fetch(servers: Servers) -> None:
@@ -171,6 +178,7 @@ def generate(servers: Servers) -> None:
     before = held(servers, "vllm:generation_tokens_total")
     servers.prefill.go_on()
     until("tokens", lambda: held(servers, "vllm:generation_tokens_total") > before + 20)
+    computed(servers)
 
 
 STAGES = (wait, answer, fetch, generate)

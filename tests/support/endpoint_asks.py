@@ -115,7 +115,6 @@ ROWS: Mapping[str, Row] = {
     ),
     "tokens of messages": Row("v1/messages/count_tokens", chat, streams=False, is_asked=False),
     "tokens in and out": Row("inference/v1/generate", generation),
-    "tokens in and out, two sequences": Row("inference/v1/generate", lambda n: generation(n, n=2, **SEEDED)),
     "scores": Row(
         "generative_scoring",
         lambda n: {"query": text(n), "items": [" a", " b", text(n + 1)], "label_token_ids": [5, 6, 7]},

@@ -35,7 +35,10 @@ def joined(stream: str) -> dict[str, Any]:
         data = line.removeprefix("data: ")
         for where, one in _leaves(plain(json.loads(data))) if data.startswith("{") else ():
             values = whole.setdefault(".".join(map(str, where)), [])
-            if one is not None and "logprobs" not in where and (where[-1] in PIECES or one not in values):
+            # vLLM counts reasoning by its pieces.
+            if one is None or "logprobs" in where or "reasoning_tokens" in where:
+                continue
+            if where[-1] in PIECES or one not in values:
                 values.append(one)
     assert whole or "[DONE]" in stream, f"no event in {stream[:300]}"
     return {
