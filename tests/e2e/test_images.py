@@ -138,7 +138,9 @@ def test_an_image_is_answered_as_by_one_instance(
         asks.check(asyncio.run(asks.answers(decode.base_url, ASKS, AT_ONCE)), expected)
         assert hand_overs([prefill, decode], len(ASKS)) == len(ASKS)
         computed = count([prefill], "vllm:prompt_tokens_total")
-        assert computed == sum(one["prompt_tokens"] for one in expected.values()), "prefill has computed all of them"
+        assert computed == sum(len(one["prompt_token_ids"]) for one in expected.values()), (
+            "prefill has computed all of them"
+        )
         # Both sides have every image in their caches now, and the prompts.
         asks.check(asyncio.run(asks.answers(decode.base_url, ASKS, AT_ONCE)), expected)
         # One image beside words that nobody has seen, asked for all at once.

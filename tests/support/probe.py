@@ -82,11 +82,15 @@ def state(created: list[str]) -> dict[str, Any]:
 
 
 def layers() -> tuple[dict[str, int], list[str]]:
-    """Returns the number of wrappers around each attribute of vLLM's classes, and traces of kvcached's own patch."""
+    """Returns the number of wrappers around each function and each attribute of a class of vLLM's, and traces of
+    kvcached's own patch."""
     wrapped: dict[str, int] = {}
     traces: list[str] = []
     modules = [m for n, m in sorted(sys.modules.items()) if n.startswith("vllm.")]
     for module in modules:
+        for name, entry in vars(module).items():
+            if type(entry).__name__ == "FunctionWrapper" and entry.__module__ == module.__name__:
+                wrapped[f"{module.__name__.rpartition('.')[2]}.{name}"] = 1
         for cls in (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__):
             for attribute, entry in vars(cls).items():
                 depth = 0
