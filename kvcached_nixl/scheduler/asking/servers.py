@@ -157,6 +157,8 @@ class Servers:
     def asked(self, server: Server, number: int, num_tokens: int, hashes: Sequence[bytes]) -> None:
         """A server is asked for a prompt with these blocks, of which so many tokens may not be cached there."""
         now = self._clock.now_seconds()
+        if now >= server.last_sign_seconds + FRESH_SECONDS:
+            server.queued_tokens = 0
         if not server.asked:
             server.last_sign_seconds = now
         server.asked[number] = num_tokens, now

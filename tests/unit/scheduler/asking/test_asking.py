@@ -889,3 +889,12 @@ def test_kv_that_does_not_come_is_counted_if_it_is_computed_here(
             decode.clock.now += 60
             decode.turn()
     assert counted(decode)[1] == ({reason: 1} if recomputes else {})
+
+
+def test_what_a_server_said_of_its_queue_long_ago_does_not_count_again() -> None:
+    decode = Decode("http://p1")
+    decode.arrives("a")
+    decode.answers("a", {**ANSWER, HEADROOM_KEY: {"queued_tokens": 9000}})
+    decode.clock.now += 60
+    decode.arrives("b")
+    assert decode.asking.servers.all[0].num_tokens(decode.clock.now) == 4 * BLOCK
