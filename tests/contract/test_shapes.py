@@ -39,12 +39,13 @@ def test_a_patch_stands_where_the_fixture_says_with_its_parameters(shape: dict[s
     found = [one for place in places if (one := locate(place, importlib.import_module(place.module))) is not None]
     seat = find_seat(patch, found[0])
     assert seat.where == verdict.detail
-    cls = f"{seat.owner.__module__}:{seat.owner.__qualname__}"
+    owner = seat.owner
+    body = f"{owner.__name__}:" if inspect.ismodule(owner) else f"{owner.__module__}:{owner.__qualname__}"
     parameters = [
         one.replace(annotation=inspect.Parameter.empty, default=... if one.default is not one.empty else one.empty)
         for one in inspect.signature(seat.function).parameters.values()
     ]
-    _, _, text = shape["bodies"][cls]["methods"][patch.attribute].partition("(")
+    _, _, text = shape["bodies"][body]["methods"][patch.attribute].partition("(")
     made: dict[str, Any] = {}
     exec(f"def method({text}: ...", made)
     assert parameters == list(inspect.signature(made["method"]).parameters.values())
