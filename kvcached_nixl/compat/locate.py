@@ -40,7 +40,6 @@ __all__ = [
     "PULL_FACADE",
     "PUSH_CLASS_NAMES",
     "RENDERER",
-    "REQUEST_STATE",
     "STATS_MODULE",
     "STREAMING_LOADER",
     "TRANSFER_CONFIG",
@@ -132,7 +131,6 @@ OUTPUT_PROCESSOR = Target(
 )
 """Builds the outputs for clients in the API server."""
 
-REQUEST_STATE = Target(name="request state", places=(Place("vllm.v1.engine.output_processor", "RequestState"),))
 """What the API server keeps of a request."""
 
 EXECUTOR = Target(name="executor", places=(Place("vllm.v1.executor.abstract", "Executor"),))

@@ -327,6 +327,12 @@ class RequestView:
             prompt=found,
         )
 
+    def tell_cached(self, num_tokens: int) -> None:
+        """vLLM counts all that is handed over as cached. Source: ``v1/metrics/stats.py``."""
+        stats = private(self.request, "prefill_stats")
+        if stats is not None:
+            stats.num_cached_tokens = max(stats.num_local_cached_tokens, min(num_tokens, stats.num_prompt_tokens))
+
     def digest(self, num_tokens: int) -> str:
         """Digest of the first ``num_tokens`` tokens and of everything that their KV depends on."""
         request = self.request

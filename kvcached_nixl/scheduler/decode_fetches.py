@@ -30,7 +30,7 @@ from kvcached_nixl.scheduler.terms import Terms, is_meant
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.params import asks, read_fetch
+from kvcached_nixl.wire.params import asks, cached_tokens_in, read_fetch
 from kvcached_nixl.wire.step import BlockIds, Step, UnneededOffer
 from kvcached_nixl.wire.timeline import State
 
@@ -98,6 +98,7 @@ class DecodeFetches:
         except HandOverFailed as error:
             refused = error
         fetch_request = FetchRequest(request_id, request, fetch, request.adapter, refused, computes=computes)
+        fetch_request.cached_tokens = cached_tokens_in(params)
         if request.is_session:
             fetch_request.check(request, self._terms)
             self.failed.pass_over(fetch_request, step)
@@ -121,6 +122,13 @@ class DecodeFetches:
             self.failed.refuse(one, failure)
             self.failed.end_unless_computed(one)
         return computes
+
+    def answered(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Prefill has answered a request that has gone on before."""
+        fetch_request = self._fetch_requests.get(DecodeRequestId(request.request_id))
+        if fetch_request is not None:
+            fetch_request.cached_tokens = cached_tokens_in(params)
+            request.tell_cached(fetch_request.cached_tokens)
 
     def failure_of(self, request: Request) -> HandOverFailed | None:
         """Why a request that has no blocks gets no KV; None if it still may."""
@@ -221,6 +229,7 @@ class DecodeFetches:
         except HandOverFailed as error:
             self.failed.fail(fetch_request, error, step)
             return
+        request.tell_cached(fetch_request.cached_tokens)
         attempt = self.attempts.start(request_id, fetch_request.adapter)
         self._timelines.enter(request_id, State.DECODE_REPORTING)
         is_traced = bool(self._timelines.trace_of(request_id))

@@ -90,6 +90,11 @@ class Request(Protocol):
         """What a prefill server would be asked; None if it cannot be asked for this prompt."""
         ...
 
+    def tell_cached(self, num_tokens: int) -> None:
+        """Lets its client's ``usage`` name these as the prompt's cached tokens, or those that were cached here, if more
+        were: of what is handed over, prefill had these cached. Until its first output."""
+        ...
+
     def digest(self, num_tokens: int) -> str:
         """Digest of its first ``num_tokens`` tokens (`wire.digest`)."""
         ...

@@ -31,6 +31,7 @@ class FetchRequest:
         request: to `check` if it never gets a turn.
         fetch: its parameters, which name the prefill; None if they cannot be used.
         adapter: the engine's number of its LoRA adapter; 0 for none.
+        cached_tokens: of its prompt, in prefill's prefix cache, as far as it is known.
         refused: why its KV is not handed over.
         computes: it may be computed here in place of its KV.
         lacks_media: its prompt has placeholders for images, sounds, ... that did not come with it, so computing it here
@@ -47,6 +48,7 @@ class FetchRequest:
     adapter: int
     refused: HandOverFailed | None
     computes: bool = True
+    cached_tokens: int = 0
     lacks_media: bool = False
     is_checked: bool = False
     is_tried: bool = False

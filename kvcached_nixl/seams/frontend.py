@@ -13,7 +13,6 @@ from kvcached_nixl.compat.actions.answering import add_route
 from kvcached_nixl.compat.actions.frontend import let_fail, numbers_media, require_readable
 from kvcached_nixl.compat.actions.leaving import is_leaving, leave, not_healthy, refusal_of, refuse_new, refuses
 from kvcached_nixl.compat.actions.refusing import RefusableAnswer, may_refuse
-from kvcached_nixl.compat.actions.usage import take_cached_tokens
 from kvcached_nixl.compat.locate import (
     API_ROUTES,
     ENGINE_CLIENT,
@@ -22,9 +21,7 @@ from kvcached_nixl.compat.locate import (
     MEDIA_PROCESSING,
     OUTPUT_PROCESSOR,
     RENDERER,
-    REQUEST_STATE,
 )
-from kvcached_nixl.compat.series import BEYOND_KVCACHED
 from kvcached_nixl.compat.tracing import add_server_spans
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -146,39 +143,6 @@ def update_stats_from_finished(call: Call) -> None:
     )
 
 
-_CACHED = "usage would say that the whole prompt was cached, whatever prefill has computed."
-_CACHED_UPSTREAM = "vllm/v1/engine/output_processor.py, 0.31: remote_prefill_cached_tokens"
-
-FROM_NEW_REQUEST = Patch(
-    target=REQUEST_STATE,
-    attribute="from_new_request",
-    kind="classmethod",
-    process="frontend",
-    parameters=(
-        "cls",
-        "tokenizer",
-        "request",
-        "prompt",
-        "parent_req",
-        "request_index",
-        "queue",
-        "log_stats",
-        "stream_interval",
-    ),
-    versions=BEYOND_KVCACHED.earlier,
-    why=_CACHED,
-    upstream=_CACHED_UPSTREAM,
-    remove_when="0.31 is the oldest supported vLLM",
-)
-
-
-@FROM_NEW_REQUEST.around
-def from_new_request(call: Call) -> Any:
-    made = call.proceed()
-    take_cached_tokens(made, call.argument("request"))
-    return made
-
-
 DO_TRACING = Patch(
     target=OUTPUT_PROCESSOR,
     attribute="do_tracing",
@@ -261,7 +225,6 @@ SEAMS = (
     add_request,
     assign_request_id,
     update_stats_from_finished,
-    from_new_request,
     do_tracing,
     process_mm_uuids,
     model_id,

@@ -51,6 +51,7 @@ __all__ = [
     "Malformed",
     "RemotePrefill",
     "asks",
+    "cached_tokens_in",
     "name_of",
     "prefill_params",
     "read_fetch",
@@ -60,7 +61,7 @@ __all__ = [
 
 MANIFEST_KEY = "kvcached_nixl"
 CACHED_TOKENS_KEY = "remote_prefill_cached_tokens"
-"""vLLM's own, from 0.31 on."""
+"""vLLM's own: from 0.31 on its API server reads it, too."""
 HEADROOM_KEY = "kvcached_nixl_headroom"
 """``queued_tokens`` of the engine that answers; see `wire.headroom`."""
 MAX_REQUEST_ID = 1000
@@ -203,6 +204,14 @@ def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bo
             "prefill's answer, unchanged. Let the router pass the whole kv_transfer_params of prefill's answer on.",
         )
     return FetchParams(prefill, name, manifest)
+
+
+def cached_tokens_in(params: Mapping[str, Any]) -> int:
+    """How many tokens of the prompt prefill had cached, for ``usage``; 0 if the parameters do not say it."""
+    try:
+        return convert(params.get(CACHED_TOKENS_KEY, 0), Count)
+    except Malformed:
+        return 0
 
 
 def read_offer(params: Mapping[str, Any], request_id: str) -> str:

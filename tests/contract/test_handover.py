@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 import msgspec
 from packaging.specifiers import SpecifierSet
 from support import attention_engines, engine_node
-from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE, same
+from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, same
 from support.handover_cases import (  # noqa: F401
     POLICIES,
     SHORT_SECONDS,
@@ -65,6 +65,7 @@ from kvcached_nixl.transport import side_channel
 from kvcached_nixl.wire.lease import EXTENSION, MAX_HEARTBEAT_BYTES
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.messages import PREFIX, Stopped, encode
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 
@@ -94,6 +95,26 @@ def test_an_idle_transfer_thread_uses_no_processor_time(pair: tuple[Node, Node])
 
 
 # ------------------------------------------------------------------------------------------------------- bytes arrive
+
+
+SAID = {0: 0, 16.0: 16, 2**63: 0, -1: 0, 0.5: 0, True: 0, "16": 0, None: 0}
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize(("said", "cached"), [*SAID.items(), (float("nan"), 0), ([2], 0), (10**6, PROMPT)], ids=repr)
+def test_usage_names_what_was_cached(pair: tuple[Node, Node], said: object, cached: int, is_begun: bool) -> None:
+    """By prefill, or by decode, if that is more; not all that is handed over. A client may have sent anything."""
+    prefill, decode = pair
+    if is_begun:
+        decode.add("cmpl-y-0-dddddddd", None, num_tokens=PROMPT // BLOCKS + 1)
+        decode.step_until(lambda: "cmpl-y-0-dddddddd" in decode.ended)
+    decode.add(DECODE_ID, {**prefilled(prefill, PREFILL_ID), CACHED_TOKENS_KEY: said})
+    decode.step()
+    found = decode.scheduler.requests[DECODE_ID].prefill_stats
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    assert found.num_cached_tokens == max(cached, is_begun * PROMPT // BLOCKS)
+    assert found.num_local_cached_tokens + found.num_external_cached_tokens == PROMPT
+    rest(prefill, decode)
 
 
 def test_what_has_ended_may_be_asked_for_before_a_step_is_saved(pair: tuple[Node, Node]) -> None:

@@ -36,6 +36,20 @@ def test_an_answer_is_used(mode: str, recomputes: bool) -> None:
     pair.nothing_is_left(LEASE_SECONDS)
 
 
+@DIRECTIONS
+def test_what_prefill_had_cached_is_told(mode: str) -> None:
+    """In push, if its answer comes before the first token: most often with the KV."""
+    pair = Asks(mode)
+    prefix = PROMPT[:16]
+    pair.prefill.add(Request("alone", prefix))
+    pair.compute()
+    found = pair.arrives()
+    pair.answers()
+    pair.serve()
+    assert is_fetched(found) and found.told_cached == len(prefix)
+    pair.nothing_is_left(LEASE_SECONDS)
+
+
 def test_a_prompt_of_one_block_is_computed_here() -> None:
     pair = Asks(PULL)
     found = pair.arrives(PROMPT[:4])

@@ -58,6 +58,9 @@ class Asked:
     def num_prompt_tokens(self) -> int:
         return len(self.tokens)
 
+    def tell_cached(self, num_tokens: int) -> None:
+        """No client of it reads ``usage``."""
+
     def digest(self, num_tokens: int) -> str:
         self.digested += 1
         return digest_of(self.tokens, num_tokens)

@@ -116,6 +116,7 @@ class Request:
         priority: a smaller one is first, where an engine goes by priority.
         order: of its arrival.
         block_hashes: of its full blocks.
+        told_cached: of its prompt, by prefill; None if it was not told.
     """
 
     request_id: str
@@ -143,6 +144,7 @@ class Request:
     lora: Callable[[], str] = lambda: ""
     order: int = 0
     block_hashes: Sequence[bytes] = ()
+    told_cached: int | None = None
     sequence: Sequence64 = field(init=False)
 
     def __post_init__(self) -> None:
@@ -180,6 +182,9 @@ class Request:
             return None
         more = str(self.adapter or ""), "", int(self.priority), self.trace_headers
         return Question(self.request_id, self.prompt, *more)
+
+    def tell_cached(self, num_tokens: int) -> None:
+        self.told_cached = num_tokens
 
     def refuse_prefill(self) -> None:
         if (self.params or {}).get("do_remote_prefill"):

@@ -439,6 +439,7 @@ class Asking:
             lost = Outcome("it has answered questions that it was asked long after this one")
             self._not_answered(overtaken, lost, blocks, step)
         if wanted.stage is not Stage.ASKED:
+            self._fetching.answered(wanted.request, params)
             return False
         self._go_on(wanted, params, blocks, step)
         return True

@@ -139,6 +139,9 @@ class Fetching:
         self.refused[request.request_id] = str(failure)
         return computes
 
+    def answered(self, request: Any, params: Any) -> None:
+        """No client reads ``usage``."""
+
     def unneeded(self, params: Any, step: Any) -> None:
         self.unneeded_.append(params)
 
