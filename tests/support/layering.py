@@ -99,12 +99,12 @@ def circles(package: Path) -> list[str]:
 
     Only imports in the source count, not that Python runs a package's __init__ before its modules.
     """
-    graph = _graph(package)
+    graph = import_graph(package)
     found = {frozenset(circle): circle for module in graph if (circle := _way_back(module, graph))}
     return [" -> ".join((*circle, circle[0])) for circle in found.values()]
 
 
-def _graph(package: Path) -> dict[str, list[str]]:
+def import_graph(package: Path) -> dict[str, list[str]]:
     """Returns module -> modules of the package that it imports. A package has the name of its folder."""
     files = {_module(file.relative_to(package)): file for file in sorted(package.rglob("*.py"))}
     graph: dict[str, list[str]] = {}
