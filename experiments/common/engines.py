@@ -75,6 +75,9 @@ class Request:
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids)
 
+    def tell_cached(self, num_tokens: int) -> None:
+        """No client of it reads ``usage``."""
+
     def digest(self, num_tokens: int) -> str:
         return digest_of(self.token_ids, num_tokens)
 
