@@ -208,7 +208,7 @@ def _interval(text: str) -> float:
 def _top(options: argparse.Namespace) -> int:
     """Show servers. Returns the exit status."""
     try:
-        from kvcached_nixl.cli.top.command import run
+        from kvcached_nixl.cli.top import run
     except ImportError as error:
         print(f"top: {error}. Run pip install '.[top]' in a clone to install it.", file=sys.stderr)
         return 1

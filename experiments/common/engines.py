@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.side_channel_listener import answers_of
+from kvcached_nixl.scheduler.side_channel import answers_of
 from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.base import Transport, WriteGate
-from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
+from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import Reports, WakeAddress

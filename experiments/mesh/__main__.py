@@ -93,13 +93,13 @@ def measure(mode: str, engines: int, hand_overs: int, events: int, seed: int, sa
     from experiments.mesh.report import Run, Tenth, left_over
     from experiments.mesh.tables import num_bytes, sizes
     from kvcached_nixl.transfer_mode import TransferMode
-    from kvcached_nixl.worker.transfer import recent_set
+    from kvcached_nixl.worker.transfer import context
     from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS
     from kvcached_nixl.worker.transfer.peers import FORGOTTEN_SECONDS
 
     count = hand_overs // TENTHS
     # Small enough that every RecentSet is full before the first tenth ends; growth beyond the capacity is then visible.
-    remembered = recent_set.CAPACITY = max(1, count // engines // 4)
+    remembered = context.CAPACITY = max(1, count // engines // 4)
     mesh = Mesh(TransferMode(mode), engines, AT_ONCE * engines, events, seed)
     empty_bytes = num_bytes(mesh.roots)
     tenths = []

@@ -11,13 +11,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from experiments.common.engines import Engine, Pool, Request, asks_decode, asks_prefill, host_words
+from experiments.common.memory_transport import Network
 from experiments.mesh.cases import Case, End
 from experiments.mesh.members import BLOCK_SIZE, NUM_BLOCKS, Member, Memory, Task
 from experiments.mesh.troubles import Address, Troubles
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.params import RemotePrefill
 
 ROUND_SECONDS = 2.0

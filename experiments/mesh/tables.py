@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kvcached_nixl.clock import ManualClock
-from kvcached_nixl.deadlines import Deadlines
-from kvcached_nixl.transport.memory import MemoryGate, MemoryTransport, Network
-from kvcached_nixl.worker.transfer.recent_set import RecentSet
+from experiments.common.memory_transport import MemoryGate, MemoryTransport, Network
+from kvcached_nixl.deadlines import Deadlines, ManualClock
+from kvcached_nixl.worker.transfer.context import RecentSet
 
 _TABLES = (dict, set, list, collections.deque)
 STALE = ", stale"

@@ -35,8 +35,7 @@ from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.seams import PATCHES
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
 
 __all__ = ["RUNNING", "Kind", "Making", "RealScheduler", "Spent", "patched"]

@@ -11,15 +11,14 @@ from concurrent.futures import Future
 import numpy as np
 
 from experiments.common.engines import Engine, Pool, Request, asks_decode, asks_prefill, host_words
-from kvcached_nixl.clock import ManualClock
+from experiments.common.memory_transport import Network, Posted
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.memory import Network, Posted
-from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.lease import INTERVAL, heartbeats, is_heartbeat
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
 from kvcached_nixl.wire.messages import KernelBlockRange, Peer, Registration, draw_attempt, encode
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
 from kvcached_nixl.wire.planes import Planes

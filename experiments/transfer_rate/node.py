@@ -32,7 +32,7 @@ from experiments.transfer_rate.arms import (
 )
 from experiments.transfer_rate.plain import Plain, agent, cut, share_cores
 from experiments.transfer_rate.timing import Computing, TimedTransport, longest_hold
-from kvcached_nixl.clock import MonotonicClock
+from kvcached_nixl.deadlines import MonotonicClock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvcached_nixl.wire.asking import AskingFigures
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.headroom import read_headroom
+from kvcached_nixl.wire.headroom import AskingFigures, read_headroom
 
 __all__ = ["HeadroomMetrics", "MovedBytes", "SlabMetrics"]
 

@@ -23,7 +23,7 @@ from kvcached_nixl.compat.private import envs, optional, private
 from kvcached_nixl.compat.states import ends_in_media, whole_because
 from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.identity.configuration import checksum_of
-from kvcached_nixl.wire.digest import Embeddings, digest_of
+from kvcached_nixl.wire.manifest import Embeddings, digest_of
 from kvcached_nixl.wire.question import Question, plain_id
 
 __all__ = ["RequestReader", "RequestView", "drop_unless_mapping", "hash_embeddings"]

@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -27,10 +28,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcached_nixl.errors import NameRefused
-from kvcached_nixl.naming.name import is_name, own_name
 from kvcached_nixl.processes import start_ticks
 
-__all__ = ["Claim", "Places", "clear_abandoned", "join", "take"]
+__all__ = ["Claim", "LONGEST", "Places", "clear_abandoned", "is_name", "join", "own_name", "take"]
+
+LONGEST = 64
+"""Most characters in a name: kvcached's own limit. The path of a socket is limited to 108 (``unix(7)``)."""
+
+_OTHERS = re.compile(r"[^A-Za-z0-9_-]")
+_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{LONGEST}}}")
+
+
+def own_name(wish: str, rank: int | None, drawn: str) -> str:
+    """``WISH-DRAWN``, or ``WISH-dpRANK-DRAWN`` for a data-parallel rank. A long ``wish`` is cut at its end."""
+    suffix = f"-{drawn}" if rank is None else f"-dp{rank}-{drawn}"
+    return f"{_OTHERS.sub('-', wish)[: LONGEST - len(suffix)]}{suffix}"
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` is a valid name: none of its characters can lead to another folder."""
+    return _NAME.fullmatch(text) is not None
+
 
 RECORD = "owner"
 _DRAWS = 16

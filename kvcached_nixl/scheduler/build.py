@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.facade import SchedulerFacade

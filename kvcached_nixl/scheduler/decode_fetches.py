@@ -23,7 +23,7 @@ from typing import Any
 
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.engine import BlockPool, Request
-from kvcached_nixl.scheduler.failed_fetches import FailedFetches
+from kvcached_nixl.scheduler.failures import FailedFetches
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempt, FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
 from kvcached_nixl.scheduler.terms import Terms, is_meant

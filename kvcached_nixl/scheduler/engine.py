@@ -96,7 +96,7 @@ class Request(Protocol):
         ...
 
     def digest(self, num_tokens: int) -> str:
-        """Digest of its first ``num_tokens`` tokens (`wire.digest`)."""
+        """Digest of its first ``num_tokens`` tokens (`wire.manifest`)."""
         ...
 
 

@@ -14,33 +14,31 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.asking import Asking
-from kvcached_nixl.scheduler.asking.local_prefills import LocalPrefills
+from kvcached_nixl.scheduler.asking.limits import LocalPrefills
 from kvcached_nixl.scheduler.asking.resolver import Resolver
 from kvcached_nixl.scheduler.asking.servers import Servers
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
-from kvcached_nixl.scheduler.engine_link import EngineLink
-from kvcached_nixl.scheduler.failed_fetches import FailedFetches
-from kvcached_nixl.scheduler.failures import Failures
+from kvcached_nixl.scheduler.engine_link import EngineLink, WorkerReports
+from kvcached_nixl.scheduler.failures import FailedFetches, Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import filled_in_part
 from kvcached_nixl.scheduler.giving_way import GivingWay
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
-from kvcached_nixl.scheduler.own_side_channel import OwnSideChannel
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.revocations import Revocations
+from kvcached_nixl.scheduler.side_channel import OwnSideChannel
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.scheduler.starvation import Starvation
 from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.scheduler.timelines import Spans, Timelines
 from kvcached_nixl.scheduler.told_headroom import ToldHeadroom
-from kvcached_nixl.scheduler.worker_reports import WorkerReports
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill
 from kvcached_nixl.wire.step import BlockIds, Reports, Step, WakeAddress

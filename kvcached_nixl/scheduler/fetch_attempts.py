@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvcached_nixl.clock import Clock
-from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.engine import BlockPool
 from kvcached_nixl.scheduler.holds import Holds

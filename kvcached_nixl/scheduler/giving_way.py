@@ -13,17 +13,122 @@ does so when they have waited in vain (`Impasse`).
 
 from __future__ import annotations
 
-from kvcached_nixl.clock import Clock
+import math
+from collections.abc import Mapping
+
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool
-from kvcached_nixl.scheduler.impasse import Impasse
-from kvcached_nixl.scheduler.memory_pressure import UNHEARD_SECONDS, MemoryPressure
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.scheduler.starvation import STOOD_SECONDS
 from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.step import Step
 
-__all__ = ["LOOK_SECONDS", "GivingWay"]
+__all__ = [
+    "GivingWay",
+    "Impasse",
+    "LOOK_SECONDS",
+    "MemoryPressure",
+    "RING_TIMEOUTS",
+    "UNHEARD_SECONDS",
+    "VAIN_TIMEOUTS",
+]
+
+UNHEARD_SECONDS = 3.0
+"""A neighbour that waits for memory repeats that every second. One that has not for this long no longer waits."""
+
+
+class MemoryPressure:
+    """When offers that no decode fetches have to give way, because memory is short (rule R12). One per engine, on its
+    thread.
+
+    Memory is short if the next request waits for blocks, if the engine uses more than kvcached's limit allows, or if
+    another engine on the device waits for memory. As long as decode fetches offers, memory comes back by itself: offers
+    are taken back only when none was fetched for a while. So two full engines that prefill for each other do not wait
+    for each other, and a prefill that is only faster than its decode keeps what it has computed.
+
+    Args:
+        patience_seconds: how long memory is short, without an offer being fetched, before offers are taken back.
+    """
+
+    def __init__(self, clock: Clock, patience_seconds: float) -> None:
+        self._clock = clock
+        self._patience_seconds = patience_seconds
+        self._since_seconds: float | None = None
+        self._last_seconds = 0.0
+
+    def eased(self) -> None:
+        """Decode has fetched an offer, or none is kept."""
+        self._since_seconds = None
+
+    def turn(self, missing_blocks: Mapping[RevocationCause, int]) -> dict[RevocationCause, int]:
+        """Returns how many blocks have to be given back now, by cause.
+
+        Args:
+            missing_blocks: how many are missing at this moment.
+        """
+        now = self._clock.now_seconds()
+        missing = {cause: count for cause, count in missing_blocks.items() if count > 0}
+        if missing:
+            # An engine that had nothing to give has not looked for a while.
+            is_new = now >= self._last_seconds + self._patience_seconds + UNHEARD_SECONDS
+            self._last_seconds = now
+            if self._since_seconds is None or is_new:
+                self._since_seconds = now
+        elif now >= self._last_seconds + self._patience_seconds:
+            # Not at once: else each request in a queue would wait anew.
+            self._since_seconds = None
+        is_due = self._since_seconds is not None and now >= self._since_seconds + self._patience_seconds
+        return missing if is_due else {}
+
+
+RING_TIMEOUTS = 2
+"""How long the next request waits where prompts for peers wait, too, in times of ``handover_timeout``."""
+VAIN_TIMEOUTS = 10
+"""The same, where no peer waits for this engine: longer than prefill's queue can be in a service that is of any use."""
+
+
+class Impasse:
+    """Push: hand-overs that keep the blocks which the next request needs, and whose KV does not come (rule R4). One per
+    engine, on its thread.
+
+    They have blocks before prefill computes, and no time is limited while prefill says that it goes on. Two engines
+    that prefill for each other may so wait for each other, each full of what waits for the other one; or a prefill says
+    so for ever. Small requests that run meanwhile change nothing about that.
+    """
+
+    def __init__(self, clock: Clock, timeout_seconds: float) -> None:
+        self._clock = clock
+        self._timeout_seconds = timeout_seconds
+        # The next request, the fewest blocks that it lacked, since when it lacks them, and when that was seen last.
+        self._request_id = ""
+        self._least_blocks = 0
+        self._since_seconds = 0.0
+        self._seen_seconds = -math.inf
+
+    def turn(self, blocks: BlockPool, *, are_peers_waiting: bool) -> tuple[int, float]:
+        """Returns how many blocks hand-overs have to give up now, and since when they were needed.
+
+        Args:
+            are_peers_waiting: peers may wait for a prompt that has no blocks here.
+        """
+        now = self._clock.now_seconds()
+        request_id, num_missing = blocks.starved or ("", 0)
+        is_past = now > self._seen_seconds + STOOD_SECONDS
+        # Others may stand in front of it for a moment, by their priority.
+        if not num_missing or (request_id != self._request_id and not is_past):
+            return 0, now
+        if is_past or num_missing < self._least_blocks:
+            self._request_id, self._least_blocks, self._since_seconds = request_id, num_missing, now
+        self._seen_seconds = now
+        times = RING_TIMEOUTS if are_peers_waiting else VAIN_TIMEOUTS
+        since_seconds = self._since_seconds
+        if now < since_seconds + times * self._timeout_seconds:
+            return 0, now
+        self._since_seconds = now
+        return (num_missing if num_missing > blocks.num_running_blocks else 0), since_seconds
+
 
 MOST_YIELD_SECONDS = 20.0
 """A neighbour whose want cannot be met does not hold decode up for longer."""

@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvcached_nixl.clock import Clock
-from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import BlockPool
 from kvcached_nixl.scheduler.holds import Holds

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.engine_link import EngineLink

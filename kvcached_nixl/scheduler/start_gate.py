@@ -14,8 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from kvcached_nixl.clock import Clock
-from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.step import Step
 

@@ -8,7 +8,7 @@ there is nothing of that, it ends with an error, once it has waited like that fo
 
 from __future__ import annotations
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.engine import BlockPool
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.terms import Terms

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.engine import Request
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.timeline import Lasted, Reported, State, Timeline

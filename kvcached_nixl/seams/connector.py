@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat import metrics
 from kvcached_nixl.compat.actions.step_output import blocks_of, is_whole, scheduled
 from kvcached_nixl.compat.actions.zeroing import zero_first
@@ -24,19 +23,19 @@ from kvcached_nixl.compat.nixl_worker import WorkerView, transfer_results
 from kvcached_nixl.compat.private import private
 from kvcached_nixl.compat.series import ASKS_FOR_RESULTS, HASHES_AHEAD, LOADS_BEHIND
 from kvcached_nixl.compat.side_channel import side_channel_address
+from kvcached_nixl.deadlines import MonotonicClock
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
 from kvcached_nixl.proof.find import find_here
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.side_channel_listener import Answers, HandshakeListener
-from kvcached_nixl.scheduler.side_channel_start import start
+from kvcached_nixl.scheduler.side_channel import Answers, HandshakeListener, start
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.handshake_watch import HandshakeWatch
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.worker import memory_registration as registration
 from kvcached_nixl.worker.build import build_worker
-from kvcached_nixl.worker.staging.memory_path import choose
+from kvcached_nixl.worker.staging.sizing import choose
 
 logger = logging.getLogger(SERVER_LOGGER)
 

@@ -17,7 +17,6 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from kvcached_nixl.clock import MonotonicClock
 from kvcached_nixl.compat.attached_state import attach, attach_address, connectors
 from kvcached_nixl.compat.locate import (
     CONNECTOR_BASE,
@@ -34,6 +33,7 @@ from kvcached_nixl.compat.names import NIXL_PREFIX
 from kvcached_nixl.compat.neighbours import connector_classes, require_no_replacement, require_servable
 from kvcached_nixl.compat.nixl_scheduler import SchedulerView
 from kvcached_nixl.compat.private import private
+from kvcached_nixl.deadlines import MonotonicClock
 from kvcached_nixl.errors import ContractChanged, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.processes import has_ancestor

@@ -1,19 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The free capacity of an engine, and what waits in it. Its side channel sends both on request."""
+"""The free capacity of an engine, what waits in it, and what a decode engine says of asking prefill servers. Its side
+channel sends all of it on request.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvcached_nixl.wire.asking import AskingFigures
 from kvcached_nixl.wire.checked import Malformed, decoder
 
-__all__ = ["BlockUsage", "Headroom", "encode_headroom", "read_headroom"]
-
+__all__ = ["AskingFigures", "BlockUsage", "Computed", "Ended", "Headroom", "encode_headroom", "read_headroom"]
 
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class Ended(str, Enum):
+    """How a question has ended: a label of the metric."""
+
+    ANSWERED = "answered"
+    BUSY = "busy"
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    FAILED = "failed"
+    LEFT = "left"
+
+
+class Computed(str, Enum):
+    """Why decode computes a prompt itself: a label of the metric."""
+
+    SHORT = "short"
+    CACHED = "cached"
+    NOT_ASKABLE = "not_askable"
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class AskingFigures(msgspec.Struct, forbid_unknown_fields=True):
+    """Counts are since the engine's start.
+
+    Attributes:
+        held: requests that no server is asked for at this moment.
+        asked: questions that have no answer yet.
+        promised_blocks: of requests that were asked for and have no blocks yet.
+        ended: questions.
+        computed: prompts.
+    """
+
+    held: _Number = 0
+    asked: _Number = 0
+    promised_blocks: _Number = 0
+    ended: dict[Ended, _Number] = msgspec.field(default_factory=lambda: dict.fromkeys(Ended, 0))
+    computed: dict[Computed, _Number] = msgspec.field(default_factory=lambda: dict.fromkeys(Computed, 0))
+
+
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 

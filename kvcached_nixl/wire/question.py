@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, Prompt, encode
-from kvcached_nixl.wire.asking import Computed, Ended
+from kvcached_nixl.wire.headroom import Computed, Ended
 from kvcached_nixl.wire.params import HEADROOM_KEY, KvTransferParams, RemotePrefill
 
 __all__ = [

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import torch
 
-from kvcached_nixl.clock import Clock
 from kvcached_nixl.current_device import select
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.transport.agent import NixlTransport, open_gate, register_host_memory
@@ -31,14 +31,12 @@ from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.staging.copier import Copier
 from kvcached_nixl.worker.staging.sizing import num_kept
 from kvcached_nixl.worker.staging.slots import Slots
-from kvcached_nixl.worker.staging.staging import Staging
+from kvcached_nixl.worker.staging.staging import Copier, Staging
 from kvcached_nixl.worker.thread_messages import IsReached, LocalIdentity
 from kvcached_nixl.worker.transfer.checksums import Checksums
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.handshake import Handshaker
 from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUCKETS,
@@ -48,6 +46,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
     TokenBuffers,
     TokenTable,
 )
+from kvcached_nixl.worker.transfer.peer_link import Handshaker
 from kvcached_nixl.worker.transfer.peers import Ask, Peers
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue

@@ -13,8 +13,7 @@ import torch
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.wire.handshake import MemoryType
-from kvcached_nixl.worker.geometry.kv_axes import Axes
-from kvcached_nixl.worker.geometry.layout import Layout, Page, plan
+from kvcached_nixl.worker.geometry.layout import Axes, Layout, Page, plan
 from kvcached_nixl.worker.geometry.states import StatePart
 from kvcached_nixl.worker.staging.sizing import SlabLoad, make_slab
 from kvcached_nixl.worker.staging.slab import Slab

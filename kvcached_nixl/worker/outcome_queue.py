@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import threading
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import HandOverFailed, RevocationCause
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.wire.timeline import Reported
 from kvcached_nixl.worker.staging.slots import SlabUse
 from kvcached_nixl.worker.thread_messages import Failed, Outcome
-from kvcached_nixl.worker.transfer.tally import TransferTally
+from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 __all__ = ["OutcomeQueue"]
 

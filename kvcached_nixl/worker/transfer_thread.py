@@ -28,7 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import Transport, TransportError, WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed

@@ -31,13 +31,13 @@ from support.engine_fakes import grown
 from support.internals import context_of, receiver_of, registry_of, write_tasks_of
 from support.kvcached_memory import Geometry
 
-from kvcached_nixl.clock import MonotonicClock
+from experiments.common.memory_transport import Network
+from kvcached_nixl.deadlines import MonotonicClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, Transport, TransportError
-from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights

@@ -8,7 +8,7 @@ from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
 from support.flow_pair import PROMPT, Pair, kind
 
-from kvcached_nixl.scheduler.impasse import VAIN_TIMEOUTS
+from kvcached_nixl.scheduler.giving_way import VAIN_TIMEOUTS
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.worker.transfer_thread import STANDING_SECONDS
 

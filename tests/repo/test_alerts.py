@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvcached_nixl.wire.asking import Ended
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
+from kvcached_nixl.wire.headroom import Ended
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "deploy" / "prometheus"

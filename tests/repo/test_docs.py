@@ -19,7 +19,7 @@ import pytest
 from support import markdown_pages as pages
 
 from kvcached_nixl.__main__ import add_top_arguments
-from kvcached_nixl.cli.top.look import COLUMNS, WANTED
+from kvcached_nixl.cli.top import COLUMNS, WANTED
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.hostvmm.errors import HostvmmError
 from kvcached_nixl.settings import Settings

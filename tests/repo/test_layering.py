@@ -30,7 +30,7 @@ PLANTED = {
     "patching/registry.py": "import importlib\nimportlib.import_module('vllm.config')",
     "patching/record.py": "from ..compat import locate",
     "worker/push.py": "from nixl._api import nixl_agent",
-    "transport/memory.py": "import nixl",
+    "transport/base.py": "import nixl",
     "wire/push.py": "if TYPE_CHECKING:\n    from kvcached_nixl.worker.push import Offer",
     "wire/lease.py": "from vllm.config import VllmConfig",
     "errors.py": "from . import ids",

@@ -11,10 +11,9 @@ from typing import Any
 from kvcached_nixl.ids import LogicalBlock
 from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
 from kvcached_nixl.wire.step import Reports, WakeAddress
 

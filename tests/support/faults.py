@@ -10,22 +10,20 @@ from unittest import mock
 import msgspec
 import pytest
 
+from experiments.common.memory_transport import MemoryGate, MemoryTransport
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.scheduler import fetch_attempts
 from kvcached_nixl.scheduler.asking.asking import Asking
-from kvcached_nixl.scheduler.asking.local_prefills import LocalPrefills
-from kvcached_nixl.scheduler.asking.window import Window
+from kvcached_nixl.scheduler.asking.limits import LocalPrefills, Window
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
-from kvcached_nixl.scheduler.giving_way import GivingWay
+from kvcached_nixl.scheduler.giving_way import GivingWay, MemoryPressure
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
-from kvcached_nixl.scheduler.memory_pressure import MemoryPressure
-from kvcached_nixl.scheduler.own_side_channel import OwnSideChannel
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.scheduler.side_channel import OwnSideChannel
 from kvcached_nixl.scheduler.start_gate import StartGate
-from kvcached_nixl.transport.memory import MemoryGate, MemoryTransport
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
@@ -50,11 +48,10 @@ from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.staging.slots import Slots
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer import peers
-from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 from kvcached_nixl.worker.transfer.lease import Leases
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTable
 from kvcached_nixl.worker.transfer.peers import Peers
-from kvcached_nixl.worker.transfer.recent_set import RecentSet
 from kvcached_nixl.worker.transfer.topology import PeerRoutes
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from support.flow_engine import FlowHost

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from experiments.common.server_side.few_cores import wait_for_events
-from kvcached_nixl.clock import MonotonicClock
+from kvcached_nixl.deadlines import MonotonicClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode

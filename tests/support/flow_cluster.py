@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvcached_nixl.clock import ManualClock
+from experiments.common.memory_transport import GATE, MemoryTransport, Network, Posted
 from kvcached_nixl.compat.tracing import traceparent_of
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import Ranges, TransferState
-from kvcached_nixl.transport.memory import GATE, MemoryTransport, Network, Posted
 from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.messages import Written, decode
 from kvcached_nixl.wire.params import RemotePrefill

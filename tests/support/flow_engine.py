@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.side_channel_listener import Answers
+from kvcached_nixl.scheduler.side_channel import Answers
 from kvcached_nixl.scheduler.terms import Terms
-from kvcached_nixl.wire.digest import digest_of
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Tensors, Weights
+from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.question import Question

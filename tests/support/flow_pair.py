@@ -7,9 +7,9 @@ import itertools
 from collections import Counter
 from typing import Any
 
+from experiments.common.memory_transport import Posted
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.memory import Posted
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import is_heartbeat
 from kvcached_nixl.wire.messages import Message, Peer, decode

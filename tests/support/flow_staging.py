@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcached_nixl.worker.staging.copier import Copy
 from kvcached_nixl.worker.staging.slots import Slots, Use
-from kvcached_nixl.worker.staging.staging import Staging
+from kvcached_nixl.worker.staging.staging import Copy, Staging
 from support.flow_memory import RankMemory
 
 if TYPE_CHECKING:

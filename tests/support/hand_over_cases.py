@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from experiments.common.memory_transport import Posted
 from kvcached_nixl.ids import KernelBlock, PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.memory import Posted
 from kvcached_nixl.wire.checked import convert
 from kvcached_nixl.wire.lease import is_heartbeat
 from kvcached_nixl.wire.manifest import Manifest

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
     from kvcached_nixl.scheduler.facade import SchedulerFacade
     from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-    from kvcached_nixl.scheduler.side_channel_listener import HandshakeListener
+    from kvcached_nixl.scheduler.side_channel import HandshakeListener
     from kvcached_nixl.wire.messages import Peer
     from kvcached_nixl.worker.decode.active_writers import ActiveWriters
     from kvcached_nixl.worker.decode.attempt import Attempt

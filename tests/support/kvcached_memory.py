@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvcached_nixl.worker.geometry.kv_axes import Axes
-from kvcached_nixl.worker.geometry.layout import Page
+from kvcached_nixl.worker.geometry.layout import Axes, Page
 
 
 @dataclass(frozen=True)

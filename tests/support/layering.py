@@ -77,9 +77,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
     "psutil": ("this_host.py",),
-    "aiohttp": ("cli/top/command.py", "scheduler/asking/asker.py"),
+    "aiohttp": ("cli/top.py", "scheduler/asking/asker.py"),
     "prometheus_client": ("compat/metrics.py",),
-    "rich": ("hostvmm", "cli/top/command.py"),
+    "rich": ("hostvmm", "cli/top.py"),
 }
 """Foreign package -> folders or files below the package that may import it."""
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.common.memory_transport import Network
 from kvcached_nixl.transport.agent import NixlTransport
 from kvcached_nixl.transport.base import Transport
-from kvcached_nixl.transport.memory import Network
 
 ARRIVAL_SECONDS = 20.0
 

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvcached_nixl.clock import ManualClock
+from experiments.common.memory_transport import MemoryTransport, Network, Posted
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.transport.base import TransferState
-from kvcached_nixl.transport.memory import MemoryTransport, Network, Posted
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
@@ -24,9 +24,8 @@ from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
-from kvcached_nixl.worker.staging.copier import Copy
+from kvcached_nixl.worker.staging.staging import Copy
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.handshake import Handshaker
 from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUCKETS,
@@ -36,6 +35,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
     TokenBuffers,
     TokenTable,
 )
+from kvcached_nixl.worker.transfer.peer_link import Handshaker
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferQueue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.clock`."""
+"""`kvcached_nixl.deadlines`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvcached_nixl.clock import Clock, ManualClock, MonotonicClock
+from kvcached_nixl.deadlines import Clock, ManualClock, MonotonicClock
 
 
 def test_the_monotonic_clock_is_the_one_vllm_stamps_deadlines_with() -> None:

@@ -17,13 +17,13 @@ import pytest
 import torch
 from support.kvcached_memory import Geometry
 
-from kvcached_nixl.clock import MonotonicClock
+from experiments.common.memory_transport import Network
 from kvcached_nixl.current_device import select
+from kvcached_nixl.deadlines import MonotonicClock
 from kvcached_nixl.proof import member
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker import build as starting
 from kvcached_nixl.worker.background import Background, Work

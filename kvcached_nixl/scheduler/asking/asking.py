@@ -27,18 +27,16 @@ from typing import Any
 
 import msgspec
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.asking.asker import Asker
-from kvcached_nixl.scheduler.asking.local_prefills import LocalPrefills
-from kvcached_nixl.scheduler.asking.queue_limit import QueueLimit
+from kvcached_nixl.scheduler.asking.limits import LocalPrefills, QueueLimit, Window
 from kvcached_nixl.scheduler.asking.resolver import Resolver
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
-from kvcached_nixl.scheduler.asking.window import Window
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
 from kvcached_nixl.scheduler.timelines import Timelines
-from kvcached_nixl.wire.asking import AskingFigures, Computed, Ended
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.headroom import AskingFigures, Computed, Ended
 from kvcached_nixl.wire.params import KvTransferParams, RemotePrefill
 from kvcached_nixl.wire.question import Outcome, Question, engine_in, queued_tokens_in
 from kvcached_nixl.wire.step import Step

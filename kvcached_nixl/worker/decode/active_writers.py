@@ -19,15 +19,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 
-from kvcached_nixl.clock import Clock
-from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.decode.attempt import Attempt
 from kvcached_nixl.worker.decode.write_part import WritePart
-from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.recent_set import RecentSet
+from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 
 __all__ = ["ActiveWriters"]
 

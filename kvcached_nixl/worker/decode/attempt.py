@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.messages import Peer
@@ -28,7 +28,7 @@ from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.decode.staging_window import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.transfer.tally import TransferTally
+from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 __all__ = ["Attempt", "Part"]
 

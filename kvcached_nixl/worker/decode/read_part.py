@@ -11,7 +11,7 @@ from kvcached_nixl.wire.messages import Peer, Reading, Release, encode
 from kvcached_nixl.wire.timeline import State
 from kvcached_nixl.worker.decode.attempt import Attempt
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 

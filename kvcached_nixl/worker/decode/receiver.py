@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvcached_nixl.clock import Clock
-from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -23,8 +22,8 @@ from kvcached_nixl.worker.decode.read_part import ReadPart
 from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.tally import TransferTally
 from kvcached_nixl.worker.transfer.topology import contributors, kernel_blocks_of, peers_of
+from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 __all__ = ["Receiver"]
 

@@ -39,7 +39,7 @@ from kvcached_nixl.worker.decode.write_gates import GateUse, WriteGates
 from kvcached_nixl.worker.staging.staging import Held
 from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 
 __all__ = ["WritePart"]
 

@@ -11,8 +11,7 @@ import torch
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare, Planes
-from kvcached_nixl.worker.geometry.kv_axes import Axes
-from kvcached_nixl.worker.geometry.layout import Layout
+from kvcached_nixl.worker.geometry.layout import Axes, Layout
 from kvcached_nixl.worker.geometry.states import part_planes, state_planes
 
 __all__ = ["group_memory", "layers_digest", "planes_of"]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvcached_nixl.transport.base import Transport, TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 
 __all__ = ["GateConnections"]
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcached_nixl.clock import Clock
-from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.messages import Registration, Release
 from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask

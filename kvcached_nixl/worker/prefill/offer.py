@@ -20,9 +20,8 @@ from kvcached_nixl.wire.messages import Registration, StagingGrant
 from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
-from kvcached_nixl.worker.transfer.tally import TransferTally
-from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
+from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
 __all__ = ["Offer", "WriteTask", "WriteKey"]
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvcached_nixl.clock import Clock
-from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
@@ -21,8 +20,7 @@ from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, Withdr
 from kvcached_nixl.worker.prefill.matching import OfferMatcher
 from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.writer import Writer
-from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.recent_set import RecentSet
+from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 
 __all__ = ["Registrations"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
@@ -32,8 +32,8 @@ from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.lease import Leases
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
-from kvcached_nixl.worker.transfer.tally import TransferTally
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
+from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 __all__ = ["OfferRegistry"]
 

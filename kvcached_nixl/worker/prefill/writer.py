@@ -22,7 +22,7 @@ from kvcached_nixl.worker.prefill.source import FromBlocks, Source, Staged
 from kvcached_nixl.worker.staging.staging import Held
 from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 
 __all__ = ["Writer"]

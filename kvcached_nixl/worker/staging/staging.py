@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging of a worker: takes slots for ranges of tokens, copies, and queues whatever waits for slots. On the transfer
-thread."""
+thread.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +9,70 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
+
+import torch
 
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.messages import KernelBlockRange
+from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.staging.copier import Copy
+from kvcached_nixl.worker.staging.slab import Slab
 from kvcached_nixl.worker.staging.slots import SlabUse, Slots, Use
 
-__all__ = ["Copies", "Held", "Staging"]
+__all__ = ["Copier", "Copies", "Copy", "Held", "Staging"]
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """Attributes:
+    is_gather: copy blocks of the cache into blocks of the slab; else back.
+    blocks, staged: kernel blocks of the cache, and of the slab.
+    ended: called once by `Copier.turn`, with the error text, or "".
+    """
+
+    is_gather: bool
+    blocks: Sequence[int]
+    staged: Sequence[int]
+    ended: Callable[[str], None]
+
+
+class Copier:
+    """Copies KV between blocks and slots, on its own thread. One per worker that stages.
+
+    Args:
+        device: where the KV cache is.
+        wake: called on the copier's thread when a copy has ended; does not block.
+    """
+
+    def __init__(self, slab: Slab, device: torch.device, wake: Callable[[], None]) -> None:
+        self._slab = slab
+        self._background = Background("kvcached-nixl-copies", device, wake)
+
+    def __len__(self) -> int:
+        """Submitted copies whose ``ended`` was not called yet."""
+        return len(self._background)
+
+    def submit(self, copy: Copy) -> None:
+        """Queue a copy behind those submitted before. Called on the transfer thread, as `turn` is."""
+        what = f"a copy of {len(copy.blocks)} blocks"
+        self._background.submit(Work(what, partial(self._do, copy), lambda _, failed: copy.ended(failed)))
+
+    def turn(self) -> None:
+        """Call ``ended`` of copies that have ended; raises as `Background.turn`."""
+        self._background.turn()
+
+    def close(self) -> None:
+        """Stop the thread after all submitted copies."""
+        self._background.close()
+
+    def _do(self, copy: Copy) -> None:
+        if copy.is_gather:
+            self._slab.gather(copy.blocks, copy.staged)
+        else:
+            self._slab.scatter(copy.staged, copy.blocks)
+
 
 WINDOW_BLOCKS = 512
 """Most kernel blocks in the slots of one range: so the next range can be copied while this one is transferred."""

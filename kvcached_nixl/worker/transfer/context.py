@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -15,17 +17,35 @@ from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.checksums import Checksums
-from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
 from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.peers import Peers
-from kvcached_nixl.worker.transfer.recent_set import RecentSet
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 
-__all__ = ["WorkerContext"]
+__all__ = ["RecentSet", "WorkerContext"]
 
 logger = logging.getLogger(SERVER_LOGGER)
+
+T = TypeVar("T")
+
+CAPACITY = 65_536
+
+
+class RecentSet(Generic[T]):
+    """The last ``CAPACITY`` distinct members that were added."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[T, None] = OrderedDict()
+
+    def __contains__(self, thing: T) -> bool:
+        return thing in self._held
+
+    def add(self, thing: T) -> None:
+        self._held[thing] = None
+        if len(self._held) > CAPACITY:
+            self._held.popitem(last=False)
 
 
 @dataclass

@@ -19,15 +19,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeAlias
 
-from kvcached_nixl.clock import Clock
-from kvcached_nixl.deadlines import Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.worker.transfer.handshake import ConnectedPeer, Handshaker
 from kvcached_nixl.worker.transfer.host import Host
-from kvcached_nixl.worker.transfer.peer_link import Link, PeerListener, Waiting
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Handshaker, Link, PeerListener, Waiting
 
 __all__ = ["Ask", "Peers"]
 

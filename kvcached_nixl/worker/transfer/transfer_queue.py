@@ -14,11 +14,44 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcached_nixl.clock import Clock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, Transport, TransportError
-from kvcached_nixl.worker.transfer.tally import TransferTally
+from kvcached_nixl.wire.timeline import Timeline
 
-__all__ = ["Budget", "TransferJob", "TransferQueue"]
+__all__ = ["TransferTally", "Budget", "TransferJob", "TransferQueue"]
+
+
+@dataclass
+class TransferTally:
+    """Bytes and descriptors of the transfers of one hand-over that have succeeded.
+
+    Attributes:
+        seconds: time in which at least one of them was in flight.
+        timeline: is told of each transfer, as a chunk that was moved; None where nobody wants to know.
+    """
+
+    num_bytes: int = 0
+    descriptors: int = 0
+    seconds: float = 0.0
+    timeline: Timeline | None = None
+    _in_flight: int = 0
+    _since_seconds: float = 0.0
+
+    def posted(self, now_seconds: float) -> None:
+        if not self._in_flight:
+            self._since_seconds = now_seconds
+        self._in_flight += 1
+
+    def succeeded(self, num_bytes: int, descriptors: int, now_seconds: float) -> None:
+        self.num_bytes += num_bytes
+        self.descriptors += descriptors
+        if self.timeline is not None:
+            self.timeline.moved(num_bytes, now_seconds)
+
+    def ended(self, now_seconds: float) -> None:
+        self._in_flight -= 1
+        if not self._in_flight:
+            self.seconds += now_seconds - self._since_seconds
 
 
 @dataclass(frozen=True)

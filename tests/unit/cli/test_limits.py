@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_nixl.cli.limits import FILES, LOCKED, MAPPINGS, SHARED, UNLIMITED, Limits, limits, shortfalls
+from kvcached_nixl.cli.doctor import FILES, LOCKED, MAPPINGS, SHARED, UNLIMITED, Limits, limits, shortfalls
 
 ENOUGH: Limits = {LOCKED: UNLIMITED, FILES: 65_536, MAPPINGS: 65_530, SHARED: 4 << 30}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from support.metrics_servers import engine_text
 
-from kvcached_nixl.cli.top.look import COLUMNS, Look, Server, read, short
+from kvcached_nixl.cli.top import COLUMNS, Look, Server, read, short
 
 URL = "http://10.0.0.1:8000"
 

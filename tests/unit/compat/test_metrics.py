@@ -14,9 +14,8 @@ import pytest
 
 from kvcached_nixl.compat import metrics
 from kvcached_nixl.compat.locate import STATS_MODULE
-from kvcached_nixl.wire.asking import AskingFigures, Computed, Ended
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.headroom import Headroom, encode_headroom
+from kvcached_nixl.wire.headroom import AskingFigures, Computed, Ended, Headroom, encode_headroom
 from kvcached_nixl.wire.timeline import State
 from kvcached_nixl.worker.facade import WorkerCounters
 from kvcached_nixl.worker.staging.slots import SlabUse

@@ -22,7 +22,7 @@ from kvcached_nixl.scheduler.build import StockScheduler
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import KVGroup
 from kvcached_nixl.worker.build import StockWorker
-from kvcached_nixl.worker.geometry.kv_axes import Axes
+from kvcached_nixl.worker.geometry.layout import Axes
 from kvcached_nixl.worker.memory_registration import NixlRegistrar
 
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"

@@ -16,7 +16,7 @@ from support.engine_fakes import TOKENS, prompt
 from kvcached_nixl.compat import requests
 from kvcached_nixl.compat.requests import RequestReader, RequestView, drop_unless_mapping, hash_embeddings
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, decode
-from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.question import Question
 
 IMAGE_TOKEN = 7

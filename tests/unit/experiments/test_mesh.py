@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("torch", reason="a worker's half needs torch")
 
+from experiments.common.memory_transport import Network
 from experiments.mesh import __main__ as experiment
 from experiments.mesh.cases import End
 from experiments.mesh.mesh import Mesh, NotAtRest
@@ -30,8 +31,7 @@ from experiments.mesh.report import (
 from experiments.mesh.tables import num_bytes, sizes
 from experiments.mesh.troubles import Troubles
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.memory import Network
-from kvcached_nixl.worker.transfer import recent_set
+from kvcached_nixl.worker.transfer import context
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import PeerRoutes
 
@@ -41,7 +41,7 @@ WRONG, FAILED = End.WRONG.value, End.FAILED.value
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The experiment sets how much is remembered."""
-    monkeypatch.setattr(recent_set, "CAPACITY", recent_set.CAPACITY)
+    monkeypatch.setattr(context, "CAPACITY", context.CAPACITY)
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     yield

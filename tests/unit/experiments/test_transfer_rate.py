@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("torch", reason="a worker's half needs torch")
 
+from experiments.common.memory_transport import Network
 from experiments.transfer_rate.arms import (
     ARMS,
     BLOCK_BYTES,
@@ -33,9 +34,8 @@ from experiments.transfer_rate.node import Node, planes
 from experiments.transfer_rate.plain import cut
 from experiments.transfer_rate.report import LEAST_SHARE, MOST_HOLD_SECONDS, cells, judge, plot, table_of
 from experiments.transfer_rate.timing import TimedTransport, longest_hold
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.transport.base import TransferState
-from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferJob, TransferQueue
 

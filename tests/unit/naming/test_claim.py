@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvcached_nixl.errors import NameRefused
-from kvcached_nixl.naming.claim import Claim, Places, clear_abandoned, join, take
-from kvcached_nixl.naming.name import LONGEST, is_name, own_name
+from kvcached_nixl.naming.claim import LONGEST, Claim, Places, clear_abandoned, is_name, join, own_name, take
 
 OWNER = """
 import sys

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.engine_fakes import BLOCK_SIZE, Pool, Reads, of_decode, of_prefill, reports
 
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.build import build_scheduler
 from kvcached_nixl.scheduler.engine import Progress

@@ -24,18 +24,16 @@ from support.engine_fakes import (
 )
 from support.internals import forbid_scans, leftovers
 
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.failed_fetches import FailedFetches
-from kvcached_nixl.scheduler.failures import Failures
+from kvcached_nixl.scheduler.failures import FailedFetches, Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.manifest import BlockRange, digest_of
 from kvcached_nixl.wire.params import MANIFEST_KEY
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, Step, UnneededOffer, WakeAddress
 

@@ -33,10 +33,10 @@ from support.engine_fakes import (
 )
 from support.internals import fetching_of, holds_of, leftovers, offering_of
 
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.impasse import RING_TIMEOUTS
+from kvcached_nixl.scheduler.giving_way import RING_TIMEOUTS
 from kvcached_nixl.scheduler.revocations import QUIET_SECONDS
 from kvcached_nixl.scheduler.starvation import STOOD_SECONDS
 from kvcached_nixl.scheduler.terms import ANY_ADAPTER

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.engine_fakes import PATIENCE, terms
 
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.scheduler.giving_way import LOOK_SECONDS, GivingWay
 from kvcached_nixl.transfer_mode import TransferMode
 

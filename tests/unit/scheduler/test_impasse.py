@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from support.engine_fakes import TIMEOUT, Pool
 
-from kvcached_nixl.clock import ManualClock
-from kvcached_nixl.scheduler.impasse import RING_TIMEOUTS, VAIN_TIMEOUTS, Impasse
+from kvcached_nixl.deadlines import ManualClock
+from kvcached_nixl.scheduler.giving_way import RING_TIMEOUTS, VAIN_TIMEOUTS, Impasse
 from kvcached_nixl.scheduler.starvation import STOOD_SECONDS
 
 RING_SECONDS = RING_TIMEOUTS * TIMEOUT

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scheduler/mapped_memory.py: rises and falls of what is mapped."""
+"""scheduler/told_headroom.py: rises and falls of what is mapped."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_nixl.scheduler.mapped_memory import MappedMemory
+from kvcached_nixl.scheduler.told_headroom import MappedMemory
 
 
 def test_rises_and_falls_are_added_up() -> None:

@@ -24,7 +24,7 @@ from support.engine_fakes import (
 )
 from support.parameter_ids import plain_id
 
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.failures import Failures
@@ -35,8 +35,7 @@ from kvcached_nixl.scheduler.terms import ANY_ADAPTER
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
-from kvcached_nixl.wire.digest import digest_of
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json, digest_of
 from kvcached_nixl.wire.params import prefill_params, read_fetch
 from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Step, WakeAddress
 

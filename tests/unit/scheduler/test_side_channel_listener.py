@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvcached_nixl.scheduler.side_channel_listener import answers_of
+from kvcached_nixl.scheduler.side_channel import answers_of
 from kvcached_nixl.wire.handshake import Answer, read_answer
 
 START = "0123456789abcdef"

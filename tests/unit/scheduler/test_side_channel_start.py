@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scheduler/side_channel_start.py: real listeners, asked as peers ask them, on loopback or in their own network."""
+"""scheduler/side_channel.py: real listeners, asked as peers ask them, on loopback or in their own network."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from support.transports import until
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.ids import EngineId
-from kvcached_nixl.scheduler import side_channel_start as module
-from kvcached_nixl.scheduler.side_channel_listener import Answers
+from kvcached_nixl.scheduler import side_channel as module
+from kvcached_nixl.scheduler.side_channel import Answers
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.side_channel_address import Endpoint, SideChannelAddress
 from kvcached_nixl.transport import side_channel
@@ -126,7 +126,7 @@ def in_a_network(host: str, *addresses: str, own_ip: str = "", ask_at: str = "",
     """Starts a side channel there, wakes it as a worker does, and asks it as a peer does. Returns what was logged."""
     code = f"""
 import json, logging, threading
-from kvcached_nixl.scheduler.side_channel_start import start
+from kvcached_nixl.scheduler.side_channel import start
 from kvcached_nixl.side_channel_address import SideChannelAddress
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 

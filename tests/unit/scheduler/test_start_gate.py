@@ -21,7 +21,7 @@ from support.engine_fakes import (
 from support.engine_fakes import reports as reported
 from support.internals import leftovers
 
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.timeline import Reported, State, Timeline

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/digest.py: equal in every process for prompts with equal KV, and different for all others."""
+"""wire/manifest.py: equal in every process for prompts with equal KV, and different for all others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.parameter_ids import plain_id
 
-from kvcached_nixl.wire.digest import digest_of
+from kvcached_nixl.wire.manifest import digest_of
 
 TOKENS = list(range(100, 132))
 IMAGE = ("hash-of-an-image", 4, 8)
@@ -99,7 +99,7 @@ def test_embeddings_stand_for_tokens_that_are_not_there() -> None:
 
 def test_another_process_finds_the_same() -> None:
     """vLLM's own block hashes differ between processes."""
-    code = "from kvcached_nixl.wire.digest import digest_of; print(digest_of(range(100, 132), 32, lora='é'))"
+    code = "from kvcached_nixl.wire.manifest import digest_of; print(digest_of(range(100, 132), 32, lora='é'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == digest_of(TOKENS, 32, lora="é")
 

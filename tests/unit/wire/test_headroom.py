@@ -6,9 +6,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvcached_nixl.wire.asking import AskingFigures
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.headroom import Headroom, encode_headroom, read_headroom
+from kvcached_nixl.wire.headroom import AskingFigures, Headroom, encode_headroom, read_headroom
 
 FIGURES = AskingFigures(held=3, asked=2)
 SAID = Headroom(10, 20, 30, 1, 5, 2**40, 2**30, 2**31, 2**30, 2, 1.5, 0.0, FIGURES)

@@ -13,11 +13,11 @@ from support.engine_fakes import grown
 from support.kvcached_memory import Geometry
 from support.worker_fakes import DIGEST, TOKENS, manifest
 
-from kvcached_nixl.clock import MonotonicClock
+from experiments.common.memory_transport import Network
+from kvcached_nixl.deadlines import MonotonicClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.memory import Network
 from kvcached_nixl.wire.handshake import RankHandshake, Tensors, Weights, read_rank
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.wire.step import OfferUpdate, Step, WakeAddress

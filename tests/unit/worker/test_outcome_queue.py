@@ -7,13 +7,13 @@ from collections import Counter
 
 from support.worker_fakes import manifest, wanted
 
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.worker.outcome_queue import TELL_AGAIN_SECONDS, OutcomeQueue
 from kvcached_nixl.worker.staging.slots import SlabUse
 from kvcached_nixl.worker.thread_messages import Failed, Outcome
-from kvcached_nixl.worker.transfer.tally import TransferTally
+from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 P1 = PrefillRequestId("p1")
 

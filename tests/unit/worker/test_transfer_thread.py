@@ -29,12 +29,12 @@ from support.worker_fakes import (
     wanted,
 )
 
-from kvcached_nixl.clock import Clock, ManualClock, MonotonicClock
+from experiments.common.memory_transport import MemoryTransport
+from kvcached_nixl.deadlines import Clock, ManualClock, MonotonicClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import TransportError
-from kvcached_nixl.transport.memory import MemoryTransport
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Process, Weights

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvcached_nixl.scheduler.asking.asking import Asking
-from kvcached_nixl.scheduler.asking.local_prefills import LocalPrefills
+from kvcached_nixl.scheduler.asking.limits import LocalPrefills
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from kvcached_nixl.scheduler.asking.queue_limit import QueueLimit
+from kvcached_nixl.scheduler.asking.limits import QueueLimit
 from kvcached_nixl.wire.causes import FailureCause
 
 

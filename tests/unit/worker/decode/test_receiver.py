@@ -52,7 +52,7 @@ from kvcached_nixl.worker.staging.slots import Slots, Use
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from kvcached_nixl.worker.transfer.peers import HANDSHAKE_TRIES
-from kvcached_nixl.worker.transfer.tally import TransferTally
+from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 MANIFEST = manifest(17, 13, 19)
 ALL_WRITTEN = manifest()

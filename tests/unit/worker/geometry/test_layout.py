@@ -14,8 +14,7 @@ from support.kvcached_memory import Geometry
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.worker.geometry import layout as module
-from kvcached_nixl.worker.geometry.kv_axes import Axes
-from kvcached_nixl.worker.geometry.layout import Arrangement, Layout
+from kvcached_nixl.worker.geometry.layout import Arrangement, Axes, Layout
 
 
 def plan(geometry: Geometry, caches: dict[str, torch.Tensor], num_blocks: int | None = None) -> Layout:

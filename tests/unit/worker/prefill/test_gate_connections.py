@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 from support.worker_fakes import Local, Remote
 
-from kvcached_nixl.transport.memory import MemoryGate
+from experiments.common.memory_transport import MemoryGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
-from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 
 
 @pytest.fixture

@@ -48,10 +48,9 @@ from kvcached_nixl.worker.prefill.registrations import PROBE_SECONDS
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.staging.slots import Slots, Use
 from kvcached_nixl.worker.staging.staging import Staging
+from kvcached_nixl.worker.transfer.context import CAPACITY, RecentSet
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
-from kvcached_nixl.worker.transfer.recent_set import CAPACITY, RecentSet
-from kvcached_nixl.worker.transfer.tally import TransferTally
-from kvcached_nixl.worker.transfer.transfer_queue import Budget
+from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferTally
 
 P1, P2, P3 = map(PrefillRequestId, ("p-1", "p-2", "p-3"))
 BLOCKS = ([7, 3, 9],)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcached_nixl.worker.staging.copier import Copier, Copy
+from kvcached_nixl.worker.staging.staging import Copier, Copy
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_nixl.clock import ManualClock
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import LeaseRenewal

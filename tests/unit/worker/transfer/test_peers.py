@@ -15,7 +15,7 @@ from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Answer, Process
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.worker.transfer.handshake import ConnectedPeer
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.peers import FORGOTTEN_SECONDS, HANDSHAKE_TRIES, LOOK_SECONDS, LOOKS
 
 

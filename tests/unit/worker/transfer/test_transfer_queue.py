@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.internals import leftovers
 
-from kvcached_nixl.clock import Clock, ManualClock
+from experiments.common.memory_transport import Network, Posted
+from kvcached_nixl.deadlines import Clock, ManualClock
 from kvcached_nixl.transport.base import TransferState
-from kvcached_nixl.transport.memory import Network, Posted
-from kvcached_nixl.worker.transfer.tally import TransferTally
 from kvcached_nixl.worker.transfer.transfer_queue import (
     DROPPED_POLL_SECONDS,
     MOVING_SECONDS,
@@ -24,6 +23,7 @@ from kvcached_nixl.worker.transfer.transfer_queue import (
     Budget,
     TransferJob,
     TransferQueue,
+    TransferTally,
 )
 
 ROW = 8
