@@ -274,30 +274,17 @@ def assemble(
     routes = PeerRoutes(local)
     buffers = TokenBuffers(tokens[BUCKETS:])
     context = WorkerContext(clock, local, transport, peers, transfer_queue, routes, buffers, checksums, host, staging)
-    receiver = Receiver(
-        *(context, clock, mode, gates),
-        failed=outcomes.failed,
-        finished=outcomes.finished,
-        moved=outcomes.moved,
-        known=outcomes.known,
-        timed=outcomes.timed,
-    )
+    receiver = Receiver(context, clock, mode, gates, outcomes)
     table = TokenTable(tokens[:BUCKETS])
     registry = OfferRegistry(
         context,
         gate_connections,
         clock,
         table,
+        outcomes,
         mode=mode,
         lease_seconds=settings.kv_lease_duration_seconds,
         unmatched_seconds=settings.handover_timeout_seconds,
-        done=outcomes.done,
-        hold_idle=outcomes.hold_idle,
-        expired=outcomes.expired,
-        moved=outcomes.moved,
-        revoked=outcomes.revoked,
-        claimed=outcomes.claimed,
-        timed=outcomes.timed,
     )
     peers.listen(_Roles(routes, receiver, registry, gate_connections, transfer_queue))
 

@@ -235,7 +235,7 @@ def what_was_copied_before_a_preemption_is_used(patch: Patcher) -> None:
 
 def preempted_blocks_are_idle_at_once(patch: Patcher) -> None:
     def preempt(self: Any, _: Any, hold: int) -> None:
-        self._hold_idle(hold)
+        self._outcomes.hold_idle(hold)
 
     then(patch, OfferRegistry, "preempt", preempt)
 
@@ -462,7 +462,7 @@ def a_lease_that_ends_lets_go_of_what_is_written(patch: Patcher) -> None:
     def turn(self: Any, **named: bool) -> None:
         for request_id, at in list(self._leases.items()):
             if at <= self._clock.now_seconds():
-                self._done(request_id)
+                self._outcomes.done(request_id)
         return original(self, **named)  # type: ignore[no-any-return]
 
     original = OfferRegistry.turn

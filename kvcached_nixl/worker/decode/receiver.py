@@ -7,7 +7,7 @@ The cost of a turn depends on what is due in it, not on how many attempts wait.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.transfer_mode import TransferMode
@@ -15,15 +15,14 @@ from kvcached_nixl.transport.base import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Release, StagingRequest, Stopped, Written, encode
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
-from kvcached_nixl.wire.timeline import Reported
 from kvcached_nixl.worker.decode.active_writers import ActiveWriters
 from kvcached_nixl.worker.decode.attempt import Attempt
 from kvcached_nixl.worker.decode.read_part import ReadPart
 from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.decode.write_part import WritePart
+from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.topology import contributors, kernel_blocks_of, peers_of
-from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 __all__ = ["Receiver"]
 
@@ -37,13 +36,7 @@ class Receiver:
     Args:
         gates: write gates of this rank's memory; None: peers write through this rank's own agent, which cannot be
             closed.
-        failed: called once for each attempt that fails.
-        finished: called once for each attempt, when nothing of it is in flight any more.
-        moved: called for each attempt that has received its KV by READs.
-        known: called for each attempt whose request waits for its turn at prefill, or is computed, as often as a rank
-            of prefill says so.
-        timed: called with the timeline of each attempt, when it has failed or has its KV; before ``failed`` or
-            ``finished``.
+        outcomes: told once for each attempt that it has failed, once that it has finished, and of its timeline before.
     """
 
     def __init__(
@@ -52,21 +45,13 @@ class Receiver:
         clock: Clock,
         mode: TransferMode,
         gates: WriteGates | None,
-        failed: Callable[[FetchSpec, HandOverFailed], None],
-        finished: Callable[[FetchSpec], None],
-        moved: Callable[[TransferTally], None],
-        known: Callable[[int], None],
-        timed: Callable[[Reported], None],
+        outcomes: OutcomeQueue,
     ) -> None:
         self._context = context
         self._clock = clock
         self._mode = mode
         self._gates = gates
-        self._failed = failed
-        self._finished = finished
-        self._moved = moved
-        self._known = known
-        self._timed = timed
+        self._outcomes = outcomes
         self._attempts: dict[int, Attempt] = {}
         self._reported: set[int] = set()
         self._asked_again = Deadlines[int]()
@@ -176,7 +161,7 @@ class Receiver:
         """Handle a heartbeat of prefill: it names attempts."""
         for attempt in (self._attempts.get(int(name)) for name in names if name.isdecimal()):
             if attempt is not None and attempt.failed is None and any(part.agent == agent for part in attempt.parts):
-                self._known(attempt.number)
+                self._outcomes.known(attempt.number)
 
     def is_waiting_for(self, agent: str) -> bool:
         """Whether a part of an attempt still depends on an agent."""
@@ -256,7 +241,7 @@ class Receiver:
             self._asked_again[number] = self._clock.now_seconds() + REPEAT_SECONDS
             self._writers.failed(number)
             self._report(attempt)
-            self._failed(attempt.spec, attempt.failed)
+            self._outcomes.failed(attempt.spec, attempt.failed)
         if attempt.is_finished:
             del self._attempts[number]
             self._reported.discard(number)
@@ -266,15 +251,15 @@ class Receiver:
             if attempt.failed is None:
                 self._report(attempt)
                 if attempt.tally.num_bytes:
-                    self._moved(attempt.tally)
-            self._finished(attempt.spec)
+                    self._outcomes.moved(attempt.tally)
+            self._outcomes.finished(attempt.spec)
             unneeded = self._unneeded.pop(number, None)
             if unneeded is not None:
                 self.release(unneeded)
 
     def _report(self, attempt: Attempt) -> None:
         attempt.timeline.end(self._clock.now_seconds())
-        self._timed(attempt.timeline.reported(attempt.number))
+        self._outcomes.timed(attempt.timeline.reported(attempt.number))
 
     def _uses(self, prefill_request_id: str) -> bool:
         """Whether an attempt needs an offer. A router may have sent the same parameters again."""

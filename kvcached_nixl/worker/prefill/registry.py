@@ -13,16 +13,16 @@ thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.causes import FailureCause, RevocationCause
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import INTERVAL
 from kvcached_nixl.wire.messages import Reading, Registration, Release, StagingGrant, Withdrawal
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
-from kvcached_nixl.wire.timeline import Reported
+from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
 from kvcached_nixl.worker.prefill.matching import OfferMatcher
 from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
@@ -33,7 +33,6 @@ from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.lease import Leases
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
-from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 __all__ = ["OfferRegistry"]
 
@@ -48,13 +47,8 @@ class OfferRegistry:
         mode: whether decode registers blocks and prefill writes them; else decode reads, and sends a release.
         lease_seconds: how long a finished request's blocks are kept for decode without a heartbeat.
         unmatched_seconds: how long a registration waits for prefill's request to appear.
-        done: called with a request whose blocks are not needed any more.
-        hold_idle: called with a hold when none of its blocks is being read any more.
-        expired: called with a request whose lease has expired, before ``done``.
-        moved: called for each registration whose tokens were all written, if by WRITEs of this rank.
-        revoked: called for each offer that is taken back.
-        claimed: called with the number of `await_claim`.
-        timed: called with the timeline of each offer that ends, before ``done``; on rank 0 only.
+        outcomes: told once for each request that its blocks are not needed any more, and for each hold that nothing
+            reads its blocks any more.
     """
 
     def __init__(
@@ -63,41 +57,22 @@ class OfferRegistry:
         gate_connections: GateConnections,
         clock: Clock,
         tokens: TokenTable,
+        outcomes: OutcomeQueue,
         *,
         mode: TransferMode,
         lease_seconds: float,
         unmatched_seconds: float,
-        done: Callable[[PrefillRequestId], None],
-        hold_idle: Callable[[int], None],
-        expired: Callable[[PrefillRequestId], None],
-        moved: Callable[[TransferTally], None],
-        revoked: Callable[[RevocationCause], None],
-        claimed: Callable[[int], None],
-        timed: Callable[[Reported], None],
     ) -> None:
         self._context = context
         self._clock = clock
         self._tokens = tokens
         self._mode = mode
         self._lease_seconds = lease_seconds
-        self._done, self._hold_idle, self._moved = done, hold_idle, moved
-        self._revoked = revoked
-        self._claimed = claimed
+        self._outcomes = outcomes
         self._matcher = OfferMatcher(clock, remembered_seconds=lease_seconds, unmatched_seconds=unmatched_seconds)
         self._leases = Leases(clock, lease_seconds=lease_seconds)
         self._writer = Writer(context, gate_connections, self._ended, lambda offer: self._settlement.settle(offer))
-        self._settlement = Settlement(
-            context,
-            tokens,
-            self._matcher,
-            self._leases,
-            self._writer,
-            done=done,
-            hold_idle=hold_idle,
-            expired=expired,
-            claimed=claimed,
-            timed=timed,
-        )
+        self._settlement = Settlement(context, tokens, self._matcher, self._leases, self._writer, outcomes)
         self._registrations = Registrations(
             context,
             clock,
@@ -157,7 +132,7 @@ class OfferRegistry:
         """The request computes no more tokens. Its blocks are kept until decode has them or the lease expires."""
         offer = self._matcher.offers.get(request_id)
         if offer is None:
-            self._done(request_id)
+            self._outcomes.done(request_id)
             return
         offer.finished = True
         self._writer.source.told(offer)
@@ -179,7 +154,7 @@ class OfferRegistry:
             or offer.stopped
             or (offer.claim and self._clock.now_seconds() >= offer.wanted_until_seconds)
         ):
-            self._claimed(number)
+            self._outcomes.claimed(number)
         else:
             offer.claim = number
 
@@ -203,7 +178,7 @@ class OfferRegistry:
         offer = self._matcher.offers.get(request_id)
         if offer is None:
             if is_kept:
-                self._done(request_id)
+                self._outcomes.done(request_id)
             return
         offer.finished, offer.is_kept = True, offer.is_kept and is_kept
         self._let_down(offer, FailureCause.STOPPED, reason)
@@ -226,7 +201,7 @@ class OfferRegistry:
         offer = self._matcher.offers.get(request_id)
         if offer is not None:
             if not offer.stopped:
-                self._revoked(revocation.cause)
+                self._outcomes.revoked(revocation.cause)
             self._let_down(offer, FailureCause.REVOKED, revocation.reason)
 
     def started(self, incarnation: str) -> None:
@@ -250,7 +225,7 @@ class OfferRegistry:
         """
         offer = self._matcher.offers.get(request_id)
         if offer is None:
-            self._hold_idle(hold)
+            self._outcomes.hold_idle(hold)
             return
         offer.lose_blocks()
         offer.draining.append(hold)
@@ -320,7 +295,7 @@ class OfferRegistry:
         """Forget a registration: nothing of it is in flight, and it has been answered if it was stopped."""
         self._registrations.forget(task)
         if task.stopping is None and task.tally.num_bytes:
-            self._moved(task.tally)
+            self._outcomes.moved(task.tally)
         offer = task.offer
         if offer is not None:
             del offer.write_tasks[task.key]

@@ -7,10 +7,7 @@ transfer thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.wire.timeline import Reported
+from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.prefill.matching import OfferMatcher
 from kvcached_nixl.worker.prefill.offer import Offer
 from kvcached_nixl.worker.prefill.writer import Writer
@@ -22,7 +19,7 @@ __all__ = ["Settlement"]
 
 
 class Settlement:
-    """See the module. The callbacks are `OfferRegistry`'s."""
+    """See the module."""
 
     def __init__(
         self,
@@ -31,26 +28,19 @@ class Settlement:
         matcher: OfferMatcher,
         leases: Leases,
         writer: Writer,
-        *,
-        done: Callable[[PrefillRequestId], None],
-        hold_idle: Callable[[int], None],
-        expired: Callable[[PrefillRequestId], None],
-        claimed: Callable[[int], None],
-        timed: Callable[[Reported], None],
+        outcomes: OutcomeQueue,
     ) -> None:
         self._context = context
         self._tokens = tokens
         self._matcher = matcher
         self._leases = leases
         self._writer = writer
-        self._done, self._hold_idle, self._expired = done, hold_idle, expired
-        self._claimed = claimed
-        self._timed = timed
+        self._outcomes = outcomes
 
     def claim(self, offer: Offer) -> None:
         """A rank of decode has registered for an offer, or needs nothing of it."""
         if offer.claim:
-            self._claimed(offer.claim)
+            self._outcomes.claimed(offer.claim)
             offer.claim = 0
 
     def settle_rank(self, offer: Offer, tp_rank: int, tp_size: int) -> None:
@@ -66,11 +56,11 @@ class Settlement:
         is_copying = self._writer.source.is_copying(offer)
         if offer.draining and not (is_copying or (offer.is_read and self._context.staging is None)):
             for hold in offer.draining:
-                self._hold_idle(hold)
+                self._outcomes.hold_idle(hold)
             offer.draining = []
         if offer.finished and offer.is_kept and self._writer.source.is_free_of_blocks(offer):
             offer.is_kept, offer.blocks = False, ()
-            self._done(offer.request_id)
+            self._outcomes.done(offer.request_id)
         # The end of its last registration may have removed it already.
         if (
             not offer.finished
@@ -82,7 +72,7 @@ class Settlement:
         if not (offer.is_satisfied or offer.stopped):
             if offer.request_id in self._leases:
                 return
-            self._expired(offer.request_id)
+            self._outcomes.expired(offer.request_id)
         # Rule R3: before the blocks can be freed.
         self._tokens.remove(offer.request_id)
         self._leases.pop(offer.request_id, None)
@@ -90,6 +80,6 @@ class Settlement:
         self._writer.source.offer_finished(offer)
         offer.timeline.end(self._context.clock.now_seconds())
         if not self._context.local.tp_rank:
-            self._timed(offer.timeline.reported(trace=offer.update.trace))
+            self._outcomes.timed(offer.timeline.reported(trace=offer.update.trace))
         if offer.is_kept:
-            self._done(offer.request_id)
+            self._outcomes.done(offer.request_id)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -69,8 +70,14 @@ class Decode(Local):
         self.moved: list[TransferTally] = []
         self.timed: list[Reported] = []
         self.known: list[int] = []
-        told = (self._failed, self._finished, self.moved.append, self.known.append, self.timed.append)
-        self.receiver = Receiver(self.side, self.clock, mode, self.gates, *told)
+        outcomes = SimpleNamespace(
+            failed=self._failed,
+            finished=self._finished,
+            moved=self.moved.append,
+            known=self.known.append,
+            timed=self.timed.append,
+        )
+        self.receiver = Receiver(self.side, self.clock, mode, self.gates, outcomes)  # type: ignore[arg-type]
         self.listener.role, self.listener.may_write = self.receiver, self.receiver.may_be_written_by
 
     def _failed(self, wanted: FetchSpec, cause: HandOverFailed) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -77,14 +78,7 @@ class Prefill(Local):
         self.claimed: list[int] = []
         self.timed: list[Reported] = []
         self.table = TokenTable(np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
-        self.registry = OfferRegistry(
-            self.side,
-            self.gate_connections,
-            self.clock,
-            self.table,
-            mode=TransferMode.PUSH if is_push else TransferMode.PULL,
-            lease_seconds=LEASE,
-            unmatched_seconds=unmatched,
+        outcomes = SimpleNamespace(
             done=self._done,
             hold_idle=self.quiet.append,
             expired=self.expired.append,
@@ -92,6 +86,16 @@ class Prefill(Local):
             revoked=self.revoked.append,
             claimed=self.claimed.append,
             timed=self.timed.append,
+        )
+        self.registry = OfferRegistry(
+            self.side,
+            self.gate_connections,
+            self.clock,
+            self.table,
+            outcomes,  # type: ignore[arg-type]
+            mode=TransferMode.PUSH if is_push else TransferMode.PULL,
+            lease_seconds=LEASE,
+            unmatched_seconds=unmatched,
         )
         self.listener.role = self.registry
         self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
