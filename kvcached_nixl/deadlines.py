@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from typing import Protocol, TypeVar
 
-__all__ = ["Clock", "Deadlines", "ManualClock", "MonotonicClock"]
+__all__ = ["Clock", "Deadlines", "ManualClock", "MonotonicClock", "earliest"]
 
 
 class Clock(Protocol):
@@ -47,6 +47,11 @@ class ManualClock:
 
 
 K = TypeVar("K", bound=Hashable)
+
+
+def earliest(*at_seconds: float | None) -> float | None:
+    """Returns the least of some times, of which each may be None; None if all are."""
+    return min((one for one in at_seconds if one is not None), default=None)
 
 
 class Deadlines(MutableMapping[K, float]):

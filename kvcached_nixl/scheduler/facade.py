@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.deadlines import Clock, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.asking import Asking
@@ -214,12 +214,11 @@ class SchedulerFacade:
     def due_in_seconds(self) -> float | None:
         """Seconds until the next hand-over times out, the next offer is revoked, or a request has starved; None if
         there is none."""
-        some = (
+        due_at = earliest(
             *(self._fetching.due_at_seconds, self._kept.due_at_seconds),
             *(self._gate.due_at_seconds, self._starvation.due_at_seconds),
             None if self.asking is None else self.asking.due_at_seconds,
         )
-        due_at = min((one for one in some if one is not None), default=None)
         return None if due_at is None else max(0.0, due_at - self._clock.now_seconds())
 
     # ---------------------------------------------------------------------------------------------- called from vLLM

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.deadlines import Clock, earliest
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.limits import LocalPrefills, QueueLimit, Window
 from kvcached_nixl.scheduler.asking.resolver import Resolver
@@ -184,8 +184,7 @@ class Asking:
     @property
     def due_at_seconds(self) -> float | None:
         """When `turn` has to be called, whatever happens until then; None if it need not."""
-        some = (self.servers.silent_at_seconds, self._rested_at_seconds, self._limit.due_at_seconds)
-        return min((one for one in some if one is not None), default=None)
+        return earliest(self.servers.silent_at_seconds, self._rested_at_seconds, self._limit.due_at_seconds)
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 

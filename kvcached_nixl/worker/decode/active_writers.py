@@ -19,7 +19,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 
-from kvcached_nixl.deadlines import Clock, Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
@@ -121,8 +121,7 @@ class ActiveWriters:
                 self._looked_at[address] = now + LOOK_SECONDS
                 self._context.peers.probe(address)
                 self._look_for_ends(address)
-        due = (self._looked_at.first_seconds, self._ended_at.first_seconds)
-        return min((one for one in due if one is not None), default=None)
+        return earliest(self._looked_at.first_seconds, self._ended_at.first_seconds)
 
     def _look_for_ends(self, address: Peer) -> None:
         """Find writers whose process on this host has ended, without any message from their engine."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from kvcached_nixl.deadlines import Clock, Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -212,8 +212,7 @@ class Receiver:
                         # If the peer does not answer the probe, its connection is taken down, which ends a READ.
                         self._context.peers.probe(part.address)
         gates_due_at = None if self._gates is None else self._gates.turn()
-        due = (self._asked_again.first_seconds, due_at, gates_due_at)
-        return min((one for one in due if one is not None), default=None)
+        return earliest(self._asked_again.first_seconds, due_at, gates_due_at)
 
     def _be_written(self, attempt: Attempt, part: ReadPart, is_read: bool) -> None:
         """Replace a `ReadPart` by a `WritePart`: prefill stages, so it has to write; or, where ``is_read``, it sends

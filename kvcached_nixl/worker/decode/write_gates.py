@@ -22,7 +22,7 @@ from typing import Protocol
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import WriteGate
-from kvcached_nixl.worker.background import Work
+from kvcached_nixl.worker.background import Background, Work
 
 __all__ = ["WriteGates", "GateUse", "GatedPart"]
 
@@ -46,12 +46,6 @@ class GatedPart(Protocol):
     def cut_off(self) -> None:
         """The part has taken longer than DRAIN_SECONDS: its gate is about to be closed."""
         ...
-
-
-class Works(Protocol):
-    """Runs work in the background; implemented by `background.Background`."""
-
-    def submit(self, work: Work[bool]) -> None: ...
 
 
 @dataclass(eq=False)
@@ -90,7 +84,7 @@ class WriteGates:
         make: opens a gate; called on the background thread, except for the first gate.
     """
 
-    def __init__(self, make: Callable[[], WriteGate], works: Works, clock: Clock) -> None:
+    def __init__(self, make: Callable[[], WriteGate], works: Background, clock: Clock) -> None:
         self._make = make
         self._works = works
         self._clock = clock

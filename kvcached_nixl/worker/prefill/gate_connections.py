@@ -9,27 +9,19 @@ the gate or is dead.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
 
 from kvcached_nixl.transport.base import Transport, TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
+from kvcached_nixl.worker.transfer.peers import Peers
 
 __all__ = ["GateConnections"]
-
-
-class Agents(Protocol):
-    """What is used of `peers.Peers`."""
-
-    def lost(self, agent: str) -> None: ...
-    def connection(self, agent: str) -> object: ...
-    def doubt(self, agent: str) -> None: ...
 
 
 class GateConnections:
     """See the module. A name that is not a gate's is that of a rank's own agent, and is passed on to ``agents``."""
 
-    def __init__(self, transport: Transport, agents: Agents) -> None:
+    def __init__(self, transport: Transport, agents: Peers) -> None:
         self._transport = transport
         self._agents = agents
         self._name_of: dict[tuple[str, bytes], str] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcached_nixl.deadlines import Clock, Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.messages import Registration, Release
 from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
@@ -50,8 +50,7 @@ class OfferMatcher:
     @property
     def first_seconds(self) -> float | None:
         """When something is due next, in the clock's seconds; None if nothing is."""
-        due = (one.first_seconds for one in (self._unmatched, self._released, self._recent))
-        return min((one for one in due if one is not None), default=None)
+        return earliest(*(one.first_seconds for one in (self._unmatched, self._released, self._recent)))
 
     def add(self, offer: Offer) -> dict[int, int]:
         """Add a new offer, and join the registrations that have waited for it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvcached_nixl.deadlines import Clock, Deadlines
+from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
@@ -194,8 +194,7 @@ class Registrations:
     @property
     def first_seconds(self) -> float | None:
         """When something is due next, in the clock's seconds; None if nothing is."""
-        due = (one.first_seconds for one in (self._matcher, self._stuck, self._renewed))
-        return min((one for one in due if one is not None), default=None)
+        return earliest(*(one.first_seconds for one in (self._matcher, self._stuck, self._renewed)))
 
     def turn(self, now_seconds: float, *, is_engine_alive: bool) -> None:
         """Renew those whose request is not computed yet; stop those that are due: without an offer, or not written in

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.deadlines import Clock, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
@@ -276,8 +276,7 @@ class OfferRegistry:
             if offer is not None:
                 self._settlement.settle(offer)
         self._registrations.turn(now, is_engine_alive=is_engine_alive)
-        due = (one.first_seconds for one in (self._leases, self._registrations))
-        return min((one for one in due if one is not None), default=None)
+        return earliest(self._leases.first_seconds, self._registrations.first_seconds)
 
     # ---------------------------------------------------------------------------------------------------------- inside
 

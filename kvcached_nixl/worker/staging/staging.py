@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -21,7 +20,7 @@ from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.staging.slab import Slab
 from kvcached_nixl.worker.staging.slots import SlabUse, Slots, Use
 
-__all__ = ["Copier", "Copies", "Copy", "Held", "Staging"]
+__all__ = ["Copier", "Copier", "Copy", "Held", "Staging"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +38,7 @@ class Copy:
 
 
 class Copier:
-    """Copies KV between blocks and slots, on its own thread. One per worker that stages.
+    """Copier KV between blocks and slots, on its own thread. One per worker that stages.
 
     Args:
         device: where the KV cache is.
@@ -79,14 +78,6 @@ WINDOW_BLOCKS = 512
 _SHARES = 4
 """A quarter of the slots for a use is the most that one range takes, and the most that one peer may write into: slots
 that a vanished host may still write stay taken, and other peers have to be served."""
-
-
-class Copies(Protocol):
-    """Copies blocks and slots; implemented by `copier.Copier`."""
-
-    def submit(self, copy: Copy) -> None: ...
-    def turn(self) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -130,7 +121,7 @@ class Staging:
     """
 
     slots: Slots
-    copier: Copies
+    copier: Copier
     block_sizes: tuple[int, ...]
     blocks_in_slot: tuple[int, ...] = ()
     num_bytes: int = 0

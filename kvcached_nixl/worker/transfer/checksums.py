@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvcached_nixl.wire.messages import MAX_ATTEMPT
 from kvcached_nixl.wire.planes import GroupMemory
-from kvcached_nixl.worker.background import Work
+from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.geometry.kv_checksum import Content
 
-__all__ = ["ChecksumRequest", "Checksums", "Range", "Runs"]
+__all__ = ["ChecksumRequest", "Checksums", "Range"]
 
 Range = tuple[Sequence[tuple[KernelBlocks, int]], int]
 """(per KV-cache group its blocks and first token; one past the last token)."""
@@ -35,14 +35,6 @@ class ChecksumRequest(NamedTuple):
     is_wanted: Callable[[], bool]
 
 
-class Runs(Protocol):
-    """Runs the work; implemented by `background.Background`."""
-
-    def submit(self, work: Work[list[str] | None]) -> None: ...
-    def turn(self) -> None: ...
-    def close(self, *, is_dropping: bool) -> None: ...
-
-
 class Checksums:
     """See the module. One request is computed at a time, and peers take turns.
 
@@ -54,10 +46,10 @@ class Checksums:
     Threads: the transfer thread only.
     """
 
-    def __init__(self, sent: Content, received: Content, runs: Runs, fraction: float) -> None:
+    def __init__(self, sent: Content, received: Content, background: Background, fraction: float) -> None:
         self._sent = sent
         self._received = received
-        self._runs = runs
+        self._background = background
         self._below = fraction * MAX_ATTEMPT
         self._lanes: dict[str, deque[Work[list[str] | None]]] = {}
         self._is_busy = False
@@ -79,11 +71,11 @@ class Checksums:
 
     def turn(self) -> None:
         """Deliver the results of finished work."""
-        self._runs.turn()
+        self._background.turn()
 
     def close(self) -> None:
         """Stop; work that has not begun is dropped."""
-        self._runs.close(is_dropping=True)
+        self._background.close(is_dropping=True)
 
     def _submit(
         self,
@@ -119,4 +111,4 @@ class Checksums:
         if lane:
             self._lanes[agent] = lane
         self._is_busy = True
-        self._runs.submit(work)
+        self._background.submit(work)
