@@ -17,7 +17,7 @@ from experiments.shared_device.models import FULL_ATTENTION, WITH_HYBRID, Device
 from experiments.shared_device.reference import Asked
 
 SECONDS, QUICK_SECONDS = 36.0, 18.0
-SWELLS = {"a": Swell(0.2, 1.6, 18.0), "b": Swell(0.2, 1.6, 18.0, phase=0.5)}
+SWELLS = {"a": Swell(0.2, 2.4, 18.0), "b": Swell(0.2, 2.4, 18.0, phase=0.5)}
 QUICK_ARMS = (STATIC, PULL)
 
 
