@@ -206,7 +206,6 @@ def test_an_arm_without_a_phase_or_a_comparison_is_missing(lacking: str, tmp_pat
     assert found["missing"] == [STOCK.name, PULL.name]
 
 
-@pytest.mark.xfail(strict=True, reason="the committed whole run is of before decode asked; the next one has the rows")
 def test_the_rows_that_are_needed_are_those_that_a_run_gives() -> None:
     """Rows are named as in the committed results; a name without results would make every arm missing."""
     found = json.loads((ROOT / "experiments/byte_equivalence/results/last-0.28.0.json").read_text())
