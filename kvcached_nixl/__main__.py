@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 from kvcached_nixl import install, status
 from kvcached_nixl.cli import report
 from kvcached_nixl.cli.report import Report
-from kvcached_nixl.compat.versions import found_version, import_vllm
 from kvcached_nixl.errors import MissingDependency, Refused
 from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, read_gate
 from kvcached_nixl.version import __version__
+from kvcached_nixl.vllm.adapter.versions import found_version, import_vllm
 
 _DESCRIPTION = """\
 Shows the versions of vLLM, kvcached, NIXL and torch in this environment, and the state of each patch

@@ -21,7 +21,7 @@ from typing import Any
 from experiments.common import device
 from experiments.common.model import CACHE, FORMAT, ModelShape, write_tokenizer
 from experiments.common.servers import REPOSITORY, SERVER_SIDE
-from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.vllm.adapter.versions import installed_row
 
 __all__ = ["FAMILIES", "Family", "make_family", "stand_ins"]
 

@@ -16,7 +16,7 @@ from experiments.common.model import CACHE
 from experiments.common.servers import Running, Server, ServerError, ServerSpec
 from experiments.shared_device.load import LENGTHS, MAX_TOKENS, draw_prompts
 from experiments.shared_device.models import MAX_MODEL_LEN, Device
-from kvcached_nixl.compat.versions import found_version
+from kvcached_nixl.vllm.adapter.versions import found_version
 
 KEPT, DRAWN = 18, 42
 """Prompts of each model, and among how many they are chosen."""

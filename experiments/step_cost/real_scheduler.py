@@ -31,10 +31,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from experiments.common import model as models
 from experiments.common.engines import asks_decode, asks_prefill
 from experiments.common.servers import HOST, free_ports
-from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.seams import PATCHES
 from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.vllm.adapter.versions import reason_to_skip
+from kvcached_nixl.vllm.patches import PATCHES
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
 

@@ -5,13 +5,13 @@
     import vllm begins  (or kvcached's NIXL patch) install(): hooks on both imports; imports no seam and no torch
     import vllm ends    the seams are loaded and hook the modules they target, the factory gate first
     import of a target  its patches are decided
-    construction        seams/factory.py decides the rest, and stops a NIXL connector if anything was refused
+    construction        patches/factory.py decides the rest, and stops a NIXL connector if anything was refused
 
 A script may call install() itself, and vLLM's plugin loader calls it again. The order does not matter.
 
 Nothing here raises: wrapt drops a post-import hook that raises, and vLLM would continue unpatched. Refusals are
-recorded, and the gate in seams/factory.py raises them. If that gate cannot be loaded, a barrier takes its place: every
-import of the NIXL connector fails.
+recorded, and the gate in patches/factory.py raises them. If that gate cannot be loaded, a barrier takes its place:
+every import of the NIXL connector fails.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcached_nixl.activation.import_hooks import lift, raise_barrier
-from kvcached_nixl.compat.names import ROOTS
 from kvcached_nixl.errors import Refused, not_importable
 from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, read_gate
+from kvcached_nixl.vllm import ROOTS
 
 if TYPE_CHECKING:
     from kvcached_nixl.hostvmm.activation import Activation
@@ -60,7 +60,7 @@ class Installation:
 
     def _load_seams(self) -> None:
         try:
-            from kvcached_nixl.seams import PATCHES
+            from kvcached_nixl.vllm.patches import PATCHES
         except Exception as error:  # noqa: BLE001 - turned into a refusal at the import of the connector
             refusal = not_importable("the patches of kvcached_nixl cannot be loaded", error)
             self.registry.refuse("seams", refusal)
@@ -143,13 +143,13 @@ def _host_memory() -> Activation | None:
 
 
 def _clear_left() -> None:
-    from kvcached_nixl.compat.actions.engine_name import clear_left
+    from kvcached_nixl.vllm.patches.actions.engine_name import clear_left
 
     clear_left()
 
 
 def _judge(patch: Patch) -> str | None:
-    from kvcached_nixl.compat.versions import reason_to_skip
+    from kvcached_nixl.vllm.adapter.versions import reason_to_skip
 
     return reason_to_skip(patch)
 
@@ -157,8 +157,8 @@ def _judge(patch: Patch) -> str | None:
 def _announce(registry: Registry) -> None:
     """Record refusals of the environment, and write the report to the server's log, once."""
     from kvcached_nixl.cli import report
-    from kvcached_nixl.compat.actions.windows import WINDOWS
-    from kvcached_nixl.compat.versions import environment_refusals
+    from kvcached_nixl.vllm.adapter.versions import environment_refusals
+    from kvcached_nixl.vllm.patches.actions.windows import WINDOWS
 
     for name, cause in environment_refusals():
         registry.refuse(name, cause)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from kvcached_nixl.compat.names import NIXL_PREFIX, ROOTS
+from kvcached_nixl.vllm import NIXL_PREFIX, ROOTS
 
 # Like typing.TYPE_CHECKING. Importing typing would take longer than everything else this package does at that time.
 TYPE_CHECKING = False

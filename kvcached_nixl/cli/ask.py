@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcached_nixl.compat.versions import found_version
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.resolver import addresses_of, is_name
 from kvcached_nixl.scheduler.asking.servers import Server
 from kvcached_nixl.scheduler.asking.settings import KEY_VARIABLE, AskSettings
 from kvcached_nixl.transport.side_channel import SideChannel
+from kvcached_nixl.vllm.adapter.versions import found_version
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.handshake import is_tagged
 from kvcached_nixl.wire.params import read_fetch

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from kvcached_nixl.compat.platform import Platform, platform
 from kvcached_nixl.proof.find import find
 from kvcached_nixl.proof.peer import PeerFound, read_from
 from kvcached_nixl.proof.result import SLOW, LaneFound, Proof, Question
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.version import __version__
+from kvcached_nixl.vllm.adapter.platform import Platform, platform
 
 __all__ = [
     "FILES",

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from kvcached_nixl.compat.compared import COMPARED
-from kvcached_nixl.compat.model_runner_policy import RunnerFound, outlook
-from kvcached_nixl.compat.model_runner_query import ask
-from kvcached_nixl.compat.side_channel import side_channel_address
-from kvcached_nixl.compat.versions import environment_refusals, found_version
 from kvcached_nixl.errors import Refused, SettingsError
 from kvcached_nixl.patching import PatchOutcome, PatchState, Registry
 from kvcached_nixl.settings import read_gate
 from kvcached_nixl.side_channel_address import look_up
 from kvcached_nixl.this_host import own_addresses
 from kvcached_nixl.version import __version__
+from kvcached_nixl.vllm.adapter.compared import COMPARED
+from kvcached_nixl.vllm.adapter.model_runner_policy import RunnerFound, outlook
+from kvcached_nixl.vllm.adapter.model_runner_query import ask
+from kvcached_nixl.vllm.adapter.side_channel import side_channel_address
+from kvcached_nixl.vllm.adapter.versions import environment_refusals, found_version
 
 __all__ = ["Report", "asked", "make", "render", "to_json", "with_side_channel"]
 

@@ -30,7 +30,7 @@ STOCK_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 
 
 class StockScheduler(Protocol):
-    """What this package reads from vLLM's NIXL scheduler. Implemented by ``compat.nixl_scheduler.SchedulerView``."""
+    """What this package reads from vLLM's NIXL scheduler. Implemented by ``adapter.nixl_scheduler.SchedulerView``."""
 
     @property
     def engine_id(self) -> str: ...

@@ -49,7 +49,7 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 
 class SchedulerFacade:
-    """What the patches in `seams` call in the engine core; see the module's docstring.
+    """What the patches in `vllm.patches` call in the engine core; see the module's docstring.
 
     Args:
         own: what a peer needs to find this engine's ranks.

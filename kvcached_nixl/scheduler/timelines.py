@@ -21,7 +21,7 @@ __all__ = ["Spans", "Timelines"]
 
 
 class Spans(Protocol):
-    """Makes spans of timelines; implemented by `compat.tracing.EngineSpans`. Never raises for what a client sent."""
+    """Makes spans of timelines; implemented by `adapter.tracing.EngineSpans`. Never raises for what a client sent."""
 
     def trace_of(self, request: Request) -> str:
         """The trace that a request belongs to, as a W3C ``traceparent``; "" if it belongs to none."""

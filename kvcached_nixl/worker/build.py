@@ -64,7 +64,7 @@ class Channel(Protocol):
 
 
 class StockWorker(Protocol):
-    """What this module uses of vLLM's NIXL worker; implemented by ``compat.nixl_worker.WorkerView``."""
+    """What this module uses of vLLM's NIXL worker; implemented by ``adapter.nixl_worker.WorkerView``."""
 
     @property
     def agent(self) -> Any: ...

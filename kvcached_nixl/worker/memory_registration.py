@@ -22,7 +22,7 @@ __all__ = ["Registered", "NixlRegistrar", "register"]
 
 
 class NixlRegistrar(Protocol):
-    """What this module reads from vLLM's NIXL worker; implemented by ``compat.nixl_worker.WorkerView``."""
+    """What this module reads from vLLM's NIXL worker; implemented by ``adapter.nixl_worker.WorkerView``."""
 
     @property
     def num_blocks(self) -> int: ...

@@ -39,8 +39,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from kvcached_nixl.compat import requests
 from kvcached_nixl.patching import Registry
+from kvcached_nixl.vllm.adapter import requests
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair

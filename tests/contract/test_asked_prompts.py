@@ -30,12 +30,12 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvcached_nixl.compat.actions import answering
-from kvcached_nixl.compat.asked_prompts import identifier_of, sent_prompt
-from kvcached_nixl.compat.private import first_bound
-from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.seams import frontend
+from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
+from kvcached_nixl.vllm.adapter.private import first_bound
+from kvcached_nixl.vllm.adapter.versions import reason_to_skip
+from kvcached_nixl.vllm.patches import frontend
+from kvcached_nixl.vllm.patches.actions import answering
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_SENT_BYTES, Prompt, encode
 from kvcached_nixl.wire.question import Question
 

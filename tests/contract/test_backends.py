@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.worker.geometry.layout import Axes
 
 pytestmark = pytest.mark.skipif(installed_row().shape.logical_views, reason="vLLM 0.29 asks no backend for a shape")

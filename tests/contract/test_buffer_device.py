@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.seams import factory
+from kvcached_nixl.vllm.patches import factory
 
 parallel_state, patched, engine_over = (
     attention_engines.parallel_state,

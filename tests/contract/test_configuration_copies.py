@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 from vllm.config import VllmConfig
 from vllm.config.utils import replace
 
-from kvcached_nixl.compat.actions import engine_name
+from kvcached_nixl.vllm.patches.actions import engine_name
 
 
 class Executor:

@@ -28,12 +28,12 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvcached_nixl.compat.actions.leaving import leave
-from kvcached_nixl.compat.locate import ERROR_MODULES
-from kvcached_nixl.compat.private import first_bound
-from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.seams import frontend
+from kvcached_nixl.vllm.adapter.locate import ERROR_MODULES
+from kvcached_nixl.vllm.adapter.private import first_bound
+from kvcached_nixl.vllm.adapter.versions import reason_to_skip
+from kvcached_nixl.vllm.patches import frontend
+from kvcached_nixl.vllm.patches.actions.leaving import leave
 
 ERROR_RESPONSES = (
     "vllm.entrypoints.serve.exception_handling.error_response",

@@ -30,10 +30,10 @@ from support.attention_engines import (  # noqa: F401
 )
 from support.stock_pair import build_engine, write_model
 
-from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.seams import PATCHES
+from kvcached_nixl.vllm.adapter.versions import reason_to_skip
+from kvcached_nixl.vllm.patches import PATCHES
 
 SAME = ((False, False), (True, True))
 """Whether prefill's memory is contiguous, and whether decode's is."""

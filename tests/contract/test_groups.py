@@ -30,7 +30,7 @@ from support.handover_node import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.wire.causes import FailureCause
 
 pytestmark = pytest.mark.long

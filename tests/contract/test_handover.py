@@ -59,9 +59,9 @@ from support.internals import addresses_of, attempts_of, leases_of
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.compat.series import HASHES_AHEAD
-from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.transport import side_channel
+from kvcached_nixl.vllm.adapter.series import HASHES_AHEAD
+from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.wire.lease import EXTENSION, MAX_HEARTBEAT_BYTES
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.messages import PREFIX, Stopped, encode

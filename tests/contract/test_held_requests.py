@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compat/actions/held_requests.py in place of the queue of the installed vLLM."""
+"""vllm/patches/held_requests.py in place of the queue of the installed vLLM."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_qu
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from kvcached_nixl.compat.actions.held_requests import HoldingQueue, hold
-from kvcached_nixl.compat.actions.queues import goes_by_priority, queued
-from kvcached_nixl.compat.private import optional
+from kvcached_nixl.vllm.adapter.private import optional
+from kvcached_nixl.vllm.patches.actions.held_requests import HoldingQueue, hold
+from kvcached_nixl.vllm.patches.actions.queues import goes_by_priority, queued
 
 OTHER = (
     "kv_holding_waiting" if optional(Scheduler, "_select_waiting_queue_for_scheduling") is None else "skipped_waiting"
@@ -120,7 +120,7 @@ def calling(*called: str) -> set[str]:
 
 
 def test_all_requests_enter_by_one_door() -> None:
-    """Whatever endpoint or client they come from: `seams.scheduler.add_request` is around it."""
+    """Whatever endpoint or client they come from: `patches.scheduler.add_request` is around it."""
     assert calling("scheduler.add_request") == {"core.add_request"}
     # A session whose turn has ended waits for its next input.
     waits_again = {"scheduler.update_from_output", "scheduler._handle_stopped_request"}

@@ -17,9 +17,9 @@ import pytest
 
 from experiments.common.device import CPU_ENVIRONMENT, runner_environment
 from experiments.common.servers import ENVIRONMENT, SERVER_SIDE, UNIPROC
-from kvcached_nixl.compat.series import BEYOND_KVCACHED
-from kvcached_nixl.compat.versions import found_version, row_of
 from kvcached_nixl.hostvmm import is_hostvmm_build
+from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
+from kvcached_nixl.vllm.adapter.versions import found_version, row_of
 
 ROOT = Path(__file__).parents[2]
 MODEL = """

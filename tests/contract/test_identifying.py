@@ -21,11 +21,11 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
-from kvcached_nixl.compat.actions import changing
-from kvcached_nixl.compat.versions import reason_to_skip
-from kvcached_nixl.compat.weights import distrust, note_calls
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.seams import scheduler, weights
+from kvcached_nixl.vllm.adapter.versions import reason_to_skip
+from kvcached_nixl.vllm.adapter.weights import distrust, note_calls
+from kvcached_nixl.vllm.patches import scheduler, weights
+from kvcached_nixl.vllm.patches.actions import changing
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,9 @@ from vllm.entrypoints.serve.elastic_ep.middleware import ScalingMiddleware
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from kvcached_nixl.compat.versions import reason_to_skip
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.seams import frontend
+from kvcached_nixl.vllm.adapter.versions import reason_to_skip
+from kvcached_nixl.vllm.patches import frontend
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ import msgspec
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from kvcached_nixl.compat import metrics
 from kvcached_nixl.ids import EngineId
+from kvcached_nixl.vllm.adapter import metrics
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.headroom import Headroom, encode_headroom
 from kvcached_nixl.wire.kind import Kind

@@ -24,8 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from kvcached_nixl.compat.neighbours import JUDGED
 from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.vllm.adapter.neighbours import JUDGED
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 

@@ -19,10 +19,10 @@ from vllm.v1.engine import EngineCoreRequestType, FinishReason, UtilityOutput
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.compat.actions import pausing as compat_pausing
-from kvcached_nixl.compat.versions import installed_row, reason_to_skip
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.seams import pausing
+from kvcached_nixl.vllm.adapter.versions import installed_row, reason_to_skip
+from kvcached_nixl.vllm.patches import pausing
+from kvcached_nixl.vllm.patches.actions import pausing as compat_pausing
 
 
 @pytest.fixture(autouse=True)

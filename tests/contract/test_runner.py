@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what `compat.model_runner_policy` says about kvcached and vLLM with both, and with vLLM's own answer."""
+"""Compares what `adapter.model_runner_policy` says about kvcached and vLLM with both, and with vLLM's own answer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 
-from kvcached_nixl.compat.actions.windows import Windows
-from kvcached_nixl.compat.model_runner_policy import SWITCH, accepted, outlook, stated
-from kvcached_nixl.compat.model_runner_query import ask
-from kvcached_nixl.compat.series import BEYOND_KVCACHED
-from kvcached_nixl.compat.versions import found_version, installed_row, row_of
 from kvcached_nixl.errors import Refused
+from kvcached_nixl.vllm.adapter.model_runner_policy import SWITCH, accepted, outlook, stated
+from kvcached_nixl.vllm.adapter.model_runner_query import ask
+from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
+from kvcached_nixl.vllm.adapter.versions import found_version, installed_row, row_of
+from kvcached_nixl.vllm.patches.actions.windows import Windows
 
 VLLM = str(found_version("vllm"))
 CONFIG = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from kvcached_nixl.compat.versions import found_version
+from kvcached_nixl.vllm.adapter.versions import found_version
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 

@@ -20,11 +20,11 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvcached_nixl.compat import state_parts
-from kvcached_nixl.compat.specs import state_bytes
-from kvcached_nixl.compat.state_parts import parts_of_state
-from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.ids import KernelBlock
+from kvcached_nixl.vllm.adapter import state_parts
+from kvcached_nixl.vllm.adapter.specs import state_bytes
+from kvcached_nixl.vllm.adapter.state_parts import parts_of_state
+from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks

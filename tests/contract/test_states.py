@@ -18,8 +18,8 @@ from support.groups_node import GroupsNode, prefilled, runs_rightly
 from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, rest, until_both
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.compat import states
-from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.vllm.adapter import states
+from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.wire import kv_groups
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 from kvcached_nixl.wire.manifest import BlockRange

@@ -25,9 +25,9 @@ from support.groups_node import GroupsNode
 from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, SEND, rest, until_both
 from vllm.v1.request import Request, RequestStatus
 
-from kvcached_nixl.compat import states
-from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
+from kvcached_nixl.vllm.adapter import states
+from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 from kvcached_nixl.wire.manifest import BlockRange

@@ -12,9 +12,9 @@ from vllm.v1.request import RequestStatus
 
 from experiments.step_cost.real_scheduler import RUNNING, Kind, Making, RealScheduler, patched
 from experiments.step_cost.schedule_cost import measure_schedule
-from kvcached_nixl.compat.attached_state import side_of
-from kvcached_nixl.compat.series import BEYOND_KVCACHED
-from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.vllm.adapter.attached_state import side_of
+from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
+from kvcached_nixl.vllm.adapter.versions import installed_row
 
 pytestmark = pytest.mark.skipif(
     float(installed_row().series) >= float(BEYOND_KVCACHED.since),

@@ -28,7 +28,7 @@ from support.transports import until
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.compat.versions import installed_row
+from kvcached_nixl.vllm.adapter.versions import installed_row
 
 pytestmark = [
     pytest.mark.long,

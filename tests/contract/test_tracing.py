@@ -27,8 +27,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import RequestStateStats
 from vllm.v1.request import Request
 
-from kvcached_nixl.compat.requests import RequestReader
-from kvcached_nixl.compat.tracing import EngineSpans, add_server_spans, spans_of
+from kvcached_nixl.vllm.adapter.requests import RequestReader
+from kvcached_nixl.vllm.adapter.tracing import EngineSpans, add_server_spans, spans_of
 from kvcached_nixl.wire.timeline import State, Timeline
 
 TRACE_ID, PARENT_ID = "a" * 32, "b" * 16

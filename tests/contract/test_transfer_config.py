@@ -14,7 +14,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.seams.factory import is_nixl
+from kvcached_nixl.vllm.patches.factory import is_nixl
 
 patched = attention_engines.patched
 

@@ -42,7 +42,7 @@ def why_not_direct() -> str:
 )
 def test_arms(command: tuple[str, ...], capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
     """Byte-identical to one stock instance, and 0 wrong when servers die."""
-    from kvcached_nixl.compat.versions import found_version
+    from kvcached_nixl.vllm.adapter.versions import found_version
 
     if request.node.callspec.id == "direct" and (words := why_not_direct()):
         pytest.skip(f"kvcached's pages are staged here: {words}")

@@ -13,7 +13,7 @@ import pytest
 from support import FOLDER
 from support.environments import REPOSITORY, SITECUSTOMIZE, Environment, make_environment
 
-from kvcached_nixl.compat.series import SUPPORTED
+from kvcached_nixl.vllm.adapter.series import SUPPORTED
 
 ON = {"ENABLE_KVCACHED": "1"}
 OFF = [{}, {"ENABLE_KVCACHED": "0"}, {"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": "0"}]

@@ -26,8 +26,8 @@ def rules() -> dict[str, Any]:
 
 
 def exported() -> set[str]:
-    compat = (path.read_text() for path in (ROOT / "kvcached_nixl/compat").glob("*metrics.py"))
-    engine = {name for text in compat for name in EXPORTED.findall(text)}
+    adapter = (path.read_text() for path in (ROOT / "kvcached_nixl/vllm/adapter").glob("*metrics.py"))
+    engine = {name for text in adapter for name in EXPORTED.findall(text)}
     assert len(engine) > 8
     return engine
 

@@ -28,7 +28,7 @@ PLANTED = {
     "scheduler/lease.py": "def f():\n    import kvcached_nixl.worker.geometry.layout",
     "scheduler/staging.py": "import torch",
     "patching/registry.py": "import importlib\nimportlib.import_module('vllm.config')",
-    "patching/record.py": "from ..compat import locate",
+    "patching/record.py": "from ..vllm.adapter import locate",
     "worker/push.py": "from nixl._api import nixl_agent",
     "transport/base.py": "import nixl",
     "wire/push.py": "if TYPE_CHECKING:\n    from kvcached_nixl.worker.push import Offer",
@@ -40,7 +40,7 @@ PLANTED = {
     "worker/transfer/peers.py": "def f():\n    from kvcached_nixl.worker.decode import write_gates",
     "worker/geometry/descriptors.py": "from kvcached_nixl.worker.transfer.topology import Routes",
     "activation/import_hooks.py": "from kvcached_nixl.activation.bootstrap import install",
-    "compat/requests.py": "from kvcached_nixl.compat.actions.engine import with_ended",
+    "vllm/adapter/requests.py": "from kvcached_nixl.vllm.patches.actions.engine import with_ended",
 }
 
 
@@ -56,7 +56,7 @@ def test_the_check_sees_a_planted_violation(tmp_path: Path, file: str) -> None:
 
 ALLOWED = {
     "transport/agent.py": "from nixl._api import nixl_agent",
-    "seams/worker.py": "from kvcached_nixl.worker import layout\nfrom kvcached_nixl.scheduler import lease",
+    "vllm/patches/worker.py": "from kvcached_nixl.worker import layout\nfrom kvcached_nixl.scheduler import lease",
     "worker/geometry/layout.py": "import torch\nfrom . import regions\nfrom kvcached_nixl.errors import LayoutRefused",
     "worker/prefill/registry.py": "from kvcached_nixl.worker.transfer.lease import Leases\nfrom . import offer",
     "worker/build.py": "from kvcached_nixl.worker.prefill import registry\nfrom kvcached_nixl.worker import decode",

@@ -17,8 +17,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import kvcached_nixl
-from kvcached_nixl.compat.series import CHANGES, ROWS, Evidence
-from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED, row_of
+from kvcached_nixl.vllm.adapter.series import CHANGES, ROWS, Evidence
+from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED, row_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -113,7 +113,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 def patches() -> list[Any]:
     pytest.importorskip("torch", reason="the worker's seams need torch")
-    from kvcached_nixl.seams import PATCHES
+    from kvcached_nixl.vllm.patches import PATCHES
 
     return [seam.patch for seam in PATCHES]
 

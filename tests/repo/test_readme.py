@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.compat.matrix import markdown
-from kvcached_nixl.compat.series import ROWS, Evidence
-from kvcached_nixl.compat.versions import KVCACHED_SUPPORTED
+from kvcached_nixl.vllm.adapter.matrix import markdown
+from kvcached_nixl.vllm.adapter.series import ROWS, Evidence
+from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -33,7 +33,7 @@ def section(name: str) -> str:
 
 
 def test_the_support_matrix_is_what_the_code_says() -> None:
-    """Regenerate it with: python -m kvcached_nixl.compat.matrix."""
+    """Regenerate it with: python -m kvcached_nixl.vllm.adapter.matrix."""
     assert section("support matrix") == markdown()
 
 

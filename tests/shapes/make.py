@@ -8,7 +8,7 @@
 A version is looked up with pip, and only the Python files of its wheel are fetched (some 15 MB). Nothing of vLLM is
 imported or run. This package and torch have to be importable, as in any environment of experiments/env.sh.
 
-To support another series: check it; make its fixture; tests/unit/compat/test_shapes.py then holds every patch to it.
+To support another series: check it; make its fixture; tests/unit/adapter/test_shapes.py then holds every patch to it.
 
 exit status: 0 written, or nothing is broken; 1 something is broken; 2 no such version or wheel
 """
@@ -29,8 +29,8 @@ from support.shapes.fixture import SERIES, load, make, save
 from support.shapes.judging import missing, verdicts
 
 from experiments.common.vllm_source import open_source
-from kvcached_nixl.compat.series import BEYOND_KVCACHED, ROWS
-from kvcached_nixl.compat.versions import row_of
+from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED, ROWS
+from kvcached_nixl.vllm.adapter.versions import row_of
 
 
 def write(versions: list[str]) -> int:

@@ -18,7 +18,7 @@ from packaging.version import Version
 from experiments.stacks.measure import Outcome, expected_of, measure, targets
 from experiments.stacks.stacks import STACKS
 from experiments.stacks.traffic import Answer, Request
-from kvcached_nixl.compat.versions import found_version
+from kvcached_nixl.vllm.adapter.versions import found_version
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,9 +14,9 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvcached_nixl.compat.versions import installed_row, reason_to_skip
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.seams import PATCHES
+from kvcached_nixl.vllm.adapter.versions import installed_row, reason_to_skip
+from kvcached_nixl.vllm.patches import PATCHES
 from support.kvcached_memory import Geometry
 from support.stock_pair import MAX_TOKENS, Engine, build_engine, single_process_group, write_model
 

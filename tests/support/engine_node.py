@@ -30,8 +30,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvcached_nixl.compat.versions import installed_row
 from kvcached_nixl.transport import side_channel
+from kvcached_nixl.vllm.adapter.versions import installed_row
 from support.attention_engines import backend_of, spec_of, state_spec_of, vllm_log_to
 from support.kvcached_memory import Geometry
 from support.stock_pair import Engine, build_engine, single_process_group, write_model

@@ -244,7 +244,7 @@ def base_pull_push() -> tuple[Classes, dict[str, str]]:
 def add_patched_members(classes: Classes, changes: Mapping[str, str]) -> None:
     """Adds the members that patches expect to every class. ``changes``: "Class.method" -> other parameters."""
     from kvcached_nixl.patching import ANY_PARAMETERS
-    from kvcached_nixl.seams import PATCHES
+    from kvcached_nixl.vllm.patches import PATCHES
 
     for patch in (seam.patch for seam in PATCHES):
         for place in patch.target.places:

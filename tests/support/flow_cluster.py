@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from experiments.common.memory_transport import GATE, MemoryTransport, Network, Posted
-from kvcached_nixl.compat.tracing import traceparent_of
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import Ranges, TransferState
+from kvcached_nixl.vllm.adapter.tracing import traceparent_of
 from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.messages import Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
@@ -134,7 +134,7 @@ class Question:
 
 
 class KeptSpans:
-    """In place of `compat.tracing.EngineSpans`: keeps the timelines."""
+    """In place of `adapter.tracing.EngineSpans`: keeps the timelines."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[str, Timeline, dict[str, str]]] = []

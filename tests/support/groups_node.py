@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvcached_nixl.compat import states
+from kvcached_nixl.vllm.adapter import states
 from support.engine_node import DECODE_ID, prompt
 from support.handover_node import SEND, Node, kv, until_both
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 PACKAGE = "kvcached_nixl"
@@ -27,17 +27,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patching": {"errors"},
     "naming": {"errors", "processes"},
     "identity": {"wire.handshake"},
-    "compat": {*BASICS, "identity", "naming", "patching", "wire", "proof.result", "side_channel_address"},
+    "vllm": set(),
+    "vllm.adapter": {*BASICS, "vllm", "identity", "naming", "patching", "wire", "proof.result", "side_channel_address"},
     "proof": {"errors", "settings", "current_device", "wire", "transport", "hostvmm"},
     "transport": {"errors", "ids", "side_channel_address"},
     "scheduler": {*BASICS, "wire", "extra_config", "settings", "side_channel_address", "this_host"},
     "worker": {*BASICS, "wire", "settings", "transport", "proof.result", "current_device"},
-    "seams": {
+    "vllm.patches": {
         *BASICS,
+        "vllm",
+        "vllm.adapter",
         "wire",
         "settings",
         "transport",
-        "compat",
+        "naming",
         "patching",
         "processes",
         "scheduler",
@@ -45,16 +48,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "proof",
     },
     "hostvmm": {"errors", "processes"},
-    "activation": {"errors", "settings", "compat", "patching", "seams", "cli.report", "hostvmm"},
+    "activation": {"errors", "settings", "vllm", "vllm.adapter", "vllm.patches", "patching", "cli.report", "hostvmm"},
     "cli": {
-        *("errors", "settings", "compat", "patching", "proof", "transport", "version"),
+        *("errors", "settings", "vllm.adapter", "patching", "proof", "transport", "version"),
         *("side_channel_address", "this_host", "scheduler.asking", "wire"),
     },
     "__init__": {"activation.bootstrap", "cli.report", "version"},
-    "__main__": {"errors", "settings", "compat", "cli", "install", "status", "version"},
+    "__main__": {"errors", "settings", "vllm.adapter", "cli", "install", "status", "version"},
     "sitecustomize": {"activation.autostart"},
 }
-"""First folder or module below the package -> what of the package it may import. Its own folder is always allowed."""
+"""Folder or module -> what of the package it may import. Its own folder is always allowed. A folder that has a row has
+to be named itself, not the one around it."""
 
 ROOMS: dict[str, set[str]] = {
     "worker/geometry": set(),
@@ -67,18 +71,15 @@ ROOMS: dict[str, set[str]] = {
 }
 """Room (or module) within such a folder -> what else of the folder it may import. What is not here may import all."""
 
-READS_ONLY = {"compat": "actions"}
-"""Folder -> the room that its modules outside of rooms may not import: they read vLLM, and the room acts on it."""
-
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "vllm": ("compat", "seams", "hostvmm"),
-    "kvcached": ("compat", "seams", "hostvmm", "proof"),
-    "torch": ("compat", "identity/memory.py", "seams", "worker", "hostvmm", "proof", "current_device.py"),
+    "vllm": ("vllm", "hostvmm"),
+    "kvcached": ("vllm", "hostvmm", "proof"),
+    "torch": ("vllm", "identity/memory.py", "worker", "hostvmm", "proof", "current_device.py"),
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
     "psutil": ("this_host.py",),
     "aiohttp": ("cli/top.py", "scheduler/asking/asker.py"),
-    "prometheus_client": ("compat/metrics.py",),
+    "prometheus_client": ("vllm/adapter/metrics.py",),
     "rich": ("hostvmm", "cli/top.py"),
 }
 """Foreign package -> folders or files below the package that may import it."""
@@ -161,18 +162,23 @@ def _imports_by_name(function: ast.expr) -> bool:
 
 
 def _allowed(file: Path, name: str) -> bool:
-    here = file.parts[0].removesuffix(".py")
+    here = _row(file.with_suffix("").parts)
     top, *rest = name.split(".")
     if top in ONLY_IN:
-        return any(file.as_posix() == place or here == place for place in ONLY_IN[top])
+        return any(file.as_posix() == place or file.parts[0] == place for place in ONLY_IN[top])
     if top != PACKAGE:
         return True
     if not rest:
         return "__init__" in MAY_IMPORT[here]
-    dotted = ".".join(rest)
-    if rest[0] != here:
-        return any(dotted == m or dotted.startswith(m + ".") for m in MAY_IMPORT[here])
-    if len(file.parts) == 2 and rest[1:2] == [READS_ONLY.get(here)]:
-        return False
+    dotted, there = ".".join(rest), _row(rest)
+    if there != here:
+        named = (m for m in MAY_IMPORT[here] if _row(m.split(".")) == there)
+        return any(dotted == m or dotted.startswith(m + ".") for m in named)
     room = next((room for room in ROOMS if file.as_posix() == room or file.is_relative_to(room)), None)
     return room is None or len(rest) < 2 or rest[1] == PurePosixPath(room).name or rest[1] in ROOMS[room]
+
+
+def _row(parts: Sequence[str]) -> str:
+    """The row of `MAY_IMPORT` for a module, by the parts of its dotted name."""
+    folder = ".".join(parts[:2])
+    return folder if folder in MAY_IMPORT else parts[0]

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from kvcached_nixl.compat.actions import engine_name
 from kvcached_nixl.errors import NameRefused
 from kvcached_nixl.hostvmm import activate, device_info
+from kvcached_nixl.vllm.patches.actions import engine_name
 
 LAYERS, BLOCK_SIZE, HEADS, WIDTH, BLOCKS = 2, 16, 8, 128, 512
 

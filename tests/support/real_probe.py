@@ -21,7 +21,7 @@ from kvcached_nixl.patching.contract import locate
 
 def entries() -> dict[str, Any]:
     """Returns every object that a patch of the installed vLLM replaces, from the ``__dict__`` that holds it."""
-    from kvcached_nixl.seams import PATCHES
+    from kvcached_nixl.vllm.patches import PATCHES
 
     found: dict[str, Any] = {}
     for patch in (seam.patch for seam in PATCHES):

@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterable
 
 from experiments.common.vllm_source import Source
-from kvcached_nixl.compat.kvcached_contacts import CONTACTS, Contact
+from kvcached_nixl.vllm.adapter.kvcached_contacts import CONTACTS, Contact
 
 __all__ = ["differing"]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.vllm_source import Source
-from kvcached_nixl.compat.locate import FACADE_CLASS_NAMES, HTTP_MIDDLEWARE, WORKER, WORKER_PROCESS
-from kvcached_nixl.compat.names import KV_TRANSFER, NIXL_PREFIX
 from kvcached_nixl.patching import Patch, Target
-from kvcached_nixl.seams import PATCHES
+from kvcached_nixl.vllm import KV_TRANSFER, NIXL_PREFIX
+from kvcached_nixl.vllm.adapter.locate import FACADE_CLASS_NAMES, HTTP_MIDDLEWARE, WORKER, WORKER_PROCESS
+from kvcached_nixl.vllm.patches import PATCHES
 from support.shapes.reading import Call, Reader
 from support.shapes.reads import READS
 

@@ -14,10 +14,10 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from kvcached_nixl.compat.versions import reason_on
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching import Patch
 from kvcached_nixl.patching.contract import find_seat, locate
+from kvcached_nixl.vllm.adapter.versions import reason_on
 from support.shapes.fixture import VLLM_PATCHES
 from support.shapes.reads import READS
 

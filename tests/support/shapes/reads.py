@@ -2,7 +2,7 @@
 """Which names this package reads from which of vLLM's classes and modules, for the tests.
 
 `private` refuses a missing name when it is used. ``tests/shapes`` looks for all of them in a vLLM that is not
-installed. ``tests/unit/compat/test_shapes.py`` compares this table with the code: it must have every name given to
+installed. ``tests/unit/adapter/test_shapes.py`` compares this table with the code: it must have every name given to
 `private` and every import from vLLM, and no name that is not read.
 """
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvcached_nixl.compat.locate import (
+from kvcached_nixl.patching import Place, Target
+from kvcached_nixl.vllm import KV_TRANSFER
+from kvcached_nixl.vllm.adapter.locate import (
     ENGINE_CLIENT,
     ENGINE_CORE,
     ENGINE_CORE_BASE,
@@ -28,15 +30,13 @@ from kvcached_nixl.compat.locate import (
     WORKER,
     WORKER_PROCESS,
 )
-from kvcached_nixl.compat.names import KV_TRANSFER
-from kvcached_nixl.compat.series import (
+from kvcached_nixl.vllm.adapter.series import (
     ASKS_FOR_RESULTS,
     BEYOND_KVCACHED,
     COUNTS_EXTERNAL_WEIGHTS,
     HITS_DIVERGE,
     LOADS_BEHIND,
 )
-from kvcached_nixl.patching import Place, Target
 
 __all__ = ["READS", "Reads"]
 

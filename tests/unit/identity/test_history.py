@@ -18,10 +18,10 @@ torch = pytest.importorskip("torch")
 
 from unit.identity.test_files import safetensors  # noqa: E402
 
-from kvcached_nixl.compat.held_tensors import held_by  # noqa: E402
-from kvcached_nixl.compat.locate import LOADER_BASE  # noqa: E402
-from kvcached_nixl.compat.weights import _history, _reading, note_files, watch_loading  # noqa: E402
 from kvcached_nixl.identity.history import joined  # noqa: E402
+from kvcached_nixl.vllm.adapter.held_tensors import held_by  # noqa: E402
+from kvcached_nixl.vllm.adapter.locate import LOADER_BASE  # noqa: E402
+from kvcached_nixl.vllm.adapter.weights import _history, _reading, note_files, watch_loading  # noqa: E402
 from kvcached_nixl.wire.handshake import Weights  # noqa: E402
 
 

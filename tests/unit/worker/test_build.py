@@ -52,7 +52,7 @@ WEIGHTS = Weights(Tensors("1" * 32, "2" * 32), files="3" * 32)
 
 
 class Stock:
-    """vLLM's worker, as ``compat.nixl_worker.WorkerView`` shows it."""
+    """vLLM's worker, as ``adapter.nixl_worker.WorkerView`` shows it."""
 
     def __init__(self, **fields: Any) -> None:
         self.agent = Agent()

@@ -19,7 +19,7 @@ PROBED = {"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009}
 
 
 class Stock:
-    """vLLM's worker, as ``compat.nixl_worker.WorkerView`` shows it."""
+    """vLLM's worker, as ``adapter.nixl_worker.WorkerView`` shows it."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry

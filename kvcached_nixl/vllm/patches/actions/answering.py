@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill's endpoint for prompts with images, sounds, ..., or of embeddings, which ``/v1/completions`` takes none of.
+
+It is a route below ``/v1``, which vLLM's ``AuthenticationMiddleware`` guards. vLLM's own handlers answer what is raised
+here: 400 for a ValueError.
+
+Sources: ``entrypoints/serve/middleware/authenticate.py``, ``entrypoints/scale_out/token_in_token_out/serving.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from kvcached_nixl.vllm.adapter.asked_prompts import engine_prompt
+from kvcached_nixl.vllm.adapter.private import private
+from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_BODY_BYTES, decode
+from kvcached_nixl.wire.params import KvTransferParams
+
+__all__ = ["add_route"]
+
+MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
+"""Of all requests whose prompts are not computed yet."""
+READ_SECONDS = 60.0
+
+
+def add_route(app: Any) -> None:
+    """Add the endpoint to an API server that hands over KV."""
+    from starlette.routing import Route
+
+    transfer = app.state.args.kv_transfer_config
+    if transfer is not None and transfer.is_kv_producer:
+        app.router.routes.append(Route(f"/{ASKED_PATH}", _Endpoint().answer, methods=["POST"], include_in_schema=False))
+
+
+class _Endpoint:
+    def __init__(self) -> None:
+        self._num_held_bytes = 0
+
+    async def answer(self, request: Any) -> Any:
+        from starlette.responses import Response
+        from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+
+        with self._held() as held:
+            try:
+                body = await asyncio.wait_for(self._read(request, held), READ_SECONDS)
+            except asyncio.TimeoutError:
+                raise _error(HTTPStatus.REQUEST_TIMEOUT, f"No prompt in {READ_SECONDS} s.") from None
+            answered = await with_cancellation(_computed)(body, request)
+        # vLLM answers a client that has left with None.
+        return answered or Response()
+
+    @contextmanager
+    def _held(self) -> Iterator[list[int]]:
+        sizes: list[int] = []
+        try:
+            yield sizes
+        finally:
+            self._num_held_bytes -= sum(sizes)
+
+    async def _read(self, request: Any, held: list[int]) -> bytearray:
+        """The body, of which no more is taken than allowed, whatever its headers say."""
+        body = bytearray()
+        async for chunk in request.stream():
+            held.append(len(chunk))
+            self._num_held_bytes += len(chunk)
+            body += chunk
+            if len(body) > MOST_BODY_BYTES:
+                raise _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A prompt has at most {MOST_BODY_BYTES} bytes.")
+            if self._num_held_bytes > MOST_HELD_BYTES:
+                raise _error(HTTPStatus.SERVICE_UNAVAILABLE, "Too many prompts wait here. Try again.")
+        return body
+
+
+async def _computed(body: bytearray, request: Any) -> Any:
+    from starlette.responses import JSONResponse
+    from vllm.sampling_params import SamplingParams
+
+    state = request.app.state
+    client, renderer = state.engine_client, state.engine_client.renderer
+    loop = asyncio.get_running_loop()
+    asked = await loop.run_in_executor(None, decode, body)
+    adapter = None
+    if asked.adapter:
+        adapter = state.openai_serving_models.lora_requests.get(asked.adapter)
+        if adapter is None:
+            raise _error(HTTPStatus.NOT_FOUND, f"The adapter {asked.adapter!r} does not exist here.")
+    # vLLM's caches of images, sounds, ... are used on this thread only.
+    executor = private(renderer, "_mm_executor")
+    prompt = await loop.run_in_executor(executor, engine_prompt, asked, renderer, client.model_config)
+    headers = {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
+    wishes = msgspec.to_builtins(KvTransferParams.for_prefill(asked.transfer_id))
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": wishes})
+    found = None
+    async for output in client.generate(
+        prompt,
+        params,
+        asked.request_id,
+        lora_request=adapter,
+        trace_headers=headers if await client.is_tracing_enabled() else None,
+        priority=asked.priority,
+    ):
+        found = output.kv_transfer_params
+    return JSONResponse({"kv_transfer_params": found})
+
+
+def _error(status: HTTPStatus, reason: str) -> Exception:
+    from fastapi import HTTPException
+
+    return HTTPException(status, reason)

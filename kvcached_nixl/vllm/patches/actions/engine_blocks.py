@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV-cache blocks of an engine: who waits for them, how much memory they take, and how they are given away.
+
+Sources: ``v1/core/sched/scheduler.py``, ``v1/core/single_type_kv_cache_manager.py``, kvcached's ``kv_cache_manager``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcached_nixl.naming.wants import Want, Wants
+from kvcached_nixl.vllm.adapter.attached_state import side_of, sides
+from kvcached_nixl.vllm.adapter.platform import device_name
+from kvcached_nixl.vllm.adapter.private import optional, private
+from kvcached_nixl.vllm.adapter.requests import set_apart
+from kvcached_nixl.vllm.patches.actions.engine_name import wants_of
+from kvcached_nixl.vllm.patches.actions.held_requests import hold
+from kvcached_nixl.vllm.patches.actions.queues import goes_by_priority, queued, startable, wants_blocks
+from kvcached_nixl.vllm.patches.actions.step_output import waits_for_kv
+from kvcached_nixl.wire.headroom import BlockUsage
+
+__all__ = ["EngineBlocks", "bound_sides"]
+
+logger = logging.getLogger("vllm.kvcached_nixl")
+
+_OWN_THRESHOLD = "_kvcached_nixl_threshold"
+
+
+@dataclass(frozen=True)
+class EngineBlocks:
+    """The KV-cache blocks of an engine."""
+
+    engine_scheduler: Any
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether another connector may load KV into them, which may fail (``MultiConnector``)."""
+        return side_of(private(self.engine_scheduler, "connector")) is None
+
+    @property
+    def is_producer(self) -> bool:
+        """Whether vLLM's scheduler takes the engine for one that only offers KV; below a ``MultiConnector``, too."""
+        return not private(self.engine_scheduler, "vllm_config").kv_transfer_config.is_kv_consumer
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is paused, and runs nothing."""
+        return bool(private(self.engine_scheduler, "pause_state")) and not private(self.engine_scheduler, "running")
+
+    @property
+    def admits(self) -> bool:
+        """Whether vLLM starts requests now: it is neither paused nor asleep."""
+        return not private(self.engine_scheduler, "pause_state")
+
+    @property
+    def most_running(self) -> int:
+        """How many requests may run at a time (``--max-num-seqs``)."""
+        return int(private(self.engine_scheduler, "max_num_running_reqs"))
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether there is a prefix cache."""
+        return bool(private(private(self.engine_scheduler, "kv_cache_manager"), "enable_caching"))
+
+    @property
+    def goes_by_priority(self) -> bool:
+        """Whether requests are started by priority."""
+        return goes_by_priority(self.engine_scheduler)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that could be allocated now, those that only the prefix cache keeps among them."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that requests have, or that are kept or held for peers."""
+        manager = optional(self._pool, "kv_cache_manager")
+        if manager is None:
+            return max(0, int(private(self._pool, "num_gpu_blocks")) - 1 - self.num_free)
+        # The null block is allocated for good.
+        return max(0, int(private(manager, "_get_num_alloced_blocks")()) - 1 - self.num_cached)
+
+    def num_needed(self, request_id: str) -> int:
+        """How many blocks a request needs for its prompt, in addition to those that it has."""
+        request = private(self.engine_scheduler, "requests")[request_id]
+        return sum(_blocks_of(manager, request) for manager in self._managers())
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        """How many tokens of a request's prompt are in the prefix cache."""
+        if not self.caches_prefixes:
+            return 0
+        request = private(self.engine_scheduler, "requests")[request_id]
+        coordinator = private(private(self.engine_scheduler, "kv_cache_manager"), "coordinator")
+        found = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        return int(found[1])
+
+    def hold(self, request_id: str) -> None:
+        """Takes a request that waits out of the order of vLLM's queue."""
+        hold(self.engine_scheduler, private(self.engine_scheduler, "requests")[request_id])
+
+    def limit_chunks(self, num_tokens: int) -> None:
+        """Lowers vLLM's own limit (``--long-prefill-token-threshold``), and restores it when ``num_tokens`` is 0.
+
+        Nothing is limited where vLLM may not divide prompts, or only at certain tokens: a request would get no turn.
+        """
+        scheduler = self.engine_scheduler
+        config = private(scheduler, "scheduler_config")
+        own = vars(scheduler).setdefault(_OWN_THRESHOLD, config.long_prefill_token_threshold)
+        divides = config.enable_chunked_prefill and not (
+            config.disable_chunked_mm_input or private(scheduler, "need_mamba_block_aligned_split")
+        )
+        is_limited = divides and len(private(scheduler, "running")) > 1
+        limits = [one for one in (own, num_tokens if is_limited else 0) if one]
+        config.long_prefill_token_threshold = min(limits, default=0)
+
+    def release(self, request_id: str, params: Mapping[str, Any] | None) -> None:
+        """Puts a held request back in vLLM's queue, with the ``kv_transfer_params`` of prefill if there are any."""
+        request = private(self.engine_scheduler, "waiting").release(request_id)
+        if params is not None:
+            request.kv_transfer_params = dict(params)
+
+    @property
+    def stalled(self) -> list[str]:
+        """If no request runs: those that wait for blocks, in vLLM's order. No running request will free any."""
+        scheduler = self.engine_scheduler
+        if private(scheduler, "running"):
+            return []
+        return [str(one.request_id) for one in startable(scheduler) if wants_blocks(one)]
+
+    @property
+    def num_running_blocks(self) -> int:
+        """How many blocks the requests that run have."""
+        running = private(self.engine_scheduler, "running")
+        held = (block for table in self._tables for one in running for block in table.get(one.request_id, ()))
+        return len({block.block_id for block in held if not block.is_null})
+
+    def others_have_blocks(self, request_ids: Collection[str]) -> bool:
+        """Whether any request but these has blocks: it waits for KV or for input, or is kept for a peer."""
+        return any(blocks and one not in request_ids for table in self._tables for one, blocks in table.items())
+
+    @property
+    def starved(self) -> tuple[str, int] | None:
+        """The next request that vLLM would start, and how many more blocks it needs than are free.
+
+        vLLM starts it when all of its prompt fits. Its look-ahead and its reserve for running requests add a few
+        blocks, which count only if nothing runs: otherwise blocks come free.
+        """
+        scheduler = self.engine_scheduler
+        request = next((one for one in startable(scheduler) if wants_blocks(one)), None)
+        if request is None or len(private(scheduler, "running")) >= private(scheduler, "max_num_running_reqs"):
+            return None
+        managers = self._managers()
+        needed = sum(_blocks_of(manager, request) for manager in managers)
+        missing = needed - int(self._pool.get_num_free_blocks())
+        if missing > 0:
+            missing -= self._num_shared(request)
+        if missing <= 0 and not private(self.engine_scheduler, "running"):
+            ahead = int(private(scheduler, "num_lookahead_tokens"))
+            missing = int(missing + sum(1 + ahead // one.block_size for one in managers) > 0)
+        return (request.request_id, missing) if missing > 0 else None
+
+    @property
+    def blocks_over_limit(self) -> int:
+        """How many allocated blocks exceed kvcached's limit, whether kvcached has applied it already (it does so when
+        it allocates) or not; at least one if blocks keep more pages in use than the limit has."""
+        manager = optional(self._pool, "kv_cache_manager")
+        if manager is None:
+            return 0
+        pages = private(manager, "page_allocator")
+        # Of the keys or values of one layer. 0 if the limit was never changed.
+        limit_bytes = pages.get_resize_target()
+        if limit_bytes <= 0:
+            return 0
+        allowed = limit_bytes // private(manager, "block_mem_size")
+        exceeds = pages.get_num_inuse_pages() > limit_bytes // private(manager, "page_size")
+        return max(int(exceeds), int(private(manager, "_get_num_alloced_blocks")()) - allowed)
+
+    def usage(self) -> BlockUsage:
+        """As seen from any thread: the engine's own may change things meanwhile, so a failure means "ask again"."""
+        manager, free_bytes = optional(self._pool, "kv_cache_manager"), 0
+        if manager is not None:
+            pages = private(manager, "page_allocator")
+            free_bytes = int(pages.get_avail_physical_pages() * private(manager, "page_size") * _num_buffers(manager))
+        queued_tokens = sum(one.num_prompt_tokens for one in list(queued(self.engine_scheduler)) if wants_blocks(one))
+        return BlockUsage(self.num_free, self.num_used, free_bytes, queued_tokens)
+
+    def mapped_bytes(self) -> int:
+        """As seen from any thread. Each rank has mapped as much on its device."""
+        manager = optional(self._pool, "kv_cache_manager")
+        if manager is None:
+            return 0
+        pages = private(manager, "page_allocator")
+        num_pages = pages.get_num_inuse_pages() + pages.get_num_reserved_pages()
+        return int(num_pages * private(manager, "page_size") * _num_buffers(manager))
+
+    def apply_limit(self) -> None:
+        """kvcached applies a changed limit in its next allocation, and vLLM asks for none that exceeds the free blocks
+        of before: a limit that was raised again would never count."""
+        manager = optional(self._pool, "kv_cache_manager")
+        if manager is not None and private(manager, "page_allocator").get_resize_target() > 0:
+            manager.alloc(0)
+
+    def tell_neighbours(self, needs_others: Callable[[str], bool]) -> bool:
+        """Say how much memory the next request waits for that the device does not have. Returns whether it is any."""
+        if self._wants is None:
+            return False
+        starved = self.starved
+        num_bytes = 0 if starved is None else min(starved[1] * self._block_bytes, self._bytes_to_map)
+        runs_then = starved is not None and not needs_others(starved[0])
+        self._wants.say(Want(num_bytes, runs_then and not private(self.engine_scheduler, "running")))
+        return num_bytes > 0
+
+    def wanted_by_neighbours(self) -> tuple[int, bool]:
+        """What other engines lack, in blocks of this one. What they could still map of the device's free memory they
+        have left out."""
+        if self._wants is None:
+            return 0, False
+        want = self._wants.of_others()
+        return (-(-want.num_bytes // self._block_bytes) if want.num_bytes else 0), want.is_stalled
+
+    def neighbours_served(self) -> None:
+        if self._wants is not None:
+            self._wants.served()
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that only the prefix cache keeps; 0 without kvcached."""
+        return len(optional(self._pool, "_evictable_blocks", ()))
+
+    def drop_cached(self, num_blocks: int) -> int:
+        """Free blocks that only the prefix cache keeps, whole pages first."""
+        evict = optional(self._pool, "_evict_blocks_from_pool")
+        return 0 if evict is None or num_blocks <= 0 else int(evict(num_blocks))
+
+    @property
+    def has_reserve(self) -> bool:
+        return self._num_reserved_pages > 0
+
+    def trim(self) -> int:
+        """Give the device back what kvcached has mapped in advance. Returns how many blocks would have fitted."""
+        num_pages = self._num_reserved_pages
+        if not num_pages:
+            return 0
+        manager = private(self._pool, "kv_cache_manager")
+        manager.trim()
+        return num_pages * int(private(manager, "page_size")) // int(private(manager, "block_mem_size"))
+
+    def take(self, request_id: str) -> list[Any]:
+        """Take a request's blocks away without freeing them, so that vLLM finds none when it frees the request.
+
+        vLLM's reference count cannot be used: kvcached counts no references without prefix caching.
+        """
+        taken: list[Any] = []
+        for manager in self._managers():
+            taken += reversed(private(manager, "req_to_blocks").pop(request_id, []))
+            # Frees no block now, but forgets what else vLLM notes of them: which of them has the state.
+            private(manager, "free")(request_id)
+        return [block for block in taken if not block.is_null]
+
+    def give_back(self, blocks: list[Any]) -> None:
+        """Free blocks that `take` returned."""
+        self._pool.free_blocks(blocks)
+
+    def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
+        """Between two steps, drop the received KV and the blocks of a request that has computed nothing since.
+
+        vLLM may have noticed the KV already without scheduling the request since (other adapters run, or there are no
+        free blocks). It then counts those tokens as computed, whatever blocks the request has.
+
+        Returns: the index of the client, if the request was ended with an error; None if it is recomputed, or if it
+        runs, has finished or is unknown.
+        """
+        request = private(self.engine_scheduler, "requests").get(request_id)
+        if request is None or request.is_finished() or request in private(self.engine_scheduler, "running"):
+            return None
+        # Nothing is in flight into these blocks any more. Those in vLLM's prefix cache would be found again.
+        taken = self.take(request_id)
+        if not waits_for_kv(request):
+            manager = private(self.engine_scheduler, "kv_cache_manager")
+            manager.evict_blocks({block.block_id for block in taken})
+        self.give_back(taken)
+        request.num_computed_tokens = 0
+        if recomputes:
+            if waits_for_kv(request):
+                private(self.engine_scheduler, "failed_recving_kv_req_ids").add(request_id)
+            return None
+        from vllm.v1.request import RequestStatus
+
+        self.engine_scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+        return int(request.client_index)
+
+    def outdate(self, is_meant: Callable[[int, str], bool], *, even_waiting: bool = False) -> set[str]:
+        """Between two steps, part what was computed so far from what later requests compute.
+
+        A block's hash says nothing of the weights, and knows an adapter by its name. Blocks that only the prefix cache
+        keeps may be of any adapter, so all of them go.
+        """
+        tables = self._tables
+        outdated: set[str] = set()
+        kept: set[int] = set()
+        for request_id, request in private(self.engine_scheduler, "requests").items():
+            held = [block for table in tables for block in table.get(request_id, ())]
+            lora = request.lora_request
+            if not is_meant(*((0, "") if lora is None else (int(lora.lora_int_id), str(lora.lora_name)))):
+                kept.update(block.block_id for block in held)
+                continue
+            if held:
+                outdated.add(request_id)
+            if held or even_waiting:
+                set_apart(request)
+        if len(private(self._pool, "cached_block_hash_to_block")):
+            cached = {one.block_id for one in private(self._pool, "blocks") if one.block_hash is not None}
+            private(self.engine_scheduler, "kv_cache_manager").evict_blocks(cached - kept)
+        return outdated
+
+    def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
+        """Per KV-cache group, the first token of the first block that is kept when ``num_tokens`` are computed."""
+        return tuple(
+            manager.get_num_skipped_tokens(num_tokens) // manager.block_size * manager.block_size
+            for manager in self._managers()
+        )
+
+    def _num_shared(self, request: Any) -> int:
+        """How many blocks of a waiting request's prompt others use now, so that they need not be allocated."""
+        manager = private(self.engine_scheduler, "kv_cache_manager")
+        # One that has its KV finds its own blocks, and vLLM looks for no others.
+        if not private(manager, "enable_caching") or request.num_computed_tokens:
+            return 0
+        coordinator = private(manager, "coordinator")
+        hits = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[0]
+        return sum(block.ref_cnt > 0 and not block.is_null for group in hits for block in group)
+
+    @functools.cached_property
+    def _wants(self) -> Wants | None:
+        if optional(self._pool, "kv_cache_manager") is None:
+            return None
+        parallel = private(self.engine_scheduler, "vllm_config").parallel_config
+        try:
+            device = device_name(private(parallel, "data_parallel_rank_local") or 0)
+        except Exception as error:  # noqa: BLE001 - drivers raise anything, and no engine may end for a hint
+            logger.warning("Engines on one device do not give way to each other: it cannot be identified: %r", error)
+            return None
+        return None if device is None else wants_of(device)
+
+    @property
+    def _bytes_to_map(self) -> int:
+        """How much more of the device kvcached would map for this pool if there were more; 0 if there is enough."""
+        manager = private(self._pool, "kv_cache_manager")
+        pages = private(manager, "page_allocator")
+        free = pages.get_avail_physical_pages() + pages.get_num_reserved_pages()
+        return max(0, int((pages.get_num_free_pages() - free) * private(manager, "page_size") * _num_buffers(manager)))
+
+    @property
+    def _num_reserved_pages(self) -> int:
+        manager = optional(self._pool, "kv_cache_manager")
+        return 0 if manager is None else int(private(manager, "page_allocator").get_num_reserved_pages())
+
+    @property
+    def _block_bytes(self) -> int:
+        manager = private(self._pool, "kv_cache_manager")
+        return int(private(manager, "block_mem_size") * _num_buffers(manager))
+
+    @property
+    def _pool(self) -> Any:
+        return private(private(self.engine_scheduler, "kv_cache_manager"), "block_pool")
+
+    @property
+    def _tables(self) -> list[Any]:
+        """Per KV-cache group, the blocks of each request."""
+        return [private(manager, "req_to_blocks") for manager in self._managers()]
+
+    def _managers(self) -> Any:
+        return private(private(self.engine_scheduler, "kv_cache_manager"), "coordinator").single_type_managers
+
+
+def _num_buffers(manager: Any) -> int:
+    """In how many buffers kvcached maps each page: keys and values of every layer."""
+    return int(private(manager, "num_layers") * private(manager, "num_kv_buffers"))
+
+
+def _blocks_of(manager: Any, request: Any) -> int:
+    """How many blocks of one KV-cache group a request needs for its prompt, in addition to those that it has."""
+    first_block = manager.get_num_skipped_tokens(request.num_tokens) // manager.block_size
+    needed = -(-request.num_tokens // manager.block_size) - first_block
+    return max(0, needed - len(private(manager, "req_to_blocks").get(request.request_id, ())))
+
+
+def bound_sides(engine_scheduler: Any) -> Iterator[Any]:
+    """Our scheduler facade of each NIXL connector of an engine, bound to the engine's blocks."""
+    for side in sides(private(engine_scheduler, "connector")):
+        side.bind(EngineBlocks(engine_scheduler))
+        yield side

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named access to requests in vLLM's API server: what it sends to the engine, and what it keeps of them.
+
+Sources: ``v1/engine/input_processor.py``, ``v1/engine/output_processor.py``, ``v1/engine/async_llm.py``,
+``renderers/base.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import msgspec
+
+from kvcached_nixl.vllm.adapter.locate import ERROR_MODULES
+from kvcached_nixl.vllm.adapter.private import first_bound, private
+from kvcached_nixl.vllm.patches.actions.refusing import is_refusal
+from kvcached_nixl.wire.causes import FAILED, STARVED
+
+__all__ = ["let_fail", "numbers_media", "require_readable"]
+
+_READABLE: Mapping[str, Any] = MappingProxyType(
+    {
+        "request_id": str,
+        "cache_salt": str | None,
+        "data_parallel_rank": int | None,
+        "priority": Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)],
+    }
+)
+"""Fields from a body or a header that not every endpoint checks, and their types."""
+
+_OF_RESPONSES = "resp_"
+"""How the ids of ``/v1/responses`` begin, unless the body has a ``request_id``."""
+_ABORTED = "The server has aborted this request before its end. Try again."
+
+
+def numbers_media(renderer: Any) -> bool:
+    """Whether vLLM identifies images, sounds, ... by a number instead of their content: if none of it is cached."""
+    media = private(renderer, "model_config").multimodal_config
+    caches = bool(renderer.config.cache_config.enable_prefix_caching)
+    return media is not None and media.mm_processor_cache_gb == 0 and not caches
+
+
+def require_readable(core_request: Any) -> None:
+    """Refuse a request that the engine's process could not decode, or that cannot be encoded for it.
+
+    A request that cannot be decoded ends the engine's input thread, and all requests wait for ever. Of a request that
+    cannot be encoded (numbers above 64 bits, text that is not Unicode), vLLM keeps the state for ever.
+
+    Args:
+        core_request: an ``EngineCoreRequest`` that is about to be sent.
+
+    Raises:
+        VLLMValidationError: answered with HTTP 400; the message names the field.
+    """
+    for name, kind in _READABLE.items():
+        try:
+            msgspec.convert(private(core_request, name), kind)
+        except msgspec.ValidationError as error:
+            raise _refusal(f"{name}: {error}. Send a value of that type, or omit the field.") from error
+    sampling = private(core_request, "sampling_params")
+    if sampling is None:
+        return
+    try:
+        msgspec.msgpack.encode((core_request.request_id, core_request.cache_salt, sampling))
+    except (OverflowError, UnicodeError, RecursionError) as error:
+        reason = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
+        raise _refusal(f"request_id, cache_salt, kv_transfer_params or another field: {error}; {reason}.") from error
+    except TypeError:
+        # A program that uses vLLM as a library may pass values that only vLLM's own encoder supports, such as tensors.
+        return
+
+
+def _refusal(reason: str) -> Exception:
+    found: Exception = first_bound(("vllm.exceptions",), "VLLMValidationError")(reason)
+    return found
+
+
+def let_fail(request_state: Any, finish_reason: Any, logger: logging.Logger, *, is_leaving: bool = False) -> None:
+    """Raise an exception in the endpoint that waits for a request which ended with an error.
+
+    Each of vLLM's endpoints checks by itself, or does not check, why a request has ended. Streaming endpoints skip
+    outputs without tokens first (``completion_stream_generator``, ``chat_completion_stream_generator``, 0.26 to 0.30):
+    the client gets status 200 and ``[DONE]`` with nothing between. ``/inference/v1/generate`` and ``/v1/responses``
+    with Harmony answer 200 with no token. No endpoint ignores an exception: the client gets 500 if nothing was sent
+    yet, otherwise an error event or a stream that breaks off. If one of ``n`` choices fails, all fail, as in the
+    endpoints of vLLM that do check.
+
+    What the engine itself has aborted, in the middle of its answer, counts as well where the client could not see it:
+    while the server is shut down, and at ``/v1/responses``, which calls it "completed". Other endpoints answer a pause
+    that aborts with a ``finish_reason`` of "abort", which its callers may expect. What the client has aborted does not
+    come here.
+
+    An engine in its client's own process (``LLM``) has no queue: its outputs have ``finish_reason`` "error" already.
+
+    Args:
+        request_state: a ``RequestState`` whose last output was just put on its queue and not taken yet.
+        finish_reason: a ``FinishReason``, or None.
+        logger: logs errors of this function; nothing is raised.
+        is_leaving: the server is being shut down.
+    """
+    name = None if finish_reason is None else finish_reason.name
+    if name not in ("ERROR", "ABORT"):
+        return
+    try:
+        if name == "ERROR":
+            _fail(request_state, logger)
+        elif is_leaving or str(private(request_state, "external_req_id")).startswith(_OF_RESPONSES):
+            _fail(request_state, logger, _ABORTED)
+    except Exception:
+        # An exception raised here would end vLLM's output handler, and with it every request of this server.
+        logger.exception("The client of a failed request cannot be told: vLLM may answer it as if it had not failed.")
+
+
+def _fail(request_state: Any, logger: logging.Logger, told: str = "") -> None:
+    queue = private(request_state, "queue")
+    # A pooling model's request has no text, and its caller expects other exceptions.
+    if queue is None or private(request_state, "detokenizer") is None:
+        return
+    from vllm.v1.engine.async_llm import InputStreamError
+
+    # InputStreamError delivers the wrapped error to the endpoint unchanged: the error that vLLM raises for any other
+    # request. It replaces outputs that were not fetched yet, including tokens, since the request has failed.
+    try:
+        told = told or _told(queue)
+    except Exception:
+        # The client gets vLLM's own text then: an error without a reason is better than no error.
+        logger.exception("The reason of a failed request cannot be read")
+    kind = first_bound(ERROR_MODULES, "GenerationError")
+    error = kind(told) if told else kind()
+    if is_refusal(told):
+        error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+    queue.put(InputStreamError(error))
+
+
+def _told(queue: Any) -> str:
+    """What the engine sent with the end of a failed request; "" if this package has not ended it."""
+    from vllm.outputs import RequestOutput
+
+    output = private(queue, "output")
+    said = [private(one, "stop_reason") for one in output.outputs] if isinstance(output, RequestOutput) else []
+    return next((one for one in said if isinstance(one, str) and one.startswith((FAILED, STARVED))), "")

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let an engine rest if it can only wait. vLLM would step a thousand times a second.
+
+After a step that changed nothing, the next step changes nothing either, until something enters the engine (a request,
+an abort, a call, a worker's wake-up), a deadline is due, or another engine frees blocks: engines share kvcached's
+memory. If the engine has other work that vLLM polls for in its steps, it keeps stepping.
+
+Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from kvcached_nixl.vllm.adapter.attached_state import side_of, sides
+from kvcached_nixl.vllm.adapter.private import private
+from kvcached_nixl.vllm.patches.actions.engine import due_in_seconds, wait_for_input
+from kvcached_nixl.vllm.patches.actions.queues import queued, startable, wants_blocks
+from kvcached_nixl.vllm.patches.actions.step_output import reports_of
+from kvcached_nixl.wire.step import Reports
+
+__all__ = ["note_step", "rest", "wait_relieving"]
+
+_STOOD_STILL = "_kvcached_nixl_stood_still"
+_LOOK_SECONDS = 0.05
+"""Interval for polling the number of free blocks while a request waits for blocks. Polling needs no step."""
+_LOOK_FOR_PRESSURE_SECONDS = 0.25
+"""Interval for looking whether offers have to give way. Needs no step."""
+_SHARED_SECONDS = 1.0
+"""Longest rest beside another connector, because the end of its transfers is found in steps only."""
+
+
+def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, outputs: Any) -> None:
+    """Remember whether a step has changed anything.
+
+    Args:
+        reports: the reports in its output, after our facades have handled them.
+        outputs: the outputs for clients.
+    """
+    has_moved = (
+        scheduler_output.total_num_scheduled_tokens
+        or private(scheduler_output, "preempted_req_ids")
+        or scheduler_output.finished_req_ids
+        or reports.sent
+        or reports.received
+        or reports.invalid
+        or any(one.outputs for one in outputs.values())
+    )
+    setattr(engine_scheduler, _STOOD_STILL, not has_moved)
+
+
+def rest(core: Any, longest_seconds: float) -> None:
+    """On the engine's thread, wait while a step would change nothing, at most ``longest_seconds``."""
+    found = list(sides(private(core.scheduler, "connector")))
+    # Without any work vLLM waits by itself, and first notifies the callers that paused it.
+    if not found or not private(core, "has_work")() or not _stands_still(core, found):
+        return
+    if any(side.relieve() for side in found):
+        return
+    seconds = min(longest_seconds, due_in_seconds(found))
+    if side_of(core.scheduler.connector) is None:
+        seconds = min(seconds, _SHARED_SECONDS)
+    if _waits_for_blocks(core.scheduler):
+        _wait_for_blocks(core, found, seconds)
+    else:
+        wait_relieving(core, found, seconds)
+
+
+def wait_relieving(core: Any, found: Sequence[Any], seconds: float) -> bool:
+    """On the engine's thread, wait until something enters the engine's input queue, or until workers have to be told
+    that offers give way because memory is short.
+
+    Returns: whether something has entered the queue.
+    """
+    until_seconds = time.monotonic() + seconds
+    while any(side.watches_memory for side in found) and (left_seconds := until_seconds - time.monotonic()) > 0:
+        if wait_for_input(core, min(left_seconds, _LOOK_FOR_PRESSURE_SECONDS)):
+            return True
+        if any(side.relieve() for side in found):
+            return False
+    return wait_for_input(core, max(0.0, until_seconds - time.monotonic()))
+
+
+def _wait_for_blocks(core: Any, found: Sequence[Any], seconds: float) -> None:
+    pool = private(private(core.scheduler, "kv_cache_manager"), "block_pool")
+    before = pool.get_num_free_blocks()
+    for _ in range(math.ceil(round(seconds / _LOOK_SECONDS, 3))):
+        if wait_for_input(core, min(_LOOK_SECONDS, seconds)) or pool.get_num_free_blocks() > before:
+            return
+        if any(side.relieve() for side in found):
+            return
+
+
+def _stands_still(core: Any, found: Sequence[Any]) -> bool:
+    scheduler = core.scheduler
+    if not vars(scheduler).get(_STOOD_STILL) or any(side.pending for side in found):
+        return False
+    # Ranks of a data-parallel group step together, and remote encoders are polled in every step.
+    if private(core, "engines_running") or private(scheduler, "ec_connector") is not None:
+        return False
+    if scheduler.finished_req_ids or private(scheduler, "deferred_frees"):
+        return False
+    statuses = [one.status.name for one in queued(scheduler)]
+    # A compiled grammar and the loads of another connector are found by polling only.
+    if "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR" in statuses:
+        return False
+    if statuses.count("WAITING_FOR_REMOTE_KVS") > sum(side.num_waiting for side in found):
+        return False
+    return _bring_nothing(core.batch_queue or ())
+
+
+def _waits_for_blocks(scheduler: Any) -> bool:
+    return any(map(wants_blocks, startable(scheduler)))
+
+
+def _bring_nothing(batches: Collection[Any]) -> bool:
+    """Whether the batches in flight on the workers compute no tokens and return no reports.
+
+    With asynchronous scheduling vLLM always has one batch in flight. This waits for it, as vLLM's next step would, and
+    raises what that step would raise.
+    """
+    if any(scheduler_output.total_num_scheduled_tokens for _, scheduler_output, *_ in batches):
+        return False
+    for future, *_ in batches:
+        output = future.result()
+        reports = None if output is None else reports_of(output)
+        if reports is None or reports.sent or reports.received or reports.invalid:
+            return False
+    return True

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate: vLLM can construct a NIXL connector only if every patch is in place; it then gets its `SchedulerFacade`.
+
+Runs in: the engine core and every worker process. There are two ways to construct a connector, and both are patched:
+``KVConnectorFactory.create_connector``, and the constructor of the NIXL connector itself, because ``MultiConnector``
+constructs its children without the factory. If one of the two cannot be patched, the other one raises that refusal.
+
+Other connectors are not affected, unless they are beside NIXL's in a ``MultiConnector`` and could not use kvcached's
+memory: `adapter.neighbours`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from kvcached_nixl.deadlines import MonotonicClock
+from kvcached_nixl.errors import ContractChanged, StartRefused
+from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
+from kvcached_nixl.processes import has_ancestor
+from kvcached_nixl.scheduler.build import build_scheduler
+from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings, rust_frontend_in, unheeded
+from kvcached_nixl.vllm import NIXL_PREFIX
+from kvcached_nixl.vllm.adapter.attached_state import attach, attach_address, connectors
+from kvcached_nixl.vllm.adapter.locate import (
+    CONNECTOR_BASE,
+    ENGINE_SCHEDULER,
+    FACADE,
+    FACADE_CLASS_NAMES,
+    FACTORY,
+    PULL_FACADE,
+    PUSH_CLASS_NAMES,
+    WORKER_BASE,
+    WORKER_PROCESS,
+)
+from kvcached_nixl.vllm.adapter.neighbours import connector_classes, require_no_replacement, require_servable
+from kvcached_nixl.vllm.adapter.nixl_scheduler import SchedulerView
+from kvcached_nixl.vllm.adapter.private import private
+
+__all__ = ["GATES", "require_complete"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+_WHY = "The connector would start although a patch is missing, and return wrong tokens with HTTP 200."
+
+CREATE_CONNECTOR = Patch(
+    target=FACTORY,
+    attribute="create_connector",
+    kind="classmethod",
+    process="every",
+    parameters=("cls", "config", "role", "kv_cache_config"),
+    why=_WHY,
+    upstream="vllm/distributed/kv_transfer/kv_connector/factory.py",
+    remove_when="this package no longer patches anything",
+    when_unsupported=True,
+)
+
+CONSTRUCT = Patch(
+    target=FACADE,
+    attribute="__init__",
+    process="every",
+    # No parameter list: a changed signature would refuse this patch, and so leave the gate open.
+    parameters=ANY_PARAMETERS,
+    why=_WHY,
+    upstream="vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py constructs children itself",
+    remove_when="this package no longer patches anything",
+    when_unsupported=True,
+)
+
+
+@CREATE_CONNECTOR.around
+def create_connector(call: Call) -> Any:
+    vllm_config = call.argument("config")
+    config = vllm_config.kv_transfer_config
+    if config is None:
+        return call.proceed()
+    require_no_replacement(vllm_config)
+    classes = list(connector_classes(call.instance, config))
+    if any(map(is_nixl, classes)):
+        require_complete(call.registry, str(config.kv_connector))
+        require_servable(classes, vllm_config)
+        require_reached(call, classes, vllm_config)
+    connector = call.proceed()
+    # A class of another package may have made connectors that the configuration does not name.
+    made = [type(one) for one in connectors(connector)]
+    if any(map(is_nixl, made)):
+        require_servable(made, vllm_config)
+        require_reached(call, made, vllm_config)
+    return connector
+
+
+@CONSTRUCT.around
+def construct(call: Call) -> None:
+    cls = type(call.instance)
+    require_complete(call.registry, cls.__name__)
+    config = _config_of(call)
+    server = _server(cls, config)
+    server.require_servable()
+    require_reached(call, [cls], call.argument("vllm_config"))
+    if server.stages_on_host:
+        # Otherwise vLLM would allocate a copy of the whole pool on the host.
+        config.kv_connector_extra_config = server.staged(config.kv_connector_extra_config)
+        config.kv_buffer_device = server.device
+    Settings.from_extra_config(config.kv_connector_extra_config)
+    if call.argument("role").name != "SCHEDULER":
+        call.proceed()
+        return
+    for error in unheeded(config.kv_connector_extra_config):
+        logger.warning("%s", error.line)
+    view = SchedulerView(call.argument("vllm_config"), call.argument("kv_cache_config"))
+    # Before vLLM's own constructor, which reads the same settings and says less of what is wrong with them.
+    address = view.address
+    call.proceed()
+    attach(call.instance, build_scheduler(view, address, MonotonicClock()))
+    attach_address(call.instance, address)
+
+
+GATES = (create_connector, construct)
+
+
+def require_complete(registry: Decisions, connector: str) -> None:
+    """Decides every patch, and returns only if none was refused.
+
+    Raises:
+        StartRefused: lists everything that was refused in this process.
+    """
+    registry.complete()
+    causes = registry.refusals()
+    if causes:
+        raise StartRefused.of(connector, causes)
+
+
+def require_reached(call: Call, classes: Iterable[type], vllm_config: Any) -> None:
+    """Returns only if the classes of this process reach what was patched. An operator may put others in their place:
+
+        --scheduler-cls                a subclass of vLLM's scheduler
+        --worker-cls                   a subclass of vLLM's worker; a worker extension only adds to it
+        kv_connector_module_path       a subclass of the NIXL connector
+
+    An executor (``--distributed-executor-backend``) that skips vLLM's constructor has no name for kvcached, and its
+    workers refuse to start (`naming`). Of a model loader of another package, memory alone is compared
+    (`adapter.weights`).
+
+    Args:
+        call: of a constructor or the factory.
+        classes: of its connectors. vLLM's own push connector is refused elsewhere, in other words.
+
+    Raises:
+        StartRefused: lists the patches that would not run.
+    """
+    bypassed = call.registry.bypassed
+    causes = [
+        cause
+        for cls in classes
+        if is_nixl(cls) and not _is_push(cls)
+        for cause in bypassed(cls, CONNECTOR_BASE, FACADE, PULL_FACADE)
+    ]
+    if call.argument("role").name == "SCHEDULER":
+        causes += bypassed(private(vllm_config, "scheduler_config").get_scheduler_cls(), ENGINE_SCHEDULER)
+    else:
+        module, _, name = private(vllm_config, "parallel_config").worker_cls.rpartition(".")
+        if module:
+            causes += bypassed(getattr(importlib.import_module(module), name), WORKER_BASE, WORKER_PROCESS)
+    if causes:
+        raise StartRefused.of("The NIXL connector", causes)
+
+
+def is_nixl(cls: type) -> bool:
+    """Whether a connector class is vLLM's NIXL connector or derived from it."""
+    return any(c.__name__ in FACADE_CLASS_NAMES and c.__module__.startswith(NIXL_PREFIX) for c in cls.__mro__)
+
+
+def _is_push(cls: type) -> bool:
+    return any(c.__name__ in PUSH_CLASS_NAMES for c in cls.__mro__)
+
+
+def _config_of(call: Call) -> Any:
+    try:
+        return call.argument("vllm_config").kv_transfer_config
+    except TypeError as error:
+        raise ContractChanged(
+            found=f"{type(call.instance).__name__}.__init__: {error}",
+            expected="a parameter vllm_config",
+            consequence="The settings of the connector cannot be read, so it is not constructed.",
+            remedy="Use a supported vLLM (python -m kvcached_nixl lists them).",
+        ) from error
+
+
+def _server(cls: type, config: Any) -> Server:
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    return Server(
+        connector=cls.__name__,
+        is_stock_push=_is_push(cls),
+        ids_may_repeat=bool(envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION),
+        rust_frontend=rust_frontend_in(os.environ) or ("an engine of vllm-rs" if has_ancestor("vllm-rs") else ""),
+        wished_device=str(config.kv_buffer_device),
+        device=str(current_platform.device_type),
+    )

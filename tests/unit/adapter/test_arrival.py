@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm.adapter.arrival`: which request is accepted under which id, with stand-ins for vLLM's requests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvcached_nixl.vllm.adapter.arrival import Arrival, arrival_of, give_own_id
+
+
+def of(name: str = "r", *, client: int = 0, ended: bool = False, session: bool = False, **more: Any) -> SimpleNamespace:
+    queue = [] if session else None
+    fields = {"request_id": name, "client_index": client, "streaming_queue": queue, "abort_immediately": False, **more}
+    return SimpleNamespace(is_finished=lambda: ended, **fields)
+
+
+@pytest.mark.parametrize(
+    ("existing", "comes", "expected"),
+    [
+        (None, of(), Arrival.FIRST),
+        (of("another"), of(), Arrival.FIRST),
+        (of(), of(), Arrival.REPEATED),
+        (of(ended=True), of(), Arrival.REPEATED),
+        (of(session=True), of(), Arrival.MORE),
+        (of(session=True), of(client=1), Arrival.REPEATED),
+        (of(session=True, ended=True), of(), Arrival.REPEATED),
+        (of(session=True), of(abort_immediately=True), Arrival.REPEATED),
+        (of(ended=True), of(abort_immediately=True), Arrival.REPEATED),
+    ],
+)
+def test_only_a_session_goes_on_under_its_id(existing: Any, comes: Any, expected: Arrival) -> None:
+    """What has ended counts while its blocks are kept."""
+    scheduler = SimpleNamespace(requests={} if existing is None else {existing.request_id: existing})
+    assert arrival_of(scheduler, comes) is expected
+
+
+class Sent(msgspec.Struct, array_like=True):
+    """vLLM's ``EngineCoreRequest``, as far as it is looked at."""
+
+    request_id: str
+    abort_immediately: bool = False
+
+
+def test_a_request_keeps_its_id() -> None:
+    core_request = Sent("r")
+    give_own_id(core_request)
+    assert core_request.request_id == "r"
+
+
+def test_a_stand_in_gets_an_id_that_nothing_else_has() -> None:
+    """Neither does the next one."""
+    ids = set()
+    for _ in range(2):
+        core_request = Sent("r", True)
+        give_own_id(core_request)
+        ids.add(core_request.request_id)
+    assert len(ids) == 2 and "r" not in ids

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm.adapter.neighbours` with stand-ins for vLLM's connectors and their factory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.vllm import KV_TRANSFER
+from kvcached_nixl.vllm.adapter import neighbours
+from kvcached_nixl.vllm.adapter.neighbours import JUDGED, TRUSTED, connector_classes, require_no_replacement
+
+BASE = type("KVConnectorBase_V1", (), {"__module__": f"{KV_TRANSFER}.v1.base"})
+
+
+def of_vllm(name: str) -> type:
+    return type(name, (BASE,), {"__module__": f"{KV_TRANSFER}.v1.{name.lower()}"})
+
+
+CLASSES = {name: of_vllm(name) for name in (*JUDGED, "NewConnector")}
+CLASSES["Mine"] = type("Mine", (BASE,), {"__module__": "mine"})
+CLASSES["Derived"] = type("Derived", (CLASSES["OffloadingConnector"],), {"__module__": "mine"})
+CLASSES["LMCacheConnectorV1Dynamic"] = type("LMCacheConnectorV1Dynamic", (BASE,), {"__module__": "lmcache.integration"})
+
+
+class Factory:
+    @staticmethod
+    def get_connector_class(config: Any) -> type:
+        return CLASSES[config.kv_connector]
+
+
+def multi(*names: str) -> dict[str, Any]:
+    connectors = [{"kv_connector": "NixlConnector"}, *({"kv_connector": name} for name in names)]
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
+
+
+def vllm_config(*names: str, use_mla: bool = False, inner: bool = False, trusted: Any = None) -> Any:
+    given = multi(*names)
+    if inner:
+        given["kv_connector_extra_config"] = {"connectors": [given.copy()]}
+    if trusted is not None:
+        given["kv_connector_extra_config"][TRUSTED] = trusted
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(**given), model_config=SimpleNamespace(use_mla=use_mla))
+
+
+def require_servable(config: Any) -> None:
+    neighbours.require_servable(connector_classes(Factory, config.kv_transfer_config), config)
+
+
+REFUSED = sorted({*JUDGED} - {"ExampleConnector", "MultiConnector"} - {name for name in JUDGED if "Nixl" in name})
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("name", [*REFUSED, "NewConnector", "Derived", "LMCacheConnectorV1Dynamic"])
+def test_a_connector_that_was_not_shown_to_be_safe_is_refused_in_words(name: str, inner: bool) -> None:
+    """One that a later vLLM adds, too, and a class that extends one of vLLM's."""
+    with pytest.raises(SettingsError) as refusal:
+        require_servable(vllm_config(name, inner=inner))
+    assert name in refusal.value.found and f"Remove {name}" in refusal.value.remedy
+    assert refusal.value.consequence.startswith("OffloadingConnector " if name == "Derived" else f"{name} ")
+
+
+def test_each_danger_is_told() -> None:
+    dangers = {
+        "OffloadingConnector": "after vLLM has freed it",
+        "SimpleCPUOffloadConnector": "would have allocated them",
+        "MooncakeConnector": "registers KV memory once",
+        "LMCacheConnectorV1": "need a GPU",
+        "HiSparseConnector": "not shown",
+    }
+    for name, words in dangers.items():
+        with pytest.raises(SettingsError, match=words):
+            require_servable(vllm_config(name))
+
+
+@pytest.mark.parametrize("use_mla", [False, True])
+def test_the_example_connector_is_served_where_it_indexes_blocks(use_mla: bool) -> None:
+    """Else it reshapes a layer's tensor, which is a copy where kvcached's blocks are not adjacent."""
+    config = vllm_config("ExampleConnector", use_mla=use_mla)
+    if not use_mla:
+        require_servable(config)
+    else:
+        with pytest.raises(SettingsError, match="reshapes"):
+            require_servable(config)
+
+
+@pytest.mark.parametrize("trusted", [None, [], ["Other"], "Mine", {"Mine": 1}], ids=str)
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_connector_of_another_package_is_refused_until_somebody_vouches_for_it(trusted: Any, inner: bool) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        require_servable(vllm_config("Mine", inner=inner, trusted=trusted))
+    assert "Mine" in refusal.value.found and f'"{TRUSTED}": ["Mine"]' in refusal.value.remedy
+    require_servable(vllm_config("Mine", inner=inner, trusted=["Mine"]))
+
+
+@pytest.mark.parametrize("name", ["OffloadingConnector", "Derived", "LMCacheConnectorV1Dynamic"])
+def test_nobody_can_vouch_for_one_that_is_known(name: str) -> None:
+    with pytest.raises(SettingsError):
+        require_servable(vllm_config(name, trusted=[name]))
+
+
+def test_without_a_multi_connector_there_is_nothing_beside_it() -> None:
+    transfer = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
+    require_servable(SimpleNamespace(kv_transfer_config=transfer))
+
+
+@pytest.mark.parametrize(
+    ("connector", "gib", "refused"),
+    [
+        ("OffloadingConnector", 4.0, True),
+        ("LMCacheMPConnector", 4.0, True),
+        ("OffloadingConnector", None, False),
+        ("NixlConnector", 4.0, False),
+        ("NixlConnector", None, False),
+    ],
+)
+def test_an_offloading_connector_in_nixl_s_place_is_refused(connector: str, gib: float | None, refused: bool) -> None:
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector=connector, kv_connector_extra_config={}),
+        cache_config=SimpleNamespace(kv_offloading_size=gib),
+    )
+    if refused:
+        with pytest.raises(SettingsError, match="--kv-offloading-size 4.0"):
+            require_no_replacement(config)
+    else:
+        require_no_replacement(config)
+
+
+@pytest.mark.parametrize("below", [["odd"], [{"url": "tcp://h"}], [{"kv_connector": None}], 3], ids=str)
+def test_what_another_connector_has_below_the_same_key_is_not_read(below: Any) -> None:
+    """It started before, and has no NIXL connector that it could be beside."""
+    config = SimpleNamespace(kv_connector="Mine", kv_connector_extra_config={"connectors": below})
+    assert list(connector_classes(Factory, config)) == [CLASSES["Mine"]]

@@ -1,0 +1,772 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nixl_worker` and `nixl_kv_cache` with stand-ins for vLLM's NIXL connector: values are found by name, or
+refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.errors import ContractChanged, LayoutRefused
+from kvcached_nixl.scheduler.build import StockScheduler
+from kvcached_nixl.vllm.adapter import nixl_kv_cache, nixl_worker, states
+from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
+from kvcached_nixl.vllm.adapter.nixl_scheduler import SchedulerView
+from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
+from kvcached_nixl.vllm.adapter.series import Shape
+from kvcached_nixl.wire.checked import MAX_TP_SIZE
+from kvcached_nixl.wire.kv_groups import KVGroup
+from kvcached_nixl.worker.build import StockWorker
+from kvcached_nixl.worker.geometry.layout import Axes
+from kvcached_nixl.worker.memory_registration import NixlRegistrar
+
+_UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
+
+
+@pytest.fixture(autouse=True)
+def envs(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that knows nothing of ROCm."""
+    make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
+    monkeypatch.setattr(nixl_worker, "is_rocm", lambda: False)
+    for one in (nixl_worker, nixl_kv_cache):
+        monkeypatch.setattr(one, "dims_first", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
+    """Sets the shape of the vLLM that is installed; at first that of an old one."""
+
+    def install(shape: Shape) -> None:
+        monkeypatch.setattr(nixl_kv_cache, "installed_row", lambda: SimpleNamespace(shape=shape))
+
+    install(Shape())
+    return install
+
+
+def backend(name: str) -> SimpleNamespace:
+    return SimpleNamespace(get_name=lambda: name)
+
+
+class FullAttentionSpec:
+    page_size_bytes = 64
+    block_size = 16
+    num_kv_heads = 4
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class RSWASpec(FullAttentionSpec):
+    pass
+
+
+class SlidingWindowSpec:
+    page_size_bytes = 64
+    block_size = 16
+    num_kv_heads = 4
+
+
+class ChunkedLocalAttentionSpec:
+    pass
+
+
+class MambaSpec:
+    page_size_bytes = 64
+    block_size = 4096
+    shapes = ((3, 4),)
+    dtypes = (SimpleNamespace(itemsize=2),)
+    mamba_type = "short_conv"
+    mamba_cache_mode = "none"
+
+
+class UniformTypeKVCacheSpecs:
+    block_size = 16
+
+    def __init__(self, **specs: Any) -> None:
+        self.kv_cache_specs = specs
+
+
+@pytest.fixture
+def attention_backends(make_module: Callable[..., ModuleType]) -> list[list[str]]:
+    """Has vLLM say which backends some layers have; the names of the layers that it was asked about."""
+    asked: list[list[str]] = []
+    for name in (
+        "vllm",
+        "vllm.distributed",
+        "vllm.distributed.kv_transfer",
+        "vllm.distributed.kv_transfer.kv_connector",
+    ):
+        if name not in sys.modules:
+            make_module(name).__path__ = []
+    found = make_module("vllm.distributed.kv_transfer.kv_connector.utils")
+
+    def get_current_attn_backends(config: object, layers: list[str]) -> list[SimpleNamespace]:
+        asked.append(layers)
+        return [backend("FLASH")]
+
+    found.get_current_attn_backends = get_current_attn_backends  # type: ignore[attr-defined]
+    return asked
+
+
+def groups(*specs: Any) -> list[SimpleNamespace]:
+    """KV-cache groups with one layer each: "a", "b", ..."""
+    return [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=list(vars(spec).get("kv_cache_specs", "abc"[index])))
+        for index, spec in enumerate(specs)
+    ]
+
+
+def with_blocks_of(num_tokens: int) -> FullAttentionSpec:
+    spec = FullAttentionSpec()
+    spec.block_size = num_tokens
+    return spec
+
+
+@dataclass
+class KVCacheConfig:
+    """vLLM's."""
+
+    kv_cache_groups: list[Any]
+    kv_cache_tensors: list[Any]
+
+
+def cache_of(*specs: Any, pools: int = 1) -> KVCacheConfig:
+    return KVCacheConfig(groups(*specs), [1] * pools)
+
+
+def scheduler(*specs: Any, policy: str = "fail") -> SchedulerView:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, data_parallel_index=3),
+        cache_config=SimpleNamespace(block_size=16),
+        kv_transfer_config=SimpleNamespace(
+            engine_id="e", kv_load_failure_policy=policy, kv_connector_extra_config={"a": 1}
+        ),
+    )
+    return SchedulerView(config, SimpleNamespace(kv_cache_groups=groups(*specs)))
+
+
+ENVS = "VLLM_NIXL_SIDE_CHANNEL_HOST, VLLM_NIXL_SIDE_CHANNEL_PORT = '127.0.0.9', 5600"
+
+
+def test_an_engines_half_is_what_our_scheduler_asks_for(make_module: Callable[..., ModuleType]) -> None:
+    """Each data-parallel engine has a port of its own."""
+    make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
+    view: StockScheduler = scheduler(FullAttentionSpec())
+    assert (view.engine_id, view.tp_size, view.groups) == ("e", 2, (KVGroup(16),))
+    assert view.address.bound == view.address.advertised == ("127.0.0.9", 5603)
+    assert view.extra_config == {"a": 1} and not view.recomputes
+    assert scheduler(policy="recompute").recomputes
+
+
+@pytest.mark.parametrize(
+    ("specs", "dropping"),
+    [
+        ([FullAttentionSpec()], []),
+        ([FullAttentionSpec(), MLAAttentionSpec()], []),
+        ([SlidingWindowSpec()], ["SlidingWindowSpec"]),
+        ([FullAttentionSpec(), SlidingWindowSpec()], ["SlidingWindowSpec"]),
+        ([ChunkedLocalAttentionSpec()], ["ChunkedLocalAttentionSpec"]),
+        ([RSWASpec()], ["RSWASpec"]),
+        ([UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=FullAttentionSpec())], []),
+        ([UniformTypeKVCacheSpecs(a=SlidingWindowSpec(), b=SlidingWindowSpec())], ["SlidingWindowSpec"] * 2),
+    ],
+    ids=[
+        "full",
+        "latent",
+        "all windows",
+        "some windows",
+        "chunks",
+        "unknown to its base",
+        "uniform",
+        "uniform windows",
+    ],
+)
+def test_who_drops_blocks_is_told_by_the_kind_of_its_layers(specs: list[Any], dropping: list[str]) -> None:
+    """B5: not by the number of groups."""
+    assert scheduler(*specs).window_kinds == dropping
+
+
+def config_of(**values: Any) -> SimpleNamespace:
+    """A model's configuration, as transformers has it."""
+    return SimpleNamespace(to_dict=lambda: values, **values)
+
+
+def worker(**changed: Any) -> WorkerView:
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+    )
+    cache = SimpleNamespace(cache_dtype="auto", block_size=16)
+    model = SimpleNamespace(
+        model="m", revision=None, dtype="bf16", quantization=None, quantization_config=None,
+        hf_config=config_of(), hf_text_config=config_of(),
+        is_multimodal_model=False, multimodal_config=None, trust_remote_code=False, max_model_len=4096,
+        get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2,
+        model_impl="auto", disable_sliding_window=False,
+    )  # fmt: skip
+    for owner in (parallel, cache, model):
+        optional = {id(cache): "calculate_kv_scales", id(model): "uses_mrope"}.get(id(owner))
+        for name in [name for name in changed if name in {*vars(owner), optional}]:
+            setattr(owner, name, changed.pop(name))
+    half = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            parallel_config=parallel,
+            cache_config=cache,
+            speculative_config=changed.pop("speculative", None),
+            model_config=model,
+            load_config=SimpleNamespace(),
+        ),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"a": 1}),
+        model_config=model,
+        engine_id="e",
+        world_size=2,
+        tp_rank=1,
+        attn_backends=[backend("FLASH")],
+        kv_cache_config=cache_of(
+            FullAttentionSpec(), UniformTypeKVCacheSpecs(b=SlidingWindowSpec(), c=SlidingWindowSpec()), pools=3
+        ),
+        num_blocks=7,
+        use_mla=False,
+        device_id=0,
+        nixl_memory_type="DRAM",
+        nixl_backends=("UCX",),
+        _physical_blocks_per_logical_kv_block=2,
+        _registered_descs=[],
+        xfer_stats="stock",
+        xfer_handshake_metadata=None,
+    )
+    vars(half).update(changed)
+    return WorkerView(SimpleNamespace(connector_worker=half))
+
+
+def test_a_workers_half_is_what_our_worker_asks_for() -> None:
+    view = worker()
+    asked: tuple[StockWorker | None, NixlRegistrar] = (None, view)
+    assert asked[1] is view
+    assert (view.engine_id, view.tp_size, view.tp_rank, view.kv_shares) == ("e", 2, 1, 8)
+    assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block) == (7, 3, 2)
+    assert (view.memory_type, view.backends, view.device_id, view.extra_config) == ("DRAM", ["UCX"], 0, {"a": 1})
+    assert view.groups() == [{"a": (32, 8, 4, 0, ())}, {"b": (32, 8, 4, 0, ()), "c": (32, 8, 4, 0, ())}]
+    assert view.unserved == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
+        ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size 4"),
+        ({"calculate_kv_scales": True}, "--calculate-kv-scales"),
+        (
+            {"multimodal_config": SimpleNamespace(video_pruning_rate=0.5), "uses_mrope": True},
+            "--video-pruning-rate 0.5 of a model with spatial token positions",
+        ),
+        (
+            {"attn_backends": [backend("FLASH_ATTN"), backend("ROCM_ATTN")]},
+            "the attention backend ROCM_ATTN, which interleaves the tokens of a block",
+        ),
+    ],
+)
+def test_what_no_peer_could_make_sense_of_is_named(changed: dict[str, Any], found: str) -> None:
+    """A5."""
+    assert [one for one, _ in worker(**changed).unserved] == [found]
+    assert worker(calculate_kv_scales=False).unserved == []
+    pruning = SimpleNamespace(video_pruning_rate=0.5)
+    assert worker(multimodal_config=pruning, uses_mrope=False).unserved == []
+
+
+def test_a_shuffled_cache_is_named(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """K and V of a block in tiles; elsewhere nobody reads that variable."""
+    make_module("vllm").envs = make_module("vllm.envs", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT = True")  # type: ignore[attr-defined]
+    assert worker().unserved == []
+    monkeypatch.setattr(nixl_worker, "is_rocm", lambda: True)
+    assert [found for found, _ in worker().unserved] == [
+        "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1, which interleaves the tokens of a block"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_head_slots": 2}, "num_head_slots 2 for 4 heads"),
+        ({"num_head_slots": 4}, "num_head_slots 4 for 4 heads"),
+        ({"tokens_per_state": 4}, "tokens_per_state 4"),
+        ({"kv_quant_mode": SimpleNamespace(name="NVFP4")}, "kv_quant_mode NVFP4"),
+    ],
+)
+def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    """Their shape may look as if they were: K and V as two heads, of a rank that has two."""
+    spec = FullAttentionSpec()
+    vars(spec).update(fields)
+    with pytest.raises(LayoutRefused, match=words):
+        worker(kv_cache_config=cache_of(spec)).groups()
+    spec = FullAttentionSpec()
+    vars(spec).update(num_head_slots=None, tokens_per_state=1, kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))
+    assert worker(kv_cache_config=cache_of(spec)).groups()
+
+
+@pytest.mark.parametrize(("sizes", "shown"), [((16,), "16"), ((32, 32), "32"), ((64, 32), "64+32")])
+def test_the_cpus_kernel_shares_whole_blocks_only(sizes: tuple[int, ...], shown: str) -> None:
+    """Peers with other blocks have another tag, and nothing is moved."""
+    config = cache_of(*map(with_blocks_of, sizes))
+    whole = {"kv_cache_config": config, "_physical_blocks_per_logical_kv_block": 1}
+    facts = dict(worker(attn_backends=[backend("CPU_ATTN")], **whole).facts)
+    assert facts["attention"] == f"CPU_ATTN, whole blocks of {shown} tokens"
+    assert (
+        dict(worker(attn_backends=[backend("FLASH_ATTN")], kv_cache_config=config).facts)["attention"] == "FLASH_ATTN"
+    )
+
+
+def test_blocks_with_an_indexer_are_shared_whole_only() -> None:
+    """DeepSeek V3.2 keeps an indexer's keys and, behind those of all tokens of a block, their scales."""
+    backends = [backend("FLASHMLA_SPARSE"), backend("DEEPSEEK_V32_INDEXER")]
+    config = cache_of(with_blocks_of(64))
+    for ratio, shown in ((1, "64 tokens"), (2, "64 tokens in 2")):
+        facts = worker(
+            attn_backends=backends, kv_cache_config=config, _physical_blocks_per_logical_kv_block=ratio
+        ).facts
+        assert dict(facts)["attention"] == f"FLASHMLA_SPARSE+DEEPSEEK_V32_INDEXER, whole blocks of {shown}"
+
+
+class Decided(SimpleNamespace):
+    """vLLM's configuration: it says itself which runner it has."""
+
+    is_v2: bool
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return self.is_v2
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "method", "unpadded", "expected"),
+    [
+        (True, "eagle3", False, True),
+        (True, "mtp", False, True),
+        (True, "ngram", False, False),
+        (True, None, False, False),
+        (False, "eagle3", False, False),
+        (False, "draft_model", False, False),
+        (False, "eagle3", True, True),
+        (False, "ngram", True, False),
+    ],
+)
+def test_who_answers_before_a_draft_model_has_run(
+    is_v2: bool, method: str | None, unpadded: bool, expected: bool
+) -> None:
+    """Nobody else waits for the device."""
+    speculative = None
+    if method is not None:
+        speculative = SimpleNamespace(
+            method=method, model="s", draft_model_config=None, disable_padded_drafter_batch=unpadded
+        )
+    asked = worker(speculative=speculative)
+    config = vars(asked.worker)["vllm_config"]
+    asked.worker.vllm_config = Decided(**vars(config), is_v2=is_v2)
+    assert asked.answers_before_drafts is expected
+
+
+@pytest.fixture
+def kernel_tokens(make_module: Callable[..., ModuleType]) -> Callable[[int], None]:
+    """Sets how many tokens of a block vLLM's kernels take at most."""
+
+    def at_most(num_tokens: int) -> None:
+        for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
+            if name not in sys.modules:
+                make_module(name).__path__ = []
+        source = f"def select_common_block_size(size, backends): return min(size, {num_tokens})"
+        make_module("vllm.v1.worker.utils", source)
+
+    return at_most
+
+
+def test_groups_may_have_blocks_of_other_sizes(kernel_tokens: Callable[[int], None]) -> None:
+    """Gemma 4: 64 tokens in a sliding window's blocks, 32 in the others."""
+    kernel_tokens(64)
+    view = worker(
+        kv_cache_config=cache_of(FullAttentionSpec(), with_blocks_of(32)), _physical_blocks_per_logical_kv_block=1
+    )
+    assert view.unserved == [] and view.groups() == [{"a": (64, 16, 4, 0, ())}, {"b": (64, 32, 4, 0, ())}]
+
+
+def test_blocks_that_the_kernel_splits_in_one_group_only_are_refused(kernel_tokens: Callable[[int], None]) -> None:
+    """A slot of a slab, and a block that is registered, has the same bytes in every group."""
+    kernel_tokens(16)
+    view = worker(
+        kv_cache_config=cache_of(FullAttentionSpec(), with_blocks_of(32)), _physical_blocks_per_logical_kv_block=1
+    )
+    assert view.unserved == [("KV-cache groups with 1, 2 kernel blocks in a block", "the same in every group")]
+
+
+@pytest.mark.parametrize(("tokens_of_wide", "is_served"), [(16, True), (8, False)])
+def test_a_kernel_may_split_blocks_of_one_size_by_their_spec(
+    tokens_of_wide: int, is_served: bool, shape: Callable[[Shape], None], make_module: Callable[..., ModuleType]
+) -> None:
+    """vLLM 0.33: FlashAttention 4 takes blocks of another size where heads are wide."""
+    for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.distributed", "vllm.distributed.kv_transfer", _UTILS[:-6]):
+        if name not in sys.modules:
+            make_module(name).__path__ = []
+    source = "def select_common_block_size(size, backends, specs): return specs[0].kernel_tokens"
+    make_module("vllm.v1.worker.utils", source)
+    source = "def get_current_attn_backends_and_specs(config, cache, fallback): return fallback, cache.kv_cache_groups"
+    make_module(_UTILS, source)
+    shape(Shape(kernel_blocks_by_spec=True))
+    found = groups(FullAttentionSpec(), FullAttentionSpec())
+    found[0].kernel_tokens, found[1].kernel_tokens = 16, tokens_of_wide
+    view = worker(kv_cache_config=KVCacheConfig(found, [1]), _physical_blocks_per_logical_kv_block=1)
+    refused = [("KV-cache groups with 1, 2 kernel blocks in a block", "the same in every group")]
+    assert view.unserved == ([] if is_served else refused)
+
+
+def test_layers_of_one_group_with_blocks_of_several_sizes_are_named() -> None:
+    """A position would be in another block than the manifest says."""
+    config = cache_of(UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=with_blocks_of(32)))
+    ((found, expected),) = worker(kv_cache_config=config).unserved
+    assert found == "a KV-cache group with blocks of 16, 32 tokens"
+    assert expected == "blocks of one size in each group"
+
+
+UNKNOWN = (8 * 2**20 + 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "num_heads", "config", "share"),
+    [
+        (1, 8, {}, (0, 1, 0)),
+        (2, 4, {}, (4, 1, 0)),
+        (8, 1, {}, (1, 1, 0)),
+        (16, 1, {}, (0, 2, 1)),
+        (2, 2, {"num_key_value_heads": 8, "num_global_key_value_heads": 4}, (2, 1, 0)),
+        (2, 1, {"num_key_value_heads": 8, "num_global_key_value_heads": 2}, (1, 1, 0)),
+        (8, 1, {"num_attention_groups": 8, "other_setting": {"num_attention_groups": 2}}, UNKNOWN),
+        (8, 1, {"num_attention_heads": 16, "block_configs": [{"attention": {"n_heads_in_group": 8}}]}, UNKNOWN),
+        (8, 1, {"num_key_value_heads": 8, "num_global_key_value_heads": 4}, UNKNOWN),
+        (8, 1, {"num_kv_heads": [8, 4]}, UNKNOWN),
+        (8, 1, {"num_key_value_heads": 8, "per_layer_config": {"1": {"num_key_value_heads": 1}}}, UNKNOWN),
+        (16, 1, {"num_key_value_heads": 8, "num_global_key_value_heads": 4}, (0, 2, 1)),
+        (20, 1, {}, (20 * 2**20 + 1, 1, 0)),
+    ],
+)
+def test_the_heads_of_a_rank_are_found_or_are_no_heads_of_others(
+    tp_size: int, num_heads: int, config: dict[str, Any], share: tuple[int, int, int]
+) -> None:
+    """A rank's only head may be a copy of another rank's, in layers with fewer heads than the other layers have."""
+    rank = min(1, tp_size - 1)
+    view = worker(world_size=tp_size, tp_rank=rank, hf_text_config=config_of(**config))
+    assert view.share_of(num_heads) == share
+    latent = worker(world_size=tp_size, tp_rank=rank, use_mla=True)
+    assert latent.share_of(1) == (0, tp_size, rank)
+    assert latent.share_of(4).first_head == 4 * rank, "heads of a draft model"
+
+
+FACTS: list[dict[str, Any]] = [
+    {"dtype": "fp16"},
+    {"cache_dtype": "fp8"},
+    {"quantization": "awq"},
+    {"hf_config": config_of(rope_theta=1)},
+    {"model_impl": "transformers"},
+    {"disable_sliding_window": True},
+    {"hf_text_config": config_of(rope_parameters={"rope_type": "longrope"}, original_max_position_embeddings=1024)},
+    {"get_total_num_kv_heads": lambda: 4},
+    {"get_head_size": lambda: 128},
+    {"get_total_num_hidden_layers": lambda: 3},
+    {"attn_backends": [backend("TRITON")]},
+    {"kv_cache_config": cache_of(FullAttentionSpec())},
+]
+
+
+@pytest.mark.parametrize("changed", FACTS, ids=lambda changed: next(iter(changed)))
+def test_whatever_bytes_follow_from_is_a_fact(changed: dict[str, Any]) -> None:
+    plain, other = dict(worker().facts), dict(worker(**changed).facts)
+    assert "vLLM" in plain
+    assert len(dict(plain.items() ^ other.items())) == 1
+
+
+NAMES: list[dict[str, Any]] = [
+    {"model": "/elsewhere/m"},
+    {"revision": "r"},
+    {"hf_config": config_of(_name_or_path="/elsewhere/m")},
+    {"speculative": SimpleNamespace(method="ngram", draft_model_config=None)},
+    {"max_model_len": 8192},
+]
+
+
+@pytest.mark.parametrize("changed", NAMES, ids=lambda changed: next(iter(changed)))
+def test_what_a_model_is_called_is_none_nor_are_drafts_without_a_model(changed: dict[str, Any]) -> None:
+    """Findings A1 and B5: weights are compared by their content, and drafts that compute no KV by nothing."""
+    assert worker(**changed).facts == worker().facts
+
+
+def test_drafts_that_compute_kv_are_a_fact() -> None:
+    def drafting(**values: Any) -> dict[str, str]:
+        draft = SimpleNamespace(hf_config=config_of(**values), dtype="bf16", model="d")
+        return dict(worker(speculative=SimpleNamespace(method="eagle", draft_model_config=draft)).facts)
+
+    assert drafting(layers=1)["drafts"] != drafting(layers=2)["drafts"] and "drafts" not in dict(worker().facts)
+
+
+def test_prompts_that_are_longer_than_a_model_was_made_for_turn_by_other_angles() -> None:
+    """Phi-3's rope: one server with --max-model-len 4096, and one with 128k."""
+    rope = {"hf_text_config": config_of(rope_scaling={"type": "longrope"}, original_max_position_embeddings=4096)}
+    assert worker(max_model_len=4096, **rope).facts != worker(max_model_len=8192, **rope).facts
+    assert worker(max_model_len=6000, **rope).facts == worker(max_model_len=8192, **rope).facts
+
+
+def test_a_layer_with_a_state_has_a_page_and_a_state_in_it(attention_backends: list[list[str]]) -> None:
+    """Its block is as large as attention's, however many kernel blocks that is split into."""
+    config = cache_of(FullAttentionSpec(), MambaSpec())
+    view = worker(kv_cache_config=config, attn_backends=[backend("MAMBA2"), backend("FLASH")])
+    (attention,), (state,) = (of_group.values() for of_group in view.groups())
+    assert (attention, state[:4]) == ((32, 8, 4, 0, ()), (64, 1, 1, 24))
+    # Short convolution: four channels of rank 1 in each of three rows.
+    assert state[4] == ((0, 3, 8, 2, 4, 4, 1, 0),)
+    facts = dict(view.facts)
+    assert facts["attention"] == "FLASH"
+    assert facts["groups"].startswith("0: FullAttentionSpec; 1: MambaSpec short_conv ")
+    assert facts["states of convolutions"] == "channels last"
+    assert attention_backends == [["a"]] * len(attention_backends) != []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fact"),
+    [
+        ("dtypes", (SimpleNamespace(itemsize=4),), "groups"),
+        ("mamba_type", "gdn", "groups"),
+        (None, True, "states of convolutions"),
+    ],
+)
+def test_a_state_of_another_kind_is_another_fact(
+    name: str | None, value: object, fact: str, attention_backends: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of another tensor-parallel size: ranks have other shares of it then."""
+    config = cache_of(FullAttentionSpec(), MambaSpec())
+    before = dict(worker(kv_cache_config=config).facts)
+    if name:
+        monkeypatch.setattr(MambaSpec, name, value)
+    else:
+        monkeypatch.setattr(nixl_worker, "dims_first", lambda: value)
+    after = dict(worker(kv_cache_config=config).facts)
+    assert [one for one in before if before[one] != after[one]] == [fact]
+    monkeypatch.setattr(MambaSpec, "shapes", ((3, 8),))
+    assert dict(worker(kv_cache_config=config).facts) == after
+
+
+@pytest.fixture
+def row(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets what the installed vLLM is known for."""
+
+    def known(**shape: Any) -> None:
+        for one in (nixl_kv_cache, states):
+            monkeypatch.setattr(one, "installed_row", lambda: SimpleNamespace(shape=Shape(**shape)))
+
+    return known
+
+
+@pytest.mark.parametrize(
+    ("mode", "drafts", "serves_states", "words"),
+    [
+        ("none", None, True, []),
+        ("align", 0, True, []),
+        ("all", None, True, ["--mamba-cache-mode all"]),
+        ("align", 2, True, ["--speculative-config, with layers that keep a state"]),
+        ("none", None, False, ["layers that keep a state, with vLLM"]),
+    ],
+)
+def test_what_would_make_a_state_the_wrong_one_is_refused(
+    mode: str,
+    drafts: int | None,
+    serves_states: bool,
+    words: list[str],
+    attention_backends: list[list[str]],
+    row: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A state at every block boundary; one behind tokens that were only guessed; an engine that cannot load it."""
+    row(serves_states=serves_states, logical_views=False)
+    monkeypatch.setattr(MambaSpec, "mamba_cache_mode", mode)
+    speculative = None if drafts is None else SimpleNamespace(num_speculative_tokens=drafts)
+    view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()), speculative=speculative)
+    assert [found[: len(word)] for (found, _), word in zip(view.unserved, words, strict=True)] == words
+    assert worker(speculative=speculative).unserved == [], "only where there are states"
+
+
+@pytest.mark.parametrize(
+    ("mode", "keeps_checkpoints", "is_served"),
+    [("none", False, True), ("none", True, True), ("align", False, False), ("align", True, True)],
+)
+def test_checkpoints_of_states_are_served_where_vllm_keeps_them_before_the_last_block(
+    mode: str,
+    keeps_checkpoints: bool,
+    is_served: bool,
+    attention_backends: list[list[str]],
+    row: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From 0.32 on every layer of Mamba2 says that it keeps one; without a prefix cache it keeps none."""
+    row(serves_states=True, keeps_checkpoints=keeps_checkpoints)
+    monkeypatch.setattr(MambaSpec, "mamba_cache_mode", mode)
+    monkeypatch.setattr(MambaSpec, "num_prefill_checkpoint_blocks", 1, raising=False)
+    view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()))
+    assert [found for found, _ in view.unserved] == (
+        [] if is_served else ["checkpoints of states while a prompt is computed"]
+    )
+
+
+def test_no_other_rank_has_a_share_of_a_state(attention_backends: list[list[str]]) -> None:
+    """Unless it has the same number in an engine of the same tensor-parallel size."""
+    ranks = [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2)]
+    found = {worker(world_size=size, tp_rank=rank).share_of(0).first_head for size, rank in ranks}
+    assert len(found) == len(ranks) and found.isdisjoint(range(1024))
+    assert worker(use_mla=True).share_of(0) == worker().share_of(0)
+
+
+@pytest.mark.parametrize(
+    ("heads_here", "tp_size", "named", "expected"),
+    [(4, 2, {}, 8), (1, 8, {"num_key_value_heads": 2}, 8), (1, 2, {"num_key_value_heads": 2}, 2), (1, 1, {}, 1)],
+    ids=["counted", "one of eight by the model", "one of two", "alone"],
+)
+def test_as_many_ranks_have_kv_of_their_own_as_there_are_heads(
+    heads_here: int, tp_size: int, named: dict[str, int], expected: int
+) -> None:
+    """A rank's only head may be one of as many as the model has: more heads than there are mean fewer copies."""
+    spec = FullAttentionSpec()
+    spec.num_kv_heads = heads_here
+    found = worker(kv_cache_config=cache_of(spec), world_size=tp_size, hf_text_config=config_of(**named))
+    assert found.kv_shares == expected
+
+
+def test_the_layer_with_most_heads_says_how_many_ranks_have_kv_of_their_own() -> None:
+    """Its heads would not all arrive otherwise."""
+    specs = [FullAttentionSpec(), FullAttentionSpec()]
+    for spec, heads in zip(specs, (8, 2), strict=True):
+        spec.num_kv_heads = heads
+    for order in (specs, specs[::-1]):
+        assert worker(kv_cache_config=cache_of(*order), world_size=1).kv_shares == 8
+
+
+def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
+    backend = SimpleNamespace(
+        get_kv_cache_shape=lambda num_blocks, block_size, num_kv_heads, head_size: [
+            num_blocks, 2, block_size, num_kv_heads, head_size,
+        ]
+    )  # fmt: skip
+    shape, numbers = worker(attn_backends=[backend]).probe_cache_shape()
+    assert shape == (numbers["num_blocks"], 2, numbers["block_size"], numbers["num_heads"], 1)
+    assert len({*numbers.values()}) == 3 and min(numbers.values()) > 1000
+
+
+def test_latents_beside_states_are_not_all_that_a_rank_needs() -> None:
+    """Kimi-Linear: decode asks one rank of prefill for a latent, and every rank for the states."""
+    latent, drafter = MLAAttentionSpec(), FullAttentionSpec()
+    latent.num_kv_heads, drafter.num_kv_heads = 1, 4
+    assert worker(use_mla=True, kv_cache_config=cache_of(latent)).kv_shares == 1
+    found = worker(use_mla=True, world_size=2, kv_cache_config=cache_of(latent, drafter)).kv_shares
+    assert found == 8, "as many as a draft model has heads"
+    assert worker(use_mla=True, kv_cache_config=cache_of(MLAAttentionSpec(), MambaSpec())).kv_shares == MAX_TP_SIZE
+
+
+@pytest.mark.parametrize(("use_mla", "heads"), [(False, 1_009), (True, 1)], ids=["heads", "latent"])
+def test_where_all_views_are_alike_no_backend_is_asked(
+    shape: Callable[[Shape], None], use_mla: bool, heads: int
+) -> None:
+    """vLLM 0.29: (blocks, heads, tokens, cell), and one head for a latent."""
+    shape(Shape(logical_views=True))
+    asked, numbers = worker(use_mla=use_mla).probe_cache_shape()
+    assert asked == (numbers["num_blocks"], heads, numbers["block_size"], 1)
+    assert Axes.from_probe(asked, **numbers) == Axes(2, None if use_mla else 1, None, 4)
+
+
+def test_pools_are_counted_by_where_layers_lie(shape: Callable[[Shape], None]) -> None:
+    """vLLM 0.29: groups that share pools have a tensor each, with layers at the same bytes."""
+
+    def tensor(*layers: str, offset: int = 0, layer_stride: int = 64) -> SimpleNamespace:
+        return SimpleNamespace(layers=layers, offset=offset, layer_stride=layer_stride)
+
+    def pools(*tensors: SimpleNamespace) -> int:
+        config = SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec()), kv_cache_tensors=tensors)
+        return worker(kv_cache_config=config).num_pools
+
+    shape(Shape(logical_views=True))
+    assert pools(tensor("a", "b", "c")) == 3
+    assert pools(tensor("a", "b"), tensor("c", "d")) == 2
+    assert pools(tensor("a", "b"), tensor("c")) == 2
+    assert pools(tensor("a"), tensor("b", offset=64), tensor("c", offset=128)) == 3
+
+
+def test_memory_is_registered_with_vllms_agent_and_deregistered_by_it() -> None:
+    done: list[Any] = []
+    agent = SimpleNamespace(
+        get_reg_descs=lambda rows, memory_type: (rows, memory_type),
+        register_memory=lambda descriptors, backends: done.append((descriptors, backends)),
+    )
+    view = worker(nixl_wrapper=agent)
+    view.register_memory([(4096, 64)], 2)
+    descriptors = [(4096, 64, 2, "")], "DRAM"
+    assert done == [(descriptors, ["UCX"])]
+    assert view.worker._registered_descs == [descriptors] and view.worker.device_id == 2
+
+
+def test_a_handshake_is_offered_in_vllms_own_envelope(make_module: Callable[..., ModuleType]) -> None:
+    parts = METADATA_MODULE.split(".")
+    for end in range(1, len(parts)):
+        make_module(".".join(parts[:end])).__path__ = []
+    make_module(
+        METADATA_MODULE,
+        "class NixlHandshakePayload:\n"
+        "    def __init__(self, compatibility_hash, agent_metadata_bytes):\n"
+        "        self.told = compatibility_hash, agent_metadata_bytes",
+    )
+    view = worker()
+    view.offer_handshake("tag", b"metadata")
+    assert view.worker.xfer_handshake_metadata.told == ("tag", b"metadata")
+
+
+def test_our_account_takes_the_place_of_vllms() -> None:
+    view = worker()
+    view.use_stats("ours")
+    assert view.stats == "ours"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tp_rank",
+        "world_size",
+        "_physical_blocks_per_logical_kv_block",
+        "xfer_stats",
+        "nixl_memory_type",
+    ],
+)
+def test_a_name_that_is_gone_is_refused_and_not_guessed(name: str) -> None:
+    view = worker()
+    delattr(view.worker, name)
+    asked: list[Callable[[], Any]] = [
+        lambda: view.tp_rank,
+        lambda: view.tp_size,
+        lambda: view.kernel_blocks_per_block,
+        lambda: view.use_stats("ours"),
+        lambda: view.memory_type,
+    ]
+    refused = []
+    for ask in asked:
+        try:
+            ask()
+        except ContractChanged as cause:
+            refused.append(cause.found)
+    assert refused and all(repr(name) in found for found in refused)
+
+
+def test_the_same_in_the_engine(make_module: Callable[..., ModuleType]) -> None:
+    make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
+    view = scheduler(FullAttentionSpec())
+    with pytest.raises(ContractChanged, match="VLLM_NIXL_SIDE_CHANNEL_HOST"):
+        _ = view.address
+    make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
+    del view.config.parallel_config.data_parallel_index
+    with pytest.raises(ContractChanged, match="data_parallel_index"):
+        _ = view.address

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tests/support/shapes/contacts.py`: what differs of a vLLM's contact points with kvcached is found without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.shapes.contacts import differing
+
+from kvcached_nixl.vllm.adapter.kvcached_contacts import Contact
+
+FILES = {
+    "vllm/one.py": "from vllm.other import moved as renamed, gone\n"
+    "class Owner:\n    def method(self, a, /, b, *rest, c=1, **more): ...\n    async def waits(self): ...\n"
+    "def plain(a): ...\n",
+    "vllm/other/__init__.py": "def moved(x, y): ...\n",
+}
+
+
+class Source:
+    paths = frozenset(FILES)
+
+    def read(self, path: str) -> str:
+        return FILES[path]
+
+
+@pytest.mark.parametrize(
+    ("qualname", "parameters", "found"),
+    [
+        ("Owner.method", "self a b rest c more", None),
+        ("Owner.waits", "self", None),
+        ("plain", "a", None),
+        ("plain", "a b", "parameters (a)"),
+        ("Owner.gone", "self", "not there"),
+        ("gone", "self", "not there"),
+        ("nowhere", "self", "not there"),
+        ("renamed", "x y", "not there"),
+    ],
+)
+def test_a_difference_is_found(qualname: str, parameters: str, found: str | None) -> None:
+    source: Any = Source()
+    said = differing(source, [Contact("vllm.one", qualname, tuple(parameters.split()))])
+    assert said == ([] if found is None else [f"vllm.one.{qualname}: {found}"])
+
+
+def test_a_name_that_is_imported_is_read_where_it_is_defined() -> None:
+    source: Any = Source()
+    for text in ("from vllm.other import moved", "from .other import moved"):
+        FILES["vllm/two.py"] = f"{text}\n"
+        source.paths = frozenset(FILES)
+        assert differing(source, [Contact("vllm.two", "moved", ("x", "y"))]) == []
+    assert differing(source, [Contact("vllm.three", "moved", ("x", "y"))]) == ["vllm.three.moved: not there"]

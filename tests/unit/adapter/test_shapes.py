@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks every patch, and every name that is read from vLLM, against the fixture of each series (``tests/shapes``)."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the worker's seams need torch")
+
+from packaging.version import Version
+from support.shapes.fixture import SERIES, VLLM_PATCHES, load
+from support.shapes.judging import missing, troubles, verdicts
+from support.shapes.reads import READS
+
+import kvcached_nixl
+from kvcached_nixl.vllm.adapter.series import ROWS
+
+PACKAGE = Path(kvcached_nixl.__file__).parent
+VERSIONS = sorted((path.stem for path in SERIES.glob("*.json")), key=Version)
+
+BEYOND: set[str] = set()
+"""Of releases that were only read: kvcached 0.1.6 has no adapter for them."""
+
+
+@functools.cache
+def shape_of(version: str) -> dict[str, Any]:
+    return load(version)
+
+
+@pytest.fixture
+def shape() -> dict[str, Any]:
+    """One that may be changed: of the newest tested release."""
+    return copy.deepcopy(shape_of(ROWS[-1].tested))
+
+
+def test_every_series_in_the_table_has_a_fixture() -> None:
+    """Of the release that the tests run against."""
+    assert {row.tested for row in ROWS} == set(VERSIONS) - BEYOND
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_patch_holds_and_is_called(version: str) -> None:
+    """As far as it is for that release."""
+    assert troubles(shape_of(version)) == {}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_name_that_is_read_is_there(version: str) -> None:
+    """Stored or defined by the class or one of its bases, or bound by the module."""
+    assert missing(shape_of(version)) == {}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_fixture_is_small(version: str) -> None:
+    """A few KB: names and parameters, nothing of what vLLM does."""
+    assert (SERIES / f"{version}.json").stat().st_size < 30_000
+
+
+# ------------------------------------------------------------------------------------------------- what it has to find
+
+FACADE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector:NixlBaseConnector"
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ("method(self)", "parameters (self)"),
+        ("method(self, finished_req_ids, *, more=...)", "parameters (self, finished_req_ids, more)"),
+        ("classmethod(cls, finished_req_ids)", "a classmethod"),
+        ("object()", "an object of type object"),
+    ],
+)
+def test_a_changed_signature_is_found(shape: dict[str, Any], changed: str, found: str) -> None:
+    """The message is that of a refusal at start, and says what was expected."""
+    shape["bodies"][FACADE]["methods"]["get_transfer_results"] = changed
+    (verdict,) = [one for one in verdicts(shape) if one.is_trouble]
+    assert (verdict.patch, verdict.word) == ("connector.get_transfer_results", "changed")
+    assert found in verdict.detail and "expected get_transfer_results" in verdict.detail
+
+
+def test_a_method_that_is_only_inherited_from_outside_is_found(shape: dict[str, Any]) -> None:
+    """Wrapped there, it would be wrapped for every other connector."""
+    del shape["bodies"][FACADE]["methods"]["wait_for_save"]
+    assert troubles(shape) == {"connector.wait_for_save": "changed"}
+    del shape["bodies"][BASE]["methods"]["wait_for_save"]
+    assert troubles(shape) == {"connector.wait_for_save": "gone"}
+
+
+def test_a_removed_caller_is_found(shape: dict[str, Any]) -> None:
+    """A wrapper that is never called looks as if it held."""
+    shape["callers"]["engine scheduler._preempt_request"] = []
+    assert troubles(shape) == {"engine scheduler._preempt_request": "no caller"}
+
+
+def test_a_class_that_has_gone_is_found(shape: dict[str, Any]) -> None:
+    """All of its patches, by name."""
+    del shape["places"][SCHEDULER]
+    expected = {patch.name for patch in VLLM_PATCHES if patch.target.name == "engine scheduler"}
+    assert len(expected) == 6
+    assert troubles(shape) == dict.fromkeys(expected, "gone")
+
+
+def test_a_missing_name_is_found(shape: dict[str, Any]) -> None:
+    """One of a class, and a class with all of its names."""
+    shape["reads"]["worker"] = shape["reads"]["worker"].replace("xfer_stats", "-xfer_stats")
+    shape["reads"]["vllm.v1.outputs.KVConnectorOutput"] = None
+    assert missing(shape) == {"worker": ["xfer_stats"], "vllm.v1.outputs.KVConnectorOutput": []}
+
+
+def test_a_release_candidate_is_read_as_the_release(shape: dict[str, Any]) -> None:
+    """A version specifier alone would leave out every patch that names versions."""
+    before = verdicts(shape)
+    shape["version"] += "rc1"
+    assert verdicts(shape) == before
+
+
+@pytest.mark.parametrize(("part", "asked"), [("callers", troubles), ("reads", missing)])
+def test_a_fixture_that_is_older_than_a_patch_or_a_read_says_so(shape: dict[str, Any], part: str, asked: Any) -> None:
+    """What was not looked for is not known, and neither there nor missing."""
+    shape[part].popitem()
+    with pytest.raises(ValueError, match=r"make all anew: python tests/shapes/make\.py make"):
+        asked(shape)
+
+
+# -------------------------------------------------------------------------------------------------- the table of names
+
+
+OF_KVCACHED = {
+    "page_allocator",
+    "block_mem_size",
+    "page_size",
+    "num_layers",
+    "num_kv_buffers",
+    "_get_num_alloced_blocks",
+    "_evict_blocks_from_pool",
+    "_evictable_blocks",
+}
+"""Of kvcached's manager and of the block pool that it puts in the place of vLLM's; ``tests/contract`` runs them."""
+
+OF_OTHERS = {"model_type", "model", "data", "engine_client"} | OF_KVCACHED
+"""Of objects that are not vLLM's own: besides kvcached's, a model's configuration, a draft model of a user's class,
+another connector's statistics, and the state of an HTTP application."""
+
+WITHOUT_VLLM = {
+    "getattr(owner, name, default)",  # `optional`
+    # Of a Hugging Face configuration.
+    "getattr(text, 'rope_parameters', None)",
+    "getattr(text, 'rope_scaling', None)",
+    "getattr(text, 'original_max_position_embeddings', None)",
+    # Of a string or an enumeration's member, by vLLM's version.
+    "getattr(spec.mamba_type, 'name', spec.mamba_type)",
+    # Of any object that a model holds, and what only CPU kernels put there.
+    "getattr(value, '__dict__', {})",
+    "getattr(value, '__module__', None)",
+    "getattr(value, name, None)",
+    "vars(kind).get('__slots__', ())",
+    "vars(module).get('cpu_linear')",
+    # What kvcached has put there, and where a module or an engine may not be there yet.
+    "getattr(super(owner, owner), _LAYOUT, None)",
+    "vars(owner).get('__init__')",
+    "vars(sys.modules[module]).get(name)",
+    "vars(module).get('__version__')",
+    "vars(core).get('scheduler')",
+}
+
+
+def trees(*folders: str) -> Iterator[ast.AST]:
+    for path in (path for folder in folders for path in (PACKAGE / folder).rglob("*.py") if path.stem != "reads"):
+        yield from ast.walk(ast.parse(path.read_text()))
+
+
+def test_every_private_name_and_every_import_is_in_the_table() -> None:
+    """A new one that nobody looks for in other releases would be refused there at a start, or worse in a step."""
+    known = {name for reads in READS for name in reads.all_names}
+    places = {f"{place.module}.{place.qualname}" for reads in READS for place in reads.target.places}
+    known |= {place.rpartition(".")[2] for place in places}
+    modules = {place.module for reads in READS for place in reads.target.places}
+    for node in trees("vllm"):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("private", "optional"):
+            is_known = not isinstance(node.args[1], ast.Constant) or node.args[1].value in known | OF_OTHERS
+            assert is_known, ast.unparse(node)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+            for alias in node.names:
+                assert {f"{node.module}.{alias.name}"} & (places | modules) or alias.name in known, ast.unparse(node)
+
+
+def test_a_read_with_a_default_is_one_that_the_table_has() -> None:
+    """A later vLLM that renames the attribute would otherwise get the default, and nobody would notice."""
+    found = {
+        ast.unparse(node)
+        for node in trees("vllm")
+        if isinstance(node, ast.Call)
+        and (
+            (getattr(node.func, "id", "") == "getattr" and len(node.args) == 3)
+            or (getattr(node.func, "attr", "") == "get" and ast.unparse(node).startswith("vars("))
+        )
+        # What this package has put there itself, by a name of its own.
+        and not re.search(r"\.get\(_[A-Z_]+[,)]", ast.unparse(node))
+    }
+    assert found == WITHOUT_VLLM
+
+
+def test_every_name_in_the_table_is_read() -> None:
+    """As an attribute, as a string, or as a method that a class of this package overrides."""
+    words: set[str] = set()
+    for node in trees("vllm"):
+        words |= {getattr(node, field, "") for field in ("attr", "arg", "name", "value") if _is_word(node, field)}
+    # kvcached_nixl.vllm.adapter.nixl_worker makes these from the names of options.
+    words |= {word.replace("-", "_") for word in words}
+    assert [name for reads in READS for name in reads.all_names if name not in words] == []
+
+
+def _is_word(node: ast.AST, field: str) -> bool:
+    return isinstance(getattr(node, field, None), str)

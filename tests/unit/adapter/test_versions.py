@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm.adapter.versions`: the table of versions, and what is refused outside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.errors import MissingDependency, UnsupportedVersion
+from kvcached_nixl.patching import Patch
+from kvcached_nixl.vllm.adapter import versions
+from kvcached_nixl.vllm.adapter.locate import FACADE
+from kvcached_nixl.vllm.adapter.series import (
+    CHANGES,
+    ROWS,
+    SUPPORTED,
+    Evidence,
+    Row,
+    Shape,
+)
+from kvcached_nixl.vllm.adapter.versions import environment_refusals, reason_to_skip, row_of
+
+
+def patch(**changes: Any) -> Patch:
+    fields: dict[str, Any] = {
+        "target": FACADE,
+        "attribute": "load",
+        "process": "every",
+        "parameters": ("self",),
+        "why": "w",
+        "upstream": "u",
+        "remove_when": "r",
+    }
+    return Patch(**{**fields, **changes})
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set the versions that are found: found(vllm="0.26.0", kvcached=None)."""
+
+    def set_versions(**given: str | None) -> None:
+        table = {"vllm": "0.26.0", "kvcached": "0.1.6", "nixl": "1.0", **given}
+        monkeypatch.setattr(versions, "found_version", table.__getitem__)
+
+    return set_versions
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.tested)
+def test_a_row_contains_its_tested_release(row: Row) -> None:
+    assert row_of(row.tested) is row
+
+
+@pytest.mark.parametrize(
+    ("series", "shape"),
+    [
+        ("0.26", Shape()),
+        ("0.28", Shape(serves_states=True, runners=("V1", "V2"))),
+        ("0.30", Shape(serves_states=True, logical_views=True, runners=("V2",))),
+    ],
+)
+def test_a_row_has_what_changed_up_to_it(series: str, shape: Shape) -> None:
+    """Each change holds until another one sets the same."""
+    (row,) = [row for row in ROWS if row.series == series]
+    assert row.shape == shape
+    assert row.vllm == f">={series},<0.{int(series[2:]) + 1}"
+
+
+def test_series_and_changes_are_in_order() -> None:
+    """A later change would else be undone by an earlier one, and newest would not be the last."""
+    numbers = [int(row.series[2:]) for row in ROWS]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    since = [int(change.since[2:]) for change in CHANGES]
+    assert since == sorted(since) and set(since) <= set(numbers)
+
+
+def test_what_is_said_to_be_supported_is_what_the_rows_are() -> None:
+    """From the first to the last, without a gap; and nothing is a row of which nothing was run."""
+    assert SUPPORTED == ">=0.26,<0.34"
+    assert all(Evidence.CONTRACT in row.evidence for row in ROWS)
+
+
+@pytest.mark.parametrize("version", ["0.26.1", "0.26.0+cpu", "0.28.0", "0.28.1", "0.30.0"])
+def test_releases_of_a_tested_series_are_supported(version: str) -> None:
+    """Local build tags do not matter."""
+    assert row_of(version) is not None
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "0.26.0rc1", "0.28.0rc1", "dev", "unknown", "", None])
+def test_everything_else_is_not(version: str | None) -> None:
+    """No guessing from a neighbour, a development build or a missing version."""
+    assert row_of(version) is None
+
+
+def test_a_supported_environment_has_nothing_to_refuse(found: Callable[..., None]) -> None:
+    """Nothing is refused."""
+    found()
+    assert environment_refusals() == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ({"vllm": "0.25.1"}, UnsupportedVersion, ["vLLM 0.25.1", ">=0.26,<0.34", "tested: 0.26.0, 0.27.1"]),
+        ({"vllm": None}, MissingDependency, ["no vLLM"]),
+        ({"kvcached": "0.1.7"}, UnsupportedVersion, ["kvcached 0.1.7", "==0.1.6"]),
+        ({"kvcached": None}, MissingDependency, ["no kvcached", "unset ENABLE_KVCACHED"]),
+        ({"nixl": None}, MissingDependency, ["no NIXL", "pip install nixl"]),
+    ],
+)
+def test_a_wrong_or_missing_library_is_refused_in_words(
+    found: Callable[..., None], given: dict[str, str | None], kind: type[Exception], words: list[str]
+) -> None:
+    """Found, expected and remedy are all there."""
+    found(**given)
+    ((_, cause),) = environment_refusals()
+    assert type(cause) is kind
+    assert all(word in str(cause) for word in words)
+
+
+def test_a_patch_is_skipped_outside_its_versions(found: Callable[..., None]) -> None:
+    """The reason names both."""
+    found(vllm="0.28.0")
+    assert reason_to_skip(patch(versions="<0.28")) == "for vLLM <0.28, this is 0.28.0"
+    assert reason_to_skip(patch(versions=">=0.28")) is None
+
+
+def test_on_an_unsupported_vllm_only_the_gate_is_applied(found: Callable[..., None]) -> None:
+    """What is refused anyway is not changed either."""
+    found(vllm="0.25.1")
+    assert reason_to_skip(patch()) == "vLLM 0.25.1 is not supported"
+    assert reason_to_skip(patch(when_unsupported=True)) is None
+
+
+def test_the_imported_module_states_its_version_itself(make_module: Callable[..., Any]) -> None:
+    """Third-party builds carry another distribution name; vllm.__version__ is there all the same."""
+    make_module("vllm", "__version__ = '0.28.7'")
+    assert versions.found_version("vllm") == "0.28.7"
+
+
+def test_a_library_that_cannot_be_imported_has_no_version() -> None:
+    """Distribution leftovers do not count."""
+    assert versions.found_version("a_library_nobody_has") is None

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm/patches/completed.py` with modules as vLLM 0.32 and 0.33 have them, and kvcached's replacements."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.errors import Refused
+from kvcached_nixl.vllm.patches.actions.completed import (
+    with_configuration,
+    with_external_weights,
+    with_hash_lookahead,
+    with_rollback,
+)
+
+GIB = 1 << 30
+SNAPSHOT, CACHE = SimpleNamespace(total_memory=80 * GIB), SimpleNamespace(gpu_memory_utilization=0.5)
+
+
+def module(**contents: Any) -> Any:
+    made = types.ModuleType("patched")
+    vars(made).update(contents)
+    return made
+
+
+def gpu_worker() -> Any:
+    """vLLM 0.32's."""
+
+    def request_memory(init_snapshot: Any, cache_config: Any, external_weight_memory: int = 0) -> int:
+        raise AssertionError("kvcached replaces it")
+
+    return module(request_memory=request_memory)
+
+
+def kvcached_request_memory(init_snapshot: Any, cache_config: Any) -> int:
+    return int(init_snapshot.total_memory * cache_config.gpu_memory_utilization)
+
+
+def test_external_weights_are_not_the_engines_to_use() -> None:
+    worker = gpu_worker()
+
+    def apply() -> bool:
+        worker.request_memory = kvcached_request_memory
+        return True
+
+    assert with_external_weights(worker, apply) is True
+    assert worker.request_memory(SNAPSHOT, CACHE) == 40 * GIB
+    assert worker.request_memory(SNAPSHOT, CACHE, 0) == 40 * GIB
+    assert worker.request_memory(SNAPSHOT, CACHE, 15 * GIB) == 25 * GIB
+    assert worker.request_memory(SNAPSHOT, CACHE, external_weight_memory=15 * GIB) == 25 * GIB
+    for too_many in (40 * GIB, 41 * GIB):
+        with pytest.raises(Refused, match="gpu_memory_utilization 0.5") as refused:
+            worker.request_memory(SNAPSHOT, CACHE, too_many)
+        assert str(too_many) in refused.value.found and str(40 * GIB) in refused.value.found
+
+
+def test_what_kvcached_leaves_is_left() -> None:
+    """kvcached says that it has patched the module before, or that it cannot."""
+    worker = gpu_worker()
+    stock = worker.request_memory
+    for answer in (True, False):
+        assert with_external_weights(worker, lambda answer=answer: answer) is answer  # type: ignore[misc]
+        assert worker.request_memory is stock
+
+
+@pytest.fixture
+def profiled() -> Any:
+    """A worker module as patched by kvcached, which runs the model; ``current`` lists vLLM's configuration then."""
+    current: list[Any] = [None]
+    ran_with: list[Any] = []
+
+    @contextlib.contextmanager
+    def set_current_vllm_config(vllm_config: Any) -> Iterator[None]:
+        current.append(vllm_config)
+        try:
+            yield
+        finally:
+            current.pop()
+
+    class Worker:
+        vllm_config = "its configuration"
+
+        def determine_available_memory(self) -> int:
+            raise AssertionError("kvcached replaces it")
+
+    made = module(set_current_vllm_config=set_current_vllm_config, Worker=Worker)
+
+    def determine_available_memory(self: Any) -> int:
+        ran_with.append(current[-1])
+        if self.vllm_config == "broken":
+            raise RuntimeError("out of memory")
+        return 7
+
+    def apply() -> bool:
+        Worker.determine_available_memory = determine_available_memory  # type: ignore[method-assign]
+        return True
+
+    return SimpleNamespace(module=made, apply=apply, ran_with=ran_with, current=current)
+
+
+def test_the_model_is_profiled_with_vllms_configuration(profiled: Any) -> None:
+    assert with_configuration(profiled.module, profiled.apply)
+    assert profiled.module.Worker().determine_available_memory() == 7
+    assert profiled.ran_with == ["its configuration"] and profiled.current == [None]
+
+
+def test_the_configuration_is_unset_when_profiling_raises(profiled: Any) -> None:
+    with_configuration(profiled.module, profiled.apply)
+    worker = profiled.module.Worker()
+    worker.vllm_config = "broken"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        worker.determine_available_memory()
+    assert profiled.current == [None]
+
+
+def coordinators() -> tuple[Any, Callable[[], bool]]:
+    """vLLM 0.33's class of coordinators with its subclass, and kvcached's patch, which replaces the block pool."""
+
+    class KVCacheCoordinator:
+        def __init__(self, kv_cache_config: str, use_eagle: bool, num_hash_lookahead_tokens: int = 0) -> None:
+            self.block_pool = SimpleNamespace(num_hash_lookahead_tokens=num_hash_lookahead_tokens)
+
+    class Unitary(KVCacheCoordinator):
+        def __init__(self, kv_cache_config: str, use_eagle: bool, num_hash_lookahead_tokens: int = 0) -> None:
+            super().__init__(kv_cache_config, use_eagle, num_hash_lookahead_tokens=num_hash_lookahead_tokens)
+
+    made = module(KVCacheCoordinator=KVCacheCoordinator, Unitary=Unitary)
+    stock = KVCacheCoordinator.__init__
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        self.block_pool = SimpleNamespace()
+
+    def apply() -> bool:
+        KVCacheCoordinator.__init__ = patched  # type: ignore[method-assign]
+        return True
+
+    return made, apply
+
+
+@pytest.mark.parametrize("name", ["KVCacheCoordinator", "Unitary"])
+def test_kvcacheds_block_pool_has_the_lookahead(name: str) -> None:
+    made, apply = coordinators()
+    assert with_hash_lookahead(made, apply)
+    assert getattr(made, name)("config", False).block_pool.num_hash_lookahead_tokens == 0
+    assert getattr(made, name)("config", True, 3).block_pool.num_hash_lookahead_tokens == 3
+    assert getattr(made, name)("config", use_eagle=True, num_hash_lookahead_tokens=2).block_pool == SimpleNamespace(
+        num_hash_lookahead_tokens=2
+    )
+
+
+def test_kvcached_patches_the_allocation_as_where_it_undoes_one() -> None:
+    """And nothing else: the version is vLLM's again also if the patch raises."""
+    patch, seen = SimpleNamespace(detected_version="0.26.0"), []
+
+    def apply() -> bool:
+        seen.append(patch.detected_version)
+        if len(seen) > 1:
+            raise RuntimeError
+        return True
+
+    assert with_rollback(patch, apply) is True
+    with pytest.raises(RuntimeError):
+        with_rollback(patch, apply)
+    assert seen == ["0.28.0", "0.28.0"] and patch.detected_version == "0.26.0"

@@ -1,0 +1,617 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`engine`, `engine_blocks` and `step_output` of `vllm.patches`, with stand-ins for vLLM's objects."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from support.engine_fakes import TOKENS
+
+from kvcached_nixl.errors import ContractChanged
+from kvcached_nixl.naming.wants import Want
+from kvcached_nixl.vllm.adapter.attached_state import attach
+from kvcached_nixl.vllm.adapter.series import Shape
+from kvcached_nixl.vllm.patches.actions import queues
+from kvcached_nixl.vllm.patches.actions.engine_blocks import EngineBlocks, bound_sides
+from kvcached_nixl.vllm.patches.actions.step_output import (
+    blocks_of,
+    is_whole,
+    let_load_fail,
+    note_tokens,
+    reports_of,
+    scheduled,
+    tell_finished,
+    with_reports,
+    with_told,
+)
+from kvcached_nixl.wire.step import Reports
+
+
+class Pause(IntEnum):
+    """vLLM's ``PauseState``."""
+
+    NEW = 1
+    PAUSED_ALL = 2
+
+
+@pytest.fixture(autouse=True)
+def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
+    """Sets the shape of the vLLM that is installed; at first that of an old one."""
+
+    def install(shape: Shape) -> None:
+        monkeypatch.setattr(queues, "installed_row", lambda: SimpleNamespace(shape=shape))
+
+    install(Shape())
+    return install
+
+
+def of_status(*names: str) -> list[SimpleNamespace]:
+    """Those whose name begins with "held" are held back by the connector."""
+    return [
+        SimpleNamespace(
+            request_id=("held" if name.startswith("held") else "r") + str(at),
+            status=SimpleNamespace(name=name.rpartition(" ")[2]),
+        )
+        for at, name in enumerate(names)
+    ]
+
+
+def connector() -> SimpleNamespace:
+    one = SimpleNamespace()
+    attach(one, SimpleNamespace(holds_back=lambda request_id: request_id.startswith("held")))
+    return one
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "skipped", "expected"),
+    [
+        ([], ["WAITING", "WAITING"], None, "r0"),
+        ([], ["held WAITING", "WAITING"], None, "r1"),
+        ([], ["held WAITING"], None, None),
+        ([], ["WAITING_FOR_REMOTE_KVS", "PREEMPTED"], None, "r1"),
+        ([], [], ["WAITING_FOR_FSM", "WAITING"], "r1"),
+        ([], ["WAITING"], ["WAITING_FOR_REMOTE_KVS", "WAITING"], "r1"),
+        ([], ["WAITING_FOR_FSM", "WAITING"], ["PREEMPTED"], "r0"),
+        ([], ["WAITING_FOR_REMOTE_KVS"], None, None),
+        ([], [], None, None),
+        (["RUNNING"], ["WAITING"], None, None),
+    ],
+)
+def test_who_is_next_where_nothing_runs(
+    running: list[str], waiting: list[str], skipped: list[str] | None, expected: str | None
+) -> None:
+    """vLLM keeps those that it has passed over in a queue of their own, and begins with that one."""
+    scheduler = SimpleNamespace(
+        running=of_status(*running), waiting=of_status(*waiting), pause_state=0, connector=connector()
+    )
+    scheduler.skipped_waiting = of_status(*(skipped or ()))
+    blocks = EngineBlocks(scheduler)
+    assert blocks.stalled[:1] == ([expected] if expected else []) and not blocks.is_paused
+    scheduler.pause_state = Pause.NEW
+    assert blocks.stalled == [] and blocks.is_paused == (not running)
+
+
+class Prioritized:
+    """As vLLM's queue for ``--scheduling-policy priority``: iterates by priority."""
+
+    def __init__(self, *priorities: int) -> None:
+        self._priorities = priorities
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._priorities))
+
+
+def test_queues_by_priority_are_one() -> None:
+    scheduler = SimpleNamespace(waiting=Prioritized(4, 1), skipped_waiting=Prioritized(2, 5, 3))
+    assert list(queues.queued(scheduler)) == [1, 2, 3, 4, 5]
+
+
+def test_who_no_longer_waits_for_kv_comes_before_all_others() -> None:
+    """vLLM tries none behind the first one that lacks blocks, not even one that has what it needs."""
+    first, second, third = of_status("PREEMPTED", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_REMOTE_KVS")
+    scheduler = SimpleNamespace(skipped_waiting=deque([first, second, third]), waiting=deque())
+    queues.bring_forward(scheduler, {"r2", "unknown"})
+    assert list(scheduler.skipped_waiting) == [third, first, second]
+    queues.bring_forward(scheduler, {"r1", "r2"})
+    assert scheduler.skipped_waiting[2] is first
+    # From 0.31 on vLLM does so itself.
+    queues.bring_forward(SimpleNamespace(kv_holding_waiting=deque(), waiting=deque()), {"r2"})
+
+
+def test_who_waits_before_one_that_would_fit_is_starved() -> None:
+    """vLLM starts none behind it, so nobody is helped by what the other one finds."""
+    large, small = of_status("WAITING", "WAITING")
+    large.num_tokens, small.num_tokens = 20, 4
+    manager = SimpleNamespace(block_size=4, get_num_skipped_tokens=lambda _: 0, req_to_blocks={})
+    kv_cache_manager = SimpleNamespace(
+        enable_caching=False,
+        coordinator=SimpleNamespace(single_type_managers=[manager]),
+        block_pool=SimpleNamespace(get_num_free_blocks=lambda: 2),
+    )
+    scheduler = SimpleNamespace(
+        running=[],
+        max_num_running_reqs=8,
+        waiting=[small],
+        skipped_waiting=[large],
+        pause_state=0,
+        connector=connector(),
+        kv_cache_manager=kv_cache_manager,
+    )
+    assert EngineBlocks(scheduler).starved == ("r0", 5 - 2)
+
+
+def test_who_has_its_kv_and_lacks_a_block_is_starved() -> None:
+    """Its own blocks are in the prefix cache, and are not counted as others' that it could share: it would wait for
+    ever, and all those behind it, if another engine has taken the memory since."""
+    (request,) = of_status("WAITING")
+    request.num_tokens, request.num_computed_tokens, request.block_hashes = 17, 16, ()
+    own = [SimpleNamespace(ref_cnt=1, is_null=False)] * 4
+    manager = SimpleNamespace(block_size=4, get_num_skipped_tokens=lambda _: 0, req_to_blocks={"r0": own})
+    kv_cache_manager = SimpleNamespace(
+        enable_caching=True,
+        coordinator=SimpleNamespace(
+            single_type_managers=[manager], find_longest_cache_hit=lambda hashes, most: ((own,), 16)
+        ),
+        block_pool=SimpleNamespace(get_num_free_blocks=lambda: 0),
+    )
+    scheduler = SimpleNamespace(
+        running=[],
+        max_num_running_reqs=8,
+        num_lookahead_tokens=0,
+        waiting=[],
+        skipped_waiting=[request],
+        pause_state=0,
+        connector=connector(),
+        kv_cache_manager=kv_cache_manager,
+    )
+    assert EngineBlocks(scheduler).starved == ("r0", 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "holds", "runs_held_kv", "expected"),
+    [
+        (0, "PREEMPTED", True, "r0"),
+        (Pause.NEW, "PREEMPTED", True, "r0"),
+        (Pause.NEW, "WAITING_FOR_REMOTE_KVS", True, None),
+        (Pause.NEW, "PREEMPTED", False, None),
+        (Pause.PAUSED_ALL, "PREEMPTED", True, None),
+    ],
+)
+def test_a_pause_may_let_those_run_that_hold_kv(
+    state: int, holds: str, runs_held_kv: bool, expected: str | None, shape: Callable[[Shape], None]
+) -> None:
+    """From vLLM 0.32 on. The others, of which the second one waits for blocks, it never does."""
+    shape(Shape(held_kv_runs_while_pausing=runs_held_kv))
+    scheduler = SimpleNamespace(
+        running=[], kv_holding_waiting=of_status(holds), waiting=[], pause_state=state, connector=connector()
+    )
+    scheduler.waiting = of_status("WAITING_FOR_FSM", "WAITING") if state else []
+    assert EngineBlocks(scheduler).stalled[:1] == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("status", "num_computed", "expected"),
+    [
+        ("FINISHED_STOPPED", TOKENS, True),
+        ("FINISHED_LENGTH_CAPPED", TOKENS + 5, True),
+        ("FINISHED_REPETITION", TOKENS, True),
+        ("FINISHED_STOPPED", TOKENS - 1, False),
+        ("FINISHED_ABORTED", TOKENS, False),
+        ("FINISHED_IGNORED", TOKENS, False),
+        ("FINISHED_ERROR", TOKENS, False),
+        ("RUNNING", TOKENS, False),
+    ],
+)
+def test_a_request_is_whole_if_it_ended_by_itself_with_its_prompt_computed(
+    status: str, num_computed: int, expected: bool
+) -> None:
+    made = SimpleNamespace(
+        status=SimpleNamespace(name=status), num_computed_tokens=num_computed, num_prompt_tokens=TOKENS
+    )
+    assert is_whole(made) is expected
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+
+def new(request_id: str, block_ids: tuple[list[int], ...], num_computed: int) -> SimpleNamespace:
+    return SimpleNamespace(req_id=request_id, block_ids=block_ids, num_computed_tokens=num_computed)
+
+
+def output(new_reqs: list[Any], cached: list[tuple[str, Any, int]], resumed: set[str], tokens: dict[str, int]) -> Any:
+    names, blocks, computed = ([one[place] for one in cached] for place in range(3))
+    return SimpleNamespace(
+        scheduled_new_reqs=new_reqs,
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=names, new_block_ids=blocks, num_computed_tokens=computed, resumed_req_ids=resumed
+        ),
+        num_scheduled_tokens=tokens,
+    )
+
+
+def test_every_request_of_a_step_is_there_with_its_tokens_at_the_end() -> None:
+    """New ones, running ones with and without further blocks, and one that was preempted."""
+    step = output(
+        [new("n", ([1, 2],), 4)],
+        [("c", ([7],), 8), ("same", None, 3), ("again", ([5, 6],), 0)],
+        {"again"},
+        {"n": 3, "c": 2, "same": 1, "again": 6},
+    )
+    assert list(scheduled(step)) == [
+        ("n", ([1, 2],), True, 7, 4),
+        ("c", ([7],), False, 10, 8),
+        ("same", (), False, 4, 3),
+        ("again", ([5, 6],), True, 6, 0),
+    ]
+
+
+def test_an_idle_step_has_none() -> None:
+    assert list(scheduled(output([], [], set(), {}))) == []
+
+
+def test_lists_that_do_not_belong_together_are_an_error() -> None:
+    step = output([], [("c", ([7],), 8)], set(), {"c": 1})
+    step.scheduled_cached_reqs.num_computed_tokens = []
+    with pytest.raises(ValueError, match="zip"):
+        list(scheduled(step))
+
+
+def test_block_ids_are_those_of_vllm() -> None:
+    assert blocks_of(SimpleNamespace(get_block_ids=lambda: ([1, 2], [3]))) == ([1, 2], [3])
+
+
+# --------------------------------------------------------------------------------------------------------------- blocks
+
+
+class Pool:
+    """vLLM's ``BlockPool``, or the one that kvcached puts in its place."""
+
+    def __init__(self) -> None:
+        self.freed: list[list[Any]] = []
+
+    def free_blocks(self, blocks: Any) -> None:
+        self.freed.append(list(blocks))
+
+
+def block(name: str, *, is_null: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(name=name, is_null=is_null)
+
+
+def manager(block_size: int = 4, skipped: int = 0, **blocks: list[Any]) -> SimpleNamespace:
+    notes = {name: len(blocks[name]) for name in blocks}
+    return SimpleNamespace(
+        req_to_blocks=dict(blocks),
+        num_cached_block=notes,
+        free=lambda name: notes.pop(name, None),
+        block_size=block_size,
+        get_num_skipped_tokens=lambda num_tokens: min(skipped, num_tokens),
+    )
+
+
+def managing(*managers: SimpleNamespace) -> tuple[Any, Pool]:
+    pool = Pool()
+    coordinator = SimpleNamespace(single_type_managers=managers)
+    return SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator, block_pool=pool)), pool
+
+
+def test_blocks_are_taken_from_a_request_and_given_back_as_vllm_would() -> None:
+    """Last first, so that a prefix stays longest; other requests keep theirs, and nothing is freed before."""
+    a, b, c, e, f, other = map(block, "abcefo")
+    first, second = manager(mine=[a, b, c], other=[other]), manager(mine=[e, f], other=[])
+    scheduler, pool = managing(first, second)
+    blocks = EngineBlocks(scheduler)
+    taken = blocks.take("mine")
+    assert taken == [c, b, a, f, e]
+    assert pool.freed == []
+    assert (first.req_to_blocks, second.req_to_blocks) == ({"other": [other]}, {"other": []})
+    assert (first.num_cached_block, second.num_cached_block) == ({"other": 1}, {"other": 0})
+    blocks.give_back(taken)
+    assert pool.freed == [[c, b, a, f, e]]
+    assert blocks.take("mine") == []
+
+
+def test_the_null_block_is_nobodys() -> None:
+    """A window that has moved on holds it many times; if it were freed once, a request could get it."""
+    a, null = block("a"), block("0", is_null=True)
+    scheduler, _ = managing(manager(mine=[null, null, a]))
+    assert EngineBlocks(scheduler).take("mine") == [a]
+
+
+def test_what_a_window_keeps_starts_a_block() -> None:
+    scheduler, _ = managing(manager(), manager(skipped=7), manager(block_size=16, skipped=33))
+    assert EngineBlocks(scheduler).first_tokens(100) == (0, 4, 32)
+    assert EngineBlocks(scheduler).first_tokens(5) == (0, 4, 0)
+
+
+@pytest.mark.parametrize("name", ["req_to_blocks", "free"])
+def test_a_changed_scheduler_is_refused_by_the_name_that_is_gone(name: str) -> None:
+    """A default in its place would let blocks be reused while they are read."""
+    one = manager(mine=[])
+    delattr(one, name)
+    with pytest.raises(ContractChanged, match=name):
+        EngineBlocks(managing(one)[0]).take("mine")
+    with pytest.raises(ContractChanged, match="kv_cache_manager"):
+        EngineBlocks(SimpleNamespace()).take("mine")
+    with pytest.raises(ContractChanged, match="kv_cache_manager"):
+        EngineBlocks(SimpleNamespace()).give_back([])
+
+
+@pytest.mark.parametrize(("is_alone", "expected"), [(True, False), (False, True)])
+def test_blocks_are_shared_where_ours_is_one_of_several_connectors(is_alone: bool, expected: bool) -> None:
+    """A8: what another one has loaded may turn out to be no good."""
+    connector = SimpleNamespace()
+    attach(connector, "ours")
+    found = connector if is_alone else SimpleNamespace(_connectors=[connector, SimpleNamespace()])
+    assert EngineBlocks(SimpleNamespace(connector=found)).are_shared is expected
+
+
+def test_every_side_knows_whose_blocks_these_are() -> None:
+    bound: list[Any] = []
+    made = [SimpleNamespace(bind=bound.append) for _ in range(2)]
+    connectors = [SimpleNamespace(), SimpleNamespace(), SimpleNamespace()]
+    for connector, ours in zip(connectors, made, strict=False):
+        attach(connector, ours)
+    engine = SimpleNamespace(connector=SimpleNamespace(_connectors=connectors))
+    assert sorted(map(id, bound_sides(engine))) == sorted(map(id, made))
+    assert bound == [EngineBlocks(engine)] * 2
+
+
+@pytest.mark.parametrize("knows_groups", [True, False])
+def test_a_connector_is_told_of_an_end_with_every_block(
+    make_module: Callable[..., ModuleType], knows_groups: bool
+) -> None:
+    """A connector of another package, with NIXL's inside it, may know one KV-cache group."""
+    parts = ["vllm", "distributed", "kv_transfer", "kv_connector", "v1", "base"]
+    for end in range(1, len(parts)):
+        make_module(".".join(parts[:end])).__path__ = []
+    base = make_module(".".join(parts), "class SupportsHMA:\n    pass").SupportsHMA
+    told: list[Any] = []
+
+    class Connector(base if knows_groups else object):  # type: ignore[misc]
+        def request_finished_all_groups(self, one: Any, block_ids: Any) -> str:
+            told.append(("all groups", one, block_ids))
+            return "answer"
+
+        def request_finished(self, one: Any, block_ids: Any) -> str:
+            told.append(("one group", one, block_ids))
+            return "answer"
+
+    manager = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2], [3]) if request_id == "r" else None)
+    engine = SimpleNamespace(connector=Connector(), kv_cache_manager=manager)
+    one = SimpleNamespace(request_id="r")
+    assert tell_finished(engine, one) == "answer"
+    assert told == [("all groups", one, ([1, 2], [3])) if knows_groups else ("one group", one, [1, 2])]
+
+
+# -------------------------------------------------------------------------------------------------------------- reports
+
+
+OUTPUTS = """
+class KVConnectorOutput:
+    def __init__(self):
+        self.finished_sending = self.finished_recving = None
+        self.invalid_block_ids = set()
+        self.kv_connector_stats = None
+"""
+
+
+@pytest.fixture
+def outputs(make_module: Callable[..., ModuleType]) -> ModuleType:
+    for name in ("vllm", "vllm.v1"):
+        make_module(name).__path__ = []
+    return make_module("vllm.v1.outputs", OUTPUTS)
+
+
+def test_what_all_ranks_have_reported_is_read_and_not_changed(outputs: ModuleType) -> None:
+    found = outputs.KVConnectorOutput()
+    found.finished_sending, found.invalid_block_ids = {"a", "gone"}, {4, -70}
+    reports = reports_of(SimpleNamespace(kv_connector_output=found))
+    assert reports == Reports({"a", "gone"}, set(), {4, -70})
+    reports.sent.clear()
+    reports.invalid.clear()
+    assert (found.finished_sending, found.invalid_block_ids) == ({"a", "gone"}, {4, -70})
+    assert reports_of(SimpleNamespace(kv_connector_output=None)) == Reports(set(), set(), set())
+
+
+def reported(**statuses: str) -> SimpleNamespace:
+    """An engine whose requests have these states."""
+
+    def one(name: str) -> SimpleNamespace:
+        return SimpleNamespace(status=SimpleNamespace(name=name), is_finished=lambda: name.startswith("FINISHED"))
+
+    return SimpleNamespace(requests={request_id: one(name) for request_id, name in statuses.items()})
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ("FINISHED_ABORTED", ({"a"}, set())),
+        ("WAITING_FOR_REMOTE_KVS", (set(), {"a"})),
+        ("RUNNING", (set(), set())),
+        ("WAITING", (set(), set())),
+        ("PREEMPTED", (set(), set())),
+    ],
+)
+def test_of_one_request_vllm_hears_what_its_state_allows(status: str, expected: tuple[set[str], set[str]]) -> None:
+    """Several connectors (``MultiConnector``) may name it at once, and again: vllm#46240, vllm#51786."""
+    step = SimpleNamespace(kv_connector_output=None)
+    told = with_reports(reported(a=status), step, Reports({"a"}, {"a"}, set())).kv_connector_output
+    assert (told.finished_sending, told.finished_recving) == expected
+
+
+def test_reports_take_the_place_of_a_steps_own(outputs: ModuleType) -> None:
+    """Ids of finished requests are left out, because vLLM asserts on them. Its other reports are unchanged."""
+    found = outputs.KVConnectorOutput()
+    found.finished_sending, found.stats = {"before"}, "stats"
+    step = SimpleNamespace(kv_connector_output=found, sampled="tokens")
+    engine = reported(a="FINISHED_STOPPED", b="FINISHED_ABORTED", c="WAITING_FOR_REMOTE_KVS", d="FINISHED_ERROR")
+    made = with_reports(engine, step, Reports({"a", "b", "gone"}, {"c", "d", "gone too"}, {4}))
+    told = made.kv_connector_output
+    assert (told.finished_sending, told.finished_recving, told.invalid_block_ids) == ({"a", "b"}, {"c", "d"}, {4})
+    assert (told.stats, made.sampled) == ("stats", "tokens")
+    assert step.kv_connector_output is found and found.finished_sending == {"before"}
+
+
+def test_timelines_are_taken_out_and_times_in_states_put_in(outputs: ModuleType) -> None:
+    found, timeline = outputs.KVConnectorOutput(), [7, "", [[1, 2.0, 0]], 3.0]
+    stats = {"kvcached_nixl_timelines": [timeline], "kvcached_nixl_state_seconds": []}
+    found.kv_connector_stats = SimpleNamespace(data=stats)
+    step = SimpleNamespace(kv_connector_output=found)
+    reports = reports_of(step)
+    assert reports.timelines == [timeline] and "kvcached_nixl_timelines" not in stats
+    reports.lasted.append((1, True, 0.5))
+    made = with_reports(SimpleNamespace(requests={}), step, reports)
+    assert made.kv_connector_output.kv_connector_stats.data == {"kvcached_nixl_state_seconds": [[1, True, 0.5]]}
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_a_hand_over_ends_with_a_token_of_its_request(awaits: bool) -> None:
+    """An output without one is no token. Nothing is looked at where no hand-over waits for one."""
+    told: list[str] = []
+
+    def output(name: str, *tokens: int) -> SimpleNamespace:
+        return SimpleNamespace(request_id=name, new_token_ids=list(tokens))
+
+    side = SimpleNamespace(timelines=SimpleNamespace(awaits_tokens=awaits, answered=told.extend))
+    outputs = {0: SimpleNamespace(outputs=[output("a", 5), output("b")]), 1: SimpleNamespace(outputs=[output("c", 6)])}
+    note_tokens([side], outputs if awaits else None)
+    assert told == (["a", "c"] if awaits else [])
+
+
+def test_a_step_without_reports_is_left_as_it_is(outputs: ModuleType) -> None:
+    """Nearly every step: its statistics need no copy of it. One that has reports of its own is never left."""
+    for found in (None, outputs.KVConnectorOutput()):
+        step = SimpleNamespace(kv_connector_output=found)
+        assert with_reports(SimpleNamespace(requests={}), step, Reports(set(), set(), set())) is step
+    for name, value in (("finished_sending", {"a"}), ("finished_recving", {"a"}), ("invalid_block_ids", {1})):
+        step = SimpleNamespace(kv_connector_output=outputs.KVConnectorOutput())
+        setattr(step.kv_connector_output, name, value)
+        made = with_reports(SimpleNamespace(requests={}), step, Reports(set(), set(), set()))
+        assert not getattr(made.kv_connector_output, name)
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize("field", ["sent", "received", "invalid"])
+def test_what_our_scheduler_finds_out_by_itself_gets_a_report(field: str) -> None:
+    """A deadline, with a step that had nothing to report: vLLM shares one output among all of those."""
+    step, reports = SimpleNamespace(kv_connector_output=None), Reports(set(), set(), set())
+    getattr(reports, field).add(-1 if field == "invalid" else "a")
+    made = with_reports(reported(a="WAITING_FOR_REMOTE_KVS"), step, reports)
+    assert made.kv_connector_output is not None and step.kv_connector_output is None
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+def failing(recomputes: bool, **requests: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(
+        requests=requests, recompute_kv_load_failures=recomputes, failed_recving_kv_req_ids={"another"}
+    )
+
+
+def loading(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(num_computed_tokens=8, **fields)
+
+
+def none(_: str) -> bool:
+    return False
+
+
+def test_a_request_without_its_kv_is_computed_anew() -> None:
+    """It starts again, as if nothing had been cached; a request that does not exist any more is ignored."""
+    one, other = loading(), loading()
+    engine = failing(True, one=one, other=other)
+    assert let_load_fail(engine, {"one", "gone"}, none) == set()
+    assert one.num_computed_tokens == 0
+    assert other.num_computed_tokens == 8
+    assert engine.failed_recving_kv_req_ids == {"another", "one"}
+
+
+def test_or_it_fails() -> None:
+    engine = failing(False, one=loading(), other=loading())
+    assert let_load_fail(engine, {"one", "gone"}, none) == {"one"}
+    assert engine.failed_recving_kv_req_ids == {"another"}
+
+
+def test_one_that_another_server_is_asked_for_starts_again_whatever_the_policy_says() -> None:
+    engine = failing(False, one=loading(), other=loading())
+    assert let_load_fail(engine, {"one", "other"}, {"one"}.__contains__) == {"other"}
+    assert engine.failed_recving_kv_req_ids == {"another", "one"}
+
+
+def test_nothing_has_failed() -> None:
+    assert let_load_fail(failing(False), set(), none) == set()
+
+
+def test_what_clients_are_told_goes_with_the_ends_of_their_failed_requests() -> None:
+    """With no other output, and not in place of what vLLM says."""
+
+    def output(request_id: str, reason: str | None, stop_reason: Any = None) -> SimpleNamespace:
+        finish_reason = None if reason is None else SimpleNamespace(name=reason)
+        return SimpleNamespace(request_id=request_id, finish_reason=finish_reason, stop_reason=stop_reason)
+
+    failed, others, fine = output("a", "ERROR"), output("b", "ERROR"), output("a", "STOP")
+    said, on_its_way = output("a", "ERROR", "as vLLM says"), output("a", None)
+    outputs = {
+        0: SimpleNamespace(outputs=[failed, others, said]),
+        1: SimpleNamespace(outputs=[fine, on_its_way]),
+    }
+    assert with_told(outputs, {"a": "KV hand-over failed: cause=lease"}) is outputs
+    assert failed.stop_reason == "KV hand-over failed: cause=lease" and said.stop_reason == "as vLLM says"
+    assert others.stop_reason is fine.stop_reason is on_its_way.stop_reason is None
+    with_told(outputs, {})
+
+
+@pytest.mark.parametrize("has_kvcached", [True, False])
+def test_what_is_mapped_counts_pages_in_use_and_in_reserve_in_every_buffer(has_kvcached: bool) -> None:
+    """Not what kvcached's own figure says, which leaves the reserve out."""
+    pages = SimpleNamespace(get_num_inuse_pages=lambda: 3, get_num_reserved_pages=lambda: 2)
+    manager = SimpleNamespace(page_allocator=pages, page_size=1024, num_layers=4, num_kv_buffers=2)
+    pool = SimpleNamespace(kv_cache_manager=manager) if has_kvcached else SimpleNamespace()
+    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
+    assert EngineBlocks(scheduler).mapped_bytes() == (5 * 1024 * 8 if has_kvcached else 0)
+
+
+@pytest.mark.parametrize(("num_alloced", "num_used"), [(1, 0), (4, 1), (0, 0)])
+def test_neither_the_null_block_nor_a_cached_one_is_in_use(num_alloced: int, num_used: int) -> None:
+    """An idle engine that says otherwise looks as if memory did not come back."""
+    pages = SimpleNamespace(get_avail_physical_pages=lambda: 5)
+    counts = {"page_size": 1024, "num_layers": 4, "num_kv_buffers": 2, "_get_num_alloced_blocks": lambda: num_alloced}
+    manager = SimpleNamespace(page_allocator=pages, **counts)
+    cached = {"_evictable_blocks": {1: 1, 2: 2} if num_alloced > 1 else {}}
+    pool = SimpleNamespace(kv_cache_manager=manager, num_gpu_blocks=10, get_num_free_blocks=lambda: 6, **cached)
+    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool), waiting=[], skipped_waiting=[])
+    usage = EngineBlocks(scheduler).usage()
+    assert (usage.num_free, usage.num_used, usage.free_bytes) == (6, num_used, 5 * 1024 * 8)
+
+
+@pytest.mark.parametrize(("target", "asked"), [(0, []), (1 << 21, [0])])
+def test_kvcached_looks_at_a_limit_that_was_changed(target: int, asked: list[int]) -> None:
+    """By allocating nothing. 0: it was never changed."""
+    found: list[int] = []
+    manager = SimpleNamespace(page_allocator=SimpleNamespace(get_resize_target=lambda: target), alloc=found.append)
+    for pool in (SimpleNamespace(kv_cache_manager=manager), SimpleNamespace()):
+        EngineBlocks(SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))).apply_limit()
+    assert found == asked
+
+
+@pytest.mark.parametrize(
+    ("running", "needs_others", "is_stalled"), [([], False, True), ([], True, False), (["one"], False, False)]
+)
+def test_only_who_would_run_with_more_memory_is_stalled(
+    monkeypatch: pytest.MonkeyPatch, running: list[str], needs_others: bool, is_stalled: bool
+) -> None:
+    """One that waits for another engine all the same is not worth what others would give up."""
+    said: list[Want] = []
+    for name, value in (("starved", ("r1", 3)), ("_block_bytes", 8), ("_bytes_to_map", 100)):
+        monkeypatch.setattr(EngineBlocks, name, value)
+    blocks = EngineBlocks(SimpleNamespace(running=running))
+    vars(blocks)["_wants"] = SimpleNamespace(say=said.append)
+    assert blocks.tell_neighbours(lambda one: needs_others and one == "r1")
+    assert said == [Want(24, is_stalled)]

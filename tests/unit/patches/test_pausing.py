@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm.patches.actions.pausing`: an engine survives a cache that it cannot clear, and the caller gets an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.errors import ContractChanged
+from kvcached_nixl.vllm.adapter.series import Shape
+from kvcached_nixl.vllm.patches.actions import pausing
+from kvcached_nixl.vllm.patches.actions.pausing import tell_who_waits
+
+logger = logging.getLogger(__name__)
+
+
+@pytest.fixture(autouse=True)
+def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
+    """Sets the shape of the vLLM that is installed; at first that of one whose callbacks raise."""
+
+    def install(shape: Shape) -> None:
+        monkeypatch.setattr(pausing, "installed_row", lambda: SimpleNamespace(shape=shape))
+
+    install(Shape())
+    return install
+
+
+def clear(engine: Any, future: Future[None]) -> None:
+    """As vLLM's: clears the cache, and then answers waiting callers."""
+    if engine.blocks_in_use:
+        raise RuntimeError("Failed to reset KV cache")
+    future.set_result(None)
+
+
+def idle(engine: SimpleNamespace) -> None:
+    """What vLLM does when an engine is idle, with ours around it."""
+    tell_who_waits(engine, logger)
+    tell_who_waits(engine, logger)
+    callbacks = engine._idle_state_callbacks
+    while callbacks:
+        callbacks.pop()(engine)
+
+
+def paused(*callbacks: Any, blocks_in_use: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(_idle_state_callbacks=list(callbacks), blocks_in_use=blocks_in_use)
+
+
+def test_whoever_paused_it_is_told_that_its_cache_was_not_cleared(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's loop would end with what is raised; a client gets an error, and may ask again."""
+    first, second = Future[None](), Future[None]()
+    engine = paused(partial(clear, future=first), partial(clear, future=second), blocks_in_use=3)
+    idle(engine)
+    for future in (first, second):
+        with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+            future.result(0)
+    assert "goes on" in caplog.text
+    again = Future[None]()
+    engine.blocks_in_use = 0
+    engine._idle_state_callbacks.append(partial(clear, future=again))
+    idle(engine)
+    assert again.result(0) is None
+
+
+def test_what_nobody_waits_for_ends_the_engine_as_before() -> None:
+    def broken(engine: Any) -> None:
+        raise OSError("anything")
+
+    with pytest.raises(OSError, match="anything"):
+        idle(paused(broken))
+    done = Future[None]()
+    done.set_result(None)
+    with pytest.raises(RuntimeError):
+        idle(paused(partial(clear, future=done), blocks_in_use=1))
+
+
+def test_a_vllm_that_tells_its_callers_itself_is_left_alone(shape: Callable[[Shape], None]) -> None:
+    """From 0.31 on."""
+    shape(Shape(pause_errors_reach_callers=True))
+    callback = partial(clear, future=Future[None]())
+    engine = paused(callback, blocks_in_use=1)
+    tell_who_waits(engine, logger)
+    assert vars(engine)["_idle_state_callbacks"] == [callback]
+
+
+def test_a_changed_loop_is_refused_by_name() -> None:
+    with pytest.raises(ContractChanged, match="_idle_state_callbacks"):
+        tell_who_waits(SimpleNamespace(), logger)
