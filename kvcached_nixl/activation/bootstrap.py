@@ -158,7 +158,7 @@ def _announce(registry: Registry) -> None:
     """Record refusals of the environment, and write the report to the server's log, once."""
     from kvcached_nixl.cli import report
     from kvcached_nixl.vllm.adapter.versions import environment_refusals
-    from kvcached_nixl.vllm.patches.actions.windows import WINDOWS
+    from kvcached_nixl.vllm.patches.windows import WINDOWS
 
     for name, cause in environment_refusals():
         registry.refuse(name, cause)

@@ -22,7 +22,7 @@ from vllm.v1.core import block_pool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvcached_nixl.vllm.patches.actions.block_events import report_blocks
+from kvcached_nixl.vllm.patches.kvcached_quirks import report_blocks
 
 BLOCK_SIZE, BLOCKS, GROUP = 4, 24, 0
 

@@ -21,7 +21,7 @@ from kvcached_nixl.vllm.adapter.model_runner_policy import SWITCH, accepted, out
 from kvcached_nixl.vllm.adapter.model_runner_query import ask
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
 from kvcached_nixl.vllm.adapter.versions import found_version, installed_row, row_of
-from kvcached_nixl.vllm.patches.actions.windows import Windows
+from kvcached_nixl.vllm.patches.windows import Windows
 
 VLLM = str(found_version("vllm"))
 CONFIG = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.core import block_pool
 
-from kvcached_nixl.vllm.patches.actions.windows import Windows
+from kvcached_nixl.vllm.patches.windows import Windows
 
 __all__ = ["Pages", "elastic_pool", "put_into", "windows_open"]
 

@@ -46,7 +46,7 @@ def state(contact: str) -> dict[str, Any]:
 def changes() -> list[str]:
     """What kvcached replaces in vLLM, by module and name. This process starts with the gate shut."""
     vllm = importlib.import_module("vllm")
-    contacts = importlib.import_module("kvcached_nixl.vllm.adapter.kvcached_contacts").CONTACTS
+    contacts = importlib.import_module("kvcached_nixl.vllm.patches.windows").CONTACTS
     for contact in contacts:
         importlib.import_module(contact.module)
     before = _functions()

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patches: where vLLM calls this package. One file per vLLM class, one `Patch` per method, no logic.
+"""Where vLLM calls this package: one module a subject, in which a patch and what it does stand together.
 
-`PATCHES` lists everything that is patched, in the order in which it is decided: first the gate, then the removal of
-kvcached's own patch, then the others.
+A function below ``@Patch(...).around`` runs in place of what the record names. It decides whether to call the original.
 """
 
 from __future__ import annotations
 
 from kvcached_nixl.patching import Seam
 from kvcached_nixl.vllm.patches import (
-    completed,
     connector,
+    factory,
     frontend,
+    kvcached_quirks,
     naming,
     pausing,
     scheduler,
@@ -20,22 +20,24 @@ from kvcached_nixl.vllm.patches import (
     weights,
     windows,
 )
-from kvcached_nixl.vllm.patches.factory import GATES
-from kvcached_nixl.vllm.patches.superseded import patch_connector
 
 __all__ = ["PATCHES"]
 
-PATCHES: tuple[Seam, ...] = (
-    *GATES,
-    patch_connector,
-    *windows.SEAMS,
-    *transfer_config.SEAMS,
-    *completed.SEAMS,
-    *connector.SEAMS,
-    *states.SEAMS,
-    *scheduler.SEAMS,
-    *pausing.SEAMS,
-    *weights.SEAMS,
-    *frontend.SEAMS,
-    *naming.SEAMS,
+_SUBJECTS = (
+    factory,
+    kvcached_quirks,
+    windows,
+    transfer_config,
+    connector,
+    states,
+    scheduler,
+    pausing,
+    weights,
+    frontend,
+    naming,
 )
+
+PATCHES: tuple[Seam, ...] = tuple(
+    one for subject in _SUBJECTS for one in vars(subject).values() if isinstance(one, Seam)
+)
+"""Everything that is patched, in the order in which it is decided: the gate, kvcached's own patch, then the others."""

@@ -310,6 +310,3 @@ def build_prom_metrics(call: Call) -> Any:
     made.counts_engines = private(parallel, "_api_process_rank") < 1
     HandshakeWatch(SideChannel(), engines, int(private(parallel, "tensor_parallel_size")), made)
     return made
-
-
-SEAMS = tuple(one for one in list(vars().values()) if isinstance(one, Seam))

@@ -40,7 +40,7 @@ from kvcached_nixl.vllm.adapter.neighbours import connector_classes, require_no_
 from kvcached_nixl.vllm.adapter.nixl_scheduler import SchedulerView
 from kvcached_nixl.vllm.adapter.private import private
 
-__all__ = ["GATES", "require_complete"]
+__all__ = ["require_complete"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -116,9 +116,6 @@ def construct(call: Call) -> None:
     call.proceed()
     attach(call.instance, build_scheduler(view, address, MonotonicClock()))
     attach_address(call.instance, address)
-
-
-GATES = (create_connector, construct)
 
 
 def require_complete(registry: Decisions, connector: str) -> None:

@@ -216,17 +216,3 @@ REGISTER_SCALE_OUT_API_ROUTERS = Patch(
 def register_scale_out_api_routers(call: Call) -> None:
     call.proceed()
     add_route(call.argument("app"))
-
-
-SEAMS = (
-    shut_down,
-    check_health,
-    serve_http,
-    add_request,
-    assign_request_id,
-    update_stats_from_finished,
-    do_tracing,
-    process_mm_uuids,
-    model_id,
-    register_scale_out_api_routers,
-)

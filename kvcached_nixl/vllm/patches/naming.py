@@ -78,6 +78,3 @@ def shut_down(call: Call) -> Any:
     if is_over:
         give_up_name()
     return is_over
-
-
-SEAMS = (make_executor, make_worker, shut_down)

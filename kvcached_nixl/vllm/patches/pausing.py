@@ -128,12 +128,3 @@ def handle_shutdown(call: Call) -> bool:
     if found:
         end_at_once(call.instance, logger)
     return bool(call.proceed())
-
-
-SEAMS = (
-    pause_scheduler,
-    resume_scheduler,
-    reset_prefix_cache,
-    notify_idle_state_callbacks,
-    handle_shutdown,
-)

@@ -226,14 +226,3 @@ def process_input_queue(call: Call) -> None:
     for side in sides(call.instance.scheduler.connector):
         side.ask()
     identify_if_due(call.instance)
-
-
-SEAMS = (
-    preprocess_add_request,
-    add_request,
-    update_from_output,
-    handle_invalid_blocks,
-    preempt_request,
-    connector_finished,
-    process_input_queue,
-)

@@ -48,6 +48,3 @@ DIVERGENT_HITS = Patch(
 def supports_divergent_local_hybrid_hits(call: Call) -> bool:
     """Decode fetches the tokens behind one prefix, the same for all groups."""
     return False
-
-
-SEAMS = (make_nixl_worker, supports_divergent_local_hybrid_hits)

@@ -13,8 +13,6 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.locate import TRANSFER_CONFIG
 from kvcached_nixl.vllm.patches.actions.push_class import as_push_mode
 
-__all__ = ["SEAMS"]
-
 POST_INIT = Patch(
     target=TRANSFER_CONFIG,
     attribute="__post_init__",
@@ -31,6 +29,3 @@ def post_init(call: Call) -> None:
     if as_push_mode(call.instance, logging.getLogger(SERVER_LOGGER)):
         call.note('NixlPushConnector is served as NixlConnector with "transfer_mode": "push"')
     call.proceed()
-
-
-SEAMS = (post_init,)

@@ -183,15 +183,3 @@ def remove_lora(call: Call) -> Any:
     finally:
         for side in bound_sides(call.instance.scheduler):
             side.revocations.adapters_changed(call.argument("lora_id"))
-
-
-SEAMS = (
-    prepare_weights,
-    stream_weights,
-    make_loader,
-    get_kv_connector_handshake_metadata,
-    collective_rpc,
-    wake_up,
-    add_lora,
-    remove_lora,
-)

@@ -1,25 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens kvcached's version windows for vLLM 0.31 and later.
+"""Opens kvcached's version windows for the vLLM series beyond its own that this package was tested with.
+
+kvcached 0.1.6 states the versions that it was made for as windows, which end below 0.31. They stay open only if
+everything that kvcached touches is as it was read, and each of its patches reports success. Otherwise kvcached refuses
+the engine, as without this package.
+
+What it touches was found by comparing vLLM's modules before and after kvcached's patches;
+``tests/contract/test_windows.py`` does so again with the installed versions. Where all of it is as listed, what
+kvcached does there is what it does with 0.30.
 
 Runs in: every process, while vLLM is being imported, before kvcached patches it.
+Sources: kvcached 0.1.6, ``integration/version_utils.py``, ``integration/patch_base.py``,
+``integration/vllm/{patches,autopatch,model_runner_v2}.py``.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from kvcached_nixl.errors import UnsupportedVersion
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.locate import KVCACHED_PATCH_MANAGER, KVCACHED_VERSION_RANGE
+from kvcached_nixl.vllm.adapter.model_runner_policy import KVCACHED
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
-from kvcached_nixl.vllm.patches.actions.windows import WINDOWS
-
-__all__ = ["SEAMS"]
+from kvcached_nixl.vllm.adapter.versions import found_version
 
 _UPSTREAM = "kvcached 0.1.6, kvcached/integration/version_utils.py and vllm/autopatch.py"
 _REMOVE_WHEN = "kvcached accepts these versions itself"
+_SPECIFIERS = frozenset({">=0.26.0,<0.31.0", ">=0.28.0,<0.31.0", ">=0.29.0,<0.31.0"})
+"""kvcached's windows that end below 0.31. Its other ranges have no end, or end earlier."""
 
-CONTAINS = Patch(
+
+@Patch(
     target=KVCACHED_VERSION_RANGE,
     attribute="contains",
     process="every",
@@ -28,15 +45,12 @@ CONTAINS = Patch(
     why="kvcached refuses vLLM from 0.31 on by its number, though its patches fit.",
     upstream=_UPSTREAM,
     remove_when=_REMOVE_WHEN,
-)
-
-
-@CONTAINS.around
+).around
 def contains(call: Call) -> bool:
     return bool(call.proceed()) or WINDOWS.contains(call.instance, call.argument("ver"))
 
 
-APPLY_ALL_PATCHES = Patch(
+@Patch(
     target=KVCACHED_PATCH_MANAGER,
     attribute="apply_all_patches",
     process="every",
@@ -45,14 +59,205 @@ APPLY_ALL_PATCHES = Patch(
     why="kvcached only warns when one of its patches fails, and its windows would stay open.",
     upstream=_UPSTREAM,
     remove_when=_REMOVE_WHEN,
-)
-
-
-@APPLY_ALL_PATCHES.around
+).around
 def apply_all_patches(call: Call) -> dict[str, bool]:
     found = WINDOWS.while_patched(call.instance.library_name, call.proceed, logging.getLogger(SERVER_LOGGER))
     call.note("kvcached's version windows are open" if WINDOWS.is_open else "kvcached's version windows stay shut")
     return found
 
 
-SEAMS = (contains, apply_all_patches)
+class Windows:
+    """Whether they are open in this process."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.refusal: UnsupportedVersion | None = None
+
+    def contains(self, window: Any, version: str) -> bool:
+        """Whether one of kvcached's windows that does not contain ``version`` does so while they are open.
+
+        Args:
+            window: kvcached's ``VersionRange``.
+        """
+        if not self.is_open or window.range_spec not in _SPECIFIERS:
+            return False
+        beginning = type(window)(window.range_spec.partition(",")[0])
+        return bool(beginning.contains(version))
+
+    def while_patched(
+        self, library: str, apply: Callable[[], dict[str, bool]], logger: logging.Logger
+    ) -> dict[str, bool]:
+        """Have kvcached patch vLLM with its windows open, and shut them if anything is not as it must be.
+
+        Args:
+            library: what is patched; kvcached also patches SGLang.
+            apply: applies all of kvcached's patches; returns its name for each -> whether it was applied.
+        """
+        if library != "vllm":
+            return apply()
+        kvcached = found_version("kvcached")
+        found = differences() if kvcached == KVCACHED else [f"kvcached {kvcached}; expected {KVCACHED}"]
+        results: dict[str, bool] = {}
+        self.is_open = not found
+        try:
+            results = apply()
+        finally:
+            # Without results, too: what has raised has proved nothing.
+            found = found or [
+                f"kvcached's patch {name!r} was not applied" for name in PATCH_NAMES if not results.get(name)
+            ]
+            self.is_open = not found
+        if found:
+            self.refusal = UnsupportedVersion(
+                found=f"vLLM {found_version('vllm')}, in which {'; '.join(found):.1000}",
+                expected=f"everything that kvcached {KVCACHED} touches as in the release that was tested",
+                consequence="kvcached has no adapter for this vLLM, and ends the engine at its start.",
+                remedy="Install a release that `python -m kvcached_nixl` names as tested, or unset ENABLE_KVCACHED.",
+            )
+            logger.error("kvcached's version windows stay shut:%s", self.refusal)
+        return results
+
+
+WINDOWS = Windows()
+"""Of this process: kvcached's patches are applied once."""
+
+
+# ----------------------------------------------------------------------------------------------- what kvcached touches
+
+PATCH_NAMES = (
+    "nixl_connector_compat",
+    "elastic_block_pool",
+    "engine_core",
+    "mp_client",
+    "core_engine_proc_manager",
+    "model_runner_v2",
+    "kv_layout_v2",
+    "gpu_worker",
+    "hybrid_block_size_align",
+    "kv_cache_coordinator",
+    "allocate_slots",
+    "mamba_partial_tail",
+)
+"""The patches that kvcached applies to these versions, as it names them."""
+
+
+class Contact(NamedTuple):
+    """A function or method of vLLM.
+
+    Attributes:
+        parameters: names, in order; several lists where supported versions differ.
+    """
+
+    module: str
+    qualname: str
+    parameters: tuple[str, ...]
+    also: tuple[tuple[str, ...], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.qualname}"
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_COORDINATOR = _words(
+    "self kv_cache_config max_model_len max_in_flight_tokens use_eagle enable_caching enable_kv_cache_events "
+    "dcp_world_size pcp_world_size scheduler_block_size hash_block_size metrics_collector num_prefill_lookahead"
+)
+_SLOTS = _words(
+    "self request num_new_tokens num_new_computed_tokens new_computed_blocks num_lookahead_tokens "
+    "num_external_computed_tokens delay_cache_blocks num_encoder_tokens full_sequence_must_fit reserved_blocks "
+    "has_scheduled_reqs"
+)
+_REQUEST = _words("init_snapshot cache_config")
+_CORE, _UTILS, _V2 = "vllm.v1.engine.core", "vllm.v1.engine.utils", "vllm.v1.worker.gpu"
+
+CONTACTS: tuple[Contact, ...] = (
+    Contact("vllm.platforms.interface", "Platform._align_hybrid_block_size", ("cls", "vllm_config", "backend_cls")),
+    Contact(
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator.__init__",
+        _COORDINATOR,
+        ((*_COORDINATOR, "num_hash_lookahead_tokens"),),
+    ),
+    Contact(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.allocate_slots",
+        _SLOTS,
+        ((*_SLOTS, "skip_zeroing_group_ids"),),
+    ),
+    Contact(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "MambaManager._cache_partial_tail_block",
+        _words("self request num_tokens retention_interval"),
+    ),
+    Contact(
+        _CORE,
+        "EngineCore.__init__",
+        _words("self vllm_config executor_class log_stats executor_fail_callback include_finished_set"),
+    ),
+    Contact(_CORE, "EngineCore.reset_prefix_cache", _words("self reset_running_requests reset_connector")),
+    Contact(_CORE, "EngineCore.shutdown", ("self",)),
+    Contact(_CORE, "EngineCore.step_with_batch_queue", ("self",)),
+    Contact(
+        "vllm.v1.engine.core_client",
+        "MPClient.__init__",
+        _words("self asyncio_mode vllm_config executor_class log_stats client_addresses renderer"),
+    ),
+    Contact("vllm.v1.engine.core_client", "MPClient.shutdown", ("self", "timeout")),
+    Contact(
+        _UTILS,
+        "CoreEngineProcManager.__init__",
+        _words(
+            "self local_engine_count start_index local_start_index vllm_config local_client handshake_address "
+            "executor_class log_stats client_handshake_address tensor_queue"
+        ),
+    ),
+    Contact(_UTILS, "CoreEngineProcManager.monitor_engine_liveness", ("self",)),
+    Contact(_UTILS, "CoreEngineProcManager.shutdown", ("self", "timeout")),
+    Contact(
+        _UTILS,
+        "wait_for_engine_startup",
+        _words("handshake_socket core_engines parallel_config coordinated_dp cache_config launch"),
+    ),
+    Contact(f"{_V2}.attn_utils", "allocate_kv_cache", _words("kv_cache_config device layout kernel_block_sizes")),
+    Contact(f"{_V2}.model_runner", "GPUModelRunner.__init__", _words("self vllm_config device")),
+    Contact(
+        f"{_V2}.model_runner",
+        "GPUModelRunner.initialize_kv_cache",
+        _words("self kv_cache_config is_profiling kv_cache_allocation_context"),
+    ),
+    Contact(
+        f"{_V2}.model_runner",
+        "init_attn_backend",
+        _words("kv_cache_config vllm_config device active_layer_names draft_layer_names"),
+    ),
+    Contact("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",)),
+    Contact("vllm.v1.worker.gpu_worker", "Worker.shutdown", ("self",)),
+    Contact(
+        "vllm.v1.worker.gpu_worker",
+        "request_memory",
+        _REQUEST,
+        ((*_REQUEST, "external_weight_memory"),),
+    ),
+)
+
+
+def differences() -> list[str]:
+    """What differs in the installed vLLM, before kvcached has changed it; imports the modules, as kvcached does."""
+    return [f"{contact}: {found}" for contact in CONTACTS if (found := _difference(contact))]
+
+
+def _difference(contact: Contact) -> str:
+    try:
+        found: Any = importlib.import_module(contact.module)
+        for part in contact.qualname.split("."):
+            found = inspect.getattr_static(found, part)
+        function = found.__func__ if isinstance(found, classmethod) else found
+        parameters = tuple(inspect.signature(function).parameters)
+    except Exception as error:  # noqa: BLE001 - recorded as a difference; raised here, it would keep kvcached from patching
+        return f"{type(error).__name__}: {error}"
+    if parameters in (contact.parameters, *contact.also):
+        return ""
+    return f"parameters ({', '.join(parameters)}); expected ({', '.join(contact.parameters)})"

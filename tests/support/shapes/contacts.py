@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvcached touches in a vLLM that is not installed, compared with `kvcached_contacts`, as it is at start."""
+"""What kvcached touches in a vLLM that is not installed, compared with `vllm.patches.windows`, as it is at start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterable
 
 from experiments.common.vllm_source import Source
-from kvcached_nixl.vllm.adapter.kvcached_contacts import CONTACTS, Contact
+from kvcached_nixl.vllm.patches.windows import CONTACTS, Contact
 
 __all__ = ["differing"]
 

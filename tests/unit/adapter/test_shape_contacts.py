@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.shapes.contacts import differing
 
-from kvcached_nixl.vllm.adapter.kvcached_contacts import Contact
+from kvcached_nixl.vllm.patches.windows import Contact
 
 FILES = {
     "vllm/one.py": "from vllm.other import moved as renamed, gone\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.patches.superseded`: kvcached's own patch is removed exactly, or a refusal says why not."""
+"""`vllm.patches.kvcached_quirks`: kvcached's own patch is removed exactly, or a refusal says why not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.vllm import KV_TRANSFER, NIXL_PREFIX
-from kvcached_nixl.vllm.patches.actions.superseded import take_off
+from kvcached_nixl.vllm.patches.kvcached_quirks import take_off
 
 CONNECTOR = """
 class NixlBaseConnector:

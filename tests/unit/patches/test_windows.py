@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvcached_nixl.vllm.adapter import kvcached_contacts
-from kvcached_nixl.vllm.adapter.kvcached_contacts import PATCH_NAMES, Contact, differences
-from kvcached_nixl.vllm.patches.actions import windows
-from kvcached_nixl.vllm.patches.actions.windows import Windows
+from kvcached_nixl.vllm.patches import windows
+from kvcached_nixl.vllm.patches.windows import PATCH_NAMES, Contact, Windows, differences
 
 OF_RUNNER = ">=0.29.0,<0.31.0"
 
@@ -150,12 +148,12 @@ def test_a_contact_that_differs_is_found(
     module = types.ModuleType("contacted")
     vars(module).update(Owner=Owner, function=given, number=1)
     monkeypatch.setitem(__import__("sys").modules, "contacted", module)
-    monkeypatch.setattr(kvcached_contacts, "CONTACTS", (Contact("contacted", qualname, parameters, also),))
+    monkeypatch.setattr(windows, "CONTACTS", (Contact("contacted", qualname, parameters, also),))
     said = differences()
     assert bool(said) is bool(found)
     assert not found or re.match(rf"contacted\.{qualname}: .*{found}", said[0])
 
 
 def test_a_module_that_is_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvcached_contacts, "CONTACTS", (Contact("no_such_module_here", "a", ()),))
+    monkeypatch.setattr(windows, "CONTACTS", (Contact("no_such_module_here", "a", ()),))
     assert differences() == ["no_such_module_here.a: ModuleNotFoundError: No module named 'no_such_module_here'"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm/patches/completed.py` with modules as vLLM 0.32 and 0.33 have them, and kvcached's replacements."""
+"""`vllm.patches.kvcached_quirks` with modules as vLLM 0.32 and 0.33 have them, and kvcached's replacements."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from typing import Any
 import pytest
 
 from kvcached_nixl.errors import Refused
-from kvcached_nixl.vllm.patches.actions.completed import (
-    with_configuration,
-    with_external_weights,
-    with_hash_lookahead,
-    with_rollback,
+from kvcached_nixl.patching import Call, Seam
+from kvcached_nixl.vllm.patches.kvcached_quirks import (
+    patch_allocate_slots,
+    patch_coordinator,
+    patch_worker_determine_available_memory,
+    patch_worker_init_device,
 )
 
 GIB = 1 << 30
 SNAPSHOT, CACHE = SimpleNamespace(total_memory=80 * GIB), SimpleNamespace(gpu_memory_utilization=0.5)
+
+
+def patched(seam: Seam, target: Any, apply: Callable[[], bool]) -> Any:
+    """As where kvcached patches a module of vLLM: ``apply``."""
+    return seam(Call(lambda gpuworker_mod=None, kvcoord_mod=None: apply(), None, (target, target), {}))
 
 
 def module(**contents: Any) -> Any:
@@ -49,7 +55,7 @@ def test_external_weights_are_not_the_engines_to_use() -> None:
         worker.request_memory = kvcached_request_memory
         return True
 
-    assert with_external_weights(worker, apply) is True
+    assert patched(patch_worker_init_device, worker, apply) is True
     assert worker.request_memory(SNAPSHOT, CACHE) == 40 * GIB
     assert worker.request_memory(SNAPSHOT, CACHE, 0) == 40 * GIB
     assert worker.request_memory(SNAPSHOT, CACHE, 15 * GIB) == 25 * GIB
@@ -65,7 +71,7 @@ def test_what_kvcached_leaves_is_left() -> None:
     worker = gpu_worker()
     stock = worker.request_memory
     for answer in (True, False):
-        assert with_external_weights(worker, lambda answer=answer: answer) is answer  # type: ignore[misc]
+        assert patched(patch_worker_init_device, worker, lambda answer=answer: answer) is answer  # type: ignore[misc]
         assert worker.request_memory is stock
 
 
@@ -105,13 +111,13 @@ def profiled() -> Any:
 
 
 def test_the_model_is_profiled_with_vllms_configuration(profiled: Any) -> None:
-    assert with_configuration(profiled.module, profiled.apply)
+    assert patched(patch_worker_determine_available_memory, profiled.module, profiled.apply)
     assert profiled.module.Worker().determine_available_memory() == 7
     assert profiled.ran_with == ["its configuration"] and profiled.current == [None]
 
 
 def test_the_configuration_is_unset_when_profiling_raises(profiled: Any) -> None:
-    with_configuration(profiled.module, profiled.apply)
+    patched(patch_worker_determine_available_memory, profiled.module, profiled.apply)
     worker = profiled.module.Worker()
     worker.vllm_config = "broken"
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -123,7 +129,13 @@ def coordinators() -> tuple[Any, Callable[[], bool]]:
     """vLLM 0.33's class of coordinators with its subclass, and kvcached's patch, which replaces the block pool."""
 
     class KVCacheCoordinator:
-        def __init__(self, kv_cache_config: str, use_eagle: bool, num_hash_lookahead_tokens: int = 0) -> None:
+        def __init__(
+            self,
+            kv_cache_config: str,
+            use_eagle: bool,
+            num_hash_lookahead_tokens: int = 0,
+            enable_kv_cache_events: bool = False,
+        ) -> None:
             self.block_pool = SimpleNamespace(num_hash_lookahead_tokens=num_hash_lookahead_tokens)
 
     class Unitary(KVCacheCoordinator):
@@ -133,12 +145,12 @@ def coordinators() -> tuple[Any, Callable[[], bool]]:
     made = module(KVCacheCoordinator=KVCacheCoordinator, Unitary=Unitary)
     stock = KVCacheCoordinator.__init__
 
-    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         self.block_pool = SimpleNamespace()
 
     def apply() -> bool:
-        KVCacheCoordinator.__init__ = patched  # type: ignore[method-assign]
+        KVCacheCoordinator.__init__ = init  # type: ignore[method-assign]
         return True
 
     return made, apply
@@ -147,7 +159,7 @@ def coordinators() -> tuple[Any, Callable[[], bool]]:
 @pytest.mark.parametrize("name", ["KVCacheCoordinator", "Unitary"])
 def test_kvcacheds_block_pool_has_the_lookahead(name: str) -> None:
     made, apply = coordinators()
-    assert with_hash_lookahead(made, apply)
+    assert patched(patch_coordinator, made, apply)
     assert getattr(made, name)("config", False).block_pool.num_hash_lookahead_tokens == 0
     assert getattr(made, name)("config", True, 3).block_pool.num_hash_lookahead_tokens == 3
     assert getattr(made, name)("config", use_eagle=True, num_hash_lookahead_tokens=2).block_pool == SimpleNamespace(
@@ -165,7 +177,7 @@ def test_kvcached_patches_the_allocation_as_where_it_undoes_one() -> None:
             raise RuntimeError
         return True
 
-    assert with_rollback(patch, apply) is True
+    assert patch_allocate_slots(Call(apply, patch, (), {})) is True
     with pytest.raises(RuntimeError):
-        with_rollback(patch, apply)
+        patch_allocate_slots(Call(apply, patch, (), {}))
     assert seen == ["0.28.0", "0.28.0"] and patch.detected_version == "0.26.0"

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kvcached 0.1.6 puts into vLLM, corrected: its own patch of the NIXL connector is taken off, and others are
+completed.
+
+This package's patches supersede its ``NixlConnectorPatch``. If that is loaded later, its ``patch_connector`` does
+nothing. If it was applied already (ENABLE_KVCACHED set in a script, this package loaded by vLLM's plugin loader), its
+three changes are undone:
+
+* ``get_required_kvcache_layout``, replaced on the class that the name ``NixlConnector`` refers to. That is the pull
+  connector, which only inherits the method, so there it is deleted;
+* ``register_kv_caches`` on the class that defines it;
+* ``__init__`` of ``TransferTopology``, whose original is only in the closure of the replacement.
+
+The others leave something out of vLLM below 0.28, and of what vLLM 0.32 and 0.33 expect, and report no KV events.
+Each of them patches a module, and what it put there is wrapped. What kvcached does not replace, because it has done so
+before, is not wrapped again.
+
+Runs in: every process, while vLLM is being imported, as kvcached patches it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+from kvcached_nixl.errors import ContractChanged, Refused
+from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.vllm import KV_TRANSFER, NIXL_PREFIX
+from kvcached_nixl.vllm.adapter.locate import (
+    KVCACHED_ALLOCATION,
+    KVCACHED_COORDINATOR,
+    KVCACHED_GPU_WORKER,
+    KVCACHED_PATCH,
+)
+from kvcached_nixl.vllm.adapter.private import private
+from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
+
+_NAMES = ((f"{NIXL_PREFIX}.connector", "NixlConnector"), (f"{NIXL_PREFIX}.worker", "NixlConnectorWorker"))
+"""The classes that kvcached's patch changes, by the names that it uses: the pull classes, and their bases."""
+_LAYOUT = "get_required_kvcache_layout"
+_LAYOUT_SAVED = "_original_get_layout"
+_REGISTER = "register_kv_caches"
+_REGISTER_SAVED = "_kvcached_original_register_kv_caches"
+_REGISTER_MARK = "_kvcached_register_patched"
+_TOPOLOGY_MARK = "_kvcached_topology_patched"
+_TOPOLOGY_CELL = "_orig_init"
+
+
+def take_off() -> tuple[str, ...]:
+    """Undo kvcached's patch wherever it was applied in this process.
+
+    Checks only modules that are imported already: kvcached imports what it patches.
+
+    Returns: one note per restored attribute; empty if kvcached had changed nothing.
+
+    Raises:
+        ContractChanged: kvcached left traces that this function does not know how to undo exactly.
+    """
+    notes: list[str] = []
+    for module, name in _NAMES:
+        cls = _find(module, name)
+        for owner in cls.__mro__ if cls is not None else ():
+            if _LAYOUT_SAVED in vars(owner):
+                notes.append(_restore_layout(owner))
+            if _REGISTER_SAVED in vars(owner):
+                notes.append(_restore_register(owner))
+    topology = _find(f"{KV_TRANSFER}.utils", "TransferTopology")
+    if topology is not None and _TOPOLOGY_MARK in vars(topology):
+        notes.append(_restore_topology(topology))
+    return tuple(notes)
+
+
+@Patch(
+    target=KVCACHED_PATCH,
+    attribute="patch_connector",
+    process="every",
+    parameters=("self",),
+    why="kvcached's own patch inflates num_blocks to the whole reservation and refuses the contiguous layout.",
+    upstream="kvcached 0.1.6, kvcached/integration/vllm/nixl_compat.py",
+    remove_when="kvcached no longer has NixlConnectorPatch",
+    when_unsupported=True,
+    when_absent="skip",
+    prepare=take_off,
+).around
+def patch_connector(call: Call) -> bool:
+    call.note("kvcached asked to patch NixlConnector: superseded, nothing was changed")
+    return True
+
+
+def _restore_layout(owner: type) -> str:
+    saved = vars(owner)[_LAYOUT_SAVED]
+    replacement = vars(owner).get(_LAYOUT)
+    if not isinstance(saved, types.MethodType) or not isinstance(replacement, classmethod):
+        raise _cannot_undo(owner, _LAYOUT, f"{_LAYOUT_SAVED} is a {type(saved).__name__}")
+    inherited = getattr(super(owner, owner), _LAYOUT, None)
+    if not isinstance(inherited, types.MethodType) or inherited.__func__ is not saved.__func__:
+        raise _cannot_undo(owner, _LAYOUT, "the class did not inherit it")
+    delattr(owner, _LAYOUT_SAVED)
+    delattr(owner, _LAYOUT)
+    return f"{owner.__qualname__}.{_LAYOUT}: kvcached's override removed, inherited again"
+
+
+def _restore_register(owner: type) -> str:
+    saved = vars(owner)[_REGISTER_SAVED]
+    if not isinstance(saved, types.FunctionType) or _REGISTER_MARK not in vars(owner):
+        raise _cannot_undo(owner, _REGISTER, f"{_REGISTER_SAVED} is a {type(saved).__name__}")
+    setattr(owner, _REGISTER, saved)
+    delattr(owner, _REGISTER_SAVED)
+    delattr(owner, _REGISTER_MARK)
+    return f"{owner.__qualname__}.{_REGISTER}: kvcached's wrapper removed"
+
+
+def _restore_topology(owner: type) -> str:
+    replacement = vars(owner).get("__init__")
+    original = _closure(replacement).get(_TOPOLOGY_CELL) if isinstance(replacement, types.FunctionType) else None
+    if not isinstance(original, types.FunctionType):
+        raise _cannot_undo(owner, "__init__", f"its replacement keeps no {_TOPOLOGY_CELL}")
+    owner.__init__ = original  # type: ignore[misc]
+    delattr(owner, _TOPOLOGY_MARK)
+    return f"{owner.__qualname__}.__init__: kvcached's wrapper removed"
+
+
+def _closure(function: types.FunctionType) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def _find(module: str, name: str) -> type | None:
+    cls = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    return cls if isinstance(cls, type) else None
+
+
+def _cannot_undo(owner: type, attribute: str, found: str) -> ContractChanged:
+    return ContractChanged(
+        found=f"kvcached has patched {owner.__module__}.{owner.__qualname__}.{attribute} in an unknown way: {found}",
+        expected="the patch of kvcached 0.1.6",
+        consequence="Two patches of one method would contradict each other about the address of a block.",
+        remedy="Set ENABLE_KVCACHED in the environment before Python starts, so that this package is loaded first, "
+        "or install kvcached 0.1.6.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- completed
+
+_UPSTREAM = "kvcached 0.1.6, kvcached/integration/vllm/patches.py; vLLM"
+_REMOVE_WHEN = "kvcached accepts this version itself"
+_LOOKAHEAD = "num_hash_lookahead_tokens"
+"""Of the pool and of the constructor, from vLLM 0.33 on. Read by ``vllm/v1/core/single_type_kv_cache_manager.py``."""
+
+
+@Patch(
+    target=KVCACHED_GPU_WORKER,
+    attribute="patch_worker_init_device",
+    process="every",
+    parameters=("self", "gpuworker_mod"),
+    versions=COUNTS_EXTERNAL_WEIGHTS.later,
+    why="kvcached's request_memory has two parameters, and vLLM passes three: no worker on a GPU would start.",
+    upstream=f"{_UPSTREAM} 0.32, vllm/v1/worker/utils.py",
+    remove_when=_REMOVE_WHEN,
+).around
+def patch_worker_init_device(call: Call) -> bool:
+    """The third argument is the bytes of weights that another process holds on the device. As in vLLM's own, they are
+    not the engine's to use. With 0.32.0 it was run on an H200."""
+
+    def request_memory(wrapped: Callable[..., int], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        return _without_external(wrapped, *args, **kwargs)
+
+    return _completed(call, call.argument("gpuworker_mod"), "request_memory", request_memory)
+
+
+def _without_external(
+    request_memory: Callable[..., int], init_snapshot: Any, cache_config: Any, external_weight_memory: int = 0
+) -> int:
+    requested_bytes = request_memory(init_snapshot, cache_config)
+    left_bytes = requested_bytes - external_weight_memory
+    if left_bytes <= 0:
+        raise Refused(
+            found=f"{external_weight_memory} bytes of weights that another process holds on the device, and "
+            f"gpu_memory_utilization {cache_config.gpu_memory_utilization}, which is {requested_bytes} bytes in all",
+            expected="more memory than these weights take",
+            consequence="The worker does not start: nothing would be left for its KV cache.",
+            remedy="Raise --gpu-memory-utilization.",
+        )
+    return left_bytes
+
+
+@Patch(
+    target=KVCACHED_GPU_WORKER,
+    attribute="patch_worker_determine_available_memory",
+    process="every",
+    parameters=("self", "gpuworker_mod"),
+    versions=COUNTS_EXTERNAL_WEIGHTS.later,
+    why="kvcached runs the model without vLLM's current configuration to find out what memory it needs.",
+    upstream=f"{_UPSTREAM} 0.32, vllm/v1/worker/gpu_worker.py",
+    remove_when=_REMOVE_WHEN,
+).around
+def patch_worker_determine_available_memory(call: Call) -> bool:
+    """With 0.32.0 it was run on an H200."""
+    gpu_worker = call.argument("gpuworker_mod")
+
+    def determine(wrapped: Callable[..., int], worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        with gpu_worker.set_current_vllm_config(worker.vllm_config):
+            return wrapped(*args, **kwargs)
+
+    return _completed(call, gpu_worker.Worker, "determine_available_memory", determine)
+
+
+@Patch(
+    target=KVCACHED_COORDINATOR,
+    attribute="patch_coordinator",
+    process="every",
+    parameters=("self", "kvcoord_mod"),
+    why="kvcached's block pool reports no KV events, so routers that follow them see an empty cache; with vLLM 0.33 it "
+    "lacks an attribute that vLLM reads where layers have states.",
+    upstream=f"{_UPSTREAM}, vllm/v1/core/block_pool.py",
+    remove_when="kvcached's own pool does both",
+).around
+def patch_coordinator(call: Call) -> bool:
+    """kvcached replaces vLLM's block pool when a coordinator is constructed. Its own gets what the constructor is asked
+    for: KV events (``--kv-events-config``), and ``num_hash_lookahead_tokens``."""
+    owner = call.argument("kvcoord_mod").KVCacheCoordinator
+    signature = inspect.signature(owner.__init__)
+
+    def init(wrapped: Callable[..., None], coordinator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        wrapped(*args, **kwargs)
+        bound = signature.bind(coordinator, *args, **kwargs)
+        bound.apply_defaults()
+        if _LOOKAHEAD in bound.arguments:
+            setattr(coordinator.block_pool, _LOOKAHEAD, bound.arguments[_LOOKAHEAD])
+        if bound.arguments["enable_kv_cache_events"]:
+            report_blocks(coordinator.block_pool)
+
+    return _completed(call, owner, "__init__", init)
+
+
+def report_blocks(pool: Any) -> None:
+    """Make one of kvcached's block pools report what it stores, evicts and clears, as vLLM's own pool does.
+
+    Args:
+        pool: a pool that holds no block yet, of kvcached or of vLLM; vLLM's own reports already.
+    """
+    if "_native_block_pool" not in vars(pool):
+        return
+    from vllm.distributed.kv_events import AllBlocksCleared
+    from vllm.v1.core.block_pool import MEDIUM_GPU
+
+    # Read here: a name that is missing stops the start, not a step.
+    remove_hashes, tell_removed = (
+        private(pool, name) for name in ("_remove_cached_block_hashes", "_emit_block_removed_events")
+    )
+    take_events = private(vars(pool)["_native_block_pool"], "take_events")
+    reset = pool.reset_prefix_cache
+
+    def remove_cached_block(key: Any, block_id: int) -> Any:
+        block = pool.blocks[block_id]
+        removed = remove_hashes(block)
+        tell_removed(removed)
+        return block if removed else None
+
+    def reset_prefix_cache() -> bool:
+        is_reset = bool(reset())
+        if is_reset and pool.enable_prefix_cache:
+            pool.kv_event_queue.append(AllBlocksCleared())
+        return is_reset
+
+    pool.enable_kv_cache_events, pool.medium, pool.kv_event_queue = True, MEDIUM_GPU, []
+    pool.take_events = functools.partial(take_events, pool)
+    pool._remove_cached_block, pool.reset_prefix_cache = remove_cached_block, reset_prefix_cache
+
+
+@Patch(
+    target=KVCACHED_ALLOCATION,
+    attribute="patch_allocate_slots",
+    process="every",
+    parameters=("self", "kvcache_manager_mod"),
+    versions=HITS_DIVERGE.earlier,
+    why="the engine would end one step after another engine on its device has taken the memory that a request with "
+    "cached tokens was about to get.",
+    upstream="kvcached 0.1.6, kvcached/integration/vllm/allocation_attempt.py",
+    remove_when="vLLM 0.27 is no longer supported",
+).around
+def patch_allocate_slots(call: Call) -> bool:
+    """Undo an allocation that fails half way, because another engine has taken the memory meanwhile.
+
+    kvcached does so from vLLM 0.28 on, whose version its patch is told. Below, vLLM's next step finds the beginning of
+    it, and ends the engine. What kvcached restores is the same there: vLLM 0.26 and 0.27,
+    ``vllm/v1/core/single_type_kv_cache_manager.py``.
+    """
+    patch = call.instance
+    found, patch.detected_version = patch.detected_version, f"{HITS_DIVERGE.since}.0"
+    try:
+        return bool(call.proceed())
+    finally:
+        patch.detected_version = found
+
+
+def _completed(call: Call, owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
+    before = vars(owner)[name]
+    is_patched = bool(call.proceed())
+    replaced = vars(owner)[name]
+    if replaced is not before:
+        setattr(owner, name, wrapt.FunctionWrapper(replaced, wrapper))
+    return is_patched
