@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A patch described as data, instead of as the side effect of an import.
 
-A seam file has
+A module of patches has
 
-    REGISTER_KV_CACHES = Patch(target=WORKER, attribute="register_kv_caches", process="worker", ...)
-
-    @REGISTER_KV_CACHES.around
+    @Patch(target=WORKER, attribute="register_kv_caches", process="worker", ...).around
     def register_kv_caches(call: Call) -> None:
         call.proceed(kv_caches=narrow(call.argument("kv_caches")))
 

@@ -39,7 +39,8 @@ from kvcached_nixl.worker.staging.sizing import choose
 
 logger = logging.getLogger(SERVER_LOGGER)
 
-SUPPORTS_SLEEP_MODE = Patch(
+
+@Patch(
     target=PULL_FACADE,
     attribute="supports_sleep_mode",
     kind="classmethod",
@@ -50,10 +51,7 @@ SUPPORTS_SLEEP_MODE = Patch(
     "package's peers are not told.",
     upstream="vLLM 0.33, vllm/config/vllm.py: _verify_kv_transfer_compat; vllm/v1/worker/gpu_worker.py: wake_up",
     remove_when="sleep and wake-up were run on a GPU with this vLLM",
-)
-
-
-@SUPPORTS_SLEEP_MODE.around
+).around
 def supports_sleep_mode(call: Call) -> bool:
     return False
 

@@ -30,7 +30,8 @@ _LEAVES = "a server that is shut down would abort new requests with status 200, 
 _LEAVES_UPSTREAM = "vllm/entrypoints/launcher.py: handle_shutdown stops the engine before the HTTP server"
 _LEAVES_UNTIL = "vLLM refuses new requests from SIGTERM on, and ends those that its engine has not ended"
 
-SHUT_DOWN = Patch(
+
+@Patch(
     target=ENGINE_CLIENT,
     attribute="shutdown",
     process="frontend",
@@ -38,15 +39,12 @@ SHUT_DOWN = Patch(
     why=_LEAVES,
     upstream=_LEAVES_UPSTREAM,
     remove_when=_LEAVES_UNTIL,
-)
-
-
-@SHUT_DOWN.around
+).around
 def shut_down(call: Call) -> Any:
     return leave(call.instance, call.argument("timeout"), lambda timeout: call.proceed(timeout=timeout))
 
 
-CHECK_HEALTH = Patch(
+@Patch(
     target=ENGINE_CLIENT,
     attribute="check_health",
     process="frontend",
@@ -54,17 +52,14 @@ CHECK_HEALTH = Patch(
     why="load balancers would send requests to a server that is shut down.",
     upstream=_LEAVES_UPSTREAM,
     remove_when=_LEAVES_UNTIL,
-)
-
-
-@CHECK_HEALTH.around
+).around
 def check_health(call: Call) -> Any:
     if is_leaving(call.instance):
         raise not_healthy()
     return call.proceed()
 
 
-SERVE_HTTP = Patch(
+@Patch(
     target=HTTP_MIDDLEWARE,
     attribute="__call__",
     process="frontend",
@@ -72,10 +67,7 @@ SERVE_HTTP = Patch(
     why=f"{_LEAVES[:-1]}; clients of requests that waited too long would not be told when to try again.",
     upstream=_LEAVES_UPSTREAM,
     remove_when=_LEAVES_UNTIL,
-)
-
-
-@SERVE_HTTP.around
+).around
 def serve_http(call: Call) -> Any:
     scope, receive, send = map(call.argument, ("scope", "receive", "send"))
     refusal = refusal_of(scope)
@@ -84,7 +76,7 @@ def serve_http(call: Call) -> Any:
     return call.proceed(send=RefusableAnswer(scope, receive, send)) if may_refuse(scope) else call.proceed()
 
 
-ADD_REQUEST = Patch(
+@Patch(
     target=ENGINE_CLIENT,
     attribute="add_request",
     process="frontend",
@@ -92,17 +84,14 @@ ADD_REQUEST = Patch(
     why=_LEAVES,
     upstream=_LEAVES_UPSTREAM,
     remove_when=_LEAVES_UNTIL,
-)
-
-
-@ADD_REQUEST.around
+).around
 def add_request(call: Call) -> Any:
     if refuses(call.instance):
         raise refuse_new()
     return call.proceed()
 
 
-ASSIGN_REQUEST_ID = Patch(
+@Patch(
     target=INPUT_PROCESSOR,
     attribute="assign_request_id",
     kind="staticmethod",
@@ -111,16 +100,13 @@ ASSIGN_REQUEST_ID = Patch(
     why="a body whose priority is no number would end the engine's input thread, and all requests would wait forever.",
     upstream="vllm/v1/engine/core.py: process_input_sockets decodes a request outside of its try",
     remove_when="vLLM's engine answers requests that it cannot decode",
-)
-
-
-@ASSIGN_REQUEST_ID.around
+).around
 def assign_request_id(call: Call) -> None:
     require_readable(call.argument("request"))
     call.proceed()
 
 
-UPDATE_STATS_FROM_FINISHED = Patch(
+@Patch(
     target=OUTPUT_PROCESSOR,
     attribute="_update_stats_from_finished",
     process="frontend",
@@ -129,10 +115,7 @@ UPDATE_STATS_FROM_FINISHED = Patch(
     upstream="vllm/entrypoints: some endpoints check finish_reason, others do not; streams skip outputs without tokens "
     "before they could",
     remove_when="vLLM raises for a request that ends with an error, whatever endpoint it came through",
-)
-
-
-@UPDATE_STATS_FROM_FINISHED.around
+).around
 def update_stats_from_finished(call: Call) -> None:
     call.proceed()
     let_fail(
@@ -143,7 +126,7 @@ def update_stats_from_finished(call: Call) -> None:
     )
 
 
-DO_TRACING = Patch(
+@Patch(
     target=OUTPUT_PROCESSOR,
     attribute="do_tracing",
     process="frontend",
@@ -151,10 +134,7 @@ DO_TRACING = Patch(
     why="a trace would not say how long the API server had a request, and its first token.",
     upstream="vllm/v1/engine/output_processor.py: do_tracing makes one span of a whole request",
     remove_when="vLLM's own spans say when a request has entered its engine, and when its first token was there",
-)
-
-
-@DO_TRACING.around
+).around
 def do_tracing(call: Call) -> None:
     """Called where requests are traced only, once a request has ended."""
     call.proceed()
@@ -163,7 +143,8 @@ def do_tracing(call: Call) -> None:
 
 _OTHER_MEDIA = "two servers would identify different images, sounds, ... as equal, or equal ones as different."
 
-PROCESS_MM_UUIDS = Patch(
+
+@Patch(
     target=RENDERER,
     attribute="_process_mm_uuids",
     process="frontend",
@@ -171,17 +152,14 @@ PROCESS_MM_UUIDS = Patch(
     why=_OTHER_MEDIA,
     upstream="vllm/renderers/base.py: identifies media by counting, not by content, where both caches are off",
     remove_when="vLLM identifies media by their content, with and without caches",
-)
-
-
-@PROCESS_MM_UUIDS.around
+).around
 def process_mm_uuids(call: Call) -> Any:
     found = call.proceed()
     # If there are no identifiers, vLLM makes them from the content.
     return {} if numbers_media(call.instance) else found
 
 
-MODEL_ID = Patch(
+@Patch(
     target=MEDIA_PROCESSING,
     attribute="model_id",
     kind="property",
@@ -190,16 +168,13 @@ MODEL_ID = Patch(
     why=_OTHER_MEDIA,
     upstream="vllm/multimodal/processing/context.py: a model's path is part of what identifies its media",
     remove_when="vLLM identifies media by their content alone",
-)
-
-
-@MODEL_ID.around
+).around
 def model_id(call: Call) -> str:
     # An engine has one model, and the handshake compares models by their content.
     return "the model of this engine"
 
 
-REGISTER_SCALE_OUT_API_ROUTERS = Patch(
+@Patch(
     target=API_ROUTES,
     attribute="register_scale_out_api_routers",
     kind="function",
@@ -209,10 +184,7 @@ REGISTER_SCALE_OUT_API_ROUTERS = Patch(
     upstream="vllm/entrypoints/scale_out: /inference/v1/generate drops kv_transfer_params up to 0.32, and says 403 "
     "from 0.33 on without --enable-scale-out; it loses which tokens of an image are embeddings",
     remove_when="/inference/v1/generate takes all that a prompt has, and is served without --enable-scale-out",
-)
-
-
-@REGISTER_SCALE_OUT_API_ROUTERS.around
+).around
 def register_scale_out_api_routers(call: Call) -> None:
     call.proceed()
     add_route(call.argument("app"))

@@ -21,7 +21,8 @@ _WHY = "two engines with one KVCACHED_IPC_NAME, or the data-parallel ranks of on
 _UPSTREAM = "kvcached/utils.py _obtain_default_ipc_name, kvcached/tp_ipc_util.py SOCKET_DIR"
 _REMOVE = "kvcached gives each engine a unique name, and passes it to its workers"
 
-MAKE_EXECUTOR = Patch(
+
+@Patch(
     target=EXECUTOR,
     attribute="__init__",
     process="scheduler",
@@ -30,10 +31,7 @@ MAKE_EXECUTOR = Patch(
     upstream=_UPSTREAM,
     remove_when=_REMOVE,
     prepare=withdraw_name,
-)
-
-
-@MAKE_EXECUTOR.around
+).around
 def make_executor(call: Call) -> None:
     own_engine(call.instance, call.argument("vllm_config"), logger)
     try:
@@ -43,7 +41,7 @@ def make_executor(call: Call) -> None:
         raise
 
 
-MAKE_WORKER = Patch(
+@Patch(
     target=WORKER_BASE,
     attribute="__init__",
     process="worker",
@@ -51,16 +49,13 @@ MAKE_WORKER = Patch(
     why=_WHY,
     upstream=_UPSTREAM,
     remove_when=_REMOVE,
-)
-
-
-@MAKE_WORKER.around
+).around
 def make_worker(call: Call) -> None:
     join_engine(call.argument("vllm_config"))
     call.proceed()
 
 
-SHUT_DOWN = Patch(
+@Patch(
     target=KVCACHED_INTERFACES,
     attribute="shutdown_kvcached",
     kind="function",
@@ -69,10 +64,7 @@ SHUT_DOWN = Patch(
     why="an engine's directory of sockets would not be removed.",
     upstream="kvcached#476, kvcached#477",
     remove_when=_REMOVE,
-)
-
-
-@SHUT_DOWN.around
+).around
 def shut_down(call: Call) -> Any:
     is_over = call.proceed()
     if is_over:

@@ -28,7 +28,8 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 _REMOVE_WHEN = "vLLM tells its connector that an engine is paused, and the caller that its cache was not cleared"
 
-PAUSE_SCHEDULER = Patch(
+
+@Patch(
     target=ENGINE_CORE,
     attribute="pause_scheduler",
     process="scheduler",
@@ -37,10 +38,7 @@ PAUSE_SCHEDULER = Patch(
     "may be paused, too.",
     upstream="vllm/v1/engine/core.py: kept requests count as work",
     remove_when=_REMOVE_WHEN,
-)
-
-
-@PAUSE_SCHEDULER.around
+).around
 def pause_scheduler(call: Call) -> Any:
     grace_seconds = GRACE_SECONDS if call.argument("mode") == "wait" else 0.0
     for side in bound_sides(call.instance.scheduler):
@@ -52,7 +50,7 @@ def pause_scheduler(call: Call) -> Any:
         raise
 
 
-RESUME_SCHEDULER = Patch(
+@Patch(
     target=ENGINE_CORE_BASE,
     attribute="resume_scheduler",
     process="scheduler",
@@ -60,10 +58,7 @@ RESUME_SCHEDULER = Patch(
     why="an engine that was paused would revoke every later offer, too.",
     upstream="vllm/v1/engine/core.py",
     remove_when=_REMOVE_WHEN,
-)
-
-
-@RESUME_SCHEDULER.around
+).around
 def resume_scheduler(call: Call) -> Any:
     found = call.proceed()
     for side in bound_sides(call.instance.scheduler):
@@ -71,7 +66,7 @@ def resume_scheduler(call: Call) -> Any:
     return found
 
 
-RESET_PREFIX_CACHE = Patch(
+@Patch(
     target=ENGINE_SCHEDULER,
     attribute="reset_prefix_cache",
     process="scheduler",
@@ -80,15 +75,12 @@ RESET_PREFIX_CACHE = Patch(
     "clearing it at all.",
     upstream="vllm/v1/core/sched/scheduler.py: reset_prefix_cache",
     remove_when=_REMOVE_WHEN,
-)
-
-
-@RESET_PREFIX_CACHE.around
+).around
 def reset_prefix_cache(call: Call) -> bool:
     return cleared(call.instance, call.proceed, is_forced=call.argument("reset_running_requests"))
 
 
-NOTIFY_IDLE = Patch(
+@Patch(
     target=ENGINE_CORE,
     attribute="_notify_idle_state_callbacks",
     process="scheduler",
@@ -97,10 +89,7 @@ NOTIFY_IDLE = Patch(
     "in flight, and the error would end the engine.",
     upstream="vllm/v1/engine/core.py: pause_scheduler",
     remove_when=_REMOVE_WHEN,
-)
-
-
-@NOTIFY_IDLE.around
+).around
 def notify_idle_state_callbacks(call: Call) -> None:
     tell_who_waits(call.instance, logger)
     if not held_back(call.instance):
@@ -108,7 +97,7 @@ def notify_idle_state_callbacks(call: Call) -> None:
         wait_until_due(call.instance)
 
 
-HANDLE_SHUTDOWN = Patch(
+@Patch(
     target=ENGINE_CORE,
     attribute="_handle_shutdown",
     process="scheduler",
@@ -117,10 +106,7 @@ HANDLE_SHUTDOWN = Patch(
     "it would answer the beginning of a response as a complete one (/v1/responses).",
     upstream="vllm/v1/engine/core.py; llm-d#927",
     remove_when=_REMOVE_WHEN,
-)
-
-
-@HANDLE_SHUTDOWN.around
+).around
 def handle_shutdown(call: Call) -> bool:
     found = list(bound_sides(call.instance.scheduler)) if ends_at_once(call.instance) else []
     for side in found:

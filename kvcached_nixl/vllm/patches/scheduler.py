@@ -40,7 +40,8 @@ After each step vLLM's workers spin for one second, waiting for the next step (`
 second each worker would keep a core busy.
 """
 
-ADD_REQUEST = Patch(
+
+@Patch(
     target=ENGINE_SCHEDULER,
     attribute="add_request",
     process="scheduler",
@@ -48,10 +49,7 @@ ADD_REQUEST = Patch(
     why="the lease of a request that waits to be allocated would end, and prefill would reuse its blocks.",
     upstream="vllm#41383, vllm#38027; vLLM tells the connector alone (on_new_request)",
     remove_when="every supported vLLM tells the connector of a request's arrival, and of the scheduler",
-)
-
-
-@ADD_REQUEST.around
+).around
 def add_request(call: Call) -> None:
     request = call.argument("request")
     drop_unless_mapping(request)
@@ -71,7 +69,7 @@ def add_request(call: Call) -> None:
         hold(call.instance, request)
 
 
-PREPROCESS_ADD_REQUEST = Patch(
+@Patch(
     target=ENGINE_CORE_BASE,
     attribute="preprocess_add_request",
     process="scheduler",
@@ -86,10 +84,7 @@ PREPROCESS_ADD_REQUEST = Patch(
     "v1/nixl/base_scheduler.py: _truncate_mamba_request_for_prefill; vllm/platforms/cpu.py: check_and_update_config",
     remove_when="vLLM gives such a request a unique id, checks stop tokens, loads an adapter once, asks its "
     "connector where prefill stops, and keeps the block size that its scheduler was made with",
-)
-
-
-@PREPROCESS_ADD_REQUEST.around
+).around
 def preprocess_add_request(call: Call) -> Any:
     request = call.argument("request")
     give_own_id(request)
@@ -108,7 +103,7 @@ def preprocess_add_request(call: Call) -> Any:
     return found
 
 
-UPDATE_FROM_OUTPUT = Patch(
+@Patch(
     target=ENGINE_SCHEDULER,
     attribute="update_from_output",
     process="scheduler",
@@ -117,10 +112,7 @@ UPDATE_FROM_OUTPUT = Patch(
     "one.",
     upstream="vllm#52234 (failed receives of several KV-cache groups); vllm/v1/core/sched/scheduler.py",
     remove_when="vLLM's connectors can end a receive without its blocks",
-)
-
-
-@UPDATE_FROM_OUTPUT.around
+).around
 def update_from_output(call: Call) -> Any:
     output = call.argument("model_runner_output")
     reports = reports_of(output)
@@ -141,7 +133,7 @@ def update_from_output(call: Call) -> Any:
     return outputs
 
 
-HANDLE_INVALID_BLOCKS = Patch(
+@Patch(
     target=ENGINE_SCHEDULER,
     attribute="_handle_invalid_blocks",
     process="scheduler",
@@ -149,10 +141,7 @@ HANDLE_INVALID_BLOCKS = Patch(
     why="a hand-over that has failed would be taken for one that has succeeded.",
     upstream="vllm#52234: the stock method unpacks one KV-cache group and raises for more",
     remove_when="vLLM's connectors can name the requests whose load has failed",
-)
-
-
-@HANDLE_INVALID_BLOCKS.around
+).around
 def handle_invalid_blocks(call: Call) -> Any:
     others = call.argument("invalid_block_ids") - {FAILING}
     failed = set(call.proceed(invalid_block_ids=others)) if others else set()
@@ -161,7 +150,7 @@ def handle_invalid_blocks(call: Call) -> Any:
     return failed
 
 
-PREEMPT_REQUEST = Patch(
+@Patch(
     target=ENGINE_SCHEDULER,
     attribute="_preempt_request",
     process="scheduler",
@@ -171,17 +160,14 @@ PREEMPT_REQUEST = Patch(
     "request's KV.",
     upstream="nixl#2067: a posted transfer cannot be cancelled",
     remove_when="vLLM asks its connector before it frees the blocks of a preempted request",
-)
-
-
-@PREEMPT_REQUEST.around
+).around
 def preempt_request(call: Call) -> None:
     for side in sides(call.instance.connector):
         side.preempted(call.argument("request").request_id)
     call.proceed()
 
 
-CONNECTOR_FINISHED = Patch(
+@Patch(
     target=ENGINE_SCHEDULER,
     attribute="_connector_finished",
     process="scheduler",
@@ -190,10 +176,7 @@ CONNECTOR_FINISHED = Patch(
     "prefill's that its manifest names.",
     upstream="vllm/v1/core/sched/scheduler.py: remove_skipped_blocks counts tokens that were generated",
     remove_when="vLLM tells its connector before it frees any block of a request",
-)
-
-
-@CONNECTOR_FINISHED.around
+).around
 def connector_finished(call: Call) -> Any:
     request = call.argument("request")
     is_spared = any(side.spares(request.request_id) for side in sides(call.instance.connector))
@@ -204,7 +187,7 @@ def connector_finished(call: Call) -> Any:
     return found
 
 
-PROCESS_INPUT_QUEUE = Patch(
+@Patch(
     target=ENGINE_CORE,
     attribute="_process_input_queue",
     process="scheduler",
@@ -213,10 +196,7 @@ PROCESS_INPUT_QUEUE = Patch(
     "step a thousand times a second.",
     upstream="vllm#45168; vllm/v1/engine/core.py",
     remove_when="vLLM lets a connector wake its engine",
-)
-
-
-@PROCESS_INPUT_QUEUE.around
+).around
 def process_input_queue(call: Call) -> None:
     remember(call.instance)
     for side in bound_sides(call.instance.scheduler):

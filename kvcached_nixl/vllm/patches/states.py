@@ -12,7 +12,8 @@ from kvcached_nixl.vllm.adapter.locate import FACADE, WORKER
 from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE
 from kvcached_nixl.vllm.adapter.states import know_states, without_states
 
-MAKE_NIXL_WORKER = Patch(
+
+@Patch(
     target=WORKER,
     attribute="__init__",
     process="worker",
@@ -20,17 +21,14 @@ MAKE_NIXL_WORKER = Patch(
     why="vLLM's own worker would end the engine, because it moves states in parts, and only those of some layouts.",
     upstream="vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py: is_conv_state_dim_first",
     remove_when="vLLM's own worker leaves the layout of states to the methods that move them",
-)
-
-
-@MAKE_NIXL_WORKER.around
+).around
 def make_nixl_worker(call: Call) -> None:
     groups = call.argument("kv_cache_config")
     call.proceed(kv_cache_config=without_states(groups))
     know_states(call.instance, groups)
 
 
-DIVERGENT_HITS = Patch(
+@Patch(
     target=FACADE,
     attribute="supports_divergent_local_hybrid_hits",
     kind="property",
@@ -41,10 +39,7 @@ DIVERGENT_HITS = Patch(
     "would see whatever is in their blocks.",
     upstream="vllm/v1/core/kv_cache_manager.py: get_computed_blocks_for_connector",
     remove_when="a hand-over begins at each KV-cache group's own prefix hit",
-)
-
-
-@DIVERGENT_HITS.around
+).around
 def supports_divergent_local_hybrid_hits(call: Call) -> bool:
     """Decode fetches the tokens behind one prefix, the same for all groups."""
     return False

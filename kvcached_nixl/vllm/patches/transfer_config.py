@@ -13,7 +13,8 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.locate import TRANSFER_CONFIG
 from kvcached_nixl.vllm.patches.actions.push_class import as_push_mode
 
-POST_INIT = Patch(
+
+@Patch(
     target=TRANSFER_CONFIG,
     attribute="__post_init__",
     process="every",
@@ -21,10 +22,7 @@ POST_INIT = Patch(
     why="A manifest that names vLLM's push connector would be refused: vLLM's own leaves requests waiting for ever.",
     upstream="vllm/distributed/kv_transfer/kv_connector/v1/nixl/connector.py, NixlPushConnector",
     remove_when="vLLM's own push connector passes tests/contract/test_stock_push_defects.py, and serves kvcached",
-)
-
-
-@POST_INIT.around
+).around
 def post_init(call: Call) -> None:
     if as_push_mode(call.instance, logging.getLogger(SERVER_LOGGER)):
         call.note('NixlPushConnector is served as NixlConnector with "transfer_mode": "push"')

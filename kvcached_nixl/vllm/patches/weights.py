@@ -33,15 +33,12 @@ def _of_worker(target: Target, attribute: str, parameters: tuple[str, ...], upst
     )
 
 
-PREPARE_WEIGHTS = _of_worker(
+@_of_worker(
     MODEL_LOADER,
     "_prepare_weights",
     ("model_name_or_path", "subfolder", "revision", "fall_back_to_pt", "allow_patterns_overrides"),
     "vllm#55776; vllm/model_executor/model_loader/default_loader.py",
-)
-
-
-@PREPARE_WEIGHTS.around
+).around
 def prepare_weights(call: Call) -> Any:
     found = call.proceed()
     # vLLM 0.31 returns the name of an index file, too.
@@ -50,45 +47,36 @@ def prepare_weights(call: Call) -> Any:
     return found
 
 
-STREAM_WEIGHTS = _of_worker(
+@_of_worker(
     STREAMING_LOADER,
     "_prepare_weights",
     ("model_name_or_path", "revision"),
     "vllm/model_executor/model_loader/runai_streamer_loader.py",
-)
-
-
-@STREAM_WEIGHTS.around
+).around
 def stream_weights(call: Call) -> Any:
     files = call.proceed()
     note_files(call.instance, call.argument("model_name_or_path"), None, files)
     return files
 
 
-MAKE_LOADER = _of_worker(
+@_of_worker(
     LOADER_BASE,
     "__init__",
     ("load_config",),
     "vllm/model_executor/model_loader/base_loader.py: load_model calls load_weights, then has kernels rewrite what was "
     "loaded, and delete parameters",
-)
-
-
-@MAKE_LOADER.around
+).around
 def make_loader(call: Call) -> None:
     call.proceed()
     watch_loading(call.instance)
 
 
-HANDSHAKE_METADATA = _of_worker(
+@_of_worker(
     WORKER_PROCESS,
     "get_kv_connector_handshake_metadata",
     (),
     "vllm/v1/worker/gpu_worker.py; called by the engine core when every worker has its KV cache",
-)
-
-
-@HANDSHAKE_METADATA.around
+).around
 def get_kv_connector_handshake_metadata(call: Call) -> Any:
     found = list(worker_sides())
     weights = weights_of(call.instance) if found else ()
@@ -109,15 +97,12 @@ def _of_engine(attribute: str, parameters: tuple[str, ...], why: str, upstream: 
     )
 
 
-COLLECTIVE_RPC = _of_engine(
+@_of_engine(
     "collective_rpc",
     ("method", "timeout", "args", "kwargs"),
     "parts of one prompt, or the two servers of one hand-over, would be computed with different weights.",
     "every weight update is a collective_rpc (update_weights, reload_weights, methods of worker extensions)",
-)
-
-
-@COLLECTIVE_RPC.around
+).around
 def collective_rpc(call: Call) -> Any:
     method, has_failed = call.argument("method"), True
     try:
@@ -132,15 +117,12 @@ def collective_rpc(call: Call) -> Any:
         identify_again(call.instance, method, has_failed=has_failed)
 
 
-WAKE_UP = _of_engine(
+@_of_engine(
     "wake_up",
     ("tags",),
     "an engine that was put to sleep at level 2 would wake up without valid weights and still hand over KV.",
     "sleep mode discards weights",
-)
-
-
-@WAKE_UP.around
+).around
 def wake_up(call: Call) -> Any:
     try:
         return call.proceed()
@@ -150,10 +132,8 @@ def wake_up(call: Call) -> Any:
 
 _ADAPTER = "KV of an adapter that was replaced under the same name would be taken for the new adapter's."
 
-ADD_LORA = _of_engine("add_lora", ("lora_request",), _ADAPTER, "load_inplace")
 
-
-@ADD_LORA.around
+@_of_engine("add_lora", ("lora_request",), _ADAPTER, "load_inplace").around
 def add_lora(call: Call) -> Any:
     request = call.argument("lora_request")
     for side in bound_sides(call.instance.scheduler):
@@ -173,10 +153,7 @@ def add_lora(call: Call) -> Any:
     return found
 
 
-REMOVE_LORA = _of_engine("remove_lora", ("lora_id",), _ADAPTER, "unload_lora_adapter")
-
-
-@REMOVE_LORA.around
+@_of_engine("remove_lora", ("lora_id",), _ADAPTER, "unload_lora_adapter").around
 def remove_lora(call: Call) -> Any:
     try:
         return call.proceed()
