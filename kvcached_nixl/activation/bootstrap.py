@@ -143,7 +143,7 @@ def _host_memory() -> Activation | None:
 
 
 def _clear_left() -> None:
-    from kvcached_nixl.vllm.patches.actions.engine_name import clear_left
+    from kvcached_nixl.vllm.patches.naming import clear_left
 
     clear_left()
 

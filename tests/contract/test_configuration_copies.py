@@ -6,7 +6,6 @@ Its ``replace`` fails on attributes that are no fields, so a worker has none of 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -18,7 +17,7 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 from vllm.config import VllmConfig
 from vllm.config.utils import replace
 
-from kvcached_nixl.vllm.patches.actions import engine_name
+from kvcached_nixl.vllm.patches import naming
 
 
 class Executor:
@@ -28,7 +27,7 @@ class Executor:
 @pytest.fixture
 def executor() -> Iterator[Any]:
     yield Executor()
-    engine_name.give_up_name()
+    naming.give_up_name()
 
 
 def test_an_attribute_that_is_no_field_cannot_be_copied() -> None:
@@ -41,7 +40,7 @@ def test_an_attribute_that_is_no_field_cannot_be_copied() -> None:
 def test_a_workers_configuration_can_be_copied(executor: Any) -> None:
     """As vLLM does it for the language model of a model with images, and for a draft model."""
     config = VllmConfig()
-    engine_name.own_engine(executor, config, logging.getLogger())
-    engine_name.join_engine(config)
+    naming.own_engine(executor, config)
+    naming.join_engine(config)
     # `replace` passes each of them to the constructor.
     assert vars(config).keys() <= {field.name for field in fields(VllmConfig)}

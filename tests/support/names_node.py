@@ -14,7 +14,6 @@ argv: ``core`` or ``worker``, and ``ours`` or ``stock``. Reads each command as a
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ import torch
 
 from kvcached_nixl.errors import NameRefused
 from kvcached_nixl.hostvmm import activate, device_info
-from kvcached_nixl.vllm.patches.actions import engine_name
+from kvcached_nixl.vllm.patches import naming
 
 LAYERS, BLOCK_SIZE, HEADS, WIDTH, BLOCKS = 2, 16, 8, 128, 512
 
@@ -52,11 +51,11 @@ class Node:
         config = SimpleNamespace(parallel_config=parallel)
         if name is None:
             if self.is_ours:
-                engine_name.own_engine(self.executor, config, logging.getLogger())
-            return vars(config).get(engine_name._RIDES, "stock")
+                naming.own_engine(self.executor, config)
+            return vars(config).get(naming._RIDES, "stock")
         if self.is_ours:
             config.kvcached_nixl_name = name
-            engine_name.join_engine(config)
+            naming.join_engine(config)
         self.kvcached.init_kvcached(is_worker=True, device="cuda:0")
         shape = (BLOCKS, HEADS, BLOCK_SIZE, 2 * WIDTH)
         self.tensors = self.kvcached.alloc_kv_cache(shape, BLOCK_SIZE, torch.float32, "cuda", LAYERS)
@@ -77,7 +76,7 @@ class Node:
     def end(self) -> bool:
         ended = bool(self.kvcached.shutdown_kvcached())
         if self.is_ours:
-            engine_name.give_up_name()
+            naming.give_up_name()
         return ended
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.patches.engine_name` with kvcached's constants: which engine gets which name, or is refused."""
+"""`vllm.patches.naming` with kvcached's constants: which engine gets which name, or is refused."""
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 import pytest
 
 from kvcached_nixl.errors import ContractChanged, NameRefused
-from kvcached_nixl.vllm.patches.actions import engine_name
+from kvcached_nixl.vllm.patches import naming
 
-LOGGER = logging.getLogger(__name__)
-HOLDER = engine_name._NameHolder
+HOLDER = naming._NameHolder
 """Keeps the name that this process holds."""
 
 
@@ -56,7 +54,7 @@ def kvcached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
     modules["tp_ipc_util"].SOCKET_DIR = utils.get_tp_socket_dir()
     monkeypatch.setattr(HOLDER, "held", None)
     yield modules
-    engine_name.give_up_name()
+    naming.give_up_name()
 
 
 def names(kvcached: dict[str, Any]) -> set[str]:
@@ -78,7 +76,7 @@ kept: list[Any] = []
 
 def test_without_an_engine_nobody_has_the_wish(kvcached: dict[str, Any]) -> None:
     """kvcached's client would remove what lies under it, be it another engine's."""
-    (note,) = engine_name.withdraw_name()
+    (note,) = naming.withdraw_name()
     (name,) = names(kvcached)
     assert name.startswith("wish-none-") and "'wish'" in note
 
@@ -96,12 +94,12 @@ def test_every_reader_has_the_own_name_and_the_configuration_says_it(
     kvcached: dict[str, Any], parallel: dict[str, object], begins: str
 ) -> None:
     """Copies that other modules took at import as well."""
-    engine_name.withdraw_name()
+    naming.withdraw_name()
     executor, made = Executor(), config(**parallel)
-    engine_name.own_engine(executor, made, LOGGER)
+    naming.own_engine(executor, made)
     (name,) = names(kvcached)
     assert name.startswith(begins) and made.kvcached_nixl_name == name
-    engine_name.join_engine(made)
+    naming.join_engine(made)
     assert names(kvcached) == {name}
 
 
@@ -109,12 +107,12 @@ def test_a_worker_elsewhere_takes_the_name_of_its_engine(kvcached: dict[str, Any
     """A module of kvcached's that it has not imported yet takes it from the one that it has."""
     made = config()
     executor = Executor()
-    engine_name.own_engine(executor, made, LOGGER)
+    naming.own_engine(executor, made)
     in_another_process()
-    engine_name.withdraw_name()
+    naming.withdraw_name()
     del sys.modules["kvcached.mem_info_tracker"], kvcached["mem_info_tracker"]
     name = made.kvcached_nixl_name
-    engine_name.join_engine(made)
+    naming.join_engine(made)
     assert names(kvcached) == {name}
     # The worker's own copies of its configuration, for images and drafts, fail on what is no field of vLLM's.
     assert not hasattr(made, "kvcached_nixl_name")
@@ -123,30 +121,30 @@ def test_a_worker_elsewhere_takes_the_name_of_its_engine(kvcached: dict[str, Any
 def test_a_name_that_is_given_is_not_withdrawn_again(kvcached: dict[str, Any]) -> None:
     """A worker may import the executor's module late."""
     executor, made = Executor(), config()
-    engine_name.own_engine(executor, made, LOGGER)
-    assert engine_name.withdraw_name() == ()
+    naming.own_engine(executor, made)
+    assert naming.withdraw_name() == ()
     assert names(kvcached) == {made.kvcached_nixl_name}
 
 
 def test_an_engine_that_has_ended_leaves_no_name(kvcached: dict[str, Any], tmp_path: Path) -> None:
     """The next one in this process has another."""
     executor, first, second = Executor(), config(), config()
-    engine_name.own_engine(executor, first, LOGGER)
-    engine_name.give_up_name()
+    naming.own_engine(executor, first)
+    naming.give_up_name()
     assert not list(tmp_path.glob("kvcached-tp-*"))
-    engine_name.own_engine(executor, second, LOGGER)
+    naming.own_engine(executor, second)
     assert first.kvcached_nixl_name != second.kvcached_nixl_name
 
 
 def test_a_second_engine_in_a_process_is_refused_while_the_first_is_there(kvcached: dict[str, Any]) -> None:
     """kvcached would map the first one's pages in the second one's workers."""
     executor, other, made = Executor(), Executor(), config()
-    engine_name.own_engine(executor, made, LOGGER)
+    naming.own_engine(executor, made)
     with pytest.raises(NameRefused, match="VLLM_ENABLE_V1_MULTIPROCESSING"):
-        engine_name.own_engine(other, config(), LOGGER)
+        naming.own_engine(other, config())
     assert names(kvcached) == {made.kvcached_nixl_name}
     del executor
-    engine_name.own_engine(other, config(), LOGGER)
+    naming.own_engine(other, config())
 
 
 @pytest.mark.parametrize(
@@ -161,29 +159,29 @@ def test_where_the_ranks_cannot_agree_the_start_is_refused(
 ) -> None:
     """With what can be done instead."""
     with pytest.raises(NameRefused, match=f"(?s){said}.*ENABLE_KVCACHED=false"):
-        engine_name.own_engine(Executor(), config(**parallel), LOGGER)
+        naming.own_engine(Executor(), config(**parallel))
 
 
 def test_a_worker_that_was_told_no_name_is_refused(kvcached: dict[str, Any]) -> None:
     """Its executor did not hand the configuration on, or never called Executor's constructor."""
     with pytest.raises(NameRefused, match="whose configuration has no kvcached name"):
-        engine_name.join_engine(config())
+        naming.join_engine(config())
 
 
 def test_a_worker_of_another_engine_than_the_process_holds_is_refused(kvcached: dict[str, Any]) -> None:
     """Nothing of that name is here."""
     executor, made = Executor(), config()
-    engine_name.own_engine(executor, made, LOGGER)
+    naming.own_engine(executor, made)
     made.kvcached_nixl_name = "wish-elsewhere"
     with pytest.raises(NameRefused, match="'wish-elsewhere' here"):
-        engine_name.join_engine(made)
+        naming.join_engine(made)
 
 
 def test_another_kvcached_is_refused(kvcached: dict[str, Any]) -> None:
     """A kvcached that keeps its name elsewhere would continue with the requested name."""
     del kvcached["kv_cache_manager"].DEFAULT_IPC_NAME
     with pytest.raises(ContractChanged, match=r"kvcached\.kv_cache_manager without DEFAULT_IPC_NAME"):
-        engine_name.own_engine(Executor(), config(), LOGGER)
+        naming.own_engine(Executor(), config())
 
 
 def test_without_kvcached_there_is_nothing_to_withdraw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,4 +189,4 @@ def test_without_kvcached_there_is_nothing_to_withdraw(monkeypatch: pytest.Monke
     monkeypatch.setattr(HOLDER, "held", None)
     monkeypatch.setitem(sys.modules, "kvcached", None)
     monkeypatch.delitem(sys.modules, "kvcached.utils", raising=False)
-    assert engine_name.withdraw_name() == ("kvcached is not installed",)
+    assert naming.withdraw_name() == ("kvcached is not installed",)
