@@ -25,7 +25,6 @@ from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.versions import reason_to_skip
 from kvcached_nixl.vllm.adapter.weights import distrust, note_calls
 from kvcached_nixl.vllm.patches import scheduler, weights
-from kvcached_nixl.vllm.patches.actions import changing
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +99,7 @@ class Engine:
         core.has_work = lambda: not is_idle or core.input_queue.empty() and bool(self.asked)
         self.asked: list[str] = core.model_executor.asked
         self.side = side = Side(self.asked)
-        for module, name in ((scheduler, "bound_sides"), (changing, "sides")):
+        for module, name in ((scheduler, "bound_sides"), (weights, "sides")):
             monkeypatch.setattr(module, name, lambda _: [side])
         monkeypatch.setattr(scheduler, "rest", lambda *_: None)
 

@@ -15,7 +15,6 @@ from kvcached_nixl.vllm.adapter.attached_state import sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.requests import drop_unless_mapping, hash_embeddings
 from kvcached_nixl.vllm.adapter.states import align_chunks, stop_before_last
-from kvcached_nixl.vllm.patches.actions.changing import identify_if_due
 from kvcached_nixl.vllm.patches.actions.engine import remember, wake_of
 from kvcached_nixl.vllm.patches.actions.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.actions.held_requests import hold
@@ -31,6 +30,7 @@ from kvcached_nixl.vllm.patches.actions.step_output import (
     with_reports,
     with_told,
 )
+from kvcached_nixl.vllm.patches.weights import identify_if_due
 from kvcached_nixl.wire.step import FAILING
 
 REST_SECONDS = 5.0
