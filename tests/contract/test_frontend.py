@@ -32,7 +32,7 @@ from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.locate import ERROR_MODULES
 from kvcached_nixl.vllm.adapter.private import first_bound
 from kvcached_nixl.vllm.adapter.versions import reason_to_skip
-from kvcached_nixl.vllm.patches import frontend
+from kvcached_nixl.vllm.patches import frontend, seams_in
 from kvcached_nixl.vllm.patches.actions.leaving import leave
 
 ERROR_RESPONSES = (
@@ -44,7 +44,7 @@ ERROR_RESPONSES = (
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
     registry = Registry(reason_to_skip)
-    registry.add(frontend.SEAMS)
+    registry.add(seams_in(frontend))
     registry.complete()
     assert not registry.refusals()
     yield registry

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm/patches/held_requests.py in place of the queue of the installed vLLM."""
+"""`adapter.queues.HoldingQueue` in place of the queue of the installed vLLM."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.vllm.adapter.private import optional
-from kvcached_nixl.vllm.patches.actions.held_requests import HoldingQueue, hold
-from kvcached_nixl.vllm.patches.actions.queues import goes_by_priority, queued
+from kvcached_nixl.vllm.adapter.queues import HoldingQueue, goes_by_priority, hold, queued
 
 OTHER = (
     "kv_holding_waiting" if optional(Scheduler, "_select_waiting_queue_for_scheduling") is None else "skipped_waiting"

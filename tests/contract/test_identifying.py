@@ -24,13 +24,13 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.versions import reason_to_skip
 from kvcached_nixl.vllm.adapter.weights import distrust, note_calls
-from kvcached_nixl.vllm.patches import scheduler, weights
+from kvcached_nixl.vllm.patches import resting, weights
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[None]:
     registry = Registry(reason_to_skip)
-    registry.add((scheduler.process_input_queue, weights.collective_rpc))
+    registry.add((resting.process_input_queue, weights.collective_rpc))
     registry.complete()
     assert not registry.refusals()
     yield
@@ -82,7 +82,7 @@ class Side:
 
 def take_input(core: Any) -> None:
     """What vLLM's loop does before each step."""
-    getattr(core, scheduler.PROCESS_INPUT_QUEUE.attribute)()
+    getattr(core, resting.process_input_queue.patch.attribute)()
 
 
 class Engine:
@@ -99,9 +99,9 @@ class Engine:
         core.has_work = lambda: not is_idle or core.input_queue.empty() and bool(self.asked)
         self.asked: list[str] = core.model_executor.asked
         self.side = side = Side(self.asked)
-        for module, name in ((scheduler, "bound_sides"), (weights, "sides")):
+        for module, name in ((resting, "bound_sides"), (weights, "sides")):
             monkeypatch.setattr(module, name, lambda _: [side])
-        monkeypatch.setattr(scheduler, "rest", lambda *_: None)
+        monkeypatch.setattr(resting, "rest", lambda *_: None)
 
     def call(self, *methods: str) -> list[str]:
         """What is asked of the workers until vLLM takes the next step, after these calls at once."""

@@ -21,14 +21,13 @@ from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.versions import installed_row, reason_to_skip
-from kvcached_nixl.vllm.patches import pausing
-from kvcached_nixl.vllm.patches.actions import pausing as compat_pausing
+from kvcached_nixl.vllm.patches import pausing, seams_in
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
     registry = Registry(reason_to_skip)
-    registry.add(pausing.SEAMS)
+    registry.add(seams_in(pausing))
     registry.complete()
     assert not registry.refusals()
     yield registry
@@ -103,12 +102,8 @@ class Side:
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> Side:
     found = Side()
-    for module, name in (
-        (pausing, "bound_sides"),
-        (compat_pausing, "bound_sides"),
-        (compat_pausing, "sides"),
-    ):
-        monkeypatch.setattr(module, name, lambda _: [found])
+    for name in ("bound_sides", "sides"):
+        monkeypatch.setattr(pausing, name, lambda _: [found])
     return found
 
 
@@ -169,7 +164,7 @@ def test_an_engine_that_ends_at_once_ends_its_requests_with_an_error(
     )
     if not is_ours:
         patched.uninstall()
-    assert getattr(engine, pausing.HANDLE_SHUTDOWN.attribute)() is False and not left
+    assert getattr(engine, pausing.handle_shutdown.patch.attribute)() is False and not left
     sent = [one for _, outputs in engine.output_queue.queue for one in outputs.outputs]
     assert {one.request_id for one in sent} == {"first", "second"}
     assert {one.finish_reason for one in sent} == {FinishReason.ERROR if is_ours else FinishReason.ABORT}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm/patches/queues.py with the queues of the installed vLLM: the order is that in which vLLM looks at requests."""
+"""vllm/adapter/queues.py with the queues of the installed vLLM: the order is that in which vLLM looks at requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.vllm.adapter.private import optional
-from kvcached_nixl.vllm.patches.actions.queues import bring_forward, queued
+from kvcached_nixl.vllm.adapter.queues import bring_forward, queued
 
 SELECT = optional(Scheduler, "_select_waiting_queue_for_scheduling")
 """Up to 0.30 vLLM has a queue of requests that it skipped; later one of those that hold KV."""

@@ -475,7 +475,7 @@ class Engine:
     Attributes:
         admits: whether waiting requests are scheduled; the test may stop that, as in an engine that is full.
         is_paused: as by ``/pause?mode=keep``: nothing is scheduled, and only hand-overs count as work.
-        held: as those of `patches.actions.held_requests`.
+        held: as those of `adapter.queues`.
         chunk_tokens: of one prompt that a step computes; 0 for no limit.
     """
 
@@ -573,7 +573,7 @@ class Engine:
         self.held[request_id] = request
 
     def release(self, request_id: str, params: Mapping[str, Any] | None) -> None:
-        """As `patches.actions.held_requests.HoldingQueue.release`."""
+        """As `adapter.queues.HoldingQueue.release`."""
         request = self.held.pop(request_id)
         request.params = request.params if params is None else dict(params)
         later = (place for place, one in enumerate(self.waiting) if one.order > request.order)
@@ -883,7 +883,7 @@ class Engine:
             assert self.requests[name].status.is_finished, f"{name} is still computed and was sent"
             self._free_blocks(self.requests[name])
         self._finish([self.requests[name] for name in starved if name in self.requests], Status.ERROR)
-        # As `patches.actions.queues.bring_forward`.
+        # As `adapter.queues.bring_forward`.
         forward = [one for one in self.skipped if one.request_id in received]
         self.skipped = deque([*forward, *(one for one in self.skipped if one not in forward)])
         for one in forward if self.kind.goes_by_priority else ():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of this package that is attached to vLLM's objects: the facade of a connector, its side channel's address, and
-our `Step` of a step.
+"""State of this package that is attached to vLLM's objects: the facade of a connector, its side channel's address, our
+`Step` of a step, and the engine core of a scheduler.
 
 It lives as long as the object that it is attached to.
 """
@@ -20,6 +20,8 @@ __all__ = [
     "attach_step",
     "begin_step",
     "connectors",
+    "core_of",
+    "remember",
     "sides",
     "side_of",
     "step_of",
@@ -28,6 +30,7 @@ __all__ = [
 _SIDE = "_kvcached_nixl"
 _ADDRESS = "_kvcached_nixl_address"
 _STEP = "kvcached_nixl_step"
+_CORE = "_kvcached_nixl_core"
 
 
 def attach(connector: Any, side: Any) -> None:
@@ -81,3 +84,13 @@ def begin_step(connector: Any, metadata: Any) -> None:
 def step_of(connector: Any) -> Any:
     """The `Step` on the metadata that is bound to a worker's connector."""
     return private(private(connector, "_connector_metadata"), _STEP)
+
+
+def remember(core: Any) -> None:
+    """Attach vLLM's engine core to its scheduler, for `core_of`."""
+    vars(core.scheduler)[_CORE] = core
+
+
+def core_of(engine_scheduler: Any) -> Any:
+    """The engine core around a scheduler; None if there is no core process (an engine in its client's own process)."""
+    return vars(engine_scheduler).get(_CORE)

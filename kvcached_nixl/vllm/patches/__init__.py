@@ -6,6 +6,8 @@ A function below ``@Patch(...).around`` runs in place of what the record names. 
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from kvcached_nixl.patching import Seam
 from kvcached_nixl.vllm.patches import (
     connector,
@@ -14,6 +16,7 @@ from kvcached_nixl.vllm.patches import (
     kvcached_quirks,
     naming,
     pausing,
+    resting,
     scheduler,
     states,
     transfer_config,
@@ -21,7 +24,7 @@ from kvcached_nixl.vllm.patches import (
     windows,
 )
 
-__all__ = ["PATCHES"]
+__all__ = ["PATCHES", "seams_in"]
 
 _SUBJECTS = (
     factory,
@@ -31,13 +34,18 @@ _SUBJECTS = (
     connector,
     states,
     scheduler,
+    resting,
     pausing,
     weights,
     frontend,
     naming,
 )
 
-PATCHES: tuple[Seam, ...] = tuple(
-    one for subject in _SUBJECTS for one in vars(subject).values() if isinstance(one, Seam)
-)
+
+def seams_in(subject: ModuleType) -> tuple[Seam, ...]:
+    """The patches of one of these modules, in the order of its text."""
+    return tuple(one for one in vars(subject).values() if isinstance(one, Seam))
+
+
+PATCHES = tuple(seam for subject in _SUBJECTS for seam in seams_in(subject))
 """Everything that is patched, in the order in which it is decided: the gate, kvcached's own patch, then the others."""

@@ -12,14 +12,11 @@ from typing import Any
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.vllm.adapter.arrival import Arrival, arrival_of, drop_unknown_stops, give_own_id, load_once
 from kvcached_nixl.vllm.adapter.attached_state import sides
-from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
+from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE_BASE, ENGINE_SCHEDULER
+from kvcached_nixl.vllm.adapter.queues import bring_forward, hold
 from kvcached_nixl.vllm.adapter.requests import drop_unless_mapping, hash_embeddings
 from kvcached_nixl.vllm.adapter.states import align_chunks, stop_before_last
-from kvcached_nixl.vllm.patches.actions.engine import remember, wake_of
 from kvcached_nixl.vllm.patches.actions.engine_blocks import bound_sides
-from kvcached_nixl.vllm.patches.actions.held_requests import hold
-from kvcached_nixl.vllm.patches.actions.queues import bring_forward
-from kvcached_nixl.vllm.patches.actions.resting import note_step, rest
 from kvcached_nixl.vllm.patches.actions.step_output import (
     let_load_fail,
     note_tokens,
@@ -30,15 +27,8 @@ from kvcached_nixl.vllm.patches.actions.step_output import (
     with_reports,
     with_told,
 )
-from kvcached_nixl.vllm.patches.weights import identify_if_due
+from kvcached_nixl.vllm.patches.resting import note_step
 from kvcached_nixl.wire.step import FAILING
-
-REST_SECONDS = 5.0
-"""How often an engine that only waits for KV steps although nothing has woken it.
-
-After each step vLLM's workers spin for one second, waiting for the next step (``SpinCondition``): with ten steps per
-second each worker would keep a core busy.
-"""
 
 
 @Patch(
@@ -185,24 +175,3 @@ def connector_finished(call: Call) -> Any:
         for side in sides(call.instance.connector):
             side.kept(request.request_id)
     return found
-
-
-@Patch(
-    target=ENGINE_CORE,
-    attribute="_process_input_queue",
-    process="scheduler",
-    parameters=("self",),
-    why="a sleeping engine would not be told that its workers have released blocks, and one that waits for KV would "
-    "step a thousand times a second.",
-    upstream="vllm#45168; vllm/v1/engine/core.py",
-    remove_when="vLLM lets a connector wake its engine",
-).around
-def process_input_queue(call: Call) -> None:
-    remember(call.instance)
-    for side in bound_sides(call.instance.scheduler):
-        side.bind_wake(wake_of(call.instance))
-    rest(call.instance, REST_SECONDS)
-    call.proceed()
-    for side in sides(call.instance.scheduler.connector):
-        side.ask()
-    identify_if_due(call.instance)

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcached_nixl.patching import Call, Patch, Target
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attached_state import sides
+from kvcached_nixl.vllm.adapter.attached_state import core_of, sides
 from kvcached_nixl.vllm.adapter.locate import (
     ENGINE_CORE_BASE,
     LOADER_BASE,
@@ -22,8 +22,8 @@ from kvcached_nixl.vllm.adapter.locate import (
     WORKER_PROCESS,
 )
 from kvcached_nixl.vllm.adapter.private import private
+from kvcached_nixl.vllm.adapter.queues import has_call
 from kvcached_nixl.vllm.adapter.weights import note_calls, note_files, watch_loading, weights_of
-from kvcached_nixl.vllm.patches.actions.engine import core_of, has_call
 from kvcached_nixl.vllm.patches.actions.engine_blocks import bound_sides
 
 logger = logging.getLogger(SERVER_LOGGER)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.patches.actions.pausing`: an engine survives a cache that it cannot clear, and the caller gets an error."""
+"""`vllm.patches.pausing`: an engine survives a cache that it cannot clear, and the caller gets an error."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -14,10 +13,8 @@ import pytest
 
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.vllm.adapter.series import Shape
-from kvcached_nixl.vllm.patches.actions import pausing
-from kvcached_nixl.vllm.patches.actions.pausing import tell_who_waits
-
-logger = logging.getLogger(__name__)
+from kvcached_nixl.vllm.patches import pausing
+from kvcached_nixl.vllm.patches.pausing import tell_who_waits
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +37,8 @@ def clear(engine: Any, future: Future[None]) -> None:
 
 def idle(engine: SimpleNamespace) -> None:
     """What vLLM does when an engine is idle, with ours around it."""
-    tell_who_waits(engine, logger)
-    tell_who_waits(engine, logger)
+    tell_who_waits(engine)
+    tell_who_waits(engine)
     callbacks = engine._idle_state_callbacks
     while callbacks:
         callbacks.pop()(engine)
@@ -84,10 +81,10 @@ def test_a_vllm_that_tells_its_callers_itself_is_left_alone(shape: Callable[[Sha
     shape(Shape(pause_errors_reach_callers=True))
     callback = partial(clear, future=Future[None]())
     engine = paused(callback, blocks_in_use=1)
-    tell_who_waits(engine, logger)
+    tell_who_waits(engine)
     assert vars(engine)["_idle_state_callbacks"] == [callback]
 
 
 def test_a_changed_loop_is_refused_by_name() -> None:
     with pytest.raises(ContractChanged, match="_idle_state_callbacks"):
-        tell_who_waits(SimpleNamespace(), logger)
+        tell_who_waits(SimpleNamespace())

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from kvcached_nixl.errors import ContractChanged
+from kvcached_nixl.vllm.adapter import queues
 from kvcached_nixl.vllm.adapter.attached_state import attach
+from kvcached_nixl.vllm.adapter.queues import wake_of
 from kvcached_nixl.vllm.adapter.series import Shape
-from kvcached_nixl.vllm.patches.actions import queues, resting
-from kvcached_nixl.vllm.patches.actions.engine import wake_of
-from kvcached_nixl.vllm.patches.actions.resting import note_step, rest
+from kvcached_nixl.vllm.patches import resting
+from kvcached_nixl.vllm.patches.resting import note_step, rest
 from kvcached_nixl.wire.step import Reports
 
 LONGEST_SECONDS = 5.0

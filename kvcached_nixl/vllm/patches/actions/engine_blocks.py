@@ -16,10 +16,8 @@ from kvcached_nixl.naming.wants import Want, Wants
 from kvcached_nixl.vllm.adapter.attached_state import side_of, sides
 from kvcached_nixl.vllm.adapter.platform import device_name
 from kvcached_nixl.vllm.adapter.private import optional, private
+from kvcached_nixl.vllm.adapter.queues import goes_by_priority, hold, queued, startable, waits_for_kv, wants_blocks
 from kvcached_nixl.vllm.adapter.requests import set_apart
-from kvcached_nixl.vllm.patches.actions.held_requests import hold
-from kvcached_nixl.vllm.patches.actions.queues import goes_by_priority, queued, startable, wants_blocks
-from kvcached_nixl.vllm.patches.actions.step_output import waits_for_kv
 from kvcached_nixl.vllm.patches.naming import wants_of
 from kvcached_nixl.wire.headroom import BlockUsage
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcached_nixl.vllm.adapter.metrics import add_lasted, take_reasons, take_timelines
 from kvcached_nixl.vllm.adapter.private import private
+from kvcached_nixl.vllm.adapter.queues import waits_for_kv
 from kvcached_nixl.wire.step import BlockIds, Reports
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "reports_of",
     "scheduled",
     "tell_finished",
-    "waits_for_kv",
     "with_ended",
     "with_refused",
     "with_reports",
@@ -103,10 +103,6 @@ def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Repor
     output = copy.copy(model_runner_output)
     output.kv_connector_output = found
     return output
-
-
-def waits_for_kv(request: Any) -> bool:
-    return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
 
 
 def let_load_fail(engine_scheduler: Any, request_ids: set[str], starts_again: Callable[[str], bool]) -> set[str]:

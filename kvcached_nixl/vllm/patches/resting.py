@@ -5,6 +5,7 @@ After a step that changed nothing, the next step changes nothing either, until s
 an abort, a call, a worker's wake-up), a deadline is due, or another engine frees blocks: engines share kvcached's
 memory. If the engine has other work that vLLM polls for in its steps, it keeps stepping.
 
+Runs in: the engine-core process.
 Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``.
 """
 
@@ -12,18 +13,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from kvcached_nixl.vllm.adapter.attached_state import side_of, sides
+from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.vllm.adapter.attached_state import remember, side_of, sides
+from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE
 from kvcached_nixl.vllm.adapter.private import private
-from kvcached_nixl.vllm.patches.actions.engine import due_in_seconds, wait_for_input
-from kvcached_nixl.vllm.patches.actions.queues import queued, startable, wants_blocks
+from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input, wake_of, wants_blocks
+from kvcached_nixl.vllm.patches.actions.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.actions.step_output import reports_of
+from kvcached_nixl.vllm.patches.weights import identify_if_due
 from kvcached_nixl.wire.step import Reports
 
-__all__ = ["note_step", "rest", "wait_relieving"]
+REST_SECONDS = 5.0
+"""How often an engine that only waits for KV steps although nothing has woken it.
 
+After each step vLLM's workers spin for one second, waiting for the next step (``SpinCondition``): with ten steps per
+second each worker would keep a core busy.
+"""
 _STOOD_STILL = "_kvcached_nixl_stood_still"
 _LOOK_SECONDS = 0.05
 """Interval for polling the number of free blocks while a request waits for blocks. Polling needs no step."""
@@ -31,6 +39,27 @@ _LOOK_FOR_PRESSURE_SECONDS = 0.25
 """Interval for looking whether offers have to give way. Needs no step."""
 _SHARED_SECONDS = 1.0
 """Longest rest beside another connector, because the end of its transfers is found in steps only."""
+
+
+@Patch(
+    target=ENGINE_CORE,
+    attribute="_process_input_queue",
+    process="scheduler",
+    parameters=("self",),
+    why="a sleeping engine would not be told that its workers have released blocks, and one that waits for KV would "
+    "step a thousand times a second.",
+    upstream="vllm#45168; vllm/v1/engine/core.py",
+    remove_when="vLLM lets a connector wake its engine",
+).around
+def process_input_queue(call: Call) -> None:
+    remember(call.instance)
+    for side in bound_sides(call.instance.scheduler):
+        side.bind_wake(wake_of(call.instance))
+    rest(call.instance, REST_SECONDS)
+    call.proceed()
+    for side in sides(call.instance.scheduler.connector):
+        side.ask()
+    identify_if_due(call.instance)
 
 
 def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, outputs: Any) -> None:
@@ -63,10 +92,15 @@ def rest(core: Any, longest_seconds: float) -> None:
     seconds = min(longest_seconds, due_in_seconds(found))
     if side_of(core.scheduler.connector) is None:
         seconds = min(seconds, _SHARED_SECONDS)
-    if _waits_for_blocks(core.scheduler):
+    if any(map(wants_blocks, startable(core.scheduler))):
         _wait_for_blocks(core, found, seconds)
     else:
         wait_relieving(core, found, seconds)
+
+
+def due_in_seconds(found: Iterable[Any]) -> float:
+    """Seconds until one of these facades has something to do by the clock; infinite if none has."""
+    return min((due for side in found if (due := side.due_in_seconds) is not None), default=math.inf)
 
 
 def wait_relieving(core: Any, found: Sequence[Any], seconds: float) -> bool:
@@ -110,10 +144,6 @@ def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     if statuses.count("WAITING_FOR_REMOTE_KVS") > sum(side.num_waiting for side in found):
         return False
     return _bring_nothing(core.batch_queue or ())
-
-
-def _waits_for_blocks(scheduler: Any) -> bool:
-    return any(map(wants_blocks, startable(scheduler)))
 
 
 def _bring_nothing(batches: Collection[Any]) -> bool:
