@@ -34,8 +34,7 @@ from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.vllm.adapter.private import first_bound
 from kvcached_nixl.vllm.adapter.versions import reason_to_skip
-from kvcached_nixl.vllm.patches import frontend, seams_in
-from kvcached_nixl.vllm.patches.actions import answering
+from kvcached_nixl.vllm.patches import answering, frontend, seams_in
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_SENT_BYTES, Prompt, encode
 from kvcached_nixl.wire.question import Question
 
@@ -49,7 +48,7 @@ PRODUCER = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
     registry = Registry(reason_to_skip)
-    registry.add(seams_in(frontend))
+    registry.add((*seams_in(frontend), *seams_in(answering)))
     registry.complete()
     assert not registry.refusals()
     yield registry

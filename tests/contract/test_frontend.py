@@ -28,12 +28,11 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvcached_nixl.patching import Registry
+from kvcached_nixl.patching import Call, Registry
 from kvcached_nixl.vllm.adapter.locate import ERROR_MODULES
 from kvcached_nixl.vllm.adapter.private import first_bound
 from kvcached_nixl.vllm.adapter.versions import reason_to_skip
-from kvcached_nixl.vllm.patches import frontend, seams_in
-from kvcached_nixl.vllm.patches.actions.leaving import leave
+from kvcached_nixl.vllm.patches import frontend, leaving, seams_in
 
 ERROR_RESPONSES = (
     "vllm.entrypoints.serve.exception_handling.error_response",
@@ -44,7 +43,7 @@ ERROR_RESPONSES = (
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
     registry = Registry(reason_to_skip)
-    registry.add(seams_in(frontend))
+    registry.add((*seams_in(frontend), *seams_in(leaving)))
     registry.complete()
     assert not registry.refusals()
     yield registry
@@ -171,7 +170,7 @@ def test_what_an_engine_aborts_where_the_client_would_not_see_it_is_an_error(
     processor = OutputProcessor(None, log_stats=False)
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     client = SimpleNamespace(vllm_config=config, output_processor=processor, output_handler=None)
-    leave(client, 0.0, lambda timeout: None)
+    leaving.shut_down(Call(lambda timeout: None, client, (0.0,), {}))
     left = left_for_the_client(kind, FinishReason.ABORT, *token_ids, of=processor)
     assert is_failure(left) and "aborted" in str(left.cause), "the server is being shut down"
 

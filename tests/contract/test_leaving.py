@@ -22,13 +22,13 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.versions import reason_to_skip
-from kvcached_nixl.vllm.patches import frontend
+from kvcached_nixl.vllm.patches import leaving
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
     registry = Registry(reason_to_skip)
-    registry.add((frontend.shut_down, frontend.check_health, frontend.serve_http, frontend.add_request))
+    registry.add((leaving.shut_down, leaving.check_health, leaving.serve_http, leaving.add_request))
     registry.complete()
     assert not registry.refusals()
     yield registry

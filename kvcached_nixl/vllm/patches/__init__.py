@@ -10,10 +10,12 @@ from types import ModuleType
 
 from kvcached_nixl.patching import Seam
 from kvcached_nixl.vllm.patches import (
+    answering,
     connector,
     factory,
     frontend,
     kvcached_quirks,
+    leaving,
     naming,
     pausing,
     resting,
@@ -37,7 +39,9 @@ _SUBJECTS = (
     resting,
     pausing,
     weights,
+    leaving,
     frontend,
+    answering,
     naming,
 )
 

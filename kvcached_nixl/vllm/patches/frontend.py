@@ -1,94 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of vLLM's API server: it identifies media, gives requests to its engine, and is told that they have ended.
+"""vLLM's API server: it identifies media, gives requests to its engine, and is told that they have ended.
 
 Runs in: the API server's process.
+Sources: ``v1/engine/input_processor.py``, ``v1/engine/output_processor.py``, ``v1/engine/async_llm.py``,
+``renderers/base.py``.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Mapping
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import Annotated, Any
 
-from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
+import msgspec
+
+from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.locate import (
-    API_ROUTES,
-    ENGINE_CLIENT,
-    HTTP_MIDDLEWARE,
+    ERROR_MODULES,
     INPUT_PROCESSOR,
     MEDIA_PROCESSING,
     OUTPUT_PROCESSOR,
     RENDERER,
 )
+from kvcached_nixl.vllm.adapter.private import first_bound, private
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
-from kvcached_nixl.vllm.patches.actions.answering import add_route
-from kvcached_nixl.vllm.patches.actions.frontend import let_fail, numbers_media, require_readable
-from kvcached_nixl.vllm.patches.actions.leaving import is_leaving, leave, not_healthy, refusal_of, refuse_new, refuses
-from kvcached_nixl.vllm.patches.actions.refusing import RefusableAnswer, may_refuse
+from kvcached_nixl.vllm.patches.leaving import is_leaving, is_refusal
+from kvcached_nixl.wire.causes import FAILED, STARVED
 
-_LEAVES = "a server that is shut down would abort new requests with status 200, and leave some without an end."
-_LEAVES_UPSTREAM = "vllm/entrypoints/launcher.py: handle_shutdown stops the engine before the HTTP server"
-_LEAVES_UNTIL = "vLLM refuses new requests from SIGTERM on, and ends those that its engine has not ended"
+logger = logging.getLogger(SERVER_LOGGER)
 
+_READABLE: Mapping[str, Any] = MappingProxyType(
+    {
+        "request_id": str,
+        "cache_salt": str | None,
+        "data_parallel_rank": int | None,
+        "priority": Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)],
+    }
+)
+"""Fields from a body or a header that not every endpoint checks, and their types."""
 
-@Patch(
-    target=ENGINE_CLIENT,
-    attribute="shutdown",
-    process="frontend",
-    parameters=("self", "timeout"),
-    why=_LEAVES,
-    upstream=_LEAVES_UPSTREAM,
-    remove_when=_LEAVES_UNTIL,
-).around
-def shut_down(call: Call) -> Any:
-    return leave(call.instance, call.argument("timeout"), lambda timeout: call.proceed(timeout=timeout))
-
-
-@Patch(
-    target=ENGINE_CLIENT,
-    attribute="check_health",
-    process="frontend",
-    parameters=("self",),
-    why="load balancers would send requests to a server that is shut down.",
-    upstream=_LEAVES_UPSTREAM,
-    remove_when=_LEAVES_UNTIL,
-).around
-def check_health(call: Call) -> Any:
-    if is_leaving(call.instance):
-        raise not_healthy()
-    return call.proceed()
-
-
-@Patch(
-    target=HTTP_MIDDLEWARE,
-    attribute="__call__",
-    process="frontend",
-    parameters=("self", "scope", "receive", "send"),
-    why=f"{_LEAVES[:-1]}; clients of requests that waited too long would not be told when to try again.",
-    upstream=_LEAVES_UPSTREAM,
-    remove_when=_LEAVES_UNTIL,
-).around
-def serve_http(call: Call) -> Any:
-    scope, receive, send = map(call.argument, ("scope", "receive", "send"))
-    refusal = refusal_of(scope)
-    if refusal is not None:
-        return refusal(scope, receive, send)
-    return call.proceed(send=RefusableAnswer(scope, receive, send)) if may_refuse(scope) else call.proceed()
-
-
-@Patch(
-    target=ENGINE_CLIENT,
-    attribute="add_request",
-    process="frontend",
-    parameters=ANY_PARAMETERS,
-    why=_LEAVES,
-    upstream=_LEAVES_UPSTREAM,
-    remove_when=_LEAVES_UNTIL,
-).around
-def add_request(call: Call) -> Any:
-    if refuses(call.instance):
-        raise refuse_new()
-    return call.proceed()
+_OF_RESPONSES = "resp_"
+"""How the ids of ``/v1/responses`` begin, unless the body has a ``request_id``."""
+_ABORTED = "The server has aborted this request before its end. Try again."
 
 
 @Patch(
@@ -106,6 +62,41 @@ def assign_request_id(call: Call) -> None:
     call.proceed()
 
 
+def require_readable(core_request: Any) -> None:
+    """Refuse a request that the engine's process could not decode, or that cannot be encoded for it.
+
+    A request that cannot be decoded ends the engine's input thread, and all requests wait for ever. Of a request that
+    cannot be encoded (numbers above 64 bits, text that is not Unicode), vLLM keeps the state for ever.
+
+    Args:
+        core_request: an ``EngineCoreRequest`` that is about to be sent.
+
+    Raises:
+        VLLMValidationError: answered with HTTP 400; the message names the field.
+    """
+    for name, kind in _READABLE.items():
+        try:
+            msgspec.convert(private(core_request, name), kind)
+        except msgspec.ValidationError as error:
+            raise _refusal(f"{name}: {error}. Send a value of that type, or omit the field.") from error
+    sampling = private(core_request, "sampling_params")
+    if sampling is None:
+        return
+    try:
+        msgspec.msgpack.encode((core_request.request_id, core_request.cache_salt, sampling))
+    except (OverflowError, UnicodeError, RecursionError) as error:
+        reason = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
+        raise _refusal(f"request_id, cache_salt, kv_transfer_params or another field: {error}; {reason}.") from error
+    except TypeError:
+        # A program that uses vLLM as a library may pass values that only vLLM's own encoder supports, such as tensors.
+        return
+
+
+def _refusal(reason: str) -> Exception:
+    found: Exception = first_bound(("vllm.exceptions",), "VLLMValidationError")(reason)
+    return found
+
+
 @Patch(
     target=OUTPUT_PROCESSOR,
     attribute="_update_stats_from_finished",
@@ -118,12 +109,72 @@ def assign_request_id(call: Call) -> None:
 ).around
 def update_stats_from_finished(call: Call) -> None:
     call.proceed()
-    let_fail(
-        call.argument("req_state"),
-        call.argument("finish_reason"),
-        logging.getLogger(SERVER_LOGGER),
-        is_leaving=is_leaving(call.instance),
-    )
+    let_fail(call.argument("req_state"), call.argument("finish_reason"), is_leaving=is_leaving(call.instance))
+
+
+def let_fail(request_state: Any, finish_reason: Any, *, is_leaving: bool) -> None:
+    """Raise an exception in the endpoint that waits for a request which ended with an error.
+
+    Each of vLLM's endpoints checks by itself, or does not check, why a request has ended. Streaming endpoints skip
+    outputs without tokens first (``completion_stream_generator``, ``chat_completion_stream_generator``, 0.26 to 0.30):
+    the client gets status 200 and ``[DONE]`` with nothing between. ``/inference/v1/generate`` and ``/v1/responses``
+    with Harmony answer 200 with no token. No endpoint ignores an exception: the client gets 500 if nothing was sent
+    yet, otherwise an error event or a stream that breaks off. If one of ``n`` choices fails, all fail, as in the
+    endpoints of vLLM that do check.
+
+    What the engine itself has aborted, in the middle of its answer, counts as well where the client could not see it:
+    while the server is shut down, and at ``/v1/responses``, which calls it "completed". Other endpoints answer a pause
+    that aborts with a ``finish_reason`` of "abort", which its callers may expect. What the client has aborted does not
+    come here.
+
+    An engine in its client's own process (``LLM``) has no queue: its outputs have ``finish_reason`` "error" already.
+
+    Args:
+        request_state: a ``RequestState`` whose last output was just put on its queue and not taken yet.
+        finish_reason: a ``FinishReason``, or None.
+        is_leaving: the server is being shut down.
+    """
+    name = None if finish_reason is None else finish_reason.name
+    if name not in ("ERROR", "ABORT"):
+        return
+    try:
+        if name == "ERROR":
+            _fail(request_state)
+        elif is_leaving or str(private(request_state, "external_req_id")).startswith(_OF_RESPONSES):
+            _fail(request_state, _ABORTED)
+    except Exception:
+        # An exception raised here would end vLLM's output handler, and with it every request of this server.
+        logger.exception("The client of a failed request cannot be told: vLLM may answer it as if it had not failed.")
+
+
+def _fail(request_state: Any, told: str = "") -> None:
+    queue = private(request_state, "queue")
+    # A pooling model's request has no text, and its caller expects other exceptions.
+    if queue is None or private(request_state, "detokenizer") is None:
+        return
+    from vllm.v1.engine.async_llm import InputStreamError
+
+    # InputStreamError delivers the wrapped error to the endpoint unchanged: the error that vLLM raises for any other
+    # request. It replaces outputs that were not fetched yet, including tokens, since the request has failed.
+    try:
+        told = told or _told(queue)
+    except Exception:
+        # The client gets vLLM's own text then: an error without a reason is better than no error.
+        logger.exception("The reason of a failed request cannot be read")
+    kind = first_bound(ERROR_MODULES, "GenerationError")
+    error = kind(told) if told else kind()
+    if is_refusal(told):
+        error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+    queue.put(InputStreamError(error))
+
+
+def _told(queue: Any) -> str:
+    """What the engine sent with the end of a failed request; "" if this package has not ended it."""
+    from vllm.outputs import RequestOutput
+
+    output = private(queue, "output")
+    said = [private(one, "stop_reason") for one in output.outputs] if isinstance(output, RequestOutput) else []
+    return next((one for one in said if isinstance(one, str) and one.startswith((FAILED, STARVED))), "")
 
 
 @Patch(
@@ -155,8 +206,11 @@ _OTHER_MEDIA = "two servers would identify different images, sounds, ... as equa
 ).around
 def process_mm_uuids(call: Call) -> Any:
     found = call.proceed()
+    media = private(call.instance, "model_config").multimodal_config
+    caches = bool(call.instance.config.cache_config.enable_prefix_caching)
+    are_counted = media is not None and media.mm_processor_cache_gb == 0 and not caches
     # If there are no identifiers, vLLM makes them from the content.
-    return {} if numbers_media(call.instance) else found
+    return {} if are_counted else found
 
 
 @Patch(
@@ -172,19 +226,3 @@ def process_mm_uuids(call: Call) -> Any:
 def model_id(call: Call) -> str:
     # An engine has one model, and the handshake compares models by their content.
     return "the model of this engine"
-
-
-@Patch(
-    target=API_ROUTES,
-    attribute="register_scale_out_api_routers",
-    kind="function",
-    process="frontend",
-    parameters=("app", "supported_tasks"),
-    why="decode would have to compute prompts with images, sounds, ..., and of embeddings.",
-    upstream="vllm/entrypoints/scale_out: /inference/v1/generate drops kv_transfer_params up to 0.32, and says 403 "
-    "from 0.33 on without --enable-scale-out; it loses which tokens of an image are embeddings",
-    remove_when="/inference/v1/generate takes all that a prompt has, and is served without --enable-scale-out",
-).around
-def register_scale_out_api_routers(call: Call) -> None:
-    call.proceed()
-    add_route(call.argument("app"))

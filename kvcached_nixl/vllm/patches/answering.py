@@ -4,6 +4,7 @@
 It is a route below ``/v1``, which vLLM's ``AuthenticationMiddleware`` guards. vLLM's own handlers answer what is raised
 here: 400 for a ValueError.
 
+Runs in: the API server's process.
 Sources: ``entrypoints/serve/middleware/authenticate.py``, ``entrypoints/scale_out/token_in_token_out/serving.py``.
 """
 
@@ -17,22 +18,35 @@ from typing import Any
 
 import msgspec
 
+from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.vllm.adapter.asked_prompts import engine_prompt
+from kvcached_nixl.vllm.adapter.locate import API_ROUTES
 from kvcached_nixl.vllm.adapter.private import private
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_BODY_BYTES, decode
 from kvcached_nixl.wire.params import KvTransferParams
-
-__all__ = ["add_route"]
 
 MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
 """Of all requests whose prompts are not computed yet."""
 READ_SECONDS = 60.0
 
 
-def add_route(app: Any) -> None:
+@Patch(
+    target=API_ROUTES,
+    attribute="register_scale_out_api_routers",
+    kind="function",
+    process="frontend",
+    parameters=("app", "supported_tasks"),
+    why="decode would have to compute prompts with images, sounds, ..., and of embeddings.",
+    upstream="vllm/entrypoints/scale_out: /inference/v1/generate drops kv_transfer_params up to 0.32, and says 403 "
+    "from 0.33 on without --enable-scale-out; it loses which tokens of an image are embeddings",
+    remove_when="/inference/v1/generate takes all that a prompt has, and is served without --enable-scale-out",
+).around
+def register_scale_out_api_routers(call: Call) -> None:
     """Add the endpoint to an API server that hands over KV."""
     from starlette.routing import Route
 
+    call.proceed()
+    app = call.argument("app")
     transfer = app.state.args.kv_transfer_config
     if transfer is not None and transfer.is_kv_producer:
         app.router.routes.append(Route(f"/{ASKED_PATH}", _Endpoint().answer, methods=["POST"], include_in_schema=False))

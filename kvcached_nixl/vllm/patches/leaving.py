@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP 503 for what an API server does not serve: new requests of one that is shut down, and requests that its engine
+has refused because they have waited for ``queue_timeout``.
+
+On SIGTERM vLLM stops the engine first and the HTTP server after it. In between, ``/health`` says 200 and new requests
+are answered 200 with ``abort``. Requests that come when the engine has ended never end, nor do those whose last outputs
+were not read in time, and the server waits for them. So it takes no new work, every request gets its end, and then the
+engine stops.
+
+vLLM answers a request that fails with the status of its exception, and without headers of its own. Of a stream it sends
+status 200 before the engine has said anything. So where requests may be refused, the start of each answer is held back
+until its first part is there.
+
+Runs in: the API server's process.
+Sources: ``entrypoints/launcher.py`` (``handle_shutdown``), ``v1/engine/async_llm.py``,
+``entrypoints/serve/exception_handling``, ``starlette/responses.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE
+from kvcached_nixl.vllm.adapter.nested_connectors import with_children
+from kvcached_nixl.vllm.adapter.private import optional, private
+from kvcached_nixl.wire.causes import FAILED, FailureCause
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+_LEAVING = "_kvcached_nixl_leaving"
+"""Attribute of vLLM's client of the engine: when it begins to refuse requests, by `time.monotonic`. Its output
+processor has it, too."""
+_LOOK_SECONDS = 0.05
+_LEAST_SECONDS = 1.0
+"""For the engine to stop, however long the requests have taken."""
+RETRY_SECONDS = 1
+DEFAULT_DELAY_SECONDS = 5.0
+_MESSAGE = "This server is shutting down. Use another one."
+_SERVED = ("/health", "/metrics", "/ping")
+"""Paths that answer until the end; ``/health`` with 503."""
+
+_LEAVES = "a server that is shut down would abort new requests with status 200, and leave some without an end."
+_LEAVES_UPSTREAM = "vllm/entrypoints/launcher.py: handle_shutdown stops the engine before the HTTP server"
+_LEAVES_UNTIL = "vLLM refuses new requests from SIGTERM on, and ends those that its engine has not ended"
+
+
+@Patch(
+    target=ENGINE_CLIENT,
+    attribute="shutdown",
+    process="frontend",
+    parameters=("self", "timeout"),
+    why=_LEAVES,
+    upstream=_LEAVES_UPSTREAM,
+    remove_when=_LEAVES_UNTIL,
+).around
+def shut_down(call: Call) -> Any:
+    """Wait for the requests of an API server, then stop its engines.
+
+    The timeout is ``--shutdown-timeout`` in seconds; 0: what is under way is aborted; None: vLLM's default.
+    """
+    client, timeout = call.instance, call.argument("timeout")
+    config = optional(client, "vllm_config")
+    if config is None or config.kv_transfer_config is None or is_leaving(client):
+        return call.proceed()
+    begun_seconds, left = time.monotonic(), timeout
+    waits = bool(timeout) and not _is_loop_here()
+    setattr(client, _LEAVING, begun_seconds + (_delay_seconds(config, timeout or 0.0) if waits else 0.0))
+    processor = private(client, "output_processor")
+    # What the engine aborts from now on ends with an error (`frontend.let_fail`).
+    setattr(processor, _LEAVING, begun_seconds)
+    if timeout and waits:
+        logger.info("Shutting down: %d requests are under way", len(private(processor, "request_states")))
+        until_seconds = begun_seconds + timeout
+        while time.monotonic() < until_seconds and (processor.has_unfinished_requests() or not refuses(client)):
+            time.sleep(_LOOK_SECONDS)
+        left = max(_LEAST_SECONDS, until_seconds - time.monotonic())
+    handler = optional(client, "output_handler")
+    try:
+        return call.proceed(timeout=left)
+    finally:
+        if handler is not None:
+            _end_all(handler.get_loop(), processor)
+
+
+def _delay_seconds(config: Any, timeout: float) -> float:
+    # Of the NIXL connector it was checked when the engine started. Beside it there may be anything.
+    extras = [one.get("kv_connector_extra_config") for one in with_children(vars(config.kv_transfer_config))]
+    given = [extra.get("drain_delay") for extra in extras if isinstance(extra, Mapping)]
+    usable = (one for one in given if isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0)
+    return float(min(next(usable, DEFAULT_DELAY_SECONDS), timeout / 2))
+
+
+def _is_loop_here() -> bool:
+    """Whether requests cannot go on meanwhile, because this is the thread that they run on."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _end_all(loop: asyncio.AbstractEventLoop, processor: Any) -> None:
+    """End what has no end yet with an error: no engine will end it."""
+
+    def end() -> None:
+        if processor.has_unfinished_requests():
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            number = len(private(processor, "request_states"))
+            logger.warning("%d requests had not ended when the engine stopped: they end with an error", number)
+            processor.propagate_error(EngineDeadError())
+
+    try:
+        loop.call_soon_threadsafe(end)
+    except RuntimeError:
+        # The loop has ended, and its requests with it.
+        return
+
+
+def is_leaving(part: Any) -> bool:
+    """Whether an API server is shutting down that has a KV connector, by its client of the engine or its output
+    processor. Others are left to vLLM."""
+    return optional(part, _LEAVING) is not None
+
+
+def refuses(client: Any) -> bool:
+    """Whether such a server takes no new requests any more. At first it does: load balancers have to notice."""
+    since_seconds = optional(client, _LEAVING)
+    return since_seconds is not None and time.monotonic() >= since_seconds
+
+
+@Patch(
+    target=ENGINE_CLIENT,
+    attribute="check_health",
+    process="frontend",
+    parameters=("self",),
+    why="load balancers would send requests to a server that is shut down.",
+    upstream=_LEAVES_UPSTREAM,
+    remove_when=_LEAVES_UNTIL,
+).around
+def check_health(call: Call) -> Any:
+    if is_leaving(call.instance):
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        # vLLM's ``/health`` answers this with 503.
+        raise EngineDeadError
+    return call.proceed()
+
+
+@Patch(
+    target=ENGINE_CLIENT,
+    attribute="add_request",
+    process="frontend",
+    parameters=ANY_PARAMETERS,
+    why=_LEAVES,
+    upstream=_LEAVES_UPSTREAM,
+    remove_when=_LEAVES_UNTIL,
+).around
+def add_request(call: Call) -> Any:
+    """Of a request that has come before, and reaches the engine only now."""
+    if refuses(call.instance):
+        from vllm.v1.engine.exceptions import EngineGenerateError
+
+        raise EngineGenerateError(_MESSAGE)
+    return call.proceed()
+
+
+@Patch(
+    target=HTTP_MIDDLEWARE,
+    attribute="__call__",
+    process="frontend",
+    parameters=("self", "scope", "receive", "send"),
+    why=f"{_LEAVES[:-1]}; clients of requests that waited too long would not be told when to try again.",
+    upstream=_LEAVES_UPSTREAM,
+    remove_when=_LEAVES_UNTIL,
+).around
+def serve_http(call: Call) -> Any:
+    """A load balancer tries another server when it gets 503."""
+    scope, receive, send = map(call.argument, ("scope", "receive", "send"))
+    state = scope["app"].state if scope["type"] == "http" and "app" in scope else None
+    client = optional(state, "engine_client")
+    if refuses(client) and scope["path"] not in _SERVED:
+        return _unavailable(_MESSAGE, str(RETRY_SECONDS))(scope, receive, send)
+    return call.proceed(send=RefusableAnswer(scope, receive, send)) if _may_refuse(client) else call.proceed()
+
+
+def _unavailable(message: str, retry_after: str) -> Any:
+    """An answer as ASGI application."""
+    from starlette.responses import JSONResponse
+
+    error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
+    return JSONResponse({"error": error}, 503, {"Retry-After": retry_after})
+
+
+# ----------------------------------------------------------------------------------------- what an engine has refused
+
+_REFUSED = f"{FAILED}cause={FailureCause.QUEUE_TIMEOUT.label} "
+_TOLD = re.compile(rf'{_REFUSED}retry_after=(\d+)[^"]*'.encode())
+_STREAMED = b'data: {"error"'
+_LOOKED_AT = 500
+"""Bytes of an answer in which an error's message begins."""
+Send = Callable[[Any], Awaitable[None]]
+
+
+def is_refusal(told: str) -> bool:
+    """Whether this is what an engine says of a request that it has refused."""
+    return told.startswith(_REFUSED)
+
+
+def _may_refuse(client: Any) -> bool:
+    """Whether the engine of this client may refuse requests."""
+    config = optional(optional(client, "vllm_config"), "kv_transfer_config")
+    extras = [] if config is None else [one.get("kv_connector_extra_config") for one in with_children(vars(config))]
+    return any(isinstance(one, Mapping) and "queue_timeout" in one for one in extras)
+
+
+class RefusableAnswer:
+    """Takes an answer's messages in place of ASGI's ``send``."""
+
+    def __init__(self, scope: Any, receive: Any, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._start: Any = None
+        self._is_refused = False
+
+    async def __call__(self, message: Any) -> None:
+        if self._is_refused:
+            return
+        start, self._start = self._start, None
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if start is not None:
+            body = bytes(message.get("body", b"")[:_LOOKED_AT])
+            told = _TOLD.search(body) if start["status"] >= 500 or body.startswith(_STREAMED) else None
+            if told is not None and start["status"] < 500:
+                self._is_refused = True
+                await _unavailable(told[0].decode(), told[1].decode())(self._scope, self._receive, self._send)
+                return
+            if told is not None:
+                start = {**start, "headers": [*start.get("headers", ()), (b"retry-after", told[1])]}
+            await self._send(start)
+        await self._send(message)
