@@ -133,12 +133,11 @@ def test_no_patch_names_a_version_by_itself() -> None:
 
 
 def test_the_gate_is_decided_before_anything_else() -> None:
-    """Then kvcached's own patch comes off, then ours go on."""
-    assert [patch.name for patch in patches()][:3] == [
-        "factory.create_connector",
-        "connector.__init__",
-        "kvcached.patch_connector",
-    ]
+    """Then kvcached's own patch of the connector comes off, then ours go on."""
+    names = [patch.name for patch in patches()]
+    assert names[:2] == ["factory.create_connector", "connector.__init__"]
+    of_connector = [one for one in names if one.startswith(("connector", "pull connector", "worker.", "kvcached."))]
+    assert of_connector[1] == "kvcached.patch_connector"
 
 
 def test_no_attribute_is_patched_twice() -> None:

@@ -21,7 +21,6 @@ from kvcached_nixl.vllm.patches import (
     resting,
     scheduler,
     states,
-    transfer_config,
     weights,
     windows,
 )
@@ -32,7 +31,6 @@ _SUBJECTS = (
     factory,
     kvcached_quirks,
     windows,
-    transfer_config,
     connector,
     states,
     scheduler,

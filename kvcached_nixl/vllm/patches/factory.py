@@ -6,7 +6,8 @@ Runs in: the engine core and every worker process. There are two ways to constru
 constructs its children without the factory. If one of the two cannot be patched, the other one raises that refusal.
 
 Other connectors are not affected, unless they are beside NIXL's in a ``MultiConnector`` and could not use kvcached's
-memory: `adapter.neighbours`.
+memory: `adapter.neighbours`. vLLM's own push connector is served as a mode of ``NixlConnector``: in every process that
+constructs a ``KVTransferConfig``, its name is replaced before any connector is chosen by it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcached_nixl.deadlines import MonotonicClock
-from kvcached_nixl.errors import ContractChanged, StartRefused
+from kvcached_nixl.errors import ContractChanged, SettingsError, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
 from kvcached_nixl.processes import has_ancestor
 from kvcached_nixl.scheduler.build import build_scheduler
 from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings, rust_frontend_in, unheeded
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.vllm import NIXL_PREFIX
 from kvcached_nixl.vllm.adapter.attached_state import attach, attach_address, connectors
 from kvcached_nixl.vllm.adapter.locate import (
@@ -33,6 +35,7 @@ from kvcached_nixl.vllm.adapter.locate import (
     FACTORY,
     PULL_FACADE,
     PUSH_CLASS_NAMES,
+    TRANSFER_CONFIG,
     WORKER_BASE,
     WORKER_PROCESS,
 )
@@ -40,13 +43,13 @@ from kvcached_nixl.vllm.adapter.neighbours import connector_classes, require_no_
 from kvcached_nixl.vllm.adapter.nixl_scheduler import SchedulerView
 from kvcached_nixl.vllm.adapter.private import private
 
-__all__ = ["require_complete"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 _WHY = "The connector would start although a patch is missing, and return wrong tokens with HTTP 200."
+_REMOVE_WHEN = "this package no longer patches anything"
 
-CREATE_CONNECTOR = Patch(
+
+@Patch(
     target=FACTORY,
     attribute="create_connector",
     kind="classmethod",
@@ -54,24 +57,9 @@ CREATE_CONNECTOR = Patch(
     parameters=("cls", "config", "role", "kv_cache_config"),
     why=_WHY,
     upstream="vllm/distributed/kv_transfer/kv_connector/factory.py",
-    remove_when="this package no longer patches anything",
+    remove_when=_REMOVE_WHEN,
     when_unsupported=True,
-)
-
-CONSTRUCT = Patch(
-    target=FACADE,
-    attribute="__init__",
-    process="every",
-    # No parameter list: a changed signature would refuse this patch, and so leave the gate open.
-    parameters=ANY_PARAMETERS,
-    why=_WHY,
-    upstream="vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py constructs children itself",
-    remove_when="this package no longer patches anything",
-    when_unsupported=True,
-)
-
-
-@CREATE_CONNECTOR.around
+).around
 def create_connector(call: Call) -> Any:
     vllm_config = call.argument("config")
     config = vllm_config.kv_transfer_config
@@ -92,7 +80,17 @@ def create_connector(call: Call) -> Any:
     return connector
 
 
-@CONSTRUCT.around
+@Patch(
+    target=FACADE,
+    attribute="__init__",
+    process="every",
+    # No parameter list: a changed signature would refuse this patch, and so leave the gate open.
+    parameters=ANY_PARAMETERS,
+    why=_WHY,
+    upstream="vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py constructs children itself",
+    remove_when=_REMOVE_WHEN,
+    when_unsupported=True,
+).around
 def construct(call: Call) -> None:
     cls = type(call.instance)
     require_complete(call.registry, cls.__name__)
@@ -198,3 +196,57 @@ def _server(cls: type, config: Any) -> Server:
         wished_device=str(config.kv_buffer_device),
         device=str(current_platform.device_type),
     )
+
+
+# ------------------------------------------------------------------------------------------ vLLM's own push connector
+
+_NAME, _MODULE, _EXTRA = "kv_connector", "kv_connector_module_path", "kv_connector_extra_config"
+
+
+@Patch(
+    target=TRANSFER_CONFIG,
+    attribute="__post_init__",
+    process="every",
+    parameters=("self",),
+    why="A manifest that names vLLM's push connector would be refused: vLLM's own leaves requests waiting for ever.",
+    upstream="vllm/distributed/kv_transfer/kv_connector/v1/nixl/connector.py, NixlPushConnector",
+    remove_when="vLLM's own push connector passes tests/contract/test_stock_push_defects.py, and serves kvcached",
+).around
+def post_init(call: Call) -> None:
+    """Replace ``NixlPushConnector``, also among the children of a ``MultiConnector``.
+
+    So vLLM's checks that look for the name ``NixlConnector`` apply, and all processes know a connector's metrics by one
+    name.
+
+    Raises:
+        SettingsError: the configuration also has another ``transfer_mode``.
+    """
+    config = call.instance
+    given = {name: getattr(config, name) for name in (_NAME, _MODULE, _EXTRA)}
+    found = _in_push_mode(given)
+    if found != given:
+        logger.info('kv_connector NixlPushConnector is NixlConnector with "transfer_mode": "push" in kvcached_nixl')
+        config.kv_connector, config.kv_connector_extra_config = found[_NAME], found[_EXTRA]
+        call.note('NixlPushConnector is served as NixlConnector with "transfer_mode": "push"')
+    call.proceed()
+
+
+def _in_push_mode(config: Mapping[str, Any]) -> dict[str, Any]:
+    found, extra = dict(config), config.get(_EXTRA)
+    if isinstance(extra, Mapping) and isinstance(children := extra.get("connectors"), list):
+        of_children = [_in_push_mode(one) if isinstance(one, Mapping) else one for one in children]
+        found[_EXTRA] = {**extra, "connectors": of_children}
+    name = config.get(_NAME)
+    # Somebody's own class may have the same name, and somebody's own connector anything below this key.
+    if isinstance(name, str) and name in PUSH_CLASS_NAMES and config.get(_MODULE) is None:
+        asked = (extra or {}).get("transfer_mode", TransferMode.PUSH.value)
+        if asked != TransferMode.PUSH.value:
+            raise SettingsError(
+                found=f"kv_connector {name} with transfer_mode={asked!r}",
+                expected='"push", or no transfer_mode',
+                consequence="It is not known which side starts transfers.",
+                remedy='Remove "transfer_mode" from kv_connector_extra_config, or set "kv_connector": "NixlConnector".',
+            )
+        found[_NAME] = "NixlConnector"
+        found[_EXTRA] = {**(extra or {}), "transfer_mode": asked}
+    return found
