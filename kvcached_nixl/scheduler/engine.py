@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package needs from vLLM's scheduler, as protocols that `patches.actions.engine` implements. No torch."""
+"""What this package needs from vLLM's scheduler, as protocols that `patches.engine_blocks` implements. No torch."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class FetchRequest:
 
 def _most_tokens(request: Request, terms: Terms) -> int:
     """How many of a prompt's tokens prefill may have. States are handed over behind all tokens but the last, and decode
-    computes that one with them; some prompts prefill leaves whole (`adapter.states`), and decode computes them."""
+    computes that one with them; some prompts prefill leaves whole (`patches.arrival`), and decode computes them."""
     if not terms.groups.have_states:
         return request.num_prompt_tokens
     is_whole = request.num_prompt_tokens < FEWEST_TOKENS or request.ends_in_media

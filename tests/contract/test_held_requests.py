@@ -119,7 +119,7 @@ def calling(*called: str) -> set[str]:
 
 
 def test_all_requests_enter_by_one_door() -> None:
-    """Whatever endpoint or client they come from: `patches.scheduler.add_request` is around it."""
+    """Whatever endpoint or client they come from: `patches.arrival.add_request` is around it."""
     assert calling("scheduler.add_request") == {"core.add_request"}
     # A session whose turn has ended waits for its next input.
     waits_again = {"scheduler.update_from_output", "scheduler._handle_stopped_request"}

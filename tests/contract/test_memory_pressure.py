@@ -28,7 +28,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_qu
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.vllm.patches.actions.engine_blocks import EngineBlocks
+from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.causes import RevocationCause
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched

@@ -20,7 +20,7 @@ from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, pre
 from support.kvcached_pool import elastic_pool, put_into
 from vllm.lora.request import LoRARequest
 
-from kvcached_nixl.vllm.patches.actions.engine_blocks import EngineBlocks
+from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 

@@ -39,7 +39,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
-from kvcached_nixl.vllm.patches.actions.engine_blocks import EngineBlocks
+from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.messages import Withdrawal, Written, encode
 from kvcached_nixl.wire.step import OfferUpdate

@@ -21,9 +21,8 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kin
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvcached_nixl.ids import KernelBlock
-from kvcached_nixl.vllm.adapter import state_parts
-from kvcached_nixl.vllm.adapter.specs import state_bytes
-from kvcached_nixl.vllm.adapter.state_parts import parts_of_state
+from kvcached_nixl.vllm.adapter import specs
+from kvcached_nixl.vllm.adapter.specs import parts_of_state, state_bytes
 from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.planes import GroupMemory
@@ -106,7 +105,7 @@ def dim_first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     found: bool = request.param == "channels first"
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS" if found else "SD")
     mamba_utils.get_conv_state_layout.cache_clear()
-    assert state_parts.dims_first() is found
+    assert specs.dims_first() is found
     yield found
     mamba_utils.get_conv_state_layout.cache_clear()
 

@@ -18,8 +18,8 @@ from support.groups_node import GroupsNode, prefilled, runs_rightly
 from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, rest, until_both
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.vllm.adapter import states
 from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.patches import arrival
 from kvcached_nixl.wire import kv_groups
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 from kvcached_nixl.wire.manifest import BlockRange
@@ -104,7 +104,7 @@ def test_a_cached_state_is_the_one_at_its_blocks_end(
     prefill, decode = node(PREFILL_FILLING, tokens_a_step=BLOCK * 3 // 2), node(DECODE_FILLING)
     prefill.scheduler.cache_config.block_size = BLOCK // 2
     if not is_aligned:
-        monkeypatch.setattr(states, "align_chunks", lambda scheduler: None)
+        monkeypatch.setattr(arrival, "align_chunks", lambda scheduler: None)
     for num_tokens, is_right in ((4 * BLOCK + 1, True), (2 * BLOCK + 5, is_aligned)):
         params = prefilled(prefill, PREFILL_ID, num_tokens)
         decode.add(DECODE_ID, params, 2, num_tokens=num_tokens)

@@ -26,8 +26,8 @@ from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, SEN
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
-from kvcached_nixl.vllm.adapter import states
 from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.patches import arrival
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 from kvcached_nixl.wire.manifest import BlockRange
@@ -309,7 +309,7 @@ def chunks_end_in_the_middle_of_blocks(patch: Patcher) -> None:
     def align_chunks(scheduler: Any) -> None:
         scheduler.cache_config.block_size = BLOCK // 2
 
-    patch.setattr(states, "align_chunks", align_chunks)
+    patch.setattr(arrival, "align_chunks", align_chunks)
 
 
 def a_windows_blocks_are_one_too_old(patch: Patcher) -> None:

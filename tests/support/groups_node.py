@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvcached_nixl.vllm.adapter import states
+from kvcached_nixl.vllm.patches import arrival
 from support.engine_node import DECODE_ID, prompt
 from support.handover_node import SEND, Node, kv, until_both
 
@@ -193,8 +193,8 @@ class GroupsNode(Node):
         )
         asked = EngineCoreRequest(**{name: values.get(name) for name in EngineCoreRequest.__struct_fields__[:10]})
         # As `EngineCore.preprocess_add_request` does.
-        states.align_chunks(self.scheduler)
-        states.stop_before_last(asked)
+        arrival.align_chunks(self.scheduler)
+        arrival.stop_before_last(asked)
         hasher = get_request_block_hasher(self.geometry.block_size * self.geometry.split, sha256)
         self.scheduler.add_request(Request.from_engine_core_request(asked, hasher))
 

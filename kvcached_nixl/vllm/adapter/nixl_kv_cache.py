@@ -14,8 +14,18 @@ from typing import Any
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.vllm.adapter.private import optional, private
-from kvcached_nixl.vllm.adapter.specs import is_state, keeps_of, kv_heads_of, odd_cells, specs_of, state_bytes
-from kvcached_nixl.vllm.adapter.state_parts import Part, dims_first, groups_of_states, parts_of_state
+from kvcached_nixl.vllm.adapter.specs import (
+    Part,
+    dims_first,
+    groups_of_states,
+    is_state,
+    keeps_of,
+    kv_heads_of,
+    odd_cells,
+    parts_of_state,
+    specs_of,
+    state_bytes,
+)
 from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import Keeps

@@ -20,9 +20,7 @@ from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
 from kvcached_nixl.vllm.adapter.model_runner_query import runner_of
 from kvcached_nixl.vllm.adapter.nixl_kv_cache import KVCacheView
 from kvcached_nixl.vllm.adapter.private import envs, is_rocm, optional, private
-from kvcached_nixl.vllm.adapter.specs import kind_of, specs_of
-from kvcached_nixl.vllm.adapter.state_parts import dims_first
-from kvcached_nixl.vllm.adapter.states import unserved_states
+from kvcached_nixl.vllm.adapter.specs import dims_first, kind_of, specs_of, unserved_states
 from kvcached_nixl.vllm.adapter.versions import found_version
 from kvcached_nixl.vllm.adapter.weights import model_facts
 from kvcached_nixl.wire.handshake import MemoryType

@@ -19,14 +19,20 @@ import numpy as np
 
 from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.identity.configuration import checksum_of
-from kvcached_nixl.vllm.adapter.arrival import is_stand_in
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.vllm.adapter.private import envs, optional, private
-from kvcached_nixl.vllm.adapter.states import ends_in_media, whole_because
 from kvcached_nixl.wire.manifest import Embeddings, digest_of
 from kvcached_nixl.wire.question import Question, plain_id
 
-__all__ = ["RequestReader", "RequestView", "drop_unless_mapping", "hash_embeddings"]
+__all__ = [
+    "WHOLE_BECAUSE",
+    "RequestReader",
+    "RequestView",
+    "ends_in_media",
+    "hash_embeddings",
+    "is_stand_in",
+    "set_apart",
+]
 
 logger = logging.getLogger("vllm.kvcached_nixl")
 
@@ -37,6 +43,8 @@ _PLACEHOLDERS = tuple(
 )
 """Names in model configurations of the placeholder tokens of images, sounds, ..."""
 _EMBEDDINGS = "_kvcached_nixl_embeddings"
+WHOLE_BECAUSE = "_kvcached_nixl_whole_because"
+"""Key in ``kv_transfer_params``: why the prompt was left whole; empty if its last token was taken away."""
 
 
 class RequestReader:
@@ -149,16 +157,6 @@ def _lora_settings(config: Any) -> str:
     return checksum_of({name: str(value) for name, value in found.items()})
 
 
-def drop_unless_mapping(request: Any) -> None:
-    """Take ``kv_transfer_params`` that are no mapping from a request.
-
-    From 0.32 on vLLM's scheduler reads them unchecked, and an error there ends the engine. vLLM's own API server reads
-    them first, so that such a request fails there from 0.31 on; other clients of an engine may not.
-    """
-    if not isinstance(private(request, "kv_transfer_params"), Mapping):
-        request.kv_transfer_params = None
-
-
 def hash_embeddings(request: Any) -> Embeddings | None:
     """Hash the embeddings of a request's prompt, for its digest, unless that was done.
 
@@ -174,6 +172,20 @@ def hash_embeddings(request: Any) -> Embeddings | None:
         found = Embeddings(str(embeds.dtype), memoryview(data.reshape(-1)), data.shape[-1])
         setattr(request, _EMBEDDINGS, found)
     return found
+
+
+def is_stand_in(request: Any) -> bool:
+    """Whether ``request`` stands for one that vLLM rejected, so that connectors free what is held for that one.
+
+    vLLM adds it and aborts it at once. Its only token is not the prompt's.
+    """
+    return bool(private(request, "abort_immediately"))
+
+
+def ends_in_media(mm_features: Iterable[Any], num_tokens: int) -> bool:
+    """Whether the last token of a prompt belongs to an image, a sound, ..."""
+    ends = (int(one.mm_position.offset) + int(one.mm_position.length) for one in mm_features)
+    return max(ends, default=0) >= num_tokens
 
 
 def set_apart(request: Any) -> None:
@@ -225,8 +237,8 @@ class RequestView:
 
     @property
     def whole_because(self) -> str:
-        """See `adapter.states`."""
-        return whole_because(self.params or {})
+        """Why the prompt is whole, so that prefill cannot hand over its states; "" if its last token was taken away."""
+        return str((self.params or {}).get(WHOLE_BECAUSE, "it did not enter the engine as requests do"))
 
     @property
     def ends_in_media(self) -> bool:
@@ -240,7 +252,7 @@ class RequestView:
 
     @property
     def is_stand_in(self) -> bool:
-        """See `adapter.arrival`."""
+        """See `is_stand_in`."""
         return is_stand_in(self.request)
 
     @property

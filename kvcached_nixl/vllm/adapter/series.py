@@ -33,7 +33,7 @@ class Shape:
     """Differences between series that the code asks for.
 
     Attributes:
-        serves_states: layers with a state are handed over (`adapter.states`). Before, the engine ends where it loads
+        serves_states: layers with a state are handed over (`adapter.specs`). Before, the engine ends where it loads
             beside cached states (vllm#43508), CUDA graphs may read another state (vllm#42430), prefix hits may end
             where no state is, or zeroing a block of contiguous layers clears some of the next one (vllm#50276).
         runners: vLLM's model runners that kvcached has an adapter for.

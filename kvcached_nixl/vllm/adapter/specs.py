@@ -1,17 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read vLLM's KV-cache specs of a layer. Classes are recognised by name, so that nothing is imported.
+"""Read vLLM's KV-cache specs of a layer, and where the parts of its state are. Classes are recognised by name, so that
+nothing is imported.
 
-Source: ``v1/kv_cache_interface.py``.
+Tensor-parallel ranks share a layer's state. A convolution's state has channels of several projections side by side,
+each of which is shared out by itself::
+
+    Mamba2              x, B, C      heads of x; groups of B and C, or one group that every rank has
+    gated delta net     q, k, v      heads
+    Mamba1, short convolution        channels
+
+The state behind it has heads (Mamba1: channels). Linear attention has no convolution.
+Sources: ``v1/kv_cache_interface.py``, ``model_executor/layers/mamba/mamba_utils.py`` (shapes), ``mamba_mixer2.py``
+(``mamba_v2_sharded_weight_loader``), ``v1/ssm_conv_transfer_utils.py`` (order of the projections).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
+from kvcached_nixl.vllm.adapter.private import optional
+from kvcached_nixl.vllm.adapter.versions import found_version, installed_row
 from kvcached_nixl.wire.kv_groups import Keeps
 
-__all__ = ["is_state", "keeps_of", "kind_of", "kv_heads_of", "odd_cells", "specs_of", "state_bytes", "tensors_of_state"]
+__all__ = [
+    "Part",
+    "dims_first",
+    "groups_of_states",
+    "is_state",
+    "keeps_of",
+    "kind_of",
+    "kv_heads_of",
+    "odd_cells",
+    "parts_of_state",
+    "specs_of",
+    "state_bytes",
+    "tensors_of_state",
+    "unserved_states",
+]
 
 
 def specs_of(kv_cache_spec: Any) -> list[Any]:
@@ -96,3 +123,138 @@ def odd_cells(spec: Any) -> str:
         return f"tokens_per_state {known['tokens_per_state']}"
     mode = known.get("kv_quant_mode")
     return f"kv_quant_mode {mode.name}" if mode is not None and "NVFP4" in mode.name else ""
+
+
+def unserved_states(specs: Iterable[Any], speculative_config: Any) -> list[tuple[str, str]]:
+    """Settings with which decode would go on from another state than prefill's: (found, expected).
+
+    Args:
+        specs: of all layers.
+        speculative_config: vLLM's, or None.
+    """
+    specs = [spec for spec in specs if is_state(spec)]
+    if not specs:
+        return []
+    refused = []
+    if not installed_row().shape.serves_states:
+        found = f"layers that keep a state, with vLLM {found_version('vllm')}"
+        refused.append((found, "vLLM 0.28 or later, whose engine can load them"))
+    if odd := sorted({spec.mamba_cache_mode for spec in specs} - {"none", "align"}):
+        # Then a state is kept at every block boundary, and the last one is not always where the last token is.
+        refused.append((f"--mamba-cache-mode {odd[0]}", "--mamba-cache-mode align, or none"))
+    if not installed_row().shape.keeps_checkpoints and any(
+        spec.mamba_cache_mode == "align" and optional(spec, "num_prefill_checkpoint_blocks") for spec in specs
+    ):
+        refused.append(("checkpoints of states while a prompt is computed", "vLLM 0.32, or --no-enable-prefix-caching"))
+    if optional(speculative_config, "num_speculative_tokens"):
+        # vLLM may schedule drafts with the first token that decode computes, and takes that for a part of a prompt: the
+        # state is then one behind tokens that were only guessed (vllm#55178).
+        refused.append(("--speculative-config, with layers that keep a state", "no speculative decoding"))
+    return refused
+
+
+# -------------------------------------------------------------------------------------------------- parts of a state
+
+Part: TypeAlias = tuple[int, int, int, int, int, int, int, int]
+"""As `worker.geometry.states.StatePart`."""
+
+
+class _Share(NamedTuple):
+    """Channels of a projection on this rank, the model's index of the first of them, and which of several copies it
+    is."""
+
+    channels: int
+    first: int
+    copies: int = 1
+    copy: int = 0
+
+
+def parts_of_state(spec: Any, tp_rank: int, tp_size: int, groups: set[int], *, dim_first: bool) -> tuple[Part, ...]:
+    """The parts of a rank's state, in an order that does not depend on the tensor-parallel size; () if this is not
+    known for such a layer.
+
+    Args:
+        spec: a layer's ``MambaSpec``.
+        groups: numbers of groups that the model's configuration names (`groups_of_states`).
+        dim_first: a convolution's channels come before its positions (``VLLM_SSM_CONV_STATE_LAYOUT=DS``).
+    """
+    tensors = tensors_of_state(spec)
+    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type)).upper()
+    if tp_size > 1 and optional(spec, "tp_replicated"):
+        # vLLM 0.30 has layers whose state is the same on all ranks.
+        alone = parts_of_state(spec, 0, 1, groups, dim_first=dim_first)
+        return tuple((*part[:-2], tp_size, tp_rank) for part in alone)
+    shares = _shares(kind, [shape for shape, _ in tensors], tp_rank, tp_size, groups, dim_first)
+    if not shares:
+        return ()
+    found: list[Part] = []
+    offset = 0
+    for (shape, dtype), of_tensor in zip(tensors, shares, strict=True):
+        size = dtype.itemsize
+        if of_tensor is None:
+            heads, cell = shape[0], math.prod(shape[1:]) * size
+            found.append((offset, 1, 0, cell, heads, tp_rank * heads, 1, 0))
+        else:
+            found += _of_convolution(offset, shape, size, of_tensor, dim_first)
+        offset += math.prod(shape) * size
+    return tuple(found)
+
+
+def _of_convolution(
+    offset: int, shape: tuple[int, ...], size: int, shares: list[_Share], dim_first: bool
+) -> Iterator[Part]:
+    channels, positions = shape if dim_first else shape[::-1]
+    before = 0
+    for share in shares:
+        if dim_first:
+            yield offset + before * positions * size, 1, 0, positions * size, *share
+        else:
+            yield offset + before * size, positions, channels * size, size, *share
+        before += share.channels
+
+
+def _shares(
+    kind: str, shapes: list[tuple[int, ...]], rank: int, ranks: int, groups: set[int], dim_first: bool
+) -> list[list[_Share] | None]:
+    """Per tensor: the projections in a convolution's channels; None for a tensor of heads. [] if it is not known."""
+    dims = [len(shape) for shape in shapes]
+    if kind == "LINEAR" and dims == [3]:
+        return [None]
+    if kind not in ("MAMBA1", "MAMBA2", "GDN_ATTN", "SHORT_CONV") or dims[:1] != [2]:
+        return []
+    channels = shapes[0][0 if dim_first else 1]
+    own = _Share(channels, rank * channels)
+    if kind == "SHORT_CONV" and dims == [2]:
+        return [[own]]
+    if kind == "MAMBA1" and dims == [2, 2]:
+        return [[own], None]
+    if kind not in ("MAMBA2", "GDN_ATTN") or dims != [2, 3]:
+        return []
+    wide = shapes[1][0] * shapes[1][1]
+    narrow, odd = divmod(channels - wide, 2)
+    if odd or narrow <= 0:
+        return []
+    heads = _Share(wide, rank * wide)
+    if kind == "GDN_ATTN":
+        return [[_Share(narrow, rank * narrow)] * 2 + [heads], None]
+    # One group may be this rank's own, or the only one.
+    is_shared = ranks > 1 and narrow == shapes[1][2]
+    if is_shared and groups not in ({1}, {ranks}):
+        return []
+    shared = _Share(narrow, 0, ranks, rank) if is_shared and groups == {1} else _Share(narrow, rank * narrow)
+    return [[heads, shared, shared], None]
+
+
+_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+
+
+def groups_of_states(config: Any) -> set[int]:
+    """The numbers of groups of B and C that a Hugging Face text configuration names."""
+    return {int(value) for name, value in config.to_dict().items() if name in _GROUPS and isinstance(value, int)}
+
+
+def dims_first() -> bool:
+    """Whether a convolution's channels come before its positions on this engine."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return bool(is_conv_state_dim_first())

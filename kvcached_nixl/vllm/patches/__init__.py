@@ -11,6 +11,7 @@ from types import ModuleType
 from kvcached_nixl.patching import Seam
 from kvcached_nixl.vllm.patches import (
     answering,
+    arrival,
     connector,
     factory,
     frontend,
@@ -19,8 +20,7 @@ from kvcached_nixl.vllm.patches import (
     naming,
     pausing,
     resting,
-    scheduler,
-    states,
+    step_output,
     weights,
     windows,
 )
@@ -32,8 +32,8 @@ _SUBJECTS = (
     kvcached_quirks,
     windows,
     connector,
-    states,
-    scheduler,
+    arrival,
+    step_output,
     resting,
     pausing,
     weights,

@@ -9,9 +9,10 @@ Runs in: every process (configuration); the engine core (scheduler methods) or t
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvcached_nixl.deadlines import MonotonicClock
@@ -26,13 +27,14 @@ from kvcached_nixl.transport.handshake_watch import HandshakeWatch
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.vllm.adapter import metrics
 from kvcached_nixl.vllm.adapter.attached_state import address_of, attach, attach_step, begin_step, side_of, step_of
-from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE
+from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView, transfer_results
 from kvcached_nixl.vllm.adapter.private import private
-from kvcached_nixl.vllm.adapter.series import ASKS_FOR_RESULTS, HASHES_AHEAD, LOADS_BEHIND
+from kvcached_nixl.vllm.adapter.series import ASKS_FOR_RESULTS, HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.side_channel import side_channel_address
-from kvcached_nixl.vllm.patches.actions.step_output import blocks_of, is_whole, scheduled
-from kvcached_nixl.vllm.patches.actions.zeroing import zero_first
+from kvcached_nixl.vllm.adapter.specs import keeps_of
+from kvcached_nixl.vllm.patches.step_output import is_whole, scheduled
+from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.worker import memory_registration as registration
 from kvcached_nixl.worker.build import build_worker
 from kvcached_nixl.worker.staging.sizing import choose
@@ -103,7 +105,7 @@ def get_num_new_matched_tokens(call: Call) -> Any:
     "decode's blocks would be matched with prefill's by their position in a list.",
 )
 def update_state_after_alloc(call: Call) -> None:
-    side, blocks = side_of(call.instance), blocks_of(call.argument("blocks"))
+    side, blocks = side_of(call.instance), call.argument("blocks").get_block_ids()
     side.allocated(side.read(call.argument("request")), blocks, call.argument("num_external_tokens"))
 
 
@@ -113,6 +115,19 @@ def build_connector_meta(call: Call) -> Any:
     step = side.take_step(Progress(*one) for one in scheduled(scheduler_output))
     zero_first(scheduler_output, side.filled_in_part(step))
     return attach_step(call.proceed(), step)
+
+
+def zero_first(scheduler_output: Any, block_ids: Sequence[int]) -> None:
+    """Have workers zero these blocks on the device at the beginning of the step that starts to load them.
+
+    vLLM does so where states and KV share blocks: the bytes of a state, read as KV behind a request's last token, may
+    be no numbers, and one that is no number spoils an attention layer although its weight is 0 (vllm#35219). From 0.28
+    on vLLM does not zero blocks that a connector is to load, but a hand-over fills the last one of a request only in
+    part.
+    """
+    if block_ids:
+        wanted = dict.fromkeys([*(private(scheduler_output, "new_block_ids_to_zero") or ()), *block_ids])
+        scheduler_output.new_block_ids_to_zero = list(wanted)
 
 
 _REUSED = "blocks would be reused while decode reads them."
@@ -137,7 +152,7 @@ def _finished(call: Call, block_ids: Any) -> Any:
     "scheduler", ("request",), "vLLM's own worker would send heartbeats for leases that this package manages."
 )
 def on_new_request(call: Call) -> None:
-    """Does nothing: `patches.scheduler.add_request` is called for new requests."""
+    """Does nothing: `arrival.add_request` is called for new requests."""
 
 
 @_of_connector(
@@ -175,7 +190,56 @@ def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
     call.note(f"side channel {address}")
 
 
+@Patch(
+    target=FACADE,
+    attribute="supports_divergent_local_hybrid_hits",
+    kind="property",
+    process="scheduler",
+    parameters=("self",),
+    versions=HITS_DIVERGE.later,
+    why="vLLM would count tokens as computed that only full attention has in decode's prefix cache; sliding windows "
+    "would see whatever is in their blocks.",
+    upstream="vllm/v1/core/kv_cache_manager.py: get_computed_blocks_for_connector",
+    remove_when="a hand-over begins at each KV-cache group's own prefix hit",
+).around
+def supports_divergent_local_hybrid_hits(call: Call) -> bool:
+    """Decode fetches the tokens behind one prefix, the same for all groups."""
+    return False
+
+
 # ------------------------------------------------------------------------------------------------------- in the worker
+
+
+@Patch(
+    target=WORKER,
+    attribute="__init__",
+    process="worker",
+    parameters=("self", "vllm_config", "engine_id", "kv_cache_config"),
+    why="vLLM's own worker would end the engine, because it moves states in parts, and only those of some layouts.",
+    upstream="vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py: is_conv_state_dim_first",
+    remove_when="vLLM's own worker leaves the layout of states to the methods that move them",
+).around
+def make_nixl_worker(call: Call) -> None:
+    """It knows the KV-cache groups with attention only. `nixl_worker.WorkerView` knows all of them."""
+    kv_cache_config = call.argument("kv_cache_config")
+    call.proceed(kv_cache_config=without_states(kv_cache_config))
+    private(call.instance, "kv_cache_config")
+    call.instance.kv_cache_config = kv_cache_config
+
+
+def without_states(kv_cache_config: Any) -> Any:
+    """The KV-cache groups with attention only, for the constructor of vLLM's own NIXL worker.
+
+    It wants another layout of convolution states (``VLLM_SSM_CONV_STATE_LAYOUT=DS``), and does not know all kinds of
+    states; but none of its own methods moves any.
+    """
+    groups = [
+        one for one in private(kv_cache_config, "kv_cache_groups") if keeps_of(one.kv_cache_spec) is not Keeps.STATE
+    ]
+    if len(groups) == len(kv_cache_config.kv_cache_groups):
+        return kv_cache_config
+    # Not a copy: it would have what vLLM has already derived from all groups.
+    return dataclasses.replace(kv_cache_config, kv_cache_groups=groups)
 
 
 @_of_connector(

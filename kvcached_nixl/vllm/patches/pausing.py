@@ -24,7 +24,7 @@ from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENG
 from kvcached_nixl.vllm.adapter.private import private
 from kvcached_nixl.vllm.adapter.queues import wait_for_input, wake_of
 from kvcached_nixl.vllm.adapter.versions import installed_row
-from kvcached_nixl.vllm.patches.actions.engine_blocks import bound_sides
+from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.resting import due_in_seconds, wait_relieving
 
 logger = logging.getLogger(SERVER_LOGGER)

@@ -21,10 +21,9 @@ from kvcached_nixl.vllm.adapter.attached_state import remember, side_of, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE
 from kvcached_nixl.vllm.adapter.private import private
 from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input, wake_of, wants_blocks
-from kvcached_nixl.vllm.patches.actions.engine_blocks import bound_sides
-from kvcached_nixl.vllm.patches.actions.step_output import reports_of
+from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
+from kvcached_nixl.vllm.patches.step_output import STOOD_STILL, reports_of
 from kvcached_nixl.vllm.patches.weights import identify_if_due
-from kvcached_nixl.wire.step import Reports
 
 REST_SECONDS = 5.0
 """How often an engine that only waits for KV steps although nothing has woken it.
@@ -32,7 +31,6 @@ REST_SECONDS = 5.0
 After each step vLLM's workers spin for one second, waiting for the next step (``SpinCondition``): with ten steps per
 second each worker would keep a core busy.
 """
-_STOOD_STILL = "_kvcached_nixl_stood_still"
 _LOOK_SECONDS = 0.05
 """Interval for polling the number of free blocks while a request waits for blocks. Polling needs no step."""
 _LOOK_FOR_PRESSURE_SECONDS = 0.25
@@ -60,25 +58,6 @@ def process_input_queue(call: Call) -> None:
     for side in sides(call.instance.scheduler.connector):
         side.ask()
     identify_if_due(call.instance)
-
-
-def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, outputs: Any) -> None:
-    """Remember whether a step has changed anything.
-
-    Args:
-        reports: the reports in its output, after our facades have handled them.
-        outputs: the outputs for clients.
-    """
-    has_moved = (
-        scheduler_output.total_num_scheduled_tokens
-        or private(scheduler_output, "preempted_req_ids")
-        or scheduler_output.finished_req_ids
-        or reports.sent
-        or reports.received
-        or reports.invalid
-        or any(one.outputs for one in outputs.values())
-    )
-    setattr(engine_scheduler, _STOOD_STILL, not has_moved)
 
 
 def rest(core: Any, longest_seconds: float) -> None:
@@ -130,7 +109,7 @@ def _wait_for_blocks(core: Any, found: Sequence[Any], seconds: float) -> None:
 
 def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     scheduler = core.scheduler
-    if not vars(scheduler).get(_STOOD_STILL) or any(side.pending for side in found):
+    if not vars(scheduler).get(STOOD_STILL) or any(side.pending for side in found):
         return False
     # Ranks of a data-parallel group step together, and remote encoders are polled in every step.
     if private(core, "engines_running") or private(scheduler, "ec_connector") is not None:

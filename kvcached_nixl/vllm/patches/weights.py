@@ -24,7 +24,7 @@ from kvcached_nixl.vllm.adapter.locate import (
 from kvcached_nixl.vllm.adapter.private import private
 from kvcached_nixl.vllm.adapter.queues import has_call
 from kvcached_nixl.vllm.adapter.weights import note_calls, note_files, watch_loading, weights_of
-from kvcached_nixl.vllm.patches.actions.engine_blocks import bound_sides
+from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 
 logger = logging.getLogger(SERVER_LOGGER)
 

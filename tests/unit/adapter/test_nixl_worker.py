@@ -14,7 +14,8 @@ import pytest
 
 from kvcached_nixl.errors import ContractChanged, LayoutRefused
 from kvcached_nixl.scheduler.build import StockScheduler
-from kvcached_nixl.vllm.adapter import nixl_kv_cache, nixl_worker, states
+from kvcached_nixl.vllm.adapter import nixl_kv_cache, nixl_worker
+from kvcached_nixl.vllm.adapter import specs as kv_cache_specs
 from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
 from kvcached_nixl.vllm.adapter.nixl_scheduler import SchedulerView
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
@@ -561,7 +562,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets what the installed vLLM is known for."""
 
     def known(**shape: Any) -> None:
-        for one in (nixl_kv_cache, states):
+        for one in (nixl_kv_cache, kv_cache_specs):
             monkeypatch.setattr(one, "installed_row", lambda: SimpleNamespace(shape=Shape(**shape)))
 
     return known

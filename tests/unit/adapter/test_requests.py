@@ -14,7 +14,7 @@ import pytest
 from support.engine_fakes import TOKENS, prompt
 
 from kvcached_nixl.vllm.adapter import requests
-from kvcached_nixl.vllm.adapter.requests import RequestReader, RequestView, drop_unless_mapping, hash_embeddings
+from kvcached_nixl.vllm.adapter.requests import RequestReader, RequestView, hash_embeddings
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, decode
 from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.question import Question
@@ -391,21 +391,6 @@ def test_placeholders_without_media_are_found() -> None:
     assert view(unknown, prompt_token_ids=[1]).lacks_media, "nobody knows"
     assert not view(unknown, prompt_token_ids=[1], mm_features=[image()]).lacks_media
     assert not view(reader(is_multimodal=False, image_token_id=1), prompt_token_ids=expanded).lacks_media
-
-
-@pytest.mark.parametrize("params", [[], "do_remote_prefill", 7, True, [["do_remote_prefill", True]], None])
-def test_parameters_that_are_no_mapping_are_dropped(params: Any) -> None:
-    """Before vLLM's scheduler reads them: from 0.32 on an error there ends the engine."""
-    asked = SimpleNamespace(kv_transfer_params=params)
-    drop_unless_mapping(asked)
-    assert asked.kv_transfer_params is None
-
-
-def test_a_mapping_is_left_as_it_is() -> None:
-    params = {"do_remote_prefill": True}
-    asked = SimpleNamespace(kv_transfer_params=params)
-    drop_unless_mapping(asked)
-    assert asked.kv_transfer_params is params
 
 
 def asked_for(**fields: Any) -> RequestView:

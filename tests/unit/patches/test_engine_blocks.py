@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`engine`, `engine_blocks` and `step_output` of `vllm.patches`, with stand-ins for vLLM's objects."""
+"""`adapter.queues`, `patches.engine_blocks` and `patches.step_output`, with stand-ins for vLLM's objects."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from kvcached_nixl.naming.wants import Want
 from kvcached_nixl.vllm.adapter import queues
 from kvcached_nixl.vllm.adapter.attached_state import attach
 from kvcached_nixl.vllm.adapter.series import Shape
-from kvcached_nixl.vllm.patches.actions.engine_blocks import EngineBlocks, bound_sides
-from kvcached_nixl.vllm.patches.actions.step_output import (
-    blocks_of,
+from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
+from kvcached_nixl.vllm.patches.step_output import (
     is_whole,
     let_load_fail,
     note_tokens,
@@ -259,10 +258,6 @@ def test_lists_that_do_not_belong_together_are_an_error() -> None:
     step.scheduled_cached_reqs.num_computed_tokens = []
     with pytest.raises(ValueError, match="zip"):
         list(scheduled(step))
-
-
-def test_block_ids_are_those_of_vllm() -> None:
-    assert blocks_of(SimpleNamespace(get_block_ids=lambda: ([1, 2], [3]))) == ([1, 2], [3])
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks

@@ -18,7 +18,8 @@ from kvcached_nixl.vllm.adapter.attached_state import attach
 from kvcached_nixl.vllm.adapter.queues import wake_of
 from kvcached_nixl.vllm.adapter.series import Shape
 from kvcached_nixl.vllm.patches import resting
-from kvcached_nixl.vllm.patches.resting import note_step, rest
+from kvcached_nixl.vllm.patches.resting import rest
+from kvcached_nixl.vllm.patches.step_output import note_step
 from kvcached_nixl.wire.step import Reports
 
 LONGEST_SECONDS = 5.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.adapter.state_parts`, with stand-ins for vLLM's specs. ``tests/contract`` compares with its loaders."""
+"""`vllm.adapter.specs`, with stand-ins for vLLM's specs. ``tests/contract`` compares with its loaders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.vllm.adapter.state_parts import groups_of_states, parts_of_state
+from kvcached_nixl.vllm.adapter.specs import groups_of_states, parts_of_state
 
 CONV, SSM = SimpleNamespace(itemsize=2), SimpleNamespace(itemsize=4)
 

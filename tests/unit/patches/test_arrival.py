@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.adapter.arrival`: which request is accepted under which id, with stand-ins for vLLM's requests."""
+"""`vllm.patches.arrival`: which request is accepted under which id, with stand-ins for vLLM's requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcached_nixl.vllm.adapter.arrival import Arrival, arrival_of, give_own_id
+from kvcached_nixl.vllm.patches.arrival import Arrival, arrival_of, drop_unless_mapping, give_own_id
 
 
 def of(name: str = "r", *, client: int = 0, ended: bool = False, session: bool = False, **more: Any) -> SimpleNamespace:
@@ -59,3 +59,18 @@ def test_a_stand_in_gets_an_id_that_nothing_else_has() -> None:
         give_own_id(core_request)
         ids.add(core_request.request_id)
     assert len(ids) == 2 and "r" not in ids
+
+
+@pytest.mark.parametrize("params", [[], "do_remote_prefill", 7, True, [["do_remote_prefill", True]], None])
+def test_parameters_that_are_no_mapping_are_dropped(params: Any) -> None:
+    """Before vLLM's scheduler reads them: from 0.32 on an error there ends the engine."""
+    asked = SimpleNamespace(kv_transfer_params=params)
+    drop_unless_mapping(asked)
+    assert asked.kv_transfer_params is None
+
+
+def test_a_mapping_is_left_as_it_is() -> None:
+    params = {"do_remote_prefill": True}
+    asked = SimpleNamespace(kv_transfer_params=params)
+    drop_unless_mapping(asked)
+    assert asked.kv_transfer_params is params

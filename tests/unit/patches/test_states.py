@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.adapter.states`: where prefill stops, with stand-ins for what enters vLLM's engine."""
+"""`vllm.patches.arrival` with states: where prefill stops, with stand-ins for what enters vLLM's engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcached_nixl.vllm.adapter.states import know_states, stop_before_last, whole_because, without_states
-from kvcached_nixl.vllm.patches.actions.zeroing import zero_first
+from kvcached_nixl.patching import Call
+from kvcached_nixl.vllm.adapter.requests import RequestView
+from kvcached_nixl.vllm.patches.arrival import stop_before_last
+from kvcached_nixl.vllm.patches.connector import make_nixl_worker, without_states, zero_first
 
 SEND = {"do_remote_decode": True, "transfer_id": "t"}
 
@@ -129,6 +131,11 @@ def test_a_client_cannot_claim_that_a_prompt_is_cut() -> None:
     assert whole_because(SEND) != ""
 
 
+def whole_because(params: Any) -> str:
+    """As prefill's scheduler sees it."""
+    return RequestView(SimpleNamespace(kv_transfer_params=params), None).whole_because  # type: ignore[arg-type]
+
+
 class MambaSpec:
     pass
 
@@ -150,9 +157,9 @@ def test_vllms_own_worker_does_not_see_states() -> None:
     found = without_states(whole)
     assert found.kv_cache_groups == [attention] and (found.num_blocks, found.num_groups) == (7, 1)
     assert whole.kv_cache_groups == [state, attention]
-    worker = SimpleNamespace(kv_cache_config=found)
-    know_states(worker, whole)
-    assert worker.kv_cache_config is whole
+    seen, worker = [], SimpleNamespace(kv_cache_config=found)
+    make_nixl_worker(Call(lambda kv_cache_config: seen.append(kv_cache_config), worker, (whole,), {}))
+    assert seen == [found] and worker.kv_cache_config is whole
     plain = CacheConfig([attention])
     assert without_states(plain) is plain
 

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What enters vLLM's engine: requests, stand-ins for rejected ones, and more input of sessions.
+
+Of a model with layers that keep a state, a prompt that is to be handed over arrives without its last token: a state
+cannot be taken back by a token, and decode has to compute the last token of a prompt to get a first answer. So prefill
+computes one token of an answer, which is none of the prompt's answer.
+
+Runs in: the engine-core process.
+Sources: ``entrypoints/generate/base/serving.py`` (``_with_kv_transfer_rejection_cleanup``), ``v1/engine/core.py``,
+``Scheduler.add_request``, ``v1/sample/logits_processor/builtin.py``, ``lora/worker_manager.py``,
+``v1/nixl/base_scheduler.py`` (``_truncate_mamba_request_for_prefill``).
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE_BASE, ENGINE_SCHEDULER
+from kvcached_nixl.vllm.adapter.private import optional, private
+from kvcached_nixl.vllm.adapter.queues import hold
+from kvcached_nixl.vllm.adapter.requests import WHOLE_BECAUSE, ends_in_media, hash_embeddings, is_stand_in
+from kvcached_nixl.vllm.adapter.specs import keeps_of
+from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
+from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, Keeps
+
+
+@Patch(
+    target=ENGINE_SCHEDULER,
+    attribute="add_request",
+    process="scheduler",
+    parameters=("self", "request"),
+    why="the lease of a request that waits to be allocated would end, and prefill would reuse its blocks.",
+    upstream="vllm#41383, vllm#38027; vLLM tells the connector alone (on_new_request)",
+    remove_when="every supported vLLM tells the connector of a request's arrival, and of the scheduler",
+).around
+def add_request(call: Call) -> None:
+    request = call.argument("request")
+    drop_unless_mapping(request)
+    arrival = arrival_of(call.instance, request)
+    found = list(bound_sides(call.instance))
+    for side in found:
+        if arrival is Arrival.REPEATED or side.keeps(request.request_id):
+            side.refuse(request.request_id, request.client_index)
+            return
+    is_held = False
+    for side in found if arrival is Arrival.FIRST else ():
+        # A worker may load an adapter's files again for any request that uses it, so identify it for every request.
+        side.read.adapter_arrives(request.lora_request)
+        is_held |= side.arrived(side.read(request), may_hold=not is_held)
+    call.proceed()
+    if is_held:
+        hold(call.instance, request)
+
+
+def drop_unless_mapping(request: Any) -> None:
+    """Take ``kv_transfer_params`` that are no mapping from a request.
+
+    From 0.32 on vLLM's scheduler reads them unchecked, and an error there ends the engine. vLLM's own API server reads
+    them first, so that such a request fails there from 0.31 on; other clients of an engine may not.
+    """
+    if not isinstance(private(request, "kv_transfer_params"), Mapping):
+        request.kv_transfer_params = None
+
+
+class Arrival(Enum):
+    """How a request relates to those that the scheduler knows already."""
+
+    FIRST = "nothing has its id"
+    MORE = "the next input of a streaming session, or its end"
+    REPEATED = "another request has its id"
+
+
+def arrival_of(engine_scheduler: Any, request: Any) -> Arrival:
+    """Classify ``request``. A finished request counts as known while its blocks are held: vLLM still has its id."""
+    existing = private(engine_scheduler, "requests").get(request.request_id)
+    if existing is None:
+        return Arrival.FIRST
+    is_session = existing.streaming_queue is not None and not existing.is_finished()
+    is_its_client = existing.client_index == request.client_index
+    return Arrival.MORE if is_session and is_its_client and not is_stand_in(request) else Arrival.REPEATED
+
+
+@Patch(
+    target=ENGINE_CORE_BASE,
+    attribute="preprocess_add_request",
+    process="scheduler",
+    parameters=("self", "request"),
+    why="the request that vLLM adds for one that it has rejected has an id that the client chose. If a request whose "
+    "blocks are kept has that id, the engine would end. So would it for stop tokens that the model does not have, and "
+    "for an adapter whose files are incomplete. And prefill would hand over states behind a prompt's last token, "
+    "from which decode cannot go back, or on a CPU cached states of other tokens than those of their blocks. "
+    "Embeddings would be hashed on the engine's thread.",
+    upstream="vllm/entrypoints/generate/base/serving.py: notify_kv_transfer_request_rejected; "
+    "vllm/v1/sample/logits_processor/builtin.py: MinTokensLogitsProcessor; vllm/lora/worker_manager.py: load_inplace; "
+    "v1/nixl/base_scheduler.py: _truncate_mamba_request_for_prefill; vllm/platforms/cpu.py: check_and_update_config",
+    remove_when="vLLM gives such a request a unique id, checks stop tokens, loads an adapter once, asks its "
+    "connector where prefill stops, and keeps the block size that its scheduler was made with",
+).around
+def preprocess_add_request(call: Call) -> Any:
+    request = call.argument("request")
+    give_own_id(request)
+    drop_unknown_stops(request, call.instance.vllm_config.model_config.get_vocab_size())
+    sides_here = list(bound_sides(call.instance.scheduler))
+    for side in sides_here:
+        load_once(request, side.read.is_loaded)
+    if any(side.keeps_states for side in sides_here):
+        align_chunks(call.instance.scheduler)
+        stop_before_last(request)
+    found = call.proceed()
+    made, _ = found
+    if sides_here and made.kv_transfer_params is not None:
+        # Here on the thread that decodes requests: the engine's would make every request wait.
+        hash_embeddings(made)
+    return found
+
+
+def give_own_id(core_request: Any) -> None:
+    """Give a stand-in a unique request id.
+
+    It arrives with the ``request_id`` of a client's body, which may be the id of any request that this engine runs,
+    holds or has in a session. vLLM would confuse the two, abort the other request, or end the engine.
+
+    Args:
+        core_request: an ``EngineCoreRequest`` that has just reached the engine's process.
+    """
+    if private(core_request, "abort_immediately"):
+        core_request.request_id = f"kvcached-nixl-rejected-{secrets.token_hex(16)}"
+
+
+def drop_unknown_stops(core_request: Any, vocab_size: int) -> None:
+    """Remove stop tokens outside the model's vocabulary. No sequence can end with them.
+
+    vLLM only checks that they are integers. With ``min_tokens`` it masks their logits, and an index outside the
+    vocabulary ends the engine.
+
+    Args:
+        core_request: as in `give_own_id`.
+        vocab_size: of the model; 0 if unknown.
+    """
+    sampling = private(core_request, "sampling_params")
+    if sampling is None or not vocab_size:
+        return
+    known = {one for one in sampling.all_stop_token_ids if 0 <= one < vocab_size}
+    if len(known) != len(sampling.all_stop_token_ids):
+        sampling.all_stop_token_ids.intersection_update(known)
+        sampling.stop_token_ids = [one for one in sampling.stop_token_ids or () if one in known]
+
+
+def load_once(core_request: Any, is_loaded: Callable[[Any], bool]) -> None:
+    """Clear ``load_inplace`` of a request whose adapter was reloaded already.
+
+    After a reload vLLM's API server sets ``load_inplace`` in all later requests, so workers read the adapter's files
+    again at every step. Files that are being replaced would end the engine, or change what it computes.
+
+    Args:
+        core_request: as in `give_own_id`.
+        is_loaded: whether the current files of an adapter were loaded in place already, by a call and not by a request.
+    """
+    lora = private(core_request, "lora_request")
+    if lora is not None and lora.load_inplace and is_loaded(lora):
+        core_request.lora_request = msgspec.structs.replace(lora, load_inplace=False)
+
+
+# ------------------------------------------------------------------------------------- models with layers with states
+
+
+def align_chunks(scheduler: Any) -> None:
+    """Let prefill's chunks end where blocks with a state end, as vLLM's scheduler means them to.
+
+    Otherwise its prefix cache takes the state of a token in the middle of a block for the one at the block's end, and
+    every prompt that begins with this block is computed from it. A CPU's platform sets ``block_size`` back to its
+    default when the scheduler exists (``v1/engine/core.py``: ``_perform_handshakes``).
+    """
+    cache_config = private(scheduler, "cache_config")
+    if cache_config.mamba_cache_mode == "align":
+        specs = (one.kv_cache_spec for one in private(scheduler, "kv_cache_config").kv_cache_groups)
+        # One of them: vLLM takes states of one kind only.
+        cache_config.block_size = next(spec.block_size for spec in specs if keeps_of(spec) is Keeps.STATE)
+
+
+def stop_before_last(core_request: Any) -> None:
+    """Take the last token from a prompt that is to be handed over, and let prefill compute one token of an answer.
+
+    The token that it computes is none of the answer's. A prompt that has to stay whole is computed as any other, and
+    not handed over.
+
+    Args:
+        core_request: an ``EngineCoreRequest`` that has just reached the engine's process.
+    """
+    sampling = private(core_request, "sampling_params")
+    params = ((sampling.extra_args if sampling is not None else None) or {}).get("kv_transfer_params")
+    if not isinstance(params, Mapping) or core_request.resumable:
+        return
+    # With both roles set, decode's half has the request, and may compute it.
+    if params.get("do_remote_decode") is not True or params.get("do_remote_prefill") not in (None, False):
+        return
+    reason = _obstacle(core_request)
+    # Copies: where the engine runs in its client's process, the client has these objects, too.
+    core_request.sampling_params = sampling = copy.copy(sampling)
+    sampling.extra_args = {**sampling.extra_args, "kv_transfer_params": {**params, WHOLE_BECAUSE: reason}}
+    if reason:
+        return
+    sampling.max_tokens, sampling.min_tokens = 1, 0
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+        if (whole := private(core_request, name)) is not None:
+            setattr(core_request, name, whole[:-1])
+
+
+def _obstacle(core_request: Any) -> str:
+    tokens, embeds = core_request.prompt_token_ids, core_request.prompt_embeds
+    num_tokens = len(tokens) if tokens is not None else len(embeds)
+    if num_tokens < FEWEST_TOKENS:
+        return f"states of a prompt of {num_tokens} tokens are not handed over; expected at least {FEWEST_TOKENS}"
+    sampling = core_request.sampling_params
+    if sampling.prompt_logprobs is not None or optional(sampling, "prompt_logprob_token_ids") is not None:
+        return "all tokens of its prompt have to be computed for their log-probabilities"
+    if ends_in_media(core_request.mm_features or (), num_tokens):
+        return "its last token belongs to an image, a sound, ..."
+    return ""

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's scheduler hands to its workers in a step, and gets back: which requests were computed, have got their KV,
+have failed, were preempted, or have ended.
+
+Runs in: the engine-core process.
+Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/outputs.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.vllm.adapter.attached_state import sides
+from kvcached_nixl.vllm.adapter.locate import ENGINE_SCHEDULER
+from kvcached_nixl.vllm.adapter.metrics import add_lasted, take_reasons, take_timelines
+from kvcached_nixl.vllm.adapter.private import private
+from kvcached_nixl.vllm.adapter.queues import bring_forward, waits_for_kv
+from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
+from kvcached_nixl.wire.step import FAILING, BlockIds, Reports
+
+_WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
+"""Final statuses of a request that has computed its whole prompt."""
+STOOD_STILL = "_kvcached_nixl_stood_still"
+"""Attribute of the scheduler: whether the last step has changed nothing."""
+
+
+def scheduled(scheduler_output: Any) -> Iterator[tuple[str, BlockIds, bool, int, int]]:
+    """Each request of a step: id, block ids per group, whether these replace the earlier ones, computed tokens after
+    the step, and before it.
+    """
+    tokens = scheduler_output.num_scheduled_tokens
+    for new in scheduler_output.scheduled_new_reqs:
+        yield new.req_id, new.block_ids, True, new.num_computed_tokens + tokens[new.req_id], new.num_computed_tokens
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, block_ids, num_computed_tokens in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        replaces = request_id in cached.resumed_req_ids
+        yield request_id, block_ids or (), replaces, num_computed_tokens + tokens[request_id], num_computed_tokens
+
+
+@Patch(
+    target=ENGINE_SCHEDULER,
+    attribute="update_from_output",
+    process="scheduler",
+    parameters=("self", "scheduler_output", "model_runner_output"),
+    why="vLLM would take this package's reports for request ids and block ids, and a failed hand-over for a successful "
+    "one.",
+    upstream="vllm#52234 (failed receives of several KV-cache groups); vllm/v1/core/sched/scheduler.py",
+    remove_when="vLLM's connectors can end a receive without its blocks",
+).around
+def update_from_output(call: Call) -> Any:
+    output = call.argument("model_runner_output")
+    reports = reports_of(output)
+    ending: set[str] = set()
+    refused: list[tuple[str, int]] = []
+    found = list(bound_sides(call.instance))
+    for side in found:
+        side.collect(reports)
+        ending |= side.take_ending()
+        refused += side.take_refused()
+    outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
+    bring_forward(call.instance, reports.received)
+    outputs = with_refused(with_ended(call.instance, outputs, ending), refused)
+    for side in found:
+        outputs = with_told(outputs, side.take_told())
+    note_tokens(found, outputs)
+    note_step(call.instance, call.argument("scheduler_output"), reports, outputs)
+    return outputs
+
+
+def reports_of(model_runner_output: Any) -> Reports:
+    """The connector's reports in a step's output."""
+    found = model_runner_output.kv_connector_output
+    if found is None:
+        return Reports(set(), set(), set())
+    sent, received = set(found.finished_sending or ()), set(found.finished_recving or ())
+    stats = found.kv_connector_stats
+    return Reports(sent, received, set(found.invalid_block_ids), take_reasons(stats), take_timelines(stats))
+
+
+def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Reports) -> Any:
+    """A copy of a step's output with these reports in place of its own. vLLM shares one output among empty steps."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    before = model_runner_output.kv_connector_output
+    if before is not None:
+        add_lasted(before.kv_connector_stats, reports.lasted)
+    has_own = before is not None and (before.finished_sending or before.finished_recving or before.invalid_block_ids)
+    if not (has_own or reports.sent or reports.received or reports.invalid):
+        return model_runner_output
+    requests = private(engine_scheduler, "requests")
+    found = KVConnectorOutput() if before is None else copy.copy(before)
+    # vLLM's engine ends if a report names an unknown id, a request that neither waits nor has finished, or a finished
+    # request twice: the first report frees it (vllm#46240, vllm#51786).
+    ended = {one for one in (reports.sent | reports.received) if one in requests and requests[one].is_finished()}
+    waiting = {one for one in reports.received - ended if one in requests and waits_for_kv(requests[one])}
+    found.finished_sending = reports.sent & ended
+    found.finished_recving = (reports.received & ended) - reports.sent | waiting
+    found.invalid_block_ids = reports.invalid
+    output = copy.copy(model_runner_output)
+    output.kv_connector_output = found
+    return output
+
+
+def with_ended(engine_scheduler: Any, outputs: Any, request_ids: set[str]) -> Any:
+    """End requests with an error, and add that to a step's outputs for clients."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    requests = private(engine_scheduler, "requests")
+    for request in [requests[one] for one in request_ids if one in requests]:
+        engine_scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+        told = outputs.setdefault(request.client_index, EngineCoreOutputs())
+        output = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
+        told.outputs = [*told.outputs, output]
+    return outputs
+
+
+def with_refused(outputs: Any, refused: Iterable[tuple[str, int]]) -> Any:
+    """Add to a step's outputs that requests, (request id, client index) each, were rejected before they entered the
+    engine. This reports the end of no other request.
+    """
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    for request_id, client_index in refused:
+        told = outputs.setdefault(client_index, EngineCoreOutputs())
+        told.outputs = [*told.outputs, EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)]
+    return outputs
+
+
+def with_told(outputs: Any, told: dict[str, str]) -> Any:
+    """Add the reason for clients to the outputs of failed requests that have none from vLLM."""
+    for of_client in outputs.values() if told else ():
+        for output in of_client.outputs:
+            if output.stop_reason is None and output.finish_reason is not None and output.finish_reason.name == "ERROR":
+                output.stop_reason = told.get(output.request_id)
+    return outputs
+
+
+def note_tokens(found: Iterable[Any], outputs: Any) -> None:
+    """Tell these facades which requests have got tokens, if a hand-over ends with that."""
+    for side in found:
+        if side.timelines.awaits_tokens:
+            told = (one for of_client in outputs.values() for one in of_client.outputs)
+            side.timelines.answered(one.request_id for one in told if one.new_token_ids)
+
+
+def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, outputs: Any) -> None:
+    """Remember whether a step has changed anything.
+
+    Args:
+        reports: the reports in its output, after our facades have handled them.
+        outputs: the outputs for clients.
+    """
+    has_moved = (
+        scheduler_output.total_num_scheduled_tokens
+        or private(scheduler_output, "preempted_req_ids")
+        or scheduler_output.finished_req_ids
+        or reports.sent
+        or reports.received
+        or reports.invalid
+        or any(one.outputs for one in outputs.values())
+    )
+    setattr(engine_scheduler, STOOD_STILL, not has_moved)
+
+
+@Patch(
+    target=ENGINE_SCHEDULER,
+    attribute="_handle_invalid_blocks",
+    process="scheduler",
+    parameters=("self", "invalid_block_ids", "num_scheduled_tokens"),
+    why="a hand-over that has failed would be taken for one that has succeeded.",
+    upstream="vllm#52234: the stock method unpacks one KV-cache group and raises for more",
+    remove_when="vLLM's connectors can name the requests whose load has failed",
+).around
+def handle_invalid_blocks(call: Call) -> Any:
+    others = call.argument("invalid_block_ids") - {FAILING}
+    failed = set(call.proceed(invalid_block_ids=others)) if others else set()
+    for side in sides(call.instance.connector):
+        failed |= let_load_fail(call.instance, side.take_failed(), side.starts_again)
+    return failed
+
+
+def let_load_fail(engine_scheduler: Any, request_ids: set[str], starts_again: Callable[[str], bool]) -> set[str]:
+    """Fail or recompute requests that received no KV, as ``kv_load_failure_policy`` says.
+
+    None of their tokens counts as computed, so vLLM frees the blocks that they still have and starts them again.
+
+    Args:
+        starts_again: whether a request is started again whatever the policy says.
+
+    Returns: the requests that vLLM has to end with an error.
+    """
+    requests = private(engine_scheduler, "requests")
+    recomputes = private(engine_scheduler, "recompute_kv_load_failures")
+    ending: set[str] = set()
+    for request_id in request_ids & requests.keys():
+        requests[request_id].num_computed_tokens = 0
+        if starts_again(request_id) or recomputes:
+            private(engine_scheduler, "failed_recving_kv_req_ids").add(request_id)
+        else:
+            ending.add(request_id)
+    return ending
+
+
+@Patch(
+    target=ENGINE_SCHEDULER,
+    attribute="_preempt_request",
+    process="scheduler",
+    parameters=("self", "request", "timestamp"),
+    also_accepts=(("self", "request", "timestamp", "drop_stale_output"),),
+    why="blocks of a preempted request would be reused while a WRITE reads them, and decode would get another "
+    "request's KV.",
+    upstream="nixl#2067: a posted transfer cannot be cancelled",
+    remove_when="vLLM asks its connector before it frees the blocks of a preempted request",
+).around
+def preempt_request(call: Call) -> None:
+    for side in sides(call.instance.connector):
+        side.preempted(call.argument("request").request_id)
+    call.proceed()
+
+
+@Patch(
+    target=ENGINE_SCHEDULER,
+    attribute="_connector_finished",
+    process="scheduler",
+    parameters=("self", "request"),
+    why="vLLM would first free the blocks that have left a sliding window: decode's while they are written, and "
+    "prefill's that its manifest names.",
+    upstream="vllm/v1/core/sched/scheduler.py: remove_skipped_blocks counts tokens that were generated",
+    remove_when="vLLM tells its connector before it frees any block of a request",
+).around
+def connector_finished(call: Call) -> Any:
+    request = call.argument("request")
+    is_spared = any(side.spares(request.request_id) for side in sides(call.instance.connector))
+    found = tell_finished(call.instance, request) if is_spared else call.proceed()
+    if found[0]:
+        for side in sides(call.instance.connector):
+            side.kept(request.request_id)
+    return found
+
+
+def tell_finished(engine_scheduler: Any, request: Any) -> Any:
+    """Tell the connector that a request has finished, with all its block ids, including blocks outside its window."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+
+    connector = private(engine_scheduler, "connector")
+    block_ids = private(engine_scheduler, "kv_cache_manager").get_block_ids(request.request_id)
+    # Another package's connector, with NIXL's inside it, may support one KV-cache group only.
+    if isinstance(connector, SupportsHMA):
+        return connector.request_finished_all_groups(request, block_ids)
+    return connector.request_finished(request, block_ids[0])
+
+
+def is_whole(request: Any) -> bool:
+    """Whether a finished request has computed its whole prompt."""
+    return request.status.name in _WHOLE and request.num_computed_tokens >= request.num_prompt_tokens
