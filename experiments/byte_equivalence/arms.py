@@ -12,7 +12,7 @@ from experiments.common import device
 from experiments.common.device import FOLLOWS, PINNED, RUNNERS, runner_of
 from experiments.common.servers import GIVES_BACK, ServerSpec
 from experiments.common.transfer_config import role, with_extra
-from kvcached_nixl.vllm.adapter.model_runner_policy import accepted
+from kvcached_nixl.vllm.adapter.versions import accepted
 
 SINGLE = "single"
 Order = Literal["asked", "P first", "D first"]

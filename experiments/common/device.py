@@ -8,8 +8,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from experiments.common.transfer_config import extra_of, with_extra
-from kvcached_nixl.vllm.adapter.model_runner_policy import SWITCH, accepted, named
-from kvcached_nixl.vllm.adapter.versions import found_version, row_of
+from kvcached_nixl.vllm.adapter.versions import SWITCH, accepted, found_version, named, row_of
 
 LAYOUT = "KVCACHED_CONTIGUOUS_LAYOUT"
 REGISTRATION = "KVCACHED_HOSTVMM_REGISTRATION"

@@ -16,10 +16,8 @@ from kvcached_nixl.side_channel_address import look_up
 from kvcached_nixl.this_host import own_addresses
 from kvcached_nixl.version import __version__
 from kvcached_nixl.vllm.adapter.compared import COMPARED
-from kvcached_nixl.vllm.adapter.model_runner_policy import RunnerFound, outlook
-from kvcached_nixl.vllm.adapter.model_runner_query import ask
-from kvcached_nixl.vllm.adapter.side_channel import side_channel_address
-from kvcached_nixl.vllm.adapter.versions import environment_refusals, found_version
+from kvcached_nixl.vllm.adapter.platform import ask, side_channel_address
+from kvcached_nixl.vllm.adapter.versions import RunnerFound, environment_refusals, found_version, outlook
 
 __all__ = ["Report", "asked", "make", "render", "to_json", "with_side_channel"]
 

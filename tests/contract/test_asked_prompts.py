@@ -32,7 +32,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
-from kvcached_nixl.vllm.adapter.private import first_bound
+from kvcached_nixl.vllm.adapter.attributes import first_bound
 from kvcached_nixl.vllm.adapter.versions import reason_to_skip
 from kvcached_nixl.vllm.patches import answering, frontend, seams_in
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_SENT_BYTES, Prompt, encode

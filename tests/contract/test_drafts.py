@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what `vllm.adapter.drafts` says about vLLM's speculative methods with the installed vLLM."""
+"""Compares what `vllm.adapter.specs` says about vLLM's speculative methods with the installed vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 from vllm.config import speculative
 from vllm.config.speculative import EagleModelTypes, SpeculativeConfig, SpeculativeMethod
 
-from kvcached_nixl.vllm.adapter.drafts import WITHOUT_KV, keeps_draft_kv
+from kvcached_nixl.vllm.adapter.specs import WITHOUT_KV, keeps_draft_kv
 
 METHODS = frozenset(get_args(SpeculativeMethod))
 BY_A_MODEL = frozenset(get_args(EagleModelTypes)) | {"draft_model", "dspark"}

@@ -29,8 +29,8 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvcached_nixl.patching import Call, Registry
+from kvcached_nixl.vllm.adapter.attributes import first_bound
 from kvcached_nixl.vllm.adapter.locate import ERROR_MODULES
-from kvcached_nixl.vllm.adapter.private import first_bound
 from kvcached_nixl.vllm.adapter.versions import reason_to_skip
 from kvcached_nixl.vllm.patches import frontend, leaving, seams_in
 

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_qu
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from kvcached_nixl.vllm.adapter.private import optional
+from kvcached_nixl.vllm.adapter.attributes import optional
 from kvcached_nixl.vllm.adapter.queues import bring_forward, queued
 
 SELECT = optional(Scheduler, "_select_waiting_queue_for_scheduling")

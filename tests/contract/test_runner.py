@@ -17,10 +17,9 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 
 from kvcached_nixl.errors import Refused
-from kvcached_nixl.vllm.adapter.model_runner_policy import SWITCH, accepted, outlook, stated
-from kvcached_nixl.vllm.adapter.model_runner_query import ask
+from kvcached_nixl.vllm.adapter.platform import ask
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
-from kvcached_nixl.vllm.adapter.versions import found_version, installed_row, row_of
+from kvcached_nixl.vllm.adapter.versions import SWITCH, accepted, found_version, installed_row, outlook, row_of, stated
 from kvcached_nixl.vllm.patches.windows import Windows
 
 VLLM = str(found_version("vllm"))

@@ -35,7 +35,7 @@ from support.internals import fetching_of, leftovers
 from support.shelf_connector import Shelf
 from support.transports import until
 
-from kvcached_nixl.vllm.adapter.attached_state import side_of
+from kvcached_nixl.vllm.adapter.attributes import side_of
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node = handover_node.direction, handover_node.node

@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from experiments.step_cost.real_scheduler import RUNNING, Kind, Making, RealScheduler, patched
 from experiments.step_cost.schedule_cost import measure_schedule
-from kvcached_nixl.vllm.adapter.attached_state import side_of
+from kvcached_nixl.vllm.adapter.attributes import side_of
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
 from kvcached_nixl.vllm.adapter.versions import installed_row
 

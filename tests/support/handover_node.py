@@ -22,7 +22,7 @@ import pytest
 import torch
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.vllm.adapter.attached_state import side_of
+from kvcached_nixl.vllm.adapter.attributes import side_of
 from support import engine_node
 from support.attention_engines import ERAS
 from support.engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from experiments.common.servers import free_ports
-from kvcached_nixl.vllm.adapter.attached_state import side_of, sides
+from kvcached_nixl.vllm.adapter.attributes import side_of, sides
 from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest

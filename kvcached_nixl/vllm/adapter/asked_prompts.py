@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcached_nixl.vllm.adapter.private import optional, private
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.wire.asked_prompt import MOST_SENT_BYTES, Element, Feature, Prompt, Tensor
 
 __all__ = ["engine_prompt", "identifier_of", "sent_prompt"]

@@ -21,9 +21,9 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import STATS_MODULE
 from kvcached_nixl.vllm.adapter.memory_metrics import HeadroomMetrics, MovedBytes, SlabMetrics
-from kvcached_nixl.vllm.adapter.private import optional, private
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.kind import Kind

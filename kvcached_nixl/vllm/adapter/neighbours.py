@@ -17,10 +17,10 @@ from typing import Any
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.vllm import KV_TRANSFER
+from kvcached_nixl.vllm.adapter.attributes import optional
 from kvcached_nixl.vllm.adapter.locate import FACADE_CLASS_NAMES
-from kvcached_nixl.vllm.adapter.private import optional
 
-__all__ = ["JUDGED", "TRUSTED", "connector_classes", "require_no_replacement", "require_servable"]
+__all__ = ["JUDGED", "TRUSTED", "connector_classes", "require_no_replacement", "require_servable", "with_children"]
 
 TRUSTED = "trusted_connectors"
 """Key of ``kv_connector_extra_config``: class names of other packages' connectors that the operator has checked."""
@@ -152,3 +152,15 @@ def _own_name(cls: type) -> str | None:
 def _is_known(cls: type) -> bool:
     # LMCache has connectors of its own, too, for the same kernels.
     return cls.__module__.startswith((f"{KV_TRANSFER}.v1.", "lmcache.")) and cls.__module__ != f"{KV_TRANSFER}.v1.base"
+
+
+def with_children(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The ``--kv-transfer-config`` of a connector and those of the connectors inside it, however deep. What is no
+    configuration is passed over.
+    """
+    yield config
+    extra = config.get("kv_connector_extra_config")
+    children = extra.get("connectors") if isinstance(extra, Mapping) else None
+    for child in children if isinstance(children, list) else ():
+        if isinstance(child, Mapping):
+            yield from with_children(child)

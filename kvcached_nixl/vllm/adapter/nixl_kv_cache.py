@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvcached_nixl.errors import LayoutRefused
-from kvcached_nixl.vllm.adapter.private import optional, private
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.specs import (
     Part,
     dims_first,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.side_channel_address import SideChannelAddress
-from kvcached_nixl.vllm.adapter.private import private
+from kvcached_nixl.vllm.adapter.attributes import private
+from kvcached_nixl.vllm.adapter.platform import side_channel_address
 from kvcached_nixl.vllm.adapter.requests import RequestReader
-from kvcached_nixl.vllm.adapter.side_channel import side_channel_address
 from kvcached_nixl.vllm.adapter.specs import keeps_of, specs_of
 from kvcached_nixl.vllm.adapter.tracing import EngineSpans, spans_of
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup

@@ -15,12 +15,11 @@ from typing import Any
 import msgspec
 
 from kvcached_nixl.proof.result import Question
-from kvcached_nixl.vllm.adapter.drafts import keeps_draft_kv
+from kvcached_nixl.vllm.adapter.attributes import envs, is_rocm, optional, private
 from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
-from kvcached_nixl.vllm.adapter.model_runner_query import runner_of
 from kvcached_nixl.vllm.adapter.nixl_kv_cache import KVCacheView
-from kvcached_nixl.vllm.adapter.private import envs, is_rocm, optional, private
-from kvcached_nixl.vllm.adapter.specs import dims_first, kind_of, specs_of, unserved_states
+from kvcached_nixl.vllm.adapter.platform import runner_of
+from kvcached_nixl.vllm.adapter.specs import dims_first, keeps_draft_kv, kind_of, specs_of, unserved_states
 from kvcached_nixl.vllm.adapter.versions import found_version
 from kvcached_nixl.vllm.adapter.weights import model_facts
 from kvcached_nixl.wire.handshake import MemoryType

@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvcached_nixl.vllm.adapter.attached_state import sides
-from kvcached_nixl.vllm.adapter.private import optional, private
+from kvcached_nixl.vllm.adapter.attributes import optional, private, sides
 from kvcached_nixl.vllm.adapter.versions import installed_row
 
 __all__ = [

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read vLLM's KV-cache specs of a layer, and where the parts of its state are. Classes are recognised by name, so that
-nothing is imported.
+"""Read vLLM's KV-cache specs of a layer, where the parts of its state are, and which draft models have layers of their
+own. Classes are recognised by name, so that nothing is imported.
 
 Tensor-parallel ranks share a layer's state. A convolution's state has channels of several projections side by side,
 each of which is shared out by itself::
@@ -11,7 +11,10 @@ each of which is shared out by itself::
 
 The state behind it has heads (Mamba1: channels). Linear attention has no convolution.
 Sources: ``v1/kv_cache_interface.py``, ``model_executor/layers/mamba/mamba_utils.py`` (shapes), ``mamba_mixer2.py``
-(``mamba_v2_sharded_weight_loader``), ``v1/ssm_conv_transfer_utils.py`` (order of the projections).
+(``mamba_v2_sharded_weight_loader``), ``v1/ssm_conv_transfer_utils.py`` (order of the projections);
+``SpeculativeMethod`` in ``config/speculative.py``, and the drafter of each method: in model runner V1
+``v1/worker/gpu_model_runner.py``, in V2 ``v1/worker/gpu/spec_decode/__init__.py`` (compared by
+``tests/contract/test_drafts.py``).
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
-from kvcached_nixl.vllm.adapter.private import optional
+from kvcached_nixl.vllm.adapter.attributes import optional
 from kvcached_nixl.vllm.adapter.versions import found_version, installed_row
 from kvcached_nixl.wire.kv_groups import Keeps
 
 __all__ = [
+    "WITHOUT_KV",
     "Part",
     "dims_first",
     "groups_of_states",
     "is_state",
+    "keeps_draft_kv",
     "keeps_of",
     "kind_of",
     "kv_heads_of",
@@ -151,6 +156,29 @@ def unserved_states(specs: Iterable[Any], speculative_config: Any) -> list[tuple
         # state is then one behind tokens that were only guessed (vllm#55178).
         refused.append(("--speculative-config, with layers that keep a state", "no speculative decoding"))
     return refused
+
+
+WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""Methods that draft from tokens alone, or with heads on the last token's hidden states: no attention, so no KV."""
+
+_SHARES_KV = "gemma4_mtp"
+"""The draft model's type whose layers read the KV of the model itself and write none."""
+
+
+def keeps_draft_kv(speculative_config: Any) -> bool:
+    """Whether a draft model computes additional KV for the prompt, in layers of the KV cache.
+
+    True for eagle, eagle3, every kind of mtp but Gemma 4's, dflash, dspark and draft_model; for extract_hidden_states,
+    which has no weights and keeps the model's hidden states there; and for unknown methods: a user's class
+    (custom_class), or a method of a later vLLM.
+
+    Args:
+        speculative_config: vLLM's, or None.
+    """
+    if speculative_config is None or speculative_config.method in WITHOUT_KV:
+        return False
+    draft = speculative_config.draft_model_config
+    return optional(optional(draft, "hf_config"), "model_type") != _SHARES_KV
 
 
 # -------------------------------------------------------------------------------------------------- parts of a state

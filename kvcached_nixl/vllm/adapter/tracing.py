@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcached_nixl.vllm.adapter.private import private
+from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.wire.timeline import Timeline
 
 __all__ = ["EngineSpans", "add_server_spans", "spans_of", "traceparent_of"]

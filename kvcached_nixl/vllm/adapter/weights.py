@@ -17,10 +17,10 @@ from typing import Any
 from kvcached_nixl.identity.configuration import checksum_of, processor_checksum, processor_code, settings_of
 from kvcached_nixl.identity.history import ModelReading, WeightsHistory, joined
 from kvcached_nixl.identity.memory import Reading, read
-from kvcached_nixl.vllm.adapter.drafts import keeps_draft_kv
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.held_tensors import held_by, read_by_kernel
 from kvcached_nixl.vllm.adapter.locate import LOADER_BASE
-from kvcached_nixl.vllm.adapter.private import optional, private
+from kvcached_nixl.vllm.adapter.specs import keeps_draft_kv
 from kvcached_nixl.wire.handshake import Weights
 
 __all__ = ["distrust", "model_facts", "note_calls", "note_files", "watch_loading", "weights_of"]

@@ -20,8 +20,8 @@ import msgspec
 
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.vllm.adapter.asked_prompts import engine_prompt
+from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import API_ROUTES
-from kvcached_nixl.vllm.adapter.private import private
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_BODY_BYTES, decode
 from kvcached_nixl.wire.params import KvTransferParams
 

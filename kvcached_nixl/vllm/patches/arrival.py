@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE_BASE, ENGINE_SCHEDULER
-from kvcached_nixl.vllm.adapter.private import optional, private
 from kvcached_nixl.vllm.adapter.queues import hold
 from kvcached_nixl.vllm.adapter.requests import WHOLE_BECAUSE, ends_in_media, hash_embeddings, is_stand_in
 from kvcached_nixl.vllm.adapter.specs import keeps_of

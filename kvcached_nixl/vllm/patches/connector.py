@@ -26,12 +26,11 @@ from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.handshake_watch import HandshakeWatch
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.vllm.adapter import metrics
-from kvcached_nixl.vllm.adapter.attached_state import address_of, attach, attach_step, begin_step, side_of, step_of
+from kvcached_nixl.vllm.adapter.attributes import address_of, attach, attach_step, private, side_of, step_on
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView, transfer_results
-from kvcached_nixl.vllm.adapter.private import private
+from kvcached_nixl.vllm.adapter.platform import side_channel_address
 from kvcached_nixl.vllm.adapter.series import ASKS_FOR_RESULTS, HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND
-from kvcached_nixl.vllm.adapter.side_channel import side_channel_address
 from kvcached_nixl.vllm.adapter.specs import keeps_of
 from kvcached_nixl.vllm.patches.step_output import is_whole, scheduled
 from kvcached_nixl.wire.kv_groups import Keeps
@@ -270,7 +269,9 @@ def register_kv_caches(call: Call) -> None:
 )
 def handle_preemptions(call: Call) -> None:
     """vLLM calls this before each step, whether a request was preempted or not."""
-    begin_step(call.instance, call.argument("kv_connector_metadata"))
+    side = side_of(call.instance)
+    if side is not None:
+        side.begin_step(step_on(call.argument("kv_connector_metadata")))
     call.proceed()
 
 
@@ -282,7 +283,7 @@ def handle_preemptions(call: Call) -> None:
 )
 def start_load_kv(call: Call) -> None:
     side = side_of(call.instance)
-    side.begin_step(step_of(call.instance))
+    side.begin_step(step_on(private(call.instance, "_connector_metadata")))
     side.blocks_zeroed()
 
 

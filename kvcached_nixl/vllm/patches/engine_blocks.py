@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.naming.wants import Want, Wants
-from kvcached_nixl.vllm.adapter.attached_state import side_of, sides
+from kvcached_nixl.vllm.adapter.attributes import optional, private, side_of, sides
 from kvcached_nixl.vllm.adapter.platform import device_name
-from kvcached_nixl.vllm.adapter.private import optional, private
 from kvcached_nixl.vllm.adapter.queues import goes_by_priority, hold, queued, startable, waits_for_kv, wants_blocks
 from kvcached_nixl.vllm.adapter.requests import set_apart
 from kvcached_nixl.vllm.patches.naming import wants_of

@@ -26,7 +26,7 @@ from kvcached_nixl.scheduler.build import build_scheduler
 from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings, rust_frontend_in, unheeded
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.vllm import NIXL_PREFIX
-from kvcached_nixl.vllm.adapter.attached_state import attach, attach_address, connectors
+from kvcached_nixl.vllm.adapter.attributes import attach, attach_address, connectors, private
 from kvcached_nixl.vllm.adapter.locate import (
     CONNECTOR_BASE,
     ENGINE_SCHEDULER,
@@ -41,7 +41,6 @@ from kvcached_nixl.vllm.adapter.locate import (
 )
 from kvcached_nixl.vllm.adapter.neighbours import connector_classes, require_no_replacement, require_servable
 from kvcached_nixl.vllm.adapter.nixl_scheduler import SchedulerView
-from kvcached_nixl.vllm.adapter.private import private
 
 logger = logging.getLogger(SERVER_LOGGER)
 

@@ -18,6 +18,7 @@ import msgspec
 
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.vllm.adapter.attributes import first_bound, private
 from kvcached_nixl.vllm.adapter.locate import (
     ERROR_MODULES,
     INPUT_PROCESSOR,
@@ -25,7 +26,6 @@ from kvcached_nixl.vllm.adapter.locate import (
     OUTPUT_PROCESSOR,
     RENDERER,
 )
-from kvcached_nixl.vllm.adapter.private import first_bound, private
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
 from kvcached_nixl.vllm.patches.leaving import is_leaving, is_refusal
 from kvcached_nixl.wire.causes import FAILED, STARVED

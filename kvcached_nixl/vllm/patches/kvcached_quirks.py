@@ -32,13 +32,13 @@ import wrapt
 from kvcached_nixl.errors import ContractChanged, Refused
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.vllm import KV_TRANSFER, NIXL_PREFIX
+from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import (
     KVCACHED_ALLOCATION,
     KVCACHED_COORDINATOR,
     KVCACHED_GPU_WORKER,
     KVCACHED_PATCH,
 )
-from kvcached_nixl.vllm.adapter.private import private
 from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
 
 _NAMES = ((f"{NIXL_PREFIX}.connector", "NixlConnector"), (f"{NIXL_PREFIX}.worker", "NixlConnectorWorker"))

@@ -27,9 +27,9 @@ from typing import Any
 
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE
-from kvcached_nixl.vllm.adapter.nested_connectors import with_children
-from kvcached_nixl.vllm.adapter.private import optional, private
+from kvcached_nixl.vllm.adapter.neighbours import with_children
 from kvcached_nixl.wire.causes import FAILED, FailureCause
 
 logger = logging.getLogger(SERVER_LOGGER)

@@ -28,8 +28,8 @@ from kvcached_nixl.naming.claim import Claim, Places, clear_abandoned, join, tak
 from kvcached_nixl.naming.wants import Wants
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import EXECUTOR, KVCACHED_INTERFACES, WORKER_BASE
-from kvcached_nixl.vllm.adapter.private import private
 
 logger = logging.getLogger(SERVER_LOGGER)
 

@@ -19,9 +19,8 @@ from typing import Any
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.scheduler.kept_offers import GRACE_SECONDS
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attached_state import core_of, sides
+from kvcached_nixl.vllm.adapter.attributes import core_of, private, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
-from kvcached_nixl.vllm.adapter.private import private
 from kvcached_nixl.vllm.adapter.queues import wait_for_input, wake_of
 from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides

@@ -17,9 +17,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.vllm.adapter.attached_state import remember, side_of, sides
+from kvcached_nixl.vllm.adapter.attributes import private, remember, side_of, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE
-from kvcached_nixl.vllm.adapter.private import private
 from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input, wake_of, wants_blocks
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.step_output import STOOD_STILL, reports_of

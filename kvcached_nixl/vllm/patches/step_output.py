@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.vllm.adapter.attached_state import sides
+from kvcached_nixl.vllm.adapter.attributes import private, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.metrics import add_lasted, take_reasons, take_timelines
-from kvcached_nixl.vllm.adapter.private import private
 from kvcached_nixl.vllm.adapter.queues import bring_forward, waits_for_kv
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.wire.step import FAILING, BlockIds, Reports

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcached_nixl.patching import Call, Patch, Target
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attached_state import core_of, sides
+from kvcached_nixl.vllm.adapter.attributes import core_of, private, sides
 from kvcached_nixl.vllm.adapter.locate import (
     ENGINE_CORE_BASE,
     LOADER_BASE,
@@ -21,7 +21,6 @@ from kvcached_nixl.vllm.adapter.locate import (
     STREAMING_LOADER,
     WORKER_PROCESS,
 )
-from kvcached_nixl.vllm.adapter.private import private
 from kvcached_nixl.vllm.adapter.queues import has_call
 from kvcached_nixl.vllm.adapter.weights import note_calls, note_files, watch_loading, weights_of
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides

@@ -26,9 +26,8 @@ from kvcached_nixl.errors import UnsupportedVersion
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.locate import KVCACHED_PATCH_MANAGER, KVCACHED_VERSION_RANGE
-from kvcached_nixl.vllm.adapter.model_runner_policy import KVCACHED
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
-from kvcached_nixl.vllm.adapter.versions import found_version
+from kvcached_nixl.vllm.adapter.versions import KVCACHED, found_version
 
 _UPSTREAM = "kvcached 0.1.6, kvcached/integration/version_utils.py and vllm/autopatch.py"
 _REMOVE_WHEN = "kvcached accepts these versions itself"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.adapter.attached_state`: state is found on vLLM's connectors at any depth, and on no others."""
+"""`vllm.adapter.attributes`: state is found on vLLM's connectors at any depth, and on no others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcached_nixl.errors import ContractChanged
-from kvcached_nixl.vllm.adapter.attached_state import attach, attach_step, side_of, sides, step_of
+from kvcached_nixl.vllm.adapter.attributes import attach, attach_step, side_of, sides, step_on
 
 
 def nixl(side: str) -> SimpleNamespace:
@@ -45,6 +45,6 @@ def test_a_side_is_not_inherited() -> None:
 def test_a_step_rides_on_the_metadata_that_is_bound() -> None:
     metadata = SimpleNamespace()
     assert attach_step(metadata, "a step") is metadata
-    assert step_of(SimpleNamespace(_connector_metadata=metadata)) == "a step"
+    assert step_on(metadata) == "a step"
     with pytest.raises(ContractChanged, match="kvcached_nixl_step"):
-        step_of(SimpleNamespace(_connector_metadata=SimpleNamespace()))
+        step_on(SimpleNamespace())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.adapter.drafts`: which draft models have a KV cache."""
+"""`vllm.adapter.specs`: which draft models have a KV cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.vllm.adapter.drafts import keeps_draft_kv
+from kvcached_nixl.vllm.adapter.specs import keeps_draft_kv
 
 
 def drafting(method: str, model_type: str | None = None) -> Any:

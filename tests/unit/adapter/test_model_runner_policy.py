@@ -13,10 +13,19 @@ import pytest
 from kvcached_nixl.cli import report
 from kvcached_nixl.errors import ContractChanged, Refused, SettingsError, UnsupportedVersion
 from kvcached_nixl.vllm.adapter import versions
-from kvcached_nixl.vllm.adapter.model_runner_policy import KVCACHED, SWITCH, accepted, beyond, named, outlook, stated
-from kvcached_nixl.vllm.adapter.model_runner_query import ask
+from kvcached_nixl.vllm.adapter.platform import ask
 from kvcached_nixl.vllm.adapter.series import SUPPORTED
-from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED, environment_refusals
+from kvcached_nixl.vllm.adapter.versions import (
+    KVCACHED,
+    KVCACHED_SUPPORTED,
+    SWITCH,
+    accepted,
+    beyond,
+    environment_refusals,
+    named,
+    outlook,
+    stated,
+)
 
 
 def test_it_speaks_of_the_kvcached_that_is_supported() -> None:

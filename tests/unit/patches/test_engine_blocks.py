@@ -15,7 +15,7 @@ from support.engine_fakes import TOKENS
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.naming.wants import Want
 from kvcached_nixl.vllm.adapter import queues
-from kvcached_nixl.vllm.adapter.attached_state import attach
+from kvcached_nixl.vllm.adapter.attributes import attach
 from kvcached_nixl.vllm.adapter.series import Shape
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
 from kvcached_nixl.vllm.patches.step_output import (

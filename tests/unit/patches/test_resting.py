@@ -14,7 +14,7 @@ import pytest
 
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.vllm.adapter import queues
-from kvcached_nixl.vllm.adapter.attached_state import attach
+from kvcached_nixl.vllm.adapter.attributes import attach
 from kvcached_nixl.vllm.adapter.queues import wake_of
 from kvcached_nixl.vllm.adapter.series import Shape
 from kvcached_nixl.vllm.patches import resting

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attributes of vLLM's objects: private ones that this package reads, and those that it attaches.
+
+A private name that is missing is a refusal, unless some supported vLLM lacks it. What is attached lives as long as its
+object: the facade of a connector, its side channel's address, our `Step` of a step, and the engine core of a scheduler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvcached_nixl.errors import ContractChanged
+from kvcached_nixl.side_channel_address import SideChannelAddress
+
+__all__ = [
+    "address_of",
+    "attach",
+    "attach_address",
+    "attach_step",
+    "connectors",
+    "core_of",
+    "envs",
+    "first_bound",
+    "is_rocm",
+    "optional",
+    "private",
+    "remember",
+    "side_of",
+    "sides",
+    "step_on",
+]
+
+
+def private(owner: Any, name: str) -> Any:
+    """Read a private attribute of vLLM. Raises ContractChanged with its name if it is missing."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise ContractChanged(
+            found=f"{type(owner).__module__}.{type(owner).__qualname__} without {name!r}",
+            expected=f"the attribute {name!r} that this package reads",
+            consequence="vLLM's state cannot be read; the engine stops before any transfer",
+            remedy="use a vLLM version that `python -m kvcached_nixl` lists as supported",
+        ) from error
+
+
+def optional(owner: Any, name: str, default: Any = None) -> Any:
+    """Read an attribute that some supported vLLM versions lack, or that an object lacks because it is None.
+
+    ``tests/support/shapes/reads.py`` says which versions have it: a later one without it is found before it is
+    supported.
+    """
+    return getattr(owner, name, default)
+
+
+def first_bound(modules: Sequence[str], name: str) -> Any:
+    """The attribute ``name`` of the first of these modules that has it.
+
+    Raises:
+        ContractChanged: no module has it.
+    """
+    found: Any = None
+    for module in filter(_exists, modules):
+        found = importlib.import_module(module)
+        if name in vars(found):
+            break
+    return private(found, name)
+
+
+def _exists(module: str) -> bool:
+    parent = module.rpartition(".")[0]
+    return (not parent or _exists(parent)) and importlib.util.find_spec(module) is not None
+
+
+def envs() -> Any:
+    """vLLM's module of environment settings, which reads each one when it is accessed."""
+    from vllm import envs as module
+
+    return module
+
+
+def is_rocm() -> bool:
+    """Whether vLLM runs on AMD's GPUs."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_rocm())
+
+
+# ---------------------------------------------------------------------------------------------------- what is attached
+
+_SIDE = "_kvcached_nixl"
+_ADDRESS = "_kvcached_nixl_address"
+_STEP = "kvcached_nixl_step"
+_CORE = "_kvcached_nixl_core"
+
+
+def attach(connector: Any, side: Any) -> None:
+    """Attach our scheduler facade or worker facade to vLLM's NIXL connector."""
+    setattr(connector, _SIDE, side)
+
+
+def side_of(connector: Any) -> Any:
+    """The facade that was attached; None for any other connector."""
+    return None if connector is None else vars(connector).get(_SIDE)
+
+
+def sides(connector: Any) -> Iterator[Any]:
+    """Our facade of each NIXL connector in ``connector``, which may contain others (``MultiConnector``)."""
+    return (side for side in map(side_of, connectors(connector)) if side is not None)
+
+
+def connectors(connector: Any) -> Iterator[Any]:
+    """A connector and those inside it."""
+    waiting = [connector]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        waiting += optional(one, "_connectors", ())
+
+
+def attach_address(connector: Any, address: SideChannelAddress) -> None:
+    """Attach the address of an engine's side channel to vLLM's NIXL connector of its scheduler."""
+    setattr(connector, _ADDRESS, address)
+
+
+def address_of(connector: Any) -> SideChannelAddress:
+    """The address that was attached."""
+    found: SideChannelAddress = private(connector, _ADDRESS)
+    return found
+
+
+def attach_step(metadata: Any, step: Any) -> Any:
+    """Attach our `Step` to the connector metadata that vLLM sends to every worker."""
+    setattr(metadata, _STEP, step)
+    return metadata
+
+
+def step_on(metadata: Any) -> Any:
+    """The `Step` on the connector metadata that a worker has got."""
+    return private(metadata, _STEP)
+
+
+def remember(core: Any) -> None:
+    """Attach vLLM's engine core to its scheduler, for `core_of`."""
+    vars(core.scheduler)[_CORE] = core
+
+
+def core_of(engine_scheduler: Any) -> Any:
+    """The engine core around a scheduler; None if there is no core process (an engine in its client's own process)."""
+    return vars(engine_scheduler).get(_CORE)
