@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.matrix import markdown
 
-from kvcached_nixl.vllm.adapter.matrix import markdown
 from kvcached_nixl.vllm.adapter.series import ROWS, Evidence
 from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED
 
@@ -33,7 +33,7 @@ def section(name: str) -> str:
 
 
 def test_the_support_matrix_is_what_the_code_says() -> None:
-    """Regenerate it with: python -m kvcached_nixl.vllm.adapter.matrix."""
+    """Regenerate it with: python tests/support/matrix.py."""
     assert section("support matrix") == markdown()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The support matrix as Markdown, made from the tables in `series` and `compared`.
+"""The support matrix as Markdown, made from the table of series and from what the report says is compared.
 
-``python -m kvcached_nixl.vllm.adapter.matrix`` prints it.
+``python tests/support/matrix.py`` prints it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 
-from kvcached_nixl.vllm.adapter.compared import COMPARED
+from kvcached_nixl.cli.report import COMPARED
 from kvcached_nixl.vllm.adapter.series import CHANGES, ROWS, Row
 from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED
 
