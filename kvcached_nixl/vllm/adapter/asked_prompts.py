@@ -16,8 +16,6 @@ import numpy as np
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.wire.asked_prompt import MOST_SENT_BYTES, Element, Feature, Prompt, Tensor
 
-__all__ = ["engine_prompt", "identifier_of", "sent_prompt"]
-
 _ASKED = "kvcached_nixl:"
 _DIGITS = 32
 _SHARED_MEMORY = frozenset({"address", "monotonic_id"})

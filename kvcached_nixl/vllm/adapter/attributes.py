@@ -15,24 +15,6 @@ from typing import Any
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.side_channel_address import SideChannelAddress
 
-__all__ = [
-    "address_of",
-    "attach",
-    "attach_address",
-    "attach_step",
-    "connectors",
-    "core_of",
-    "envs",
-    "first_bound",
-    "is_rocm",
-    "optional",
-    "private",
-    "remember",
-    "side_of",
-    "sides",
-    "step_on",
-]
-
 
 def private(owner: Any, name: str) -> Any:
     """Read a private attribute of vLLM. Raises ContractChanged with its name if it is missing."""

@@ -18,8 +18,6 @@ import torch
 
 from kvcached_nixl.identity.memory import Reading
 
-__all__ = ["Held", "held_by", "read_by_kernel"]
-
 _LORA = "vllm.lora."
 _OTHERS = (
     "torch.",

@@ -11,60 +11,24 @@ from __future__ import annotations
 from kvcached_nixl.patching import Place, Target
 from kvcached_nixl.vllm import KV_TRANSFER, KVCACHED_NIXL_COMPAT, NIXL_PREFIX
 
-__all__ = [
-    "API_ROUTES",
-    "CONNECTOR_BASE",
-    "ENGINE_CLIENT",
-    "ENGINE_CORE",
-    "ENGINE_CORE_BASE",
-    "ENGINE_SCHEDULER",
-    "ERROR_MODULES",
-    "EXECUTOR",
-    "FACADE",
-    "FACADE_CLASS_NAMES",
-    "FACTORY",
-    "HTTP_MIDDLEWARE",
-    "INPUT_PROCESSOR",
-    "KVCACHED_ALLOCATION",
-    "KVCACHED_COORDINATOR",
-    "KVCACHED_GPU_WORKER",
-    "KVCACHED_INTERFACES",
-    "KVCACHED_PATCH",
-    "KVCACHED_PATCH_MANAGER",
-    "KVCACHED_VERSION_RANGE",
-    "LOADER_BASE",
-    "MEDIA_PROCESSING",
-    "METADATA_MODULE",
-    "MODEL_LOADER",
-    "OUTPUT_PROCESSOR",
-    "PULL_FACADE",
-    "PUSH_CLASS_NAMES",
-    "RENDERER",
-    "STATS_MODULE",
-    "STREAMING_LOADER",
-    "TRANSFER_CONFIG",
-    "WORKER",
-    "WORKER_BASE",
-    "WORKER_PROCESS",
-]
 
-CONNECTOR_BASE = Target(name="connector base", places=(Place(f"{KV_TRANSFER}.v1.base", "KVConnectorBase_V1"),))
+def _at(name: str, module: str, qualname: str = "", scope: str = "") -> Target:
+    return Target(name=name, places=(Place(module, qualname),), scope=scope)
+
+
+CONNECTOR_BASE = _at("connector base", f"{KV_TRANSFER}.v1.base", "KVConnectorBase_V1")
 """The base class of every KV connector, not only NIXL's."""
 
-FACADE = Target(name="connector", places=(Place(f"{NIXL_PREFIX}.connector", "NixlBaseConnector"),), scope=NIXL_PREFIX)
+FACADE = _at("connector", f"{NIXL_PREFIX}.connector", "NixlBaseConnector", scope=NIXL_PREFIX)
 """The base class of the pull and the push connector."""
 
-PULL_FACADE = Target(
-    name="pull connector", places=(Place(f"{NIXL_PREFIX}.connector", "NixlPullConnector"),), scope=NIXL_PREFIX
-)
+PULL_FACADE = _at("pull connector", f"{NIXL_PREFIX}.connector", "NixlPullConnector", scope=NIXL_PREFIX)
 """The class that the name ``NixlConnector`` refers to."""
 
 FACADE_CLASS_NAMES = frozenset({"NixlBaseConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"})
 PUSH_CLASS_NAMES = frozenset({"NixlPushConnector"})
 
-WORKER = Target(
-    name="worker", places=(Place(f"{NIXL_PREFIX}.base_worker", "NixlBaseConnectorWorker"),), scope=NIXL_PREFIX
-)
+WORKER = _at("worker", f"{NIXL_PREFIX}.base_worker", "NixlBaseConnectorWorker", scope=NIXL_PREFIX)
 """The worker half of the connector, which kvcached's own patch changes."""
 
 METADATA_MODULE = f"{NIXL_PREFIX}.metadata"
@@ -76,99 +40,68 @@ ERROR_MODULES = ("vllm.exceptions", "vllm.entrypoints.openai.engine.protocol")
 STATS_MODULE = f"{NIXL_PREFIX}.stats"
 """Where the classes of the connector's metrics are."""
 
-ENGINE_SCHEDULER = Target(name="engine scheduler", places=(Place("vllm.v1.core.sched.scheduler", "Scheduler"),))
+ENGINE_SCHEDULER = _at("engine scheduler", "vllm.v1.core.sched.scheduler", "Scheduler")
 """vLLM's own scheduler."""
 
-ENGINE_CORE = Target(name="engine core", places=(Place("vllm.v1.engine.core", "EngineCoreProc"),))
+ENGINE_CORE = _at("engine core", "vllm.v1.engine.core", "EngineCoreProc")
 """The engine core process with the loop around the scheduler."""
 
-ENGINE_CORE_BASE = Target(name="engine core base", places=(Place("vllm.v1.engine.core", "EngineCore"),))
+ENGINE_CORE_BASE = _at("engine core base", "vllm.v1.engine.core", "EngineCore")
 """The engine core's interface to clients, in any process."""
 
-INPUT_PROCESSOR = Target(name="input processor", places=(Place("vllm.v1.engine.input_processor", "InputProcessor"),))
+INPUT_PROCESSOR = _at("input processor", "vllm.v1.engine.input_processor", "InputProcessor")
 """Builds the engine's requests in the API server."""
 
-WORKER_PROCESS = Target(name="worker process", places=(Place("vllm.v1.worker.gpu_worker", "Worker"),))
+WORKER_PROCESS = _at("worker process", "vllm.v1.worker.gpu_worker", "Worker")
 """One rank of an engine, on any kind of device."""
 
-MODEL_LOADER = Target(
-    name="model loader", places=(Place("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader"),)
-)
+MODEL_LOADER = _at("model loader", "vllm.model_executor.model_loader.default_loader", "DefaultModelLoader")
 """Loads weights from files on a file system."""
 
-STREAMING_LOADER = Target(
-    name="streaming model loader",
-    places=(Place("vllm.model_executor.model_loader.runai_streamer_loader", "RunaiModelStreamerLoader"),),
+STREAMING_LOADER = _at(
+    "streaming model loader", "vllm.model_executor.model_loader.runai_streamer_loader", "RunaiModelStreamerLoader"
 )
 """Streams weights from a file system or an object store."""
 
-LOADER_BASE = Target(
-    name="model loader base", places=(Place("vllm.model_executor.model_loader.base_loader", "BaseModelLoader"),)
-)
+LOADER_BASE = _at("model loader base", "vllm.model_executor.model_loader.base_loader", "BaseModelLoader")
 """The base class of every loader of weights."""
 
-RENDERER = Target(name="renderer", places=(Place("vllm.renderers.base", "BaseRenderer"),))
+RENDERER = _at("renderer", "vllm.renderers.base", "BaseRenderer")
 """Prepares prompts in the API server."""
 
-MEDIA_PROCESSING = Target(
-    name="media processing", places=(Place("vllm.multimodal.processing.context", "BaseProcessingInfo"),)
-)
+MEDIA_PROCESSING = _at("media processing", "vllm.multimodal.processing.context", "BaseProcessingInfo")
 """Computes the identifiers of images, sounds, ..."""
 
-ENGINE_CLIENT = Target(name="engine client", places=(Place("vllm.v1.engine.async_llm", "AsyncLLM"),))
+ENGINE_CLIENT = _at("engine client", "vllm.v1.engine.async_llm", "AsyncLLM")
 """Gives the API server's requests to the engines, and their outputs back."""
 
-API_ROUTES = Target(name="API routes", places=(Place("vllm.entrypoints.scale_out.factories"),))
+API_ROUTES = _at("API routes", "vllm.entrypoints.scale_out.factories")
 """Adds routes to the API server of a model that generates."""
 
-HTTP_MIDDLEWARE = Target(
-    name="HTTP middleware", places=(Place("vllm.entrypoints.serve.elastic_ep.middleware", "ScalingMiddleware"),)
-)
+HTTP_MIDDLEWARE = _at("HTTP middleware", "vllm.entrypoints.serve.elastic_ep.middleware", "ScalingMiddleware")
 """Gets each HTTP request of the API server first."""
 
-OUTPUT_PROCESSOR = Target(
-    name="output processor", places=(Place("vllm.v1.engine.output_processor", "OutputProcessor"),)
-)
+OUTPUT_PROCESSOR = _at("output processor", "vllm.v1.engine.output_processor", "OutputProcessor")
 """Builds the outputs for clients in the API server."""
 
-"""What the API server keeps of a request."""
-
-EXECUTOR = Target(name="executor", places=(Place("vllm.v1.executor.abstract", "Executor"),))
+EXECUTOR = _at("executor", "vllm.v1.executor.abstract", "Executor")
 """Starts the workers of an engine core, in any kind of process."""
 
-WORKER_BASE = Target(name="worker base", places=(Place("vllm.v1.worker.worker_base", "WorkerBase"),))
+WORKER_BASE = _at("worker base", "vllm.v1.worker.worker_base", "WorkerBase")
 """The base class of every worker, on every device and under every executor."""
 
-FACTORY = Target(name="factory", places=(Place(f"{KV_TRANSFER}.factory", "KVConnectorFactory"),))
+FACTORY = _at("factory", f"{KV_TRANSFER}.factory", "KVConnectorFactory")
 
-TRANSFER_CONFIG = Target(name="transfer config", places=(Place("vllm.config.kv_transfer", "KVTransferConfig"),))
+TRANSFER_CONFIG = _at("transfer config", "vllm.config.kv_transfer", "KVTransferConfig")
 """``--kv-transfer-config``."""
 
-KVCACHED_VERSION_RANGE = Target(
-    name="kvcached's version range",
-    places=(Place("kvcached.integration.version_utils", "VersionRange"),),
-)
+KVCACHED_VERSION_RANGE = _at("kvcached's version range", "kvcached.integration.version_utils", "VersionRange")
 _KVCACHED_PATCHES = "kvcached.integration.vllm.patches"
-KVCACHED_ALLOCATION = Target(
-    name="kvcached's patch of the allocation",
-    places=(Place(_KVCACHED_PATCHES, "KVCacheManagerAllocateSlotsPatch"),),
-)
-KVCACHED_COORDINATOR = Target(
-    name="kvcached's patch of the coordinator",
-    places=(Place(_KVCACHED_PATCHES, "KVCacheCoordinatorPatch"),),
-)
-KVCACHED_GPU_WORKER = Target(
-    name="kvcached's patch of the GPU worker",
-    places=(Place(_KVCACHED_PATCHES, "GPUWorkerPatch"),),
-)
-KVCACHED_PATCH_MANAGER = Target(
-    name="kvcached's patch manager",
-    places=(Place("kvcached.integration.patch_base", "PatchManager"),),
-)
-KVCACHED_PATCH = Target(
-    name="kvcached",
-    places=(Place(KVCACHED_NIXL_COMPAT, "NixlConnectorPatch"),),
-)
+KVCACHED_ALLOCATION = _at("kvcached's patch of the allocation", _KVCACHED_PATCHES, "KVCacheManagerAllocateSlotsPatch")
+KVCACHED_COORDINATOR = _at("kvcached's patch of the coordinator", _KVCACHED_PATCHES, "KVCacheCoordinatorPatch")
+KVCACHED_GPU_WORKER = _at("kvcached's patch of the GPU worker", _KVCACHED_PATCHES, "GPUWorkerPatch")
+KVCACHED_PATCH_MANAGER = _at("kvcached's patch manager", "kvcached.integration.patch_base", "PatchManager")
+KVCACHED_PATCH = _at("kvcached", KVCACHED_NIXL_COMPAT, "NixlConnectorPatch")
 
-KVCACHED_INTERFACES = Target(name="kvcached's engine", places=(Place("kvcached.integration.vllm.interfaces"),))
+KVCACHED_INTERFACES = _at("kvcached's engine", "kvcached.integration.vllm.interfaces")
 """The functions that kvcached's patches of vLLM call."""

@@ -13,8 +13,6 @@ from typing import Any
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.headroom import AskingFigures, read_headroom
 
-__all__ = ["HeadroomMetrics", "MovedBytes", "SlabMetrics"]
-
 _GAUGES = (
     (
         "kvcached_nixl:free_tokens",

@@ -29,8 +29,6 @@ from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.kind import Kind
 from kvcached_nixl.wire.timeline import Lasted, Reported, State
 
-__all__ = ["add_lasted", "prom_metrics", "record", "stats", "take_reasons", "take_timelines"]
-
 _FAILURES, _QUARANTINED = "kvcached_nixl_failures", "kvcached_nixl_quarantined_blocks"
 _REASONS, _REVOKED = "kvcached_nixl_failure_reasons", "kvcached_nixl_revoked_offers"
 _MOVED, _SLABS = "kvcached_nixl_moved_bytes", "kvcached_nixl_slabs"

@@ -20,8 +20,6 @@ from kvcached_nixl.vllm import KV_TRANSFER
 from kvcached_nixl.vllm.adapter.attributes import optional
 from kvcached_nixl.vllm.adapter.locate import FACADE_CLASS_NAMES
 
-__all__ = ["JUDGED", "TRUSTED", "connector_classes", "require_no_replacement", "require_servable", "with_children"]
-
 TRUSTED = "trusted_connectors"
 """Key of ``kv_connector_extra_config``: class names of other packages' connectors that the operator has checked."""
 

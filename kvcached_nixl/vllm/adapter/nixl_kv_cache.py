@@ -31,8 +31,6 @@ from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.wire.planes import HeadShare
 
-__all__ = ["KVCacheView"]
-
 _PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
 """Sizes that no other dimension of a cache has, so that each dimension of a shape can be identified by its size."""
 

@@ -18,8 +18,6 @@ from kvcached_nixl.vllm.adapter.specs import keeps_of, specs_of
 from kvcached_nixl.vllm.adapter.tracing import EngineSpans, spans_of
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 
-__all__ = ["SchedulerView"]
-
 
 @dataclass(frozen=True)
 class SchedulerView:

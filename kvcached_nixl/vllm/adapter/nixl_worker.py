@@ -24,8 +24,6 @@ from kvcached_nixl.vllm.adapter.versions import found_version
 from kvcached_nixl.vllm.adapter.weights import model_facts
 from kvcached_nixl.wire.handshake import MemoryType
 
-__all__ = ["WorkerView", "transfer_results"]
-
 
 @dataclasses.dataclass(frozen=True)
 class WorkerView(KVCacheView):

@@ -22,8 +22,6 @@ from kvcached_nixl.vllm.adapter.attributes import envs, private
 from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
 from kvcached_nixl.vllm.adapter.versions import SWITCH, RunnerFound, accepted, judged, named, outlook, stated
 
-__all__ = ["Platform", "ask", "device_name", "platform", "runner_of", "side_channel_address"]
-
 _CONFIG = "vllm.config.vllm"
 _TRITON = "HAS_TRITON"
 

@@ -19,20 +19,6 @@ from typing import Any
 from kvcached_nixl.vllm.adapter.attributes import optional, private, sides
 from kvcached_nixl.vllm.adapter.versions import installed_row
 
-__all__ = [
-    "HoldingQueue",
-    "bring_forward",
-    "goes_by_priority",
-    "has_call",
-    "hold",
-    "queued",
-    "startable",
-    "wait_for_input",
-    "waits_for_kv",
-    "wake_of",
-    "wants_blocks",
-]
-
 _AHEAD = "_kvcached_nixl_ahead"
 
 # ------------------------------------------------------------------------------------------------------------ its input

@@ -24,16 +24,6 @@ from kvcached_nixl.vllm.adapter.attributes import envs, optional, private
 from kvcached_nixl.wire.manifest import Embeddings, digest_of
 from kvcached_nixl.wire.question import Question, plain_id
 
-__all__ = [
-    "WHOLE_BECAUSE",
-    "RequestReader",
-    "RequestView",
-    "ends_in_media",
-    "hash_embeddings",
-    "is_stand_in",
-    "set_apart",
-]
-
 logger = logging.getLogger("vllm.kvcached_nixl")
 
 _PLACEHOLDERS = tuple(

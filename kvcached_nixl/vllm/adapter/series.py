@@ -12,21 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
-__all__ = [
-    "ASKS_FOR_RESULTS",
-    "BEYOND_KVCACHED",
-    "CHANGES",
-    "HITS_DIVERGE",
-    "LOADS_BEHIND",
-    "ROWS",
-    "SUPPORTED",
-    "TESTED",
-    "Change",
-    "Evidence",
-    "Row",
-    "Shape",
-]
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -27,24 +27,6 @@ from kvcached_nixl.vllm.adapter.attributes import optional
 from kvcached_nixl.vllm.adapter.versions import found_version, installed_row
 from kvcached_nixl.wire.kv_groups import Keeps
 
-__all__ = [
-    "WITHOUT_KV",
-    "Part",
-    "dims_first",
-    "groups_of_states",
-    "is_state",
-    "keeps_draft_kv",
-    "keeps_of",
-    "kind_of",
-    "kv_heads_of",
-    "odd_cells",
-    "parts_of_state",
-    "specs_of",
-    "state_bytes",
-    "tensors_of_state",
-    "unserved_states",
-]
-
 
 def specs_of(kv_cache_spec: Any) -> list[Any]:
     """The specs of a KV-cache group's layers."""

@@ -21,8 +21,6 @@ from typing import Any
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.wire.timeline import Timeline
 
-__all__ = ["EngineSpans", "add_server_spans", "spans_of", "traceparent_of"]
-
 logger = logging.getLogger("vllm.kvcached_nixl")
 
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)

@@ -28,25 +28,6 @@ from kvcached_nixl.errors import MissingDependency, Refused, SettingsError, Unsu
 from kvcached_nixl.patching import Patch
 from kvcached_nixl.vllm.adapter.series import ROWS, SUPPORTED, Row
 
-__all__ = [
-    "KVCACHED",
-    "KVCACHED_SUPPORTED",
-    "SWITCH",
-    "RunnerFound",
-    "accepted",
-    "environment_refusals",
-    "found_version",
-    "import_vllm",
-    "installed_row",
-    "judged",
-    "named",
-    "outlook",
-    "reason_on",
-    "reason_to_skip",
-    "row_of",
-    "stated",
-]
-
 KVCACHED = "0.1.6"
 KVCACHED_SUPPORTED = f"=={KVCACHED}"
 

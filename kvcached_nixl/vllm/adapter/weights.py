@@ -23,8 +23,6 @@ from kvcached_nixl.vllm.adapter.locate import LOADER_BASE
 from kvcached_nixl.vllm.adapter.specs import keeps_draft_kv
 from kvcached_nixl.wire.handshake import Weights
 
-__all__ = ["distrust", "model_facts", "note_calls", "note_files", "watch_loading", "weights_of"]
-
 _HISTORY = "_kvcached_nixl_weights"
 _LOAD = "_kvcached_nixl_load"
 _OWN_CODE = "transformers_modules."

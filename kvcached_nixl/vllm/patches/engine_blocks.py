@@ -20,8 +20,6 @@ from kvcached_nixl.vllm.adapter.requests import set_apart
 from kvcached_nixl.vllm.patches.naming import wants_of
 from kvcached_nixl.wire.headroom import BlockUsage
 
-__all__ = ["EngineBlocks", "bound_sides"]
-
 logger = logging.getLogger("vllm.kvcached_nixl")
 
 _OWN_THRESHOLD = "_kvcached_nixl_threshold"

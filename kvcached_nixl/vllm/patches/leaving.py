@@ -19,6 +19,7 @@ Sources: ``entrypoints/launcher.py`` (``handle_shutdown``), ``v1/engine/async_ll
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import time
@@ -49,16 +50,14 @@ _SERVED = ("/health", "/metrics", "/ping")
 _LEAVES = "a server that is shut down would abort new requests with status 200, and leave some without an end."
 _LEAVES_UPSTREAM = "vllm/entrypoints/launcher.py: handle_shutdown stops the engine before the HTTP server"
 _LEAVES_UNTIL = "vLLM refuses new requests from SIGTERM on, and ends those that its engine has not ended"
+_patch = functools.partial(Patch, process="frontend", upstream=_LEAVES_UPSTREAM, remove_when=_LEAVES_UNTIL)
 
 
-@Patch(
+@_patch(
     target=ENGINE_CLIENT,
     attribute="shutdown",
-    process="frontend",
     parameters=("self", "timeout"),
     why=_LEAVES,
-    upstream=_LEAVES_UPSTREAM,
-    remove_when=_LEAVES_UNTIL,
 ).around
 def shut_down(call: Call) -> Any:
     """Wait for the requests of an API server, then stop its engines.
@@ -136,14 +135,11 @@ def refuses(client: Any) -> bool:
     return since_seconds is not None and time.monotonic() >= since_seconds
 
 
-@Patch(
+@_patch(
     target=ENGINE_CLIENT,
     attribute="check_health",
-    process="frontend",
     parameters=("self",),
     why="load balancers would send requests to a server that is shut down.",
-    upstream=_LEAVES_UPSTREAM,
-    remove_when=_LEAVES_UNTIL,
 ).around
 def check_health(call: Call) -> Any:
     if is_leaving(call.instance):
@@ -154,14 +150,11 @@ def check_health(call: Call) -> Any:
     return call.proceed()
 
 
-@Patch(
+@_patch(
     target=ENGINE_CLIENT,
     attribute="add_request",
-    process="frontend",
     parameters=ANY_PARAMETERS,
     why=_LEAVES,
-    upstream=_LEAVES_UPSTREAM,
-    remove_when=_LEAVES_UNTIL,
 ).around
 def add_request(call: Call) -> Any:
     """Of a request that has come before, and reaches the engine only now."""
@@ -172,14 +165,11 @@ def add_request(call: Call) -> Any:
     return call.proceed()
 
 
-@Patch(
+@_patch(
     target=HTTP_MIDDLEWARE,
     attribute="__call__",
-    process="frontend",
     parameters=("self", "scope", "receive", "send"),
     why=f"{_LEAVES[:-1]}; clients of requests that waited too long would not be told when to try again.",
-    upstream=_LEAVES_UPSTREAM,
-    remove_when=_LEAVES_UNTIL,
 ).around
 def serve_http(call: Call) -> Any:
     """A load balancer tries another server when it gets 503."""

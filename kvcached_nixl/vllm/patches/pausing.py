@@ -29,19 +29,18 @@ from kvcached_nixl.vllm.patches.resting import due_in_seconds, wait_relieving
 logger = logging.getLogger(SERVER_LOGGER)
 
 _REMOVE_WHEN = "vLLM tells its connector that an engine is paused, and the caller that its cache was not cleared"
+_patch = functools.partial(Patch, process="scheduler", remove_when=_REMOVE_WHEN)
 _LOOK_SECONDS = 0.01
 """Longest wait for input: while requests wait in the input queue, messages of workers are queued behind them."""
 
 
-@Patch(
+@_patch(
     target=ENGINE_CORE,
     attribute="pause_scheduler",
-    process="scheduler",
     parameters=("self", "mode", "clear_cache"),
     why="a pause (/pause, /sleep) would wait until other engines have fetched the KV kept for them, and these engines "
     "may be paused, too.",
     upstream="vllm/v1/engine/core.py: kept requests count as work",
-    remove_when=_REMOVE_WHEN,
 ).around
 def pause_scheduler(call: Call) -> Any:
     scheduler = call.instance.scheduler
@@ -58,14 +57,12 @@ def pause_scheduler(call: Call) -> Any:
         raise
 
 
-@Patch(
+@_patch(
     target=ENGINE_CORE_BASE,
     attribute="resume_scheduler",
-    process="scheduler",
     parameters=("self",),
     why="an engine that was paused would revoke every later offer, too.",
     upstream="vllm/v1/engine/core.py",
-    remove_when=_REMOVE_WHEN,
 ).around
 def resume_scheduler(call: Call) -> Any:
     found = call.proceed()
@@ -74,15 +71,13 @@ def resume_scheduler(call: Call) -> Any:
     return found
 
 
-@Patch(
+@_patch(
     target=ENGINE_SCHEDULER,
     attribute="reset_prefix_cache",
-    process="scheduler",
     parameters=("self", "reset_running_requests", "reset_connector"),
     why="KV that is in flight would enter a cache that has just been cleared, and blocks kept for decode would prevent "
     "clearing it at all.",
     upstream="vllm/v1/core/sched/scheduler.py: reset_prefix_cache",
-    remove_when=_REMOVE_WHEN,
 ).around
 def reset_prefix_cache(call: Call) -> bool:
     """Clear the prefix cache, with no block held for peers meanwhile, and none written by them later."""
@@ -120,15 +115,13 @@ def _drained(core: Any) -> bool:
     return not any(side.revocations.has_blocks for side in sides(scheduler.connector))
 
 
-@Patch(
+@_patch(
     target=ENGINE_CORE,
     attribute="_notify_idle_state_callbacks",
-    process="scheduler",
     parameters=("self",),
     why="a pause (/pause, /sleep) clears the cache of an idle engine; this fails while blocks are held for transfers "
     "in flight, and the error would end the engine.",
     upstream="vllm/v1/engine/core.py: pause_scheduler",
-    remove_when=_REMOVE_WHEN,
 ).around
 def notify_idle_state_callbacks(call: Call) -> None:
     tell_who_waits(call.instance)
@@ -203,15 +196,13 @@ def wait_until_due(core: Any) -> None:
         wake_of(core)()
 
 
-@Patch(
+@_patch(
     target=ENGINE_CORE,
     attribute="_handle_shutdown",
-    process="scheduler",
     parameters=("self",),
     why="an engine that shuts down without grace would end without revoking its offers, and decode would notice late; "
     "it would answer the beginning of a response as a complete one (/v1/responses).",
     upstream="vllm/v1/engine/core.py; llm-d#927",
-    remove_when=_REMOVE_WHEN,
 ).around
 def handle_shutdown(call: Call) -> bool:
     core = call.instance
