@@ -9,8 +9,11 @@
     kvcached_nixl:compatibility_id, checkpoint_id, weights_id
                                                    what this engine's handshake compares (`wire.kind`)
 
-`adapter.memory_metrics` has those of memory. Both classes are subclasses of vLLM's (``NixlKVConnectorStats``,
-``NixlPromMetrics``). They are created once per process, when vLLM can be imported.
+and those of memory below: `HeadroomMetrics` is what an engine's side channel says, in an idle engine, too. `MovedBytes`
+and `SlabMetrics` come from the workers.
+
+Two classes are subclasses of vLLM's (``NixlKVConnectorStats``, ``NixlPromMetrics``). They are created once per process,
+when vLLM can be imported.
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import STATS_MODULE
-from kvcached_nixl.vllm.adapter.memory_metrics import HeadroomMetrics, MovedBytes, SlabMetrics
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import Malformed
+from kvcached_nixl.wire.headroom import AskingFigures, read_headroom
 from kvcached_nixl.wire.kind import Kind
 from kvcached_nixl.wire.timeline import Lasted, Reported, State
 
@@ -42,6 +46,10 @@ _KINDS = (  # in the order of `Kind`
     ("kvcached_nixl:compatibility_id", "versions, configuration and layout"),
     ("kvcached_nixl:checkpoint_id", "files that the weights were loaded from; 0 if not known"),
     ("kvcached_nixl:weights_id", "weights in memory; 0 if not known"),
+)
+_KIND = (
+    "Identifies the {}. Engines hand over to each other if compatibility_id is equal, and checkpoint_id or weights_id "
+    "is equal and not 0."
 )
 
 
@@ -143,27 +151,28 @@ def _stats_class() -> Any:
     return HandOverStats
 
 
-def _count(counter: Any, labelvalues: Any, causes: Any, counted: Iterable[int]) -> None:
-    for cause in counted:
-        counter.labels(*labelvalues, causes(cause).label).inc()
+@dataclass(frozen=True)
+class _Maker:
+    """Makes metrics with the classes of vLLM's exporter."""
 
+    exporter: Any
+    labelnames: Any
 
-def _count_from_0(counter: Any, labelvalues: Any, causes: Iterable[Any]) -> None:
-    for cause in causes:
-        counter.labels(*labelvalues, cause.label).inc(0)
-
-
-def _kind_gauges(gauge_class: Any, labelnames: Any) -> list[Any]:
-    return [
-        gauge_class(
+    def gauge(self, name: str, text: str, *labels: str) -> Any:
+        return self.exporter._gauge_cls(
             name=name,
-            documentation=f"Identifies the {what}. Engines hand over to each other if compatibility_id is equal, and "
-            "checkpoint_id or weights_id is equal and not 0.",
+            documentation=text,
             multiprocess_mode="mostrecent",
-            labelnames=labelnames,
+            labelnames=[*self.labelnames, *labels],
         )
-        for name, what in _KINDS
-    ]
+
+    def counter(self, name: str, text: str, *labels: str) -> Any:
+        return self.exporter._counter_cls(name=name, documentation=text, labelnames=[*self.labelnames, *labels])
+
+
+def _count(counter: Any, labelvalues: Any, causes: Any, counted: Iterable[int], by: int = 1) -> None:
+    for cause in counted:
+        counter.labels(*labelvalues, causes(cause).label).inc(by)
 
 
 @functools.cache
@@ -175,36 +184,34 @@ def _prom_class() -> Any:
             _unregister()
             super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             self._labelvalues = per_engine_labelvalues
-            self._failures = self._counter_cls(
-                name="kvcached_nixl:handover_failures",
-                documentation="Hand-overs that brought no KV, by cause; their requests failed or were recomputed.",
-                labelnames=[*labelnames, "cause"],
+            make = _Maker(self, labelnames)
+            self._failures = make.counter(
+                "kvcached_nixl:handover_failures",
+                "Hand-overs that brought no KV, by cause; their requests failed or were recomputed.",
+                "cause",
             )
-            self._revoked = self._counter_cls(
-                name="kvcached_nixl:revoked_offers",
-                documentation="Offers that prefill has taken back before decode had fetched them, by cause.",
-                labelnames=[*labelnames, "cause"],
+            self._revoked = make.counter(
+                "kvcached_nixl:revoked_offers",
+                "Offers that prefill has taken back before decode had fetched them, by cause.",
+                "cause",
             )
-            self._quarantined = self._gauge_cls(
-                name="kvcached_nixl:quarantined_blocks",
-                documentation="Blocks that are held because a peer may still have transfers in flight.",
-                multiprocess_mode="mostrecent",
-                labelnames=labelnames,
+            self._quarantined = make.gauge(
+                "kvcached_nixl:quarantined_blocks",
+                "Blocks that are held because a peer may still have transfers in flight.",
             )
             for values in per_engine_labelvalues.values():
                 self._quarantined.labels(*values).set(0)
                 # From 0 on: Prometheus sees no rise where a counter appears with its first count.
-                _count_from_0(self._failures, values, FailureCause)
-                _count_from_0(self._revoked, values, RevocationCause)
+                _count(self._failures, values, FailureCause, FailureCause, by=0)
+                _count(self._revoked, values, RevocationCause, RevocationCause, by=0)
             self._states = self._histogram_cls(
                 name="kvcached_nixl:handover_state_seconds",
                 documentation="How long hand-overs were in each state. The states of one side add up to the whole.",
                 buckets=list(_BUCKETS),
                 labelnames=[*labelnames, "direction", "state"],
             )
-            self._kinds = _kind_gauges(self._gauge_cls, labelnames)
-            self._headroom = HeadroomMetrics(self, labelnames)
-            self._moved, self._slabs = MovedBytes(self, labelnames), SlabMetrics(self, labelnames)
+            self._kinds = [make.gauge(name, _KIND.format(what)) for name, what in _KINDS]
+            self._headroom, self._moved, self._slabs = HeadroomMetrics(make), MovedBytes(make), SlabMetrics(make)
             self.counts_engines = True
 
         def say_headroom(self, engine_idx: int, headroom: bytes) -> None:
@@ -235,3 +242,134 @@ def _prom_class() -> Any:
             self._slabs.observe(values, transfer_stats_data.get(_SLABS, ()))
 
     return HandOverPromMetrics
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+_GAUGES = (
+    (
+        "kvcached_nixl:free_tokens",
+        "Tokens of KV that the engine could take now: of its pool, and of the device's memory.",
+    ),
+    ("kvcached_nixl:used_tokens", "Tokens of KV in blocks that requests have, or that are kept or held for peers."),
+    ("kvcached_nixl:queued_tokens", "Tokens of the prompts of requests that have no blocks yet."),
+    ("kvcached_nixl:kept_offers", "Requests of prefill whose KV is kept until decode has fetched it."),
+    ("kvcached_nixl:kept_tokens", "Tokens of KV of kept offers; part of used_tokens."),
+    ("kvcached_nixl:free_bytes", "Memory of the device that kvcached could map now."),
+    ("kvcached_nixl:mapped_bytes", "Memory of the device that kvcached has mapped for KV, with its reserve."),
+    ("kvcached_nixl:waiting_fetches", "Requests of decode whose KV has not arrived."),
+    (
+        "kvcached_nixl:oldest_fetch_seconds",
+        "How long the first request that has blocks has waited for its KV; 0 without one.",
+    ),
+    ("kvcached_nixl:oldest_offer_seconds", "Since prefill has kept the oldest offer; 0 if it keeps none."),
+)
+"""Gauge and help text of fields of `Headroom`."""
+_TOTALS = (
+    ("kvcached_nixl:map_bytes", "Memory of the device that kvcached has mapped for KV since the start, at least."),
+    ("kvcached_nixl:unmap_bytes", "Memory of the device that kvcached has given back since the start, at least."),
+)
+"""Counter and help text of fields of `Headroom` that only grow."""
+_ASKING = (
+    ("kvcached_nixl:held_requests", "held", "Requests of decode that no prefill server is asked for yet."),
+    ("kvcached_nixl:asked_requests", "asked", "Requests of decode that wait for the answer of a prefill server."),
+    (
+        "kvcached_nixl:promised_blocks",
+        "promised_blocks",
+        "Blocks that decode counts on for requests which it has asked for, and which have none yet.",
+    ),
+)
+"""Gauge, field of `AskingFigures` and help text. Not there where no prefill servers are asked."""
+_ASKED = (
+    ("kvcached_nixl:questions", "ended", "outcome", "Questions to prefill servers that have ended, by outcome."),
+    ("kvcached_nixl:computed_prompts", "computed", "reason", "Prompts that decode computes itself, by reason."),
+)
+"""Counter, field, label and help text."""
+_SLAB = (
+    ("kvcached_nixl:slab_bytes", "Memory of a rank's slab, through which KV is staged."),
+    ("kvcached_nixl:slab_slots", "Slots of a rank's slab."),
+    ("kvcached_nixl:slab_waiting", "Hand-overs of a rank that wait for slots now."),
+)
+_USES = ("parked", "sending", "receiving")
+
+
+def _field(name: str) -> str:
+    return name.partition(":")[2]
+
+
+class HeadroomMetrics:
+    """What an engine's side channel says. Set on a thread of its own."""
+
+    def __init__(self, make: _Maker) -> None:
+        self._gauges = {name: make.gauge(name, text) for name, text in _GAUGES}
+        self._counters = {name: make.counter(name, text) for name, text in _TOTALS}
+        self._asking = [(field, make.gauge(name, text)) for name, field, text in _ASKING]
+        self._asked = [(field, make.counter(name, text, label)) for name, field, label, text in _ASKED]
+        self._counted: dict[tuple[Any, ...], int] = {}
+
+    def set(self, engine_idx: int, labelvalues: Any, headroom: bytes, *, counts: bool) -> None:
+        """Show what engine ``engine_idx`` says.
+
+        Args:
+            counts: also what has grown since the last call. True in one process only: their counters are added up.
+        """
+        try:
+            said = read_headroom(headroom)
+        except Malformed:
+            return
+        for name, gauge in self._gauges.items():
+            gauge.labels(*labelvalues).set(getattr(said, _field(name)))
+        for name, counter in self._counters.items() if counts else ():
+            self._count(counter.labels(*labelvalues), getattr(said, _field(name)), engine_idx, name)
+        if said.asking is not None:
+            self._set_asking(engine_idx, labelvalues, said.asking, counts=counts)
+
+    def _set_asking(self, engine_idx: int, labelvalues: Any, said: AskingFigures, *, counts: bool) -> None:
+        for field, gauge in self._asking:
+            gauge.labels(*labelvalues).set(getattr(said, field))
+        for field, counter in self._asked if counts else ():
+            for label, total in getattr(said, field).items():
+                self._count(counter.labels(*labelvalues, label.value), total, engine_idx, field, label)
+
+    def _count(self, counter: Any, total: int, *key: Any) -> None:
+        before = self._counted.get(key, 0)
+        # Less than before: another engine answers there, which counts from 0.
+        counter.inc(total - before if total >= before else total)
+        self._counted[key] = total
+
+
+class MovedBytes:
+    """KV that transfers have moved, from a list of [transfer mode, memory path, bytes]."""
+
+    def __init__(self, make: _Maker) -> None:
+        self._counter = make.counter(
+            "kvcached_nixl:moved_bytes",
+            "KV that this engine's transfers have moved, by transfer mode and memory path.",
+            "direction",
+            "path",
+        )
+
+    def observe(self, labelvalues: Any, moved: Iterable[tuple[str, str, int]]) -> None:
+        for direction, path, num_bytes in moved:
+            self._counter.labels(*labelvalues, direction, path).inc(num_bytes)
+
+
+class SlabMetrics:
+    """The slab of each rank, from a list of [rank, bytes, slots, parked, sending, receiving, waiting, waits]."""
+
+    def __init__(self, make: _Maker) -> None:
+        self._gauges = [make.gauge(name, text, "rank") for name, text in _SLAB]
+        self._used = make.gauge(
+            "kvcached_nixl:slab_used_slots", "Slots of a rank's slab that are taken, by use.", "rank", "use"
+        )
+        self._waits = make.counter(
+            "kvcached_nixl:slab_waits", "How often a hand-over of a rank has begun to wait for slots.", "rank"
+        )
+
+    def observe(self, labelvalues: Any, slabs: Iterable[list[int]]) -> None:
+        for rank, num_bytes, num_slots, *used, waiting, waits in slabs:
+            for gauge, value in zip(self._gauges, (num_bytes, num_slots, waiting), strict=True):
+                gauge.labels(*labelvalues, str(rank)).set(value)
+            for use, value in zip(_USES, used, strict=True):
+                self._used.labels(*labelvalues, str(rank), use).set(value)
+            self._waits.labels(*labelvalues, str(rank)).inc(waits)
