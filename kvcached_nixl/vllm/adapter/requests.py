@@ -84,15 +84,12 @@ class RequestReader:
         return f"{content} {self._lora_settings} {is_fused}"
 
     def loaded(self, adapter: int) -> None:
-        """All workers have loaded the adapter again, by a call and not for a request."""
         self._adapters.loaded(adapter)
 
     def is_loaded(self, lora_request: Any) -> bool:
-        """Whether the adapter's files were loaded in place already, so that its requests need not load them again."""
         return self._adapters.is_loaded(int(lora_request.lora_int_id), str(lora_request.lora_path))
 
     def doubt(self, adapter: int) -> None:
-        """At least one worker could not load the adapter."""
         self._adapters.doubt(adapter, f"the adapter with lora_int_id {adapter} could not be loaded")
 
     def take_renamed(self) -> set[str]:
@@ -101,7 +98,6 @@ class RequestReader:
         return found
 
     def forget(self, adapter: int | None) -> None:
-        """An adapter is being loaded again or removed. None: this may be any adapter."""
         if adapter is None:
             self._adapters.forget_all()
         else:
@@ -201,7 +197,7 @@ def _salted(salt: bytes, block_hashes: Iterable[bytes]) -> list[bytes]:
 
 @dataclass(frozen=True)
 class RequestView:
-    """A request as our scheduler sees it."""
+    """A request as our scheduler sees it: `scheduler.engine.Request`, which says what each of these is."""
 
     request: Any
     _reader: RequestReader
@@ -232,7 +228,6 @@ class RequestView:
 
     @property
     def ends_in_media(self) -> bool:
-        """Whether the prompt's last token belongs to an image, a sound, ..."""
         return ends_in_media(self.request.mm_features, self.num_prompt_tokens)
 
     @property
@@ -242,7 +237,6 @@ class RequestView:
 
     @property
     def is_stand_in(self) -> bool:
-        """See `is_stand_in`."""
         return is_stand_in(self.request)
 
     @property
@@ -254,18 +248,15 @@ class RequestView:
 
     @property
     def adapter(self) -> int:
-        """vLLM's ``lora_int_id``; 0 for none."""
         lora = self.request.lora_request
         return 0 if lora is None else int(lora.lora_int_id)
 
     @property
     def num_media(self) -> int:
-        """Number of images, sounds, ... in the prompt."""
         return len(self.request.mm_features)
 
     @property
     def lacks_media(self) -> bool:
-        """Whether the prompt has a placeholder token that belongs to none of its images, sounds, ..."""
         token_ids = self.request.prompt_token_ids
         if self._reader.are_placeholders_unknown:
             return not self.request.mm_features
@@ -278,7 +269,6 @@ class RequestView:
         return bool(found.any())
 
     def refuse_prefill(self) -> None:
-        """Drop ``kv_transfer_params`` that name a prefill server."""
         if (self.params or {}).get("do_remote_prefill"):
             self.request.kv_transfer_params = None
             logger.warning(
@@ -290,7 +280,6 @@ class RequestView:
 
     @property
     def priority(self) -> int:
-        """Less is started earlier, with ``--scheduling-policy priority``."""
         return int(self.request.priority)
 
     @property

@@ -27,7 +27,7 @@ _OWN_THRESHOLD = "_kvcached_nixl_threshold"
 
 @dataclass(frozen=True)
 class EngineBlocks:
-    """The KV-cache blocks of an engine."""
+    """The KV-cache blocks of an engine: `scheduler.engine.BlockPool`, which says what each of these is."""
 
     engine_scheduler: Any
 
@@ -43,37 +43,30 @@ class EngineBlocks:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine is paused, and runs nothing."""
         return bool(private(self.engine_scheduler, "pause_state")) and not private(self.engine_scheduler, "running")
 
     @property
     def admits(self) -> bool:
-        """Whether vLLM starts requests now: it is neither paused nor asleep."""
         return not private(self.engine_scheduler, "pause_state")
 
     @property
     def most_running(self) -> int:
-        """How many requests may run at a time (``--max-num-seqs``)."""
         return int(private(self.engine_scheduler, "max_num_running_reqs"))
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether there is a prefix cache."""
         return bool(private(private(self.engine_scheduler, "kv_cache_manager"), "enable_caching"))
 
     @property
     def goes_by_priority(self) -> bool:
-        """Whether requests are started by priority."""
         return goes_by_priority(self.engine_scheduler)
 
     @property
     def num_free(self) -> int:
-        """Blocks that could be allocated now, those that only the prefix cache keeps among them."""
         return int(self._pool.get_num_free_blocks())
 
     @property
     def num_used(self) -> int:
-        """Blocks that requests have, or that are kept or held for peers."""
         manager = optional(self._pool, "kv_cache_manager")
         if manager is None:
             return max(0, int(private(self._pool, "num_gpu_blocks")) - 1 - self.num_free)
@@ -81,12 +74,10 @@ class EngineBlocks:
         return max(0, int(private(manager, "_get_num_alloced_blocks")()) - 1 - self.num_cached)
 
     def num_needed(self, request_id: str) -> int:
-        """How many blocks a request needs for its prompt, in addition to those that it has."""
         request = private(self.engine_scheduler, "requests")[request_id]
         return sum(_blocks_of(manager, request) for manager in self._managers())
 
     def num_cached_tokens(self, request_id: str) -> int:
-        """How many tokens of a request's prompt are in the prefix cache."""
         if not self.caches_prefixes:
             return 0
         request = private(self.engine_scheduler, "requests")[request_id]
@@ -95,7 +86,6 @@ class EngineBlocks:
         return int(found[1])
 
     def hold(self, request_id: str) -> None:
-        """Takes a request that waits out of the order of vLLM's queue."""
         hold(self.engine_scheduler, private(self.engine_scheduler, "requests")[request_id])
 
     def limit_chunks(self, num_tokens: int) -> None:
@@ -114,14 +104,12 @@ class EngineBlocks:
         config.long_prefill_token_threshold = min(limits, default=0)
 
     def release(self, request_id: str, params: Mapping[str, Any] | None) -> None:
-        """Puts a held request back in vLLM's queue, with the ``kv_transfer_params`` of prefill if there are any."""
         request = private(self.engine_scheduler, "waiting").release(request_id)
         if params is not None:
             request.kv_transfer_params = dict(params)
 
     @property
     def stalled(self) -> list[str]:
-        """If no request runs: those that wait for blocks, in vLLM's order. No running request will free any."""
         scheduler = self.engine_scheduler
         if private(scheduler, "running"):
             return []
@@ -129,13 +117,11 @@ class EngineBlocks:
 
     @property
     def num_running_blocks(self) -> int:
-        """How many blocks the requests that run have."""
         running = private(self.engine_scheduler, "running")
         held = (block for table in self._tables for one in running for block in table.get(one.request_id, ()))
         return len({block.block_id for block in held if not block.is_null})
 
     def others_have_blocks(self, request_ids: Collection[str]) -> bool:
-        """Whether any request but these has blocks: it waits for KV or for input, or is kept for a peer."""
         return any(blocks and one not in request_ids for table in self._tables for one, blocks in table.items())
 
     @property
@@ -201,7 +187,6 @@ class EngineBlocks:
             manager.alloc(0)
 
     def tell_neighbours(self, needs_others: Callable[[str], bool]) -> bool:
-        """Say how much memory the next request waits for that the device does not have. Returns whether it is any."""
         if self._wants is None:
             return False
         starved = self.starved
@@ -224,7 +209,6 @@ class EngineBlocks:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that only the prefix cache keeps; 0 without kvcached."""
         return len(optional(self._pool, "_evictable_blocks", ()))
 
     def drop_cached(self, num_blocks: int) -> int:
@@ -237,7 +221,6 @@ class EngineBlocks:
         return self._num_reserved_pages > 0
 
     def trim(self) -> int:
-        """Give the device back what kvcached has mapped in advance. Returns how many blocks would have fitted."""
         num_pages = self._num_reserved_pages
         if not num_pages:
             return 0
@@ -258,7 +241,6 @@ class EngineBlocks:
         return [block for block in taken if not block.is_null]
 
     def give_back(self, blocks: list[Any]) -> None:
-        """Free blocks that `take` returned."""
         self._pool.free_blocks(blocks)
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
@@ -314,7 +296,6 @@ class EngineBlocks:
         return outdated
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
-        """Per KV-cache group, the first token of the first block that is kept when ``num_tokens`` are computed."""
         return tuple(
             manager.get_num_skipped_tokens(num_tokens) // manager.block_size * manager.block_size
             for manager in self._managers()
