@@ -42,24 +42,20 @@ class RequestReader:
 
     Attributes:
         placeholders: ids of the placeholder tokens of images, sounds, ...; empty for a text-only model.
+        are_placeholders_unknown: the model is multimodal, and its configuration has none of the known names.
     """
 
     def __init__(self, config: Any) -> None:
         model = config.model_config
         self.placeholders: list[int] = []
-        self._is_unknown = False
+        self.are_placeholders_unknown = False
         if private(model, "is_multimodal_model"):
             self.placeholders = sorted(_placeholders_in(model.hf_config.to_dict()))
-            self._is_unknown = not self.placeholders
+            self.are_placeholders_unknown = not self.placeholders
         self._lora_settings = _lora_settings(config.lora_config)
         self._adapters = Adapters(_folder, self._unknown)
         self._contents: dict[str, str | None] = {}
         self._renamed: set[str] = set()
-
-    @property
-    def are_placeholders_unknown(self) -> bool:
-        """Whether the model is multimodal, and its configuration has none of the known placeholder names."""
-        return self._is_unknown
 
     def __call__(self, request: Any) -> RequestView:
         return RequestView(request, self)

@@ -152,7 +152,7 @@ def model_facts(config: Any) -> dict[str, object]:
         facts["media"] = f"{settings} {_processor(config) or '-'}"
     speculative = config.speculative_config
     if keeps_draft_kv(speculative):
-        draft = _draft_of(config)
+        draft = speculative.draft_model_config
         drafted = "-" if draft is None else f"{checksum_of(draft.hf_config.to_dict())} {draft.dtype}"
         facts["drafts"] = f"{speculative.method} {drafted}"
     return facts
@@ -180,11 +180,6 @@ def _place(config: Any) -> str:
         placement = parallel.expert_placement_strategy, parallel.eplb_config
         ranks += f", experts {parallel.data_parallel_rank} of {parallel.data_parallel_size} {placement}"
     return ranks
-
-
-def _draft_of(config: Any) -> Any:
-    speculative = config.speculative_config
-    return None if speculative is None else speculative.draft_model_config
 
 
 def _quantization(model: Any) -> str:
