@@ -191,10 +191,3 @@ class WorkerView(KVCacheView):
     @property
     def stats(self) -> Any:
         return private(self.worker, "xfer_stats")
-
-
-def transfer_results(sent: set[str], received: set[str]) -> Any:
-    """The results that the runner of vLLM 0.30 asks for. A failed receive is reported as invalid blocks, as before."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
-    return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)

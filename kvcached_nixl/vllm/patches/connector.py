@@ -28,7 +28,7 @@ from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.vllm.adapter import metrics
 from kvcached_nixl.vllm.adapter.attributes import address_of, attach, attach_step, private, side_of, step_on
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
-from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView, transfer_results
+from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.platform import side_channel_address
 from kvcached_nixl.vllm.adapter.series import ASKS_FOR_RESULTS, HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.specs import keeps_of
@@ -303,7 +303,11 @@ def get_finished(call: Call) -> tuple[set[str], set[str]]:
 
 @_of_connector("worker", ("finished_req_ids",), _FINISHED_IN_VAIN, versions=ASKS_FOR_RESULTS.later)
 def get_transfer_results(call: Call) -> Any:
-    return transfer_results(*_ended(call))
+    """A failed receive is reported as invalid blocks, as before."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    sent, received = _ended(call)
+    return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
 
 
 def _ended(call: Call) -> tuple[set[str], set[str]]:
