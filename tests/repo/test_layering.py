@@ -40,7 +40,7 @@ PLANTED = {
     "worker/transfer/peers.py": "def f():\n    from kvcached_nixl.worker.decode import write_gates",
     "worker/geometry/descriptors.py": "from kvcached_nixl.worker.transfer.topology import Routes",
     "activation/import_hooks.py": "from kvcached_nixl.activation.bootstrap import install",
-    "vllm/adapter/requests.py": "from kvcached_nixl.vllm.patches.step_output import with_ended",
+    "vllm/adapter/requests.py": "from kvcached_nixl.vllm.patches.step_output import end_requests",
 }
 
 

@@ -79,9 +79,11 @@ _STEP = "kvcached_nixl_step"
 _CORE = "_kvcached_nixl_core"
 
 
-def attach(connector: Any, side: Any) -> None:
-    """Attach our scheduler facade or worker facade to vLLM's NIXL connector."""
+def attach(connector: Any, side: Any, address: SideChannelAddress | None = None) -> None:
+    """Attach our scheduler facade, with the address of its engine's side channel, or our worker facade to vLLM's NIXL
+    connector."""
     setattr(connector, _SIDE, side)
+    setattr(connector, _ADDRESS, address)
 
 
 def side_of(connector: Any) -> Any:
@@ -101,11 +103,6 @@ def connectors(connector: Any) -> Iterator[Any]:
         one = waiting.pop()
         yield one
         waiting += optional(one, "_connectors", ())
-
-
-def attach_address(connector: Any, address: SideChannelAddress) -> None:
-    """Attach the address of an engine's side channel to vLLM's NIXL connector of its scheduler."""
-    setattr(connector, _ADDRESS, address)
 
 
 def address_of(connector: Any) -> SideChannelAddress:

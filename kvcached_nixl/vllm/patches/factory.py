@@ -26,7 +26,7 @@ from kvcached_nixl.scheduler.build import build_scheduler
 from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings, rust_frontend_in, unheeded
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.vllm import NIXL_PREFIX
-from kvcached_nixl.vllm.adapter.attributes import attach, attach_address, connectors, private
+from kvcached_nixl.vllm.adapter.attributes import attach, connectors, private
 from kvcached_nixl.vllm.adapter.locate import (
     CONNECTOR_BASE,
     ENGINE_SCHEDULER,
@@ -111,8 +111,7 @@ def construct(call: Call) -> None:
     # Before vLLM's own constructor, which reads the same settings and says less of what is wrong with them.
     address = view.address
     call.proceed()
-    attach(call.instance, build_scheduler(view, address, MonotonicClock()))
-    attach_address(call.instance, address)
+    attach(call.instance, build_scheduler(view, address, MonotonicClock()), address)
 
 
 def require_complete(registry: Decisions, connector: str) -> None:

@@ -63,9 +63,9 @@ def update_from_output(call: Call) -> Any:
         refused += side.take_refused()
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
     bring_forward(call.instance, reports.received)
-    outputs = with_refused(with_ended(call.instance, outputs, ending), refused)
+    end_requests(call.instance, outputs, ending, refused)
     for side in found:
-        outputs = with_told(outputs, side.take_told())
+        tell_reasons(outputs, side.take_told())
     note_tokens(found, outputs)
     note_step(call.instance, call.argument("scheduler_output"), reports, outputs)
     return outputs
@@ -105,39 +105,34 @@ def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Repor
     return output
 
 
-def with_ended(engine_scheduler: Any, outputs: Any, request_ids: set[str]) -> Any:
-    """End requests with an error, and add that to a step's outputs for clients."""
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+def end_requests(engine_scheduler: Any, outputs: Any, ending: set[str], refused: Iterable[tuple[str, int]]) -> None:
+    """Add to a step's outputs for clients that requests have ended with an error.
+
+    Args:
+        ending: requests that vLLM has to end.
+        refused: (request id, client index) of those that were rejected before they entered the engine. This reports the
+            end of no other request.
+    """
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.request import RequestStatus
 
     requests = private(engine_scheduler, "requests")
-    for request in [requests[one] for one in request_ids if one in requests]:
+    ended: list[tuple[str, int, Any]] = []
+    for request in [requests[one] for one in ending if one in requests]:
         engine_scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
-        told = outputs.setdefault(request.client_index, EngineCoreOutputs())
-        output = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
-        told.outputs = [*told.outputs, output]
-    return outputs
-
-
-def with_refused(outputs: Any, refused: Iterable[tuple[str, int]]) -> Any:
-    """Add to a step's outputs that requests, (request id, client index) each, were rejected before they entered the
-    engine. This reports the end of no other request.
-    """
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-
-    for request_id, client_index in refused:
+        ended.append((request.request_id, request.client_index, request.get_finished_reason()))
+    ended += [(*one, FinishReason.ERROR) for one in refused]
+    for request_id, client_index, reason in ended:
         told = outputs.setdefault(client_index, EngineCoreOutputs())
-        told.outputs = [*told.outputs, EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)]
-    return outputs
+        told.outputs = [*told.outputs, EngineCoreOutput(request_id, [], finish_reason=reason)]
 
 
-def with_told(outputs: Any, told: dict[str, str]) -> Any:
+def tell_reasons(outputs: Any, told: dict[str, str]) -> None:
     """Add the reason for clients to the outputs of failed requests that have none from vLLM."""
     for of_client in outputs.values() if told else ():
         for output in of_client.outputs:
             if output.stop_reason is None and output.finish_reason is not None and output.finish_reason.name == "ERROR":
                 output.stop_reason = told.get(output.request_id)
-    return outputs
 
 
 def note_tokens(found: Iterable[Any], outputs: Any) -> None:

@@ -25,8 +25,8 @@ from kvcached_nixl.vllm.patches.step_output import (
     reports_of,
     scheduled,
     tell_finished,
+    tell_reasons,
     with_reports,
-    with_told,
 )
 from kvcached_nixl.wire.step import Reports
 
@@ -557,10 +557,10 @@ def test_what_clients_are_told_goes_with_the_ends_of_their_failed_requests() -> 
         0: SimpleNamespace(outputs=[failed, others, said]),
         1: SimpleNamespace(outputs=[fine, on_its_way]),
     }
-    assert with_told(outputs, {"a": "KV hand-over failed: cause=lease"}) is outputs
+    tell_reasons(outputs, {"a": "KV hand-over failed: cause=lease"})
     assert failed.stop_reason == "KV hand-over failed: cause=lease" and said.stop_reason == "as vLLM says"
     assert others.stop_reason is fine.stop_reason is on_its_way.stop_reason is None
-    with_told(outputs, {})
+    tell_reasons(outputs, {})
 
 
 @pytest.mark.parametrize("has_kvcached", [True, False])
