@@ -157,7 +157,7 @@ class EngineBlocks:
         limit_bytes = pages.get_resize_target()
         if limit_bytes <= 0:
             return 0
-        allowed = limit_bytes // private(manager, "block_mem_size")
+        allowed = int(limit_bytes // private(manager, "block_mem_size"))
         exceeds = pages.get_num_inuse_pages() > limit_bytes // private(manager, "page_size")
         return max(int(exceeds), int(private(manager, "_get_num_alloced_blocks")()) - allowed)
 
@@ -362,7 +362,7 @@ def _num_buffers(manager: Any) -> int:
 def _blocks_of(manager: Any, request: Any) -> int:
     """How many blocks of one KV-cache group a request needs for its prompt, in addition to those that it has."""
     first_block = manager.get_num_skipped_tokens(request.num_tokens) // manager.block_size
-    needed = -(-request.num_tokens // manager.block_size) - first_block
+    needed: int = -(-request.num_tokens // manager.block_size) - first_block
     return max(0, needed - len(private(manager, "req_to_blocks").get(request.request_id, ())))
 
 

@@ -84,18 +84,17 @@ def reset_prefix_cache(call: Call) -> bool:
     found = list(bound_sides(call.instance))
     if not call.argument("reset_running_requests"):
         # kvcached reports success even if blocks are held.
-        return not any(side.revocations.has_blocks for side in found) and call.proceed()
+        return not any(side.revocations.has_blocks for side in found) and bool(call.proceed())
     for side in found:
         side.revocations.clear()
     try:
-        is_clear = call.proceed()
+        return bool(call.proceed())
     except RuntimeError:
-        # Running requests were restarted, and blocks are held. vLLM may be asked again.
+        # vLLM raises if blocks are held, and may be asked again.
         core = core_of(call.instance)
         if not found or core is None or not _drained(core):
             raise
-        is_clear = call.proceed()
-    return is_clear
+        return bool(call.proceed())
 
 
 def _drained(core: Any) -> bool:
