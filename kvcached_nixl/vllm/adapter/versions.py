@@ -20,13 +20,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from kvcached_nixl.errors import MissingDependency, Refused, SettingsError, UnsupportedVersion
-from kvcached_nixl.patching import Patch
 from kvcached_nixl.vllm.adapter.series import ROWS, SUPPORTED, Row
+
+if TYPE_CHECKING:
+    from kvcached_nixl.patching import Patch
 
 KVCACHED = "0.1.6"
 KVCACHED_SUPPORTED = f"=={KVCACHED}"
