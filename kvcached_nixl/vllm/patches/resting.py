@@ -21,7 +21,7 @@ from kvcached_nixl.vllm.adapter.attributes import private, remember, side_of, si
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE
 from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input, wake_of, wants_blocks
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
-from kvcached_nixl.vllm.patches.step_output import STOOD_STILL, reports_of
+from kvcached_nixl.vllm.patches.step_output import reports_of, stood_still
 from kvcached_nixl.vllm.patches.weights import identify_if_due
 
 REST_SECONDS = 5.0
@@ -108,7 +108,7 @@ def _wait_for_blocks(core: Any, found: Sequence[Any], seconds: float) -> None:
 
 def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     scheduler = core.scheduler
-    if not vars(scheduler).get(STOOD_STILL) or any(side.pending for side in found):
+    if not stood_still(scheduler) or any(side.pending for side in found):
         return False
     # Ranks of a data-parallel group step together, and remote encoders are polled in every step.
     if private(core, "engines_running") or private(scheduler, "ec_connector") is not None:

@@ -22,8 +22,7 @@ from kvcached_nixl.wire.step import FAILING, BlockIds, Reports
 
 _WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """Final statuses of a request that has computed its whole prompt."""
-STOOD_STILL = "_kvcached_nixl_stood_still"
-"""Attribute of the scheduler: whether the last step has changed nothing."""
+_STOOD_STILL = "_kvcached_nixl_stood_still"
 
 
 def scheduled(scheduler_output: Any) -> Iterator[tuple[str, BlockIds, bool, int, int]]:
@@ -159,7 +158,12 @@ def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, ou
         or reports.invalid
         or any(one.outputs for one in outputs.values())
     )
-    setattr(engine_scheduler, STOOD_STILL, not has_moved)
+    setattr(engine_scheduler, _STOOD_STILL, not has_moved)
+
+
+def stood_still(engine_scheduler: Any) -> bool:
+    """Whether the last step has changed nothing."""
+    return bool(vars(engine_scheduler).get(_STOOD_STILL))
 
 
 @Patch(
