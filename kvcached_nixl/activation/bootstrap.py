@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import types
 from dataclasses import dataclass, field
@@ -143,9 +144,10 @@ def _host_memory() -> Activation | None:
 
 
 def _clear_left() -> None:
-    from kvcached_nixl.vllm.patches.naming import clear_left
-
-    clear_left()
+    # Nothing is imported while a process ends. Where the patches were not loaded, no engine has had a name.
+    naming = sys.modules.get("kvcached_nixl.vllm.patches.naming")
+    if naming is not None:
+        naming.clear_left()
 
 
 def _judge(patch: Patch) -> str | None:
@@ -158,12 +160,13 @@ def _announce(registry: Registry) -> None:
     """Record refusals of the environment, and write the report to the server's log, once."""
     from kvcached_nixl.cli import report
     from kvcached_nixl.vllm.adapter.versions import environment_refusals
-    from kvcached_nixl.vllm.patches.windows import WINDOWS
 
     for name, cause in environment_refusals():
         registry.refuse(name, cause)
-    if WINDOWS.refusal is not None:
-        registry.refuse("kvcached's version windows", WINDOWS.refusal)
+    # Not there if the patches cannot be loaded, which is refused already.
+    windows = sys.modules.get("kvcached_nixl.vllm.patches.windows")
+    if windows is not None and windows.WINDOWS.refusal is not None:
+        registry.refuse("kvcached's version windows", windows.WINDOWS.refusal)
     installation = current()
     if installation is not None and installation.hostvmm is not None:
         for name, cause in installation.hostvmm.refusals():
