@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 import httpx
 import msgspec
 import torch
+from support.patches import applied
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
@@ -33,7 +34,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.vllm.adapter.attributes import first_bound
-from kvcached_nixl.vllm.adapter.versions import reason_to_skip
 from kvcached_nixl.vllm.patches import answering, frontend, seams_in
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_SENT_BYTES, Prompt, encode
 from kvcached_nixl.wire.question import Question
@@ -47,12 +47,8 @@ PRODUCER = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    registry = Registry(reason_to_skip)
-    registry.add((*seams_in(frontend), *seams_in(answering)))
-    registry.complete()
-    assert not registry.refusals()
-    yield registry
-    registry.uninstall()
+    with applied((*seams_in(frontend), *seams_in(answering))) as registry:
+        yield registry
 
 
 class Client:

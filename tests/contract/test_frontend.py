@@ -18,6 +18,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
+from support.patches import applied
 from vllm.entrypoints.serve.elastic_ep.middleware import ScalingMiddleware
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -31,7 +32,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from kvcached_nixl.patching import Call, Registry
 from kvcached_nixl.vllm.adapter.attributes import first_bound
 from kvcached_nixl.vllm.adapter.locate import ERROR_MODULES
-from kvcached_nixl.vllm.adapter.versions import reason_to_skip
 from kvcached_nixl.vllm.patches import frontend, leaving, seams_in
 
 ERROR_RESPONSES = (
@@ -42,12 +42,8 @@ ERROR_RESPONSES = (
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    registry = Registry(reason_to_skip)
-    registry.add((*seams_in(frontend), *seams_in(leaving)))
-    registry.complete()
-    assert not registry.refusals()
-    yield registry
-    registry.uninstall()
+    with applied((*seams_in(frontend), *seams_in(leaving))) as registry:
+        yield registry
 
 
 def request_of(kind: RequestOutputKind, request_id: str = "inner", **more: Any) -> EngineCoreRequest:

@@ -16,25 +16,20 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
+from support.patches import applied
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
-from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.adapter.versions import reason_to_skip
 from kvcached_nixl.vllm.adapter.weights import distrust, note_calls
 from kvcached_nixl.vllm.patches import resting, weights
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[None]:
-    registry = Registry(reason_to_skip)
-    registry.add((resting.process_input_queue, weights.collective_rpc))
-    registry.complete()
-    assert not registry.refusals()
-    yield
-    registry.uninstall()
+    with applied((resting.process_input_queue, weights.collective_rpc)):
+        yield
 
 
 class Executor:

@@ -16,23 +16,19 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 
 from fastapi import FastAPI
 from starlette.testclient import TestClient
+from support.patches import applied
 from vllm.entrypoints.serve.elastic_ep.middleware import ScalingMiddleware
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.adapter.versions import reason_to_skip
 from kvcached_nixl.vllm.patches import leaving
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    registry = Registry(reason_to_skip)
-    registry.add((leaving.shut_down, leaving.check_health, leaving.serve_http, leaving.add_request))
-    registry.complete()
-    assert not registry.refusals()
-    yield registry
-    registry.uninstall()
+    with applied((leaving.shut_down, leaving.check_health, leaving.serve_http, leaving.add_request)) as registry:
+        yield registry
 
 
 class Outputs:

@@ -14,24 +14,21 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
+from support.patches import applied
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType, FinishReason, UtilityOutput
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.adapter.versions import installed_row, reason_to_skip
+from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.vllm.patches import pausing, seams_in
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    registry = Registry(reason_to_skip)
-    registry.add(seams_in(pausing))
-    registry.complete()
-    assert not registry.refusals()
-    yield registry
-    registry.uninstall()
+    with applied(seams_in(pausing)) as registry:
+        yield registry
 
 
 def clear(*_: Any) -> None:

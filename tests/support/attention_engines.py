@@ -15,9 +15,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.adapter.versions import installed_row, reason_to_skip
+from kvcached_nixl.vllm.adapter.versions import installed_row
 from kvcached_nixl.vllm.patches import PATCHES
 from support.kvcached_memory import Geometry
+from support.patches import applied
 from support.stock_pair import MAX_TOKENS, Engine, build_engine, single_process_group, write_model
 
 ERAS = ["packed", "latent" if installed_row().shape.logical_views else "mla"]
@@ -33,12 +34,8 @@ def parallel_state() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    registry = Registry(reason_to_skip)
-    registry.add(PATCHES)
-    registry.complete()
-    assert registry.refusals() == ()
-    yield registry
-    registry.uninstall()
+    with applied(PATCHES) as registry:
+        yield registry
 
 
 def backend_of(geometry: Geometry) -> type:
