@@ -22,23 +22,6 @@ import msgspec
 from packaging.specifiers import SpecifierSet
 from support import attention_engines, engine_node
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, same
-from support.handover_cases import (  # noqa: F401
-    POLICIES,
-    SHORT_SECONDS,
-    direction,
-    node,
-    pair,
-    test_a_peer_that_was_forgotten_is_met_again,
-    test_a_prompt_that_prefill_computed_in_chunks_arrives,
-    test_decode_may_have_blocks_of_other_sizes,
-    test_decodes_request_aborted_in_its_queue_frees_prefills_blocks,
-    test_kernel_blocks_may_be_smaller_than_blocks,
-    test_only_tokens_that_decode_has_not_cached_are_moved,
-    test_parameters_from_before_prefills_restart_give_no_bytes,
-    test_parameters_of_a_lease_that_has_ended_give_no_bytes,
-    test_prefill_lets_go_of_what_decode_has_cached_altogether,
-    test_the_missing_blocks_arrive_and_no_other_changes,
-)
 from support.handover_node import (
     DECODE_FILLING,
     IDLE_SECONDS,
@@ -56,6 +39,23 @@ from support.handover_node import (
     until_both,
 )
 from support.internals import addresses_of, attempts_of, leases_of
+from support.node_cases import (  # noqa: F401
+    POLICIES,
+    SHORT_SECONDS,
+    direction,
+    node,
+    pair,
+    test_a_peer_that_was_forgotten_is_met_again,
+    test_a_prompt_that_prefill_computed_in_chunks_arrives,
+    test_decode_may_have_blocks_of_other_sizes,
+    test_decodes_request_aborted_in_its_queue_frees_prefills_blocks,
+    test_kernel_blocks_may_be_smaller_than_blocks,
+    test_only_tokens_that_decode_has_not_cached_are_moved,
+    test_parameters_from_before_prefills_restart_give_no_bytes,
+    test_parameters_of_a_lease_that_has_ended_give_no_bytes,
+    test_prefill_lets_go_of_what_decode_has_cached_altogether,
+    test_the_missing_blocks_arrive_and_no_other_changes,
+)
 from support.transports import until
 from vllm.v1.request import RequestStatus
 

@@ -16,13 +16,6 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 import torch
 from support import attention_engines, engine_node, handover_node
 from support.engine_node import DECODE_ID, PREFILL_ID, nodes
-from support.handover_cases import (  # noqa: F401 - run here, too
-    test_a_prompt_that_prefill_computed_in_chunks_arrives,
-    test_decode_may_have_blocks_of_other_sizes,
-    test_kernel_blocks_may_be_smaller_than_blocks,
-    test_only_tokens_that_decode_has_not_cached_are_moved,
-    test_the_missing_blocks_arrive_and_no_other_changes,
-)
 from support.handover_node import (
     DECODE_FILLING,
     PREFILL_FILLING,
@@ -34,6 +27,13 @@ from support.handover_node import (
     prefilled,
     rest,
     until_both,
+)
+from support.node_cases import (  # noqa: F401 - run here, too
+    test_a_prompt_that_prefill_computed_in_chunks_arrives,
+    test_decode_may_have_blocks_of_other_sizes,
+    test_kernel_blocks_may_be_smaller_than_blocks,
+    test_only_tokens_that_decode_has_not_cached_are_moved,
+    test_the_missing_blocks_arrive_and_no_other_changes,
 )
 
 from kvcached_nixl.wire.causes import FailureCause

@@ -28,6 +28,16 @@ def ends(pair: Asks, found: Request, *, recomputes: bool) -> None:
     assert pair.causes()
 
 
+def is_told(pair: Asks, changed: dict[str, Any], seconds: float) -> None:
+    """Prefill's answer has other parameters than it would have, and so has the next one."""
+    for _ in range(2):
+        pair.compute()
+        if pair.asked:
+            asked = pair.asked[0]
+            asked.say({**copy.deepcopy(asked.request.answer), **changed})
+        pair.pass_time(seconds)
+
+
 def nested(depth: int) -> Any:
     found: Any = 1
     for _ in range(depth):
@@ -58,12 +68,7 @@ def test_parameters_that_nobody_expects(mode: str, recomputes: bool, changed: di
     """Those of this prompt, with one field changed. If KV is sent meanwhile, they only have to name prefill."""
     pair = Asks(mode, recomputes=recomputes)
     found = pair.arrives()
-    for _ in range(2):
-        pair.compute()
-        if pair.asked:
-            asked = pair.asked[0]
-            asked.say({**copy.deepcopy(asked.request.answer), **changed})
-        pair.settle()
+    is_told(pair, changed, 0.0)
     names = {"remote_engine_id", "remote_host", "remote_port", "tp_size"} & changed.keys()
     if "more" in changed or (pair.is_at_once and not names):
         pair.serve()
@@ -83,12 +88,7 @@ def test_parameters_that_nobody_expects(mode: str, recomputes: bool, changed: di
 def test_parameters_that_name_nobody(mode: str, recomputes: bool, field: str, value: Any) -> None:
     pair = Asks(mode, recomputes=recomputes)
     found = pair.arrives()
-    for _ in range(2):
-        pair.compute()
-        if pair.asked:
-            asked = pair.asked[0]
-            asked.say({**asked.request.answer, field: value})
-        pair.pass_time(TIMEOUT_SECONDS)
+    is_told(pair, {field: value}, TIMEOUT_SECONDS)
     ends(pair, found, recomputes=recomputes)
     pair.nothing_is_left(2 * (LEASE_SECONDS + TIMEOUT_SECONDS))
 
