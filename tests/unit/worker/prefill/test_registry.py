@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.engine_fakes import grown
-from support.internals import forbid_scans, leftovers, matcher_of, offers_of, registrations_of, tokens_of, writer_of
+from support.internals import forbid_scans, leftovers, matcher_of, registrations_of, tokens_of, writer_of
 from support.worker_fakes import (
     BLOCK_SIZE,
     DIGEST,
@@ -20,7 +20,6 @@ from support.worker_fakes import (
     Local,
     Memory,
     Remote,
-    address,
     manifest,
     registration,
 )
@@ -45,7 +44,6 @@ from kvcached_nixl.wire.messages import (
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.wire.timeline import Reported, State, Timeline
 from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
-from kvcached_nixl.worker.prefill.registrations import PROBE_SECONDS
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.staging.slots import Slots, Use
 from kvcached_nixl.worker.staging.staging import Staging
@@ -175,63 +173,7 @@ def timed(prefill: Prefill) -> list[tuple[State, float]]:
     return [(one.state, one.end_seconds - one.begin_seconds) for one in timeline.intervals()]
 
 
-def test_an_offer_is_timed_from_the_end_of_its_request_on() -> None:
-    """Offered, read, and released; a rank that has read and comes again is one more reader."""
-    prefill = Prefill(is_push=False)
-    prefill.offer(is_finished=True)
-    prefill.clock.advance(2.0)
-    prefill.registry.handle("remote-0", Reading(P1, 0))
-    prefill.clock.advance(0.5)
-    prefill.registry.handle("remote-0", Release(P1, "", DIGEST, 0, 1))
-    assert timed(prefill) == [(State.PREFILL_OFFERED, 2.0), (State.PREFILL_SENDING, 0.5)]
-
-
-def test_a_registration_of_an_unknown_rank_is_a_handshake_first(prefill: Prefill) -> None:
-    remote = prefill.remote(is_answering=False)
-    prefill.offer(is_finished=True)
-    prefill.clock.advance(1.0)
-    prefill.register(remote)
-    prefill.deliver()
-    prefill.clock.advance(0.25)
-    prefill.asking.open.pop().set_result(remote.answer())
-    prefill.deliver()
-    expected = [(State.PREFILL_OFFERED, 1.0), (State.PREFILL_HANDSHAKE, 0.25), (State.PREFILL_SENDING, 0.0)]
-    assert timed(prefill) == expected
-
-
-def test_what_was_written_before_its_request_ended_was_never_only_offered(prefill: Prefill, remote: Remote) -> None:
-    prefill.register(remote)
-    prefill.offer()
-    prefill.deliver()
-    prefill.clock.advance(1.0)
-    prefill.registry.finish(P1)
-    assert timed(prefill) == [(State.PREFILL_SENDING, 0.0)]
-
-
-def test_only_the_first_rank_times_an_offer() -> None:
-    prefill = Prefill(is_push=False, tp_size=2, tp_rank=1)
-    prefill.offer(is_finished=True)
-    prefill.registry.handle("remote-0", Release(P1, "", DIGEST, 0, 2))
-    assert prefill.done == [P1] and prefill.timed == []
-
-
 # -------------------------------------------------------------------------------------------------------------- pairing
-
-
-@pytest.mark.parametrize("is_first", ["registration", "offer"])
-def test_the_same_prompt_under_the_same_name_is_written(prefill: Prefill, remote: Remote, is_first: str) -> None:
-    if is_first == "registration":
-        prefill.register(remote)
-        prefill.deliver()
-        prefill.offer(is_finished=True)
-    else:
-        prefill.offer(is_finished=True)
-        prefill.register(remote)
-    prefill.deliver()
-    assert said(remote) == [written(LAST)]
-    assert is_written(prefill, remote)
-    assert prefill.done == ["p-1"] and prefill.expired == []
-    assert prefill.is_clean()
 
 
 @pytest.mark.parametrize("is_first", ["registration", "offer"])
@@ -258,45 +200,6 @@ def test_another_prompt_under_the_same_name_is_never_written(
     assert not remote.memory.cells.any()
 
 
-def test_two_prompts_under_one_name_each_go_to_their_own(prefill: Prefill) -> None:
-    """Two requests with one name and different prompts: each registration is written from the offer of its prompt."""
-    one, two = prefill.remote("one", address=address("one")), prefill.remote("two", address=address("two", port=5602))
-    prefill.register(one)
-    prefill.offer(request_id=P2, digest=OTHER_DIGEST, blocks=([1, 2, 4],), is_finished=True)
-    prefill.offer(request_id=P1, is_finished=True)
-    prefill.register(two, 2, digest=OTHER_DIGEST)
-    prefill.deliver()
-    assert said(one) == [written(LAST)]
-    assert said(two) == [written(manifest(request_id="p-2", digest=OTHER_DIGEST), attempt=2)]
-    assert is_written(prefill, one) and is_written(prefill, two, (1, 2, 4))
-    assert sorted(prefill.done) == ["p-1", "p-2"]
-
-
-def test_requests_of_the_same_prompt_under_one_name_are_had_one_each(prefill: Prefill, remote: Remote) -> None:
-    """As with ``n`` > 1, or one X-Request-Id for many requests: each offer is written once, the oldest first."""
-    for request_id in (P1, P2):
-        prefill.offer(request_id=request_id)
-    for attempt in (1, 2, 3):
-        prefill.register(remote, attempt, block_ids=(tuple(range(4 * attempt, 4 * attempt + 3)),))
-    prefill.deliver()
-    found = {one.attempt: one.manifest for one in said(remote) if isinstance(one, Written)}
-    assert {attempt: made.request_id for attempt, made in found.items() if made} == {1: "p-1", 2: "p-2"}
-    prefill.offer(request_id=P3)
-    prefill.deliver()
-    (last,) = said(remote)
-    assert isinstance(last, Written) and last.manifest is not None, "the third registration has waited"
-    assert (last.attempt, last.manifest.request_id) == (3, "p-3")
-
-
-def test_an_exact_request_is_found_by_its_id_alone(prefill: Prefill, remote: Remote) -> None:
-    """A registration with a request id gets that request, although another offer has its name."""
-    prefill.offer(request_id=P2, is_finished=True)
-    prefill.offer(request_id=P1, name="transfer:other", is_finished=True)
-    prefill.register(remote, request_id="p-1")
-    prefill.deliver()
-    assert said(remote) == [written(LAST)] and prefill.done == ["p-1"]
-
-
 @pytest.mark.parametrize(
     ("changed", "cause"),
     [
@@ -315,54 +218,6 @@ def test_an_exact_request_that_is_not_there_is_refused_at_once(
     (stopped,) = said(remote)
     assert isinstance(stopped, Stopped) and (stopped.attempt, stopped.cause) == (1, cause)
     assert not remote.memory.cells.any()
-
-
-def test_a_name_that_nobody_knows_is_waited_for(prefill: Prefill, remote: Remote) -> None:
-    prefill.register(remote)
-    prefill.deliver()
-    prefill.clock.advance(UNMATCHED - 0.1)
-    prefill.registry.turn()
-    prefill.deliver()
-    assert said(remote) == []
-    assert prefill.registry.is_awaiting
-    assert prefill.registry.turn() == pytest.approx(prefill.clock.now_seconds() + 0.1)
-    prefill.clock.advance(0.1)
-    prefill.registry.turn()
-    prefill.deliver()
-    assert [type(one) for one in said(remote)] == [Stopped]
-    assert prefill.is_clean() and not prefill.registry.is_awaiting
-
-
-@pytest.mark.parametrize("how", ["there", "of before"])
-def test_a_known_name_has_a_grace_and_no_more(prefill: Prefill, remote: Remote, how: str) -> None:
-    """The registration waits for a short time only: a router may be retrying both sides, prefill second."""
-    prefill.offer(is_finished=True, digest=OTHER_DIGEST)
-    if how == "of before":
-        prefill.registry.stop(P1, "aborted")
-    prefill.register(remote)
-    prefill.clock.advance(GRACE_SECONDS - 0.1)
-    prefill.registry.turn()
-    prefill.deliver()
-    assert said(remote) == []
-    prefill.clock.advance(0.1)
-    prefill.registry.turn()
-    prefill.deliver()
-    assert [type(one) for one in said(remote)] == [Stopped]
-
-
-def test_a_retry_of_both_is_served(prefill: Prefill, remote: Remote) -> None:
-    """A second hand-over with the same name is served, even if decode registers before prefill has offered."""
-    prefill.offer(is_finished=True)
-    prefill.register(remote)
-    prefill.deliver()
-    assert prefill.done == ["p-1"]
-    prefill.register(remote, 2)
-    prefill.clock.advance(GRACE_SECONDS / 2)
-    prefill.registry.turn()
-    prefill.offer(request_id=P2, is_finished=True)
-    prefill.deliver()
-    assert [one.attempt for one in said(remote) if isinstance(one, Written)] == [1, 2]
-    assert prefill.done == ["p-1", "p-2"] and prefill.is_clean()
 
 
 def test_grace_is_never_longer_than_the_wait() -> None:
@@ -395,63 +250,6 @@ def test_a_name_is_forgotten_with_its_lease(prefill: Prefill, remote: Remote) ->
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
-
-
-def test_what_a_step_has_computed_is_written_while_the_next_one_computes(prefill: Prefill, remote: Remote) -> None:
-    """Each WRITE ends at a block boundary of both sides, has a number, and only the last one has the manifest."""
-    prefill.register(remote)
-    prefill.offer(0, blocks=())
-    prefill.deliver()
-    assert said(remote) == []
-    for ready, blocks in ((3, [7]), (4, [7]), (7, [7, 3]), (9, [7, 3, 9])):
-        prefill.offer(ready, blocks=(blocks,))
-        prefill.deliver()
-    assert said(remote) == [written(end_token=4), written(index=1, end_token=8)]
-    assert is_written(prefill, remote, (7, 3), (17, 13)) and not remote.memory.cells[:, 19].any()
-    assert not prefill.registry.is_delivering
-    prefill.offer(TOKENS)
-    prefill.turn()
-    assert prefill.registry.is_delivering
-    prefill.deliver()
-    assert said(remote) == [written(LAST, 2)]
-    assert is_written(prefill, remote) and not prefill.registry.is_delivering
-    assert prefill.done == [], "it generates"
-    prefill.registry.finish(P1)
-    assert prefill.done == ["p-1"] and prefill.is_clean()
-    (moved,) = prefill.moved
-    assert moved.num_bytes == 3 * sum(cells[0].nbytes for cells in prefill.memory.cells), "once, however many WRITEs"
-
-
-def test_a_write_waits_for_the_handshake(prefill: Prefill) -> None:
-    remote = prefill.remote(is_answering=False)
-    prefill.register(remote)
-    prefill.offer(is_finished=True)
-    prefill.deliver()
-    assert prefill.transport.posted == []
-    prefill.asking.open.pop().set_result(remote.answer())
-    prefill.deliver()
-    assert said(remote) == [written(LAST)]
-
-
-def test_tokens_of_decodes_prefix_cache_are_not_written(prefill: Prefill, remote: Remote) -> None:
-    prefill.register(remote, first_token=4, block_ids=((13, 19),))
-    prefill.offer(is_finished=True)
-    prefill.deliver()
-    assert is_written(prefill, remote, (3, 9), (13, 19)) and not remote.memory.cells[:, 17].any()
-
-
-def test_sizes_of_blocks_may_differ() -> None:
-    prefill = Prefill(memory=Memory(block_size=2))
-    remote = prefill.remote(memory=Memory(block_size=8))
-    prefill.register(remote, block_sizes=(8,), block_ids=((17, 13),))
-    prefill.offer(7, blocks=([1, 2, 4, 5],))
-    prefill.deliver()
-    assert said(remote) == [], "half of decode's block goes with the other half"
-    prefill.offer(TOKENS, blocks=([1, 2, 4, 5, 6],))
-    prefill.deliver()
-    assert said(remote) == [written(LAST)]
-    here = prefill.memory.cells[:, [1, 2, 4, 5, 6]].reshape(2, TOKENS)
-    assert np.array_equal(remote.memory.cells[:, [17, 13]].reshape(2, 16)[:, :TOKENS], here)
 
 
 @pytest.mark.parametrize(
@@ -489,58 +287,6 @@ def test_who_registers_for_another_is_refused(prefill: Prefill, remote: Remote) 
     prefill.deliver()
     assert said(remote) == [], "it counts as a rank that needs no more; another offer will be its own"
     assert prefill.done == ["p-1"]
-
-
-@pytest.mark.parametrize("error", [ConnectionRefusedError(), OSError("no route")], ids=["dead", "silent"])
-def test_a_decode_that_is_not_met_costs_its_registration(prefill: Prefill, remote: Remote, error: Exception) -> None:
-    prefill.asking.answers[remote.place] = error
-    prefill.register(remote)
-    prefill.offer(is_finished=True)
-    prefill.deliver()
-    assert prefill.is_clean() and not prefill.peers.dropped, "nobody is answered"
-
-
-def test_a_registration_counts_once(prefill: Prefill, remote: Remote) -> None:
-    """A registration that is repeated, also after it was served, is dropped and counted."""
-    prefill.register(remote)
-    prefill.register(remote)
-    prefill.offer(is_finished=True)
-    prefill.deliver()
-    prefill.register(remote)
-    prefill.deliver()
-    assert prefill.registry.dropped == {"doubled or late registration": 2}
-    assert said(remote) == [written(LAST)]
-
-
-def test_a_write_that_fails_is_answered_when_nothing_is_in_flight(prefill: Prefill, remote: Remote) -> None:
-    prefill.register(remote)
-    prefill.offer(4, blocks=([7],))
-    prefill.turn()
-    prefill.network.fail(prefill.in_flight[0])
-    prefill.deliver()
-    (stopped,) = said(remote)
-    assert isinstance(stopped, Stopped) and stopped.cause == FailureCause.LOST
-    prefill.offer(TOKENS, is_finished=True)
-    prefill.deliver()
-    assert prefill.done == ["p-1"] and not remote.memory.cells.any()
-
-
-def test_every_rank_of_decode_that_shares_heads_is_waited_for() -> None:
-    """With two ranks of decode and one of prefill, the blocks are kept until both ranks have their heads."""
-    prefill = Prefill(memory=Memory(num_heads=2))
-    remotes = [
-        prefill.remote(address=address(tp_size=2, tp_rank=rank), memory=Memory(num_heads=1, first_head=rank))
-        for rank in range(2)
-    ]
-    prefill.offer(is_finished=True)
-    prefill.register(remotes[0])
-    prefill.deliver()
-    assert said(remotes[0]) == [written(LAST)] and prefill.done == []
-    prefill.register(remotes[1])
-    prefill.deliver()
-    assert prefill.done == ["p-1"]
-    for rank, remote in enumerate(remotes):
-        assert np.array_equal(remote.memory.cells[:, [17, 13, 19], :, 0], prefill.memory.cells[:, [7, 3, 9], :, rank])
 
 
 def test_a_range_of_several_writes_has_arrived_with_the_last_of_them() -> None:
@@ -675,9 +421,6 @@ def test_what_is_said_about_a_registration_reaches_nobody_but_who_made_it(
     assert prefill.peers.dropped == {"meant for another agent": 1}
 
 
-# ----------------------------------------------------------------------------------------------- prefill's staging slab
-
-
 def test_blocks_are_free_as_soon_as_they_are_copied_and_this_is_reported_once() -> None:
     """Whoever registers later is written from the slots."""
     prefill = Prefill(slots=Slots(24, 8))
@@ -728,6 +471,9 @@ def test_a_hold_of_blocks_that_were_copied_is_idle_although_their_slots_are_writ
     assert said(remote) == [written(end_token=4)] and prefill.side.staging.slots.used(Use.PARKED) == 0
 
 
+# ----------------------------------------------------------------------------------------------- prefill's staging slab
+
+
 def test_a_registration_whose_blocks_cannot_be_copied_is_told_why() -> None:
     """With its offer larger than the slab, each of its ranges is copied when decode has registered."""
     prefill = Prefill(slots=Slots(8, 4))
@@ -776,29 +522,6 @@ def test_windows_of_which_another_rank_writes_everything_make_room_for_the_next(
     assert prefill.done == ["p-1"] and prefill.is_clean()
 
 
-# ------------------------------------------------------------------------------------------------ withdrawn, dead peers
-
-
-def test_a_write_that_never_ends_is_given_up_and_its_reader_is_probed(prefill: Prefill, remote: Remote) -> None:
-    """A WRITE to a decode that has vanished: decode is probed, and the blocks are free once the WRITE has failed."""
-    prefill.offer(is_finished=True)
-    prefill.register(remote)
-    prefill.turn()
-    assert len(prefill.in_flight) == 1
-    asked = len(prefill.asking.asked)
-    prefill.clock.advance(UNMATCHED + PROBE_SECONDS)
-    assert prefill.registry.turn() is not None
-    assert len(prefill.asking.asked) == asked + 1
-    prefill.clock.advance(PROBE_SECONDS)
-    prefill.registry.turn()
-    prefill.turn()
-    assert len(prefill.asking.asked) >= asked + 1 and not prefill.done, "a READ of its blocks may be under way"
-    prefill.network.fail(prefill.in_flight[0])
-    prefill.clock.advance(1)
-    prefill.deliver()
-    assert prefill.done == [P1] and prefill.is_clean()
-
-
 def test_a_withdrawn_registration_is_answered_when_nothing_is_in_flight(prefill: Prefill, remote: Remote) -> None:
     """Rule R2 (nixl#2067)."""
     prefill.register(remote)
@@ -839,6 +562,9 @@ def test_a_withdrawal_that_is_asked_again_is_answered_again(prefill: Prefill, re
     assert said(remote) == [Stopped(1, 0, FailureCause.STOPPED, "withdrawn")] * 3
 
 
+# ------------------------------------------------------------------------------------------------ withdrawn, dead peers
+
+
 def test_a_decode_that_is_gone_is_written_no_more(prefill: Prefill, remote: Remote) -> None:
     prefill.register(remote)
     prefill.register(remote, 2, name="transfer:waiting")
@@ -854,29 +580,6 @@ def test_a_decode_that_is_gone_is_written_no_more(prefill: Prefill, remote: Remo
     prefill.offer(TOKENS, is_finished=True)
     prefill.deliver()
     assert prefill.done == ["p-1"] and prefill.is_clean()
-
-
-def test_a_rank_that_disappears_without_a_word_keeps_nobody_waiting_but_itself(prefill: Prefill) -> None:
-    """Its offer's blocks are kept until NIXL says that nothing is in flight; other offers are written meanwhile."""
-    silent = prefill.remote("silent", address=address("silent"))
-    prefill.network.vanish("silent-0")
-    prefill.register(silent)
-    prefill.offer(is_finished=True)
-    prefill.turn()
-    prefill.clock.advance(10 * LEASE)
-    prefill.registry.turn()
-    prefill.turn()
-    assert prefill.done == [], "it may still be read"
-    other = prefill.remote("other", address=address("other", port=5602))
-    prefill.offer(request_id=P2, name="transfer:u", is_finished=True)
-    prefill.register(other, 2, name="transfer:u")
-    prefill.deliver()
-    assert prefill.done == ["p-2"] and len(said(other)) == 1
-    prefill.peers.lost("silent-0")
-    prefill.turn()
-    prefill.clock.advance(1)
-    prefill.deliver()
-    assert prefill.done == ["p-2", "p-1"]
 
 
 def test_a_defect_fails_the_registration_that_it_met(prefill: Prefill, remote: Remote) -> None:
@@ -903,19 +606,6 @@ def test_a_defect_while_a_write_is_made_fails_its_registration(
 
 
 # ----------------------------------------------------------------------------------------------- prefill's request ends
-
-
-def test_a_request_that_ends_before_its_prompt_is_computed_lets_decode_down(prefill: Prefill, remote: Remote) -> None:
-    prefill.register(remote)
-    prefill.offer(4, blocks=([7],))
-    prefill.turn()
-    prefill.registry.stop(P1, "aborted")
-    assert prefill.done == [], "it is being read"
-    prefill.deliver()
-    prefill.clock.advance(1)
-    prefill.deliver()
-    assert said(remote)[-1] == Stopped(1, 0, FailureCause.STOPPED, "aborted")
-    assert prefill.done == ["p-1"] and prefill.is_clean()
 
 
 def test_one_that_finishes_short_lets_decode_down(prefill: Prefill, remote: Remote) -> None:
@@ -979,98 +669,7 @@ def test_a_request_that_nobody_was_told_of_is_done_at_once(prefill: Prefill, end
     assert (prefill.done, prefill.quiet) == (([], [4]) if ends == "preempt" else (["p-1"], []))
 
 
-def test_a_stopped_offer_that_is_still_read_takes_in_nobody(prefill: Prefill, remote: Remote) -> None:
-    other = prefill.remote("other", address=address("other", port=5602))
-    prefill.register(remote)
-    prefill.offer()
-    prefill.turn()
-    prefill.registry.stop(P1, "aborted")
-    prefill.register(other, 2, request_id="p-1")
-    prefill.register(other, 3)
-    prefill.turn()
-    prefill.network.deliver_all()
-    (stopped,) = said(other)
-    assert isinstance(stopped, Stopped) and (stopped.attempt, stopped.cause) == (2, FailureCause.LEASE)
-    prefill.offer(request_id=P2)
-    prefill.deliver()
-    (last,) = said(other)
-    assert isinstance(last, Written) and last.manifest is not None, "the third registration has waited"
-    assert (last.attempt, last.manifest.request_id) == (3, "p-2")
-
-
-# --------------------------------------------------------------------------------------------------------------- leases
-
-
-def test_what_nobody_fetches_is_kept_as_long_as_its_lease(prefill: Prefill) -> None:
-    prefill.offer(is_finished=True)
-    prefill.table.publish(P1, LAST.ownership_token)
-    prefill.clock.advance(LEASE - 0.1)
-    assert prefill.registry.turn() == pytest.approx(prefill.clock.now_seconds() + 0.1)
-    assert prefill.done == []
-    prefill.clock.advance(0.1)
-    prefill.registry.turn()
-    assert (prefill.done, prefill.expired) == (["p-1"], ["p-1"])
-    assert len(prefill.table) == 0 and prefill.is_clean()
-
-
-@pytest.mark.parametrize("name", ["p-1", NAME])
-def test_a_heartbeat_renews_by_id_and_by_name(prefill: Prefill, name: str) -> None:
-    prefill.offer(is_finished=True)
-    prefill.clock.advance(LEASE - 1)
-    prefill.registry.renew(["unknown", name])
-    prefill.clock.advance(2)
-    prefill.registry.turn()
-    assert prefill.done == []
-    prefill.clock.advance(LEASE)
-    prefill.registry.turn()
-    assert prefill.expired == ["p-1"]
-
-
-def test_a_lease_begins_with_the_end(prefill: Prefill) -> None:
-    """A request that still generates has no lease yet."""
-    prefill.offer()
-    prefill.clock.advance(10 * LEASE)
-    prefill.registry.turn()
-    assert prefill.done == []
-    prefill.registry.finish(P1)
-    prefill.clock.advance(LEASE)
-    prefill.registry.turn()
-    assert prefill.expired == ["p-1"]
-
-
-def test_a_lease_that_ends_while_decode_is_written_to_ends_nothing(prefill: Prefill, remote: Remote) -> None:
-    prefill.offer(is_finished=True)
-    prefill.register(remote)
-    prefill.turn()
-    prefill.clock.advance(LEASE)
-    prefill.registry.turn()
-    assert prefill.done == []
-    prefill.deliver()
-    assert prefill.done == ["p-1"] and prefill.expired == []
-
-
 # -------------------------------------------------------------------------------------------------------------- release
-
-
-@pytest.mark.parametrize("is_push", [False, True])
-def test_decode_that_needs_no_more_frees_the_blocks(is_push: bool) -> None:
-    """Decode has read everything, or had it cached. The ownership token is removed before the blocks are free (R3)."""
-    prefill = Prefill(is_push=is_push)
-    prefill.offer(is_finished=True)
-    prefill.table.publish(P1, LAST.ownership_token)
-    prefill.registry.handle("remote-0", Release("p-1", "", DIGEST, 0, 1))
-    assert prefill.done == ["p-1"] and prefill.expired == [] and len(prefill.table) == 0
-    assert prefill.is_clean()
-    prefill.registry.handle("remote-0", Release("p-1", "", DIGEST, 0, 1))
-    assert prefill.is_clean()
-
-
-def test_a_release_before_the_end_counts_when_it_comes(prefill: Prefill) -> None:
-    prefill.offer(4, blocks=([7],))
-    prefill.registry.handle("remote-0", Release("p-1", "", DIGEST, 0, 1))
-    assert prefill.done == []
-    prefill.registry.finish(P1)
-    assert prefill.done == ["p-1"]
 
 
 def test_a_release_by_name_before_its_offer_counts(prefill: Prefill) -> None:
@@ -1203,69 +802,7 @@ def test_ranks_that_have_released_it_before_its_offer_are_counted_one_by_one(pre
     assert prefill.done == ["p-1"]
 
 
-def test_all_ranks_of_decode_have_to_need_no_more() -> None:
-    prefill = Prefill(is_push=False)
-    prefill.offer(is_finished=True)
-    prefill.registry.handle("a", Release("p-1", "", DIGEST, 0, 2))
-    prefill.registry.handle("a", Release("p-1", "", DIGEST, 0, 2))
-    assert prefill.done == []
-    prefill.registry.handle("b", Release("p-1", "", DIGEST, 1, 2))
-    assert prefill.done == ["p-1"]
-
-
-def test_of_many_ranks_only_those_that_share_its_heads_are_awaited() -> None:
-    prefill = Prefill(is_push=False, tp_size=2)
-    prefill.offer(is_finished=True)
-    prefill.registry.handle("a", Release("p-1", "", DIGEST, 0, 4))
-    assert prefill.done == []
-    prefill.registry.handle("b", Release("p-1", "", DIGEST, 1, 4))
-    assert prefill.done == ["p-1"]
-
-
 # ---------------------------------------------------------------------------------------------- preemption and rollback
-
-
-def test_a_preempted_request_that_nobody_reads_is_idle_at_once(prefill: Prefill) -> None:
-    prefill.offer(4, blocks=([7],))
-    prefill.registry.preempt(P1, 4)
-    assert prefill.quiet == [4]
-
-
-def test_blocks_of_a_preempted_request_are_held_until_nothing_reads_them(prefill: Prefill, remote: Remote) -> None:
-    """The hold is idle as soon as its WRITE has ended. Tokens that were written are not written again."""
-    prefill.register(remote)
-    prefill.offer(4, blocks=([7],))
-    prefill.turn()
-    prefill.registry.preempt(P1, 4)
-    prefill.turn()
-    assert prefill.quiet == []
-    prefill.deliver()
-    assert prefill.quiet == [4]
-    prefill.offer(4, blocks=([1],))
-    prefill.deliver()
-    assert [type(one) for one in said(remote)] == [Written]
-    prefill.offer(TOKENS, blocks=([1, 2, 4],), is_finished=True)
-    prefill.deliver()
-    assert said(remote) == [written(LAST, 1)]
-    assert is_written(prefill, remote, (7, 2, 4))
-    assert prefill.quiet == [4] and prefill.done == ["p-1"] and prefill.is_clean()
-
-
-def test_a_request_may_be_preempted_while_the_blocks_of_before_are_still_read(prefill: Prefill, remote: Remote) -> None:
-    prefill.register(remote)
-    prefill.offer(4, blocks=([7],))
-    prefill.turn()
-    prefill.registry.preempt(P1, 4)
-    prefill.offer(8, blocks=([1, 2],))
-    prefill.turn()
-    prefill.registry.preempt(P1, 5)
-    first, second = prefill.in_flight
-    prefill.network.deliver(second)
-    prefill.turn()
-    assert prefill.quiet == []
-    prefill.network.deliver(first)
-    prefill.turn()
-    assert prefill.quiet == [4, 5]
 
 
 def test_tokens_that_were_written_and_are_computed_anew_end_the_hand_over(prefill: Prefill, remote: Remote) -> None:
@@ -1304,16 +841,6 @@ def test_tokens_that_were_not_written_yet_may_be_computed_anew(prefill: Prefill,
 # ----------------------------------------------------------------------------------------------------------- in general
 
 
-def test_what_is_awaited_is_known() -> None:
-    """The transfer thread polls for messages soon while a registration, or in a push an offer, is not finished."""
-    pull, push = Prefill(is_push=False), Prefill()
-    for prefill in (pull, push):
-        assert not prefill.registry.is_awaiting and len(prefill.registry) == 0
-        prefill.offer()
-        assert len(prefill.registry) == 1
-    assert push.registry.is_awaiting and not pull.registry.is_awaiting
-
-
 def test_a_turn_costs_what_is_due() -> None:
     """A turn does not visit the offers and registrations that only wait."""
     prefill = Prefill()
@@ -1333,14 +860,6 @@ def test_what_is_remembered_has_an_end() -> None:
     assert [number for number in range(CAPACITY + 10) if number not in remembered] == list(range(10))
 
 
-def test_blocks_are_kept_as_the_kernel_counts_them() -> None:
-    """The scheduler counts logical blocks; memory is laid out in kernel blocks."""
-    prefill = Prefill(kernel_blocks_per_block=2, num_groups=2)
-    prefill.offer(4, blocks=([7], [3]))
-    (offer,) = offers_of(prefill.registry).values()
-    assert [list(one.ids) for one in offer.blocks] == [[14, 15], [6, 7]]
-
-
 def test_an_offer_of_another_prompt_under_its_id_takes_it_back(prefill: Prefill, remote: Remote) -> None:
     """Decode was told of the first prompt's blocks, so the offer is revoked. The request's end is reported once."""
     prefill.offer(0, blocks=())
@@ -1355,17 +874,6 @@ def test_an_offer_of_another_prompt_under_its_id_takes_it_back(prefill: Prefill,
 # ------------------------------------------------------------------------------------------------ before prefill begins
 
 
-def test_prefill_is_told_when_decode_registers_for_what_has_not_begun(prefill: Prefill, remote: Remote) -> None:
-    prefill.register(remote, attempt=1, name="another")
-    prefill.offer(0, blocks=())
-    prefill.registry.await_claim(P1, 5)
-    assert prefill.claimed == []
-    prefill.register(remote, attempt=2)
-    assert prefill.claimed == [5]
-    prefill.register(remote, attempt=3)
-    assert prefill.claimed == [5], "once"
-
-
 @pytest.mark.parametrize("why", ["registered", "not known", "ended", "asked after prefill's answer"])
 def test_prefill_is_told_at_once_where_nobody_would_register(prefill: Prefill, remote: Remote, why: str) -> None:
     request_id = "p-0" if why == "asked after prefill's answer" else ""
@@ -1377,18 +885,4 @@ def test_prefill_is_told_at_once_where_nobody_would_register(prefill: Prefill, r
     if why == "ended":
         prefill.registry.stop(P1, "aborted")
     prefill.registry.await_claim(P1, 5)
-    assert prefill.claimed == [5]
-
-
-def test_before_any_registration_prefill_waits_for_none(prefill: Prefill) -> None:
-    prefill.offer(0, blocks=())
-    prefill.registry.await_claim(P1, 5)
-    assert prefill.claimed == [5]
-
-
-def test_prefill_is_told_when_decode_needs_nothing_of_what_has_not_begun(prefill: Prefill, remote: Remote) -> None:
-    prefill.register(remote, name="another")
-    prefill.offer(0, blocks=())
-    prefill.registry.await_claim(P1, 5)
-    prefill.registry.handle(remote.transport.name, Release("", NAME, DIGEST, 0, 1))
     assert prefill.claimed == [5]
