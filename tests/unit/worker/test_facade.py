@@ -14,7 +14,6 @@ from support.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.handshake import Weights
-from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
     FetchSpec,
@@ -36,7 +35,6 @@ from kvcached_nixl.worker.thread_messages import (
     EndRenewal,
     Failed,
     Finish,
-    LocalIdentity,
     Outcome,
     Preempt,
     Stop,
@@ -127,13 +125,6 @@ def offered(ready: int = TOKENS, blocks: tuple[list[int], ...] = ([7, 3, 9],), r
     return OfferUpdate(PrefillRequestId(request_id), "transfer:t", DIGEST, TOKENS, grown(*blocks), ready, made)
 
 
-def test_the_thread_learns_once_where_it_is() -> None:
-    worker = Worker(is_known=False, tp_size=2, tp_rank=1)
-    worker.side.begin_step(step())
-    worker.side.begin_step(step())
-    assert worker.thread.take() == [LocalIdentity(Peer(worker.local.engine_id, "10.0.0.1", 5600, 2, 1), WAKE, "0" * 16)]
-
-
 def test_a_step_that_is_told_twice_begins_once() -> None:
     """vLLM 0.29 calls it before the forward pass (``handle_preemptions``), and again where loads begin."""
     worker = Worker()
@@ -158,29 +149,6 @@ def test_a_step_that_is_told_behind_the_forward_pass_is_offered(is_told_before: 
     assert [type(command) for command in worker.thread.take()] == [Computed]
 
 
-def test_a_step_without_news_costs_nothing() -> None:
-    """It submits no command, and records no event."""
-    worker = Worker()
-    worker.side.begin_step(step(is_idle=False))
-    worker.side.end_step()
-    worker.side.take_ended()
-    assert worker.thread.take() == [] and worker.device.events == []
-
-
-def test_decodes_blocks_are_begun_when_the_device_has_ended_all_that_it_was_given() -> None:
-    """Rule R8 (vllm#45357): the event is recorded before the step is submitted, and queried by the transfer thread."""
-    worker = Worker()
-    ones = [wanted(number, MANIFEST) for number in (1, 2)]
-    worker.side.begin_step(step(fetches=ones))
-    want1, want2, begin = worker.thread.take()
-    assert (want1, want2) == (ones[0], ones[1])
-    assert isinstance(begin, BlocksWritable) and begin.attempts == (1, 2)
-    assert len(worker.device.events) == 1
-    assert not begin.is_reached()
-    worker.device.events[0] = True
-    assert begin.is_reached()
-
-
 def test_where_vllm_zeroes_blocks_they_are_begun_after_that() -> None:
     """Rule R8: vLLM 0.29 begins a step before it zeroes blocks; and a step may raise before it has."""
     worker = Worker(zeroes_blocks=True)
@@ -196,24 +164,6 @@ def test_where_vllm_zeroes_blocks_they_are_begun_after_that() -> None:
     assert isinstance(begin, BlocksWritable) and begin.attempts == (2,)
     worker.device.events[0] = True
     assert first.is_reached() and not begin.is_reached()
-
-
-def test_what_a_step_computes_is_offered_when_it_was_given_to_the_device() -> None:
-    """The offer has an event recorded after the step; its ownership token is published at once."""
-    worker = Worker()
-    update = offered()
-    worker.side.begin_step(step(offered=[update], is_idle=False))
-    assert worker.thread.take() == [] and not worker.token_table.any()
-    worker.side.end_step()
-    (offer,) = worker.thread.take()
-    assert isinstance(offer, Computed)
-    assert offer.update is update, "as the scheduler has said it"
-    assert not offer.is_reached()
-    worker.device.events[0] = True
-    assert offer.is_reached()
-    assert worker.token_table[np.nonzero(worker.token_table)].tolist() == [MANIFEST.ownership_token]
-    worker.side.end_step()
-    assert worker.thread.take() == [], "once"
 
 
 @pytest.mark.parametrize("is_read", [True, False], ids=["read", "staged"])
@@ -238,21 +188,6 @@ def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_n
     worker.side.end_step()
     assert seen == [(1, False, [])]
     assert bool(worker.token_table.any()) is is_read and len(worker.thread.take()) == 1
-
-
-def test_all_that_a_step_offers_shares_one_event() -> None:
-    worker = Worker(is_read=False)
-    worker.side.begin_step(step(offered=[offered(4, ([7],)), offered(8, ([1, 2],), "p-2")]))
-    worker.side.end_step()
-    assert len(worker.thread.take()) == 2 and len(worker.device.events) == 1
-
-
-def test_a_push_has_no_tokens() -> None:
-    """Decode reads no ownership token in a push: prefill's notification says what it wrote."""
-    worker = Worker(is_read=False)
-    worker.side.begin_step(step(offered=[offered()]))
-    worker.side.end_step()
-    assert not worker.token_table.any()
 
 
 def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
@@ -347,25 +282,6 @@ def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
     ]
 
 
-def test_what_is_offered_at_its_end_only_is_offered_before_it_ends() -> None:
-    """A request whose last tokens this step computes is finished after its offer."""
-    worker = Worker(is_read=False)
-    worker.side.begin_step(step(offered=[offered()], finished=[P1, PrefillRequestId("p-3")]))
-    assert worker.thread.take() == [Finish(PrefillRequestId("p-3"))]
-    worker.side.end_step()
-    offer, finish = worker.thread.take()
-    assert isinstance(offer, Computed) and finish == Finish(P1)
-
-
-def test_the_thread_knows_while_a_step_is_given_to_the_device() -> None:
-    worker = Worker()
-    for is_idle in (False, True):
-        worker.side.begin_step(step(is_idle=is_idle))
-        assert worker.thread.engine_computes is not is_idle
-        worker.side.end_step()
-        assert not worker.thread.engine_computes
-
-
 # ---------------------------------------------------------------------------------------------------- what vLLM is told
 
 
@@ -388,14 +304,6 @@ def test_what_has_ended_is_told_in_text_of_ours(caplog: pytest.LogCaptureFixture
     assert worker.side.take_ended().sent == set()
 
 
-def test_marks_wait_until_they_are_taken() -> None:
-    worker = Worker()
-    for number in (1, 2):
-        worker.thread.outcome = Outcome(failed={number: Failed(DecodeRequestId("d"), FailureCause.LOST, "")})
-        worker.side.take_ended()
-    assert worker.side.take_marks() == {failed_mark(1, FailureCause.LOST), failed_mark(2, FailureCause.LOST)}
-
-
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_the_engines_own_counts_are_told_by_one_rank(tp_rank: int) -> None:
     """Each rank reports its transfers and leases; only the first reports the scheduler's counts."""
@@ -413,12 +321,6 @@ def test_the_engines_own_counts_are_told_by_one_rank(tp_rank: int) -> None:
     assert counted.revoked == (revoked if is_first else Counter())
     counted = worker.side.take_counted()
     assert (counted.moved, counted.expired, counted.failures, counted.quarantined_blocks) == ([], 0, Counter(), None)
-
-
-def test_closing_stops_the_thread() -> None:
-    worker = Worker()
-    worker.side.close()
-    assert worker.thread.is_closed
 
 
 def test_bytes_and_the_slab_are_counted_by_route_and_rank() -> None:
