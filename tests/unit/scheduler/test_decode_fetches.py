@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 from support.engine_fakes import (
-    LEASE,
     PREFILL,
     TIMEOUT,
     TOKENS,
@@ -35,7 +34,7 @@ from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange, digest_of
 from kvcached_nixl.wire.params import MANIFEST_KEY
-from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, Step, UnneededOffer, WakeAddress
+from kvcached_nixl.wire.step import FetchSpec, Step, UnneededOffer, WakeAddress
 
 BLOCKS = ([7, 3, 9],)
 ALL = (TOKENS, True)
@@ -109,22 +108,6 @@ class Decode:
 # -------------------------------------------------------------------------------------------------------------- arrival
 
 
-def test_its_lease_is_renewed_from_its_arrival_on() -> None:
-    """It may wait in vLLM's queue for longer than a lease (vllm#38027)."""
-    decode = Decode()
-    manifest = manifest_of(prompt(), lease_seconds=7.0)
-    decode.arrive(of_decode(manifest=manifest))
-    assert decode.take().renewed == [LeaseRenewal(D1, PREFILL, manifest.request_id, 7.0)]
-    decode.arrive(of_decode(manifest=manifest))
-    assert decode.take().renewed == [], "once"
-
-
-def test_where_both_are_asked_at_once_the_name_is_renewed() -> None:
-    decode = Decode(mode=TransferMode.PUSH)
-    decode.arrive(at_once())
-    assert decode.take().renewed == [LeaseRenewal(D1, PREFILL, "transfer:t", LEASE)]
-
-
 def test_a_name_that_a_heartbeat_cannot_say_is_warned_of_and_fetched_even_so(caplog: pytest.LogCaptureFixture) -> None:
     decode = Decode()
     request = of_decode(manifest=manifest_of(prompt(), request_id="a,b"))
@@ -134,47 +117,7 @@ def test_a_name_that_a_heartbeat_cannot_say_is_warned_of_and_fetched_even_so(cap
     assert decode.match(request) == ALL
 
 
-@pytest.mark.parametrize(
-    "params", [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": None}, {"do_remote_decode": True}], ids=str
-)
-def test_requests_of_others_are_not_looked_at(params: dict[str, Any] | None) -> None:
-    decode = Decode()
-    request = Asked("r", params)
-    decode.arrive(request)
-    assert decode.match(request) == NOTHING
-    decode.allocate(request, BLOCKS, 0)
-    decode.finish(request)
-    assert not decode.step.has_news and not decode.failures.counts and not decode.failed.has_news
-    assert request.digested == 0
-    assert decode.collect() == (set(), set())
-
-
 # ---------------------------------------------------------------------------------------------------------- what it has
-
-
-@pytest.mark.parametrize(
-    ("num_computed", "expected"), [(0, (10, True)), (4, (6, True)), (8, (2, True)), (12, NOTHING)], ids=str
-)
-def test_decode_waits_for_the_tokens_it_lacks(num_computed: int, expected: tuple[int, bool]) -> None:
-    """vLLM may ask again, if there were no blocks the first time; the digest is computed once."""
-    decode = Decode()
-    request = of_decode()
-    decode.arrive(request)
-    assert decode.match(request, num_computed) == decode.match(request, num_computed) == expected
-    assert request.digested == 1
-
-
-def test_prefill_may_have_computed_less_than_decode_asks_for() -> None:
-    """As in another turn of a conversation, or if a router has appended prefill's first token (vllm#50558)."""
-    decode = Decode()
-    request = Asked("d1", answer_of(manifest_of(prompt())), [*prompt(), 77, 78, 79])
-    decode.arrive(request)
-    assert decode.match(request, 4) == (TOKENS - 4, True)
-    decode.allocate(request, ([7, 3, 9, 11],), TOKENS - 4)
-    (wanted,) = decode.take().fetches
-    assert (wanted.first_token, wanted.end_token) == (4, TOKENS)
-    assert wanted.groups == (BlockRange(4, (3, 9)),)
-    assert wanted.digest == manifest_of(prompt()).digest
 
 
 def test_an_attempt_says_everything_that_the_workers_need() -> None:
@@ -195,17 +138,6 @@ def test_an_attempt_says_everything_that_the_workers_need() -> None:
     assert decode.match(request) == NOTHING
 
 
-def test_blocks_of_the_prefix_cache_are_not_written() -> None:
-    """Blocks that are in the prefix cache may be shared with other requests."""
-    decode = Decode(block_sizes=(4, 4))
-    request = of_decode(manifest=manifest_of(prompt(), first_tokens=(0, 0)))
-    decode.arrive(request)
-    decode.allocate(request, ([7, 3, 9], [1, 2, 5]), decode.match(request, 8)[0])
-    (wanted,) = decode.take().fetches
-    assert wanted.first_token == 8
-    assert wanted.groups == (BlockRange(8, (9,)), BlockRange(8, (5,)))
-
-
 def test_each_group_has_blocks_of_its_own_size() -> None:
     """Gemma 4: as many tokens as the blocks of all groups end with may be in the prefix cache."""
     decode = Decode(block_sizes=(8, 4))
@@ -221,52 +153,6 @@ def test_each_group_has_blocks_of_its_own_size() -> None:
     assert not decode.take().fetches and decode.failures.counts == {FailureCause.RANGE: 1}
 
 
-def test_blocks_behind_the_prompt_are_not_written() -> None:
-    """vLLM allocates blocks for speculative decoding along with those of the prompt."""
-    decode = Decode()
-    request = of_decode()
-    decode.arrive(request)
-    decode.allocate(request, ([7, 3, 9, 11, 12],), decode.match(request)[0])
-    assert decode.take().fetches[0].groups == (BlockRange(0, (7, 3, 9)),)
-
-
-def test_a_request_whose_prompt_is_in_the_cache_tells_prefill_so() -> None:
-    """Otherwise prefill would keep its blocks until their lease expires (vllm#41269)."""
-    decode = Decode()
-    request = of_decode()
-    decode.arrive(request)
-    assert decode.match(request, 12) == NOTHING
-    decode.take()
-    decode.allocate(request, BLOCKS, 0)
-    manifest = manifest_of(prompt())
-    step = decode.take()
-    assert step.released == [UnneededOffer(PREFILL, manifest.request_id, "request:cmpl-p-0", manifest.digest)]
-    assert step.unrenewed == [D1]
-    decode.finish(request)
-    assert decode.take().released == [], "once"
-    assert not decode.failures.counts
-
-
-def test_without_a_manifest_it_is_released_by_name_and_digest() -> None:
-    decode = Decode(mode=TransferMode.PUSH)
-    request = at_once()
-    decode.arrive(request)
-    assert decode.match(request, 12) == NOTHING
-    decode.allocate(request, BLOCKS, 0)
-    assert decode.take().released == [UnneededOffer(PREFILL, "", "transfer:t", request.digest(TOKENS))]
-
-
-def test_where_both_are_asked_at_once_decode_wants_all_of_its_prompt() -> None:
-    decode = Decode(mode=TransferMode.PUSH)
-    request = at_once()
-    decode.arrive(request)
-    assert decode.match(request, 4) == (TOKENS - 4, True)
-    decode.allocate(request, BLOCKS, TOKENS - 4)
-    (wanted,) = decode.take().fetches
-    assert (wanted.manifest, wanted.name, wanted.digest) == (None, "transfer:t", request.digest(TOKENS))
-    assert (wanted.first_token, wanted.end_token) == (4, TOKENS)
-
-
 # ------------------------------------------------------------------------------------------------------------- windows
 
 
@@ -280,25 +166,6 @@ def test_a_window_is_fetched_from_where_decode_has_blocks() -> None:
     (wanted,) = decode.take().fetches
     assert (wanted.first_token, wanted.end_token) == (0, TOKENS - 1)
     assert wanted.groups == (BlockRange(0, (7, 3, 9)), BlockRange(4, (2, 5)))
-
-
-def test_all_blocks_may_be_in_windows() -> None:
-    """The model's only KV-cache group is a sliding window."""
-    decode = Decode(drops_blocks=True)
-    request = of_decode(manifest=manifest_of(prompt(), first_tokens=(8,)))
-    decode.arrive(request)
-    decode.allocate(request, ([0, 0, 9],), decode.match(request)[0])
-    assert decode.take().fetches[0].groups == (BlockRange(8, (9,)),)
-
-
-def test_the_last_block_is_not_fetched_if_only_the_last_token_is_in_it() -> None:
-    decode = Decode(drops_blocks=True)
-    tokens = prompt(num_tokens=9)
-    request = of_decode(tokens=tokens, manifest=manifest_of(tokens))
-    decode.arrive(request)
-    assert decode.match(request) == (8, True)
-    decode.allocate(request, BLOCKS, 8)
-    assert decode.take().fetches[0].groups == (BlockRange(0, (7, 3)),)
 
 
 def test_a_group_may_need_nothing_of_what_is_handed_over() -> None:
@@ -325,25 +192,6 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_here(pushes: bo
     step = decode.take()
     assert not step.fetches and [one.digest for one in step.released] == [request.digest(TOKENS)]
     assert step.unrenewed == [D1] and not decode.failures.counts
-
-
-@pytest.mark.parametrize("recomputes", [True, False])
-@pytest.mark.parametrize("pushes", [True, False])
-def test_a_session_is_computed_here(pushes: bool, recomputes: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Later input fills its blocks further, and a session that failed would go on without its beginning."""
-    decode = Decode(mode=TransferMode.PUSH if pushes else TransferMode.PULL, recomputes=recomputes)
-    request = of_decode()
-    request.is_session = True
-    decode.arrive(request)
-    assert decode.match(request) == (0, False)
-    decode.allocate(request, BLOCKS, 0)
-    decode.finish(request)
-    step = decode.take()
-    assert not (step.fetches or step.renewed)
-    assert [one.digest for one in step.released] == [request.digest(TOKENS)]
-    assert decode.failures.counts == {FailureCause.PARAMETERS: 1} and not decode.failed.has_news
-    for word in ("a streaming session", "expected a complete prompt", "computed here", "Send kv_transfer"):
-        assert word in caplog.text
 
 
 def test_a_session_with_parameters_that_are_no_good_is_computed_here() -> None:
@@ -406,16 +254,6 @@ def test_a_request_that_no_other_connector_keeps_is_told_to_vllm() -> None:
     assert len(decode.pool.freed) == 3
 
 
-def test_a_request_that_is_gone_before_it_was_looked_at_says_what_it_wanted() -> None:
-    """Prefill knows it by name and prompt, and would otherwise keep its blocks until the lease expires."""
-    decode = Decode(mode=TransferMode.PUSH)
-    request = at_once()
-    decode.arrive(request)
-    decode.finish(request)
-    (released,) = decode.take().released
-    assert (released.request_id, released.digest) == ("", request.digest(TOKENS))
-
-
 @pytest.mark.parametrize(
     ("first_tokens", "blocks", "is_dropping", "words"),
     [
@@ -449,37 +287,6 @@ def test_blocks_that_do_not_hold_the_range_are_refused(
 # -------------------------------------------------------------------------------------------------------------- refusal
 
 
-def other_prompts() -> dict[str, tuple[Asked, FailureCause]]:
-    """Returns requests of decode, and why each is refused. Prefill has computed ``prompt()``."""
-    answer = answer_of(manifest_of(prompt()))
-    one_other = [*prompt()[:-1], 5]
-    return {
-        "another prompt": (Asked("d1", answer, prompt(seed=1)), FailureCause.DIGEST),
-        "one other token": (Asked("d1", answer, one_other), FailureCause.DIGEST),
-        "a shorter prompt": (Asked("d1", answer, prompt()[:-1]), FailureCause.DIGEST),
-        "a longer one that goes another way": (Asked("d1", answer, [*one_other, 1, 2]), FailureCause.DIGEST),
-        "no manifest": (
-            Asked("d1", {key: value for key, value in answer.items() if key != MANIFEST_KEY}), FailureCause.NO_MANIFEST
-        ),
-        "nothing but the role": (Asked("d1", {"do_remote_prefill": True}), FailureCause.PARAMETERS),
-        "no port": (Asked("d1", answer | {"remote_port": None}), FailureCause.PARAMETERS),
-        "a thousand million ranks": (Asked("d1", answer | {"tp_size": 10**9}), FailureCause.PARAMETERS),
-        "both roles": (Asked("d1", answer | {"do_remote_decode": True}), FailureCause.PARAMETERS),
-        "no boolean": (Asked("d1", answer | {"do_remote_prefill": "true"}), FailureCause.PARAMETERS),
-        "a changed manifest": (
-            Asked("d1", answer | {MANIFEST_KEY: answer[MANIFEST_KEY] | {"num_tokens": 1}}), FailureCause.PARAMETERS
-        ),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("case", other_prompts())
-def test_what_prefill_did_not_compute_for_this_request_fails_it(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    """No byte is moved, and the failure is counted and logged once."""
-    request, cause = other_prompts()[case]
-    assert Decode().fails(request) is cause
-    assert caplog.text.count("KV hand-over failed: cause=") == caplog.text.count(" request=d1") == 1
-
-
 def test_a_pure_producer_takes_no_kv(caplog: pytest.LogCaptureFixture) -> None:
     """For it vLLM frees blocks that a step under way may still write into. What prefill keeps is released at once."""
     assert Decode(Pool(is_producer=True)).fails(of_decode()) is FailureCause.PARAMETERS
@@ -489,34 +296,6 @@ def test_a_pure_producer_takes_no_kv(caplog: pytest.LogCaptureFixture) -> None:
     decode.take()
     assert decode.match(request) == NOTHING
     assert len(decode.take().released) == 1 and decode.failures.counts == {FailureCause.PARAMETERS: 1}
-
-
-def test_nor_does_it_compute_a_prompt_whose_images_are_missing() -> None:
-    """Prefill has seen an image that did not come with decode's request: the answer would be another one."""
-    manifest = msgspec.structs.replace(manifest_of(prompt(seed=1)), num_media=1)
-    decode, request = Decode(Pool(is_producer=True), recomputes=True), of_decode(manifest=manifest)
-    decode.arrive(request)
-    assert decode.match(request) != NOTHING
-    assert set(decode.failures.counts) <= {FailureCause.MEDIA}
-
-
-@pytest.mark.parametrize("case", other_prompts())
-def test_or_it_is_computed_here(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With ``kv_load_failure_policy`` "recompute", vLLM computes it as if it had no parameters."""
-    request, cause = other_prompts()[case]
-    decode = Decode(recomputes=True)
-    decode.arrive(request)
-    decode.take()
-    assert decode.match(request) == decode.match(request) == NOTHING
-    step = decode.take()
-    assert (step.fetches, step.released, step.unrenewed) == ([], [], [D1])
-    assert decode.failures.counts == {cause: 1}
-    assert caplog.text.count("KV hand-over failed: ") == 1
-    decode.allocate(request, BLOCKS, 0)
-    assert not decode.failed.has_news
-    decode.finish(request)
-    assert decode.take().released == []
-    assert decode.collect() == (set(), set())
 
 
 def test_tokens_that_end_inside_a_block_are_refused_under_both_policies() -> None:
@@ -529,60 +308,7 @@ def test_tokens_that_end_inside_a_block_are_refused_under_both_policies() -> Non
     assert decode.failures.counts == {FailureCause.RANGE: 1}
 
 
-def test_a_request_that_another_connector_loads_is_released() -> None:
-    """``MultiConnector`` takes the first connector that has tokens, and tells the others that they load 0."""
-    decode = Decode()
-    request = of_decode()
-    decode.arrive(request)
-    assert decode.match(request) == ALL
-    decode.allocate(request, (), 0)
-    step = decode.take()
-    assert len(step.released) == 1 and step.fetches == []
-
-
 # ----------------------------------------------------------------------------------------------------------------- ends
-
-
-def test_when_all_ranks_are_over_it_has_been_received() -> None:
-    decode = Decode()
-    attempt = decode.wait(of_decode())
-    decode.clock.advance(TIMEOUT - 1)
-    assert decode.collect() == (set(), set())
-    assert decode.collect(overs=(attempt,)) == ({D1}, set())
-    assert decode.take().unrenewed == [D1]
-    assert decode.fetching.num_waiting == 0
-    assert decode.collect(overs=(attempt,)) == (set(), set()), "once"
-    decode.clock.advance(TIMEOUT)
-    assert decode.collect() == (set(), set()), "its deadline has gone with it"
-    decode.finish(of_decode())
-    assert decode.take().withdrawn == {}
-    assert not decode.failures.counts
-
-
-@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
-def test_an_offer_that_nobody_will_ask_for_again_is_released_when_its_attempt_is_over(recomputes: bool) -> None:
-    """A request that was aborted, or is computed here; one that has failed may be sent to another decode engine."""
-    manifest = manifest_of(prompt())
-    decode = Decode(recomputes=recomputes)
-    request = of_decode()
-    attempt = decode.wait(request)
-    released = [UnneededOffer(PREFILL, manifest.request_id, "request:cmpl-p-0", manifest.digest, attempt)]
-    decode.finish(request)
-    assert decode.take().released == released
-    attempt = decode.wait(request)
-    assert decode.collect(failures=((attempt, FailureCause.LOST),)) == ({D1}, {D1})
-    released = [msgspec.structs.replace(released[0], attempt=attempt)]
-    assert decode.take().released == (released if recomputes else [])
-
-
-def test_who_refuses_or_cannot_be_reached_is_not_told() -> None:
-    """It would be asked for another handshake, for nothing."""
-    decode = Decode(recomputes=True)
-    for cause in (FailureCause.REFUSED, FailureCause.UNREACHABLE):
-        attempt = decode.wait(of_decode())
-        decode.collect(failures=((attempt, cause),))
-        decode.finish(of_decode())
-        assert decode.take().released == []
 
 
 def test_an_offer_of_the_same_prompt_is_released_if_its_kv_cannot_be_used() -> None:
@@ -591,31 +317,6 @@ def test_an_offer_of_the_same_prompt_is_released_if_its_kv_cannot_be_used() -> N
     decode.arrive(request)
     assert decode.match(request, 3) == NOTHING
     assert len(decode.take().released) == 1
-
-
-@pytest.mark.parametrize(
-    "theirs", [prompt(), prompt(1), prompt(0, TOKENS + 1)], ids=["its own", "another prompt", "a longer prompt"]
-)
-def test_a_request_that_never_gets_a_turn_releases_the_offer_of_its_own_prompt(theirs: list[int]) -> None:
-    """Its digest goes with the release, so that another prompt's offer, which its parameters name, stays."""
-    decode = Decode(recomputes=True)
-    request = of_decode(manifest=manifest_of(theirs))
-    decode.arrive(request)
-    decode.clock.advance(9 * TIMEOUT)
-    assert decode.collect() == (set(), set()) and not decode.take().released, "vLLM's own would wait as long"
-    decode.finish(request)
-    (released,) = decode.take().released
-    assert released.digest == request.digest(TOKENS)
-
-
-def test_an_offer_is_not_released_by_a_name_that_may_come_again() -> None:
-    """Prefill frees it with the end of decode's registration."""
-    decode = Decode(mode=TransferMode.PUSH)
-    request = at_once()
-    attempt = decode.wait(request)
-    decode.finish(request)
-    step = decode.take()
-    assert (step.released, list(step.withdrawn)) == ([], [attempt])
 
 
 @pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
@@ -628,74 +329,6 @@ def test_blocks_that_do_not_fit_release_the_offer_and_another_prompts_offer_stay
     step = decode.take()
     assert (step.fetches, len(step.released)) == ([], int(recomputes))
     assert decode.failures.counts == {FailureCause.RANGE: 1}
-
-
-def test_one_rank_that_fails_ends_it_and_its_blocks_are_held_until_all_are_over() -> None:
-    """The client is told at once; the blocks are held until every rank has reported the end."""
-    decode = Decode()
-    request = of_decode()
-    attempt = decode.wait(request)
-    assert decode.collect(failures=((attempt, FailureCause.LOST),)) == ({D1}, {D1})
-    assert decode.failures.counts == {FailureCause.LOST: 1}
-    assert decode.fetching.num_waiting == 0
-    assert (decode.holds.num_blocks, decode.attempts.num_quarantined_blocks) == (3, 3)
-    assert decode.pool.of == {}, "vLLM frees nothing that may still be written"
-    assert decode.collect(failures=((attempt, FailureCause.LEASE),)) == (set(), set()), (
-        "another rank's cause comes too late"
-    )
-    assert decode.take().withdrawn == {attempt: "it has failed"}, "the other ranks need not go on"
-    decode.finish(request)
-    assert decode.take().withdrawn == {}
-    assert decode.pool.freed == []
-    assert decode.collect(overs=(attempt,)) == (set(), set())
-    assert decode.pool.freed == [("d1", 7), ("d1", 3), ("d1", 9)]
-    assert (decode.holds.num_blocks, decode.attempts.num_quarantined_blocks) == (0, 0)
-
-
-def test_a_failure_that_comes_with_the_end_holds_nothing() -> None:
-    decode = Decode()
-    attempt = decode.wait(of_decode())
-    assert decode.collect(failures=((attempt, FailureCause.LOST),), overs=(attempt,)) == ({D1}, {D1})
-    assert decode.holds.num_blocks == decode.attempts.num_quarantined_blocks == 0
-    assert list(decode.pool.of) == ["d1"]
-    assert decode.collect(overs=(attempt,)) == (set(), set())
-
-
-def test_nothing_comes_in_time(caplog: pytest.LogCaptureFixture) -> None:
-    """After the timeout the request fails, and its blocks are held until every rank has reported the end."""
-    decode = Decode()
-    attempt = decode.wait(of_decode())
-    decode.clock.advance(TIMEOUT)
-    assert decode.collect() == ({D1}, {D1})
-    assert decode.failures.counts == {FailureCause.DEADLINE: 1}
-    assert "has not come within 120 s" in caplog.text
-    step = decode.take()
-    assert step.withdrawn == {attempt: "its KV has not come within 120 s (handover_timeout)"}
-    assert step.unrenewed == [D1]
-    assert decode.attempts.num_quarantined_blocks == 3
-    assert decode.collect() == (set(), set())
-    assert decode.collect(failures=((attempt, FailureCause.STOPPED),), overs=(attempt,)) == (set(), set())
-    assert len(decode.pool.freed) == 3
-    assert decode.attempts.num_quarantined_blocks == 0
-    assert decode.failures.counts == {FailureCause.DEADLINE: 1}
-
-
-def test_its_time_begins_with_its_blocks_and_again_while_prefill_says_that_it_has_a_turn() -> None:
-    decode = Decode(mode=TransferMode.PUSH)
-    request = at_once()
-    decode.arrive(request)
-    decode.clock.advance(9 * TIMEOUT)
-    decode.collect()
-    decode.allocate(request, BLOCKS, decode.match(request)[0])
-    (wanted,) = decode.take().fetches
-    for _ in range(4):
-        decode.clock.advance(TIMEOUT - 1)
-        decode.attempts.known([wanted.attempt, 77])
-        assert decode.collect() == (set(), set())
-    decode.clock.advance(TIMEOUT)
-    assert decode.collect() == ({D1}, {D1})
-    decode.attempts.known([wanted.attempt])
-    assert decode.attempts.due_at_seconds is None, "it is over"
 
 
 def test_what_has_come_at_the_last_moment_has_come() -> None:
@@ -714,98 +347,7 @@ def test_an_unknown_attempt_means_nothing() -> None:
     assert decode.fetching.num_waiting == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------- abort
-
-
-def test_aborted_in_the_queue_prefill_is_told() -> None:
-    decode = Decode()
-    request = of_decode()
-    decode.arrive(request)
-    decode.take()
-    decode.finish(request)
-    step = decode.take()
-    assert len(step.released) == 1 and step.unrenewed == [D1]
-    decode.finish(request)
-    assert not decode.step.has_news, "once"
-    assert decode.collect() == (set(), set())
-
-
-def test_aborted_in_the_queue_with_parameters_that_cannot_be_used() -> None:
-    """Nothing is released, because no prefill is known."""
-    decode = Decode()
-    request = Asked("d1", {"do_remote_prefill": True})
-    decode.arrive(request)
-    decode.finish(request)
-    assert decode.take().released == []
-
-
-def test_aborted_while_it_waits_it_is_withdrawn_and_its_blocks_are_held() -> None:
-    """vLLM is told that the request no longer waits; its blocks were taken from it."""
-    decode = Decode()
-    request = of_decode()
-    attempt = decode.wait(request)
-    decode.finish(request)
-    step = decode.take()
-    assert step.withdrawn == {attempt: "the request has ended"}
-    assert step.unrenewed == [D1]
-    assert decode.fetching.num_waiting == 0
-    assert decode.failed.has_news
-    assert decode.attempts.num_quarantined_blocks == 3
-    assert decode.collect() == ({D1}, set())
-    assert decode.collect() == (set(), set())
-    decode.clock.advance(TIMEOUT)
-    assert decode.collect() == (set(), set())
-    assert decode.collect(failures=((attempt, FailureCause.STOPPED),)) == (set(), set())
-    assert decode.collect(overs=(attempt,)) == (set(), set())
-    assert len(decode.pool.freed) == 3
-    assert not decode.failures.counts, "nobody waited for it"
-
-
-def test_aborted_when_it_has_been_refused_and_vllm_does_not_know_yet() -> None:
-    decode = Decode()
-    request = Asked("d1", {"do_remote_prefill": True})
-    decode.arrive(request)
-    decode.allocate(request, BLOCKS, decode.match(request)[0])
-    decode.finish(request)
-    assert decode.collect() == ({D1}, set())
-    assert not decode.failed.has_news
-
-
-def test_aborted_when_it_has_its_kv_nothing_is_said() -> None:
-    decode = Decode()
-    request = of_decode()
-    attempt = decode.wait(request)
-    decode.collect(overs=(attempt,))
-    decode.take()
-    decode.finish(request)
-    step = decode.take()
-    assert (step.withdrawn, step.released) == ({}, [])
-
-
-def test_the_same_id_may_come_again() -> None:
-    """As in a client's retry with the same request id."""
-    decode = Decode()
-    request = of_decode()
-    first = decode.wait(request)
-    decode.finish(request)
-    second = decode.wait(of_decode())
-    assert first != second
-    assert decode.collect(overs=(first,)) == ({D1}, set()), "the aborted one"
-    assert decode.fetching.num_waiting == 1
-    assert decode.collect(overs=(second,)) == ({D1}, set())
-
-
 # -------------------------------------------------------------------------------------------------------------- several
-
-
-def test_two_requests_with_one_manifest_are_two_attempts() -> None:
-    """With ``n`` > 1 or a list of prompts, several requests share one ``kv_transfer_params``."""
-    decode = Decode()
-    one, two = (decode.wait(of_decode(name)) for name in ("d1", "d2"))
-    assert one != two
-    assert decode.fetching.num_waiting == 2
-    assert decode.collect(failures=((two, FailureCause.LEASE),), overs=(one,)) == ({"d1", "d2"}, {"d2"})
-    assert list(decode.pool.of) == ["d1"]
 
 
 def test_steps_cost_what_is_due_and_not_what_waits() -> None:
@@ -854,16 +396,6 @@ def test_a_failure_is_one_story(caplog: pytest.LogCaptureFixture) -> None:
     assert decode.failures.take_ended() == {}, "it may be computed here"
     decode.finish(request)
     assert decode.failures.take_ended() == {"d1": f"KV hand-over failed: {tags}"}
-    assert decode.failures.take_ended() == {}
-
-
-def test_a_request_that_is_computed_here_ends_for_reasons_of_its_own() -> None:
-    """An error with which vLLM ends it later is not reported as one of the hand-over."""
-    decode = Decode(recomputes=True)
-    request = of_decode()
-    decode.collect(failures=((decode.wait(request), FailureCause.LEASE),))
-    decode.fetching.progressed([request.request_id])
-    decode.finish(request)
     assert decode.failures.take_ended() == {}
 
 
@@ -982,29 +514,6 @@ def test_what_waits_now_is_told_from_what_has_ended() -> None:
     decode.clock.advance(TIMEOUT)
     decode.collect()
     assert decode.fetching.waiting_now() == (0, 0.0), "it has given up, and only waits to be computed here"
-
-
-UNASKED = HandOverFailed(FailureCause.UNREACHABLE, "no server answers")
-
-
-def test_what_no_server_gives_is_computed_here_when_it_is_its_turn() -> None:
-    decode = Decode(recomputes=True)
-    request = Asked("d1", None)
-    assert decode.fetching.refuse(request, UNASKED, computes=True)
-    assert not decode.failed.has_news
-    assert decode.match(request) == NOTHING
-    assert decode.failures.counts == {FailureCause.UNREACHABLE: 1}
-
-
-@pytest.mark.parametrize(("recomputes", "computes"), [(False, True), (True, False)])
-def test_or_it_ends_whatever_it_waits_for(recomputes: bool, computes: bool) -> None:
-    decode = Decode(recomputes=recomputes)
-    request = Asked("d1", None)
-    assert not decode.fetching.refuse(request, UNASKED, computes=computes)
-    assert decode.failed.has_news and decode.failed.take_ending() == {"d1"}
-    decode.finish(request)
-    assert list(decode.failures.take_ended()) == ["d1"]
-    assert not decode.failed.has_news
 
 
 def test_a_failed_one_is_forgotten_before_another_server_is_asked() -> None:

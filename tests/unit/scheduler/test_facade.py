@@ -37,7 +37,6 @@ from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.giving_way import RING_TIMEOUTS
-from kvcached_nixl.scheduler.revocations import QUIET_SECONDS
 from kvcached_nixl.scheduler.starvation import STOOD_SECONDS
 from kvcached_nixl.scheduler.terms import ANY_ADAPTER
 from kvcached_nixl.transfer_mode import TransferMode
@@ -100,14 +99,6 @@ def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
     assert first.offered == told and len(second.offered) == 1
     assert (first.offered[-1].groups, second.offered[0].groups) == (grown([7]), grown([7, 3]))
     assert engine.handover.take_step([]) == Step(OWN.host, OWN.port, WAKE, OWN_START)
-
-
-def test_what_is_known_of_adapters_is_forgotten_where_they_change(engine: Engine) -> None:
-    reads = engine.handover.read
-    assert isinstance(reads, Reads)
-    engine.handover.revocations.adapters_changed()
-    engine.handover.revocations.adapters_changed(3)
-    assert reads.forgotten == [None, 3]
 
 
 @pytest.mark.parametrize("adapter", [None, 3, ANY_ADAPTER])
@@ -188,14 +179,6 @@ def meant(engine: Engine) -> list[tuple[str, bool]]:
     return [(keys, even_waiting) for keys, (_, even_waiting) in zip(found, engine.pool.outdated, strict=True)]
 
 
-@pytest.mark.parametrize(("adapter", "expected"), [(None, "m34"), (3, "3"), (5, ""), (ANY_ADAPTER, "34")], ids=str)
-def test_nobody_begins_with_what_changed_weights_have_computed(
-    adapter: int | None, expected: str, engine: Engine
-) -> None:
-    engine.handover.revocations.weights_changed(adapter)
-    assert meant(engine) == [(expected, False)]
-
-
 def test_only_under_its_name_an_adapter_begins_with_nothing_of_another_one(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,43 +190,6 @@ def test_only_under_its_name_an_adapter_begins_with_nothing_of_another_one(
     engine.handover.arrived(of_prefill("p3"))
     assert meant(engine) == [("4", True)]
     assert not engine.handover.take_step([]).revoked
-
-
-def test_what_another_connector_has_loaded_for_a_request_is_revoked_before_it_begins(engine: Engine) -> None:
-    """Here it has computed nothing yet, but it has blocks, whose KV is of before."""
-    for name in ("p1", "p2"):
-        engine.handover.arrived(of_prefill(name))
-    engine.pool.of["p1"] = [("p1", 7)]
-    engine.handover.revocations.weights_changed()
-    assert set(engine.handover.take_step([]).revoked) == {"p1"}
-
-
-@pytest.mark.parametrize(("grace_seconds", "clears"), [(0.0, True), (0.0, False), (5.0, True), (5.0, False)])
-def test_a_pause_revokes_what_nobody_may_fetch_any_more(grace_seconds: float, clears: bool, engine: Engine) -> None:
-    """Ended requests after their grace; running ones, and what decode waits for, only if the cache is cleared."""
-    engine.waiting()
-    request = engine.sending()
-    engine.handover.finished(request, True, BLOCKS)
-    engine.sending("p2", 4)
-    engine.handover.take_step([])
-    engine.handover.revocations.paused(grace_seconds=grace_seconds, clears=clears)
-    revoked = engine.handover.take_step([]).revoked
-    assert set(revoked) == ({"p1"} if not grace_seconds else set()) | (
-        {"p2"} if clears and not grace_seconds else set()
-    )
-    assert engine.handover.num_waiting == (not clears)
-    assert engine.handover.revocations.quiet_in_seconds == grace_seconds + QUIET_SECONDS
-    assert engine.handover.revocations.has_blocks
-    engine.clock.advance(grace_seconds + QUIET_SECONDS)
-    assert engine.handover.revocations.quiet_in_seconds == 0.0
-    assert set(engine.handover.take_step([]).revoked) == ({"p1"} if grace_seconds else set())
-
-
-def test_nobody_waits_for_an_engine_without_transfers(engine: Engine) -> None:
-    engine.handover.revocations.paused(grace_seconds=5.0, clears=True)
-    assert engine.handover.revocations.quiet_in_seconds == 0.0 and not engine.handover.revocations.has_blocks
-    engine.waiting()
-    assert engine.handover.revocations.has_blocks and engine.handover.revocations.quiet_in_seconds == 0.0
 
 
 def test_a_request_under_another_one_s_id_is_told_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -279,34 +225,6 @@ def test_a_request_that_is_aborted_while_another_connector_keeps_it_is_told_by_t
     assert not told.received and not engine.pool.freed
     engine.handover.collect(reports(sent={"d1"}))
     assert len(engine.pool.freed) == 3
-
-
-def test_a_request_that_waits_for_what_is_in_quarantine_ends_in_time(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rule R4. It does not end while other blocks may still become free, such as those kept for decode."""
-    attempt = engine.waiting()
-    engine.passes(TIMEOUT)
-    engine.handover.collect(reports())
-    engine.pool.stalled, engine.pool.starved = ["d1"], ("d1", 2)
-    assert not engine.starved()
-    engine.clock.advance(TIMEOUT - 1)
-    assert not engine.starved(), "its own time begins when it is next"
-    kept = engine.sending()
-    engine.handover.finished(kept, True, BLOCKS)
-    engine.clock.advance(1)
-    assert not engine.starved(), "prefill's blocks come back when their lease ends"
-    engine.handover.collect(reports(sent={kept.request_id}))
-    del engine.pool.of[kept.request_id]
-    assert not engine.starved()
-    engine.passes(TIMEOUT)
-    engine.pool.stalled, engine.pool.starved = ["another"], ("another", 2)
-    assert not engine.starved()
-    engine.pool.stalled, engine.pool.starved = ["d1"], ("d1", 2)
-    assert not engine.starved()
-    engine.passes(TIMEOUT)
-    assert engine.starved() == {"d1"} and "3 blocks are in quarantine" in caplog.text
-    engine.handover.collect(reports(received={finished_attempt_id(attempt)}))
 
 
 def test_a_request_that_nothing_frees_blocks_for_ends_in_words(engine: Engine) -> None:
@@ -388,18 +306,6 @@ def test_only_hand_overs_that_have_kept_others_waiting_all_the_time_are_given_up
     assert engine.handover.num_quarantined_blocks == 6
 
 
-def test_what_is_due_is_the_first_that_has_waited_too_long(engine: Engine) -> None:
-    assert engine.handover.due_in_seconds is None
-    engine.waiting()
-    engine.clock.advance(1)
-    engine.waiting("d2")
-    assert engine.handover.due_in_seconds == TIMEOUT - 1
-    engine.clock.advance(TIMEOUT)
-    assert engine.handover.due_in_seconds == 0
-    engine.handover.collect(reports())
-    assert engine.handover.due_in_seconds is None
-
-
 def test_ids_and_blocks_of_others_pass_untouched(engine: Engine) -> None:
     """Ids and blocks of vLLM and of other connectors are passed on; those of another of our connectors are removed."""
     attempt = engine.waiting()
@@ -414,68 +320,7 @@ def test_ids_and_blocks_of_others_pass_untouched(engine: Engine) -> None:
     assert (told.sent, told.received, told.invalid) == (set(), {"d1", "r2"}, {4})
 
 
-def test_a_failure_has_vllm_ask_who_has_failed(engine: Engine) -> None:
-    attempt = engine.waiting()
-    told = reports(invalid={failed_mark(attempt, FailureCause.LEASE), 5})
-    engine.handover.collect(told)
-    assert (told.received, told.invalid) == ({"d1"}, {FAILING, 5})
-    assert engine.handover.take_failed() == {"d1"}
-    assert engine.handover.take_failed() == set()
-    step = engine.handover.take_step([])
-    assert (step.counts, step.quarantined_blocks) == ({FailureCause.LEASE: 1}, 3)
-    engine.handover.collect(reports(received={finished_attempt_id(attempt)}))
-    step = engine.handover.take_step([])
-    assert (step.counts, step.quarantined_blocks) == ({}, 0)
-    assert engine.handover.take_step([]).quarantined_blocks is None
-    assert len(engine.pool.freed) == 3
-
-
-def test_causes_of_both_halves_are_counted_together(engine: Engine) -> None:
-    lost = engine.sending("p2")
-    engine.handover.arrived(of_prefill(transfer_id=7))
-    refused = of_decode(remote_port=0)
-    engine.handover.arrived(refused)
-    engine.handover.allocated(refused, BLOCKS, engine.handover.matched(refused, 0)[0])
-    engine.handover.finished(lost, True, ([1],))
-    assert engine.handover.take_step([]).counts == {FailureCause.PARAMETERS: 2, FailureCause.RANGE: 1}
-    assert engine.handover.take_step([]).counts == {}
-
-
-def test_a_request_of_both_roles_is_refused_and_offered_to_nobody(engine: Engine) -> None:
-    """Its parameters name both roles, so it fails with its first step."""
-    request = of_decode(do_remote_decode=True)
-    engine.handover.arrived(request)
-    assert engine.handover.matched(request, 0) == (TOKENS, True)
-    engine.handover.allocated(request, BLOCKS, TOKENS)
-    step = engine.handover.take_step([Progress("d1", BLOCKS, True, TOKENS)])
-    assert (step.offered, step.fetches, step.counts) == ([], [], {FailureCause.PARAMETERS: 1})
-    told = reports()
-    engine.handover.collect(told)
-    assert told.received == engine.handover.take_failed() == {"d1"}
-    assert engine.handover.finished(request, False, BLOCKS) == (False, None)
-
-
 # ------------------------------------------------------------------------------------------------------- when it sleeps
-
-
-def test_an_engine_with_nothing_to_say_may_sleep(engine: Engine) -> None:
-    """`pending` is true while vLLM or the workers have to be told something (vllm#45168)."""
-    assert not engine.handover.pending
-    attempt = engine.waiting()
-    assert not engine.handover.pending and engine.handover.num_waiting == 1
-    engine.handover.finished(of_decode(), False, BLOCKS)
-    assert engine.handover.pending, "the workers are to be told"
-    assert engine.handover.take_step([]).withdrawn
-    assert engine.handover.pending, "and vLLM that it is gone"
-    told = reports()
-    engine.handover.collect(told)
-    assert told.received == {"d1"}
-    # The engine does not step while it waits for the hold; it is woken (B3).
-    assert not engine.handover.pending
-    engine.handover.collect(reports(received={finished_attempt_id(attempt)}))
-    assert engine.handover.pending, "the metric is to fall"
-    assert engine.handover.take_step([]).quarantined_blocks == 0
-    assert not engine.handover.pending
 
 
 def test_a_workers_report_ends_the_sleep(engine: Engine) -> None:
@@ -487,46 +332,6 @@ def test_a_workers_report_ends_the_sleep(engine: Engine) -> None:
     engine.handover.bind_wake(lambda: woken.append(1))
     engine.handover.side_channel.woken()
     assert woken == [1] and engine.handover.pending
-
-
-def test_what_is_kept_and_what_waits_is_counted() -> None:
-    engine = Engine(mode=TransferMode.PUSH)
-    request = engine.sending()
-    engine.handover.finished(request, True, BLOCKS)
-    assert engine.handover.num_kept == 1 and engine.handover.pending
-    engine.handover.take_step([])
-    assert not engine.handover.pending
-    told = reports({"p1"})
-    engine.handover.collect(told)
-    assert told.sent == {"p1"} and engine.handover.num_kept == 0
-
-
-def test_a_deadline_is_found_by_whoever_looks_around(engine: Engine) -> None:
-    """A timeout is found at the next `collect`, also if no worker has reported anything."""
-    engine.waiting()
-    engine.clock.advance(TIMEOUT)
-    told = reports()
-    engine.handover.collect(told)
-    assert told.received == {"d1"} and told.invalid == {FAILING}
-    assert engine.handover.pending
-
-
-def test_only_what_may_be_read_is_held() -> None:
-    engine = Engine(mode=TransferMode.PUSH)
-    engine.sending()
-    engine.handover.preempted("p2")
-    engine.handover.preempted("p1")
-    engine.handover.preempted("p1")
-    ((request_id, hold),) = engine.handover.take_step([]).preempted
-    assert request_id == "p1"
-    told = reports({idle_hold_id(hold)})
-    engine.handover.collect(told)
-    assert told.sent == set()
-    assert engine.pool.freed == [("p1", 7)]
-    pull = Engine()
-    pull.sending()
-    pull.handover.preempted("p1")
-    assert pull.handover.take_step([]).preempted == []
 
 
 def test_whose_blocks_are_spared_until_its_end_is_told(engine: Engine) -> None:

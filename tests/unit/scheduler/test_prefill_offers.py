@@ -16,7 +16,6 @@ from support.engine_fakes import (
     Asked,
     Pool,
     grown,
-    of_decode,
     of_prefill,
     prompt,
     terms,
@@ -29,14 +28,14 @@ from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.kept_offers import ASK_AGAIN_SECONDS, GRACE_SECONDS, KeptOffers
+from kvcached_nixl.scheduler.kept_offers import ASK_AGAIN_SECONDS, KeptOffers
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.terms import ANY_ADAPTER
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json, digest_of
-from kvcached_nixl.wire.params import prefill_params, read_fetch
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
+from kvcached_nixl.wire.params import prefill_params
 from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Step, WakeAddress
 
 P1 = PrefillRequestId("p1")
@@ -116,37 +115,6 @@ def test_a_pull_is_offered_once_when_its_prompt_is_computed() -> None:
     assert prefill.take().finished == [P1]
 
 
-def test_a_push_is_offered_from_its_arrival_on() -> None:
-    """Who registers learns at once that there is such a request; further blocks are added to the earlier ones."""
-    prefill = Prefill(Pool(0, 0), mode=TransferMode.PUSH, block_sizes=(4, 4))
-    request = prefill.arrive(of_prefill())
-    assert prefill.take().offered == [offered((), 0)]
-    told = [
-        prefill.compute(3, ([7], [1]), replaces=True),
-        prefill.compute(4),
-        prefill.compute(7, ([3], [2])),
-        prefill.compute(13, ([9, 4], [5, 6])),
-        prefill.compute(17, ([8], [8])),
-    ]
-    assert [one.offered for one in told[:3]] == [
-        [held(([7], [1]), 3)],
-        [held(([7], [1]), 4)],
-        [held(([7, 3], [1, 2]), 7)],
-    ]
-    assert told[4].offered == []
-    assert all(not one.is_idle for one in told)
-    assert request.digested == 1
-
-
-def test_the_last_step_of_a_push_has_the_manifest() -> None:
-    prefill = Prefill(Pool(0, 0), mode=TransferMode.PUSH, block_sizes=(4, 4))
-    prefill.arrive(of_prefill())
-    prefill.take()
-    (last,) = prefill.compute(TOKENS, ([7, 3, 9, 4], [1, 2, 5, 6]), replaces=True).offered
-    groups = (BlockRange(0, (7, 3, 9)), BlockRange(0, (1, 2, 5)))
-    assert last == held(([7, 3, 9], [1, 2, 5]), TOKENS, manifest(groups))
-
-
 def test_each_group_is_offered_in_blocks_of_its_own_size() -> None:
     prefill = Prefill(Pool(0, 0), block_sizes=(8, 4))
     request = prefill.arrive(of_prefill())
@@ -167,22 +135,6 @@ def test_a_window_keeps_what_the_next_token_looks_at() -> None:
     assert prefill.finish(request, block_ids=([7, 3, 9], [0, 2, 5]))[0]
 
 
-def test_a_model_that_drops_nothing_keeps_all() -> None:
-    prefill = Prefill()
-    prefill.arrive(of_prefill())
-    prefill.compute(TOKENS, BLOCKS, replaces=True)
-    assert prefill.pool.asked_for == [TOKENS]
-
-
-def test_decode_reads_back_what_prefill_has_said() -> None:
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    prefill.compute(TOKENS, BLOCKS, replaces=True)
-    _, params = prefill.finish(request)
-    found = read_fetch(params, "anything", may_rendezvous=False)
-    assert (found.prefill, found.manifest, found.name) == (OWN, manifest(), "transfer:t")
-
-
 def test_what_a_manifest_names_is_known() -> None:
     """Such a request keeps every block until it is asked for its end."""
     prefill = Prefill()
@@ -193,28 +145,6 @@ def test_what_a_manifest_names_is_known() -> None:
     assert prefill.offering.is_named("p1")
     prefill.finish(request)
     assert not prefill.offering.is_named("p1")
-
-
-def test_requests_of_others_are_not_told() -> None:
-    """Without parameters, of decode, of both, never heard of, or with a role that is none."""
-    prefill = Prefill(mode=TransferMode.PUSH)
-    others = [
-        Asked("plain", None),
-        Asked("other", {"key": 1}),
-        of_decode("d1"),
-        of_decode("both", do_remote_decode=True),
-    ]
-    for request in others:
-        prefill.arrive(request)
-    names = ["unknown", *(request.request_id for request in others)]
-    progress = [Progress(name, BLOCKS, True, 4) for name in names]
-    prefill.offering.scheduled(progress, prefill.pool, prefill.step)
-    assert not prefill.take().has_news
-    for request in others:
-        assert not prefill.offering.is_read(request.request_id)
-        assert prefill.finish(request) == (False, None)
-        assert request.digested == 0
-    assert not prefill.failures.counts
 
 
 @pytest.mark.parametrize(
@@ -235,15 +165,6 @@ def test_a_request_that_cannot_be_offered_is_computed_even_so(
     assert not prefill.take().has_news
     assert caplog.text.count("KV is not offered: cause=parameters prefill_request=p1: ") == 1
     assert next(iter(more)) in caplog.text
-
-
-def test_a_request_arrives_once() -> None:
-    prefill = Prefill(mode=TransferMode.PUSH)
-    request = prefill.arrive(of_prefill())
-    prefill.take()
-    prefill.arrive(request)
-    assert not prefill.take().has_news
-    assert request.digested == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- preemption
@@ -272,111 +193,6 @@ def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held(
     assert prefill.pool.freed == ["a block"]
     prefill.offering.drained([hold], prefill.pool)
     assert prefill.holds.num_blocks == 0
-
-
-def test_a_pull_reads_nothing_before_its_request_has_ended() -> None:
-    """Its blocks may be taken at any time before; nobody has been told of them."""
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    prefill.compute(TOKENS, BLOCKS, replaces=True)
-    assert not prefill.offering.is_read("p1")
-    # Preempted while it generated: other blocks, so another manifest and ownership token.
-    (again,) = prefill.compute(TOKENS, ([5, 6, 2],), replaces=True).offered
-    assert again.manifest is not None and again.manifest.groups == (BlockRange(0, (5, 6, 2)),)
-    keep, params = prefill.finish(request, block_ids=([5, 6, 2],))
-    assert keep and params["kvcached_nixl"] == as_json(again.manifest)
-
-
-def staged_pull(pool: Pool | None = None, **changed: Any) -> Prefill:
-    prefill = Prefill(pool, **changed)
-    prefill.offering.is_read_early = True
-    return prefill
-
-
-def test_a_pull_that_is_staged_is_copied_while_it_is_computed() -> None:
-    """Nobody is told of it before its prompt is computed but its own workers; what it loses is held."""
-    prefill = staged_pull()
-    request = prefill.arrive(of_prefill())
-    assert not prefill.take().has_news
-    assert prefill.compute(4, ([7],), replaces=True).offered == [held(([7],), 4)]
-    assert prefill.compute(TOKENS, ([3, 9],)).offered == [held(([7, 3, 9],), TOKENS, manifest())]
-    assert prefill.compute(TOKENS + 1).offered == []
-    assert prefill.offering.is_read("p1")
-    keep, params = prefill.finish(request)
-    assert keep and params["kvcached_nixl"] == as_json(manifest())
-    step = prefill.take()
-    assert (step.finished, step.offered) == ([P1], []), "all of it was offered"
-
-
-def test_a_staged_pull_that_was_preempted_is_not_read_before_it_has_ended() -> None:
-    """It is offered when its prompt is computed again, so that decode finds it as soon as prefill has answered."""
-    prefill = staged_pull()
-    request = prefill.arrive(of_prefill())
-    prefill.compute(8, ([7, 3],), replaces=True)
-    hold = prefill.preempt()
-    assert prefill.take().preempted == [(P1, hold)]
-    assert prefill.compute(4, ([5],), replaces=True).offered == []
-    again = manifest((BlockRange(0, (5, 6, 2)),))
-    assert prefill.compute(TOKENS, ([6, 2],)).offered == [offered(([5, 6, 2],), TOKENS, again)]
-    assert not prefill.offering.is_read("p1")
-    assert prefill.finish(request, block_ids=([5, 6, 2],))[0]
-    assert prefill.take().offered == []
-
-
-@pytest.mark.parametrize("is_windowed", [True, False], ids=["windows", "another connector"])
-def test_a_staged_pull_is_not_read_early_where_its_blocks_may_go(is_windowed: bool) -> None:
-    prefill = staged_pull(drops_blocks=is_windowed)
-    prefill.pool.are_shared = not is_windowed
-    request = prefill.arrive(of_prefill())
-    assert prefill.compute(4, ([7],), replaces=True).offered == []
-    (last,) = prefill.compute(TOKENS, ([3, 9],)).offered
-    assert last == offered(([7, 3, 9],), TOKENS, last.manifest) and last.manifest is not None
-    assert not prefill.offering.is_read("p1") and prefill.finish(request)[0]
-
-
-def test_an_aborted_staged_pull_keeps_its_blocks_until_nothing_copies_them() -> None:
-    prefill = staged_pull()
-    request = prefill.arrive(of_prefill())
-    prefill.compute(8, ([7, 3],), replaces=True)
-    assert prefill.finish(request, is_whole=False) == (True, None)
-    step = prefill.take()
-    assert list(step.stopped) == [P1] and not step.unkept and prefill.kept.num_kept == 1
-
-
-def test_blocks_that_replace_others_are_not_added_to_them() -> None:
-    """vLLM says which of the two it means; nothing else is taken for it."""
-    prefill = Prefill(mode=TransferMode.PUSH)
-    prefill.arrive(of_prefill())
-    prefill.take()
-    prefill.compute(4, ([7],), replaces=True)
-    assert prefill.compute(8, ([5, 6],), replaces=True).offered == [held(([5, 6],), 8)]
-
-
-def test_a_rollback_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """A8: another connector's load has failed, and tokens are recomputed in the same blocks."""
-    prefill = Prefill(mode=TransferMode.PUSH)
-    prefill.arrive(of_prefill())
-    prefill.take()
-    assert prefill.compute(8, ([7, 3],), replaces=True).offered == [held(([7, 3],), 8)]
-    assert prefill.compute(4).offered == [held(([7, 3],), 4)]
-    assert prefill.compute(TOKENS, ([9],)).offered == [held(([7, 3, 9],), TOKENS, manifest())]
-    assert prefill.compute(8).offered == [held(([7, 3, 9],), 8)], "even when it was whole"
-    assert prefill.compute(TOKENS).offered == [held(([7, 3, 9],), TOKENS, manifest())]
-    assert caplog.text == ""
-
-
-def test_what_another_connector_may_have_loaded_is_pushed_when_it_has_ended() -> None:
-    """A8: until then it may be taken back."""
-    prefill = Prefill(Pool(are_shared=True), mode=TransferMode.PUSH)
-    request = prefill.arrive(of_prefill())
-    assert prefill.take().offered == [offered((), 0)], "that there is such a request is said at once"
-    assert prefill.compute(8, ([7, 3],), replaces=True).offered == []
-    assert prefill.compute(TOKENS, ([9],)).offered == []
-    keep, params = prefill.finish(request)
-    assert keep and params is not None
-    step = prefill.take()
-    assert step.offered == [offered(([7, 3, 9],), TOKENS, manifest())]
-    assert step.finished == [P1]
 
 
 # ----------------------------------------------------------------------------------------------------------- revocation
@@ -426,29 +242,6 @@ def test_what_is_revoked_is_what_was_meant(chosen: dict[str, Any], revoked: list
     assert prefill.kept.num_kept == 2, "until every rank has reported it"
 
 
-def test_a_request_that_has_computed_nothing_is_not_revoked() -> None:
-    """It has not begun, or was preempted and begins again: what it computes then is up to date."""
-    prefill = Prefill(mode=TransferMode.PUSH)
-    prefill.arrive(of_prefill())
-    prefill.arrive(of_prefill("p2"))
-    prefill.compute(4, ([7],), replaces=True)
-    prefill.preempt()
-    prefill.take()
-    prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step)
-    assert prefill.take().revoked == {}
-    assert prefill.compute(TOKENS, BLOCKS, replaces=True, name="p2").offered[-1].ready_tokens == TOKENS
-
-
-def test_a_request_that_is_revoked_while_it_is_computed_is_not_offered_any_more() -> None:
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    prefill.compute(4, ([7],), replaces=True)
-    prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step)
-    assert prefill.compute(TOKENS, ([3, 9],)).offered == []
-    assert prefill.finish(request) == (False, None)
-    assert not prefill.failures.counts and not prefill.take().has_news
-
-
 def test_an_offer_that_is_revoked_before_the_workers_know_it_is_not_told() -> None:
     prefill = Prefill()
     request = prefill.arrive(of_prefill())
@@ -457,47 +250,6 @@ def test_an_offer_that_is_revoked_before_the_workers_know_it_is_not_told() -> No
     prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step)
     step = prefill.take()
     assert (step.offered, list(step.revoked)) == ([], [P1])
-
-
-def test_a_closed_engine_takes_back_each_offer_when_its_grace_has_passed() -> None:
-    """What has ended has the grace that it is closed with, and what ends later has GRACE_SECONDS."""
-    prefill = Prefill()
-    requests = [prefill.arrive(of_prefill(name)) for name in ("p1", "p2")]
-    for name in ("p1", "p2"):
-        prefill.compute(TOKENS, BLOCKS, replaces=True, name=name)
-    assert prefill.finish(requests[0])[0]
-    prefill.take()
-    assert prefill.kept.due_at_seconds is None
-    now = prefill.clock.now_seconds()
-    prefill.kept.close("prefill is paused", prefill.step, grace_seconds=5.0)
-    assert prefill.kept.due_at_seconds == now + 5.0 and not prefill.take().revoked
-    assert prefill.finish(requests[1])[0]
-    assert prefill.kept.due_at_seconds == now + GRACE_SECONDS
-    for seconds, revoked in ((GRACE_SECONDS, ["p2"]), (5.0 - GRACE_SECONDS, ["p1"])):
-        prefill.clock.advance(seconds - 0.1)
-        prefill.kept.turn(prefill.step)
-        assert not prefill.take().revoked
-        prefill.clock.advance(0.1)
-        prefill.kept.turn(prefill.step)
-        assert prefill.take().revoked == dict.fromkeys(revoked, Revocation(RevocationCause.PAUSED, "prefill is paused"))
-    assert prefill.kept.due_at_seconds is None
-
-
-def test_an_engine_that_is_open_again_takes_back_nothing() -> None:
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    prefill.compute(TOKENS, BLOCKS, replaces=True)
-    prefill.finish(request)
-    prefill.take()
-    prefill.kept.close("prefill is paused", prefill.step, grace_seconds=5.0)
-    prefill.kept.reopen()
-    assert prefill.kept.due_at_seconds is None
-    prefill.clock.advance(10.0)
-    prefill.kept.turn(prefill.step)
-    later = prefill.arrive(of_prefill("p2"))
-    prefill.compute(TOKENS, BLOCKS, replaces=True, name="p2")
-    assert prefill.finish(later)[0]
-    assert prefill.kept.due_at_seconds is None and not prefill.take().revoked
 
 
 def three_kept(**changed: Any) -> Prefill:
@@ -523,14 +275,6 @@ def test_the_oldest_offers_give_way_and_only_as_many_as_are_needed(num_blocks: i
     assert list(step.revoked) == given_way
     assert all(one.cause is RevocationCause.BLOCKS and one.cause.is_of_memory for one in step.revoked.values())
     assert prefill.kept.num_kept == 3, "their blocks are free when the workers have reported it"
-
-
-def test_what_is_taken_back_for_another_reason_counts() -> None:
-    prefill = three_kept()
-    prefill.offering.revoke(RevocationCause.WEIGHTS, "", prefill.step)
-    prefill.take()
-    prefill.kept.give_way(RevocationCause.BLOCKS, 9, prefill.step)
-    assert not prefill.take().revoked
 
 
 def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
@@ -569,16 +313,6 @@ def test_what_workers_spare_is_told_at_once_and_others_give_way() -> None:
     assert prefill.kept.ended(["p1"], prefill.pool) == (0, 3)
 
 
-def test_an_offer_that_has_just_been_made_does_not_give_way() -> None:
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    prefill.compute(TOKENS, BLOCKS, replaces=True)
-    assert prefill.finish(request)[0]
-    prefill.clock.advance(PATIENCE - 0.1)
-    prefill.kept.give_way(RevocationCause.BLOCKS, 3, prefill.step)
-    assert not prefill.take().revoked
-
-
 @pytest.mark.parametrize(
     ("cause", "num_owed"), [(RevocationCause.BLOCKS, 0), (RevocationCause.LIMIT, 3), (RevocationCause.NEIGHBOUR, 3)]
 )
@@ -590,24 +324,6 @@ def test_what_has_ended_is_told_apart(cause: RevocationCause, num_owed: int) -> 
     assert prefill.kept.ended(["p1", "unknown"], prefill.pool) == (0, num_owed)
     assert prefill.kept.ended(["p1"], prefill.pool) == (0, 0)
     assert three_kept().kept.ended(["p2"], prefill.pool) == (1, 0)
-
-
-def test_a_revoked_request_is_let_go_of_while_the_engine_is_closed() -> None:
-    """vLLM frees it at once, and its blocks are held until every rank has reported it."""
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    prefill.compute(TOKENS, BLOCKS, replaces=True)
-    prefill.finish(request)
-    prefill.pool.of["p1"] = ["a block"]
-    prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step)
-    assert prefill.kept.let_go(prefill.pool) == set(), "an open engine waits for its ranks"
-    prefill.kept.close("prefill is paused", prefill.step, grace_seconds=0.0)
-    assert prefill.kept.let_go(prefill.pool) == {"p1"}
-    assert prefill.kept.let_go(prefill.pool) == set() and prefill.holds.num_blocks == 1
-    prefill.kept.ended(["p1"], prefill.pool)
-    assert prefill.pool.freed == ["a block"] and prefill.kept.num_kept == 0
-    prefill.kept.ended(["p1"], prefill.pool)
-    assert prefill.pool.freed == ["a block"]
 
 
 def test_an_adapter_that_was_replaced_while_its_request_was_computed_makes_no_manifest() -> None:
@@ -623,67 +339,6 @@ def test_an_adapter_that_was_replaced_while_its_request_was_computed_makes_no_ma
 
 
 # ------------------------------------------------------------------------------------------------------------------ end
-
-
-@pytest.mark.parametrize("pushes", [False, True])
-def test_a_request_that_has_ended_is_kept_until_every_rank_is_done(pushes: bool) -> None:
-    prefill = Prefill(mode=TransferMode.PUSH if pushes else TransferMode.PULL)
-    request = prefill.arrive(of_prefill())
-    prefill.compute(TOKENS, BLOCKS, replaces=True)
-    assert prefill.finish(request)[0]
-    assert prefill.kept.num_kept == 1
-    assert not prefill.offering.is_read("p1")
-    prefill.kept.ended(["p2"], prefill.pool)
-    assert prefill.kept.num_kept == 1
-    prefill.kept.ended(["p1", "p2"], prefill.pool)
-    assert prefill.kept.num_kept == 0
-    prefill.kept.ended(["p1"], prefill.pool)
-    assert prefill.finish(request) == (False, None)
-
-
-def test_an_aborted_push_is_stopped_and_kept_until_it_is() -> None:
-    prefill = Prefill(mode=TransferMode.PUSH)
-    request = prefill.arrive(of_prefill())
-    prefill.compute(4, ([7],), replaces=True)
-    assert prefill.finish(request, False, ([7],)) == (True, None)
-    step = prefill.take()
-    assert step.stopped == {P1: "prefill's request ended before it was computed"}
-    assert step.finished == [] and step.unkept == set()
-    assert prefill.kept.num_kept == 1
-    prefill.kept.ended(["p1"], prefill.pool)
-    assert prefill.kept.num_kept == 0
-
-
-def test_a_push_that_ends_in_the_queue_is_stopped_and_keeps_nothing() -> None:
-    """Decode, which may have registered, is told at once instead of after its timeout."""
-    prefill = Prefill(mode=TransferMode.PUSH)
-    request = prefill.arrive(of_prefill())
-    assert prefill.finish(request, False, ()) == (False, None)
-    step = prefill.take()
-    assert list(step.stopped) == [P1] and step.unkept == {P1}, "nothing is reported of what vLLM has freed"
-    assert prefill.kept.num_kept == 0
-
-
-def test_what_was_offered_in_the_same_step_is_told_as_far_as_it_is_true() -> None:
-    """It arrived, and was aborted before there was a step: who has registered hears of both; of no blocks, though."""
-    prefill = Prefill(mode=TransferMode.PUSH)
-    request = prefill.arrive(of_prefill())
-    assert prefill.finish(request, False, ()) == (False, None)
-    step = prefill.take()
-    assert step.offered == [offered((), 0)] and list(step.stopped) == [P1]
-
-
-def test_an_aborted_pull_frees_its_blocks_at_once() -> None:
-    """No peer knows them; if its ownership token is published already, the workers remove it."""
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    prefill.compute(4, ([7],), replaces=True)
-    assert prefill.finish(request, False, ([7],)) == (False, None)
-    assert not prefill.take().has_news
-    request = prefill.arrive(of_prefill("p2"))
-    prefill.compute(TOKENS, BLOCKS, replaces=True, name="p2")
-    assert prefill.finish(request, False) == (False, None)
-    assert list(prefill.take().stopped) == ["p2"]
 
 
 @pytest.mark.parametrize("now", [([7, 3],), ([7, 3, 8],), ([7, 9, 3],), ([],), (), ([7, 3, 9], [1, 2, 3])], ids=str)
@@ -706,21 +361,6 @@ def test_blocks_that_cannot_be_those_of_the_prompt_make_no_manifest(caplog: pyte
     assert prefill.finish(request, block_ids=([0, 0, 9],)) == (False, None)
     assert "cause=range prefill_request=p1: " in caplog.text and "no block twice" in caplog.text
     assert prefill.failures.counts == {FailureCause.RANGE: 1}
-
-
-def test_a_null_block_is_never_handed_over() -> None:
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    prefill.compute(TOKENS, ([7, 0, 9],), replaces=True)
-    assert prefill.finish(request, block_ids=([7, 0, 9],)) == (False, None)
-
-
-def test_a_request_that_ends_whole_without_a_step_of_ours_is_not_handed_over() -> None:
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    assert prefill.finish(request) == (False, None)
-    assert prefill.failures.counts == {FailureCause.RANGE: 1}
-    assert not prefill.take().has_news
 
 
 @pytest.mark.parametrize("pushes", [True, False])

@@ -199,53 +199,6 @@ class Decode:
         self.turn()
 
 
-def test_a_request_goes_on_with_the_parameters_of_the_answer() -> None:
-    decode = Decode()
-    assert decode.arrives("a")
-    assert decode.asking.num_asked == 1 and not decode.blocks.released
-    decode.answers("a")
-    assert decode.blocks.released == {"a": ANSWER}
-    assert decode.fetching.arrived_ == ["a"]
-    assert decode.asking.due_at_seconds is None
-
-
-@pytest.mark.parametrize("changed", [{"can_be_asked": False}, {"num_prompt_tokens": BLOCK}])
-def test_what_nobody_is_asked_for_is_not_held(changed: Any) -> None:
-    assert not Decode().arrives("a", **changed)
-
-
-def test_a_prompt_that_is_cached_here_is_not_asked_for() -> None:
-    decode = Decode(cached={"a": 3 * BLOCK, "b": 2 * BLOCK})
-    decode.arrives("a")
-    decode.arrives("b")
-    assert decode.blocks.released == {"a": None}
-    assert decode.is_asked("b")
-
-
-def test_equal_prompts_fly_once() -> None:
-    decode = Decode()
-    for one in ("a", "b", "c"):
-        decode.arrives(one, block_hashes=(b"same",))
-    assert decode.asking.num_asked == 1
-    decode.answers("a")
-    decode.turn()
-    assert not decode.is_asked("b")
-    decode.blocks.cached = {"b": 4 * BLOCK - 1, "c": 4 * BLOCK - 1}
-    decode.asking.computed([Step("a")])  # type: ignore[list-item]
-    decode.turn()
-    assert list(decode.blocks.released) == ["a", "b", "c"] and not decode.is_asked("b")
-
-
-def test_the_next_of_equal_prompts_flies_where_the_first_one_has_left() -> None:
-    decode = Decode()
-    decode.arrives("a", block_hashes=(b"same",))
-    decode.arrives("b", block_hashes=(b"same",))
-    decode.asking.gone("a")
-    decode.turn()
-    assert decode.asker.cancelled == [1]
-    assert decode.is_asked("b")
-
-
 def test_only_that_is_asked_for_which_finds_room() -> None:
     """What is free, and half of all blocks more."""
     decode = Decode(num_free=4, num_used=8)
@@ -260,13 +213,6 @@ def test_only_that_is_asked_for_which_finds_room() -> None:
     decode.blocks.num_free, decode.blocks.num_used = 2, 10
     decode.turn()
     assert decode.is_asked("c") and not decode.is_asked("d")
-
-
-def test_one_prompt_is_asked_for_however_little_is_free() -> None:
-    decode = Decode(num_free=0)
-    decode.arrives("a")
-    decode.arrives("b")
-    assert decode.is_asked("a") and not decode.is_asked("b")
 
 
 def test_small_ones_pass_one_that_finds_no_room_for_a_while() -> None:
@@ -286,118 +232,6 @@ def test_small_ones_pass_one_that_finds_no_room_for_a_while() -> None:
     assert decode.is_asked("large") and decode.is_asked("later")
 
 
-def test_no_more_is_asked_for_than_may_run() -> None:
-    decode = Decode(most_running=2)
-    for one in "abc":
-        decode.arrives(one)
-    assert decode.is_asked("b") and not decode.is_asked("c")
-
-
-def test_without_a_prefix_cache_equal_prompts_are_asked_for_together() -> None:
-    decode = Decode(caches_prefixes=False)
-    for one in "ab":
-        decode.arrives(one, block_hashes=(b"same",))
-    assert decode.is_asked("b")
-
-
-def test_a_paused_engine_asks_for_nothing_and_takes_answers() -> None:
-    decode = Decode(num_free=4)
-    decode.arrives("a")
-    decode.arrives("b")
-    decode.asker.answers.append((1, ANSWER))
-    decode.blocks.num_free = 100
-    decode.turn(may_ask=False)
-    assert list(decode.blocks.released) == ["a"] and not decode.is_asked("b")
-    decode.turn()
-    assert decode.is_asked("b")
-
-
-def test_priority_decides_who_is_asked_for_first() -> None:
-    decode = Decode(num_free=0, goes_by_priority=True)
-    decode.arrives("a")
-    decode.arrives("later", priority=5)
-    decode.arrives("urgent", priority=-5)
-    decode.answers("a")
-    decode.asking.allocated("a")
-    decode.turn()
-    assert decode.is_asked("urgent") and not decode.is_asked("later")
-
-
-def test_another_server_is_asked_once() -> None:
-    decode = Decode("http://p1", "http://p2", "http://p3")
-    decode.arrives("a")
-    first = decode.url("a")
-    decode.answers("a", DEAD)
-    second = decode.url("a")
-    assert second != first
-    decode.answers("a", DEAD)
-    assert decode.blocks.released == {"a": None}
-    assert "refused" in decode.fetching.refused["a"]
-
-
-def test_where_the_only_server_is_dead_the_next_request_waits_for_nothing() -> None:
-    decode = Decode()
-    decode.arrives("a")
-    decode.answers("a", DEAD)
-    decode.arrives("b")
-    assert list(decode.fetching.refused) == ["a", "b"] and not decode.is_asked("b")
-    decode.clock.now += 60
-    decode.arrives("c")
-    assert decode.is_asked("c")
-
-
-def test_a_busy_server_is_waited_for() -> None:
-    decode = Decode()
-    decode.arrives("a")
-    decode.answers("a", BUSY)
-    assert not decode.fetching.refused and len(decode.asker.asked) == 1
-    due_at_seconds = decode.asking.due_at_seconds
-    assert due_at_seconds is not None and due_at_seconds >= decode.clock.now + 3
-    decode.clock.now = due_at_seconds
-    decode.turn()
-    assert len(decode.asker.asked) == 2
-    decode.answers("a")
-    assert decode.fetching.arrived_ == ["a"]
-
-
-def test_nothing_is_computed_here_where_prefill_is_required() -> None:
-    decode = Decode(is_required=True)
-    decode.arrives("a")
-    for _ in range(5):
-        decode.answers("a", DEAD)
-        assert not decode.blocks.released
-        decode.clock.now = decode.asking.due_at_seconds or 0.0
-        decode.turn()
-    decode.answers("a")
-    assert decode.fetching.arrived_ == ["a"]
-
-
-def test_a_policy_that_computes_nothing_waits_for_the_server_to_come_back() -> None:
-    decode = Decode(recomputes=False)
-    decode.arrives("a")
-    decode.answers("a", DEAD)
-    decode.arrives("b")
-    assert not decode.fetching.refused
-    decode.clock.now = decode.asking.due_at_seconds or 0.0
-    decode.turn()
-    assert len(decode.asker.asked) == 3
-    decode.answers("a")
-    decode.answers("b")
-    assert decode.fetching.arrived_ == ["a", "b"]
-
-
-def test_a_prompt_that_a_server_fails_for_costs_others_nothing() -> None:
-    decode = Decode()
-    for place in range(20):
-        decode.arrives(f"odd{place}")
-        decode.answers(f"odd{place}", ODD)
-        decode.answers(f"odd{place}", ODD)
-        decode.arrives(f"good{place}")
-        decode.answers(f"good{place}")
-        decode.asking.computed([Step(f"good{place}")])  # type: ignore[list-item]
-    assert len(decode.fetching.arrived_) == 20 and len(decode.fetching.refused) == 20
-
-
 def test_a_server_that_fails_for_several_in_a_row_rests() -> None:
     decode = Decode()
     for one in "ab":
@@ -406,38 +240,6 @@ def test_a_server_that_fails_for_several_in_a_row_rests() -> None:
     decode.answers("a", ODD)
     decode.arrives("c")
     assert not decode.is_asked("c") and "c" in decode.fetching.refused
-
-
-def test_required_is_not_computed_here_whatever_prefill_answers() -> None:
-    decode = Decode(is_required=True)
-    decode.arrives("a")
-    decode.answers("a", ODD)
-    decode.answers("a", ODD)
-    assert "HTTP 500" in decode.fetching.refused["a"] and not decode.blocks.released
-
-
-def test_one_that_is_dead_while_the_other_is_busy_is_not_waited_for() -> None:
-    decode = Decode("http://p1", "http://p2")
-    decode.arrives("a")
-    decode.answers("a", DEAD)
-    decode.answers("a", BUSY)
-    due_at_seconds = decode.asking.due_at_seconds
-    assert due_at_seconds is not None and due_at_seconds >= decode.clock.now + 3
-    decode.clock.now += 1
-    decode.turn()
-    assert len(decode.asker.asked) == 3, "the dead one has rested"
-
-
-@pytest.mark.parametrize("others", [(), ("http://p2",), ("http://p2", "http://p3")])
-def test_a_refused_prompt_is_sent_to_another_server_once(others: tuple[str, ...]) -> None:
-    decode = Decode("http://p1", *others)
-    decode.arrives("a")
-    for _ in range(1 + bool(others)):
-        assert not decode.fetching.refused
-        decode.answers("a", Outcome("HTTP 404: no such adapter", is_final=True))
-    assert len(decode.asker.asked) == 1 + bool(others) and "no such adapter" in decode.fetching.refused["a"]
-    decode.arrives("b")
-    assert decode.is_asked("b")
 
 
 def silent() -> Decode:
@@ -477,92 +279,11 @@ def test_a_slow_server_is_waited_for_as_long_as_it_is_well() -> None:
     assert decode.asker.cancelled == [1], "it never answers anybody"
 
 
-def test_answers_that_have_come_count_however_late_they_are_taken() -> None:
-    decode = Decode()
-    decode.arrives("a")
-    decode.clock.now += 10 * SILENCE_SECONDS
-    decode.answers("a")
-    assert decode.fetching.arrived_ == ["a"] and not decode.asker.checking
-
-
-def test_an_engine_does_not_fetch_from_itself() -> None:
-    decode = Decode()
-    decode.arrives("a")
-    decode.answers("a", {**ANSWER, "remote_engine_id": "own"})
-    decode.answers("a", {**ANSWER, "remote_engine_id": "own"})
-    assert "this engine itself" in decode.fetching.refused["a"]
-
-
-def test_requests_that_leave_while_they_wait_leave_nothing() -> None:
-    decode = Decode(num_free=0)
-    for number in range(50):
-        decode.arrives(f"r{number}", block_hashes=(b"%d" % (number % 7),))
-    for number in range(50):
-        decode.asking.gone(f"r{number}")
-        decode.turn()
-    assert decode.asking.num_asked == decode.asking.num_waiting == 0
-    assert decode.asking.due_at_seconds is None
-
-
 def answered(*urls: str) -> Decode:
     decode = Decode(*urls)
     decode.arrives("a")
     decode.answers("a")
     return decode
-
-
-def test_another_server_is_asked_where_the_kv_does_not_come() -> None:
-    decode = answered("http://p1", "http://p2")
-    first, request = decode.url("a"), decode.blocks.requests["a"]
-    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
-    assert decode.asking.may_ask_again("a")
-    assert decode.asking.holds_again(request, None)  # type: ignore[arg-type]
-    decode.turn()
-    assert decode.blocks.held == ["a"] and decode.url("a") != first
-    decode.asking.gone("b")
-    decode.answers("a")
-    assert not decode.asking.holds_again(request, None)  # type: ignore[arg-type]
-    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
-    assert not decode.asking.may_ask_again("a")
-
-
-def test_a_refused_answer_is_asked_of_another_server() -> None:
-    decode = answered("http://p1", "http://p2")
-    decode.fetching.failures["a"] = HandOverFailed(FailureCause.DIGEST, "another prompt")
-    assert decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
-
-
-def test_the_only_server_is_not_asked_again() -> None:
-    decode = answered()
-    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
-    assert not decode.asking.may_ask_again("a")
-    assert not decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
-
-
-def test_a_request_that_is_computed_is_not_asked_for_again() -> None:
-    decode = answered("http://p1", "http://p2")
-    decode.asking.computed([Step("a")])  # type: ignore[list-item]
-    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
-    assert not decode.asking.may_ask_again("a")
-
-
-def test_few_prompts_are_computed_here_at_a_time() -> None:
-    decode = Decode()
-    for one in "abcd":
-        decode.arrives(one)
-    for one in "abcd":
-        decode.answers(one, DEAD)
-    assert list(decode.blocks.released) == ["a", "b"] and decode.blocks.chunk_tokens == CHUNK
-    decode.asking.computed([Step("a", 2 * BLOCK)])  # type: ignore[list-item]
-    decode.turn()
-    assert list(decode.blocks.released) == ["a", "b"]
-    decode.asking.computed([Step("a"), Step("b")])  # type: ignore[list-item]
-    decode.asking.gone("c")
-    decode.turn()
-    assert list(decode.blocks.released) == ["a", "b", "d"]
-    decode.asking.gone("d")
-    decode.turn()
-    assert decode.blocks.chunk_tokens == 0
 
 
 def test_a_name_stands_for_all_its_servers() -> None:
@@ -632,26 +353,6 @@ def test_a_request_may_leave_while_it_waits_once_more() -> None:
     decode.asking.gone("a")
     decode.turn()
     assert decode.asking.num_waiting == decode.asking.num_asked == 0 and not decode.blocks.held
-
-
-@pytest.mark.parametrize("answer", [{"a": 1}, {"do_remote_prefill": False}, {"do_remote_prefill": "yes"}])
-def test_parameters_that_offer_nothing(answer: Any) -> None:
-    decode = Decode()
-    decode.arrives("a")
-    decode.answers("a", answer)
-    decode.answers("a", answer)
-    assert "offers no KV" in decode.fetching.refused["a"]
-
-
-def test_a_server_of_another_model_rests_although_it_answers() -> None:
-    decode = Decode()
-    for one in "abc":
-        decode.arrives(one)
-        decode.answers(one)
-        decode.fetching.failures[one] = HandOverFailed(FailureCause.REFUSED, "another model")
-        decode.asking.may_ask_again(one)
-    decode.arrives("d")
-    assert not decode.is_asked("d") and "d" in decode.fetching.refused
 
 
 def hashes(*names: str) -> tuple[bytes, ...]:
@@ -726,19 +427,6 @@ def test_odd_figures_of_a_server_count_nothing(headroom: Any) -> None:
     assert decode.fetching.arrived_ == ["a"]
 
 
-def test_one_that_was_busy_is_asked_no_more_than_others() -> None:
-    decode = Decode("http://p1", "http://p2", num_free=10_000)
-    decode.arrives("a")
-    busy = decode.url("a")
-    decode.answers("a", BUSY)
-    decode.clock.now += 60
-    urls = []
-    for place in range(8):
-        decode.arrives(f"r{place}")
-        urls.append(decode.url(f"r{place}"))
-    assert 3 <= urls.count(busy) <= 5
-
-
 # ----------------------------------------------------------------------------------------------------------------- push
 
 OF_P = {**ANSWER, "remote_host": "h", "remote_port": 5600, "tp_size": 2}
@@ -755,62 +443,6 @@ def pushing(**changed: Any) -> Decode:
     return decode
 
 
-def test_blocks_are_registered_while_prefill_is_asked() -> None:
-    decode = pushing()
-    decode.arrives("a")
-    named = decode.blocks.released["a"]
-    assert {key: named[key] for key in OF_P} == OF_P and named["do_remote_decode"] is False
-    assert named["transfer_id"] == decode.asker.transfer_ids[decode.number("a")]
-    assert decode.fetching.arrived_ == ["first", "a"]
-    decode.answers("a", OF_P)
-    decode.asking.computed([Step("a")])  # type: ignore[list-item]
-    assert decode.asking.num_asked == 0 and not decode.fetching.failures
-    decode.arrives("b")
-    assert decode.blocks.released["b"]["transfer_id"] != named["transfer_id"]
-
-
-@pytest.mark.parametrize("queued_tokens", [0, 9000])
-def test_no_blocks_wait_for_a_prompt_that_waits_at_prefill(queued_tokens: int) -> None:
-    decode = pushing()
-    decode.arrives("a")
-    if queued_tokens:
-        decode.answers("a", {**OF_P, HEADROOM_KEY: {"queued_tokens": queued_tokens}})
-    decode.arrives("b")
-    assert "b" not in decode.blocks.released
-    decode.answers("b", OF_P)
-    assert decode.blocks.released["b"] == OF_P
-
-
-def test_one_engine_of_several_is_asked_first() -> None:
-    decode = Decode(pushes=True)
-    decode.arrives("a")
-    decode.answers("a", {**OF_P, "remote_engine_id": "p_dp1"})
-    decode.arrives("b")
-    assert "b" not in decode.blocks.released and decode.asker.transfer_ids[decode.number("b")] == ""
-
-
-@pytest.mark.parametrize("found", [DEAD, BUSY, ODD, OF_ANOTHER, {"do_remote_prefill": True}], ids=str)
-def test_a_server_that_does_not_answer_is_not_waited_for_with_blocks(found: Any) -> None:
-    decode = pushing(recomputes=False)
-    decode.arrives("a")
-    decode.answers("a", found)
-    request = decode.blocks.requests["a"]
-    assert decode.asking.may_ask_again("a") and decode.asking.holds_again(request, None)  # type: ignore[arg-type]
-    decode.clock.now += 60
-    decode.turn()
-    assert decode.blocks.held == ["a"]
-    assert decode.asker.transfer_ids[decode.number("a")] == "", "it is not known who lives there now"
-    decode.answers("a", OF_ANOTHER)
-    assert decode.blocks.released["a"] == OF_ANOTHER
-
-
-def test_a_prompt_that_is_refused_is_not_asked_for_again() -> None:
-    decode = pushing()
-    decode.arrives("a")
-    decode.answers("a", Outcome("HTTP 400", is_final=True))
-    assert "a" in decode.fetching.failures and not decode.asking.may_ask_again("a")
-
-
 @pytest.mark.parametrize("is_computed", [True, False])
 def test_an_answer_may_fail_when_the_kv_is_here(is_computed: bool) -> None:
     decode = pushing()
@@ -821,14 +453,6 @@ def test_an_answer_may_fail_when_the_kv_is_here(is_computed: bool) -> None:
     decode.answers("a", ODD)
     decode.fetching.failures.clear()
     assert not decode.asking.may_ask_again("a") and decode.asking.num_asked == 0
-
-
-def test_a_question_is_withdrawn_when_its_kv_does_not_come() -> None:
-    decode = pushing()
-    decode.arrives("a")
-    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "gone")
-    assert not decode.asking.may_ask_again("a"), "the only server is dead, and it is computed here"
-    assert decode.asker.cancelled == [decode.number("a")] and decode.asking.num_asked == 0
 
 
 def counted(decode: Decode) -> tuple[dict[str, int], dict[str, int]]:
