@@ -14,6 +14,7 @@ from support.flow_asking import AFTER, DIRECTIONS, OTHER, POLICIES, PULL, Asks, 
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status
 from support.flow_pair import kind
+from support.parameter_ids import plain_id
 
 from kvcached_nixl.wire.params import MANIFEST_KEY
 
@@ -83,7 +84,7 @@ def test_parameters_that_nobody_expects(mode: str, recomputes: bool, changed: di
 @pytest.mark.parametrize(
     ("field", "value"),
     [("remote_engine_id", "nobody"), ("remote_engine_id", "\x00"), ("remote_host", "nowhere"), ("remote_port", 1)],
-    ids=str,
+    ids=plain_id,
 )
 def test_parameters_that_name_nobody(mode: str, recomputes: bool, field: str, value: Any) -> None:
     pair = Asks(mode, recomputes=recomputes)
