@@ -17,9 +17,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
 from support import attention_engines, engine_node, handover_node
-from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, nodes
+from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, nodes
 from support.handover_node import (
-    ANOTHER_REQUESTS,
     CHUNK,
     DECODE_FILLING,
     NAME,
@@ -27,7 +26,6 @@ from support.handover_node import (
     RESERVED,
     SEND,
     asked,
-    ends_by_policy,
     mover,
     prefilled,
     registered,
@@ -41,7 +39,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.wire.causes import FailureCause
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction = handover_node.direction
@@ -171,28 +168,3 @@ def test_without_holds_they_are_free_while_they_are_read(
     getattr(prefill, how)(PREFILL_ID)
     assert set(read) <= set(free_ids(prefill))
     gate.closed = False
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_pure_producer_takes_no_kv(policy: str, direction: str, node: Callable[..., Node]) -> None:
-    """As decode of a router that has mixed up its servers."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy, kv_role="kv_producer")
-    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
-    ends_by_policy(policy, decode, prefill)
-    assert "this engine's kv_role is kv_producer" in decode.log.text
-    assert decode.account["kvcached_nixl_failures"] == [FailureCause.PARAMETERS]
-    rest(prefill, decode)
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_hand_over_that_fails_ends_by_policy(policy: str, direction: str, node: Callable[..., Node]) -> None:
-    """Prefill has given the blocks to another request, or never begins it."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
-    params = prefilled(prefill, PREFILL_ID)
-    prefill.abort(PREFILL_ID)
-    rest(prefill)
-    prefill.fill(list(range(prefill.geometry.num_blocks)), ANOTHER_REQUESTS)
-    local = asked(decode, params)
-    assert len(local) == BLOCKS
-    ends_by_policy(policy, decode, prefill)
-    served(prefill, decode)

@@ -7,7 +7,6 @@ that they must hold, and every other block with the byte that filled it.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import threading
 import time
@@ -18,7 +17,6 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import msgspec
 from packaging.specifiers import SpecifierSet
 from support import attention_engines, engine_node
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, same
@@ -26,7 +24,6 @@ from support.handover_node import (
     DECODE_FILLING,
     IDLE_SECONDS,
     PREFILL_FILLING,
-    RESERVED,
     Node,
     asked,
     computed_alone,
@@ -38,7 +35,7 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
-from support.internals import addresses_of, attempts_of, leases_of
+from support.internals import addresses_of, leases_of
 from support.node_cases import (  # noqa: F401
     POLICIES,
     SHORT_SECONDS,
@@ -62,9 +59,7 @@ from vllm.v1.request import RequestStatus
 from kvcached_nixl.transport import side_channel
 from kvcached_nixl.vllm.adapter.series import HASHES_AHEAD
 from kvcached_nixl.vllm.adapter.versions import installed_row
-from kvcached_nixl.wire.lease import EXTENSION, MAX_HEARTBEAT_BYTES
 from kvcached_nixl.wire.manifest import PROTOCOL
-from kvcached_nixl.wire.messages import PREFIX, Stopped, encode
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
@@ -275,27 +270,6 @@ def lease(prefill: Node, request_id: str = PREFILL_ID) -> float:
     return float(leases_of(prefill.registry)[request_id])
 
 
-def test_a_request_that_waits_for_room_keeps_its_lease_and_others_end(node: Callable[..., Node]) -> None:
-    """It has no blocks on decode yet. The renewed lease is older than the one that ends: it shelters nothing."""
-    prefill = node(PREFILL_FILLING, kv_lease_duration=LEASE_SECONDS)
-    decode = node(DECODE_FILLING, kv_lease_duration=LEASE_SECONDS)
-    pool = decode.scheduler.kv_cache_manager.block_pool
-    taken = pool.get_new_blocks(USABLE - 1)
-    params = prefilled(prefill, PREFILL_ID)
-    prefilled(prefill, "cmpl-z-0-aaaaaaaa", 300)
-    blocks = prefill.blocks(PREFILL_ID)
-    decode.add(DECODE_ID, params)
-    until_both(prefill, decode, lambda: "cmpl-z-0-aaaaaaaa" in prefill.sent)
-    begun = lease(prefill)
-    until_both(prefill, decode, lambda: lease(prefill) > begun + 2 * EXTENSION)
-    assert decode.status(DECODE_ID) == RequestStatus.WAITING and prefill.holds(blocks)
-    assert PREFILL_ID not in prefill.sent
-    pool.free_blocks(taken)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(decode.blocks(DECODE_ID))
-    rest(prefill, decode)
-
-
 @pytest.mark.parametrize("whose", ["decode", "prefill"])
 def test_a_lease_outlives_a_long_step(whose: str, node: Callable[..., Node]) -> None:
     """Beats come and are read while the engine's thread is busy, on either side."""
@@ -314,22 +288,6 @@ def test_a_lease_outlives_a_long_step(whose: str, node: Callable[..., Node]) -> 
     until_both(prefill, decode, lambda: DECODE_ID in decode.received)
     assert decode.holds(decode.blocks(DECODE_ID))
     rest(prefill, decode)
-
-
-def test_no_heartbeat_is_larger_than_is_said(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many requests wait: vLLM's own worker names them all in one."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, kv_lease_duration=LEASE_SECONDS)
-    served(prefill, decode)
-    params = prefilled(prefill, PREFILL_ID)
-    sent: list[bytes] = []
-    monkeypatch.setattr(decode.agent, "send_notif", lambda agent, notif_msg: sent.append(notif_msg))
-    decode.scheduler.kv_cache_manager.block_pool.get_new_blocks(USABLE)
-    for number in range(300):
-        theirs = {**params["kvcached_nixl"], "request_id": f"cmpl-{number:08}-0-aaaaaaaa"}
-        decode.add(f"cmpl-{number:08}-0-dddddddd", {**params, "kvcached_nixl": theirs})
-    decode.step_until(lambda: b"".join(sent).count(b"aaaaaaaa") >= 300)
-    beats = [one for one in sent if one.startswith(b"HB:")]
-    assert len(beats) > 1 and max(map(len, beats)) <= MAX_HEARTBEAT_BYTES
 
 
 # -------------------------------------------------------------------------------------------------------- the two meet
@@ -354,14 +312,6 @@ def test_an_engine_that_is_asked_while_it_stands_still_is_asked_again(
     assert len(asked_for) > 2 and "trying again" in decode.log.text
 
 
-@pytest.mark.parametrize("of_decode", [False, True], ids=["contiguous prefill", "contiguous decode"])
-def test_engines_of_different_arrangements_serve_each_other(of_decode: bool, node: Callable[..., Node]) -> None:
-    prefill = node(PREFILL_FILLING, dataclasses.replace(RESERVED, contiguous=not of_decode))
-    decode = node(DECODE_FILLING, dataclasses.replace(RESERVED, contiguous=of_decode))
-    served(prefill, decode)
-    assert prefill.tag == decode.tag and decode.account["kvcached_nixl_failures"] == []
-
-
 def test_engines_of_which_only_one_pushes_refuse_each_other(direction: str, node: Callable[..., Node]) -> None:
     """The refusal names what each side supports; the request ends by policy, and both engines continue."""
     other = "pull" if direction == "push" else "push"
@@ -374,43 +324,6 @@ def test_engines_of_which_only_one_pushes_refuse_each_other(direction: str, node
     assert decode.are_filled(decode.all_but([]), DECODE_FILLING)
     computed_alone(prefill)
     computed_alone(decode)
-
-
-def test_notifications_that_fit_nothing_are_counted_and_change_nothing(
-    direction: str, pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Malformed, foreign, and of a hand-over that nobody knows, on both sides (findings B6, B8)."""
-    prefill, decode = pair
-    served(prefill, decode)
-    to_prefill, to_decode = prefill.agent.name, decode.agent.name
-    prefill.agent.add_remote_agent(decode.agent.get_agent_metadata())
-    gate = transfers_held(mover(direction, prefill, decode), monkeypatch)
-    params = prefilled(prefill, PREFILL_ID)
-    local = asked(decode, params)
-    until(lambda: len(mover(direction, prefill, decode).context.transfer_queue))
-
-    def counted(one: Node, say: Any, to: str, notification: bytes, reason: str) -> None:
-        before, all_before = one.dropped(reason), one.thread.dropped.total()
-        say(to, notif_msg=notification)
-        until(lambda: one.dropped(reason) == before + 1)
-        assert one.thread.dropped.total() == all_before + 1
-
-    bomb = PREFIX + b"\x91" * 2000 + b"\xc0"
-    stock = [b"", b"\xff", b"no number", b"cmpl-1:", b":1", f"{PREFILL_ID}:3".encode(), b"HB:\xff", b"PUSH_REG:\x80"]
-    unknown_field = PREFIX + msgspec.msgpack.encode({"say": "decline", "transfer": "t1", "and": 1})
-    by_decode, by_prefill = decode.agent.send_notif, prefill.agent.send_notif
-    for notification in (PREFIX, PREFIX + b"\xff\x00", unknown_field, bomb, *stock):
-        counted(prefill, by_decode, to_prefill, notification, "malformed")
-        counted(decode, by_prefill, to_decode, notification, "malformed")
-    counted(decode, by_prefill, to_decode, encode(Stopped(7, 0, 0, "")), "unknown attempt")
-    (attempt,) = attempts_of(decode.receiver)
-    counted(decode, by_prefill, to_decode, encode(Stopped(attempt, 1, 0, "")), "not a contributor")
-    by_decode(to_prefill, notif_msg=b"HB:cmpl-unknown,")
-    gate.closed = False
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(local)
-    rest(prefill, decode)
-    served(prefill, decode, 8)
 
 
 def test_an_engine_that_nobody_holds_is_gone_without_a_collection(pair: tuple[Node, Node]) -> None:

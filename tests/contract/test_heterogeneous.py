@@ -28,7 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.digest_fakes import digests_over
 from support.engine_fakes import grown
-from support.internals import context_of, receiver_of, registry_of, write_tasks_of
+from support.internals import context_of, receiver_of, registry_of
 from support.kvcached_memory import Geometry
 
 from experiments.common.memory_transport import Network
@@ -37,7 +37,7 @@ from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
-from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, Transport, TransportError
+from kvcached_nixl.transport.base import Handle, Operation, Ranges, Transport
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights
@@ -181,15 +181,13 @@ class Endpoint:
 
 
 class Recorded:
-    """A transport with its traffic noted. While ``held``, no transfer ends, and so none notifies."""
+    """A transport with its traffic noted."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.moves: list[tuple[str, Ranges, Ranges]] = []
         self.words_read = 0
         self.arrived = 0
-        self.held = False
-        self.refused_move: int | None = None
         self.unreleased = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -209,14 +207,9 @@ class Recorded:
             self.words_read += 1
         else:
             self.moves.append((peer, local, remote))
-            if self.refused_move == len(self.moves):
-                raise TransportError("planted")
         handle = self._transport.post(operation, peer, local, remote, notification, is_host=is_host)
         self.unreleased += 1
         return handle
-
-    def state(self, handle: Handle) -> TransferState:
-        return TransferState.IN_FLIGHT if self.held else self._transport.state(handle)
 
     def release(self, handle: Handle) -> None:
         self._transport.release(handle)
@@ -511,15 +504,6 @@ class Cluster:
         rest = range(end_token, -(-end_token // case.step) * case.step)
         rank.fill(expected, self.stale, rest, sender.share.copy)
         self.assert_equal(rank, rank.arena, expected)
-
-    def assert_only_its_blocks_changed(self, rank: Rank) -> None:
-        """Rank of decode whose request failed: what is in the request's blocks does not matter."""
-        tokens = range(rank.first_token, rank.first_token + len(rank.blocks) * rank.shape.logical_block_size)
-        blank = torch.zeros_like(self.kv[:, :1]).repeat(1, tokens.stop, 1, 1)
-        found, expected = rank.arena.clone(), rank.expected.clone()
-        for arena in (found, expected):
-            rank.fill(arena, blank, tokens)
-        self.assert_equal(rank, found, expected)
 
     def assert_equal(self, rank: Rank, arena: torch.Tensor, expected: torch.Tensor) -> None:
         if torch.equal(arena, expected):
@@ -867,169 +851,6 @@ def test_of_ranks_with_copies_beside_a_state_one_moves_them(
     case = Case(*shapes, heads, chunks=(5, 13), direction=direction, beside_states=True, is_verified=is_verified)
     cluster = make(case)
     run(cluster)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_sizes_of_which_neither_divides_the_other_fail_the_request(
-    direction: str, make: Callable[[Case], Cluster]
-) -> None:
-    """Once on each rank, and nobody is asked for anything."""
-    cluster = make(Case(Shape(2), Shape(3), heads=6, direction=direction))
-    cluster.compute(range(cluster.case.tokens))
-    cluster.want()
-    cluster.go_on()
-    for rank in cluster.decode:
-        assert (rank.over, rank.failed) == ([ATTEMPT], [FailureCause.REFUSED])
-        assert len(rank.receiver) == 0
-    assert not any(rank.transport.arrived for rank in cluster.prefill)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_block_sizes_of_which_neither_divides_the_other_fail_the_request(
-    direction: str, make: Callable[[Case], Cluster]
-) -> None:
-    """In the handshake; no byte moves."""
-    cluster = make(Case(Shape(1, 8), Shape(1, 12), direction=direction))
-    cluster.compute(range(cluster.case.tokens))
-    cluster.want()
-    cluster.until(lambda: all(rank.over for rank in cluster.decode))
-    assert [rank.failed for rank in cluster.decode] == [[FailureCause.REFUSED]] and cluster.moves == 0
-
-
-# ------------------------------------------------------------------------------------------------------------- failures
-
-
-@pytest.fixture
-def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rank, str, int], None]:
-    """fail(rank, how, number): that transfer of the rank is not posted, or ends with an error of NIXL's own."""
-
-    def one(rank: Rank, how: str, number: int) -> None:
-        if how == "not posted":
-            rank.transport.refused_move = number
-            return
-        agent = rank.endpoint.agent
-        transfer, check = agent.transfer, agent.check_xfer_state
-        broken: list[Any] = []
-
-        def failing(handle: Any, *arguments: Any) -> Any:
-            if len(rank.transport.moves) == number and not broken:
-                broken.append(handle)
-                raise RuntimeError("planted")
-            return transfer(handle, *arguments)
-
-        monkeypatch.setattr(agent, "transfer", failing)
-        monkeypatch.setattr(agent, "check_xfer_state", lambda handle: "ERR" if handle in broken else check(handle))
-
-    return one
-
-
-@pytest.mark.parametrize("others", ["in flight", "silent", "complete"])
-@pytest.mark.parametrize(("how", "number"), [("not posted", 1), ("ended with an error", 1), ("ended with an error", 2)])
-@pytest.mark.parametrize("tp_sizes", [(2, 1), (4, 2), (4, 1)])
-def test_a_write_that_fails_ends_the_attempt_when_all_have_stopped(
-    tp_sizes: tuple[int, int],
-    how: str,
-    number: int,
-    others: str,
-    make: Callable[[Case], Cluster],
-    fail: Callable[[Rank, str, int], None],
-) -> None:
-    """It fails at once, on the rank of decode that it goes to; the ranks beside that one receive everything.
-
-    Of the others that write into the same rank of decode each has a WRITE in flight, or does not get to hear anything
-    (its thread is late), or has written everything before. The attempt finishes when none of them can write any more.
-    """
-    case = Case(Shape(tp_sizes[0]), Shape(tp_sizes[1], 8, contiguous=True), 4, chunks=(17,))
-    cluster = make(case)
-    share = tp_sizes[0] // tp_sizes[1]
-    failing, siblings, reader = cluster.prefill[share - 1], cluster.prefill[: share - 1], cluster.decode[0]
-    fail(failing, how, number)
-    cluster.want()
-    cluster.until(lambda: all(len(rank.receiver) for rank in cluster.decode))
-    # All have heard of it, the late ones too.
-    cluster.until(lambda: all(write_tasks_of(rank.registry) for rank in cluster.prefill))
-    going = [rank for rank in cluster.ranks if rank not in siblings] if others == "silent" else cluster.ranks
-    first, second = range(17), range(17, case.tokens)
-    cluster.compute(first, siblings)
-    if others == "complete":
-        cluster.compute(second, siblings)
-        cluster.until(lambda: all(rank.done for rank in siblings))
-    elif others == "in flight":
-        for rank in siblings:
-            rank.transport.held = True
-        cluster.until(lambda: all(rank.transport.moves for rank in siblings))
-    cluster.compute(first, cluster.prefill[share - 1 :])
-    if number == 1:
-        cluster.until(lambda: not write_tasks_of(failing.registry), going)
-    else:
-        cluster.until(lambda: failing.transport.moves and not len(failing.context.transfer_queue), going)
-    cluster.compute(second, cluster.prefill[share - 1 :])
-    cluster.until(lambda: failing.done and reader.failed, going)
-
-    if others != "complete":
-        cluster.go_on(going)
-        assert not reader.over, "somebody may still write into its blocks"
-        for rank in siblings:
-            rank.transport.held = False
-    cluster.until(lambda: reader.over)
-    at_the_report = reader.arena.clone()
-    if others != "complete":
-        # Prefill goes on computing: nothing of it is for this rank of decode any more.
-        cluster.compute(second, siblings)
-    cluster.until(lambda: all(rank.done for rank in cluster.prefill))
-    cluster.until(lambda: all(rank.over for rank in cluster.decode))
-    cluster.go_on()
-    assert torch.equal(reader.arena, at_the_report)
-    assert len(failing.transport.moves) == number
-    assert [rank.failed for rank in cluster.decode] == [[FailureCause.LOST], *[[]] * (tp_sizes[1] - 1)]
-    cluster.assert_ended()
-    cluster.assert_only_its_blocks_changed(reader)
-
-
-@pytest.mark.parametrize("others", ["in flight", "complete"])
-@pytest.mark.parametrize("how", ["not posted", "ended with an error"])
-@pytest.mark.parametrize("tp_sizes", [(2, 1), (4, 2), (4, 1)])
-def test_a_read_that_fails_ends_the_attempt_when_all_others_have_ended(
-    tp_sizes: tuple[int, int],
-    how: str,
-    others: str,
-    make: Callable[[Case], Cluster],
-    fail: Callable[[Rank, str, int], None],
-) -> None:
-    """It fails at once, on the rank of decode that reads; the ranks beside that one receive everything."""
-    case = Case(Shape(tp_sizes[0]), Shape(tp_sizes[1], 8, contiguous=True), 4, direction="pull")
-    cluster = make(case)
-    share, reader = tp_sizes[0] // tp_sizes[1], cluster.decode[0]
-    fail(reader, how, share)
-    state, held = reader.transport._transport.state, others == "in flight"
-    posted: list[Any] = []
-    post = reader.transport.post
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        posted.append(post(*arguments, **options))
-        return posted[-1]
-
-    def looked(handle: Any) -> TransferState:
-        return TransferState.IN_FLIGHT if held and handle in posted[: share - 1] else state(handle)
-
-    reader.transport.post = noted  # type: ignore[method-assign]
-    reader.transport.state = looked  # type: ignore[method-assign]
-    cluster.compute(range(case.tokens))
-    cluster.want()
-    cluster.until(lambda: reader.failed)
-    cluster.go_on()
-    if others == "in flight":
-        assert not reader.over, "somebody may still be read from into its blocks"
-        held = False
-    cluster.until(lambda: all(rank.over for rank in cluster.decode))
-    at_the_report = reader.arena.clone()
-    cluster.go_on()
-    assert torch.equal(reader.arena, at_the_report)
-    assert [rank.failed for rank in cluster.decode] == [[FailureCause.LOST], *[[]] * (tp_sizes[1] - 1)]
-    assert all(not len(rank.receiver) and not rank.transport.unreleased for rank in cluster.decode)
-    cluster.assert_only_its_blocks_changed(reader)
-    for rank in cluster.decode[1:]:
-        cluster.assert_arrived(rank, case.tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------- descriptors

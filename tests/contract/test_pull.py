@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,6 @@ from support import attention_engines, engine_node, handover_node
 from support.engine_node import DECODE_ID, PREFILL_ID, USABLE
 from support.handover_node import (
     ANOTHER_REQUESTS,
-    BLOCK_SIZE,
     CHUNK,
     DECODE_FILLING,
     PREFILL_FILLING,
@@ -22,24 +20,20 @@ from support.handover_node import (
     SEND,
     Node,
     asked,
-    ends_by_policy,
     prefilled,
     rest,
     served,
     transfers_held,
     until_both,
 )
-from support.internals import addresses_of, free_buffers_of, token_rows_of, tokens_of
+from support.internals import addresses_of, token_rows_of
 from support.transports import until
 
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 node, pair = handover_node.node, handover_node.pair
-
-POLICIES = ["fail", "recompute"]
 
 
 @pytest.fixture
@@ -49,38 +43,6 @@ def direction() -> str:
 
 def causes(decode: Node) -> list[FailureCause]:
     return [FailureCause(one) for one in decode.account["kvcached_nixl_failures"]]
-
-
-class TokenArray:
-    """READs of ownership tokens on a node, recognised by their single row. Each waits until ``look`` allows it."""
-
-    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, look: Callable[[], bool]) -> None:
-        self.posted = 0
-        transport = node.context.transport
-        post, state, release = transport.post, transport.state, transport.release
-        waiting: list[Any] = []
-
-        def transfer_queue(
-            operation: str, peer: str, local: Any, remote: Any, *said: Any, is_host: bool = False
-        ) -> Any:
-            if not is_host:
-                return post(operation, peer, local, remote, *said)
-            self.posted += 1
-            waiting.append([lambda: post(operation, peer, local, remote, *said, is_host=True), None])
-            return waiting[-1]
-
-        def looking(handle: Any) -> Any:
-            if not isinstance(handle, list):
-                return state(handle)
-            if handle[1] is None:
-                if not look():
-                    return type(state(None)).IN_FLIGHT
-                handle[1] = handle[0]()
-            return state(handle[1])
-
-        monkeypatch.setattr(transport, "post", transfer_queue)
-        monkeypatch.setattr(transport, "state", looking)
-        monkeypatch.setattr(transport, "release", lambda one: release(one[1] if isinstance(one, list) else one))
 
 
 def test_the_token_is_there_from_the_last_chunk_until_the_blocks_are_given_back(node: Callable[..., Node]) -> None:
@@ -98,58 +60,6 @@ def test_the_token_is_there_from_the_last_chunk_until_the_blocks_are_given_back(
     decode.step_until(lambda: DECODE_ID in decode.received)
     assert decode.holds(local)
     rest(prefill, decode)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_blocks_that_are_given_back_while_they_are_read_are_not_used(
-    policy: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bytes have arrived; only the missing ownership token shows that they may be another request's."""
-    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=0.3), node(DECODE_FILLING, policy=policy)
-    params = prefilled(prefill, PREFILL_ID)
-    given_back: list[bool] = []
-    with monkeypatch.context() as patching:
-        words = TokenArray(decode, patching, lambda: bool(given_back))
-        # Nor does prefill hear that decode still waits.
-        patching.setattr(decode.agent, "send_notif", lambda *_, **__: None)
-        local = asked(decode, params)
-        until(lambda: words.posted)
-        assert decode.holds(local)
-        prefill.step_until(lambda: PREFILL_ID in prefill.sent)
-        given_back.append(True)
-        ends_by_policy(policy, decode, prefill)
-    assert causes(decode) == [FailureCause.LEASE]
-    served(prefill, decode, 8)
-
-
-def test_more_hand_overs_than_tokens_can_be_looked_at_end_one_after_the_other(node: Callable[..., Node]) -> None:
-    """Half of them are not kept any more, and only those fail."""
-    geometry = dataclasses.replace(RESERVED, num_blocks=29, reserved_blocks=40)
-    prefill, decode = node(PREFILL_FILLING, geometry), node(DECODE_FILLING, geometry)
-    free_buffers = free_buffers_of(decode.context.token_buffers)
-    del free_buffers[2:]
-    params = [prefilled(prefill, f"cmpl-{n}-0-aaaaaaaa", 60 * n, BLOCK_SIZE) for n in range(8)]
-    rest(prefill)
-    params[::2] = [prefilled(prefill, f"cmpl-{n}-0-bbbbbbbb", 60 * n, BLOCK_SIZE) for n in range(0, 8, 2)]
-    for n, one in enumerate(params):
-        decode.add(f"cmpl-{n}-0-dddddddd", one, first_token=60 * n, num_tokens=BLOCK_SIZE, max_tokens=1)
-    until_both(prefill, decode, lambda: len(decode.ended) == 8)
-    decode.step()
-    ends = [decode.ended[f"cmpl-{n}-0-dddddddd"] for n in range(8)]
-    assert ends == ["length", "error"] * 4 and causes(decode) == [FailureCause.LEASE] * 4
-    assert len(free_buffers) == 2 and not decode.context.waiting_for_buffer
-
-
-def test_another_token_in_the_same_bucket_does_not_stand_for_it(node: Callable[..., Node]) -> None:
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    params = prefilled(prefill, PREFILL_ID)
-    (word,) = tokens_of(prefill.side.tokens).values()
-    rest(prefill)
-    for owner in range(1, 20):
-        assert prefill.side.tokens.publish(owner, word + owner * BUCKETS)
-    decode.add(DECODE_ID, params)
-    ends_by_policy("fail", decode, prefill)
-    assert causes(decode) == [FailureCause.LEASE]
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
-import msgspec
 from support import attention_engines, engine_node, handover_node
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE
 from support.handover_node import (
@@ -25,8 +23,6 @@ from support.handover_node import (
     Node,
     asked,
     ends_by_policy,
-    notifications_held,
-    prefilled,
     registered,
     rest,
     served,
@@ -34,21 +30,16 @@ from support.handover_node import (
     until_both,
 )
 from support.internals import outcome_of
-from support.transports import nixl_side, until
+from support.transports import until
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.messages import Withdrawal, Written, encode
-from kvcached_nixl.wire.step import OfferUpdate
-from kvcached_nixl.worker.prefill import matching as pairing
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 node, pair = handover_node.node, handover_node.pair
-
-POLICIES = ["fail", "recompute"]
 
 
 @pytest.fixture
@@ -87,90 +78,6 @@ def test_the_two_requests_meet_in_either_order(name: str, first: str, pair: tupl
     decode.step_until(lambda: decode_id in decode.received)
     assert decode.holds(local)
     assert "cmpl-z-0-aaaaaaaa" not in prefill.sent and prefill.side_of_engine.num_kept
-
-
-@pytest.mark.parametrize("order", ["prefill's prompts in the same order", "in the other order"])
-@pytest.mark.parametrize("when", ["prefill first", "decode first", "between"])
-def test_two_prompts_under_one_name_are_told_apart_by_what_was_computed(
-    when: str, order: str, pair: tuple[Node, Node]
-) -> None:
-    """Finding A2: decode has no manifest. The name proposes, the digest pairs."""
-    prefill, decode = pair
-    theirs = [("cmpl-x-0-aaaaaaaa", 0), ("cmpl-x-0-bbbbbbbb", 200)]
-    own = [("cmpl-x-0-dddddddd", 0), ("cmpl-x-0-eeeeeeee", 200)]
-    if order == "in the other order":
-        theirs.reverse()
-    steps: list[Callable[[], Any]] = []
-    asks = [lambda one=one: asked(decode, {**prefill.address(), **NAME}, one[0], first_token=one[1]) for one in own]
-    computes = [lambda one=one: prefilled(prefill, one[0], one[1], **NAME) for one in theirs]
-    if when == "prefill first":
-        steps = [*computes, *asks]
-    elif when == "decode first":
-        steps = [*asks, lambda: until(lambda: len(prefill.write_tasks) == 2), *computes]
-    else:
-        steps = [asks[0], computes[0], asks[1], computes[1]]
-    for step in steps:
-        step()
-        prefill.settle()
-    seen: dict[str, bool] = {}
-
-    def look() -> bool:
-        for request_id, first_token in own:
-            if request_id in decode.received and request_id not in seen:
-                seen[request_id] = decode.holds(decode.blocks(request_id), first_token=first_token)
-        return len(seen) == 2
-
-    until_both(prefill, decode, look)
-    assert all(seen.values())
-    rest(prefill, decode)
-    assert set(decode.ended.values()) == {"length"}
-
-
-@pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_equal_prompts_under_one_name_are_one_for_each(first: str, pair: tuple[Node, Node]) -> None:
-    """Finding A2: two requests of the same prompt and name, without a manifest, and neither is left over."""
-    prefill, decode = pair
-
-    def ask() -> None:
-        for own in ("cmpl-x-0-dddddddd", "cmpl-x-0-eeeeeeee"):
-            asked(decode, {**prefill.address(), **NAME}, own, max_tokens=1)
-
-    if first == "decode":
-        ask()
-        until(lambda: len(prefill.write_tasks) == 2)
-    for theirs in ("cmpl-x-0-aaaaaaaa", "cmpl-x-0-bbbbbbbb"):
-        prefilled(prefill, theirs, **NAME)
-    if first == "prefill":
-        ask()
-    until_both(prefill, decode, lambda: len(decode.ended) == 2)
-    assert set(decode.ended.values()) == {"length"}
-    rest(prefill, decode)
-    assert not prefill.account["num_kv_expired_reqs"]
-
-
-@pytest.mark.parametrize("before", ["served, then decode first", "not served, then prefill first"])
-def test_a_client_may_use_its_request_id_again(before: str, node: Callable[..., Node]) -> None:
-    """X-Request-Id is the client's: it may repeat one after a request of it has ended, well or not (finding B11)."""
-    prefill, decode = node(PREFILL_FILLING, handover_timeout=0.3), node(DECODE_FILLING)
-    decode.add(DECODE_ID, prefill.address())
-    if before == "served, then decode first":
-        prefill.add(PREFILL_ID, SEND, 1)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
-    theirs, own = "cmpl-x-0-bbbbbbbb", "cmpl-x-0-eeeeeeee"
-    assert theirs[:-8] == PREFILL_ID[:-8] and own[:-8] == DECODE_ID[:-8]
-    if before == "served, then decode first":
-        decode.add(own, prefill.address(), first_token=200)
-        decode.step()
-        prefill.settle()
-        prefill.add(theirs, SEND, 1, 200)
-    else:
-        prefill.add(theirs, SEND, 1, 200)
-        prefill.step()
-        prefill.settle()
-        decode.add(own, prefill.transfer_params[theirs], first_token=200)
-    until_both(prefill, decode, lambda: own in decode.ended)
-    assert decode.ended[own] == "length"
 
 
 RETRIES = ["the same prompt, served before", "aborted on decode", "aborted on prefill", "aborted on both"]
@@ -259,109 +166,6 @@ def test_what_a_step_that_raises_was_to_compute_is_not_written(node: Callable[..
     ends_by_policy("fail", decode, prefill)
 
 
-def test_a_prompt_that_goes_on_behind_what_decode_wants_is_not_written(node: Callable[..., Node]) -> None:
-    """Finding A1 (d), decode first: prefill's prompt is longer than decode's, and begins with it."""
-    prefill, decode = (
-        node(PREFILL_FILLING, tokens_a_step=CHUNK, kv_lease_duration=0.4, handover_timeout=1),
-        node(DECODE_FILLING, policy="recompute"),
-    )
-    registered(decode, prefill)
-    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1, num_tokens=2 * BLOCKS * BLOCK_SIZE)
-    ends_by_policy("recompute", decode, prefill)
-    assert decode.account["kvcached_nixl_failures"] == [FailureCause.DEADLINE]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_prefills_request_aborted_while_it_computes_ends_decodes(
-    policy: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The blocks of both come free when the WRITE that is in flight has ended, and not before."""
-    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING, policy=policy)
-    registered(decode, prefill)
-    gate = transfers_held(prefill, monkeypatch)
-    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
-    prefill.step()
-    until(lambda: gate.kept)
-    blocks = prefill.blocks(PREFILL_ID)
-    prefill.abort(PREFILL_ID)
-    for _ in range(3):
-        prefill.step()
-        prefill.settle()
-        decode.step()
-    assert prefill.free_blocks == USABLE - len(blocks) and prefill.side_of_engine.num_kept
-    assert decode.waits(DECODE_ID)
-    gate.closed = False
-    ends_by_policy(policy, decode, prefill)
-    assert "ended before it was computed" in decode.log.text
-    served(prefill, decode, 8)
-
-
-@pytest.mark.parametrize("order", ["registered before", "registered after"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_prefills_request_aborted_in_its_queue_ends_decodes(
-    policy: str, order: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At once if decode has registered; else soon, because the router may be trying both again."""
-    monkeypatch.setattr(pairing, "GRACE_SECONDS", 0.3)
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
-    if order == "registered before":
-        registered(decode, prefill)
-    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
-    prefill.abort(PREFILL_ID)
-    assert prefill.scheduler.has_requests()
-    prefill.step()
-    if order == "registered after":
-        prefill.settle()
-        asked(decode, {**prefill.address(), **NAME})
-    ends_by_policy(policy, decode, prefill)
-    reason = "ended before it was computed" if order == "registered before" else "no request of this name and prompt"
-    assert reason in decode.log.text
-    served(prefill, decode, 8)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("whose", ["decode's", "prefill's"])
-def test_a_registration_that_is_not_served_in_time_fails(whose: str, policy: str, node: Callable[..., Node]) -> None:
-    """Prefill has no such request; ``handover_timeout`` of either side ends it, under vLLM's name, too."""
-    short = {"push_registration_timeout": 0.3}
-    prefill = node(PREFILL_FILLING, **(short if whose == "prefill's" else {}))
-    decode = node(DECODE_FILLING, policy=policy, **(short if whose == "decode's" else {}))
-    registered(decode, prefill)
-    ends_by_policy(policy, decode, prefill)
-    assert ("of prefill stopped" if whose == "prefill's" else "has not come within 0.3 s") in decode.log.text
-    assert not prefill.write_tasks and not len(decode.receiver)
-    assert decode.account["kvcached_nixl_failures"] == [FailureCause.DEADLINE]
-    served(prefill, decode, 8)
-
-
-def test_decodes_request_aborted_before_prefill_hears_of_it_is_not_written(
-    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prefill computes the request after that, and writes nothing into the blocks.
-
-    It keeps its own for a lease: the name may be used by a next request of decode.
-    """
-    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=0.3), node(DECODE_FILLING)
-    local = registered(decode, prefill)
-    gate = notifications_held(prefill, monkeypatch)
-    decode.abort(DECODE_ID)
-    decode.step()
-    until(lambda: gate.kept)
-    for _ in range(3):
-        decode.settle()
-        decode.step()
-    # The client has its answer, the engine sleeps, and the blocks are nobody's.
-    assert decode.free_blocks == USABLE - BLOCKS and not decode.scheduler.has_requests()
-    assert DECODE_ID not in decode.scheduler.requests
-    gate.closed = False
-    rest(decode)
-    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
-    prefill.step()
-    assert PREFILL_ID in prefill.transfer_params
-    rest(prefill, decode)
-    assert decode.are_filled(local, DECODE_FILLING)
-
-
 # --------------------------------------------------------------------------------------------------------- preemption
 
 
@@ -404,38 +208,6 @@ def test_blocks_of_a_preempted_request_are_held_while_a_write_reads_them(
     until(lambda: decode.moved)
     assert decode.holds(local)
     assert decode.are_filled(decode.all_but(local), DECODE_FILLING)
-    decode.step_until(lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_blocks_of_a_preempted_request_that_was_only_offered_are_held_until_the_worker_knows(
-    times: int, node: Callable[..., Node]
-) -> None:
-    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK, prefix_caching=False), node(DECODE_FILLING)
-    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
-    for number in range(times):
-        prefill.step()
-        prefill.settle()
-        lost = prefill.blocks(PREFILL_ID)
-        prefill.preempt(PREFILL_ID)
-        if number:
-            # The worker was not told of these.
-            assert prefill.free_blocks == USABLE
-            continue
-        assert prefill.free_blocks == USABLE - len(lost) and prefill.side_of_engine.pending
-        # It takes its new blocks before the workers hear of it.
-        prefill.step()
-        assert not set(lost) & set(prefill.blocks(PREFILL_ID))
-        prefill.settle()
-    prefill.step()
-    again = prefill.blocks(PREFILL_ID)
-    assert prefill.free_blocks == USABLE - len(again)
-    prefill.fill([block_id for block_id in lost if block_id not in again], ANOTHER_REQUESTS)
-    prefill.step_until(lambda: PREFILL_ID in prefill.transfer_params)
-    local = asked(decode, prefill.transfer_params[PREFILL_ID])
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(local)
     decode.step_until(lambda: DECODE_ID in decode.ended)
     rest(prefill, decode)
 
@@ -487,37 +259,6 @@ def test_a_reset_of_the_prefix_cache_revokes_what_is_under_way_and_is_an_error_w
 # ------------------------------------------------------------------------------------------------ what prefill says
 
 
-WRITTEN_WRONGLY = {
-    "another prompt": ({"digest": "0" * 32}, FailureCause.DIGEST),
-    "fewer tokens": ({"num_tokens": BLOCK_SIZE, "groups": ()}, FailureCause.DIGEST),
-    "by another start": ({"incarnation": "0" * 16}, FailureCause.RESTARTED),
-    "of another request": ({"request_id": "cmpl-z-0-aaaaaaaa"}, FailureCause.PROTOCOL),
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("change", "cause"), list(WRITTEN_WRONGLY.values()), ids=list(WRITTEN_WRONGLY))
-def test_what_prefill_says_that_it_has_written_is_compared_with_what_was_wanted(
-    change: dict[str, Any], cause: FailureCause, policy: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Findings A1, A2: decode's own look, should prefill's have failed."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
-    offer = prefill.registry.offer
-
-    def offer_wrongly(update: OfferUpdate) -> None:
-        if update.manifest is not None:
-            wrong = msgspec.structs.replace(update.manifest, **change)
-            update = msgspec.structs.replace(update, manifest=wrong)
-        offer(update)
-
-    with monkeypatch.context() as patching:
-        patching.setattr(prefill.registry, "offer", offer_wrongly)
-        asked(decode, prefilled(prefill, PREFILL_ID))
-        ends_by_policy(policy, decode, prefill)
-    assert decode.account["kvcached_nixl_failures"] == [cause]
-    served(prefill, decode, 8)
-
-
 def test_an_engine_that_waits_for_the_other_sleeps(node: Callable[..., Node]) -> None:
     """Registrations and kept blocks do not keep prefill awake; decode wakes at its deadline."""
     prefill, decode = node(PREFILL_FILLING, kv_lease_duration=0.5), node(DECODE_FILLING, handover_timeout=60)
@@ -538,61 +279,6 @@ def test_an_engine_that_waits_for_the_other_sleeps(node: Callable[..., Node]) ->
     decode.abort(DECODE_ID)
     assert decode.wakes
     rest(decode)
-
-
-def test_messages_that_come_twice_or_late_or_from_a_stranger_change_nothing(
-    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On both sides, around a push that arrives all the same."""
-    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
-    local = registered(decode, prefill)
-    (writing,) = prefill.write_tasks.values()
-    registration, to_decode = writing.registration, decode.agent.name
-    to_prefill = prefill.agent.name
-    stranger = nixl_side()
-    for one in (prefill, decode):
-        stranger.transport.add_peer(one.agent.get_agent_metadata())
-
-    def counted(one: Node, say: Callable[..., Any], to: str, notification: bytes, reason: str) -> None:
-        before, all_before = one.dropped(reason), one.thread.dropped.total()
-        say(to, notif_msg=notification)
-        until(lambda: one.dropped(reason) == before + 1)
-        assert one.thread.dropped.total() == all_before + 1
-
-    def written(index: int, **changes: Any) -> bytes:
-        return encode(msgspec.structs.replace(Written(registration.attempt, 0, index), **changes))
-
-    by_decode, by_prefill = decode.agent.send_notif, prefill.agent.send_notif
-    by_stranger = lambda to, notif_msg: stranger.transport.send(to, notif_msg)  # noqa: E731
-    counted(prefill, by_decode, to_prefill, encode(registration), "doubled or late registration")
-    counted(decode, by_stranger, to_decode, written(0), "not a contributor")
-    counted(decode, by_prefill, to_decode, written(0, tp_rank=1), "not a contributor")
-    counted(decode, by_prefill, to_decode, written(0, attempt=registration.attempt + 1), "unknown attempt")
-    # A stranger's withdrawal is of its own attempts: this one goes on.
-    by_stranger(to_prefill, encode(Withdrawal(registration.attempt, registration.decode)))
-    until(lambda: prefill.dropped("meant for another agent") == 1)
-    assert len(prefill.write_tasks) == 1 and decode.waits(DECODE_ID)
-
-    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
-    prefill.step()
-    until(lambda: decode.holds(local, end=BLOCK_SIZE))
-    decode.settle()
-    by_prefill(to_decode, notif_msg=written(0))
-    decode.settle()
-    decode.step()
-    assert decode.waits(DECODE_ID)
-    prefill.step()
-    prefill.step()
-    prefill.step()
-    until(lambda: decode.moved)
-    assert decode.holds(local)
-    counted(decode, by_prefill, to_decode, written(3), "unknown attempt")
-    decode.step_until(lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
-    decode.fill(local, ANOTHER_REQUESTS)
-    counted(prefill, by_decode, to_prefill, encode(registration), "doubled or late registration")
-    assert decode.are_filled(local, ANOTHER_REQUESTS)
-    served(prefill, decode, 8)
 
 
 @pytest.mark.parametrize("ends", ["decode registers", "decode has taken the rest", "aborted"])

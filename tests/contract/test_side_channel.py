@@ -29,7 +29,6 @@ from support.handover_node import (
     computed_alone,
     ends_by_policy,
     prefilled,
-    rest,
     served,
 )
 from support.internals import listener_of
@@ -74,17 +73,6 @@ def test_what_one_peer_asks_in_a_wrong_way_ends_no_handshake(pair: tuple[Node, N
     said, _ = SideChannel().ask("127.0.0.1", prefill.engine.port, 3).result(10)
     assert "no rank" in said and "3" in said and "tp_size" in said
     assert listener_of(prefill.side_of_engine)._thread.is_alive()
-    served(prefill, decode)
-
-
-def test_a_decode_that_is_told_a_wrong_tp_size_holds_up_no_other(node: Callable[..., Node]) -> None:
-    """Finding B8."""
-    prefill, misled, decode = node(PREFILL_FILLING, kv_lease_duration=0.4), node(DECODE_FILLING), node(DECODE_FILLING)
-    misled.add(DECODE_ID, {**prefilled(prefill, PREFILL_ID), "tp_size": 2})
-    misled.step_until(lambda: DECODE_ID in misled.ended)
-    assert misled.ended[DECODE_ID] == "error"
-    # The lease of what it has not fetched ends.
-    rest(prefill)
     served(prefill, decode)
 
 
@@ -200,19 +188,6 @@ def test_an_engine_that_is_reached_as_another_one_does_not_start(
         node(PREFILL_FILLING)
     monkeypatch.delenv(f"{ADVERTISE}_PORT")
     served(prefill, decode)
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_another_engine_at_prefills_address_is_told_by_its_identity(policy: str, node: Callable[..., Node]) -> None:
-    """Same host, same kind, same weights: only its id and its incarnation are others."""
-    prefill, another = node(PREFILL_FILLING, kv_lease_duration=0.4), node(PREFILL_FILLING)
-    decode = node(DECODE_FILLING, policy=policy, handover_timeout=5)
-    given = prefilled(prefill, PREFILL_ID)
-    decode.add(DECODE_ID, {**given, "remote_port": another.engine.port})
-    ends_by_policy(policy, decode, prefill)
-    assert decode.account["kvcached_nixl_failures"] == [FailureCause.UNREACHABLE]
-    assert f"engine {another.engine.engine_id} (rank 0 of 1) answers at 127.0.0.1" in decode.log.text
-    served(prefill, decode, 8)
 
 
 def test_vllm_finds_this_hosts_address_as_the_package_expects(monkeypatch: pytest.MonkeyPatch) -> None:

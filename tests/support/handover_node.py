@@ -233,20 +233,6 @@ class Gate:
     kept: list[Any] = dataclasses.field(default_factory=list)
 
 
-def notifications_held(node: Node, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Delays the notifications that the node receives."""
-    gate, real = Gate(), node.agent.get_new_notifs
-
-    def get_new_notifs() -> Any:
-        if not gate.closed:
-            return gate.kept.pop(0) if gate.kept else real()
-        gate.kept += [found] if (found := real()) else []
-        return {}
-
-    monkeypatch.setattr(node.agent, "get_new_notifs", get_new_notifs)
-    return gate
-
-
 def transfers_held(node: Node, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Delays the node's READs and WRITEs: they stay in flight and move nothing."""
     gate, transfer, check = Gate(), node.agent.transfer, node.agent.check_xfer_state
