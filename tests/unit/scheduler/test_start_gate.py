@@ -81,43 +81,6 @@ def test_what_is_being_written_does_not_count() -> None:
     assert prefill.side.matched(prefill.new(), 0) == START
 
 
-def test_pull_never_waits() -> None:
-    prefill = Prefill(mode=TransferMode.PULL)
-    assert prefill.side.matched(prefill.new(), 0) == START and prefill.side.due_in_seconds is None
-
-
-def test_a_prompt_waits_until_decode_registers_for_it() -> None:
-    prefill = Prefill()
-    request = prefill.new()
-    assert prefill.side.matched(request, 0) == WAIT and prefill.side.holds_back("new")
-    step = prefill.step()
-    assert [one for one, _ in step.awaited] == ["new"] and step.has_news
-    for _ in range(3):
-        assert prefill.side.matched(request, 0) == WAIT
-        assert not prefill.step().awaited, "workers are asked once"
-    ((_, number),) = step.awaited
-    prefill.hear(number + 1)
-    assert prefill.side.matched(request, 0) == WAIT
-    prefill.hear(number)
-    assert not prefill.side.holds_back("new")
-    assert prefill.side.matched(request, 0) == START
-    prefill.step()
-    assert prefill.side.matched(request, 0) == START, "vLLM may have had no blocks for it"
-    prefill.step("new")
-    # vLLM preempts it, and asks again.
-    assert prefill.side.matched(request, 0) == START
-
-
-def test_a_prompt_begins_when_decode_has_taken_what_was_kept() -> None:
-    prefill = Prefill()
-    request = prefill.new()
-    assert prefill.side.matched(request, 0) == WAIT
-    prefill.step()
-    prefill.hear(sent=("kept0",))
-    assert prefill.side.matched(request, 0) == START and not prefill.side.holds_back("new")
-    prefill.step("new")
-
-
 def test_workers_are_asked_again_from_time_to_time_and_the_engine_is_not_kept_awake() -> None:
     """Decode may want it and lack blocks, or may have gone: workers hear which."""
     prefill = Prefill()
@@ -137,20 +100,6 @@ def test_workers_are_asked_again_from_time_to_time_and_the_engine_is_not_kept_aw
     prefill.step("new")
 
 
-@pytest.mark.parametrize("is_claimed", [False, True])
-def test_nothing_is_left_of_a_prompt_that_is_aborted_while_it_waits(is_claimed: bool) -> None:
-    prefill = Prefill()
-    request = prefill.new()
-    assert prefill.side.matched(request, 0) == WAIT
-    ((_, number),) = prefill.step().awaited
-    if is_claimed:
-        prefill.hear(number)
-    assert prefill.side.finished(request, False, ([],)) == (False, None)
-    prefill.step()
-    prefill.hear(number)
-    assert not prefill.side.holds_back("new")
-
-
 @pytest.mark.parametrize("ends", ["begins", "aborted", "claimed", "asked again"])
 def test_nothing_is_left_of_a_prompt_that_has_waited(ends: str) -> None:
     clock, step, one = ManualClock(), Step("h", 1, WAKE, "s"), PrefillRequestId("one")
@@ -168,10 +117,3 @@ def test_nothing_is_left_of_a_prompt_that_has_waited(ends: str) -> None:
         gate.turn([one], step)
     gate.claimed([number for _, number in step.awaited])
     assert not leftovers(gate) and gate.due_at_seconds is None
-
-
-def test_requests_that_are_not_offered_never_wait() -> None:
-    prefill = Prefill()
-    plain = Asked("plain", None)
-    prefill.side.arrived(plain)
-    assert prefill.side.matched(plain, 0) == START

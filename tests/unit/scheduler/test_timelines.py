@@ -80,23 +80,6 @@ def test_a_request_of_decode_is_followed_to_its_first_token() -> None:
     assert not len(one.timelines) and not one.timelines.awaits_tokens and one.timelines.take_lasted() == []
 
 
-def test_a_failed_one_ends_with_its_own_first_token() -> None:
-    """Where it is computed on decode; the first cause is shown."""
-    one = Followed()
-    one.begin("d", State.DECODE_QUEUED)
-    one.timelines.enter("d", State.DECODE_REPORTING)
-    one.clock.advance(1.0)
-    one.timelines.take([("d", one.rank(7, 100.0, 100.75))])
-    one.timelines.failed("d", FailureCause.LOST)
-    one.timelines.failed("d", FailureCause.DEADLINE)
-    one.clock.advance(2.0)
-    one.timelines.computed(["d"])
-    one.timelines.answered(["d"])
-    ((_, spans, attributes),) = one.spans.added
-    assert spans[-2:] == [("decode_reporting", 0.25), ("decode_failed", 2.0)]
-    assert attributes["kvcached_nixl.cause"] == "lost"
-
-
 @pytest.mark.parametrize("is_push", [False, True])
 def test_an_offer_that_has_ended_belongs_to_the_trace_that_it_names(is_push: bool) -> None:
     """Its request has ended long before, so nothing is remembered of it."""
@@ -113,23 +96,6 @@ def test_an_offer_that_has_ended_belongs_to_the_trace_that_it_names(is_push: boo
         [("prefill_offered", 0.25), ("prefill_sending", 0.75)],
     ]
     assert {push for _, push, _ in one.timelines.take_lasted()} == {is_push}
-
-
-def test_without_tracing_no_context_is_read_and_times_are_counted() -> None:
-    one = Followed(is_traced=False)
-    request: Any = SimpleNamespace(request_id="p")  # has no trace headers to read
-    one.timelines.begin(request, State.PREFILL_QUEUED)
-    assert one.timelines.trace_of("p") == ""
-    one.timelines.end("p")
-    assert one.spans.added == [] and len(one.timelines.take_lasted()) == 1
-
-
-def test_a_request_without_a_trace_makes_no_spans() -> None:
-    one = Followed()
-    one.begin("p", State.PREFILL_QUEUED, trace="")
-    one.timelines.end("p")
-    one.timelines.take([("", one.rank(0, 102.0, 103.0))])
-    assert one.spans.added == [] and len(one.timelines.take_lasted()) == 3
 
 
 def test_what_is_not_followed_is_passed_by() -> None:

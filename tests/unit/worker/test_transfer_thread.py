@@ -46,14 +46,12 @@ from kvcached_nixl.wire.messages import (
     Registration,
     Release,
     Stopped,
-    Withdrawal,
-    Written,
     decode,
     encode,
 )
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
-from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, Revocation, UnneededOffer, WakeAddress
+from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, Revocation, WakeAddress
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker import transfer_thread as thread
 from kvcached_nixl.worker.build import assemble
@@ -144,31 +142,6 @@ def push() -> Worker:
 # --------------------------------------------------------------------------------------------------------- its commands
 
 
-def test_a_read_from_want_to_over(pull: Worker) -> None:
-    remote = pull.remote()
-    remote.table.publish("p-1", MANIFEST.ownership_token)
-    remote.memory.cells[:] = 5
-    pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), always))
-    outcome = pull.deliver()
-    assert (outcome.finished, outcome.failed) == ({1}, {})
-    assert pull.memory.cells[:, [7, 3, 9]].min() == 5
-    assert [num_bytes for num_bytes, _, _ in outcome.moved] == [3 * 4 * 8 * 2], "once, and without its token"
-    assert outcome.moved_bytes == 3 * 4 * 8 * 2 and outcome.slab is None
-    assert pull.asking.woken == [("127.0.0.1", 5601, "key")]
-
-
-def test_nothing_begins_before_the_device_has_got_there(pull: Worker) -> None:
-    """The event is queried in each turn; the thread does not wait for it."""
-    reached: list[bool] = []
-    pull.remote()
-    pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), lambda: bool(reached)))
-    pull.deliver()
-    assert pull.asking.asked == []
-    reached.append(True)
-    pull.deliver()
-    assert pull.asking.asked
-
-
 def test_steps_are_taken_in_in_order(push: Worker) -> None:
     """A request's `Finish` is never handled before its steps, nor a later step before an earlier one."""
     reached: list[bool] = []
@@ -201,52 +174,12 @@ def test_a_withdrawal_may_come_before_its_beginning(pull: Worker) -> None:
     assert outcome.failed[1].reason == "dead"
 
 
-def test_what_is_not_needed_is_told(push: Worker) -> None:
-    remote = push.remote()
-    push.thread.submit(UnneededOffer(PREFILL, "", "transfer:t", DIGEST))
-    push.deliver()
-    assert remote.heard() == [Release("", "transfer:t", DIGEST, 0, 1)]
-
-
-def test_leases_are_renewed_at_every_rank_until_they_are_not(pull: Worker) -> None:
-    remotes = [pull.remote(address=address(tp_size=2, tp_rank=rank)) for rank in range(2)]
-    for remote in remotes:
-        remote.memory.planes = Memory(num_heads=1).planes
-    renewed = LeaseRenewal(DecodeRequestId("d1"), RemotePrefill("remote", "10.0.0.2", 5601, 2), "p-1", 30.0)
-    pull.thread.submit(renewed)
-    pull.deliver()
-    assert [remote.transport.received() for remote in remotes] == [[("local", b"HB:p-1")]] * 2
-    pull.clock.advance(5.0)
-    pull.deliver()
-    assert [len(remote.transport.received()) for remote in remotes] == [1, 1]
-    pull.thread.submit(commands.EndRenewal(DecodeRequestId("d1")))
-    pull.clock.advance(5.0)
-    pull.deliver()
-    assert [len(remote.transport.received()) for remote in remotes] == [0, 0]
-
-
 def test_a_prefill_of_which_nothing_can_come_gets_no_heartbeat() -> None:
     worker = Worker()
     odd = RemotePrefill("remote", "10.0.0.2", 5601, 2048)
     worker.thread.submit(LeaseRenewal(DecodeRequestId("d1"), odd, "p-1", 30.0))
     worker.deliver()
     assert worker.asking.asked == []
-
-
-def test_a_heartbeat_renews_what_prefill_keeps(pull: Worker) -> None:
-    remote = pull.remote()
-    pull.offer()
-    pull.thread.submit(commands.Finish(P1))
-    pull.deliver()
-    for _ in range(10):
-        pull.clock.advance(15.0)
-        remote.transport.add_peer(b"local")
-        for beat in heartbeats(["unknown", "p-1"]):
-            remote.transport.send("local", beat)
-        assert pull.deliver().done == set()
-    pull.clock.advance(30.0)
-    outcome = pull.deliver()
-    assert (outcome.done, outcome.expired) == ({"p-1"}, {"p-1"})
 
 
 @pytest.mark.parametrize("message", ["reading", "heartbeat"])
@@ -300,15 +233,6 @@ def test_a_message_that_cannot_be_read_is_dropped(pull: Worker, notification: by
     assert outcome.done == {"p-1"}
     assert pull.thread.dropped["malformed"] == (3 if notification else 0)
     assert pull.thread.dropped["defect"] == 0
-
-
-def test_what_fits_nothing_is_counted(pull: Worker) -> None:
-    remote = pull.remote()
-    remote.say("local", Written(1, 0, 0))
-    remote.say("local", Stopped(1, 0, 0, ""))
-    remote.say("local", Withdrawal(1, remote.address))
-    pull.deliver()
-    assert pull.thread.dropped["unknown attempt"] == 2
 
 
 def defective(*_: Any, **__: Any) -> Any:

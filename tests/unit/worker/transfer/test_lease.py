@@ -30,15 +30,6 @@ def leases(clock: ManualClock) -> Leases:
     return Leases(clock, lease_seconds=LEASE)
 
 
-def test_a_lease_that_nobody_renews_expires_once(clock: ManualClock, leases: Leases) -> None:
-    leases.grant(P1)
-    clock.advance(LEASE - 0.1)
-    assert leases.take_due(clock.now_seconds()) == [] and P1 in leases
-    clock.advance(0.1)
-    assert leases.take_due(clock.now_seconds()) == [P1] and P1 not in leases
-    assert leases.take_due(clock.now_seconds()) == [] and len(leases) == 0
-
-
 def test_a_heartbeat_adds_two_thirds_from_then_on_and_never_takes_away(clock: ManualClock, leases: Leases) -> None:
     leases.grant(P1)
     leases.renew([P1])
@@ -60,42 +51,6 @@ def test_a_late_heartbeat_renews_what_nobody_has_looked_for(clock: ManualClock, 
     assert leases.take_due(clock.now_seconds()) == [P1]
     leases.renew([P1])
     assert P1 not in leases
-
-
-def test_a_renewed_lease_shelters_no_expired_one(clock: ManualClock, leases: Leases) -> None:
-    leases.grant(P1)
-    leases.grant(P2)
-    clock.advance(25)
-    leases.renew([P1])
-    clock.advance(5)
-    assert next(iter(leases)) == P2
-    assert leases.take_due(clock.now_seconds()) == [P2]
-
-
-def test_heartbeats_of_two_decode_ranks_are_as_good_as_one(clock: ManualClock, leases: Leases) -> None:
-    leases.grant(P1)
-    clock.advance(20)
-    leases.renew([P1])
-    leases.renew([P1, P1])
-    assert leases.first_seconds == clock.now_seconds() + EXTENSION
-
-
-def test_a_heartbeat_for_what_was_fetched_or_is_not_granted_yet_does_nothing(
-    clock: ManualClock, leases: Leases
-) -> None:
-    leases.grant(P1)
-    leases.pop(P1)
-    leases.renew([P1, P2])
-    clock.advance(LEASE)
-    assert leases.take_due(clock.now_seconds()) == []
-
-
-def test_a_request_may_be_granted_a_lease_again(clock: ManualClock, leases: Leases) -> None:
-    leases.grant(P1)
-    clock.advance(LEASE)
-    leases.take_due(clock.now_seconds())
-    leases.grant(P1)
-    assert leases.first_seconds == clock.now_seconds() + LEASE
 
 
 IDS = st.sampled_from([P1, P2, P3])
@@ -190,12 +145,6 @@ def test_a_lease_is_renewed_until_the_last_request_that_wants_it_has_ended(
     renewals.end(D2)
     clock.advance(LEASE)
     assert renewals.take_due() == {} and renewals.first_seconds is None and len(renewals) == 0
-
-
-def test_a_request_that_comes_and_goes_between_two_turns_is_not_renewed(renewals: Renewals) -> None:
-    renewals.begin(LeaseRenewal(D1, HERE, "p1", LEASE))
-    renewals.end(D1)
-    assert renewals.take_due() == {}
 
 
 def test_a_request_arrives_once(renewals: Renewals) -> None:

@@ -340,25 +340,6 @@ def test_a_failed_transfer_loses_the_peer_and_ends_when_the_rest_is_idle() -> No
     assert mover.transport.unreleased() == []
 
 
-def test_what_cannot_be_posted_fails_its_job_and_loses_the_peer() -> None:
-    """A lost connection is noticed only when posting fails."""
-    mover = Mover()
-    mover.transport.refuse_posts = True
-    mover.job("one", 100)
-    mover.transfer_queue.turn()
-    mover.transfer_queue.turn()
-    assert "cannot be posted" in mover.ended["one"]
-    assert mover.lost == ["a"]
-    assert not mover.transfer_queue.is_busy
-
-
-def test_who_is_unknown_fails_at_once() -> None:
-    mover = Mover()
-    mover.job("one", 1, "nobody")
-    mover.transfer_queue.turn()
-    assert "no connection to 'nobody'" in mover.ended["one"]
-
-
 def test_what_fails_of_an_earlier_connection_says_nothing_of_this_one() -> None:
     """A transfer of an earlier connection that fails does not take the current connection down."""
     connections = {"a": object()}
@@ -404,28 +385,6 @@ def test_what_was_dropped_before_it_was_posted_ends_with_the_next_turn() -> None
     assert all(one.local is None or len(one.local) == 2 for one in mover.transport.posted)
 
 
-def test_what_is_in_flight_when_it_is_dropped_is_waited_for() -> None:
-    """Rule R2: what was posted cannot be cancelled (nixl#2067)."""
-    mover = Mover()
-    job = mover.job("one", 100)
-    mover.transfer_queue.turn()
-    mover.transfer_queue.drop(job)
-    assert (len(mover.transfer_queue), mover.transfer_queue.num_dropped) == (0, 2)
-    mover.transfer_queue.turn()
-    assert not mover.transfer_queue.is_busy, "nobody waits for it, so nobody polls for it"
-    first, second = mover.in_flight()
-    mover.clock.advance(DROPPED_POLL_SECONDS)
-    mover.deliver(first)
-    assert not mover.ended
-    mover.clock.advance(DROPPED_POLL_SECONDS)
-    mover.deliver(second)
-    assert mover.ended == {"one": ""}
-    assert mover.transfer_queue.num_dropped == 0
-    assert mover.transport.unreleased() == []
-    assert len(mover.transport.posted) == 2
-    assert job.tally.num_bytes == 32, "bytes that arrived are counted, even when nobody waits for the request"
-
-
 def test_what_was_dropped_gives_its_room_to_others() -> None:
     """Dropped transfers to a peer that has vanished do not count against the budget."""
     mover = Mover()
@@ -458,18 +417,6 @@ def test_the_end_of_what_was_dropped_is_looked_for_now_and_then() -> None:
     mover.clock.advance(DROPPED_POLL_SECONDS)
     mover.transfer_queue.turn()
     assert len(asked) == 1
-
-
-def test_a_dropped_transfer_that_fails_still_loses_the_peer() -> None:
-    mover = Mover()
-    job = mover.job("one", 1)
-    mover.transfer_queue.turn()
-    mover.transfer_queue.drop(job)
-    mover.network.fail(mover.in_flight()[0])
-    mover.clock.advance(1)
-    mover.transfer_queue.turn()
-    assert mover.lost == ["a"]
-    assert mover.ended == {"one": "a WRITE failed"}
 
 
 @settings(max_examples=40, deadline=None)
