@@ -784,56 +784,6 @@ def test_a_rank_of_decode_waits_for_all_that_write_into_it(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("tp_sizes", [(1, 2), (1, 4), (2, 4)])
-@pytest.mark.parametrize("era", ["kv_apart", "mla"])
-def test_a_rank_of_prefill_is_done_when_all_have_what_it_keeps(
-    era: str, tp_sizes: tuple[int, int], direction: str, make: Callable[[Case], Cluster]
-) -> None:
-    """The ranks of decode ask one after the other."""
-    shapes = Shape(tp_sizes[0], era=era), Shape(tp_sizes[1], era=era, contiguous=True)
-    cluster = make(Case(*shapes, direction=direction))
-    cluster.compute(range(cluster.case.tokens))
-    share = tp_sizes[1] // tp_sizes[0]
-    for number, reader in enumerate(cluster.decode):
-        cluster.want([reader])
-        cluster.until(lambda reader=reader: reader.over)  # type: ignore[misc]
-        cluster.go_on()
-        assert [len(rank.done) for rank in cluster.prefill] == [
-            int((place + 1) * share <= number + 1) for place in range(tp_sizes[0])
-        ]
-    cluster.assert_ended()
-
-
-@pytest.mark.parametrize("tp_sizes", [(4, 1), (4, 2), (2, 1)])
-def test_ranks_of_prefill_that_need_not_write_their_latent_are_told_so(
-    tp_sizes: tuple[int, int], make: Callable[[Case], Cluster]
-) -> None:
-    """A push: they free their request though the rank that does write has not even computed it."""
-    cluster = make(Case(Shape(tp_sizes[0], era="mla"), Shape(tp_sizes[1], 8, era="mla")))
-    writers = cluster.prefill[:: tp_sizes[0] // tp_sizes[1]]
-    others = [rank for rank in cluster.prefill if rank not in writers]
-    cluster.want()
-    cluster.compute(range(cluster.case.tokens), others)
-    cluster.until(lambda: all(rank.done for rank in others))
-    assert cluster.moves == 0
-    cluster.compute(range(cluster.case.tokens), writers)
-    cluster.until(lambda: all(rank.over for rank in cluster.decode) and all(rank.done for rank in writers))
-    cluster.go_on()
-    cluster.assert_ended()
-    cluster.assert_traffic()
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("tp_sizes", [(4, 1), (4, 2)])
-def test_ranks_of_prefill_whose_latent_is_not_moved_do_not_wait_for_their_lease(
-    tp_sizes: tuple[int, int], direction: str, make: Callable[[Case], Cluster]
-) -> None:
-    shapes = Shape(tp_sizes[0], era="mla"), Shape(tp_sizes[1], 8, era="mla")
-    cluster = make(Case(*shapes, direction=direction))
-    run(cluster)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("era", "heads"), [("packed", 1), ("packed", 2), ("mla", 8)])
 @pytest.mark.parametrize("tp_sizes", [(4, 1), (4, 2), (2, 1), (2, 4)])
 @pytest.mark.parametrize("is_verified", [False, True])
