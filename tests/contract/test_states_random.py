@@ -195,14 +195,7 @@ def test_and_where_a_block_is_several_kernel_blocks(seed: int, make: Callable[..
 def is_right(schedule: Schedule) -> None:
     schedule.run()
     assert {one: schedule.decode.ended[one] for one in schedule.started} == schedule.started
-    wrong = {
-        FailureCause.DEFECT,
-        FailureCause.PROTOCOL,
-        FailureCause.RANGE,
-        FailureCause.CHECKSUM,
-        FailureCause.REFUSED,
-    }
-    assert not wrong & {FailureCause(one) for one in schedule.decode.account["kvcached_nixl_failures"]}
+    assert not DEFECTS & {FailureCause(one) for one in schedule.decode.account["kvcached_nixl_failures"]}
     assert RequestStatus.FINISHED_ERROR not in {one.status for one in schedule.decode.scheduler.requests.values()}
 
 
