@@ -339,10 +339,15 @@ class Asking:
         """Ends those that have waited to be asked for as long as they may."""
         for request_id in self._limit.take_late():
             wanted = self._wanted.get(request_id)
-            if wanted is not None and wanted.stage is Stage.WAITING:
-                self._leave_queue(wanted)
-                wanted.stage = Stage.LOCAL
-                self._fetching.refuse(wanted.request, self._limit.refusal(), computes=False)
+            if wanted is None or wanted.stage is not Stage.WAITING:
+                continue
+            if self._leaders.get(wanted.prefix or b"", wanted).stage is not Stage.WAITING:
+                # Its prompt is computed for an equal one.
+                self._limit.waits(request_id)
+                continue
+            self._leave_queue(wanted)
+            wanted.stage = Stage.LOCAL
+            self._fetching.refuse(wanted.request, self._limit.refusal(), computes=False)
 
     def _ask_all(self, blocks: BlockPool, step: Step) -> bool:
         """Asks for those that wait, in their order. Others pass one that finds no room, for a while. Returns whether
