@@ -203,9 +203,10 @@ class Asker:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
             # A connection each: one that is used again may have been closed by the server meanwhile, or hold an answer
-            # that nobody asked for. And what balances connections chooses anew.
+            # that nobody asked for. And what balances connections chooses anew; a cookie would name its last choice.
             connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket)
-            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, trust_env=False)
+            more: dict[str, Any] = {"cookie_jar": aiohttp.DummyCookieJar(), "trust_env": False}
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, **more)
         return self._session
 
 

@@ -269,6 +269,16 @@ def test_a_redirect_is_not_followed(decode: Decode, serve: Callable[[Handler], P
     assert "HTTP 308" in decode.answer().reason and not other.asked
 
 
+def test_no_cookie_chooses_the_next_server(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+    """What balances connections may name its choice in a cookie, and would send all questions there."""
+    prefill = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS}), headers={"Set-Cookie": "route=p1"}))
+    server = Server(prefill.server.url.replace("127.0.0.1", "localhost"))
+    for number in (1, 2):
+        decode.asker.ask(number, server, Question("r", [1]))
+        assert decode.answer() == PARAMS
+    assert len(prefill.asked) == 2 and not any("Cookie" in headers for headers, _ in prefill.asked)
+
+
 @pytest.mark.parametrize(
     "said",
     [
