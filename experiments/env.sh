@@ -7,9 +7,9 @@ usage() {
 usage: bash experiments/env.sh [VLLM_VERSION]                            (default: KVCACHED_NIXL_VLLM, or 0.28.0)
        bash experiments/env.sh --remove VLLM_VERSION... | --unused
 
-Creates or refreshes .venvs/vllm-VERSION with that vLLM, NIXL, kvcached, this package in editable mode, and the test
-tools; `vllm serve` works in it. If nvidia-smi finds a GPU: vLLM's CUDA build, and kvcached built for CUDA. Otherwise:
-vLLM's CPU build, and the same kvcached built over host memory.
+Creates or refreshes .venvs/vllm-VERSION with that vLLM, NIXL, kvcached, this package and experiments/hostvmm in
+editable mode, and the test tools; `vllm serve` works in it. If nvidia-smi finds a GPU: vLLM's CUDA build, and kvcached
+built for CUDA. Otherwise: vLLM's CPU build, and the same kvcached built over host memory.
 
 Everything is pinned with hashes in experiments/locks/. Idempotent: a second call has nothing to do and returns at once.
 The last line on standard output is the environment's folder; all other output goes to standard error:
@@ -137,13 +137,12 @@ used_locks=("$torch_lock" "$locks/$torch-common.txt" "$locks/$torch-$kind.txt" "
 if [[ $kind == cpu ]]; then unpacked_mb+=(600 100 800); else unpacked_mb+=(600 2000 4200); fi
 
 digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
-sources_of_kvcached() {
-    find kvcached_nixl/hostvmm -type f -not -name '*.pyc' -not -name README.md | LC_ALL=C sort
-}
+hostvmm=experiments/hostvmm
 # Only the inputs of the compiled build: the run-time part of hostvmm is used from the source tree.
 kvcached_inputs=("$locks/kvcached.txt" "$torch_lock")
 if [[ $kind == cpu ]]; then
-    while read -r file; do kvcached_inputs+=("$file"); done < <(sources_of_kvcached | grep -E '/native/|/build(_backend)?\.py$')
+    while read -r file; do kvcached_inputs+=("$file"); done < <(find $hostvmm/hostvmm/native -type f | LC_ALL=C sort)
+    kvcached_inputs+=($hostvmm/hostvmm/build.py)
 fi
 inputs=("${used_locks[@]}" experiments/common/vllm_metadata.py)
 if [[ -n $base_vllm ]]; then inputs+=("$locks/vllm-$version-python.sha256" experiments/common/vllm_python.py); fi
@@ -157,7 +156,7 @@ wanted_kvcached() {
     printf 'kvcached %s %s %s%s' "$kind" "$python_version" "$(digest "${kvcached_inputs[@]}")" "${torch%% -}"
 }
 want_kvcached=$(wanted_kvcached)
-want_project="project $python_version $(digest pyproject.toml kvcached_nixl/*.pth) $root"
+want_project="project $python_version $(digest pyproject.toml kvcached_nixl/*.pth $hostvmm/{pyproject.toml,hostvmm.pth}) $root"
 stamps=$venv/.kvcached-nixl
 is_current() { [[ -f $stamps/$1 && $(<"$stamps/$1") == "$2" ]]; }
 
@@ -262,6 +261,12 @@ if ! is_current packages "$want_packages"; then
     printf '%s' "$want_packages" >"$stamps/packages"
 fi
 
+if ! is_current project "$want_project"; then
+    step "installing this package and hostvmm in editable mode"
+    install --no-build-isolation --editable "$root" --editable "$root/$hostvmm"
+    printf '%s' "$want_project" >"$stamps/project"
+fi
+
 want_kvcached=$(wanted_kvcached)
 if ! is_current kvcached "$want_kvcached"; then
     rm -f "$stamps/kvcached"
@@ -276,15 +281,14 @@ if ! is_current kvcached "$want_kvcached"; then
         trap 'rm -rf "$fetched"' EXIT
         archive=$("$tools/bin/python" experiments/common/fetch_sdist.py "$locks/kvcached.txt" "$fetched")
         step "building kvcached on host memory (half a minute)"
-        UV=$uv "$python" -m kvcached_nixl.hostvmm build --sdist "$archive" --python "$python" >&2
+        env -u PYTHONPATH -u PYTHONHOME "$python" -s -m hostvmm build --sdist "$archive" --wheel-dir "$fetched" \
+            >"$fetched/log" 2>&1 || {
+            cat "$fetched/log" >&2
+            exit 1
+        }
+        install --no-cache --reinstall-package kvcached "$fetched"/kvcached-*.whl
     fi
     printf '%s' "$want_kvcached" >"$stamps/kvcached"
-fi
-
-if ! is_current project "$want_project"; then
-    step "installing this package in editable mode"
-    install --no-build-isolation --editable "$root"
-    printf '%s' "$want_project" >"$stamps/project"
 fi
 
 # Dependencies are not resolved (--no-deps), so only this check finds a lock that is wrong.

@@ -21,7 +21,7 @@ Creates the environments that it needs. Before it downloads, experiments/env.sh 
   install      every way and order of activating the package, each in a separate process
   gpu          tests that need a GPU; skipped with a reason elsewhere
   pythons      tests that need no vLLM, on Python 3.10, 3.12, 3.13 and 3.14 and with the lowest supported dependencies
-  contract     what the package assumes about vLLM, kvcached and NIXL; uses real NIXL agents
+  contract     what the package assumes about vLLM, kvcached and NIXL; uses real NIXL agents; kvcached on host memory
   e2e          real servers
   stacks       other projects' stacks with real engines; the manifests and the Containerfile of docs/deploy
   equivalence  real servers, the quick byte-equivalence run
@@ -114,7 +114,7 @@ while read -r -u 3 what version size estimate; do
     lint)
         run "ruff" "$venv/bin/ruff" check --quiet kvcached_nixl tests experiments upstream
         run "ruff format" "$venv/bin/ruff" format --check --quiet kvcached_nixl tests experiments upstream upstream
-        run "mypy" "$venv/bin/mypy" --no-error-summary kvcached_nixl
+        run "mypy" "$venv/bin/mypy" --no-error-summary kvcached_nixl experiments/hostvmm/hostvmm
         ;;
     pythons) run "$what" bash tests/pythons.sh ;;
     coverage)
@@ -134,8 +134,8 @@ while read -r -u 3 what version size estimate; do
     *)
         options=(-q --junitxml="$reports/${what//\//-}-$version.xml")
         [[ $size == whole ]] || options+=(-m "not long")
-        # A job of its own.
-        [[ $what != contract ]] || options+=(--ignore=tests/contract/test_groups.py)
+        # test_groups.py is a job of its own.
+        [[ $what != contract ]] || options+=(--ignore=tests/contract/test_groups.py experiments/hostvmm/tests)
         # A warning fails the test, except in the tiers that import vLLM, torch and NIXL, which warn by themselves.
         [[ ! $what =~ ^(contract|e2e|gpu|stacks) ]] || options+=(-W default)
         ran_pytest=1

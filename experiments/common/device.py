@@ -11,7 +11,7 @@ from experiments.common.transfer_config import extra_of, with_extra
 from kvcached_nixl.vllm.adapter.versions import SWITCH, accepted, found_version, named, row_of
 
 LAYOUT = "KVCACHED_CONTIGUOUS_LAYOUT"
-REGISTRATION = "KVCACHED_HOSTVMM_REGISTRATION"
+REGISTRATION = "NIXL_HOSTVMM_REGISTRATION"
 PINNED: Mapping[str, str] = {REGISTRATION: "pinned"}
 """A registration covers the pages that were mapped at that time, as a network card's does, so KV must be staged."""
 FOLLOWS: Mapping[str, str] = {REGISTRATION: "follows"}

@@ -52,12 +52,7 @@ OURS_CONTIGUOUS = Arm("this package, contiguous", {"ENABLE_KVCACHED": "true", "K
 OURS_APART = Arm("this package, non-contiguous", {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "false"})
 KVCACHED_OWN = Arm(
     "kvcached's own patch",
-    {
-        "ENABLE_KVCACHED": "true",
-        "KVCACHED_CONTIGUOUS_LAYOUT": "false",
-        "KVCACHED_NIXL": "0",
-        "EXPERIMENT_HOSTVMM": "1",
-    },
+    {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "false", "KVCACHED_NIXL": "0"},
 )
 ARMS = (STOCK, OURS_CONTIGUOUS, OURS_APART, KVCACHED_OWN)
 

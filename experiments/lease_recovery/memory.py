@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hostvmm.device import device_info, occupy
+
 from experiments.common.pages import own_names
 from experiments.common.servers import Server
-from kvcached_nixl.hostvmm.device import device_info, occupy
 from kvcached_nixl.naming.wants import Want, Wants
 
 FAULT_SECONDS = 6.0

@@ -84,7 +84,7 @@ class Arm:
         )
 
     def _elastic(self, device: Device, device_name: str) -> dict[str, str]:
-        own_patch = {"KVCACHED_CONTIGUOUS_LAYOUT": "false", "KVCACHED_NIXL": "0", "EXPERIMENT_HOSTVMM": "1"}
+        own_patch = {"KVCACHED_CONTIGUOUS_LAYOUT": "false", "KVCACHED_NIXL": "0"}
         return {
             "ENABLE_KVCACHED": "true",
             **layout(),

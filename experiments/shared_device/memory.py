@@ -8,9 +8,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hostvmm.device import NAME_VARIABLE, SIZE_VARIABLE, device_info
+
 from experiments.common.sampler import Sampler
 from experiments.shared_device.models import Device
-from kvcached_nixl.hostvmm.device import NAME_VARIABLE, SIZE_VARIABLE, device_info
 
 SAMPLE_SECONDS = 0.25
 

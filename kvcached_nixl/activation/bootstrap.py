@@ -31,7 +31,6 @@ from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, read_gate
 from kvcached_nixl.vllm import ROOTS
 
 if TYPE_CHECKING:
-    from kvcached_nixl.hostvmm.activation import Activation
     from kvcached_nixl.patching import Patch, Registry
 
 __all__ = ["Installation", "current", "install", "uninstall"]
@@ -47,7 +46,6 @@ class Installation:
 
     registry: Registry
     seams_loaded: bool = False
-    hostvmm: Activation | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def on_root_import(self, module: types.ModuleType) -> None:
@@ -123,24 +121,7 @@ def _start() -> Installation:
     atexit.register(_clear_left)
     for root in ROOTS:
         wrapt.register_post_import_hook(installation.on_root_import, root)
-    try:
-        installation.hostvmm = _host_memory()
-    except Exception as error:  # noqa: BLE001 - recorded as a refusal, which the gate raises
-        installation.registry.refuse("hostvmm", not_importable("kvcached on host memory cannot be activated", error))
     return installation
-
-
-def _host_memory() -> Activation | None:
-    """Activate host-memory emulation if kvcached was built for it. With any other kvcached nothing of it is imported,
-    so it cannot stop a GPU server.
-    """
-    from kvcached_nixl.hostvmm.recognition import is_hostvmm_build
-
-    if not is_hostvmm_build():
-        return None
-    from kvcached_nixl.hostvmm.activation import activate
-
-    return activate()
 
 
 def _clear_left() -> None:
@@ -167,9 +148,5 @@ def _announce(registry: Registry) -> None:
     windows = sys.modules.get("kvcached_nixl.vllm.patches.windows")
     if windows is not None and windows.WINDOWS.refusal is not None:
         registry.refuse("kvcached's version windows", windows.WINDOWS.refusal)
-    installation = current()
-    if installation is not None and installation.hostvmm is not None:
-        for name, cause in installation.hostvmm.refusals():
-            registry.refuse(name, cause)
     level = logging.ERROR if registry.refusals() else logging.INFO
     logging.getLogger(SERVER_LOGGER).log(level, "%s", report.render(report.make(registry)))

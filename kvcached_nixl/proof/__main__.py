@@ -11,7 +11,6 @@ import sys
 
 import msgspec
 
-from kvcached_nixl.hostvmm import activate
 from kvcached_nixl.proof.member import MemberAnswer
 from kvcached_nixl.proof.prover import prove_lanes
 from kvcached_nixl.proof.result import Question
@@ -19,7 +18,6 @@ from kvcached_nixl.proof.result import Question
 
 def main() -> int:
     question = msgspec.json.decode(sys.stdin.read(), type=Question)
-    activate()
     # Imported once for all forked members. The import touches no device.
     import nixl._api  # noqa: F401
 

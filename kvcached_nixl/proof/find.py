@@ -39,7 +39,7 @@ logger = logging.getLogger(SERVER_LOGGER)
 PROVER_SECONDS = 300.0
 UNUSABLE_SECONDS = 24 * 3600.0
 LOOK_SECONDS = 0.2
-_SETTINGS = ("UCX_", "NIXL_", "FI_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_PRELOAD", "KVCACHED_HOSTVMM_REGISTRATION")
+_SETTINGS = ("UCX_", "NIXL_", "FI_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_PRELOAD")
 _PACKAGES = ("kvcached-nixl", "kvcached", "nixl", "nixl-cu12", "nixl-cu13", "torch")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -125,7 +125,6 @@ def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
 def _ask(question: Question, environment: dict[str, str], environ: Mapping[str, str]) -> Proof:
     """Start a prover and return its proof."""
     own = f"proof-{uuid.uuid4().hex[:16]}"
-    private = {"KVCACHED_HOSTVMM_DEVICE": own, "KVCACHED_HOSTVMM_GIB": "0.125", "KVCACHED_IPC_NAME": own}
     # The prover reads UCX's choices from its log output, so the operator's settings must not redirect it.
     inherited = {name: value for name, value in environ.items() if name not in ("UCX_LOG_FILE", "UCX_LOG_LEVEL")}
     begun = time.monotonic()
@@ -133,7 +132,7 @@ def _ask(question: Question, environment: dict[str, str], environ: Mapping[str, 
         finished = _run(
             [sys.executable, "-c", _START],
             msgspec.json.encode(question),
-            {**inherited, **private, "ENABLE_KVCACHED": "true"},
+            {**inherited, "KVCACHED_IPC_NAME": own, "ENABLE_KVCACHED": "true"},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _unknown(str(error)) from error
@@ -247,7 +246,7 @@ def _version(package: str) -> str:
         found = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-    # Builds of one version differ: kvcached on host memory has a build tag.
+    # Builds of one version differ.
     return f"{found.version} {hashlib.sha256((found.read_text('RECORD') or '').encode()).hexdigest()[:12]}"
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+from hostvmm import is_hostvmm_build
 from support import attention_engines, engine_node, handover_node
 from support.handover_node import PREFILL_FILLING, RESERVED, Node
 
-from kvcached_nixl.hostvmm import is_hostvmm_build
 from kvcached_nixl.proof.peer import read_from
 from kvcached_nixl.proof.result import AS_CONFIGURED, Question
 from kvcached_nixl.transport.side_channel import SideChannel
@@ -47,7 +47,7 @@ def test_it_says_what_a_server_would_do(registration: str) -> None:
     """Its exit status, what is left of it for programs, and what to change."""
     found = subprocess.run(
         [sys.executable, "-m", "kvcached_nixl", "doctor", "--json"],
-        env={**os.environ, "UCX_TLS": "tcp,cma", "KVCACHED_HOSTVMM_REGISTRATION": registration},
+        env={**os.environ, "UCX_TLS": "tcp,cma", "NIXL_HOSTVMM_REGISTRATION": registration},
         capture_output=True,
         text=True,
         timeout=170,

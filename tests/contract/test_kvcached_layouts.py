@@ -12,10 +12,9 @@ import uuid
 from pathlib import Path
 
 import pytest
+from hostvmm import is_hostvmm_build
 from support import FOLDER
 from support.kvcached_memory import Geometry
-
-from kvcached_nixl.hostvmm import is_hostvmm_build
 
 TESTS = Path(__file__).parents[1]
 pytestmark = [

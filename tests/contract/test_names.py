@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostvmm import is_hostvmm_build
 from support import FOLDER
-
-from kvcached_nixl.hostvmm import is_hostvmm_build
 
 NODE = FOLDER / "names_node.py"
 ROOT = Path(__file__).parents[2]

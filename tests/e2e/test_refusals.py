@@ -117,7 +117,7 @@ async def _fails_on(endpoint: Endpoint, url: str, http: httpx.AsyncClient, param
     ("extra", "environment", "word"),
     [
         ({"transfer_mode": "shove"}, {}, "transfer_mode"),
-        ({"memory_path": "direct"}, {"KVCACHED_HOSTVMM_REGISTRATION": "pinned"}, "mapped after registration"),
+        ({"memory_path": "direct"}, {"NIXL_HOSTVMM_REGISTRATION": "pinned"}, "mapped after registration"),
     ],
     ids=["unknown mode", "registrations that pin"],
 )

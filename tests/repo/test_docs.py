@@ -21,7 +21,6 @@ from support import markdown_pages as pages
 from kvcached_nixl.__main__ import add_top_arguments
 from kvcached_nixl.cli.top import COLUMNS, WANTED
 from kvcached_nixl.errors import Refused
-from kvcached_nixl.hostvmm.errors import HostvmmError
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.timeline import State
@@ -29,7 +28,8 @@ from kvcached_nixl.wire.timeline import State
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 README = REPOSITORY / "README.md"
-PAGES = [README, REPOSITORY / "experiments/README.md", *sorted(DOCS.rglob("*.md"))]
+EXPERIMENTS = REPOSITORY / "experiments"
+PAGES = [README, EXPERIMENTS / "README.md", EXPERIMENTS / "hostvmm/README.md", *sorted(DOCS.rglob("*.md"))]
 MOST_README_LINES = 150
 STATE_WITHIN_LINES = 10
 _STATE = re.compile(r"hardly run on GPUs", re.IGNORECASE)
@@ -91,8 +91,7 @@ def test_no_heading_is_of_a_cause_that_is_gone() -> None:
 
 
 def test_every_refusal_has_a_heading_of_its_own() -> None:
-    """The classes of errors.py, and that of the emulated device; the only other heading there is the model runner's."""
-    assert HostvmmError.__name__ in REFUSAL_NAMES
+    """The classes of errors.py; the only other heading there is the model runner's."""
     found = titles(pages.section(page("troubleshooting.md"), REFUSALS))
     assert sorted(found) == sorted([*REFUSAL_NAMES, "Model runner"])
 
@@ -169,7 +168,7 @@ def test_every_environment_variable_has_a_row(name: str) -> None:
 
 def test_variables_are_found_in_the_code() -> None:
     """Through a constant, in a call and as an attribute of vLLM's settings."""
-    assert {"ENABLE_KVCACHED", "KVCACHED_NIXL", "KVCACHED_HOSTVMM_GIB", "KVCACHED_NIXL_PREFILL_API_KEY"} <= {*VARIABLES}
+    assert {"ENABLE_KVCACHED", "KVCACHED_NIXL", "KVCACHED_NIXL_PREFILL_API_KEY"} <= {*VARIABLES}
     assert {"VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "UCX_TLS"} <= {*VARIABLES}
 
 

@@ -13,13 +13,11 @@ import sys
 
 import torch
 
-from kvcached_nixl.hostvmm import activate
 from kvcached_nixl.worker.geometry.layout import plan
 from support.kvcached_memory import Geometry
 
 
 def main(geometry: Geometry) -> dict[str, object]:
-    activate()
     from kvcached.integration.vllm import interfaces
 
     latent = geometry.is_latent

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "identity": {"wire.handshake"},
     "vllm": set(),
     "vllm.adapter": {*BASICS, "vllm", "identity", "naming", "patching", "wire", "proof.result", "side_channel_address"},
-    "proof": {"errors", "settings", "current_device", "wire", "transport", "hostvmm"},
+    "proof": {"errors", "settings", "current_device", "wire", "transport"},
     "transport": {"errors", "ids", "side_channel_address"},
     "scheduler": {*BASICS, "wire", "extra_config", "settings", "side_channel_address", "this_host"},
     "worker": {*BASICS, "wire", "settings", "transport", "proof.result", "current_device"},
@@ -47,8 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "worker",
         "proof",
     },
-    "hostvmm": {"errors", "processes"},
-    "activation": {"errors", "settings", "vllm", "vllm.adapter", "vllm.patches", "patching", "cli.report", "hostvmm"},
+    "activation": {"errors", "settings", "vllm", "vllm.adapter", "vllm.patches", "patching", "cli.report"},
     "cli": {
         *("errors", "settings", "vllm.adapter", "patching", "proof", "transport", "version"),
         *("side_channel_address", "this_host", "scheduler.asking", "wire"),
@@ -72,15 +71,16 @@ ROOMS: dict[str, set[str]] = {
 """Room (or module) within such a folder -> what else of the folder it may import. What is not here may import all."""
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "vllm": ("vllm", "hostvmm"),
-    "kvcached": ("vllm", "hostvmm", "proof"),
-    "torch": ("vllm", "identity/memory.py", "worker", "hostvmm", "proof", "current_device.py"),
+    "vllm": ("vllm",),
+    "kvcached": ("vllm", "proof"),
+    "torch": ("vllm", "identity/memory.py", "worker", "proof", "current_device.py"),
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
     "psutil": ("this_host.py",),
     "aiohttp": ("cli/top.py", "scheduler/asking/asker.py"),
     "prometheus_client": ("vllm/adapter/metrics.py",),
-    "rich": ("hostvmm", "cli/top.py"),
+    "rich": ("cli/top.py",),
+    "hostvmm": (),
 }
 """Foreign package -> folders or files below the package that may import it."""
 

@@ -20,9 +20,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hostvmm.device import device_info
 
 from kvcached_nixl.errors import NameRefused
-from kvcached_nixl.hostvmm import activate, device_info
 from kvcached_nixl.vllm.patches import naming
 
 LAYERS, BLOCK_SIZE, HEADS, WIDTH, BLOCKS = 2, 16, 8, 128, 512
@@ -30,7 +30,6 @@ LAYERS, BLOCK_SIZE, HEADS, WIDTH, BLOCKS = 2, 16, 8, 128, 512
 
 class Node:
     def __init__(self, role: str, whose: str) -> None:
-        activate()
         from kvcached.integration.vllm import interfaces
 
         self.kvcached = interfaces

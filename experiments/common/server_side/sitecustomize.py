@@ -3,11 +3,6 @@
 
 import os
 
-if os.environ.get("EXPERIMENT_HOSTVMM"):
-    # kvcached with its own NIXL patch and without this package's patches: only its host-memory emulation is enabled.
-    from kvcached_nixl.hostvmm import activate
-
-    activate()
 if os.environ.get("TRITON_INTERPRET"):
     import triton_kernels
     import wrapt

@@ -68,12 +68,10 @@ def device_name(data_parallel_rank: int) -> str | None:
     known: which device another data-parallel rank of this host uses is decided in its workers (vLLM 0.33).
 
     Raises:
-        Exception: of the driver's library.
+        Exception: of the driver's library, or the platform does not identify its devices.
     """
     from vllm.platforms import current_platform
 
-    if current_platform.device_type == "cpu":
-        return f"hostvmm {os.environ.get('KVCACHED_HOSTVMM_DEVICE') or '0'}"
     return None if data_parallel_rank else str(current_platform.get_device_uuid(0))
 
 

@@ -68,7 +68,8 @@ def run(tmp_path: Path, commands: Path) -> Run:
     shutil.copy(ROOT / "experiments" / "env.sh", copy / "experiments")
     for file in ("vllm_metadata.py", "find_python.sh"):
         shutil.copy(ROOT / "experiments" / "common" / file, copy / "experiments" / "common")
-    (copy / "experiments" / "locks").symlink_to(ROOT / "experiments" / "locks")
+    for folder in ("hostvmm", "locks"):
+        (copy / "experiments" / folder).symlink_to(ROOT / "experiments" / folder)
     (copy / "kvcached_nixl").symlink_to(ROOT / "kvcached_nixl")
     (copy / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
 

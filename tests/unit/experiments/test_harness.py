@@ -97,7 +97,7 @@ def test_of_a_mixed_arm_one_side_alone_is_staged(tmp_path: Path) -> None:
     """Prefill because it is told to, decode because its registrations are pinned; the other's follow."""
     for arm in (one for one in ARMS if "direct" in one.name):
         prefill, decode = specs(arm, tmp_path, "float32", {})
-        registrations = [one.environment["KVCACHED_HOSTVMM_REGISTRATION"] for one in (prefill, decode)]
+        registrations = [one.environment["NIXL_HOSTVMM_REGISTRATION"] for one in (prefill, decode)]
         told = [one.kv_transfer["kv_connector_extra_config"].get("memory_path") for one in (prefill, decode)]  # type: ignore[index]
         assert registrations == ["follows", "follows" if arm.is_staged else "pinned"]
         assert told == ["host" if arm.is_staged else None, None]

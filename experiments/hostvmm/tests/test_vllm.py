@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hostvmm import is_hostvmm_build
 
 from experiments.common.device import CPU_ENVIRONMENT, runner_environment
 from experiments.common.servers import ENVIRONMENT, SERVER_SIDE, UNIPROC
-from kvcached_nixl.hostvmm import is_hostvmm_build
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
 from kvcached_nixl.vllm.adapter.versions import found_version, row_of
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import sys, torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -37,12 +36,9 @@ with torch.no_grad():
             parameter.normal_(0, 0.05)
 model.save_pretrained(sys.argv[1])
 """
-# Spawned workers import this as their main module, so the activation must come before vLLM and outside the guard.
 ENGINE = f"""
 import json, sys
-sys.path.insert(0, {str(ROOT)!r})
-from kvcached_nixl.hostvmm import activate, device_info
-activate()
+from hostvmm.device import device_info
 if __name__ == "__main__":
     from vllm import LLM, SamplingParams
     options = dict(max_model_len=1024) | json.loads(sys.argv[2])

@@ -7,7 +7,7 @@ import ctypes
 import subprocess
 from pathlib import Path
 
-from kvcached_nixl.hostvmm import build
+from hostvmm.build import NATIVE, SOURCES, find_compiler
 
 PAGE_BYTES = 2 << 20
 OUT_OF_MEMORY, INVALID_VALUE, INVALID_HANDLE, OPERATING_SYSTEM = 2, 1, 400, 304
@@ -34,11 +34,8 @@ class _Access(ctypes.Structure):
 def compile_library(folder: Path) -> Path:
     """Compiles the sources that are linked into kvcached, with exported symbols."""
     library = folder / "libhostvmm.so"
-    native = Path(build.__file__).with_name("native")
-    sources = [str(native / name) for name in build.SOURCES]
-    compiler = build.find_toolchain().compiler
-    flags = ["-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", f"-I{native / 'include'}"]
-    subprocess.run([compiler, *flags, *sources, "-o", str(library)], check=True)
+    flags = ["-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE / 'include'}"]
+    subprocess.run([find_compiler(), *flags, *map(str, SOURCES), "-o", str(library)], check=True)
     return library
 
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import math
 import os
 import re
 import struct
@@ -12,22 +12,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hostvmm.errors import HostvmmError
 from kvcached_nixl.processes import start_ticks
-
-from .errors import HostvmmError
 
 SIZE_VARIABLE = "KVCACHED_HOSTVMM_GIB"
 NAME_VARIABLE = "KVCACHED_HOSTVMM_DEVICE"
-_DEFAULT_GIB = 4.0
 _PAGE_BYTES = 2 << 20
 
 # Must equal the layout in native/device.hpp.
 _HEADER = struct.Struct("=Qqqq")
 _SLOT = struct.Struct("=9q")
-_NAMESPACE = struct.Struct("=q")
 _NAMESPACE_AT = 24
 """Offset in the header of the pid namespace of the slots' pids, 0 if unknown. Only this module reads and writes it."""
 _SLOTS = 128
+_ACCOUNT_BYTES = _HEADER.size + _SLOTS * _SLOT.size
 _MAGIC = 0x314D4D5654534F48
 _VERSION = 1
 
@@ -64,34 +62,24 @@ class DeviceInfo:
 
 def capacity_bytes(environment: Mapping[str, str] = os.environ) -> int:
     """Returns the emulated device's size: KVCACHED_HOSTVMM_GIB (default 4, decimals allowed), in whole 2 MiB pages."""
-    text = environment.get(SIZE_VARIABLE) or str(_DEFAULT_GIB)
+    text = environment.get(SIZE_VARIABLE) or "4"
     try:
         gib = float(text)
     except ValueError:
-        gib = math.nan
-    if not 0 < gib <= 2**20:
-        raise HostvmmError(
-            found=f"{SIZE_VARIABLE}={text!r}",
-            expected="a positive number of GiB such as 4 or 0.5",
-            consequence="The size of the emulated device is not known.",
-            remedy=f"Correct or unset {SIZE_VARIABLE}.",
-        )
-    pages = int(gib * 2**30) // _PAGE_BYTES
+        gib = 0.0
+    pages = int(gib * 2**30) // _PAGE_BYTES if 0 < gib <= 2**20 else 0
     if pages == 0:
         raise HostvmmError(
             found=f"{SIZE_VARIABLE}={text!r}",
-            expected="at least one page of 2 MiB (0.002 GiB)",
-            consequence="The emulated device would not hold a single page.",
-            remedy=f"Raise {SIZE_VARIABLE}.",
+            expected="a number of GiB such as 4 or 0.5, at least one page of 2 MiB (0.002)",
+            consequence="The size of the emulated device is not known.",
+            remedy=f"Correct or unset {SIZE_VARIABLE}.",
         )
     return pages * _PAGE_BYTES
 
 
-def account_path(index: int = 0, environment: Mapping[str, str] = os.environ) -> Path:
-    """Returns the path of the device's file, which exists while a process uses the device.
-
-    Processes of one user with the same KVCACHED_HOSTVMM_DEVICE (default "0") share one device per index.
-    """
+def device_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns KVCACHED_HOSTVMM_DEVICE (default "0"). Processes of one user that name the same share devices."""
     name = environment.get(NAME_VARIABLE) or "0"
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise HostvmmError(
@@ -100,7 +88,12 @@ def account_path(index: int = 0, environment: Mapping[str, str] = os.environ) ->
             consequence="The name cannot be used in a file name of the emulated device.",
             remedy=f"Correct or unset {NAME_VARIABLE}.",
         )
-    return Path(f"/dev/shm/kvcached-hostvmm-{os.getuid()}-{name}-{index}")
+    return name
+
+
+def account_path(index: int = 0, environment: Mapping[str, str] = os.environ) -> Path:
+    """Returns the path of a device's file, which exists while a process uses the device."""
+    return Path(f"/dev/shm/kvcached-hostvmm-{os.getuid()}-{device_name(environment)}-{index}")
 
 
 def device_info(index: int = 0, environment: Mapping[str, str] = os.environ) -> DeviceInfo:
@@ -109,14 +102,9 @@ def device_info(index: int = 0, environment: Mapping[str, str] = os.environ) -> 
     A device that no process uses is empty. Dead processes are not listed, because their memory is free.
     """
     path = account_path(index, environment)
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            content = file.read()
-    except FileNotFoundError:
+    content = _content(path)
+    if len(content) < _ACCOUNT_BYTES:
         return DeviceInfo(capacity_bytes(environment), ())
-    if len(content) < _HEADER.size + _SLOTS * _SLOT.size:
-        return DeviceInfo(capacity_bytes(environment), ())  # being created by another process
     magic, version, capacity, _ = _HEADER.unpack_from(content)
     if (magic, version) != (_MAGIC, _VERSION):
         raise HostvmmError(
@@ -134,11 +122,7 @@ def refuse_foreign_account(index: int = 0, environment: Mapping[str, str] = os.e
     Call it before the device is opened: opening it clears the slots of processes that this one cannot see.
     """
     path = account_path(index, environment)
-    try:
-        with path.open("rb") as file:
-            _refuse_foreign(path, file.read(_HEADER.size))
-    except FileNotFoundError:
-        return
+    _own_or_no_namespace(path, _content(path))
 
 
 def sign_account(index: int = 0, environment: Mapping[str, str] = os.environ) -> None:
@@ -148,15 +132,10 @@ def sign_account(index: int = 0, environment: Mapping[str, str] = os.environ) ->
         HostvmmError: the file holds pids of another namespace.
     """
     path = account_path(index, environment)
-    try:
-        file = path.open("r+b", buffering=0)
-    except FileNotFoundError:
-        return  # not opened yet
-    with file:
+    with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        header = file.read(_HEADER.size)
-        if len(header) == _HEADER.size and _refuse_foreign(path, header) == 0:
-            os.pwrite(file.fileno(), _NAMESPACE.pack(_own_namespace()), _NAMESPACE_AT)
+        if _own_or_no_namespace(path, file.read()) == 0:
+            os.pwrite(file.fileno(), struct.pack("=q", _own_namespace()), _NAMESPACE_AT)
 
 
 def clear_abandoned(folder: Path = Path("/dev/shm")) -> tuple[str, ...]:
@@ -175,56 +154,44 @@ def occupy(num_bytes: int, index: int = 0, environment: Mapping[str, str] = os.e
     For experiments that need a device which others have filled. The calling process must not use the device otherwise.
 
     Raises:
-        HostvmmError: nobody uses the device, or too many processes do.
+        FileNotFoundError: nobody uses the device.
+        ValueError: too many processes do.
     """
-    path = account_path(index, environment)
-    try:
-        file = path.open("r+b", buffering=0)
-    except FileNotFoundError as error:
-        raise _cannot_occupy(f"no file {path}", "a device that an engine uses") from error
-    with file:
+    with account_path(index, environment).open("r+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        content = file.read(_HEADER.size + _SLOTS * _SLOT.size)
-        pids = [slot[0] for slot in _SLOT.iter_unpack(content[_HEADER.size :])]
-        mine = next((at for at, pid in enumerate(pids) if pid == os.getpid()), None)
-        place = mine if mine is not None else next((at for at, pid in enumerate(pids) if not pid), None)
-        if place is None:
-            raise _cannot_occupy(f"{len(pids)} processes in {path}", f"fewer than {_SLOTS} that use one device")
-        use = (os.getpid(), start_ticks(os.getpid()) or 0, num_bytes) if num_bytes else (0, 0, 0)
+        pids = [slot[0] for slot in _SLOT.iter_unpack(file.read()[_HEADER.size : _ACCOUNT_BYTES])]
+        own = os.getpid()
+        place = pids.index(own if own in pids else 0)
+        use = (own, start_ticks(own) or 0, num_bytes) if num_bytes else (0, 0, 0)
         os.pwrite(file.fileno(), _SLOT.pack(*use, *[0] * 6), _HEADER.size + place * _SLOT.size)
 
 
-def _cannot_occupy(found: str, expected: str) -> HostvmmError:
-    return HostvmmError(
-        found=found,
-        expected=expected,
-        consequence="No memory of it can be taken.",
-        remedy="Call this while an engine uses the device.",
-    )
+def _content(path: Path) -> bytes:
+    """Returns the content of a device's file; little or nothing if no process has opened the device completely."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            return file.read()
+    except FileNotFoundError:
+        return b""
 
 
 def _clear(path: Path) -> bool:
-    try:
-        file = path.open("rb")
-    except OSError:
-        return False
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         content = file.read()
-        if len(content) < _HEADER.size + _SLOTS * _SLOT.size or os.fstat(file.fileno()).st_nlink == 0:
+        if len(content) < _ACCOUNT_BYTES or os.fstat(file.fileno()).st_nlink == 0:
             return False
         magic, version, _, namespace = _HEADER.unpack_from(content)
         if (magic, version, namespace) != (_MAGIC, _VERSION, _own_namespace()) or any(_living(content)):
             return False
         path.unlink()
         return True
+    return False
 
 
 def _living(content: bytes) -> Iterator[tuple[int, ...]]:
-    slots = _SLOT.iter_unpack(content[_HEADER.size : _HEADER.size + _SLOTS * _SLOT.size])
+    slots = _SLOT.iter_unpack(content[_HEADER.size : _ACCOUNT_BYTES])
     return (slot for slot in slots if slot[0] and start_ticks(slot[0]) == slot[1])
 
 
@@ -232,9 +199,15 @@ def _own_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-def _refuse_foreign(path: Path, header: bytes) -> int:
-    """Returns the pid namespace in the header, 0 for none. Raises HostvmmError if it is not that of this process."""
-    found = _HEADER.unpack(header)[3] if len(header) == _HEADER.size else 0
+def _own_or_no_namespace(path: Path, content: bytes) -> int | None:
+    """Returns the pid namespace in a device's file, 0 for none, None if the file has no header yet.
+
+    Raises:
+        HostvmmError: it is not the one of this process.
+    """
+    if len(content) < _HEADER.size:
+        return None
+    found: int = _HEADER.unpack_from(content)[3]
     if found not in (0, _own_namespace()):
         raise HostvmmError(
             found=f"{path}, which is used by processes in another pid namespace (another container)",
@@ -242,4 +215,4 @@ def _refuse_foreign(path: Path, header: bytes) -> int:
             consequence="Each side would treat the other's processes as dead, and their memory as free.",
             remedy=f"Name another device in {NAME_VARIABLE}, or delete that file if its processes have ended.",
         )
-    return int(found)
+    return found

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import FOLDER
-from support.hostvmm_client import (
+from hostvmm.device import account_path, capacity_bytes, device_info
+from hostvmm.errors import HostvmmError
+
+from experiments.hostvmm.tests.client import (
     INVALID_HANDLE,
     INVALID_VALUE,
     OPERATING_SYSTEM,
@@ -23,10 +25,7 @@ from support.hostvmm_client import (
     compile_library,
 )
 
-from kvcached_nixl.hostvmm import HostvmmError, build, device_info
-from kvcached_nixl.hostvmm.device import account_path
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES_OF_THE_HOST = 4 * PAGE_BYTES // resource.getpagesize()
 FIRST_USE = """
 base = client.reserve(4 * PAGE_BYTES)
@@ -40,20 +39,16 @@ print(faults)
 """
 PREAMBLE = """
 import ctypes, os, resource, sys
-sys.path[:0] = [{root!r}, {here!r}]
+sys.path.insert(0, {root!r})
 from pathlib import Path
-from support.hostvmm_client import *
-from kvcached_nixl.hostvmm import device_info
+from experiments.hostvmm.tests.client import *
+from hostvmm.device import device_info
 client = Client(Path({library!r}))
 """
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        build.find_toolchain()
-    except HostvmmError as error:
-        pytest.skip(error.line)
     return compile_library(tmp_path_factory.mktemp("hostvmm"))
 
 
@@ -70,7 +65,7 @@ class Script:
     """A process with a client, driven line by line."""
 
     def __init__(self, library: Path, code: str) -> None:
-        preamble = PREAMBLE.format(root=str(ROOT), here=str(FOLDER.parent), library=str(library))
+        preamble = PREAMBLE.format(root=str(ROOT), library=str(library))
         self.process = subprocess.Popen(
             [sys.executable, "-c", preamble + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -238,7 +233,7 @@ except RuntimeFailure as error:
     holder.finish("\n")
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "four", "4GiB", "0.0001"])
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "four", "4GiB", "0.0001"])
 def test_the_library_refuses_the_sizes_that_the_package_refuses(library: Path, text: str) -> None:
     """The size is read in both; a value must not mean two things."""
     code = f"""
@@ -248,7 +243,10 @@ try:
 except RuntimeFailure as error:
     print(error)
 """
-    assert f"KVCACHED_HOSTVMM_GIB='{text}'" in run(library, code)
+    named = f"KVCACHED_HOSTVMM_GIB='{text}'"
+    assert named in run(library, code)
+    with pytest.raises(HostvmmError, match=named):
+        capacity_bytes({"KVCACHED_HOSTVMM_GIB": text})
 
 
 @pytest.mark.parametrize("gib", ["4", "0.1", "0.0625", "1.7"])

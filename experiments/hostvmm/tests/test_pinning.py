@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from kvcached_nixl.hostvmm import HostvmmError
-from kvcached_nixl.hostvmm.pinning import (
+from hostvmm.errors import HostvmmError
+from hostvmm.pinning import (
     REGISTRATION_VARIABLE,
     SHIFT,
     WINDOW,
@@ -22,6 +21,8 @@ from kvcached_nixl.hostvmm.pinning import (
     is_pinned,
 )
 
+from kvcached_nixl.patching import Call
+
 PAGE = 2 << 20
 AT = WINDOW.start + (1 << 40)
 """Where kvcached in the same process would not be."""
@@ -29,9 +30,13 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 
 
-def describe(descs: Any, *others: Any) -> Any:
+def describe(descs: Any, mem_type: str = "DRAM") -> Any:
     """What NIXL would be given."""
-    return descs, others
+    return descs
+
+
+def call(descs: Any) -> Call:
+    return Call(describe, None, (descs, "DRAM"), {})
 
 
 def place(file: int, page: int, number: int) -> None:
@@ -67,8 +72,8 @@ def test_a_registration_keeps_the_pages_of_its_moment(file: int) -> None:
     place(file, 0, 0)
     place(file, 1, 1)
     ctypes.memset(AT, 1, 2 * PAGE)
-    found, others = get_reg_descs(describe, None, ([(AT + 10, 2 * PAGE - 10, 0, "")], "DRAM"), {})
-    assert found == [(AT + 10 + SHIFT, 2 * PAGE - 10, 0, "")] and others == ("DRAM",)
+    found = get_reg_descs(call([(AT + 10, 2 * PAGE - 10, 0, "")]))
+    assert found == [(AT + 10 + SHIFT, 2 * PAGE - 10, 0, "")]
     assert ctypes.string_at(AT + SHIFT, 2 * PAGE) == b"\1" * 2 * PAGE
     ctypes.memset(AT, 2, PAGE)
     assert ctypes.string_at(AT + SHIFT, 1) == b"\2", "the same page"
@@ -81,27 +86,20 @@ def test_a_registration_keeps_the_pages_of_its_moment(file: int) -> None:
 @pytest.mark.usefixtures("pinned")
 def test_a_transfer_names_what_was_registered_and_other_memory_as_it_is() -> None:
     rows = np.array([[AT, 5, 0], [64, 5, 0], [WINDOW.stop, 5, 0]], np.uint64)
-    found, _ = get_xfer_descs(describe, None, (rows, "DRAM"), {})
+    found = get_xfer_descs(call(rows))
     assert found.dtype == np.uint64
     assert found.tolist() == [[AT + SHIFT, 5, 0], [64, 5, 0], [WINDOW.stop, 5, 0]]
-    listed, _ = get_xfer_descs(describe, None, ([(AT, 5, 0)], "DRAM"), {})
+    listed = get_xfer_descs(call([(AT, 5, 0)]))
     assert listed == [(AT + SHIFT, 5, 0)]
     made = object()
-    assert get_xfer_descs(describe, None, (made,), {})[0] is made, "NIXL's own lists were made by one of these two"
+    assert get_xfer_descs(call(made)) is made, "NIXL's own lists were made by one of these two"
 
 
 @pytest.mark.usefixtures("pinned")
 def test_what_cannot_be_pinned_is_an_error() -> None:
     """As a card's driver answers for addresses with nothing behind them."""
     with pytest.raises(OSError, match="pinning the page"):
-        get_reg_descs(describe, None, ([(AT, PAGE, 0, "")], "DRAM"), {})
-
-
-def test_nothing_is_shifted_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(REGISTRATION_VARIABLE, "follows")
-    assert get_reg_descs(describe, None, ([(AT, 5, 0, "")], "DRAM"), {}) == ([(AT, 5, 0, "")], ("DRAM",))
-    monkeypatch.delenv(REGISTRATION_VARIABLE)
-    assert not is_pinned()
+        get_reg_descs(call([(AT, PAGE, 0, "")]))
 
 
 def test_another_word_is_refused() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .errors import HostvmmError
+from hostvmm.errors import HostvmmError
 
 
 @dataclass(frozen=True)

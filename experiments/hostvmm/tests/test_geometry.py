@@ -7,11 +7,10 @@ import math
 import re
 
 import pytest
+from hostvmm.errors import HostvmmError
+from hostvmm.geometry import Pool
 from hypothesis import given
 from hypothesis import strategies as st
-
-from kvcached_nixl.hostvmm import HostvmmError
-from kvcached_nixl.hostvmm.geometry import Pool
 
 MIB = 2**20
 
@@ -48,19 +47,3 @@ def test_the_size_a_refusal_recommends_is_accepted(layers: int, kv_buffers: int,
     assert recommended is not None
     device_mib = math.floor(float(recommended[1]) * 1024 / 2) * 2
     pool(device_mib, layers=layers, kv_buffers=kv_buffers, contiguous=contiguous).refuse_if_too_small()
-
-
-def test_a_plan_below_one_page_group_is_refused_with_both_numbers() -> None:
-    """vLLM's plan can be too small on a device that is large enough."""
-    subject = pool(1024, layers=4)
-    with pytest.raises(HostvmmError) as refusal:
-        subject.refuse_if_too_small(planned_bytes=3 * MIB)
-    assert "3.0 MiB" in refusal.value.found
-    assert "16.0 MiB" in refusal.value.expected
-    subject.refuse_if_too_small(planned_bytes=16 * MIB)
-
-
-def test_a_refusal_passes_kvcacheds_own_handlers() -> None:
-    """kvcached logs most exceptions of its set-up and lets the engine run without it; RuntimeErrors end the start."""
-    with pytest.raises(RuntimeError):
-        pool(2).refuse_if_too_small()

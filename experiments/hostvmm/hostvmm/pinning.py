@@ -2,7 +2,7 @@
 """Optional emulation of a network card, whose registrations do not follow the pages of elastic memory.
 
 A card translates addresses with a table that is made at registration. Pages that are mapped later are missing from it,
-and pages that are unmapped later are still in it (nixl#1126). With KVCACHED_HOSTVMM_REGISTRATION=pinned, registering
+and pages that are unmapped later are still in it (nixl#1126). With NIXL_HOSTVMM_REGISTRATION=pinned, registering
 elastic memory maps its present pages a second time, `SHIFT` bytes higher, and every transfer uses the second mapping,
 on both sides. NIXL, UCX and the bytes are real. Wrong bytes appear only where the registration is outdated.
 
@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from .errors import HostvmmError
+from hostvmm.errors import HostvmmError
+from kvcached_nixl.patching import Call
 
-REGISTRATION_VARIABLE = "KVCACHED_HOSTVMM_REGISTRATION"
+REGISTRATION_VARIABLE = "NIXL_HOSTVMM_REGISTRATION"
+"""Begins with NIXL, so that kvcached_nixl keeps no proof beyond a change of it."""
 WINDOW = range(0x1F00_0000_0000, 0x2F00_0000_0000)
 """The addresses that kvcached 0.1.6 asks for, one pool after the other from the lowest on."""
 SHIFT = 0x2000_0000_0000
@@ -45,33 +47,34 @@ def is_pinned(environment: Mapping[str, str] = os.environ) -> bool:
     return word == "pinned"
 
 
-def get_reg_descs(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def get_reg_descs(call: Call) -> Any:
     """Pins the pages that are mapped now, and returns descriptors of the second mapping."""
-    return _shifted(wrapped, args, kwargs, pins=True)
-
-
-def get_xfer_descs(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns descriptors of the second mapping, for local and remote addresses."""
-    return _shifted(wrapped, args, kwargs, pins=False)
-
-
-def _shifted(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, pins: bool) -> Any:
-    import numpy as np
-
-    descs, *others = args
-    if not is_pinned() or not (
-        isinstance(descs, np.ndarray) or (isinstance(descs, list) and isinstance(descs[0], tuple))
-    ):
-        return wrapped(*args, **kwargs)
-    rows = [tuple(row) for row in descs]
-    if pins:
+    if is_pinned() and (rows := _rows(call.argument("descs"))) is not None:
         for address, length, *_ in rows:
             if int(address) in WINDOW:
                 _pin(int(address), int(length))
+    return get_xfer_descs(call)
+
+
+def get_xfer_descs(call: Call) -> Any:
+    """Returns descriptors of the second mapping, for local and remote addresses."""
+    import numpy as np
+
+    descs = call.argument("descs")
+    rows = _rows(descs) if is_pinned() else None
+    if rows is None:
+        return call.proceed()
     shifted: Any = [(int(row[0]) + SHIFT * (int(row[0]) in WINDOW), *row[1:]) for row in rows]
-    if isinstance(descs, np.ndarray):
-        shifted = np.array(shifted, dtype=descs.dtype)
-    return wrapped(shifted, *others, **kwargs)
+    return call.proceed(descs=np.array(shifted, dtype=descs.dtype) if isinstance(descs, np.ndarray) else shifted)
+
+
+def _rows(descs: Any) -> list[tuple[Any, ...]] | None:
+    """None for NIXL's own lists, which were made by one of these two."""
+    import numpy as np
+
+    if isinstance(descs, np.ndarray) or (isinstance(descs, list) and isinstance(descs[0], tuple)):
+        return [tuple(row) for row in descs]
+    return None
 
 
 def _pin(address: int, length: int) -> None:

@@ -9,16 +9,13 @@ import uuid
 from pathlib import Path
 
 import pytest
+from hostvmm import is_hostvmm_build
 
-from kvcached_nixl.hostvmm import is_hostvmm_build
-
-ROOT = Path(__file__).parents[2]
-PREAMBLE = f"""
+PREAMBLE = """
 import sys
-sys.path.insert(0, {str(ROOT)!r})
 import torch
 from kvcached import vmm_ops as ops
-from kvcached_nixl.hostvmm import device_info
+from hostvmm.device import device_info
 PAGE = 2 << 20
 def start(layers, pages, contiguous, kv_buffers=2):
     ops.init_kvcached("cuda:0", PAGE, contiguous)

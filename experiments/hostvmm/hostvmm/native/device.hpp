@@ -12,7 +12,7 @@ constexpr size_t kGranularityBytes = 2u << 20;
 constexpr int kMaxDevices = 16;
 constexpr int kMaxProcesses = 128;
 
-// Layout of the shared file. kvcached_nixl/hostvmm/device.py reads it, too. Change kVersion with any change of a field.
+// Layout of the shared file. hostvmm/device.py reads it, too. Change kVersion with any change of a field.
 constexpr uint64_t kMagic = 0x314d4d5654534f48; // "HOSTVMM1", little endian
 constexpr int64_t kVersion = 1;
 
