@@ -432,6 +432,8 @@ class Asking:
         self.servers.heard(wanted.tried[-1], engine_in(params))
         reason = self._unusable(params, wanted)
         if reason:
+            if params.get("remote_engine_id") != self._own_engine_id:
+                self._fetching.unneeded(params, step)
             self._not_answered(number, Outcome(reason), blocks, step)
             return False
         del self._questions[number]

@@ -142,3 +142,15 @@ def test_all_that_wait_are_gone() -> None:
     decode.turn()
     asking = decode.asking
     assert not leftovers(asking)
+
+
+def test_what_another_engine_offers_is_not_kept_for_a_lease() -> None:
+    """In push, another engine has answered than the one that was named: nobody fetches its offer."""
+    decode = Decode(pushes=True, recomputes=False, num_free=1000)
+    decode.arrives("first")
+    decode.answers("first", OF_P)
+    decode.asking.computed([Step("first")])
+    decode.asking.gone("first")
+    decode.arrives("a")
+    decode.answers("a", OF_ANOTHER)
+    assert decode.fetching.unneeded_ == [OF_ANOTHER]
