@@ -101,6 +101,24 @@ def test_whoever_waits_for_a_request_that_fails_gets_an_error(
 REFUSED = "KV hand-over failed: cause=queue_timeout retry_after=7 request=inner"
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+def test_of_several_choices_the_first_one_says_why(kind: RequestOutputKind, steps: int) -> None:
+    """In one step or two: a client that asks for two choices is told as much as one that asks for one."""
+    processor, queue = OutputProcessor(None, log_stats=False), RequestOutputCollector(kind, "inner")
+    whole = request_of(kind)
+    whole.sampling_params.n = 2
+    parent = ParentRequest(whole)
+    names = [parent.get_child_info(index)[0] for index in range(2)]
+    for index, name in enumerate(names):
+        one = request_of(kind, name)
+        processor.add_request(one, None, parent, index, queue)
+    ends = [EngineCoreOutput(one, [], finish_reason=FinishReason.ERROR, stop_reason=REFUSED) for one in names]
+    for some in [ends] if steps == 1 else [[one] for one in ends]:
+        processor.process_outputs(some)
+    assert is_failure(queue.output) and str(queue.output.cause) == REFUSED
+
+
 def of_a_refused_request(path: str, *, is_limited: bool = True) -> httpx.Response:
     """What vLLM answers at an endpoint of its own kind, through its own middleware and conversion of errors."""
     kind = first_bound(ERROR_MODULES, "GenerationError")

@@ -292,7 +292,7 @@ def test_a_request_that_waits_too_long_is_refused_before_its_answer_begins(tmp_p
             assert len((await complete(decode, http, body))["choices"]) == 1
             prefill.kill()
             prompt = {"prompt": prompts(1, seed=3)[0]}
-            for more in ({}, {"stream": True}, {"n": 2, "stream": True}):
+            for more in ({}, {"stream": True}, {"n": 2}, {"n": 2, "stream": True}):
                 reply = await http.post(f"{decode.base_url}/v1/completions", json={**body, **prompt, **more})
                 error = reply.json()["error"]
                 assert reply.status_code == error["code"] == 503 and "cause=queue_timeout" in error["message"]

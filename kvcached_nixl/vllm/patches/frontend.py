@@ -152,12 +152,15 @@ def _fail(request_state: Any, told: str = "") -> None:
     # A pooling model's request has no text, and its caller expects other exceptions.
     if queue is None or private(request_state, "detokenizer") is None:
         return
+    if isinstance(private(queue, "output"), Exception):
+        # Another choice of the same request has failed in the same step, and has said why.
+        return
     from vllm.v1.engine.async_llm import InputStreamError
 
     # InputStreamError delivers the wrapped error to the endpoint unchanged: the error that vLLM raises for any other
     # request. It replaces outputs that were not fetched yet, including tokens, since the request has failed.
     try:
-        told = told or _told(queue)
+        told = told or _told(request_state)
     except Exception:
         # The client gets vLLM's own text then: an error without a reason is better than no error.
         logger.exception("The reason of a failed request cannot be read")
@@ -168,12 +171,16 @@ def _fail(request_state: Any, told: str = "") -> None:
     queue.put(InputStreamError(error))
 
 
-def _told(queue: Any) -> str:
+def _told(request_state: Any) -> str:
     """What the engine sent with the end of a failed request; "" if this package has not ended it."""
     from vllm.outputs import RequestOutput
 
-    output = private(queue, "output")
-    said = [private(one, "stop_reason") for one in output.outputs] if isinstance(output, RequestOutput) else []
+    output, parent = private(private(request_state, "queue"), "output"), private(request_state, "parent_req")
+    found = output.outputs if isinstance(output, RequestOutput) else ()
+    if parent is not None and not found:
+        # One of several choices that are not streamed: they are put on the queue together, when all have ended.
+        found = private(parent, "output_aggregator")
+    said = [private(one, "stop_reason") for one in found if one is not None]
     return next((one for one in said if isinstance(one, str) and one.startswith((FAILED, STARVED))), "")
 
 

@@ -332,7 +332,9 @@ READS = (
         "detokenizer",
         "stats",
         "external_req_id",
+        "parent_req",
     ),
+    _of("vllm.v1.engine.parallel_sampling", "ParentRequest", "output_aggregator"),
     _of("vllm.v1.metrics.stats", "PrefillStats", "num_cached_tokens", "num_local_cached_tokens", "num_prompt_tokens"),
     _of(
         "vllm.v1.metrics.stats",
