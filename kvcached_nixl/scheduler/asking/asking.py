@@ -347,6 +347,8 @@ class Asking:
                 continue
             self._leave_queue(wanted)
             wanted.stage = Stage.LOCAL
+            # At once: its equals may be late in this turn, too.
+            self._land(wanted, is_cached=False)
             self._fetching.refuse(wanted.request, self._limit.refusal(), computes=False)
 
     def _ask_all(self, blocks: BlockPool, step: Step) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from unittest import mock
 
+import msgspec
 import pytest
 from support.internals import leftovers
 
+from kvcached_nixl.scheduler.asking.limits import QueueLimit
 from kvcached_nixl.wire.question import Outcome
 
 from .test_asking import BUSY, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Request, Step
@@ -154,3 +156,22 @@ def test_what_another_engine_offers_is_not_kept_for_a_lease() -> None:
     decode.arrives("a")
     decode.answers("a", OF_ANOTHER)
     assert decode.fetching.unneeded_ == [OF_ANOTHER]
+
+
+def test_equals_that_are_late_in_one_turn_are_refused_together() -> None:
+    """The one that was asked for waits again. A long step ends behind the deadlines of all: the first one is refused,
+    and nothing is computed for those behind it. They were given their whole time once more."""
+    decode = Decode()
+    decode.asking._limit = QueueLimit(decode.clock, 30.0)
+    decode.arrives("a", block_hashes=(b"same",))
+    decode.answers("a", msgspec.structs.replace(BUSY, retry_after_seconds=100.0))
+    decode.clock.now += 1.0
+    for one in "bcd":
+        decode.arrives(one, block_hashes=(b"same",))
+    decode.clock.now += 60.0
+    decode.turn()
+    assert [*decode.fetching.refused] == ["a", "b", "c", "d"]
+    for one in "abcd":
+        decode.asking.gone(one)
+    decode.turn()
+    assert not leftovers(decode.asking)
