@@ -24,7 +24,7 @@ from kvcached_nixl.scheduler.asking.servers import Servers
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
-from kvcached_nixl.scheduler.engine_link import EngineLink, WorkerReports
+from kvcached_nixl.scheduler.engine_link import EngineLink
 from kvcached_nixl.scheduler.failures import FailedFetches, Failures
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import filled_in_part
@@ -39,6 +39,7 @@ from kvcached_nixl.scheduler.starvation import Starvation
 from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.scheduler.timelines import Spans, Timelines
 from kvcached_nixl.scheduler.told_headroom import ToldHeadroom
+from kvcached_nixl.scheduler.worker_reports import WorkerReports
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill
 from kvcached_nixl.wire.step import BlockIds, Reports, Step, WakeAddress
