@@ -23,7 +23,7 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
@@ -88,10 +88,15 @@ def shut_down(call: Call) -> Any:
             _end_all(handler.get_loop(), processor)
 
 
+def _extras(transfer_config: Any) -> Iterator[Mapping[str, Any]]:
+    """``kv_connector_extra_config`` of each connector. NIXL's was checked when the engine started; beside it there may
+    be anything."""
+    found = (one.get("kv_connector_extra_config") for one in with_children(vars(transfer_config)))
+    return (one for one in found if isinstance(one, Mapping))
+
+
 def _delay_seconds(config: Any, timeout: float) -> float:
-    # Of the NIXL connector it was checked when the engine started. Beside it there may be anything.
-    extras = [one.get("kv_connector_extra_config") for one in with_children(vars(config.kv_transfer_config))]
-    given = [extra.get("drain_delay") for extra in extras if isinstance(extra, Mapping)]
+    given = [extra.get("drain_delay") for extra in _extras(config.kv_transfer_config)]
     usable = (one for one in given if isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0)
     return float(min(next(usable, DEFAULT_DELAY_SECONDS), timeout / 2))
 
@@ -207,8 +212,7 @@ def is_refusal(told: str) -> bool:
 def _may_refuse(client: Any) -> bool:
     """Whether the engine of this client may refuse requests."""
     config = optional(optional(client, "vllm_config"), "kv_transfer_config")
-    extras = [] if config is None else [one.get("kv_connector_extra_config") for one in with_children(vars(config))]
-    return any(isinstance(one, Mapping) and "queue_timeout" in one for one in extras)
+    return config is not None and any("queue_timeout" in extra for extra in _extras(config))
 
 
 class RefusableAnswer:
