@@ -2,8 +2,8 @@
 """What enters vLLM's engine: requests, stand-ins for rejected ones, and more input of sessions.
 
 Of a model with layers that keep a state, a prompt that is to be handed over arrives without its last token: a state
-cannot be taken back by a token, and decode has to compute the last token of a prompt to get a first answer. So prefill
-computes one token of an answer, which is none of the prompt's answer.
+cannot be taken back by a token, and decode has to compute the last token of a prompt to get a first answer. The token
+that prefill samples behind the shortened prompt is dropped.
 
 Runs in: the engine-core process.
 Sources: ``entrypoints/generate/base/serving.py`` (``_with_kv_transfer_rejection_cleanup``), ``v1/engine/core.py``,
@@ -186,10 +186,9 @@ def align_chunks(scheduler: Any) -> None:
 
 
 def stop_before_last(core_request: Any) -> None:
-    """Take the last token from a prompt that is to be handed over, and let prefill compute one token of an answer.
+    """Take the last token from a prompt that is to be handed over, and let prefill sample one token, which is dropped.
 
-    The token that it computes is none of the answer's. A prompt that has to stay whole is computed as any other, and
-    not handed over.
+    A prompt that has to stay whole is computed as any other, and not handed over.
 
     Args:
         core_request: an ``EngineCoreRequest`` that has just reached the engine's process.
