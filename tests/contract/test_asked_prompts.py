@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 import httpx
 import msgspec
 import torch
+from support import over_sockets
 from support.patches import applied
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
@@ -292,6 +293,14 @@ def test_bodies_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> 
         assert post(app, body).status_code == 200, "what was held before is given back"
     monkeypatch.setattr(answering, "READ_SECONDS", 0.0)
     assert asyncio.run(status_of(app, [], [])) == 408
+
+
+def test_one_that_is_refused_for_its_size_is_told_so(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that closes a connection with bytes that it has not read resets it, and its answer is lost."""
+    monkeypatch.setattr(answering, "MOST_BODY_BYTES", 1 << 16)
+    with over_sockets.served_by_uvicorn(served(client)) as port:
+        for _ in range(5):
+            assert over_sockets.status_of(port, f"/{ASKED_PATH}", bytes(1 << 24), **KEY) == 413
 
 
 async def status_of(app: Any, parts: list[dict[str, Any]], then: list[asyncio.Event]) -> int:

@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 
 from fastapi import FastAPI
 from starlette.testclient import TestClient
+from support import over_sockets
 from support.patches import applied
 from vllm.entrypoints.serve.elastic_ep.middleware import ScalingMiddleware
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -143,6 +144,16 @@ def test_new_http_requests_get_503_and_metrics_are_served_to_the_end() -> None:
         assert http.get("/metrics").status_code == 200
         app.state.engine_client = None
         assert http.post("/v1/completions").status_code == 200
+
+
+def test_large_requests_get_503_and_no_reset() -> None:
+    made, app = client("one"), FastAPI()
+    app.state.engine_client = made
+    app.add_middleware(ScalingMiddleware)
+    vars(made)["_kvcached_nixl_leaving"] = time.monotonic()
+    with over_sockets.served_by_uvicorn(app) as port:
+        for _ in range(5):
+            assert over_sockets.status_of(port, "/v1/completions", bytes(1 << 24)) == 503
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.2])

@@ -8,12 +8,11 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -34,6 +33,7 @@ CHECK_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 """For an answer's body, which vLLM sends when it has computed the prompt."""
 CLOSE_SECONDS = 5.0
+PIECE_BYTES = 1 << 18
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A host that has vanished is noticed after 20 s."""
 
@@ -171,19 +171,24 @@ class Asker:
         self._woken()
 
     async def _post(self, url: str, address: str, question: Question) -> dict[str, Any]:
-        target, more = self._target(url, address, question.path, **question.headers)
-        # Bytes would be written at once, however many they are.
-        sent = io.BytesIO(question.body())
-        async with self._opened().post(target, data=sent, allow_redirects=False, **more) as response:
-            try:
-                body = await asyncio.wait_for(_body(response), ANSWER_SECONDS)
-            except asyncio.TimeoutError as error:
-                reason = f"it has begun its answer, and not ended it within {ANSWER_SECONDS:g} s"
-                raise AskFailed(Outcome(reason, is_of_server=True)) from error
-            if self._api_key and response.status != 200:
-                # What the log shows of it: some servers repeat a key that they do not accept.
-                body = body.replace(self._api_key, b"***")
-            return read_answer(response.status, response.headers, body)
+        import aiohttp
+
+        sent = _Body(question.body())
+        length = {"Content-Length": str(len(sent.rest))}
+        target, more = self._target(url, address, question.path, **question.headers, **length)
+        try:
+            async with self._opened().post(target, data=sent, allow_redirects=False, **more) as response:
+                body = await _answer_of(response)
+        except aiohttp.ClientConnectionError as error:
+            if sent.is_begun and sent.rest:
+                # Its answer may be lost with the connection: it may refuse this prompt for its size.
+                reason = f"it has closed the connection while the prompt was sent: {error}"
+                raise AskFailed(Outcome(reason)) from error
+            raise
+        if self._api_key and response.status != 200:
+            # What the log shows of it: some servers repeat a key that they do not accept.
+            body = body.replace(self._api_key, b"***")
+        return read_answer(response.status, response.headers, body)
 
     def _target(self, url: str, address: str, path: str, **headers: str) -> tuple[URL, dict[str, Any]]:
         """Returns the URL to connect to, and more arguments of aiohttp's."""
@@ -210,13 +215,34 @@ class Asker:
         return self._session
 
 
-async def _body(response: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > MOST_ANSWER_BYTES:
-            raise AskFailed(Outcome(f"its answer has more than {MOST_ANSWER_BYTES} bytes"))
-    return bytes(body)
+class _Body:
+    """What is sent. It is not kept while prefill computes, and written piece by piece, however large it is."""
+
+    def __init__(self, data: bytes) -> None:
+        self.rest = data
+        self.is_begun = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        self.is_begun = True
+        for start in range(0, len(self.rest), PIECE_BYTES):
+            yield self.rest[start : start + PIECE_BYTES]
+        self.rest = b""
+
+
+async def _answer_of(response: aiohttp.ClientResponse) -> bytes:
+    async def read() -> bytes:
+        body = bytearray()
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > MOST_ANSWER_BYTES:
+                raise AskFailed(Outcome(f"its answer has more than {MOST_ANSWER_BYTES} bytes"))
+        return bytes(body)
+
+    try:
+        return await asyncio.wait_for(read(), ANSWER_SECONDS)
+    except asyncio.TimeoutError as error:
+        reason = f"it has begun its answer, and not ended it within {ANSWER_SECONDS:g} s"
+        raise AskFailed(Outcome(reason, is_of_server=True)) from error
 
 
 def _socket(address: Any) -> socket.socket:

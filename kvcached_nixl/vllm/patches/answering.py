@@ -22,6 +22,7 @@ from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.vllm.adapter.asked_prompts import engine_prompt
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import API_ROUTES
+from kvcached_nixl.vllm.patches.leaving import drop_rest
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_BODY_BYTES, decode
 from kvcached_nixl.wire.params import KvTransferParams
 
@@ -79,15 +80,22 @@ class _Endpoint:
 
     async def _read(self, request: Any, held: list[int]) -> bytearray:
         """The body, of which no more is taken than allowed, whatever its headers say."""
-        body = bytearray()
-        async for chunk in request.stream():
+        body, chunks = bytearray(), request.stream()
+        async for chunk in chunks:
             held.append(len(chunk))
             self._num_held_bytes += len(chunk)
             body += chunk
             if len(body) > MOST_BODY_BYTES:
-                raise _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A prompt has at most {MOST_BODY_BYTES} bytes.")
-            if self._num_held_bytes > MOST_HELD_BYTES:
-                raise _error(HTTPStatus.SERVICE_UNAVAILABLE, "Too many prompts wait here. Try again.")
+                error = _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A prompt has at most {MOST_BODY_BYTES} bytes.")
+            elif self._num_held_bytes > MOST_HELD_BYTES:
+                error = _error(HTTPStatus.SERVICE_UNAVAILABLE, "Too many prompts wait here. Try again.")
+            else:
+                continue
+            self._num_held_bytes -= sum(held)
+            held.clear()
+            body.clear()
+            await drop_rest(chunks)
+            raise error
         return body
 
 

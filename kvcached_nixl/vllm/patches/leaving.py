@@ -23,7 +23,7 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
@@ -31,6 +31,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE
 from kvcached_nixl.vllm.adapter.neighbours import with_children
+from kvcached_nixl.wire.asked_prompt import MOST_BODY_BYTES
 from kvcached_nixl.wire.causes import FAILED, FailureCause
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -42,6 +43,8 @@ _LOOK_SECONDS = 0.05
 _LEAST_SECONDS = 1.0
 """For the engine to stop, however long the requests have taken."""
 RETRY_SECONDS = 1
+READ_SECONDS = 5.0
+"""For the rest of a request that is refused."""
 DEFAULT_DELAY_SECONDS = 5.0
 _MESSAGE = "This server is shutting down. Use another one."
 _SERVED = ("/health", "/metrics", "/ping")
@@ -182,8 +185,30 @@ def serve_http(call: Call) -> Any:
     state = scope["app"].state if scope["type"] == "http" and "app" in scope else None
     client = optional(state, "engine_client")
     if refuses(client) and scope["path"] not in _SERVED:
-        return _unavailable(_MESSAGE, str(RETRY_SECONDS))(scope, receive, send)
+        return _refuse(scope, receive, send)
     return call.proceed(send=RefusableAnswer(scope, receive, send)) if _may_refuse(client) else call.proceed()
+
+
+async def _refuse(scope: Any, receive: Any, send: Send) -> None:
+    from starlette.requests import ClientDisconnect, Request
+
+    try:
+        await asyncio.wait_for(drop_rest(Request(scope, receive).stream()), READ_SECONDS)
+    except asyncio.TimeoutError:
+        logger.debug("A request that is refused was not read to its end")
+    except ClientDisconnect:
+        return
+    await _unavailable(_MESSAGE, str(RETRY_SECONDS))(scope, receive, send)
+
+
+async def drop_rest(chunks: AsyncIterator[bytes]) -> None:
+    """Reads what is left of a request that is refused. When a connection is closed with bytes that nobody has read, its
+    client gets a reset, and may not see the answer. Bounded, since a client may send without an end."""
+    num_bytes = 0
+    async for chunk in chunks:
+        num_bytes += len(chunk)
+        if num_bytes > MOST_BODY_BYTES:
+            return
 
 
 def _unavailable(message: str, retry_after: str) -> Any:

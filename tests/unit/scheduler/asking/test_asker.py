@@ -307,6 +307,24 @@ def test_what_is_no_http(decode: Decode, said: bytes) -> None:
     assert isinstance(found, Outcome) and "a defect" not in found.reason and "secret" not in found.reason
 
 
+def test_a_server_that_closes_before_it_has_read_all_is_not_to_blame_for_other_prompts(decode: Decode) -> None:
+    """What it has answered may be lost: it may refuse this prompt for its size."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def refuse() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        question = Question("r", [123_456] * 4_000_000)
+        decode.asker.ask(1, Server(f"http://127.0.0.1:{listening.getsockname()[1]}"), question)
+        found = decode.answer()
+        thread.join()
+    assert not found.is_of_server and "while the prompt was sent" in found.reason
+
+
 def test_a_name_whose_look_up_hangs_costs_others_nothing(
     decode: Decode, serve: Callable[[Handler], Prefill], monkeypatch: pytest.MonkeyPatch
 ) -> None:
