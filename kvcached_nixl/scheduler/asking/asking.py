@@ -500,7 +500,7 @@ class Asking:
         wanted.stage = Stage.LOCAL
         if self._fetching.refuse(wanted.request, _failure(wanted.outcome), computes=not self._is_required):
             self.figures.computed[wanted.outcome.computed] += 1
-            self.local.add(wanted.request)
+            self.local.add(wanted.request, wanted.order)
 
     def _withdraw(self, wanted: _Wanted, ended: Ended) -> None:
         """Nobody waits for the answer any more."""

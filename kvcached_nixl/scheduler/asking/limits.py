@@ -5,8 +5,8 @@ meanwhile. Used on the engine's thread only.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import OrderedDict
 
 from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.scheduler.engine import BlockPool, Request
@@ -132,8 +132,10 @@ class LocalPrefills:
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
-        # Requests that may begin -> tokens of their prompts.
+        # Requests that wait, with those that have ended meanwhile.
+        self._queue: list[tuple[tuple[int, int], str]] = []
+        # Requests that wait -> tokens of their prompts; and those that may begin.
+        self._waiting: dict[str, int] = {}
         self._begun: dict[str, int] = {}
 
     @property
@@ -141,9 +143,14 @@ class LocalPrefills:
         """Whether any prompt is computed or waits."""
         return bool(self._begun or self._waiting)
 
-    def add(self, request: Request) -> None:
-        """A held request is to be computed here, or to fail."""
-        self._waiting[request.request_id] = request
+    def add(self, request: Request, order: tuple[int, int]) -> None:
+        """A held request is to be computed here, or to fail.
+
+        Args:
+            order: its place among all that were ever held.
+        """
+        self._waiting[request.request_id] = request.num_prompt_tokens
+        heapq.heappush(self._queue, (order, request.request_id))
 
     def computed(self, request_id: str, num_computed_tokens: int) -> None:
         """A step computes a request up to this token."""
@@ -158,12 +165,15 @@ class LocalPrefills:
     def turn(self, blocks: BlockPool) -> bool:
         """Lets the next ones begin. Called before each step. Returns whether there are any."""
         num_begun = len(self._begun)
-        while self._waiting:
-            request_id, request = next(iter(self._waiting.items()))
-            if self._begun and sum(self._begun.values()) + request.num_prompt_tokens > self._most_tokens:
+        while self._queue:
+            _, request_id = self._queue[0]
+            num_tokens = self._waiting.get(request_id, 0)
+            if num_tokens and self._begun and sum(self._begun.values()) + num_tokens > self._most_tokens:
                 break
-            del self._waiting[request_id]
-            self._begun[request_id] = request.num_prompt_tokens
-            blocks.release(request_id, None)
+            heapq.heappop(self._queue)
+            if num_tokens:
+                del self._waiting[request_id]
+                self._begun[request_id] = num_tokens
+                blocks.release(request_id, None)
         blocks.limit_chunks(self._most_tokens if self._begun else 0)
         return len(self._begun) > num_begun

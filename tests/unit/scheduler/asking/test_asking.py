@@ -501,6 +501,22 @@ def test_why_prompts_are_computed_here_is_counted() -> None:
     assert found == {"short": 1, "not_askable": 1, "cached": 1, "failed": 1, "unreachable": 2}
 
 
+def test_what_is_computed_here_is_computed_by_priority() -> None:
+    """As many at a time as fit into a chunk; one that has ended meanwhile is not begun."""
+    decode = Decode(goes_by_priority=True)
+    decode.arrives("first", num_prompt_tokens=CHUNK)
+    for name, priority in (("low", 9), ("gone", 0), ("high", 1)):
+        decode.arrives(name, priority=priority, num_prompt_tokens=CHUNK)
+    for name in ("first", "low", "gone", "high"):
+        decode.answers(name, Outcome("HTTP 400", is_final=True))
+    decode.asking.gone("gone")
+    begun = list(decode.blocks.released)
+    for name in ("first", "high"):
+        decode.asking.computed([Step(name, CHUNK)])
+        decode.turn()
+    assert [*begun, *list(decode.blocks.released)[len(begun) :]] == ["first", "high", "low"]
+
+
 @pytest.mark.parametrize(("cause", "reason"), [(FailureCause.LOST, "unreachable"), (FailureCause.DIGEST, "failed")])
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_kv_that_does_not_come_is_counted_if_it_is_computed_here(
