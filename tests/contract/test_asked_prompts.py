@@ -298,7 +298,7 @@ def test_bodies_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_that_is_refused_for_its_size_is_told_so(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that closes a connection with bytes that it has not read resets it, and its answer is lost."""
     monkeypatch.setattr(answering, "MOST_BODY_BYTES", 1 << 16)
-    with over_sockets.served_by_uvicorn(served(client)) as port:
+    with over_sockets.served_by_uvicorn(served(client), "off") as port:
         for _ in range(5):
             assert over_sockets.status_of(port, f"/{ASKED_PATH}", bytes(1 << 24), **KEY) == 413
 

@@ -156,6 +156,23 @@ def test_large_requests_get_503_and_no_reset() -> None:
             assert over_sockets.status_of(port, "/v1/completions", bytes(1 << 24)) == 503
 
 
+@pytest.mark.parametrize("count", [None, 2])
+@pytest.mark.parametrize("timeout", [0.0, 5.0])
+def test_connections_are_refused_where_no_other_process_has_the_socket(timeout: float, count: int | None) -> None:
+    made, app, statuses = client(), FastAPI(), list[int]()
+    app.state.engine_client, app.state.args = made, SimpleNamespace(api_server_count=count)
+    app.add_middleware(ScalingMiddleware)
+    app.post("/v1/completions")(lambda: "text")
+    with over_sockets.served_by_uvicorn(app) as port:
+        statuses.append(over_sockets.status_of(port, "/v1/completions", b""))
+        asyncio.run(shut_down(made, timeout))
+        try:
+            statuses.append(over_sockets.status_of(port, "/v1/completions", b""))
+        except ConnectionRefusedError:
+            statuses.append(0)
+    assert statuses == [200, 0 if count is None else 503]
+
+
 @pytest.mark.parametrize("timeout", [0.0, 0.2])
 def test_what_has_no_end_in_time_ends_with_an_error(timeout: float) -> None:
     made = client("one", "two")

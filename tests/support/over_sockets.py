@@ -8,15 +8,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 
 @contextmanager
-def served_by_uvicorn(app: Any) -> Iterator[int]:
+def served_by_uvicorn(app: Any, lifespan: Literal["on", "off"] = "on") -> Iterator[int]:
     """Gives the port."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan=lifespan)
+    server = app.state.server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

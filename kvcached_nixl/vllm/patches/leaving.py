@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP 503 for what an API server does not serve: new requests of one that is shut down, and requests that its engine
-has refused because they have waited for ``queue_timeout``.
+"""No connection, or HTTP 503, for what an API server does not serve: new requests of one that is shut down, and
+requests that its engine has refused because they have waited for ``queue_timeout``.
 
 On SIGTERM vLLM stops the engine first and the HTTP server after it. In between, ``/health`` says 200 and new requests
 are answered 200 with ``abort``. Requests that come when the engine has ended never end, nor do those whose last outputs
-were not read in time, and the server waits for them. So it takes no new work, every request gets its end, and then the
-engine stops.
+were not read in time, and the server waits for them. So it takes no new work and, if no other process has its socket,
+no connections; every request gets its end, and then the engine stops.
 
 vLLM answers a request that fails with the status of its exception, and without headers of its own. Of a stream it sends
 status 200 before the engine has said anything. So where requests may be refused, the start of each answer is held back
@@ -39,6 +39,8 @@ logger = logging.getLogger(SERVER_LOGGER)
 _LEAVING = "_kvcached_nixl_leaving"
 """Attribute of vLLM's client of the engine: when it begins to refuse requests, by `time.monotonic`. Its output
 processor has it, too."""
+_LISTENING = "_kvcached_nixl_listening"
+"""The same client's attribute: the API server's loop, and its HTTP server."""
 _LOOK_SECONDS = 0.05
 _LEAST_SECONDS = 1.0
 """For the engine to stop, however long the requests have taken."""
@@ -81,8 +83,11 @@ def shut_down(call: Call) -> Any:
         logger.info("Shutting down: %d requests are under way", len(private(processor, "request_states")))
         until_seconds = begun_seconds + timeout
         while time.monotonic() < until_seconds and (processor.has_unfinished_requests() or not refuses(client)):
+            if refuses(client):
+                _stop_listening(client)
             time.sleep(_LOOK_SECONDS)
         left = max(_LEAST_SECONDS, until_seconds - time.monotonic())
+    _stop_listening(client)
     handler = optional(client, "output_handler")
     try:
         return call.proceed(timeout=left)
@@ -111,6 +116,22 @@ def _is_loop_here() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _listens(client: Any, state: Any) -> None:
+    """A server begins to listen. With several API servers their parent has the socket, too: closed in one of them, it
+    would take connections that nobody answers."""
+    server = optional(state, "server")
+    if server is not None and private(state, "args").api_server_count is None:
+        setattr(client, _LISTENING, (asyncio.get_running_loop(), server))
+
+
+def _stop_listening(client: Any) -> None:
+    """Connections are refused from now on: each load balancer tries another server then, and few do at 503."""
+    loop, server = optional(client, _LISTENING) or (None, None)
+    if loop is not None:
+        delattr(client, _LISTENING)
+        loop.call_soon_threadsafe(lambda: [one.close() for one in server.servers])
 
 
 def _end_all(loop: asyncio.AbstractEventLoop, processor: Any) -> None:
@@ -182,8 +203,12 @@ def add_request(call: Call) -> Any:
 def serve_http(call: Call) -> Any:
     """A load balancer tries another server when it gets 503."""
     scope, receive, send = map(call.argument, ("scope", "receive", "send"))
-    state = scope["app"].state if scope["type"] == "http" and "app" in scope else None
+    state = scope["app"].state if scope["type"] in ("http", "lifespan") and "app" in scope else None
     client = optional(state, "engine_client")
+    if scope["type"] == "lifespan":
+        if client is not None:
+            _listens(client, state)
+        return call.proceed()
     if refuses(client) and scope["path"] not in _SERVED:
         return _refuse(scope, receive, send)
     return call.proceed(send=RefusableAnswer(scope, receive, send)) if _may_refuse(client) else call.proceed()
