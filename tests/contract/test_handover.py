@@ -21,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from support import attention_engines, engine_node
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, same
 from support.handover_node import (
+    BLOCK_SIZE,
     DECODE_FILLING,
     IDLE_SECONDS,
     PREFILL_FILLING,
@@ -35,7 +36,7 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
-from support.internals import addresses_of, leases_of
+from support.internals import addresses_of
 from support.node_cases import (  # noqa: F401
     POLICIES,
     SHORT_SECONDS,
@@ -44,10 +45,7 @@ from support.node_cases import (  # noqa: F401
     pair,
     test_a_peer_that_was_forgotten_is_met_again,
     test_a_prompt_that_prefill_computed_in_chunks_arrives,
-    test_decode_may_have_blocks_of_other_sizes,
     test_decodes_request_aborted_in_its_queue_frees_prefills_blocks,
-    test_kernel_blocks_may_be_smaller_than_blocks,
-    test_only_tokens_that_decode_has_not_cached_are_moved,
     test_parameters_from_before_prefills_restart_give_no_bytes,
     test_parameters_of_a_lease_that_has_ended_give_no_bytes,
     test_prefill_lets_go_of_what_decode_has_cached_altogether,
@@ -56,15 +54,12 @@ from support.node_cases import (  # noqa: F401
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.transport import side_channel
 from kvcached_nixl.vllm.adapter.series import HASHES_AHEAD
 from kvcached_nixl.vllm.adapter.versions import installed_row
-from kvcached_nixl.wire.manifest import PROTOCOL
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
-
-LEASE_SECONDS = 1.5
 
 
 def test_an_idle_transfer_thread_uses_no_processor_time(pair: tuple[Node, Node]) -> None:
@@ -222,6 +217,38 @@ def test_what_has_come_and_is_revoked_before_it_is_scheduled_counts_as_computed_
     ends_by_policy(policy, decode, prefill)
 
 
+def quarantined(decode: Node) -> int:
+    """As the metric has it."""
+    return int(([0, *decode.account["kvcached_nixl_quarantined_blocks"]])[-1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_that_fits_beside_no_quarantine_is_told_so(
+    policy: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule R4, for local requests as well: vLLM would wait at the head of its queue for blocks that are never freed."""
+    prefill = node(PREFILL_FILLING)
+    decode = node(DECODE_FILLING, policy=policy, handover_timeout=0.4)
+    served(prefill, decode)
+    gate = transfers_held(mover(direction, prefill, decode), monkeypatch)
+    asked(decode, prefilled(prefill, PREFILL_ID))
+    until(lambda: gate.kept)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    until_both(prefill, decode, lambda: not decode.scheduler.has_requests())
+    assert quarantined(decode) == BLOCKS
+    large, small = "cmpl-l-0-eeeeeeee", "cmpl-s-0-eeeeeeee"
+    decode.add(large, None, first_token=100, num_tokens=(USABLE - 1) * BLOCK_SIZE)
+    decode.add(small, None, first_token=300, num_tokens=BLOCK_SIZE)
+    decode.step_until(lambda: small in decode.ended)
+    assert (decode.ended[large], decode.ended[small]) == ("error", "length")
+    assert f"{BLOCKS} blocks are in quarantine" in decode.log.text
+    assert decode.account["kvcached_nixl_failures"] == [FailureCause.DEADLINE, FailureCause.QUARANTINE]
+    gate.closed = False
+    rest(prefill, decode)
+    computed_alone(decode)
+
+
 @pytest.mark.parametrize("side", ["decode", "prefill"])
 def test_a_connection_that_nixl_has_let_go_of_is_made_anew(
     side: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
@@ -264,66 +291,7 @@ def test_an_engine_steps_exactly_while_something_has_changed(node: Callable[...,
     assert not prefill.scheduler.has_requests()
 
 
-def lease(prefill: Node, request_id: str = PREFILL_ID) -> float:
-    """When it ends."""
-    prefill.step_until(lambda: request_id in leases_of(prefill.registry))
-    return float(leases_of(prefill.registry)[request_id])
-
-
-@pytest.mark.parametrize("whose", ["decode", "prefill"])
-def test_a_lease_outlives_a_long_step(whose: str, node: Callable[..., Node]) -> None:
-    """Beats come and are read while the engine's thread is busy, on either side."""
-    prefill, decode = (node(filling, kv_lease_duration=LEASE_SECONDS) for filling in (PREFILL_FILLING, DECODE_FILLING))
-    served(prefill, decode)
-    pool = decode.scheduler.kv_cache_manager.block_pool
-    taken = pool.get_new_blocks(USABLE - 1)
-    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
-    begun = lease(prefill)
-    until_both(prefill, decode, lambda: lease(prefill) > begun)
-    other, over = (prefill if whose == "decode" else decode), time.monotonic() + 1.3 * LEASE_SECONDS
-    until(lambda: other.step() and time.monotonic() > over)
-    prefill.step()
-    assert PREFILL_ID not in prefill.sent and prefill.holds(prefill.blocks(PREFILL_ID))
-    pool.free_blocks(taken)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(decode.blocks(DECODE_ID))
-    rest(prefill, decode)
-
-
 # -------------------------------------------------------------------------------------------------------- the two meet
-
-
-def test_an_engine_that_is_asked_while_it_stands_still_is_asked_again(
-    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It listens, and answers nobody for a while; on vLLM 0.28 the first pull of a pair failed so."""
-    prefill, decode = pair
-    monkeypatch.setattr(side_channel, "_REPLY_SECONDS", 0.3)
-    take, asked_for = side_channel.Listener._take, list[Any]()
-
-    def take_late(listener: Any, frames: list[bytes]) -> None:
-        # A worker wakes its own engine core in this way, too.
-        asked_for.extend([frames] if b"get_meta_msg" in frames[-1] else [])
-        if len(asked_for) > 2:
-            take(listener, frames)
-
-    monkeypatch.setattr(side_channel.Listener, "_take", take_late)
-    served(prefill, decode)
-    assert len(asked_for) > 2 and "trying again" in decode.log.text
-
-
-def test_engines_of_which_only_one_pushes_refuse_each_other(direction: str, node: Callable[..., Node]) -> None:
-    """The refusal names what each side supports; the request ends by policy, and both engines continue."""
-    other = "pull" if direction == "push" else "push"
-    prefill = node(PREFILL_FILLING, transfer_mode=direction, kv_lease_duration=SHORT_SECONDS)
-    decode = node(DECODE_FILLING, transfer_mode=other)
-    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
-    ends_by_policy("fail", decode, prefill)
-    assert f"found kvcached_nixl/{PROTOCOL} {direction}; expected kvcached_nixl/{PROTOCOL} {other}" in decode.log.text
-    assert {" push [" in prefill.tag, " push [" in decode.tag} == {True, False}
-    assert decode.are_filled(decode.all_but([]), DECODE_FILLING)
-    computed_alone(prefill)
-    computed_alone(decode)
 
 
 def test_an_engine_that_nobody_holds_is_gone_without_a_collection(pair: tuple[Node, Node]) -> None:

@@ -14,7 +14,6 @@ from support import attention_engines, engine_node, handover_node
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE
 from support.handover_node import (
     ANOTHER_REQUESTS,
-    BLOCK_SIZE,
     CHUNK,
     DECODE_FILLING,
     NAME,
@@ -36,7 +35,6 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
-from kvcached_nixl.wire.causes import FailureCause
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 node, pair = handover_node.node, handover_node.pair
@@ -80,68 +78,7 @@ def test_the_two_requests_meet_in_either_order(name: str, first: str, pair: tupl
     assert "cmpl-z-0-aaaaaaaa" not in prefill.sent and prefill.side_of_engine.num_kept
 
 
-RETRIES = ["the same prompt, served before", "aborted on decode", "aborted on prefill", "aborted on both"]
-
-
-@pytest.mark.parametrize("first", ["prefill", "decode"])
-@pytest.mark.parametrize("before", RETRIES)
-def test_a_router_may_try_a_name_again(before: str, first: str, node: Callable[..., Node]) -> None:
-    """Finding B11: under the very name and with the very prompt of a try that has ended; nothing of it is left over."""
-    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=1, tokens_a_step=CHUNK), node(DECODE_FILLING)
-    registered(decode, prefill)
-    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
-    if before == "the same prompt, served before":
-        until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    else:
-        prefill.step()
-        for one, request_id in ((prefill, PREFILL_ID), (decode, DECODE_ID)):
-            if before in ("aborted on both", f"aborted on {'prefill' if one is prefill else 'decode'}"):
-                one.abort(request_id)
-        if before == "aborted on decode":
-            prefill.step_until(lambda: PREFILL_ID in prefill.ended)
-    until_both(prefill, decode, lambda: not prefill.write_tasks and not len(decode.receiver))
-    theirs, own = "cmpl-x-0-bbbbbbbb", "cmpl-x-0-eeeeeeee"
-
-    def compute() -> None:
-        prefill.add(theirs, {**SEND, **NAME}, 1)
-        prefill.step_until(lambda: theirs in prefill.transfer_params)
-
-    if first == "prefill":
-        compute()
-    decode.add(own, {**prefill.address(), **NAME})
-    decode.step()
-    prefill.settle()
-    if first == "decode":
-        compute()
-    until_both(prefill, decode, lambda: own in decode.ended)
-    assert decode.ended[own] == "length" and FailureCause.LOST not in decode.account["kvcached_nixl_failures"]
-    rest(prefill, decode)
-
-
 # ----------------------------------------------------------------------------------------------- while prefill computes
-
-
-def test_blocks_travel_while_prefill_still_computes(node: Callable[..., Node]) -> None:
-    """Chunks end inside blocks: whole blocks go, each before the next chunk is computed, and nothing else."""
-    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
-    local = registered(decode, prefill)
-    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
-    for computed, whole in ((CHUNK, 1), (2 * CHUNK, 2)):
-        prefill.step()
-        assert prefill.tokens(PREFILL_ID) == computed
-        until(lambda whole=whole: decode.holds(local, end=whole * BLOCK_SIZE))
-        prefill.settle()
-        assert decode.are_filled(local[whole:], DECODE_FILLING)
-        assert prefill.status(PREFILL_ID) == RequestStatus.RUNNING
-        decode.step()
-        assert decode.waits(DECODE_ID) and DECODE_ID not in decode.received
-    prefill.step()
-    assert PREFILL_ID in prefill.transfer_params
-    until(lambda: decode.moved)
-    assert decode.holds(local)
-    assert decode.are_filled(decode.all_but(local), DECODE_FILLING)
-    decode.step_until(lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
 
 
 def test_what_a_step_that_raises_was_to_compute_is_not_written(node: Callable[..., Node]) -> None:
@@ -212,27 +149,6 @@ def test_blocks_of_a_preempted_request_are_held_while_a_write_reads_them(
     rest(prefill, decode)
 
 
-def test_a_request_of_prefill_that_another_one_starves_arrives_all_the_same(node: Callable[..., Node]) -> None:
-    """The scheduler itself preempts it, and it takes its own blocks up again from the prefix cache."""
-    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
-    local = registered(decode, prefill)
-    # Its seven blocks are full, so its second token needs one more; the other request wants the last three.
-    num_tokens = (USABLE - BLOCKS) * BLOCK_SIZE - 1
-    prefill.add("cmpl-y-0-aaaaaaaa", None, 8, 200, num_tokens=num_tokens)
-    prefill.step_until(lambda: prefill.scheduler.requests["cmpl-y-0-aaaaaaaa"].num_output_tokens)
-    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
-    request = prefill.scheduler.requests[PREFILL_ID]
-    prefill.step_until(lambda: request.num_preemptions)
-    prefill.step_until(lambda: PREFILL_ID in prefill.transfer_params)
-    assert "cmpl-y-0-aaaaaaaa" in prefill.ended
-    prefill.step()
-    until(lambda: decode.moved)
-    assert decode.holds(local)
-    assert decode.are_filled(decode.all_but(local), DECODE_FILLING)
-    decode.step_until(lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
-
-
 def test_a_reset_of_the_prefix_cache_revokes_what_is_under_way_and_is_an_error_while_blocks_are_held(
     node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,28 +173,6 @@ def test_a_reset_of_the_prefix_cache_revokes_what_is_under_way_and_is_an_error_w
 
 
 # ------------------------------------------------------------------------------------------------ what prefill says
-
-
-def test_an_engine_that_waits_for_the_other_sleeps(node: Callable[..., Node]) -> None:
-    """Registrations and kept blocks do not keep prefill awake; decode wakes at its deadline."""
-    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=0.5), node(DECODE_FILLING, handover_timeout=60)
-    registered(decode, prefill)
-    for _ in range(3):
-        decode.settle()
-        # A request waits, which vLLM counts; nothing of ours makes it step.
-        assert not decode.wakes and not prefill.wakes
-        decode.step()
-    prefill.add(PREFILL_ID, {**SEND, "transfer_id": "t2"}, 1)
-    prefill.step()
-    prefill.step()
-    assert not prefill.wakes and prefill.free_blocks == USABLE - BLOCKS
-    until(lambda: prefill.wakes)
-    prefill.step()
-    assert PREFILL_ID in prefill.sent
-    assert prefill.account["num_kv_expired_reqs"] == [1]
-    decode.abort(DECODE_ID)
-    assert decode.wakes
-    rest(decode)
 
 
 @pytest.mark.parametrize("ends", ["decode registers", "decode has taken the rest", "aborted"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -37,7 +36,6 @@ from vllm import envs
 from vllm.utils.network_utils import get_ip
 
 from experiments.common.servers import free_ports
-from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.causes import FailureCause
@@ -167,27 +165,6 @@ def test_addresses_and_names_serve_both_ends(
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
     served(prefill, decode)
     assert prefill.transfer_params["cmpl-w-0-aaaaaaa7"]["remote_host"] == host.strip("[]")
-
-
-def test_a_port_that_is_taken_says_by_whom(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next engine that is given it does not start. The engine that has it serves on."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    monkeypatch.setattr(stock_pair, "free_ports", lambda count: [prefill.engine.port])
-    with pytest.raises(SettingsError, match=rf"port {prefill.engine.port} .*process itself \({os.getpid()}\)"):
-        node(DECODE_FILLING)
-    served(prefill, decode)
-
-
-def test_an_engine_that_is_reached_as_another_one_does_not_start(
-    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A NAT that leads its port to another engine. That one goes on."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    monkeypatch.setenv(f"{ADVERTISE}_PORT", str(prefill.engine.port))
-    with pytest.raises(SettingsError, match=f"engine {prefill.engine.engine_id} answers"):
-        node(PREFILL_FILLING)
-    monkeypatch.delenv(f"{ADVERTISE}_PORT")
-    served(prefill, decode)
 
 
 def test_vllm_finds_this_hosts_address_as_the_package_expects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,7 @@ from support.handover_node import (
 from support.node_cases import (  # noqa: F401 - run here, too
     test_a_peer_that_was_forgotten_is_met_again,
     test_a_prompt_that_prefill_computed_in_chunks_arrives,
-    test_decode_may_have_blocks_of_other_sizes,
     test_decodes_request_aborted_in_its_queue_frees_prefills_blocks,
-    test_kernel_blocks_may_be_smaller_than_blocks,
-    test_only_tokens_that_decode_has_not_cached_are_moved,
     test_parameters_from_before_prefills_restart_give_no_bytes,
     test_parameters_of_a_lease_that_has_ended_give_no_bytes,
     test_prefill_lets_go_of_what_decode_has_cached_altogether,

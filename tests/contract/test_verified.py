@@ -30,9 +30,6 @@ from support.handover_node import (
 )
 from support.node_cases import (  # noqa: F401 - run here, too
     test_a_prompt_that_prefill_computed_in_chunks_arrives,
-    test_decode_may_have_blocks_of_other_sizes,
-    test_kernel_blocks_may_be_smaller_than_blocks,
-    test_only_tokens_that_decode_has_not_cached_are_moved,
     test_the_missing_blocks_arrive_and_no_other_changes,
 )
 

@@ -16,7 +16,6 @@ from support.attention_engines import ERAS
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, same
 from support.handover_node import (
     ANOTHER_REQUESTS,
-    BLOCK_SIZE,
     CHUNK,
     DECODE_FILLING,
     PREFILL_FILLING,
@@ -64,55 +63,6 @@ def test_the_missing_blocks_arrive_and_no_other_changes(era: str, contiguous: bo
     assert prefill.are_filled(prefill.all_but(blocks), PREFILL_FILLING)
     decode.step_until(lambda: DECODE_ID in decode.ended)
     assert decode.ended[DECODE_ID] == "length"
-    rest(prefill, decode)
-
-
-def test_decode_may_have_blocks_of_other_sizes(node: Callable[..., Node]) -> None:
-    prefill = node(PREFILL_FILLING)
-    decode = node(DECODE_FILLING, dataclasses.replace(RESERVED, block_size=BLOCK_SIZE // 2, num_blocks=21))
-    params = prefilled(prefill, PREFILL_ID, num_tokens=PROMPT - 5)
-    local = asked(decode, params, num_tokens=PROMPT - 5)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert DECODE_ID not in decode.ended and decode.holds(local, end=PROMPT - 5)
-    assert decode.are_filled(decode.all_but(local), DECODE_FILLING)
-    rest(prefill, decode)
-
-
-@pytest.mark.parametrize("ratios", [(2, 1), (1, 2), (2, 4), (2, 2)], ids=str)
-def test_kernel_blocks_may_be_smaller_than_blocks(ratios: tuple[int, int], node: Callable[..., Node]) -> None:
-    """Finding A4: kernel blocks are equal and logical blocks are not. Each side counts its own logical blocks."""
-    small = dataclasses.replace(RESERVED, block_size=8, num_blocks=80, reserved_blocks=90)
-    prefill, decode = (
-        node(filling, small, kernel_blocks_per_block=ratio)
-        for filling, ratio in zip((PREFILL_FILLING, DECODE_FILLING), ratios, strict=True)
-    )
-    # Part of the prompt is in decode's prefix cache, and block ids differ between the sides.
-    decode.add("cmpl-y-0-dddddddd", None, first_token=200, num_tokens=5)
-    decode.add("cmpl-z-0-dddddddd", None, num_tokens=33, max_tokens=1)
-    decode.step_until(lambda: "cmpl-z-0-dddddddd" in decode.ended)
-    params = prefilled(prefill, PREFILL_ID, num_tokens=PROMPT - 3)
-    local = asked(decode, params, num_tokens=PROMPT - 3)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(local, end=PROMPT - 3)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    assert decode.ended[DECODE_ID] == "length"
-    rest(prefill, decode)
-
-
-def test_only_tokens_that_decode_has_not_cached_are_moved(pair: tuple[Node, Node]) -> None:
-    """Two of three blocks are in decode's prefix cache; their bytes do not change."""
-    prefill, decode = pair
-    decode.add("cmpl-y-0-dddddddd", None, num_tokens=2 * BLOCK_SIZE + 1)
-    decode.step_until(lambda: "cmpl-y-0-dddddddd" in decode.ended)
-    params = prefilled(prefill, PREFILL_ID)
-    decode.fill(decode.all_but([]), ANOTHER_REQUESTS)
-    local = asked(decode, params)
-    assert len(local) == BLOCKS
-    prefill.step_until(lambda: PREFILL_ID in prefill.sent)
-    until(lambda: decode.moved)
-    assert decode.holds(local[2:], first_position=2 * BLOCK_SIZE)
-    assert decode.are_filled(decode.all_but(local[2:]), ANOTHER_REQUESTS)
-    decode.step_until(lambda: DECODE_ID in decode.ended)
     rest(prefill, decode)
 
 
