@@ -52,7 +52,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "gpu": (None, 0.2),
     "pythons": (None, 14.0),
     "contract": (7.2, 18.0),
-    "contract/test_groups.py": (None, 10.0),
+    "contract/test_groups.py": (None, 5.0),
     "e2e/test_asking.py": (None, 12.0),
     "e2e/test_command.py": (None, 1.5),
     "e2e/test_drafts.py": (None, 5.0),

@@ -22,7 +22,6 @@ from support.groups_node import GroupsNode, prefilled, runs_rightly
 from support.handover_node import (
     ANOTHER_REQUESTS,
     DECODE_FILLING,
-    NAME,
     PREFILL_FILLING,
     RESERVED,
     SEND,
@@ -31,7 +30,6 @@ from support.handover_node import (
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.vllm.adapter.versions import installed_row
-from kvcached_nixl.wire.causes import FailureCause
 
 pytestmark = pytest.mark.long
 
@@ -130,39 +128,6 @@ def test_prompts_around_the_window_arrive(contiguous: tuple[bool, bool], node: C
         assert decode.account["kvcached_nixl_failures"] == [], num_tokens
 
 
-@pytest.mark.parametrize("tokens_a_step", [24, 48])
-def test_prompts_computed_in_chunks_arrive(tokens_a_step: int, node: Callable[..., GroupsNode]) -> None:
-    """Finding B5: prefill gives blocks back while it computes the next chunk."""
-    prefill, decode = node(PREFILL_FILLING, tokens_a_step=tokens_a_step), node(DECODE_FILLING)
-    for num_tokens in (70, 96, 97, 150, 200):
-        params = prefilled(prefill, PREFILL_ID, num_tokens)
-        assert decode.scheduler.reset_prefix_cache()
-        decode.add(DECODE_ID, params, 3, num_tokens=num_tokens)
-        runs_rightly(prefill, decode, num_tokens)
-        rest(prefill, decode)
-        prefill.transfer_params.clear()
-    assert decode.account["kvcached_nixl_failures"] == []
-
-
-@pytest.mark.parametrize("cached", [16, 48, 80])
-@pytest.mark.parametrize("more", [0, 1, 20])
-def test_what_decode_has_cached_and_what_follows_fit_together(
-    more: int, cached: int, node: Callable[..., GroupsNode]
-) -> None:
-    """Findings A1, B5: after a prefix hit, and with a longer prompt than prefill's: right bytes, or recomputed."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy="recompute")
-    for num_tokens in (90, 100, 128):
-        assert decode.scheduler.reset_prefix_cache()
-        decode.add("cmpl-y-0-dddddddd", None, 1, num_tokens=cached + 1)
-        decode.step_until(lambda: "cmpl-y-0-dddddddd" in decode.ended)
-        decode.ended.clear()
-        decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID, num_tokens), 3, num_tokens=num_tokens + more)
-        runs_rightly(prefill, decode, num_tokens + more)
-        rest(prefill, decode)
-        prefill.transfer_params.clear()
-    assert set(decode.account["kvcached_nixl_failures"]) <= {FailureCause.RANGE}
-
-
 def test_prefill_that_goes_on_computing_gives_back_what_it_had_promised(node: Callable[..., GroupsNode]) -> None:
     """Findings A1 (a), B5: with ``max_tokens`` above 1 the window moves on; freed blocks are not offered."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy="recompute")
@@ -177,24 +142,3 @@ def test_prefill_that_goes_on_computing_gives_back_what_it_had_promised(node: Ca
         runs_rightly(prefill, decode, 100)
         rest(prefill, decode)
         prefill.ended.clear()
-
-
-@pytest.mark.parametrize("tokens_a_step", [None, 48])
-def test_decode_may_ask_first(
-    tokens_a_step: int | None, node: Callable[..., GroupsNode], paths: tuple[str, str, str]
-) -> None:
-    """A push: what decode has registered is written when prefill has computed all of it."""
-    if paths[0] == "pull":
-        pytest.skip("a pull names what prefill has computed")
-    prefill, decode = node(PREFILL_FILLING, tokens_a_step=tokens_a_step), node(DECODE_FILLING)
-    for num_tokens in (5, 65, 100, 200):
-        assert decode.scheduler.reset_prefix_cache() and prefill.scheduler.reset_prefix_cache()
-        decode.add(DECODE_ID, {**prefill.address(), **NAME}, 3, num_tokens=num_tokens)
-        decode.step()
-        assert decode.status(DECODE_ID) == RequestStatus.WAITING_FOR_REMOTE_KVS
-        prefill.add(PREFILL_ID, {**SEND, **NAME}, 1, num_tokens=num_tokens)
-        runs_rightly(prefill, decode, num_tokens)
-        rest(prefill, decode)
-        prefill.transfer_params.clear()
-        prefill.ended.clear()
-    assert decode.account["kvcached_nixl_failures"] == []
