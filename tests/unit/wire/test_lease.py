@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.codecs import fuzz
 from support.parameter_ids import plain_id
 
 from kvcached_nixl.wire.checked import Malformed
@@ -92,26 +91,5 @@ def test_what_a_heartbeat_can_name(request_id: str, nameable: bool) -> None:
     assert is_nameable(request_id) == nameable
 
 
-def test_fifty_thousand_mutated_heartbeats_raise_nothing_but_malformed() -> None:
-    """Bits flipped, bytes dropped, doubled and exchanged."""
-    draw = random.Random(4)
-    read = malformed = 0
-    for _ in range(50_000):
-        mutated = bytearray(b"HB:cmpl-1-0-abcdef01,p2")
-        for _ in range(draw.randrange(1, 4)):
-            place = draw.randrange(len(mutated))
-            match draw.randrange(4):
-                case 0:
-                    mutated[place] ^= 1 << draw.randrange(8)
-                case 1:
-                    mutated[place:] = b"?"
-                case 2:
-                    mutated[place:place] = mutated[: draw.randrange(8)]
-                case _:
-                    mutated[place] = draw.randrange(256)
-        try:
-            assert all(read_heartbeat(bytes(mutated)))
-            read += 1
-        except Malformed:
-            malformed += 1
-    assert min(read, malformed) > 5_000
+def test_mutated_heartbeats_raise_nothing_but_malformed() -> None:
+    assert min(fuzz(read_heartbeat, [b"HB:cmpl-1-0-abcdef01,p2"], 20_000)) > 1_000

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.codecs import each
 from support.parameter_ids import plain_id
 
 from kvcached_nixl.wire.checked import Malformed, convert
@@ -122,53 +123,51 @@ def test_it_comes_back_from_a_router_as_it_was(
         )
 
 
+def group(first_token: int, *block_ids: Any, **more: Any) -> dict[str, Any]:
+    return {"first_token": first_token, "block_ids": [*block_ids], **more}
+
+
+NAMED = each(
+    protocol=["4"],
+    incarnation=[12, "0123456789abcdeg"],
+    request_id=["", "\ud800", "x" * 1025],
+    digest=["0", None],
+    num_tokens=[2**31, 10.5],
+    block_sizes=[(-4, 4)],
+    context_parallel=[[1]],
+    groups=[None],
+    lease_seconds=[86_400.1, 0, float("nan"), float("inf"), True],
+    num_media=[-1],
+    surplus=[1],
+)
+"""Fields that the refusal names."""
+EXPLAINED: dict[str, list[dict[str, Any]]] = {
+    "another kvcached_nixl": [{"protocol": 3}],
+    f"protocol {PROTOCOL}": [{"protocol": 4}],
+    "at least one token": [{"num_tokens": 0}],
+    "at least one": [{"block_sizes": (0, 4)}],
+    "context parallelism": each(context_parallel=[[2, 1], [1, 2]]),
+    "end where the tokens do": [
+        *each(num_tokens=[13, 8], groups=[[group(0, 7, 3)], [group(0, 7, 3, 9, 1)], [group(12), group(16)]])
+    ],
+    "end where the tokens do|start a block": [{"block_sizes": (5, 5)}],
+    "start a block": [{"groups": [group(2, 7, 3)]}],
+    "no block twice": [{"groups": [group(0, 7, 3, 7)]}],
+    "block_ids": each(groups=[[group(0, 7, 3, wrong)] for wrong in (-1, 2**31, True)]),
+    "first_token": [{"groups": [{"block_ids": [7, 3, 9]}]}],
+    "more": [{"groups": [group(0, 7, 3, 9, more=1)]}],
+    "64 KV-cache groups": [
+        {"groups": [group(0, 7, 3, 9)] * 65},
+        {"block_sizes": [], "groups": []},
+        {"block_sizes": [4] * 65, "groups": []},
+    ],
+    "a block size for each": [{"block_sizes": [4, 4, 4]}],
+}
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
-    [
-        ({"protocol": 3}, "another kvcached_nixl"),
-        ({"protocol": 4}, f"protocol {PROTOCOL}"),
-        ({"protocol": "4"}, "protocol"),
-        ({"incarnation": 12}, "incarnation"),
-        ({"incarnation": "0123456789abcdeg"}, "incarnation"),
-        ({"request_id": ""}, "request_id"),
-        ({"request_id": "\ud800"}, "request_id"),
-        ({"request_id": "x" * 1025}, "request_id"),
-        ({"digest": "0"}, "digest"),
-        ({"digest": None}, "digest"),
-        ({"num_tokens": 0}, "at least one token"),
-        ({"num_tokens": 2**31}, "num_tokens"),
-        ({"num_tokens": 13}, "end where the tokens do"),
-        ({"num_tokens": 8}, "end where the tokens do"),
-        ({"num_tokens": 10.5}, "num_tokens"),
-        ({"block_sizes": (0, 4)}, "at least one"),
-        ({"block_sizes": (-4, 4)}, "block_sizes"),
-        ({"block_sizes": (5, 5)}, "end where the tokens do|start a block"),
-        ({"context_parallel": [2, 1]}, "context parallelism"),
-        ({"context_parallel": [1, 2]}, "context parallelism"),
-        ({"context_parallel": [1]}, "context_parallel"),
-        ({"groups": None}, "groups"),
-        ({"groups": [{"first_token": 2, "block_ids": [7, 3]}]}, "start a block"),
-        ({"groups": [{"first_token": 0, "block_ids": [7, 3]}]}, "end where the tokens do"),
-        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 9, 1]}]}, "end where the tokens do"),
-        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 7]}]}, "no block twice"),
-        ({"groups": [{"first_token": 0, "block_ids": [7, 3, -1]}]}, "block_ids"),
-        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 2**31]}]}, "block_ids"),
-        ({"groups": [{"first_token": 0, "block_ids": [7, 3, True]}]}, "block_ids"),
-        ({"groups": [{"first_token": 12, "block_ids": []}, {"first_token": 16, "block_ids": []}]}, "end where"),
-        ({"groups": [{"block_ids": [7, 3, 9]}]}, "first_token"),
-        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 9], "more": 1}]}, "more"),
-        ({"groups": [{"first_token": 0, "block_ids": [7, 3, 9]}] * 65}, "64 KV-cache groups"),
-        ({"block_sizes": [], "groups": []}, "64 KV-cache groups"),
-        ({"block_sizes": [4] * 65, "groups": []}, "64 KV-cache groups"),
-        ({"block_sizes": [4, 4, 4]}, "a block size for each"),
-        ({"lease_seconds": 86_400.1}, "lease_seconds"),
-        ({"num_media": -1}, "num_media"),
-        ({"lease_seconds": 0}, "lease_seconds"),
-        ({"lease_seconds": float("nan")}, "lease_seconds"),
-        ({"lease_seconds": float("inf")}, "lease_seconds"),
-        ({"lease_seconds": True}, "lease_seconds"),
-        ({"surplus": 1}, "surplus"),
-    ],
+    [(one, next(iter(one))) for one in NAMED] + [(one, words) for words, ones in EXPLAINED.items() for one in ones],
     ids=plain_id,
 )
 def test_what_cannot_be_is_malformed_and_named(changed: dict[str, Any], words: str) -> None:
@@ -176,26 +175,23 @@ def test_what_cannot_be_is_malformed_and_named(changed: dict[str, Any], words: s
         convert(as_json(MANIFEST) | {"block_sizes": [4] * len(changed.get("groups") or "ab")} | changed, Manifest)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"request_id": "x"},
-        {"request_id": "x" * 1024},
-        {"num_tokens": 9},
-        {"num_tokens": 12},
-        {"num_tokens": 1, "groups": [{"first_token": 0, "block_ids": [0]}]},
-        {"num_tokens": 2**31 - 1, "groups": []},
-        {"block_sizes": (1,), "num_tokens": 2, "groups": [{"first_token": 1, "block_ids": [2**31 - 1]}]},
-        {"block_sizes": (4,) * 64, "groups": []},
-        {"groups": [{"first_token": 0, "block_ids": [7, 3, 9]}]},
-        {"groups": [{"first_token": 0, "block_ids": [7, 3, 9]}] * 64},
-        {"groups": [{"first_token": 12, "block_ids": []}], "num_tokens": 12},
-        {"lease_seconds": 86_400},
-        {"lease_seconds": 1e-9},
-        {"num_media": 2**31 - 1},
-    ],
-    ids=plain_id,
-)
+BOUNDS = [
+    *each(
+        request_id=["x", "x" * 1024],
+        num_tokens=[9, 12],
+        groups=[[group(0, 7, 3, 9)], [group(0, 7, 3, 9)] * 64],
+        lease_seconds=[86_400, 1e-9],
+        num_media=[2**31 - 1],
+    ),
+    {"num_tokens": 1, "groups": [group(0, 0)]},
+    {"num_tokens": 2**31 - 1, "groups": []},
+    {"block_sizes": (1,), "num_tokens": 2, "groups": [group(1, 2**31 - 1)]},
+    {"block_sizes": (4,) * 64, "groups": []},
+    {"groups": [group(12)], "num_tokens": 12},
+]
+
+
+@pytest.mark.parametrize("changed", BOUNDS, ids=plain_id)
 def test_a_manifest_at_its_bounds_is_sound(changed: dict[str, Any]) -> None:
     """The smallest and the largest values that prefill may send are not refused."""
     plain = as_json(MANIFEST) | {"block_sizes": [4] * len(changed.get("groups") or "ab")} | changed

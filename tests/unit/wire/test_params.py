@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.codecs import each
 from support.parameter_ids import plain_id
 
 from kvcached_nixl.transfer_mode import TransferMode
@@ -137,37 +138,16 @@ def test_prefill_is_found_by_its_coordinates() -> None:
     assert read(params, may_rendezvous=True).prefill.tp_size == 1
 
 
-@pytest.mark.parametrize("is_answer", [True, False], ids=["with a manifest", "without"])
-@pytest.mark.parametrize(
-    "changed",
-    [
-        *[{name: None} for name in ("remote_engine_id", "remote_host", "remote_port")],
-        {"remote_port": 0},
-        {"remote_port": 65536},
-        {"remote_port": -1},
-        {"remote_port": "5600"},
-        {"remote_port": 5600.5},
-        {"remote_port": float("nan")},
-        {"remote_port": float("inf")},
-        {"remote_port": True},
-        {"remote_host": ""},
-        {"remote_host": 7},
-        {"remote_host": "x" * 1025},
-        {"remote_host": "\ud800"},
-        {"remote_engine_id": ""},
-        {"remote_engine_id": ["e"]},
-        {"remote_engine_id": "e" * 1025},
-        {"remote_engine_id": "\udfff"},
-        {"tp_size": 0},
-        {"tp_size": -1},
-        {"tp_size": MAX_TP_SIZE + 1},
-        {"tp_size": 10**9},
-        {"tp_size": "2"},
-        {"tp_size": True},
-        {"tp_size": 2**80},
-    ],
-    ids=plain_id,
+WRONG_COORDINATES = each(
+    remote_port=[None, 0, 65536, -1, "5600", 5600.5, float("nan"), float("inf"), True],
+    remote_host=[None, "", 7, "x" * 1025, "\ud800"],
+    remote_engine_id=[None, "", ["e"], "e" * 1025, "\udfff"],
+    tp_size=[0, -1, MAX_TP_SIZE + 1, 10**9, "2", True, 2**80],
 )
+
+
+@pytest.mark.parametrize("is_answer", [True, False], ids=["with a manifest", "without"])
+@pytest.mark.parametrize("changed", WRONG_COORDINATES, ids=plain_id)
 def test_coordinates_that_cannot_be_used_are_refused_and_named(changed: dict[str, Any], is_answer: bool) -> None:
     """B1 and B4: a port that is missing waited for ever, a size of 10**9 built so many peers."""
     with pytest.raises(HandOverFailed, match=f"kv_transfer_params: .*{next(iter(changed))}") as refused:
@@ -175,25 +155,21 @@ def test_coordinates_that_cannot_be_used_are_refused_and_named(changed: dict[str
     assert refused.value.cause is FailureCause.PARAMETERS
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"remote_port": 1},
-        {"remote_port": 65535},
-        {"remote_host": "h"},
-        {"remote_host": "h" * 1024},
-        {"remote_engine_id": "e"},
-        {"remote_engine_id": "e" * 1024},
-        {"tp_size": 1},
-        {"tp_size": MAX_TP_SIZE},
-        {"pp_size": MAX_TP_SIZE, "dcp_size": 1},
-        {"transfer_id": "t" * 1024, "remote_request_id": "r" * 1024},
-        {"remote_num_tokens": 0},
-        {"remote_num_tokens": 2**31 - 1},
-        {"remote_block_ids": [0, [2**31 - 1]]},
-    ],
-    ids=plain_id,
-)
+PARAMETERS_AT_THEIR_BOUNDS = [
+    *each(
+        remote_port=[1, 65535],
+        remote_host=["h", "h" * 1024],
+        remote_engine_id=["e", "e" * 1024],
+        tp_size=[1, MAX_TP_SIZE],
+        remote_num_tokens=[0, 2**31 - 1],
+        remote_block_ids=[[0, [2**31 - 1]]],
+    ),
+    {"pp_size": MAX_TP_SIZE, "dcp_size": 1},
+    {"transfer_id": "t" * 1024, "remote_request_id": "r" * 1024},
+]
+
+
+@pytest.mark.parametrize("changed", PARAMETERS_AT_THEIR_BOUNDS, ids=plain_id)
 def test_parameters_at_their_bounds_are_used(changed: dict[str, Any]) -> None:
     """The smallest and the largest values are not refused."""
     found = read(ANSWER | changed).prefill
@@ -427,37 +403,34 @@ def test_what_supported_servers_say_is_read_from_json(params: dict[str, Any]) ->
     assert (found.manifest == MANIFEST) is (MANIFEST_KEY in params)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("do_remote_prefill", 1),
-        ("do_remote_decode", "true"),
-        ("transfer_id", 7),
-        ("transfer_id", ""),
-        ("transfer_mode", "staged"),
-        ("remote_engine_id", []),
-        ("remote_host", ""),
-        ("remote_port", 70_000),
-        ("tp_size", 0),
-        ("pp_size", "1"),
-        ("dcp_size", -1),
-        ("remote_request_id", {}),
-        ("remote_block_ids", "x"),
-        ("remote_block_ids", [[-1]]),
-        ("remote_block_ids", [[1, "2"]]),
-        ("remote_num_tokens", -1),
-        ("remote_blocks_expiry_time", "soon"),
-        (MANIFEST_KEY, {"protocol": PROTOCOL}),
-    ],
-    ids=str,
+WRONG_FIELDS = each(
+    do_remote_prefill=[1],
+    do_remote_decode=["true"],
+    transfer_id=[7, ""],
+    transfer_mode=["staged"],
+    remote_engine_id=[[]],
+    remote_host=[""],
+    remote_port=[70_000],
+    tp_size=[0],
+    pp_size=["1"],
+    dcp_size=[-1],
+    remote_request_id=[{}],
+    remote_block_ids=["x", [[-1]], [[1, "2"]]],
+    remote_num_tokens=[-1],
+    remote_blocks_expiry_time=["soon"],
+    **{MANIFEST_KEY: [{"protocol": PROTOCOL}]},
 )
-def test_a_field_that_cannot_be_used_is_named(field: str, value: Any) -> None:
+
+
+@pytest.mark.parametrize("changed", WRONG_FIELDS, ids=str)
+def test_a_field_that_cannot_be_used_is_named(changed: dict[str, Any]) -> None:
     """On decode and, but for the roles, on prefill."""
+    (field,) = changed
     with pytest.raises(HandOverFailed, match=field):
-        read(ANSWER | {field: value})
+        read(ANSWER | changed)
     if not field.startswith("do_"):
         with pytest.raises(HandOverFailed, match=field):
-            read_offer({"do_remote_decode": True, field: value}, "cmpl-x")
+            read_offer({"do_remote_decode": True, **changed}, "cmpl-x")
 
 
 def test_two_roles_are_a_contradiction_everywhere() -> None:

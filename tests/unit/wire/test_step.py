@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import MAX_ATTEMPT
 from kvcached_nixl.wire.params import RemotePrefill
@@ -78,19 +78,6 @@ def test_marks_of_different_attempts_and_causes_differ() -> None:
     assert len(marks) == 200 * len(FailureCause)
 
 
-def test_causes_keep_their_numbers_and_their_labels() -> None:
-    """The numbers travel between processes, the labels are a metric's."""
-    assert [(cause.value, cause.label) for cause in FailureCause] == list(
-        enumerate(
-            ["parameters", "no_manifest", "digest", "range", "restarted", "refused", "unreachable", "lost", "lease"]
-            + ["stopped", "deadline", "protocol", "defect", "quarantine", "checksum", "revoked", "media", "no_blocks"]
-            + ["queue_timeout"]
-        )
-    )
-    failed = HandOverFailed(FailureCause.LEASE, "words")
-    assert (failed.cause, str(failed)) == (FailureCause.LEASE, "words")
-
-
 NEWS: dict[str, Any] = {
     "awaited": [(PrefillRequestId("p1"), 1)],
     "renewed": [LeaseRenewal(DecodeRequestId("d"), PREFILL, "n", 30.0)],
@@ -145,14 +132,3 @@ def test_marks_of_offers_are_told_from_blocks_and_from_failures(
     assert sorted(take(marks)) == [1, 77] and marks == {*kept, other(77)}
     assert not take(marks)
     assert take_other(marks) == [77] and marks == kept
-
-
-@pytest.mark.parametrize("field", Step.__struct_fields__[4:])
-def test_whatever_workers_act_on_is_news(field: str) -> None:
-    """A step without news gives them no commands. ``unkept`` only goes with ``stopped``; metrics can wait."""
-    step = Step("host", 1, WakeAddress("host", 1, ""), "now")
-    assert not step.has_news
-    kind = type(getattr(step, field))
-    filled: dict[type, Any] = {list: ["a"], set: {"a"}, dict: {"a": "b"}, type(None): 1, bool: False}
-    setattr(step, field, filled[kind])
-    assert step.has_news == (field not in ("unkept", "lasted", "is_idle", "is_stalled"))
