@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults to plant into kvcached_nixl, one line or one method each. `test_planted_faults` shows that each is caught."""
+"""Faults to plant into kvcached_nixl, one attribute or method each. `test_planted_faults` shows that each is caught."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -81,6 +83,78 @@ def then(patch: Patcher, owner: Any, name: str, action: Callable[..., None]) -> 
     patch.setattr(owner, name, both)
 
 
+def around(patch: Patcher, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Calls ``instead`` with a function or method and its arguments in place of it."""
+    real = getattr(owner, name)
+    patch.setattr(owner, name, lambda *arguments, **named: instead(real, *arguments, **named))
+
+
+def _takes_for_dead(self: Receiver, agent: str) -> None:
+    for attempt in list(self._attempts.values()):
+        for share in attempt.parts:
+            if isinstance(share, WritePart) and share.agent == agent:
+                share.dead()
+
+
+REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
+    {
+        # Manifests, digests, ownership tokens.
+        "decode_believes_the_last_write": (WritePart, "_misfit", nothing),
+        "the_token_is_not_looked_for": (TokenBuffers, "holds", always(True)),
+        "the_token_stands_for_the_request_alone": (
+            Manifest,
+            "ownership_token",
+            property(lambda self: 1 + sum(self.request_id.encode()) * 2**20),
+        ),
+        # The ownership token is published too late: when the transfer thread is told that the request has finished.
+        "the_token_is_published_with_the_lease_only": (WorkerFacade, "_publish", nothing),
+        "the_token_is_never_removed": (TokenTable, "remove", nothing),
+        # When blocks become free.
+        "blocks_are_given_back_at_the_failure": (FetchAttempts, "hold", nothing),
+        "held_blocks_are_never_given_back": (Holds, "give_back", always(False)),
+        "preempted_blocks_are_not_held": (PrefillOffers, "is_read", always(False)),
+        "blocks_that_may_be_lost_are_copied": (Offer, "may_be_read", property(lambda self: bool(self.blocks))),
+        "what_was_copied_before_a_preemption_is_used": (Staged, "forget", nothing),
+        # Prefill then accepts the registration that the withdrawal has overtaken.
+        "a_withdrawal_is_forgotten": (RecentSet, "add", nothing),
+        "another_engine_in_its_place_is_taken_for_the_end": (Receiver, "dead", _takes_for_dead),
+        "nobody_listens_is_taken_for_the_end": (Receiver, "unreachable", _takes_for_dead),
+        "who_is_not_heard_of_is_not_fenced": (WriteGates, "fence", staticmethod(nothing)),
+        "a_gate_is_not_closed_and_counts_as_closed": (MemoryGate, "close", lambda self: True),
+        "who_could_write_past_a_gate_is_fenced_by_it": (FlowHost, "is_behind_network", lambda self, process: True),
+        "the_end_of_a_process_is_not_seen": (FlowHost, "sees", lambda self, process: False),
+        "handles_are_kept": (MemoryTransport, "release", nothing),
+        # Messages and time.
+        "leases_never_expire": (Leases, "take_due", always([])),
+        "leases_are_not_renewed": (Leases, "renew", nothing),
+        "a_peer_is_asked_once": (peers, "HANDSHAKE_TRIES", 1),
+        # vllm#45168: nothing wakes an idle engine when the blocks that it keeps become free.
+        "a_sleeping_engine_is_not_woken": (OwnSideChannel, "woken", nothing),
+        # Staging.
+        "slots_are_never_free_again": (Slots, "give_back", nothing),
+        "who_waits_for_slots_is_forgotten": (Staging, "wait", nothing),
+        # Verified hand-overs.
+        "what_has_come_is_not_compared": (write_part, "compare", lambda *arguments: arguments[-1](None)),
+        "an_engine_that_lied_is_believed_again": (WorkerContext, "distrust_of", nothing),
+        # Want of memory.
+        "offers_never_give_way": (MemoryPressure, "turn", always({})),
+        "what_is_fetched_gives_way": (OfferRegistry, "outlasts", always(False)),
+        # An idle engine would not step again, and the pages of its last offer would not be given back.
+        "what_is_owed_waits_for_the_next_request": (GivingWay, "owes", False),
+        # What its prefix cache keeps would come back with its next request only.
+        "an_idle_engine_does_not_look": (GivingWay, "watches", lambda self, blocks: bool(self._offering.num_kept)),
+        "decode_never_yields": (GivingWay, "_hear", nothing),
+        "every_prompt_begins_at_once": (StartGate, "may_start", always(True)),
+        "nobody_says_that_decode_has_registered": (OutcomeQueue, "claimed", nothing),
+        # Decode asks prefill.
+        "who_waits_for_an_equal_prompt_is_forgotten": (Asking, "_land", nothing),
+        "what_was_promised_stays_promised": (Window, "settle", nothing),
+        "a_client_that_left_is_still_computed_for": (LocalPrefills, "gone", nothing),
+    }
+)
+"""Faults that replace one attribute: whose, which, and by what. The others are the functions below."""
+
+
 # ------------------------------------------------------------------------------- manifests, digests, ownership tokens
 
 
@@ -99,46 +173,23 @@ def prefill_pairs_by_name_alone(patch: Patcher) -> None:
     patch.setattr(OfferMatcher, "wanted_by", wanted_by)
 
 
-def decode_believes_the_last_write(patch: Patcher) -> None:
-    patch.setattr(WritePart, "_misfit", nothing)
-
-
-def the_token_is_not_looked_for(patch: Patcher) -> None:
-    patch.setattr(TokenBuffers, "holds", always(True))
-
-
-def the_token_stands_for_the_request_alone(patch: Patcher) -> None:
-    patch.setattr(Manifest, "ownership_token", property(lambda self: 1 + sum(self.request_id.encode()) * 2**20))
-
-
-def the_token_is_published_with_the_lease_only(patch: Patcher) -> None:
-    """The ownership token is published too late: when the transfer thread is told that the request has finished."""
-    patch.setattr(WorkerFacade, "_publish", nothing)
-
-
-def the_token_is_never_removed(patch: Patcher) -> None:
-    patch.setattr(TokenTable, "remove", nothing)
-
-
 def a_request_that_stops_early_keeps_its_token(patch: Patcher) -> None:
-    def stop(self: Any, request_id: Any, *arguments: Any, **named: Any) -> None:
+    def stop(real: Any, self: Any, request_id: Any, *arguments: Any, **named: Any) -> None:
         if request_id not in self._matcher.offers:
             remove, self._tokens.remove = self._tokens.remove, nothing
-            original(self, request_id, *arguments, **named)
+            real(self, request_id, *arguments, **named)
             self._tokens.remove = remove
         else:
-            original(self, request_id, *arguments, **named)
+            real(self, request_id, *arguments, **named)
 
-    original = OfferRegistry.stop
-    patch.setattr(OfferRegistry, "stop", stop)
+    around(patch, OfferRegistry, "stop", stop)
 
 
 def the_start_is_not_compared(patch: Patcher) -> None:
-    def need(self: Any, address: Any, _: str, known: Any, failed: Any, **named: Any) -> None:
-        original(self, address, "", known, failed, **named)
+    def need(real: Any, self: Any, address: Any, _: str, known: Any, failed: Any, **named: Any) -> None:
+        real(self, address, "", known, failed, **named)
 
-    original = Peers.need
-    patch.setattr(Peers, "need", need)
+    around(patch, Peers, "need", need)
 
 
 # ------------------------------------------------------------------------------------------------------ device streams
@@ -157,22 +208,13 @@ def prefill_offers_what_its_device_has_not_ended(patch: Patcher) -> None:
 # --------------------------------------------------------------------------------------------- when blocks become free
 
 
-def blocks_are_given_back_at_the_failure(patch: Patcher) -> None:
-    patch.setattr(FetchAttempts, "hold", nothing)
-
-
-def held_blocks_are_never_given_back(patch: Patcher) -> None:
-    patch.setattr(Holds, "give_back", always(False))
-
-
 def stopped_is_said_before_it_is_idle(patch: Patcher) -> None:
-    def stop(self: Any, writing: Any, cause: Any, reason: str, *, is_answered: bool = True) -> None:
+    def stop(real: Any, self: Any, writing: Any, cause: Any, reason: str, *, is_answered: bool = True) -> None:
         if writing.stopping is None and is_answered:
             self.answer(writing.agent, writing.registration.decode, writing.registration.attempt, cause, reason)
-        original(self, writing, cause, reason, is_answered=is_answered)
+        real(self, writing, cause, reason, is_answered=is_answered)
 
-    original = Writer.stop
-    patch.setattr(Writer, "stop", stop)
+    around(patch, Writer, "stop", stop)
 
 
 def a_failed_transfer_is_taken_for_idle(patch: Patcher) -> None:
@@ -185,12 +227,11 @@ def a_failed_transfer_is_taken_for_idle(patch: Patcher) -> None:
 def each_handshake_is_a_connection_of_its_own(patch: Patcher) -> None:
     """Transfers in flight would count as those of an earlier connection."""
 
-    def know(self: Any, link: Any, known: Any) -> None:
+    def know(real: Any, self: Any, link: Any, known: Any) -> None:
         self._connections.pop(known.agent, None)
-        original(self, link, known)
+        real(self, link, known)
 
-    original = Peers._know
-    patch.setattr(Peers, "_know", know)
+    around(patch, Peers, "_know", know)
 
 
 def what_is_given_up_is_taken_for_idle(patch: Patcher) -> None:
@@ -214,23 +255,11 @@ def a_write_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
     then(patch, WritePart, "stop", stop)
 
 
-def preempted_blocks_are_not_held(patch: Patcher) -> None:
-    patch.setattr(PrefillOffers, "is_read", always(False))
-
-
 def blocks_that_are_copied_early_are_not_held(patch: Patcher) -> None:
     real = PrefillOffers.is_read
     patch.setattr(
         PrefillOffers, "is_read", lambda self, request_id: self._terms.mode.is_push and real(self, request_id)
     )
-
-
-def blocks_that_may_be_lost_are_copied(patch: Patcher) -> None:
-    patch.setattr(Offer, "may_be_read", property(lambda self: bool(self.blocks)))
-
-
-def what_was_copied_before_a_preemption_is_used(patch: Patcher) -> None:
-    patch.setattr(Staged, "forget", nothing)
 
 
 def preempted_blocks_are_idle_at_once(patch: Patcher) -> None:
@@ -250,30 +279,27 @@ def draining_holds_are_forgotten(patch: Patcher) -> None:
 
 
 def prefill_s_blocks_are_free_when_its_request_ends(patch: Patcher) -> None:
-    def finished(self: Any, request: Any, *arguments: Any) -> Any:
-        _, params = original(self, request, *arguments)
+    def finished(real: Any, self: Any, request: Any, *arguments: Any) -> Any:
+        _, params = real(self, request, *arguments)
         return False, params
 
-    original = PrefillOffers.finished
-    patch.setattr(PrefillOffers, "finished", finished)
+    around(patch, PrefillOffers, "finished", finished)
     patch.setattr(KeptOffers, "keep", nothing)
 
 
 def an_unneeded_offer_is_given_back_while_it_is_read(patch: Patcher) -> None:
-    def release(self: Any, released: Any) -> None:
-        original(self, msgspec.structs.replace(released, attempt=None))
+    def release(real: Any, self: Any, released: Any) -> None:
+        real(self, msgspec.structs.replace(released, attempt=None))
 
-    original = Receiver.release
-    patch.setattr(Receiver, "release", release)
+    around(patch, Receiver, "release", release)
 
 
 def an_aborted_requests_offer_waits_for_its_lease(patch: Patcher) -> None:
-    def release(self: Any, released: Any) -> None:
+    def release(real: Any, self: Any, released: Any) -> None:
         if released.attempt is None:
-            original(self, released)
+            real(self, released)
 
-    original = Receiver.release
-    patch.setattr(Receiver, "release", release)
+    around(patch, Receiver, "release", release)
 
 
 def nobody_is_told_of_a_request_that_was_aborted(patch: Patcher) -> None:
@@ -291,46 +317,6 @@ def other_ranks_are_not_told_of_a_failure(patch: Patcher) -> None:
     then(patch, DecodeFetches, "collect", forget)
 
 
-def a_withdrawal_is_forgotten(patch: Patcher) -> None:
-    """Prefill then accepts the registration that the withdrawal has overtaken."""
-    patch.setattr(RecentSet, "add", nothing)
-
-
-def _takes_for_dead(self: Receiver, agent: str) -> None:
-    for attempt in list(self._attempts.values()):
-        for share in attempt.parts:
-            if isinstance(share, WritePart) and share.agent == agent:
-                share.dead()
-
-
-def another_engine_in_its_place_is_taken_for_the_end(patch: Patcher) -> None:
-    patch.setattr(Receiver, "dead", _takes_for_dead)
-
-
-def nobody_listens_is_taken_for_the_end(patch: Patcher) -> None:
-    patch.setattr(Receiver, "unreachable", _takes_for_dead)
-
-
-def who_is_not_heard_of_is_not_fenced(patch: Patcher) -> None:
-    patch.setattr(WriteGates, "fence", staticmethod(nothing))
-
-
-def a_gate_is_not_closed_and_counts_as_closed(patch: Patcher) -> None:
-    patch.setattr(MemoryGate, "close", lambda self: True)
-
-
-def who_could_write_past_a_gate_is_fenced_by_it(patch: Patcher) -> None:
-    patch.setattr(FlowHost, "is_behind_network", lambda self, process: True)
-
-
-def the_end_of_a_process_is_not_seen(patch: Patcher) -> None:
-    patch.setattr(FlowHost, "sees", lambda self, process: False)
-
-
-def handles_are_kept(patch: Patcher) -> None:
-    patch.setattr(MemoryTransport, "release", nothing)
-
-
 # ----------------------------------------------------------------------------------------------------- tokens and ranks
 
 
@@ -344,55 +330,50 @@ def a_token_too_few(patch: Patcher) -> None:
 def blocks_are_paired_from_the_first(patch: Patcher) -> None:
     """Blocks are not paired by the positions of their tokens."""
 
-    def descriptors(self: Any, here: Any, there: Any, first: int, end: int) -> Any:
+    def descriptors(real: Any, self: Any, here: Any, there: Any, first: int, end: int) -> Any:
         moved = type(there)(there.ids, here.first_token) if not there.first_token else there
-        return original(self, here, moved, first, end)
+        return real(self, here, moved, first, end)
 
-    original = Route.descriptors
-    patch.setattr(Route, "descriptors", descriptors)
+    around(patch, Route, "descriptors", descriptors)
 
 
 def decode_s_prefix_is_fetched_again(patch: Patcher) -> None:
-    def groups(self: Any, block_ids: Any, _: int, terms: Any) -> Any:
-        return original(self, block_ids, 0, terms)
+    def groups(real: Any, self: Any, block_ids: Any, _: int, terms: Any) -> Any:
+        return real(self, block_ids, 0, terms)
 
-    original = FetchRequest.groups
-    patch.setattr(FetchRequest, "groups", groups)
+    around(patch, FetchRequest, "groups", groups)
 
 
 def prefill_offers_more_than_it_has_computed(patch: Patcher) -> None:
     """Prefill offers one block more than it has computed."""
 
-    def advance(self: Any, writing: Any) -> None:
+    def advance(real: Any, self: Any, writing: Any) -> None:
         offer = writing.offer
         if offer is None or not offer.ready_tokens:
-            original(self, writing)
+            real(self, writing)
             return
         update, ready = offer.update, min(offer.ready_tokens + 4, offer.num_tokens - 1)
         offer.update = msgspec.structs.replace(update, ready_tokens=max(update.ready_tokens, ready))
-        original(self, writing)
+        real(self, writing)
         offer.update = update
 
-    original = Writer.advance
-    patch.setattr(Writer, "advance", advance)
+    around(patch, Writer, "advance", advance)
 
 
 def another_rank_contributes(patch: Patcher) -> None:
-    def contributors(prefill: Any, *, tp_rank: int, tp_size: int, kv_shares: int) -> Any:
-        ranks, others = original(prefill, tp_rank=tp_rank, tp_size=tp_size, kv_shares=kv_shares)
+    def contributors(real: Any, prefill: Any, *, tp_rank: int, tp_size: int, kv_shares: int) -> Any:
+        ranks, others = real(prefill, tp_rank=tp_rank, tp_size=tp_size, kv_shares=kv_shares)
         return tuple((rank + 1) % prefill.tp_size for rank in ranks), others
 
-    original = receiver.contributors
-    patch.setattr(receiver, "contributors", contributors)
+    around(patch, receiver, "contributors", contributors)
 
 
 def one_rank_of_several_contributes(patch: Patcher) -> None:
-    def contributors(*arguments: Any, **named: Any) -> Any:
-        ranks, others = original(*arguments, **named)
+    def contributors(real: Any, *arguments: Any, **named: Any) -> Any:
+        ranks, others = real(*arguments, **named)
         return ranks[:1], (*ranks[1:], *others)
 
-    original = receiver.contributors
-    patch.setattr(receiver, "contributors", contributors)
+    around(patch, receiver, "contributors", contributors)
 
 
 def blocks_of_the_kernel_are_not_counted(patch: Patcher) -> None:
@@ -405,68 +386,55 @@ def blocks_of_the_kernel_are_not_counted(patch: Patcher) -> None:
 def heads_are_not_told_apart(patch: Patcher) -> None:
     """Every rank writes the first heads of its peer, whichever heads it has."""
 
-    def init(self: Any, local: Any, remote: Any) -> None:
+    def init(real: Any, self: Any, local: Any, remote: Any) -> None:
         first = max(local.first_head, remote.first_head)
         heads = min(local.last_head, remote.last_head) - first
         changes = {"first_head": 0, "num_heads": heads}
-        original(self, msgspec.structs.replace(local, **changes), msgspec.structs.replace(remote, **changes))
+        real(self, msgspec.structs.replace(local, **changes), msgspec.structs.replace(remote, **changes))
 
-    original = Route.__init__
-    patch.setattr(Route, "__init__", init)
+    around(patch, Route, "__init__", init)
 
 
 # ---------------------------------------------------------------------------------------------------- messages and time
 
 
 def the_last_write_is_taken_for_all_of_them(patch: Patcher) -> None:
-    def take(self: Any, message: Any) -> None:
+    def take(real: Any, self: Any, message: Any) -> None:
         if isinstance(message, Written) and message.manifest is not None:
             self._arrived.update(range(message.index))
-        original(self, message)
+        real(self, message)
 
-    original = WritePart.take
-    patch.setattr(WritePart, "take", take)
+    around(patch, WritePart, "take", take)
 
 
 def writes_are_counted_and_not_told_apart(patch: Patcher) -> None:
     """A `Written` message that arrives twice counts as two WRITEs."""
 
-    def take(self: Any, message: Any) -> None:
+    def take(real: Any, self: Any, message: Any) -> None:
         if message.index in self._indices:
             self._indices.add(max(self._indices) + 1 if self._last is None else self._last - 1)
-        original(self, message)
+        real(self, message)
 
-    original = ArrivedWrites.take
-    patch.setattr(ArrivedWrites, "take", take)
+    around(patch, ArrivedWrites, "take", take)
 
 
 def anybody_is_believed(patch: Patcher) -> None:
-    def handle(self: Any, agent: str, message: Any) -> None:
+    def handle(real: Any, self: Any, agent: str, message: Any) -> None:
         attempt = self._attempts.get(message.attempt)
         shares = attempt.parts if attempt is not None else []
-        original(self, shares[0].agent if shares else agent, message)
+        real(self, shares[0].agent if shares else agent, message)
 
-    original = Receiver.handle
-    patch.setattr(Receiver, "handle", handle)
-
-
-def leases_never_expire(patch: Patcher) -> None:
-    patch.setattr(Leases, "take_due", always([]))
-
-
-def leases_are_not_renewed(patch: Patcher) -> None:
-    patch.setattr(Leases, "renew", nothing)
+    around(patch, Receiver, "handle", handle)
 
 
 def a_lease_that_ends_lets_go_of_what_is_written(patch: Patcher) -> None:
-    def turn(self: Any, **named: bool) -> None:
+    def turn(real: Any, self: Any, **named: bool) -> None:
         for request_id, at in list(self._leases.items()):
             if at <= self._clock.now_seconds():
                 self._outcomes.done(request_id)
-        return original(self, **named)  # type: ignore[no-any-return]
+        return real(self, **named)  # type: ignore[no-any-return]
 
-    original = OfferRegistry.turn
-    patch.setattr(OfferRegistry, "turn", turn)
+    around(patch, OfferRegistry, "turn", turn)
 
 
 def nothing_has_a_deadline(patch: Patcher) -> None:
@@ -484,29 +452,19 @@ def prefill_does_not_hear_that_it_was_read(patch: Patcher) -> None:
     patch.setattr(OfferRegistry, "_release", release)
 
 
-def a_peer_is_asked_once(patch: Patcher) -> None:
-    patch.setattr(peers, "HANDSHAKE_TRIES", 1)
-
-
 def a_renewal_outlives_its_request(patch: Patcher) -> None:
     """A request that arrives and ends in one step: the end is handled first, so its lease is renewed for ever."""
 
-    def begin_step(self: Any, step: Any) -> None:
+    def begin_step(real: Any, self: Any, step: Any) -> None:
         for request_id in step.unrenewed:
             if any(one.request_id == request_id for one in step.renewed):
                 step = msgspec.structs.replace(
                     step,
                     unrenewed=[one for one in step.unrenewed if one != request_id],
                 )
-        original(self, step)
+        real(self, step)
 
-    original = WorkerFacade.begin_step
-    patch.setattr(WorkerFacade, "begin_step", begin_step)
-
-
-def a_sleeping_engine_is_not_woken(patch: Patcher) -> None:
-    """vllm#45168: nothing wakes an idle engine when the blocks that it keeps become free."""
-    patch.setattr(OwnSideChannel, "woken", nothing)
+    around(patch, WorkerFacade, "begin_step", begin_step)
 
 
 # ------------------------------------------------------------------------------------------------------------- staging
@@ -577,14 +535,6 @@ def slots_are_copied_when_one_rank_has_written(patch: Patcher) -> None:
     patch.setattr(StagingWindow, "written", written)
 
 
-def slots_are_never_free_again(patch: Patcher) -> None:
-    patch.setattr(Slots, "give_back", nothing)
-
-
-def who_waits_for_slots_is_forgotten(patch: Patcher) -> None:
-    patch.setattr(Staging, "wait", nothing)
-
-
 def no_slot_is_kept_for_what_moves(patch: Patcher) -> None:
 
     def available(self: Any, _: Any) -> int:
@@ -594,14 +544,6 @@ def no_slot_is_kept_for_what_moves(patch: Patcher) -> None:
 
 
 # ------------------------------------------------------------------------------------------- verified hand-overs
-
-
-def what_has_come_is_not_compared(patch: Patcher) -> None:
-    patch.setattr(write_part, "compare", lambda *arguments: arguments[-1](None))
-
-
-def an_engine_that_lied_is_believed_again(patch: Patcher) -> None:
-    patch.setattr(WorkerContext, "distrust_of", nothing)
 
 
 def decode_s_blocks_are_free_while_they_are_compared(patch: Patcher) -> None:
@@ -631,23 +573,14 @@ def a_digest_is_of_all_heads(patch: Patcher) -> None:
 # ------------------------------------------------------------------------------------------------------ want of memory
 
 
-def offers_never_give_way(patch: Patcher) -> None:
-    patch.setattr(MemoryPressure, "turn", always({}))
-
-
-def what_is_fetched_gives_way(patch: Patcher) -> None:
-    patch.setattr(OfferRegistry, "outlasts", always(False))
-
-
 def what_is_revoked_keeps_its_token(patch: Patcher) -> None:
     """Decode would read blocks that belong to another request by then."""
 
-    def revoke(self: Any, *arguments: Any) -> None:
+    def revoke(real: Any, self: Any, *arguments: Any) -> None:
         with mock.patch.object(TokenTable, "remove", nothing):
-            original(self, *arguments)
+            real(self, *arguments)
 
-    original = OfferRegistry.revoke
-    patch.setattr(OfferRegistry, "revoke", revoke)
+    around(patch, OfferRegistry, "revoke", revoke)
 
 
 def what_is_freed_for_others_stays_in_the_cache(patch: Patcher) -> None:
@@ -656,38 +589,16 @@ def what_is_freed_for_others_stays_in_the_cache(patch: Patcher) -> None:
     patch.setattr(Pool, "drop_cached", always(0))
 
 
-def what_is_owed_waits_for_the_next_request(patch: Patcher) -> None:
-    """An idle engine would not step again, and the pages of its last offer would not be given back."""
-    patch.setattr(GivingWay, "owes", False)
+def every() -> dict[str, Fault]:
+    """Returns every fault, by its name."""
+    functions = [
+        one
+        for one in globals().values()
+        if callable(one) and [*getattr(one, "__annotations__", ())] == ["patch", "return"]
+    ]
+    replaced: dict[str, Fault] = {name: functools.partial(_replace, of=of) for name, of in REPLACED.items()}
+    return replaced | {one.__name__: one for one in functions}
 
 
-def an_idle_engine_does_not_look(patch: Patcher) -> None:
-    """What its prefix cache keeps would come back with its next request only."""
-    patch.setattr(GivingWay, "watches", lambda self, blocks: bool(self._offering.num_kept))
-
-
-def decode_never_yields(patch: Patcher) -> None:
-    patch.setattr(GivingWay, "_hear", nothing)
-
-
-def every_prompt_begins_at_once(patch: Patcher) -> None:
-    patch.setattr(StartGate, "may_start", always(True))
-
-
-def nobody_says_that_decode_has_registered(patch: Patcher) -> None:
-    patch.setattr(OutcomeQueue, "claimed", nothing)
-
-
-# ----------------------------------------------------------------------------------------------- decode asks prefill
-
-
-def who_waits_for_an_equal_prompt_is_forgotten(patch: Patcher) -> None:
-    patch.setattr(Asking, "_land", nothing)
-
-
-def what_was_promised_stays_promised(patch: Patcher) -> None:
-    patch.setattr(Window, "settle", nothing)
-
-
-def a_client_that_left_is_still_computed_for(patch: Patcher) -> None:
-    patch.setattr(LocalPrefills, "gone", nothing)
+def _replace(patch: Patcher, of: tuple[Any, str, Any]) -> None:
+    patch.setattr(*of)

@@ -69,13 +69,6 @@ def test_every_start_is_another_one() -> None:
     assert (wake_address.host, wake_address.port) == ("127.0.0.1", 5601), "workers go no way round"
 
 
-@pytest.mark.parametrize(("mode", "is_offered"), [("pull", False), ("push", True)])
-def test_only_who_pushes_offers_before_it_has_computed(mode: str, is_offered: bool) -> None:
-    made = started(Stock({"transfer_mode": mode}))
-    made.arrived(of_prefill())
-    assert bool(made.take_step([]).offered) is is_offered
-
-
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_model_that_drops_blocks_computes_the_last_token_here(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     """B5: told by what its groups are, however many."""
@@ -85,14 +78,6 @@ def test_a_model_that_drops_blocks_computes_the_last_token_here(mode: str, caplo
     request = of_decode()
     made.arrived(request)
     assert made.matched(request, 0) == (9, True), "the last token is computed here"
-
-
-@pytest.mark.parametrize(("recomputes", "expected"), [(True, (0, False)), (False, (10, True))])
-def test_what_is_done_with_a_failure_is_vllms_setting(recomputes: bool, expected: tuple[int, bool]) -> None:
-    made = started(Stock(recomputes=recomputes))
-    request = of_decode(do_remote_decode=True)
-    made.arrived(request)
-    assert made.matched(request, 0) == expected
 
 
 def test_the_deadline_is_a_setting() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from support.engine_fakes import (
     PREFILL,
@@ -13,7 +12,6 @@ from support.engine_fakes import (
     TOKENS,
     Asked,
     Pool,
-    answer_of,
     at_once,
     manifest_of,
     of_decode,
@@ -33,8 +31,7 @@ from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange, digest_of
-from kvcached_nixl.wire.params import MANIFEST_KEY
-from kvcached_nixl.wire.step import FetchSpec, Step, UnneededOffer, WakeAddress
+from kvcached_nixl.wire.step import Step, UnneededOffer, WakeAddress
 
 BLOCKS = ([7, 3, 9],)
 ALL = (TOKENS, True)
@@ -118,24 +115,6 @@ def test_a_name_that_a_heartbeat_cannot_say_is_warned_of_and_fetched_even_so(cap
 
 
 # ---------------------------------------------------------------------------------------------------------- what it has
-
-
-def test_an_attempt_says_everything_that_the_workers_need() -> None:
-    decode = Decode()
-    request = of_decode()
-    decode.arrive(request)
-    decode.take()
-    decode.allocate(request, BLOCKS, decode.match(request)[0])
-    manifest = manifest_of(prompt())
-    (wanted,) = decode.take().fetches
-    assert wanted == FetchSpec(
-        wanted.attempt, D1, PREFILL, manifest, "request:cmpl-p-0", manifest.digest, TOKENS, 0,
-        TOKENS, (BlockRange(0, (7, 3, 9)),),
-    )  # fmt: skip
-    assert decode.fetching.num_waiting == 1
-    decode.allocate(request, BLOCKS, TOKENS)
-    assert decode.take().fetches == [], "after a preemption decode computes by itself"
-    assert decode.match(request) == NOTHING
 
 
 def test_each_group_has_blocks_of_its_own_size() -> None:
@@ -287,17 +266,6 @@ def test_blocks_that_do_not_hold_the_range_are_refused(
 # -------------------------------------------------------------------------------------------------------------- refusal
 
 
-def test_a_pure_producer_takes_no_kv(caplog: pytest.LogCaptureFixture) -> None:
-    """For it vLLM frees blocks that a step under way may still write into. What prefill keeps is released at once."""
-    assert Decode(Pool(is_producer=True)).fails(of_decode()) is FailureCause.PARAMETERS
-    assert "kv_producer" in caplog.text and "kv_consumer" in caplog.text
-    decode, request = Decode(Pool(is_producer=True), recomputes=True), of_decode()
-    decode.arrive(request)
-    decode.take()
-    assert decode.match(request) == NOTHING
-    assert len(decode.take().released) == 1 and decode.failures.counts == {FailureCause.PARAMETERS: 1}
-
-
 def test_tokens_that_end_inside_a_block_are_refused_under_both_policies() -> None:
     """Another connector in front of this one may have loaded half a block."""
     assert Decode().fails(of_decode(), 3) is FailureCause.RANGE
@@ -358,15 +326,6 @@ def test_steps_cost_what_is_due_and_not_what_waits() -> None:
     tables = forbid_scans(decode.fetching, decode.attempts)
     assert decode.collect() == (set(), set())
     assert sum(table.num_read for table in tables) == 0
-
-
-def test_what_is_told_is_plain_data() -> None:
-    decode = Decode()
-    decode.wait(of_decode())
-    request = of_decode("d2")
-    decode.arrive(request)
-    decode.allocate(request, BLOCKS, decode.match(request)[0])
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(decode.step), type=Step) == decode.step
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
@@ -492,30 +451,6 @@ def test_a_prompt_that_prefill_leaves_whole_is_computed_here(num_tokens: int, en
     assert decode.failures.counts == {}
 
 
-def test_what_waits_now_is_told_from_what_has_ended() -> None:
-    """Queued, then with blocks; and since when the first timeout runs."""
-    decode = Decode(recomputes=True)
-    assert decode.fetching.waiting_now() == (0, 0.0)
-    first, second = of_decode("d1"), of_decode("d2")
-    decode.arrive(first)
-    decode.clock.advance(2.0)
-    decode.arrive(second)
-    decode.clock.advance(1.0)
-    assert decode.fetching.waiting_now() == (2, 0.0)
-    decode.match(first)
-    decode.allocate(first)
-    decode.clock.advance(3.0)
-    assert decode.fetching.waiting_now() == (2, 3.0)
-    (fetch,) = decode.take().fetches
-    decode.collect(overs=(fetch.attempt,))
-    assert decode.fetching.waiting_now() == (1, 0.0)
-    decode.match(second)
-    decode.allocate(second)
-    decode.clock.advance(TIMEOUT)
-    decode.collect()
-    assert decode.fetching.waiting_now() == (0, 0.0), "it has given up, and only waits to be computed here"
-
-
 def test_a_failed_one_is_forgotten_before_another_server_is_asked() -> None:
     """Prefill need not keep it, and its lease is not renewed."""
     decode = Decode()
@@ -531,14 +466,3 @@ def test_a_failed_one_is_forgotten_before_another_server_is_asked() -> None:
     again = of_decode("d1")
     decode.arrive(again)
     assert decode.fetching.failure_of(again) is None and decode.match(again) == ALL
-
-
-def test_an_answer_that_nobody_waits_for_any_more_is_given_back() -> None:
-    decode = Decode()
-    manifest = manifest_of(prompt())
-    decode.fetching.unneeded(answer_of(manifest), decode.step)
-    (offer,) = decode.take().released
-    assert (offer.prefill, offer.request_id, offer.digest) == (PREFILL, manifest.request_id, manifest.digest)
-    for odd in ({}, {"do_remote_prefill": True}, {"do_remote_prefill": True, MANIFEST_KEY: 7}):
-        decode.fetching.unneeded(odd, decode.step)
-    assert not decode.take().released

@@ -21,7 +21,6 @@ from support.engine_fakes import (
     terms,
     with_states,
 )
-from support.parameter_ids import plain_id
 
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
@@ -30,13 +29,11 @@ from kvcached_nixl.scheduler.failures import Failures
 from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.kept_offers import ASK_AGAIN_SECONDS, KeptOffers
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-from kvcached_nixl.scheduler.terms import ANY_ADAPTER
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
-from kvcached_nixl.wire.params import prefill_params
-from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Step, WakeAddress
+from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step, WakeAddress
 
 P1 = PrefillRequestId("p1")
 BLOCKS = ([7, 3, 9],)
@@ -94,79 +91,6 @@ held = partial(offered, is_held=True)
 """What may be read before its request has ended."""
 
 
-# ------------------------------------------------------------------------------------------------------------ its steps
-
-
-def test_a_pull_is_offered_once_when_its_prompt_is_computed() -> None:
-    """With everything that decode compares, and the blocks of the prompt only."""
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    assert not prefill.take().has_news
-    assert prefill.compute(4, ([7],), replaces=True).offered == []
-    assert prefill.compute(8, ([3],)).offered == []
-    assert prefill.compute(12, ([9, 4],)).offered == [offered(([7, 3, 9],), TOKENS, manifest())]
-    assert request.digested == 1
-    # The tokens that prefill generates are none of decode's business (A1 a).
-    assert prefill.compute(13, ([8],)).offered == []
-    assert prefill.compute(16).offered == []
-    keep, params = prefill.finish(request, block_ids=([7, 3, 9, 4, 8],))
-    assert keep
-    assert params == prefill_params(OWN, manifest(), transfer_id="t", transfer_mode=TransferMode.PULL, cached_tokens=0)
-    assert prefill.take().finished == [P1]
-
-
-def test_each_group_is_offered_in_blocks_of_its_own_size() -> None:
-    prefill = Prefill(Pool(0, 0), block_sizes=(8, 4))
-    request = prefill.arrive(of_prefill())
-    (last,) = prefill.compute(TOKENS, ([7, 3], [1, 2, 5]), replaces=True).offered
-    assert last.manifest is not None and last.manifest.block_sizes == (8, 4)
-    assert last.manifest.groups == (BlockRange(0, (7, 3)), BlockRange(0, (1, 2, 5)))
-    assert prefill.finish(request, block_ids=([7, 3], [1, 2, 5]))[0]
-
-
-def test_a_window_keeps_what_the_next_token_looks_at() -> None:
-    """Decode computes the last token again, so its window begins one token earlier."""
-    prefill = Prefill(Pool(0, 5), drops_blocks=True, block_sizes=(4, 4))
-    request = prefill.arrive(of_prefill())
-    (last,) = prefill.compute(TOKENS, ([7, 3, 9], [0, 2, 5]), replaces=True).offered
-    assert last.manifest is not None
-    assert last.manifest.groups == (BlockRange(0, (7, 3, 9)), BlockRange(4, (2, 5)))
-    assert prefill.pool.asked_for == [TOKENS - 1]
-    assert prefill.finish(request, block_ids=([7, 3, 9], [0, 2, 5]))[0]
-
-
-def test_what_a_manifest_names_is_known() -> None:
-    """Such a request keeps every block until it is asked for its end."""
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    prefill.compute(8, ([7, 3],), replaces=True)
-    assert not prefill.offering.is_named("p1") and not prefill.offering.is_named("p2")
-    prefill.compute(TOKENS, ([9],))
-    assert prefill.offering.is_named("p1")
-    prefill.finish(request)
-    assert not prefill.offering.is_named("p1")
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{"transfer_id": 7}, {"transfer_id": "\ud800"}, {"do_remote_decode": "yes"}, {"remote_request_id": []}],
-    ids=plain_id,
-)
-def test_a_request_that_cannot_be_offered_is_computed_even_so(
-    more: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Warned of and counted once; vLLM frees its blocks as ever."""
-    prefill = Prefill(mode=TransferMode.PUSH)
-    request = prefill.arrive(of_prefill(**more))
-    assert prefill.failures.counts == {FailureCause.PARAMETERS: 1}
-    assert not prefill.compute(TOKENS, BLOCKS, replaces=True).offered
-    assert not prefill.offering.is_read("p1")
-    assert prefill.finish(request) == (False, None)
-    assert not prefill.take().has_news
-    assert caplog.text.count("KV is not offered: cause=parameters prefill_request=p1: ") == 1
-    assert next(iter(more)) in caplog.text
-
-
 # ----------------------------------------------------------------------------------------------------------- preemption
 
 
@@ -198,60 +122,6 @@ def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held(
 # ----------------------------------------------------------------------------------------------------------- revocation
 
 
-def kept_and_running(mode: TransferMode = TransferMode.PULL) -> Prefill:
-    """p1 and p2 have ended, the latter with adapter 3; p3 and p4 are computed, the latter with adapter 3."""
-    prefill = Prefill(mode=mode)
-    for name, adapter in (("p1", 0), ("p2", 3), ("p3", 0), ("p4", 3)):
-        request = of_prefill(name)
-        request.adapter = adapter
-        prefill.arrive(request)
-        prefill.compute(TOKENS if name < "p3" else 4, BLOCKS if name < "p3" else ([7],), replaces=True, name=name)
-        if name < "p3":
-            assert prefill.finish(request)[0]
-            prefill.take()
-    return prefill
-
-
-def test_what_is_kept_now_is_counted_with_the_age_of_the_oldest() -> None:
-    prefill = Prefill()
-    assert prefill.kept.kept_now() == (0, 0, 0.0)
-    prefill = kept_and_running()
-    prefill.clock.advance(2.0)
-    assert prefill.kept.kept_now() == (2, 2 * len(BLOCKS[0]), 2.0)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "revoked"),
-    [
-        ({}, ["p1", "p2", "p3", "p4"]),
-        ({"adapter": 3}, ["p2", "p4"]),
-        ({"adapter": ANY_ADAPTER}, ["p2", "p4"]),
-        ({"adapter": 4}, []),
-    ],
-    ids=str,
-)
-def test_what_is_revoked_is_what_was_meant(chosen: dict[str, Any], revoked: list[str]) -> None:
-    """And once: neither a second revocation of it nor its end is told again."""
-    prefill = kept_and_running()
-    prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step, **chosen)
-    assert prefill.take().revoked == dict.fromkeys(
-        revoked, Revocation(RevocationCause.WEIGHTS, "the weights were changed")
-    )
-    prefill.offering.revoke(RevocationCause.WEIGHTS, "again", prefill.step, **chosen)
-    assert prefill.take().revoked == {}
-    assert prefill.kept.num_kept == 2, "until every rank has reported it"
-
-
-def test_an_offer_that_is_revoked_before_the_workers_know_it_is_not_told() -> None:
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    prefill.offering.scheduled([Progress("p1", BLOCKS, True, TOKENS)], prefill.pool, prefill.step)
-    assert prefill.finish(request)[0] and len(prefill.step.offered) == 1
-    prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step)
-    step = prefill.take()
-    assert (step.offered, list(step.revoked)) == ([], [P1])
-
-
 def three_kept(**changed: Any) -> Prefill:
     """Three offers of three blocks each, of which the workers know."""
     prefill = Prefill(**changed)
@@ -262,19 +132,6 @@ def three_kept(**changed: Any) -> Prefill:
     prefill.take()
     prefill.clock.advance(PATIENCE)
     return prefill
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "given_way"), [(0, []), (1, ["p1"]), (3, ["p1"]), (4, ["p1", "p2"]), (99, ["p1", "p2", "p3"])]
-)
-def test_the_oldest_offers_give_way_and_only_as_many_as_are_needed(num_blocks: int, given_way: list[str]) -> None:
-    prefill = three_kept()
-    for _ in range(2):
-        prefill.kept.give_way(RevocationCause.BLOCKS, num_blocks, prefill.step)
-    step = prefill.take()
-    assert list(step.revoked) == given_way
-    assert all(one.cause is RevocationCause.BLOCKS and one.cause.is_of_memory for one in step.revoked.values())
-    assert prefill.kept.num_kept == 3, "their blocks are free when the workers have reported it"
 
 
 def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
@@ -326,18 +183,6 @@ def test_what_has_ended_is_told_apart(cause: RevocationCause, num_owed: int) -> 
     assert three_kept().kept.ended(["p2"], prefill.pool) == (1, 0)
 
 
-def test_an_adapter_that_was_replaced_while_its_request_was_computed_makes_no_manifest() -> None:
-    """The digest names the adapter's content, so decode would compare it with the other one."""
-    prefill = Prefill()
-    request = of_prefill()
-    request.adapter = 3
-    prefill.arrive(request)
-    request.tokens = prompt(1)
-    assert prefill.compute(TOKENS, BLOCKS, replaces=True).offered == []
-    assert prefill.finish(request) == (False, None)
-    assert prefill.failures.counts == {FailureCause.REVOKED: 1}
-
-
 # ------------------------------------------------------------------------------------------------------------------ end
 
 
@@ -351,30 +196,6 @@ def test_a_request_that_has_lost_its_blocks_is_not_handed_over(now: BlockIds, ca
     assert prefill.failures.counts == {FailureCause.RANGE: 1}
     assert list(prefill.take().stopped) == [P1]
     assert "no longer has the blocks of its prompt" in caplog.text
-
-
-def test_blocks_that_cannot_be_those_of_the_prompt_make_no_manifest(caplog: pytest.LogCaptureFixture) -> None:
-    """A null block twice in a group that is said to keep all."""
-    prefill = Prefill()
-    request = prefill.arrive(of_prefill())
-    assert prefill.compute(TOKENS, ([0, 0, 9],), replaces=True).offered == []
-    assert prefill.finish(request, block_ids=([0, 0, 9],)) == (False, None)
-    assert "cause=range prefill_request=p1: " in caplog.text and "no block twice" in caplog.text
-    assert prefill.failures.counts == {FailureCause.RANGE: 1}
-
-
-@pytest.mark.parametrize("pushes", [True, False])
-def test_a_session_is_not_offered(pushes: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Row A9: its blocks go on being filled with what comes later, which no digest of its first input has."""
-    prefill = Prefill(mode=TransferMode.PUSH if pushes else TransferMode.PULL)
-    request = of_prefill()
-    request.is_session = True
-    prefill.arrive(request)
-    assert not prefill.compute(TOKENS, BLOCKS).offered
-    assert prefill.finish(request) == (False, None)
-    assert prefill.failures.counts == {FailureCause.PARAMETERS: 1}
-    for word in ("a streaming session", "expected a complete prompt", "computed as without", "Send them with"):
-        assert word in caplog.text
 
 
 def test_offers_of_other_requests_stay_in_the_step_that_revokes_one() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support import own_network
 from support.transports import until
 
 from kvcached_nixl.errors import SettingsError
@@ -120,75 +118,6 @@ def test_an_engine_that_reaches_itself_starts(
     assert f"The side channel answers at {where.bound}" in caplog.text
     (warning,) = warnings(caplog)
     assert "loopback" in warning and "Only servers on this host" in warning
-
-
-def in_a_network(host: str, *addresses: str, own_ip: str = "", ask_at: str = "", **environ: str) -> list[list[str]]:
-    """Starts a side channel there, wakes it as a worker does, and asks it as a peer does. Returns what was logged."""
-    code = f"""
-import json, logging, threading
-from kvcached_nixl.scheduler.side_channel import start
-from kvcached_nixl.side_channel_address import SideChannelAddress
-from kvcached_nixl.transport.side_channel import Listener, SideChannel
-
-lines, woken, told = [], threading.Event(), threading.Event()
-
-class Kept(logging.Handler):
-    def emit(self, record):
-        lines.append((record.levelname, record.getMessage()))
-
-logger = logging.getLogger("vllm.kvcached_nixl")
-logger.addHandler(Kept())
-logger.setLevel("INFO")
-
-class Channel(SideChannel):
-    def close(self):
-        super().close()
-        told.set()
-
-answers = {{0: ("tag", b"metadata")}}
-where = SideChannelAddress.of({host!r}, 5600, 0, {environ!r}, lambda: {own_ip!r})
-listener = start(
-    where, answers, lambda: Listener(where.listening, 5600, answers, woken.set, "key"), Channel()
-)
-assert told.wait(30)
-workers = SideChannel()
-workers.wake(*where.local, "key")
-assert woken.wait(10), "its own workers do not reach it"
-if {ask_at!r}:
-    assert workers.ask({ask_at!r}, 5600, 0).result() == answers[0]
-print(json.dumps(lines))
-"""
-    found: list[list[str]] = json.loads(own_network.run(code, *addresses))
-    return found
-
-
-def test_one_that_listens_everywhere_is_advertised_at_its_own_address() -> None:
-    found = in_a_network("0.0.0.0", "10.0.0.5", own_ip="10.0.0.5", ask_at="10.0.0.5")
-    assert [level for level, _ in found] == ["INFO", "INFO"]
-    assert "listens at 0.0.0.0:5600, and peers get 10.0.0.5:5600 (this host's own address" in found[0][1]
-    assert "answers at 10.0.0.5:5600" in found[1][1]
-
-
-def test_one_that_listens_on_both_versions_is_reached_by_either() -> None:
-    found = in_a_network("::", "10.0.0.5", own_ip="10.0.0.5", ask_at="::1")
-    assert [level for level, _ in found] == ["INFO", "INFO"] and "answers at 10.0.0.5:5600" in found[1][1]
-
-
-@pytest.mark.parametrize(
-    ("host", "advertised", "level", "words"),
-    [
-        ("127.0.0.1", "10.0.0.5", "WARNING", "a listener that receives what is sent to the advertised address"),
-        ("0.0.0.0", "203.0.113.7", "INFO", "203.0.113.7, which is no address of this host"),
-    ],
-    ids=["only at loopback", "NAT"],
-)
-def test_what_peers_would_find_is_said(host: str, advertised: str, level: str, words: str) -> None:
-    """The network of the test has no way to 203.0.113.7, as a host behind NAT may have none."""
-    environ = {"KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE_HOST": advertised}
-    found = in_a_network(host, "10.0.0.5", **environ)
-    assert [one for one, text in found if words in text] == [level]
-    warned = [text for one, text in found if one == "WARNING"]
-    assert f"no answer from {advertised}:5600" in warned.pop() and len(warned) == (level == "WARNING")
 
 
 # ------------------------------------------------------------------------------------------------------- another engine
@@ -343,21 +272,6 @@ def test_a_port_that_is_taken_says_who_has_it(folder: str, told: str, tmp_path: 
     assert f"port {where.bound.port} of 127.0.0.1 is taken by process {other.pid} (" in found
     assert f"{script} {file}" in found, "its command line"
     assert found.endswith(f"at {where.bound}; {told}" if told else f"at {where.bound}")
-
-
-def test_an_engine_everywhere_and_one_at_an_address_of_the_same_port_collide() -> None:
-    """Whichever comes first: SO_REUSEADDR, which ZMQ sets, does not let both listen."""
-    code = """
-from kvcached_nixl.transport.side_channel import Listener
-for first, second in (("0.0.0.0", "10.0.0.5"), ("10.0.0.5", "0.0.0.0"), ("::", "10.0.0.5"), ("0.0.0.0", "::")):
-    one = Listener([first], 5600, {}, lambda: None, "key")
-    try:
-        Listener([second], 5600, {}, lambda: None, "key")
-    except OSError as error:
-        print(error.errno)
-    one.close()
-"""
-    assert own_network.run(code, "10.0.0.5").split() == ["98"] * 4
 
 
 def test_an_address_of_another_host_is_refused_with_what_nat_needs() -> None:

@@ -12,7 +12,7 @@ from support.internals import leftovers
 from kvcached_nixl.scheduler.asking.limits import QueueLimit
 from kvcached_nixl.wire.question import Outcome
 
-from .test_asking import BUSY, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Request, Step
+from .test_asking import BUSY, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Step
 
 REFUSED = Outcome("HTTP 400", is_final=True)
 
@@ -125,25 +125,6 @@ def test_a_prompt_that_kills_each_server_is_not_asked_for_for_ever() -> None:
         decode.clock.now += 60
         decode.turn()
     assert "a" in decode.fetching.refused
-
-
-def test_all_that_wait_are_gone() -> None:
-    """Of equal prompts some are urgent, some leave, and the one that is asked for fails: no entry stays."""
-    decode = Decode(goes_by_priority=True, recomputes=False)
-    for place in range(12):
-        request = Request(f"r{place}", priority=-(place % 5), block_hashes=(b"same",))
-        decode.blocks.requests[f"r{place}"] = request
-        decode.asking.arrived(request, decode.blocks)  # type: ignore[arg-type]
-        decode.turn()
-    for place in (3, 0, 11, 4, 1, 2, 5, 9, 7, 6, 10, 8):
-        decode.asking.gone(f"r{place}")
-        if place % 2:
-            decode.turn()
-        if f"r{place}" in decode.fetching.refused:
-            continue
-    decode.turn()
-    asking = decode.asking
-    assert not leftovers(asking)
 
 
 def test_what_another_engine_offers_is_not_kept_for_a_lease() -> None:

@@ -13,7 +13,7 @@ from kvcached_nixl.scheduler.asking.asking import Asking
 from kvcached_nixl.scheduler.asking.limits import LocalPrefills
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
 from kvcached_nixl.scheduler.timelines import Timelines
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.params import HEADROOM_KEY
 from kvcached_nixl.wire.question import Outcome, Question
 
@@ -215,23 +215,6 @@ def test_only_that_is_asked_for_which_finds_room() -> None:
     assert decode.is_asked("c") and not decode.is_asked("d")
 
 
-def test_small_ones_pass_one_that_finds_no_room_for_a_while() -> None:
-    decode = Decode(num_free=6)
-    decode.arrives("a")
-    decode.arrives("large", num_prompt_tokens=60 * BLOCK)
-    decode.arrives("small", num_prompt_tokens=2 * BLOCK)
-    assert decode.is_asked("small") and not decode.is_asked("large")
-    decode.clock.now += 60
-    decode.answers("small")
-    decode.asking.allocated("small")
-    decode.turn()
-    decode.arrives("later", num_prompt_tokens=2 * BLOCK)
-    assert not decode.is_asked("later")
-    decode.blocks.num_free = 100
-    decode.turn()
-    assert decode.is_asked("large") and decode.is_asked("later")
-
-
 def test_a_server_that_fails_for_several_in_a_row_rests() -> None:
     decode = Decode()
     for one in "ab":
@@ -249,19 +232,6 @@ def silent() -> Decode:
     decode.clock.now += SILENCE_SECONDS
     decode.turn()
     return decode
-
-
-def test_a_server_that_owes_answers_and_is_not_well_has_failed() -> None:
-    decode = silent()
-    first = decode.url("a")
-    (server,) = decode.asker.checking
-    assert server.url == first and not decode.asker.cancelled
-    decode.asker.checked.append((server, False))
-    decode.turn()
-    assert decode.asker.cancelled == [1] and decode.url("a") != first
-    decode.asker.answers.append((1, ANSWER))
-    decode.turn()
-    assert not decode.fetching.arrived_ and decode.fetching.unneeded_ == [ANSWER]
 
 
 def test_a_slow_server_is_waited_for_as_long_as_it_is_well() -> None:
@@ -305,20 +275,6 @@ def test_one_that_has_left_is_not_asked_and_its_answer_counts() -> None:
     assert decode.fetching.arrived_ == ["a"]
 
 
-def test_one_that_has_left_and_never_answers_has_failed() -> None:
-    decode = Decode("http://prefill:8000")
-    decode.names["http://prefill:8000"] = ("10.0.0.1",)
-    decode.arrives("a")
-    decode.names["http://prefill:8000"] = ()
-    decode.turn()
-    decode.clock.now += SILENCE_SECONDS
-    decode.turn()
-    (server,) = decode.asker.checking
-    decode.asker.checked.append((server, False))
-    decode.turn()
-    assert decode.asker.addresses == {1: "10.0.0.1", 2: ""}
-
-
 def test_addresses_that_come_back_owe_what_they_owed() -> None:
     decode = Decode("http://prefill:8000")
     decode.names["http://prefill:8000"] = ("10.0.0.1", "10.0.0.2")
@@ -331,28 +287,6 @@ def test_addresses_that_come_back_owe_what_they_owed() -> None:
     assert len(decode.asker.checking) == 1
     decode.answers("a")
     assert decode.fetching.arrived_ == ["a"] and decode.asking.due_at_seconds is None
-
-
-@pytest.mark.parametrize("number", [10, 10_000])
-def test_held_requests_cost_a_step_nothing(number: int) -> None:
-    decode = Decode(num_free=0)
-    for place in range(number):
-        decode.blocks.requests[f"r{place}"] = request = Request(f"r{place}")
-        decode.asking.arrived(request, decode.blocks)  # type: ignore[arg-type]
-    decode.turn()
-    looked_at: list[str] = []
-    decode.blocks.num_cached_tokens = lambda one: looked_at.append(one) or 0  # type: ignore[method-assign, func-returns-value]
-    decode.turn()
-    assert not looked_at
-
-
-def test_a_request_may_leave_while_it_waits_once_more() -> None:
-    decode = answered("http://p1", "http://p2")
-    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "dead")
-    assert decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
-    decode.asking.gone("a")
-    decode.turn()
-    assert decode.asking.num_waiting == decode.asking.num_asked == 0 and not decode.blocks.held
 
 
 def hashes(*names: str) -> tuple[bytes, ...]:
@@ -417,14 +351,6 @@ def test_a_server_that_others_keep_busy_is_asked_less(said: Any, counts: bool) -
         urls.append(decode.url(f"s{place}"))
         decode.asking.gone(f"s{place}")
     assert busy in urls, "it counts for a while"
-
-
-@pytest.mark.parametrize("headroom", [7, [], None])
-def test_odd_figures_of_a_server_count_nothing(headroom: Any) -> None:
-    decode = Decode()
-    decode.arrives("a")
-    decode.answers("a", {**ANSWER, HEADROOM_KEY: headroom})
-    assert decode.fetching.arrived_ == ["a"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- push
@@ -515,29 +441,3 @@ def test_what_is_computed_here_is_computed_by_priority() -> None:
         decode.asking.computed([Step(name, CHUNK)])
         decode.turn()
     assert [*begun, *list(decode.blocks.released)[len(begun) :]] == ["first", "high", "low"]
-
-
-@pytest.mark.parametrize(("cause", "reason"), [(FailureCause.LOST, "unreachable"), (FailureCause.DIGEST, "failed")])
-@pytest.mark.parametrize("recomputes", [True, False])
-def test_kv_that_does_not_come_is_counted_if_it_is_computed_here(
-    cause: FailureCause, reason: str, recomputes: bool
-) -> None:
-    decode = Decode(recomputes=recomputes)
-    decode.arrives("a")
-    for _ in range(2):
-        decode.answers("a")
-        decode.fetching.failures["a"] = HandOverFailed(cause, "no")
-        if decode.asking.may_ask_again("a"):
-            decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
-            decode.clock.now += 60
-            decode.turn()
-    assert counted(decode)[1] == ({reason: 1} if recomputes else {})
-
-
-def test_what_a_server_said_of_its_queue_long_ago_does_not_count_again() -> None:
-    decode = Decode("http://p1")
-    decode.arrives("a")
-    decode.answers("a", {**ANSWER, HEADROOM_KEY: {"queued_tokens": 9000}})
-    decode.clock.now += 60
-    decode.arrives("b")
-    assert decode.asking.servers.all[0].num_tokens(decode.clock.now) == 4 * BLOCK
