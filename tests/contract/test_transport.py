@@ -55,6 +55,25 @@ def test_a_write_moves_its_ranges_and_nothing_else_and_then_notifies(sides: tupl
     one.transport.release(handle)
 
 
+def test_cells_that_lie_in_another_order_arrive_one_by_one(sides: tuple[Side, Side]) -> None:
+    """As between engines of other tensor-parallel sizes or arrangements: thousands of short ranges in one WRITE."""
+    one, other = sides
+    random = np.random.default_rng(1)
+    one.memory[:] = random.integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
+    here, there = (random.permutation(MEMORY_BYTES // 64)[:4000] for _ in range(2))
+    expected = np.zeros((MEMORY_BYTES // 64, 64), dtype=np.uint8)
+    expected[there] = one.memory.reshape(-1, 64)[here]
+    peer = one.transport.add_peer(other.transport.metadata())
+    local, remote = (
+        ranges(side, *((int(cell) * 64, 64) for cell in cells)) for side, cells in ((one, here), (other, there))
+    )
+    handle = one.transport.post("WRITE", peer, local, remote, b"written")
+    notifications(other.transport, 1, [(one, handle)])
+    assert np.array_equal(other.memory, expected.reshape(-1))
+    until(lambda: one.transport.state(handle) is TransferState.DONE)
+    one.transport.release(handle)
+
+
 @pytest.mark.parametrize("is_host", [False, True])
 def test_a_read_fetches_its_ranges_and_nothing_else(is_host: bool, sides: tuple[Side, Side]) -> None:
     """Its bytes are in place when it is done, in host memory as in the KV cache's; nobody is notified."""

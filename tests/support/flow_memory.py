@@ -69,6 +69,7 @@ class Shape:
         block_size: tokens in a logical block.
         ratio: kernel blocks in a logical block.
         total_heads: KV heads of the model.
+        is_contiguous: the planes of a block lie side by side, as kvcached's contiguous layout has them.
     """
 
     tp_size: int = 1
@@ -78,6 +79,7 @@ class Shape:
     total_heads: int = 2
     is_latent: bool = False
     is_head_major: bool = False
+    is_contiguous: bool = False
 
     @property
     def kv_shares(self) -> int:
@@ -102,8 +104,10 @@ class RankMemory:
         self.tokens = shape.block_size // shape.ratio
         blocks = shape.num_blocks * shape.ratio
         inner = (len(self.heads), self.tokens) if shape.is_head_major else (self.tokens, len(self.heads))
-        self.array = np.full((NUM_PLANES, blocks, *inner), POISON, dtype=np.uint64)
-        self.cells = self.array.swapaxes(2, 3) if shape.is_head_major else self.array
+        outer = (blocks, NUM_PLANES) if shape.is_contiguous else (NUM_PLANES, blocks)
+        self.array = np.full((*outer, *inner), POISON, dtype=np.uint64)
+        planes = self.array.swapaxes(0, 1) if shape.is_contiguous else self.array
+        self.cells = planes.swapaxes(2, 3) if shape.is_head_major else planes
         self.begin = self.array.ctypes.data
         self.end = self.begin + self.array.nbytes
         stride = self.cells.strides
@@ -142,8 +146,9 @@ class RankMemory:
 
     def blocks_at(self, ranges: npt.NDArray[np.int64]) -> set[int]:
         """Returns the logical blocks in which ranges of addresses lie."""
-        size = self.array[0].nbytes
-        block_bytes = self.array[0, 0].nbytes * self.shape.ratio
+        is_contiguous = self.shape.is_contiguous
+        size = self.array.nbytes if is_contiguous else self.array[0].nbytes
+        block_bytes = (self.array[0] if is_contiguous else self.array[0, 0]).nbytes * self.shape.ratio
         found = set()
         for address, length in ranges.tolist():
             begin = (address - self.begin) % size

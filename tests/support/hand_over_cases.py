@@ -8,6 +8,7 @@ not be (`flow_cluster`).
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ from kvcached_nixl.worker.transfer.peers import HANDSHAKE_TRIES
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status
+from support.flow_memory import Shape
 from support.flow_pair import PROMPT, Pair, kind
 from support.flow_schedule import SHAPES, Defects
 from support.internals import holds_of, offers_of, parked_of, slot_queues_of
@@ -82,7 +84,34 @@ def in_flight(pair: Pair, prompt: tuple[int, ...] = PROMPT, **request: Any) -> R
 # ------------------------------------------------------------------------------------------------ successful hand-overs
 
 
-@pytest.mark.parametrize("shapes", SHAPES, ids=lambda shapes: " ".join(_words(one) for one in shapes))
+UNEQUAL = (
+    (Shape(is_contiguous=True), Shape(block_size=8, ratio=2, is_head_major=True)),
+    (Shape(is_contiguous=True, block_size=12), Shape(is_contiguous=True)),
+    *(
+        (Shape(tp_size=ours, total_heads=heads, **here), Shape(tp_size=theirs, total_heads=heads, **there))
+        for (ours, theirs), heads in itertools.product([(1, 4), (4, 1), (2, 4), (4, 2)], (4, 2, 1))
+        for here, there in (({}, {"is_contiguous": True, "block_size": 8}), ({"is_head_major": True, "ratio": 2}, {}))
+    ),
+)
+"""More sizes, shares of heads, and arrangements than the random schedules have."""
+ALL_SHAPES = pytest.mark.parametrize(
+    "shapes", [*SHAPES, *UNEQUAL], ids=lambda shapes: " ".join(_words(one) for one in shapes)
+)
+
+
+@ALL_SHAPES
+def test_decode_first(shapes: tuple[Any, Any]) -> None:
+    """Each chunk's blocks are written when it has been computed; chunks end inside blocks on both sides."""
+    pair = Pair(PUSH, *(Kind(shape=shape, budget=7) for shape in shapes))
+    found = pair.ask_decode(pair.meet())
+    pair.settle()
+    pair.ask_prefill()
+    pair.settle()
+    assert is_right(found) and not pair.causes()
+    pair.nothing_is_left(LEASE_SECONDS + 10)
+
+
+@ALL_SHAPES
 @pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
 def test_prefill_first(mode: TransferMode, shapes: tuple[Any, Any]) -> None:
     """For every combination of block sizes and ranks on the two sides."""
@@ -95,7 +124,8 @@ def test_prefill_first(mode: TransferMode, shapes: tuple[Any, Any]) -> None:
 
 
 def _words(shape: Any) -> str:
-    return "-".join(f"{name}{getattr(shape, name):d}" for name in ("tp_size", "block_size", "ratio", "is_latent"))
+    changed = {name: value for name, value in vars(shape).items() if value != getattr(Shape, name)}
+    return "-".join(f"{name}{value:d}" for name, value in changed.items()) or "plain"
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["nothing cached", "8 tokens cached"])
