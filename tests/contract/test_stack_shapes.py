@@ -17,21 +17,18 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
-from support import attention_engines, engine_node, handover_node
+from support import attention_engines, engine_node
 from support.engine_node import nodes
 from support.handover_node import (
     DECODE_FILLING,
     PREFILL_FILLING,
     RESERVED,
     Node,
-    ends_by_policy,
     rest,
     served,
     until_both,
 )
 from support.transports import until
-
-from kvcached_nixl.wire.causes import FailureCause
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 
@@ -140,11 +137,11 @@ class Stack:
 def stack(tmp_path: Path, log: pytest.LogCaptureFixture) -> Any:
     with nodes(Node, tmp_path, log) as make:
 
-        def of(shape: Mapping[str, Any], policy: str = "fail") -> Stack:
+        def of(shape: Mapping[str, Any]) -> Stack:
             mode = {"transfer_mode": shape["transfer_mode"]}
             prefill, decode = (
                 make(PREFILL_FILLING, RESERVED, **mode),
-                make(DECODE_FILLING, RESERVED, policy=policy, **mode),
+                make(DECODE_FILLING, RESERVED, policy="fail", **mode),
             )
             return Stack(shape, prefill, decode)
 
@@ -169,40 +166,6 @@ def test_kv_is_handed_over(path: Path, stack: Callable[..., Stack]) -> None:
     assert one.decode.ended[one.decode_id] == "length"
     assert one.decode.account["kvcached_nixl_failures"] == []
     rest(one.prefill, one.decode)
-    served(one.prefill, one.decode)
-
-
-def shape_named(name: str) -> dict[str, Any]:
-    (path,) = [one for one in SHAPES if one.stem == name]
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_role_without_anything_else_ends_by_policy(
-    policy: str, stack: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """llm-d's coordinator sends this where prefill has answered without parameters."""
-    one = stack(shape_named("llm-d-coordinator-main-pull"), policy)
-    monkeypatch.setattr(handover_node, "DECODE_ID", one.decode_id)
-    one.decode.add(one.decode_id, {"do_remote_decode": False, "do_remote_prefill": True})
-    ends_by_policy(policy, one.decode, one.prefill)
-    assert "missing required field `remote_engine_id`" in one.decode.log.text
-    assert one.decode.account["kvcached_nixl_failures"] == [FailureCause.PARAMETERS]
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_parameters_of_a_prefill_that_was_replaced_end_by_policy(
-    policy: str, stack: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vllm-router sends the identity that it remembers once more after prefill has started again."""
-    one = stack(shape_named("vllm-router-0.1.17-push"), policy)
-    monkeypatch.setattr(handover_node, "DECODE_ID", one.decode_id)
-    params = {**one.for_decode(), "remote_engine_id": "the engine before"}
-    one.ask_decode(params)
-    one.ask_prefill()
-    ends_by_policy(policy, one.decode, one.prefill)
-    assert one.decode.account["kvcached_nixl_failures"] == [FailureCause.UNREACHABLE]
     served(one.prefill, one.decode)
 
 

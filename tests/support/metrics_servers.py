@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -60,20 +58,14 @@ class MetricsServer:
         self.behave: Callable[[BaseHTTPRequestHandler], None] | None = None
         self.closing = threading.Event()
         self.port = 0
-        self.scheme = "http"
-        self.host = HOST
-
-    @property
-    def name(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
-        return f"{self.scheme}://{self.name}"
+        return f"http://{HOST}:{self.port}"
 
     @contextmanager
-    def running(self, certificate: tuple[str, str] | None = None) -> Iterator[MetricsServer]:
-        """Serve while the block runs; with a certificate and its key over TLS."""
+    def running(self) -> Iterator[MetricsServer]:
+        """Serves while the block runs."""
         said = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -99,18 +91,12 @@ class MetricsServer:
                 """Nothing: the test looks at ``asked``."""
 
         class Http(ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in said.host else socket.AF_INET
             daemon_threads = True
 
             def handle_error(self, *_: object) -> None:
-                """A client that goes, or does not trust the certificate, is part of a test."""
+                """A client that goes is part of a test."""
 
-        server = Http((self.host, self.port), Handler)
-        if certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(*certificate)
-            server.socket = context.wrap_socket(server.socket, server_side=True)
-            self.scheme = "https"
+        server = Http((HOST, self.port), Handler)
         self.port = server.server_address[1]
         self.closing.clear()
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
