@@ -49,11 +49,10 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_rounds(parser: argparse.ArgumentParser, default: int, what: str) -> None:
+def add_rounds(parser: argparse.ArgumentParser, default: int | None, what: str) -> None:
     """Add ``--rounds``; ``what`` each round repeats."""
-    parser.add_argument(
-        "--rounds", type=_at_least_one, default=default, metavar="N", help=f"{what} (at least 1; %(default)s)"
-    )
+    limits = "at least 1" if default is None else "at least 1; %(default)s"
+    parser.add_argument("--rounds", type=_at_least_one, default=default, metavar="N", help=f"{what} ({limits})")
 
 
 def _at_least_one(text: str) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,20 @@ def make_panels(count: int, width: float, height: float, *, a_row: int = 0, **mo
     for one in panels[count:]:
         one.remove()
     return figure, panels[:count]
+
+
+def line(panel: Any, places: Sequence[float], values: Sequence[float], label: str, upper: Sequence[float] = ()) -> None:
+    """Draw a line with a mark at each place; shaded up to ``upper``."""
+    panel.plot(places, values, marker="o", markersize=3, label=label)
+    if upper:
+        panel.fill_between(places, values, upper, alpha=0.15)
+
+
+def finish(panel: Any, **properties: Any) -> None:
+    """Give a panel its axes' properties, a grid and a legend."""
+    panel.set(**properties)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
 
 
 def save(figure: Figure, title: str, path: Path) -> None:

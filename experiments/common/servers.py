@@ -21,10 +21,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx
 
 from experiments.common import device
+from experiments.common.transfer_config import role
 
 SERVER_SIDE = Path(__file__).resolve().parent / "server_side"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -167,6 +169,15 @@ class ServerSpec:
             config = device.transfer(self.environment, self.kv_transfer)
             arguments += ["--kv-transfer-config", json.dumps({"engine_id": engine_id, **config})]
         return [*arguments, *self.arguments]
+
+
+def prefill_and_decode(tag: str, kv_transfer: Mapping[str, object], **more: Any) -> list[ServerSpec]:
+    """Return the configurations of two servers that differ in their role only; ``more`` are fields of both."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in tag)
+    return [
+        ServerSpec(name=f"{name}-{side}", kv_transfer={**kv_transfer, "kv_role": role(side)}, **more)
+        for side in ("prefill", "decode")
+    ]
 
 
 class Server:

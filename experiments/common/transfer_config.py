@@ -13,6 +13,15 @@ def role(name: str) -> str:
     return "kv_producer" if "prefill" in name else "kv_consumer" if "decode" in name else "kv_both"
 
 
+def nixl(name: str, extra: Mapping[str, object] | None = None, **more: object) -> dict[str, object]:
+    """Return the config of a NIXL connector in the role of ``name``; ``more`` are further fields.
+
+    With ``num_threads`` 0, NIXL has no threads besides its progress thread: servers here share few cores.
+    """
+    config = {"kv_connector": "NixlConnector", "kv_role": role(name), EXTRA: {"num_threads": 0, **(extra or {})}}
+    return {**config, **more}
+
+
 def extra_of(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the ``kv_connector_extra_config`` of ``config``."""
     extra = config.get(EXTRA) or {}

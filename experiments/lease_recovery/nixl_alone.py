@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.bench.plain import Plain, share_cores
 from experiments.common.servers import REPOSITORY
 from experiments.lease_recovery.growth import Reading, held_by
-from experiments.transfer_rate.plain import Plain, share_cores
 
 BYTES = 1 << 16
 MOST_READS = 400

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.matrix import markdown
 
+from experiments.bench.questions import QUESTIONS
 from kvcached_nixl.vllm.adapter.series import ROWS, Evidence
 from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED
 
@@ -83,20 +84,23 @@ def test_the_byte_equivalence_claim_has_whole_runs(page: str) -> None:
 
 
 SCRIPTS = sorted((REPOSITORY / "experiments").glob("*/run.sh"))
+COMMANDS = [
+    *(f"bash experiments/{script.parent.name}/run.sh" for script in SCRIPTS if script.parent.name != "bench"),
+    *(f"bash experiments/bench/run.sh {question}" for question in QUESTIONS),
+]
 MOST_CELL_CHARACTERS = 90
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.parent.name)
-def test_every_experiment_has_a_row(script: Path) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_experiment_has_a_row(command: str) -> None:
     """experiments/README.md: question, command, last result, versions; docs/measurements.md has the figures."""
-    command = f"`bash experiments/{script.parent.name}/run.sh"
     table = (REPOSITORY / "experiments/README.md").read_text()
-    (row,) = [line for line in table.splitlines() if line.startswith("|") and f"{command}`" in line]
+    (row,) = [line for line in table.splitlines() if line.startswith("|") and f"`{command}`" in line]
     cells = [cell.strip() for cell in row.strip("| ").split(" | ")]
     assert len(cells) == 4
     assert all(len(cell) <= MOST_CELL_CHARACTERS for cell in cells), "a row is for reading: details go below the table"
-    assert command in MEASUREMENTS
+    assert f"`{command}" in MEASUREMENTS
 
 
 def test_all_experiments_are_found() -> None:
-    assert len(SCRIPTS) >= 12
+    assert len(COMMANDS) >= 12

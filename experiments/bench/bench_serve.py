@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does vLLM's own load generator, ``vllm bench serve``, measure with prefill/decode?"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from experiments.bench.pairs import KVCACHED, in_turn
+from experiments.bench.samples import Answer, Column, Run, Samples
+from experiments.common.asking import asking
+from experiments.common.command_line import MODES
+from experiments.common.counted import hand_overs
+from experiments.common.model import ModelShape, make_model
+from experiments.common.servers import ENVIRONMENT, Server, ServerSpec, prefill_and_decode, running
+from experiments.common.targets import Verdict
+from experiments.common.transfer_config import nixl
+from experiments.stacks.routers import vllm_router
+
+MODEL = ModelShape(layers=8, kv_heads=8, max_positions=4096)
+INPUT_TOKENS, OUTPUT_TOKENS = 1024, 64
+PROMPTS, QUICK_PROMPTS = {1: 6, 8: 16, 64: 64}, {8: 16}
+"""Prompts of a run, by how many are in flight at a time."""
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm.
+
+    Attributes:
+        mode: the transfer mode, or "" for one instance.
+        is_behind: vllm-router asks prefill; else decode does.
+        is_stock: vLLM's own connector on vLLM's own memory, without kvcached and this package.
+    """
+
+    name: str
+    mode: str = ""
+    is_behind: bool = False
+    is_stock: bool = False
+
+    def specs(self, model: Path) -> list[ServerSpec]:
+        """Return the configuration of one server, or of prefill and decode."""
+        if not self.mode:
+            # As many threads as the two servers of another arm have together.
+            threads = {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))}
+            return [ServerSpec("one-instance", model, dtype="float32", environment=threads, forks=True)]
+        config = nixl("", {} if self.is_stock else {"transfer_mode": self.mode}, kv_load_failure_policy="fail")
+        if self.is_stock and self.mode == "push":
+            config["kv_connector"] = "NixlPushConnector"
+        memory = {} if self.is_stock else {**KVCACHED, "KVCACHED_HOSTVMM_GIB": "2"}
+        return prefill_and_decode(self.name, config, model=model, dtype="float32", environment=memory, forks=True)
+
+
+ONE = Arm("one instance")
+PULL, PUSH = Arm("decode asks, pull", "pull"), Arm("decode asks, push", "push")
+STOCK_PULL = Arm("vllm-router, stock pull", "pull", is_behind=True, is_stock=True)
+STOCK_PUSH = Arm("vllm-router, stock push", "push", is_behind=True, is_stock=True)
+GROUPS: Mapping[str, tuple[Arm, ...]] = {
+    "pull": (ONE, PULL, Arm("vllm-router, pull", "pull", is_behind=True), STOCK_PULL),
+    "push": (PUSH, Arm("vllm-router, push", "push", is_behind=True), STOCK_PUSH),
+}
+"""Arms whose servers run at the same time and take turns, by transfer mode."""
+PAIRS = ((PULL, STOCK_PULL), (PUSH, STOCK_PUSH))
+"""What is compared with targets."""
+COLUMNS = (
+    Column("requests/s", "requests_per_second", 1, 2),
+    Column("tokens/s", "tokens_per_second", 1),
+    Column("TTFT, ms: p50", "first_token_p50_ms", 1),
+    Column("p99", "first_token_p99_ms", 1),
+    Column("TPOT, ms: p50", "token_p50_ms", 1, 1),
+    Column("CPU, ms a token", "cpu_token_ms", 1, 1),
+)
+
+
+def answer(run: Run) -> Answer:
+    """Run all rounds of each transfer mode."""
+    samples = Samples(("{} at a time",))
+    handed: dict[str, tuple[int, int]] = {}
+    for mode in run.chosen(MODES):
+        arms = [arm for arm in GROUPS[mode] if arm is not STOCK_PUSH or has_stock_push()]
+        handed |= measure(run, samples, arms)
+    table = samples.table("vllm bench serve; medians over the rounds", COLUMNS)
+    moved = {arm: {"asked": asked, "moved": found} for arm, (asked, found) in handed.items()}
+    return Answer([table], judge(samples, handed), {"handed": moved, "runs": samples.as_json()})
+
+
+def has_stock_push() -> bool:
+    """Return whether the installed vLLM has ``NixlPushConnector``. Does not import it."""
+    found = importlib.util.find_spec("vllm")
+    nixl_push = "distributed/kv_transfer/kv_connector/v1/nixl/push_worker.py"
+    return found is not None and found.origin is not None and (Path(found.origin).parent / nixl_push).is_file()
+
+
+@dataclass(frozen=True)
+class _Deployed:
+    """An arm that runs; ``url`` is where its requests go, ``sessions`` are those of all its processes."""
+
+    arm: Arm
+    url: str
+    servers: Sequence[Server]
+    sessions: frozenset[int]
+
+    def cpu_seconds(self) -> float:
+        found = 0.0
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getsid(process.pid) in self.sessions:
+                    found += sum(process.cpu_times()[:2])
+        return found
+
+
+def measure(run: Run, samples: Samples, arms: Sequence[Arm]) -> dict[str, tuple[int, int]]:
+    """Start all servers and routers of ``arms``, run all rounds, stop everything. Returns how many requests each arm
+    was asked, and how many of them decode got KV for."""
+    os.environ.update(ENVIRONMENT)
+    prompts = QUICK_PROMPTS if run.quick else PROMPTS
+    rounds = 1 if run.quick else run.rounds or ROUNDS
+    model = make_model(MODEL)
+    with contextlib.ExitStack() as stack:
+        deployed = []
+        for arm in arms:
+            known = _children()
+            url, servers = stack.enter_context(_running(run, arm, model))
+            deployed.append(_Deployed(arm, url, servers, _children() - known))
+        warm = max(prompts.values())
+        # Stock's memory is there from the start; kvcached's pages come with the first requests that need them, and the
+        # kernel clears them for an emulated device.
+        for one in deployed:
+            run.show(f"{one.arm.name}: warming up")
+            _bench(run, one, model, at_a_time=max(prompts), prompts=warm, seed=0)
+        for seed, (number, at_a_time) in enumerate(itertools.product(range(rounds), prompts), start=1):
+            for one in in_turn(deployed, seed):
+                run.show(f"{one.arm.name}: {at_a_time} at a time, {number + 1} of {rounds}")
+                found = _bench(run, one, model, at_a_time=at_a_time, prompts=prompts[at_a_time], seed=seed)
+                samples.add((at_a_time,), one.arm.name, **found)
+        asked = warm + rounds * sum(prompts.values())
+        return {one.arm.name: (asked, hand_overs(one.servers, asked)) for one in deployed if one.arm.mode}
+
+
+def _children() -> frozenset[int]:
+    """Servers and routers are children of this process, and leaders of sessions."""
+    return frozenset(one.pid for one in psutil.Process().children())
+
+
+@contextlib.contextmanager
+def _running(run: Run, arm: Arm, model: Path) -> Iterator[tuple[str, Sequence[Server]]]:
+    """Yield where an arm's requests go, and its servers."""
+    specs = arm.specs(model)
+    if arm.mode and not arm.is_behind:
+        with asking(specs[:1], specs[1], run.logs) as (prefills, decode):
+            yield decode.base_url, [*prefills.servers, decode]
+        return
+    with running(specs, run.logs, run.show) as servers:
+        if not arm.mode:
+            yield servers[0].base_url, servers
+            return
+        with vllm_router(servers[:1], servers[1:], run.logs / f"{arm.name}-router.log", run.show) as url:
+            yield url, servers
+
+
+def _bench(run: Run, one: _Deployed, model: Path, *, at_a_time: int, prompts: int, seed: int) -> dict[str, float]:
+    """Run vLLM's load generator once, with prompts that it draws itself, from ``seed``.
+
+    Returns the figures that it reports, and the CPU time of all servers of the arm, and of its router, for each token
+    of an answer.
+    """
+    # In this process: its import takes half a minute.
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    add_cli_args(parser := FlexibleArgumentParser())
+    options = [
+        *("--backend", "openai", "--base-url", one.url, "--endpoint", "/v1/completions"),
+        *("--model", str(model), "--served-model-name", "model", "--ignore-eos", "--temperature", "0"),
+        *("--dataset-name", "random", "--random-input-len", str(INPUT_TOKENS), "--random-range-ratio", "0.5"),
+        *("--random-output-len", str(OUTPUT_TOKENS), "--seed", str(seed), "--num-prompts", str(prompts)),
+        *("--max-concurrency", str(at_a_time), "--disable-tqdm"),
+        # Of the model's few tokens, many random prompts begin as earlier ones did.
+        *("--extra-body", json.dumps({"cache_salt": f"{at_a_time} {seed}"})),
+    ]
+    before = one.cpu_seconds()
+    with (run.logs / f"{one.arm.name}-bench.log").open("a") as log, contextlib.redirect_stdout(log):
+        said = main(parser.parse_args(options))
+    used_seconds = one.cpu_seconds() - before
+    return {
+        "failed": prompts - said["completed"],
+        "requests_per_second": float(said["request_throughput"]),
+        "tokens_per_second": float(said["output_throughput"]),
+        "first_token_p50_ms": float(said["median_ttft_ms"]),
+        "first_token_p99_ms": float(said["p99_ttft_ms"]),
+        "token_p50_ms": float(said["median_tpot_ms"]),
+        "token_p99_ms": float(said["p99_tpot_ms"]),
+        "cpu_token_ms": used_seconds / said["total_output_tokens"] * 1e3,
+    }
+
+
+def judge(samples: Samples, handed: Mapping[str, tuple[int, int]]) -> list[Verdict]:
+    """Return the targets: every request is answered, every one with KV from prefill, and as fast as stock's."""
+    failed = sum(sum(figures["failed"]) for figures in samples.figures.values())
+    verdicts = [Verdict("requests without an answer (0)", f"{failed:.0f}", failed == 0)]
+    for arm, (asked, moved) in handed.items():
+        verdicts.append(Verdict(f"{arm}: requests with KV from prefill (all)", f"{moved} of {asked}", moved >= asked))
+    for arm, other in ((ours.name, stock.name) for ours, stock in PAIRS):
+        for figure, words, is_time in (
+            ("requests_per_second", "requests/s", False),
+            ("first_token_p50_ms", "first token p50", True),
+            ("token_p50_ms", "further tokens p50", True),
+            ("cpu_token_ms", "CPU a token", True),
+        ):
+            limit = {"most": 1.0} if is_time else {"least": 1.0}
+            verdicts += samples.compare(arm, other, figure, f"{arm} / {other}, {words}", by_round=True, **limit)
+    return verdicts

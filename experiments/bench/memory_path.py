@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does staging cost, and how much memory does it free sooner?"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from experiments.bench import push_vs_pull
+from experiments.bench.pairs import KVCACHED, Arm, Router, pair_specs
+from experiments.bench.push_vs_pull import BLOCK_SIZE, FORMS, KV_BYTES_PER_TOKEN, MODEL, SHARED_MEMORY, TCP, Load
+from experiments.bench.samples import Answer, Column, Run, Samples
+from experiments.common.client import AnswerError, http_client
+from experiments.common.model import make_model
+from experiments.common.pages import PageWatch
+from experiments.common.plots import finish, line, make_panels, save
+from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
+from experiments.common.tables import make_table
+from experiments.common.targets import Verdict
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PARTS = ("memory", "first-token", "pages")
+PAGE_GROUP_BYTES = 2 * MODEL.layers * (2 << 20)
+"""The least that kvcached maps at a time: a page of K and one of V in every layer."""
+BLOCK_BYTES = BLOCK_SIZE * KV_BYTES_PER_TOKEN
+RESERVED_GIB = (1, 8, 60)
+SLAB_GIB = 0.25
+MOST_OF_SLAB, MOST_OF_DIRECT, MOST_OF_COPY = 1.05, 1.15, 1.2
+TOKENS = 2
+LENGTHS = (2048, 8192)
+FIRST_TOKEN = Load(lengths=(512, 2048, 8192), at_a_time=(1, 4), most_rounds=5, tokens=16_384)
+FIRST_TOKEN_QUICK = Load(lengths=(512, 4096), at_a_time=(1,), most_rounds=5)
+LOOK_SECONDS = 0.002
+SETTLE_SECONDS = 30.0
+LATE_SECONDS = 0.5
+"""Under load, time between prefill's answer and decode's request, as with a router that waits for room on decode."""
+CLIENTS = 4
+MIB = 2**20
+
+
+def staged(arm: Arm, gib: float | None = None) -> Arm:
+    """Return ``arm`` staged through a slab in host memory, of the default size or of ``gib``."""
+    size = {} if gib is None else {"staging_gib": gib}
+    return dataclasses.replace(arm, name=f"{arm.name}, staged", extra={**arm.extra, "memory_path": "host", **size})
+
+
+PAIRS = tuple((arm, staged(arm)) for arm in (push_vs_pull.PULL, push_vs_pull.STREAMED))
+ARMS = tuple(arm for pair in PAIRS for arm in pair)
+VERIFIED = dataclasses.replace(push_vs_pull.PULL, name="pull, verified", extra={"verify_fraction": 1.0})
+"""Every hand-over is verified; the cost is reported without a target."""
+
+
+def answer(run: Run) -> Answer:
+    """Run the parts one after the other, so that no two pairs are measured at the same time."""
+    memory, first, pages = Samples(("{}", "{} GiB reserved")), Samples(FORMS), Samples(("{} tokens",))
+    loaded = Samples(())
+    parts = run.chosen(PARTS)
+    if "memory" in parts:
+        for gib, arm in itertools.product(RESERVED_GIB, (push_vs_pull.PULL, staged(push_vs_pull.PULL, SLAB_GIB))):
+            measure_memory(run, memory, arm, gib)
+    if "first-token" in parts:
+        for transport in (TCP, SHARED_MEMORY):
+            load = FIRST_TOKEN_QUICK if run.quick else FIRST_TOKEN
+            push_vs_pull.measure(run, first, (*ARMS, VERIFIED), [transport], load)
+    if "pages" in parts:
+        for arm in ARMS:
+            measure_pages(run, pages, loaded, arm)
+    title = f"direct and staged, vLLM {run.vllm}"
+    columns = [
+        Column(heading, figure)
+        for heading, figure in (
+            *(("blocks in use for", "occupied"), ("pages mapped for", "mapped")),
+            *(("copied for", "copied"), ("first token after", "whole")),
+        )
+    ]
+    tables = [
+        push_vs_pull.table_of(first, f"{title}; milliseconds"),
+        pages.table(f"{title}: after prefill's last step, ms", columns),
+        table_of_loaded(loaded),
+    ]
+    content = {"memory": memory, "first_token": first, "pages": pages, "under_load": loaded}
+    return Answer(
+        tables,
+        [*judge_memory(memory), *judge_first_token(first), *judge_pages(pages)],
+        {name: samples.as_json() for name, samples in content.items()},
+        (lambda path: plot(pages, loaded, title, path)) if pages.figures else None,
+    )
+
+
+def specs(arm: Arm, gib: float, num_blocks: int, pool: Mapping[str, str], model: Path) -> list[ServerSpec]:
+    """Return the configurations of P and D of an arm over ``gib`` of kvcached's memory."""
+    own = dataclasses.replace(arm, environment={**KVCACHED, "KVCACHED_HOSTVMM_GIB": str(gib), **pool})
+    return pair_specs(
+        own,
+        f"{gib}",
+        {},
+        model=model,
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        max_model_len=8704,
+        max_num_batched_tokens=512,
+        forks=True,
+        arguments=("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(num_blocks)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- resident memory
+
+
+def planned_blocks(gib: float) -> int:
+    """Return how many blocks fill ``gib``. kvcached leaves 5 % of a device free."""
+    return int(0.95 * gib * 2**30 // BLOCK_BYTES)
+
+
+def measure_memory(run: Run, samples: Samples, arm: Arm, gib: float) -> None:
+    """Start a pair, hand over as much at a time as the slab holds, read its memory besides kvcached's pages."""
+    num_blocks = planned_blocks(gib)
+    # May exceed the machine's memory: only little is ever mapped.
+    pool = {"KVCACHED_HOSTVMM_OVERCOMMIT": "1"}
+    with running(specs(arm, gib, num_blocks, pool, make_model(MODEL)), run.logs, run.show) as servers:
+        asyncio.run(_serve(arm, *servers))
+        for side, server in zip(("prefill", "decode"), servers, strict=True):
+            samples.add((side, gib), arm.name, anonymous=anonymous_bytes(server), buffer=num_blocks * BLOCK_BYTES)
+    run.tell(f"{arm.name}, {gib} GiB reserved: measured")
+
+
+async def _serve(arm: Arm, prefill: Server, decode: Server) -> None:
+    async with http_client(8) as http:
+        router = Router(arm, prefill, decode, http)
+        for _ in range(2):
+            await asyncio.gather(*(router.hand_over(2048, TOKENS) for _ in range(8)))
+
+
+def anonymous_bytes(server: Server) -> int:
+    """Return the anonymous resident memory of all processes of the server's session."""
+    total = 0
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == server.process.pid:
+                found = process.memory_info()
+                total += found.rss - found.shared
+        except (psutil.Error, ProcessLookupError):
+            # The process has ended meanwhile.
+            continue
+    return total
+
+
+def judge_memory(samples: Samples, slab_gib: float = SLAB_GIB) -> list[Verdict]:
+    """Return the targets of resident memory: the slab and little more, whatever the reserved size."""
+    direct, other = (one.name for one in PAIRS[0])
+    slab, rows = slab_gib * 1024, []
+    more: dict[str, list[float]] = {}
+    for side, gib in samples.settings:
+        with_slab, without = (samples.median((side, gib), arm, "anonymous") for arm in (other, direct))
+        mib = (with_slab - without) / MIB
+        more.setdefault(side, []).append(mib)
+        stock = samples.median((side, gib), direct, "buffer") / MIB
+        rows.append(
+            Verdict(
+                f"{side}, {gib:g} GiB reserved: resident beyond the direct path (<= {MOST_OF_SLAB} x the slab)",
+                f"{mib:.0f} MiB, slab {slab:.0f} MiB; stock host buffer {stock:.0f} MiB",
+                mib <= MOST_OF_SLAB * slab,
+            )
+        )
+    for side, found in more.items():
+        apart = max(found) - min(found)
+        words = f"{side}: the same for all reserved sizes (within {MOST_OF_SLAB - 1:.0%} of the slab)"
+        rows.append(Verdict(words, f"{apart:.0f} MiB apart", apart <= (MOST_OF_SLAB - 1) * slab))
+    return rows
+
+
+def judge_first_token(samples: Samples) -> list[Verdict]:
+    """Return the targets of staged arms over TCP, compared with the same arm on the direct path."""
+    return [
+        verdict
+        for direct, other in PAIRS
+        for verdict in samples.compare(
+            other.name,
+            direct.name,
+            "first_token",
+            f"{direct.name}: first token, staged / direct",
+            most=MOST_OF_DIRECT,
+            where=lambda setting: setting[0] == TCP.name,
+        )
+    ]
+
+
+# --------------------------------------------------------------------------------------------------- blocks and pages
+
+
+def measure_pages(run: Run, pages: Samples, loaded: Samples, arm: Arm) -> None:
+    """Start a pair; measure how long prefill's blocks are in use for one request, and its pool under load."""
+    rounds, requests = (3, 12) if run.quick else (9, 48)
+    made = specs(arm, 2, push_vs_pull.NUM_BLOCKS, GIVES_BACK, make_model(MODEL))
+    with running(made, run.logs, run.show) as (prefill, decode):
+        asyncio.run(_measure_pages(run, pages, loaded, arm, prefill, decode, rounds, requests))
+    run.tell(f"{arm.name}: measured")
+
+
+async def _measure_pages(
+    run: Run, pages: Samples, loaded: Samples, arm: Arm, prefill: Server, decode: Server, rounds: int, requests: int
+) -> None:
+    async with http_client(CLIENTS) as http:
+        with PageWatch(prefill.identity) as watch:
+            pair = _Watched(Router(arm, prefill, decode, http), watch)
+            await pair.warm_up(max(LENGTHS))
+            for length, number in itertools.product(LENGTHS, range(rounds)):
+                run.show(f"{arm.name}: {length} tokens, {number + 1} of {rounds}")
+                pages.add((length,), arm.name, **await pair.one(length))
+            run.show(f"{arm.name}: {requests} requests, {CLIENTS} at a time")
+            loaded.add((), arm.name, **await pair.load(requests, max(LENGTHS) // 4))
+
+
+class _Watched:
+    """A pair whose prefill pool is sampled."""
+
+    def __init__(self, router: Router, watch: PageWatch) -> None:
+        self.router, self.watch = router, watch
+
+    async def warm_up(self, length: int) -> None:
+        """Make hand-overs that are not measured: they include the handshake and the first touch of all memory."""
+        arm, prefill = self.router.arm, self.router.prefill
+        await prefill.probe("time_transfers")
+        if (await prefill.probe("time_copies"))["staged"] is not ("memory_path" in arm.extra):
+            raise AnswerError(f"{arm.name}: prefill does not use its configured memory path; see its log.")
+        for _ in range(2):
+            await self.one(length)
+
+    async def one(self, length: int) -> dict[str, float]:
+        """Hand one prompt over without other load; return the seconds from the end of prefill's last step until its
+        blocks are free, their pages are unmapped and decode's first token came; and those that prefill spent on copying
+        KV out of its blocks, 0 on the direct path. Returns when the pages are unmapped."""
+        prefill = self.router.prefill
+        await prefill.probe("copied")
+        handing = asyncio.create_task(self.router.hand_over(length, TOKENS))
+        while not self._is_mapped() and not handing.done():
+            await asyncio.sleep(LOOK_SECONDS)
+        unmapped = await self._unmapped(handing)
+        first_token = (await handing).tokens[0]
+        times = await prefill.probe("times")
+        computed, freed = float(times["computed"]), float(times["freed"])
+        if not computed < freed <= unmapped:
+            raise AnswerError(
+                f"{self.router.arm.name}: found blocks freed {freed - computed:.3f} s, and pages unmapped "
+                f"{unmapped - computed:.3f} s after prefill's last step; expected 0 < first <= second."
+            )
+        copied = float((await prefill.probe("copied"))["seconds"])
+        ends = {"occupied": freed, "mapped": unmapped, "whole": first_token}
+        return {"copied": copied, **{name: at - computed for name, at in ends.items()}}
+
+    def _is_mapped(self) -> bool:
+        """Whether more is mapped than when idle, which is the page of vLLM's null block."""
+        return (self.watch.mapped_bytes() or 0) > PAGE_GROUP_BYTES
+
+    async def _unmapped(self, handing: asyncio.Task[object]) -> float:
+        """Wait until the pages are unmapped; returns that time (monotonic seconds)."""
+        deadline = None
+        while self._is_mapped():
+            if handing.done():
+                deadline = deadline or time.monotonic() + SETTLE_SECONDS
+                if time.monotonic() > deadline:
+                    raise AnswerError(
+                        f"{self.router.arm.name}: found {self.watch.mapped_bytes()} bytes mapped "
+                        f"{SETTLE_SECONDS:.0f} s after the answer; expected {PAGE_GROUP_BYTES} at most."
+                    )
+            await asyncio.sleep(LOOK_SECONDS)
+        return time.monotonic()
+
+    async def load(self, requests: int, length: int) -> dict[str, float]:
+        """Hand prompts over, ``CLIENTS`` at a time, with late requests to decode; return the rate, the bytes of
+        prefill's pool mapped on average, and its size."""
+        places = asyncio.Semaphore(CLIENTS)
+
+        async def one() -> None:
+            async with places:
+                await self.router.hand_over(length, TOKENS, late_seconds=LATE_SECONDS)
+
+        begun, area, last = time.monotonic(), 0.0, time.monotonic()
+        asking = asyncio.gather(*(one() for _ in range(requests)))
+        while not asking.done():
+            await asyncio.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            area, last = area + (self.watch.mapped_bytes() or 0) * (now - last), now
+        await asking
+        return {"rate": requests / (last - begun), "mapped": area / (last - begun), "pool": self.watch.limit_bytes}
+
+
+def judge_pages(samples: Samples) -> list[Verdict]:
+    """Return the targets of staged arms: blocks stay in use for the time of the copy and little more."""
+    rows = []
+    for arm, setting in itertools.product(samples.arms, samples.settings):
+        copied = samples.values(setting, arm, "copied")
+        if any(copied):
+            occupied, copy = samples.median(setting, arm, "occupied"), statistics.median(copied)
+            rows.append(
+                Verdict(
+                    f"{arm}, {samples.words(setting)}: prefill's blocks stay in use (<= {MOST_OF_COPY} x the copy)",
+                    f"{occupied * 1e3:.0f} ms, the copy {copy * 1e3:.0f} ms",
+                    occupied <= MOST_OF_COPY * copy,
+                )
+            )
+    return rows
+
+
+def table_of_loaded(samples: Samples) -> Table:
+    """Return a table of how much of prefill's pool is free for another model."""
+    rows = []
+    for arm in samples.arms:
+        rate, mapped, pool = (samples.median((), arm, name) for name in ("rate", "mapped", "pool"))
+        free = (pool - mapped) / PAGE_GROUP_BYTES
+        rows.append([arm, f"{rate:.1f}", f"{mapped / MIB:.0f}", f"{mapped / pool:.0%}", f"{free:.1f}"])
+    columns = ("arm", "requests/s", "mapped, MiB", "of the pool", "page groups free for a second model")
+    return make_table("under load, with late requests to decode: prefill's pool on average", columns, rows)
+
+
+def plot(pages: Samples, loaded: Samples, title: str, path: Path) -> None:
+    """Plot how long blocks stay in use by prompt length, and the mapped bytes under load, for all arms."""
+    figure, (times, pool) = make_panels(2, 10.4, 4)
+    lengths = [length for (length,) in pages.settings]
+    for arm in pages.arms:
+        line(times, lengths, [pages.median((length,), arm, "occupied") for length in lengths], arm)
+    finish(times, xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="blocks in use after the last step, s")
+    pool.bar(loaded.arms, [loaded.median((), arm, "mapped") / MIB for arm in loaded.arms])
+    pool.set(ylabel="MiB of the pool mapped, under load")
+    pool.tick_params(axis="x", labelrotation=20)
+    save(figure, title, path)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arms whose servers run at the same time and take turns, and a client that does what a router does.
+
+The machine's speed varies from minute to minute by more than arms differ. So the servers of all arms run throughout,
+and the arms take turns request by request, with a different arm first each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import httpx
+
+from experiments.common.client import AnswerError, Client, offered_blocks
+from experiments.common.servers import SERVER_SIDE, Server, ServerSpec, prefill_and_decode, running
+from experiments.common.transfer_config import nixl
+
+PROBE = Path(__file__).resolve().parent / "server_side"
+KVCACHED: Mapping[str, str] = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true"}
+APART: Mapping[str, str] = {**KVCACHED, "KVCACHED_CONTIGUOUS_LAYOUT": "false"}
+"""kvcached's non-contiguous layout."""
+
+One = TypeVar("One")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of handing over.
+
+    Attributes:
+        environment: of both servers; empty for stock vLLM on its own memory.
+        is_streamed: both servers get their requests at once, and blocks are transferred while prefill computes. Else
+            decode gets the parameters of prefill's answer.
+    """
+
+    name: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
+    connector: str = "NixlConnector"
+    is_streamed: bool = False
+
+    @property
+    def servers(self) -> str:
+        """A key for the configuration of its servers; arms with the same key share servers."""
+        return f"{self.connector}{dict(self.extra)}{dict(self.environment)}"
+
+
+def pair_specs(arm: Arm, place: str, environment: Mapping[str, str], **more: Any) -> list[ServerSpec]:
+    """Return the configurations of P and D of an arm, with the probe; ``place`` makes their names different."""
+    search = os.pathsep.join(map(str, (SERVER_SIDE, PROBE)))
+    arguments = ("--worker-extension-cls", "bench_probe.BenchProbe", *more.pop("arguments", ()))
+    config = {**nixl("", arm.extra), "kv_connector": arm.connector}
+    made = {"PYTHONPATH": search, **environment, **arm.environment}
+    return prefill_and_decode(f"{arm.name}-{place}", config, environment=made, arguments=arguments, **more)
+
+
+@contextlib.contextmanager
+def running_pairs(
+    arms: Sequence[Arm], specs: Callable[[Arm], list[ServerSpec]], logs: Path, show: Callable[[str], None]
+) -> Iterator[list[list[Server]]]:
+    """Start a pair for each configuration of servers, and yield each arm's."""
+    with contextlib.ExitStack() as stack:
+        pairs: dict[str, list[Server]] = {}
+        for arm in arms:
+            # Started one after another: on few cores, all together would start too slowly.
+            if arm.servers not in pairs:
+                pairs[arm.servers] = stack.enter_context(running(specs(arm), logs, show))
+        yield [pairs[arm.servers] for arm in arms]
+
+
+def in_turn(items: Sequence[One], turn: int) -> Sequence[One]:
+    """Return the items with a different one first in each turn."""
+    first = turn % len(items)
+    return (*items[first:], *items[:first])
+
+
+class Handed(NamedTuple):
+    """When a client asked, when it had prefill's answer, and when each token of decode's answer came.
+
+    In seconds of ``time.perf_counter``, which on Linux is the monotonic clock that all processes share.
+    """
+
+    asked: float
+    offered: float
+    tokens: list[float]
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.tokens[0] - self.asked
+
+
+class Router:
+    """Hands prompts over from a prefill to a decode server, each a different prompt."""
+
+    names = itertools.count()
+
+    def __init__(self, arm: Arm, prefill: Server, decode: Server, http: httpx.AsyncClient) -> None:
+        self.arm = arm
+        self.coordinates = prefill.coordinates
+        self.prefill, self.decode = Client(prefill.base_url, http), Client(decode.base_url, http)
+
+    async def hand_over(self, length: int, tokens: int = 1, *, late_seconds: float | None = None) -> Handed:
+        """Hand a prompt of ``length`` tokens over, and stream ``tokens`` tokens of its answer.
+
+        Args:
+            late_seconds: so long after prefill's answer decode gets its request, also where the arm streams.
+        """
+        number = next(self.names)
+        name = f"request-{number}"
+        prompt = [2 + (number * 131 + place * 7 + place * place) % 500 for place in range(length)]
+        asked = time.perf_counter()
+        if self.arm.is_streamed and late_seconds is None:
+            params = {**self.coordinates, "do_remote_prefill": True, "transfer_id": name}
+            decoding = asyncio.create_task(self._decode(prompt, name, params, tokens))
+            await self._prefill(prompt, name, {"do_remote_decode": True, "transfer_id": name})
+            return Handed(asked, time.perf_counter(), await decoding)
+        params = await self._prefill(prompt, name, {"do_remote_decode": True, "do_remote_prefill": False})
+        if not offered_blocks(params) and self.arm.connector == "NixlConnector":
+            raise AnswerError(f"{name}: found no blocks in prefill's answer; expected a hand-over. See prefill's log.")
+        await asyncio.sleep(late_seconds or 0.0)
+        offered = time.perf_counter()
+        return Handed(asked, offered, await self._decode(prompt, name, params, tokens))
+
+    async def _prefill(self, prompt: list[int], name: str, params: dict[str, Any]) -> dict[str, Any]:
+        answer = await self.prefill.complete(
+            prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params=params
+        )
+        offered = answer.get("kv_transfer_params")
+        if not offered:
+            raise AnswerError(f"{name}: found no kv_transfer_params in prefill's answer; nothing was handed over.")
+        return dict(offered)
+
+    async def _decode(self, prompt: list[int], name: str, params: dict[str, Any], tokens: int) -> list[float]:
+        return await self.decode.token_times(
+            prompt, max_tokens=tokens, salt=name, request_id=name, kv_transfer_params=params
+        )

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much sooner does a client get its first token with push, and how much transfer is left after prefill?"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.bench.network import enter, limit
+from experiments.bench.pairs import KVCACHED, Arm, Router, in_turn, pair_specs, running_pairs
+from experiments.bench.samples import Answer, Column, Run, Samples, Setting, percentile
+from experiments.common.client import http_client
+from experiments.common.model import ModelShape, make_model
+from experiments.common.plots import finish, line, make_panels, save
+from experiments.common.servers import Server, ServerSpec
+from experiments.common.targets import Verdict
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MODEL = ModelShape(
+    layers=8,
+    hidden=256,
+    heads=8,
+    kv_heads=8,
+    head_size=32,
+    intermediate=256,
+    max_positions=16384,
+    sliding_window_tokens=32,
+    full_attention_every=8,
+)
+"""A model with KV_BYTES_PER_TOKEN in float32. All layers keep the KV of all tokens, in one KV-cache group, because
+vLLM's hybrid manager is disabled. All layers but one have windowed attention: long prompts compute quickly."""
+KV_BYTES_PER_TOKEN = 16 * 1024
+CHUNK_TOKENS = 128
+"""So the shortest prompt with a target for streaming has eight chunks."""
+BLOCK_SIZE = 32
+NUM_BLOCKS = 2304
+"""A little more than eight of the longest prompts; 1.1 GiB."""
+KV_GIB = 2
+TOKENS = 16
+FORMS = ("over {}", "{} tokens", "{} at a time")
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A transport. ``of_prefill``: its rate as a multiple of the rate at which prefill computes KV of one prompt;
+    None for no limit."""
+
+    name: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    of_prefill: float | None = None
+
+
+SHARED_MEMORY = Transport("shared memory")
+TCP = Transport("TCP", {"UCX_TLS": "tcp"})
+TCP_LINK = Transport("TCP, a link", {"UCX_TLS": "tcp"}, 1.2)
+"""A little faster than prefill computes KV at the machine's current speed. Comparable: a device that computes 20,000
+tokens a second with 128 KiB of KV each, on a link of 25 Gbit/s."""
+TRANSPORTS = {one.name: one for one in (SHARED_MEMORY, TCP, TCP_LINK)}
+
+KEPT: Mapping[str, str] = {
+    **KVCACHED,
+    "KVCACHED_HOSTVMM_GIB": str(2 * KV_GIB),
+    # Keep mapped pages mapped, as stock memory is. The kernel clears pages of the emulation when they are first
+    # touched, which takes longer than the transfer; a device does not do that. A minimum above 0 would map further,
+    # untouched pages.
+    "KVCACHED_MIN_RESERVED_PAGES": "0",
+    "KVCACHED_MAX_RESERVED_PAGES": str(NUM_BLOCKS),
+}
+PUSH: Mapping[str, object] = {"transfer_mode": "push"}
+PULL = Arm("pull", KEPT)
+STOCK_PUSH = Arm("stock push", connector="NixlPushConnector")
+STREAMED = Arm("push, streamed", KEPT, PUSH, is_streamed=True)
+ARMS = (Arm("stock pull"), STOCK_PUSH, PULL, Arm("push, whole request", KEPT, PUSH), STREAMED)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompt lengths (tokens), numbers of requests at a time, and the most rounds of each.
+
+    ``tokens``: approximate number of tokens that each setting computes, so longer prompts get fewer rounds, down to a
+    minimum.
+    """
+
+    lengths: tuple[int, ...] = (128, 512, 1024, 2048, 4096, 8192)
+    at_a_time: tuple[int, ...] = (1, 2, 4, 8)
+    most_rounds: int = 6
+    tokens: int = 24_576
+
+    def rounds(self, length: int, at_a_time: int) -> int:
+        """Return how often ``at_a_time`` prompts of ``length`` tokens are sent at once."""
+        least = {1: 3, 2: 2}
+        return max(least.get(at_a_time, 1), min(self.most_rounds, self.tokens // (length * at_a_time)))
+
+
+FULL = Load()
+QUICK = Load(lengths=(128, 1024, 4096), at_a_time=(1, 4), most_rounds=5)
+
+
+def answer(run: Run) -> Answer:
+    """Measure over every transport that can be made here."""
+    has_network = enter(sys.argv[1:])
+    names = run.chosen(tuple(TRANSPORTS))
+    if not has_network:
+        run.tell("without a link: no network namespace can be made here (CAP_SYS_ADMIN, ip, tc)")
+    transports = [one for one in map(TRANSPORTS.__getitem__, names) if has_network or one.of_prefill is None]
+    arms = [arm for arm in ARMS if arm is not STOCK_PUSH or run.vllm.startswith("0.28")]
+    rates: dict[str, dict[str, float | None]] = {}
+
+    def enter_network(transport: Transport, prefill_tokens_per_second: float) -> None:
+        makes_gbit = prefill_tokens_per_second * KV_BYTES_PER_TOKEN * 8 / 1e9
+        carries_gbit = None if transport.of_prefill is None else round(makes_gbit * transport.of_prefill, 2)
+        if has_network:
+            limit(carries_gbit)
+        rates[transport.name] = {"prefill makes": round(makes_gbit, 2), "it carries": carries_gbit}
+        run.tell(f"over {transport.name}; Gbit/s: {rates[transport.name]}")
+
+    samples = Samples(FORMS)
+    for _, same in itertools.groupby(transports, key=lambda one: dict(one.environment)):
+        measure(run, samples, arms, list(same), QUICK if run.quick else FULL, enter_network)
+    title = f"push against pull, vLLM {run.vllm}; milliseconds"
+    content = {"gbit_per_second": rates, "samples": samples.as_json()}
+    return Answer([table_of(samples, title)], judge(samples), content, lambda path: plot(samples, run.vllm, path))
+
+
+def specs(arm: Arm, transport: Transport, model: Path) -> list[ServerSpec]:
+    """Return the configurations of P and D of an arm over a transport."""
+    return pair_specs(
+        arm,
+        transport.name,
+        transport.environment,
+        model=model,
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        max_model_len=8704,
+        max_num_batched_tokens=CHUNK_TOKENS,
+        kv_space_gib=KV_GIB,
+        forks=True,
+        arguments=("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(NUM_BLOCKS)),
+    )
+
+
+def measure(
+    run: Run,
+    samples: Samples,
+    arms: Sequence[Arm],
+    transports: Sequence[Transport],
+    load: Load,
+    enter_network: Callable[[Transport, float], None] = lambda *_: None,
+) -> None:
+    """Start all pairs, send the load to all arms in turn, stop the servers.
+
+    Args:
+        transports: transports with the same environment, so that the same servers can use all of them.
+        enter_network: called with each transport, and with the tokens that prefill computes per second.
+    """
+    model = make_model(MODEL)
+    with running_pairs(arms, lambda arm: specs(arm, transports[0], model), run.logs, run.show) as pairs:
+        asyncio.run(_take_turns(run, samples, arms, pairs, transports, load, enter_network))
+
+
+async def _take_turns(
+    run: Run,
+    samples: Samples,
+    arms: Sequence[Arm],
+    pairs: Sequence[Sequence[Server]],
+    transports: Sequence[Transport],
+    load: Load,
+    enter_network: Callable[[Transport, float], None],
+) -> None:
+    turns = itertools.count()
+    async with http_client(max(load.at_a_time)) as http:
+        routers = [Router(arm, *pair, http) for arm, pair in zip(arms, pairs, strict=True)]
+        for router in {router.arm.servers: router for router in routers}.values():
+            # Not measured: the handshake, both sides' first steps and the first touch of their memory.
+            run.show(f"warming up, {router.arm.name}")
+            for side in (router.prefill, router.decode):
+                await side.probe("time_transfers")
+            await asyncio.gather(*(router.hand_over(max(load.lengths), TOKENS) for _ in range(max(load.at_a_time))))
+        for transport in transports:
+            enter_network(transport, await _prefill_tokens_per_second(routers[0], max(load.lengths)))
+            for length, at_a_time in itertools.product(load.lengths, load.at_a_time):
+                run.show(f"over {transport.name}: {length} tokens, {at_a_time} at a time")
+                for _ in range(load.rounds(length, at_a_time)):
+                    for router in in_turn(routers, next(turns)):
+                        await _together(samples, (transport.name, length, at_a_time), router)
+
+
+async def _prefill_tokens_per_second(router: Router, length: int) -> float:
+    """Return the rate without other requests; the median of three."""
+    prompt, seconds = [2] * length, []
+    for _ in range(3):
+        name = f"speed-{next(router.names)}"
+        begun = time.perf_counter()
+        await router.prefill.complete(prompt, max_tokens=1, salt=name, request_id=name)
+        seconds.append(time.perf_counter() - begun)
+    return length / statistics.median(seconds)
+
+
+async def _together(samples: Samples, setting: Setting, router: Router) -> None:
+    """Send as many prompts at once as the setting says."""
+    _, length, at_a_time = setting
+    for handed in await asyncio.gather(*(router.hand_over(length, TOKENS) for _ in range(at_a_time))):
+        seconds = (handed.tokens[-1] - handed.tokens[0]) / (TOKENS - 1)
+        samples.add(setting, router.arm.name, first_token=handed.first_token_seconds, token=seconds)
+    if at_a_time == 1:
+        # From the end of prefill's last step until decode's connector has all KV.
+        received = (await router.decode.probe("times"))["received"]
+        computed = (await router.prefill.probe("times"))["computed"]
+        samples.add(setting, router.arm.name, left=float(received - computed))
+
+
+def judge(samples: Samples) -> list[Verdict]:
+    """Return the targets of all settings."""
+
+    def over_tcp(setting: Setting) -> bool:
+        return TRANSPORTS[setting[0]].environment.get("UCX_TLS") == "tcp"
+
+    pull, words = ("pull", STREAMED.name, "first_token"), "first token, pull / streamed push"
+    return [
+        *samples.compare(*pull, words, least=1.0, where=lambda one: over_tcp(one) and one[1] < 1024),
+        *samples.compare(*pull, words, least=1.5, where=lambda one: over_tcp(one) and one[1] >= 1024),
+        *_hidden(samples),
+        *samples.compare(
+            STOCK_PUSH.name,
+            STREAMED.name,
+            "first_token",
+            "stock push / streamed push",
+            least=1.2,
+            where=lambda one: one[1] >= 2048,
+        ),
+    ]
+
+
+def _hidden(samples: Samples) -> list[Verdict]:
+    """Return the targets for a streamed push's transfer time after the last step, relative to a one-chunk prompt."""
+    rows = []
+    for transport, length, at_a_time in samples.settings:
+        chunk = samples.values((transport, CHUNK_TOKENS, 1), STREAMED.name, "left")
+        left = samples.values((transport, length, at_a_time), STREAMED.name, "left")
+        if length > CHUNK_TOKENS and chunk and left:
+            seconds, most = statistics.median(left), statistics.median(chunk)
+            rows.append(
+                Verdict(
+                    f"over {transport}, {length} tokens: transfer left after the last step, / one chunk's (<= 1.1 x)",
+                    f"{seconds * 1e3:.0f} ms of {most * 1e3:.0f} ms",
+                    seconds <= 1.1 * most,
+                )
+            )
+    return rows
+
+
+def table_of(samples: Samples, title: str) -> Table:
+    """Return a table with one row per setting and arm."""
+    columns = [Column("n", "first_token", 1, of=len)]
+    for heading, figure, digits in (("TTFT", "first_token", 0), ("TPOT", "token", 1)):
+        columns.append(Column(f"{heading} p50", figure, digits=digits))
+        columns += [Column(f"p{share}", figure, digits=digits, of=percentile(share)) for share in (90, 99)]
+    return samples.table(title, [*columns, Column("left", "left")])
+
+
+def plot(samples: Samples, vllm: str, path: Path) -> None:
+    """Plot time to first token over prompt length for one request at a time: a panel per transport, p50 to p90."""
+    transports = list(dict.fromkeys(transport for transport, *_ in samples.settings))
+    figure, panels = make_panels(len(transports), 5.2 * len(transports), 4, sharey=True)
+    for panel, transport in zip(panels, transports, strict=True):
+        lengths = list(dict.fromkeys(length for over, length, _ in samples.settings if over == transport))
+        for arm in samples.arms:
+            values = [samples.values((transport, length, 1), arm, "first_token") for length in lengths]
+            line(panel, lengths, list(map(statistics.median, values)), arm, list(map(percentile(90), values)))
+        finish(panel, xscale="log", yscale="log", title=transport, xlabel="prompt, tokens")
+        panel.set_xticks(lengths, [str(length) for length in lengths])
+    panels[0].set_ylabel("time to first token, s (p50, shaded to p90)")
+    save(figure, f"prefill to decode, vLLM {vllm}, 16 KiB of KV a token", path)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker extension that times steps, transfers and copies, reports registrations, and forgets peers.
+
+Times are from the machine's monotonic clock, which all its processes share. Needs an executor that runs the worker in
+the engine's process.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kv_probe import KvProbe
+
+
+def _connector() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
+def _side() -> Any:
+    """Return this package's worker facade; None where another connector serves."""
+    return vars(_connector()).get("_kvcached_nixl")
+
+
+class BenchProbe(KvProbe):
+    """Runs in the worker process, between two engine steps; hooks the connector's instance, as KvProbe does."""
+
+    _times: dict[str, float]
+    _copied_seconds: list[float]
+
+    def kv_probe_time_transfers(self) -> dict[str, Any]:
+        """Start recording the end of every step and of every receive."""
+        connector = _connector()
+        wait_for_save, get_finished = connector.wait_for_save, connector.get_finished
+        self._times = times = {"computed": 0.0, "received": 0.0, "freed": 0.0}
+
+        def timed_wait_for_save() -> Any:
+            # On a CPU, the computation of the step is complete when the worker calls this.
+            times["computed"] = time.monotonic()
+            return wait_for_save()
+
+        def timed_get_finished(*args: Any) -> Any:
+            found = get_finished(*args)
+            if found[1]:
+                times["received"] = time.monotonic()
+            return found
+
+        connector.wait_for_save, connector.get_finished = timed_wait_for_save, timed_get_finished
+        return {}
+
+    def kv_probe_times(self) -> dict[str, Any]:
+        """Return when the last step that computed something ended, when the last receive ended, and, after
+        `kv_probe_time_copies`, when blocks were last freed."""
+        return dict(self._times)
+
+    def kv_probe_time_copies(self) -> dict[str, Any]:
+        """Start recording how long each copy takes, and when blocks are freed. Returns whether KV is staged."""
+        from kvcached.kv_cache_manager import KVCacheManager
+
+        times, free = self._times, KVCacheManager.free
+        self._copied_seconds = seconds = []
+
+        def timed_free(*args: Any) -> Any:
+            # Noted before the call: free unmaps pages, too, which takes time.
+            times["freed"] = time.monotonic()
+            return free(*args)
+
+        KVCacheManager.free = timed_free
+        staging = _side().thread._context.staging
+        if staging is None:
+            return {"staged": False}
+        do = staging.copier._do
+
+        def timed_do(*args: Any) -> Any:
+            begun = time.monotonic()
+            failed = do(*args)
+            seconds.append(time.monotonic() - begun)
+            return failed
+
+        staging.copier._do = timed_do
+        return {"staged": True}
+
+    def kv_probe_copied(self) -> dict[str, Any]:
+        """Return the total seconds of copying since the last call."""
+        taken = list(self._copied_seconds)
+        del self._copied_seconds[: len(taken)]
+        return {"seconds": sum(taken)}
+
+    def kv_probe_registration(self) -> dict[str, Any]:
+        """Return the number of descriptors per block, and of those that were made before the first request."""
+        worker = _connector().connector_worker
+        if _side() is not None:
+            extents = sum(found.descCount() for found in worker._registered_descs) - 1
+            return {"a_block": extents, "descriptors": 0}
+        made = len(worker.src_blocks_data)
+        return {"a_block": made // worker.num_blocks, "descriptors": made}
+
+    def kv_probe_forget_peers(self) -> dict[str, Any]:
+        """Drop every remote agent, as if its engine had ended, so that the next hand-over is cold."""
+        side, worker = _side(), _connector().connector_worker
+        if side is not None:
+            peers = side.thread._context.peers
+            links = list(peers._links.values())
+            for link in links:
+                peers._drop(link)
+            return {"forgotten": len(links)}
+        engines = list(worker._remote_agents)
+        for engine in engines:
+            if hasattr(worker, "_cleanup_remote_engine"):  # not in vLLM 0.33
+                worker._cleanup_remote_engine(engine, log_eviction=False)
+                continue
+            for handle in worker.dst_xfer_side_handles.pop(engine).values():
+                worker.nixl_wrapper.release_dlist_handle(handle)
+            for agent in worker._remote_agents.pop(engine).values():
+                worker.nixl_wrapper.remove_remote_agent(agent)
+            del worker.kv_caches_base_addr[engine], worker.dst_num_blocks[engine]
+        return {"forgotten": len(engines)}
+
+    def kv_probe_idle_seconds(self, calls: int) -> dict[str, Any]:
+        """Return the seconds per ``get_finished`` call, which every step makes, while no hand-over changes."""
+        get_finished = _connector().get_finished
+        begun = time.perf_counter()
+        for _ in range(calls):
+            get_finished(set())
+        return {"idle": (time.perf_counter() - begun) / calls}

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""experiments/bench: its statistics, each target on both sides of its limit, and what the servers of arms differ in."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("psutil")
+
+from experiments.bench import bench_serve, family_cost, handshake_cost, memory_path, push_vs_pull
+from experiments.bench.pairs import in_turn
+from experiments.bench.questions import QUESTIONS
+from experiments.bench.samples import Column, Samples, percentile
+from experiments.common.targets import Verdict
+
+MIB = 2**20
+
+
+def reached(verdicts: Sequence[Verdict]) -> list[bool]:
+    return [one.reached for one in verdicts]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_question_has_a_module_and_targets(question: str) -> None:
+    assert (Path(push_vs_pull.__file__).parent / f"{question}.py").is_file()
+    assert "targets" in QUESTIONS[question]
+
+
+# ----------------------------------------------------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize(
+    ("values", "hundredths", "expected"),
+    [([3.0], 50, 3.0), ([3.0, 1.0], 50, 1.0), ([1.0, 2.0, 3.0], 50, 2.0), ([1.0, 2.0], 90, 2.0), ([2.0, 1.0], 0, 1.0)],
+)
+def test_a_percentile_is_one_of_the_values(values: list[float], hundredths: int, expected: float) -> None:
+    """Nothing is interpolated, and few values have their largest as the 99th."""
+    assert percentile(hundredths)(values) == expected
+
+
+def test_nothing_of_one_setting_or_arm_is_mixed_with_another() -> None:
+    samples = Samples(("over {}", "{} tokens"))
+    samples.add(("TCP", 8), "pull", first=1.0)
+    samples.add(("TCP", 8), "push", first=8.0)
+    samples.add(("TCP", 16), "pull", first=4.0)
+    samples.add(("TCP", 8), "pull", first=3.0)
+    assert samples.median(("TCP", 8), "pull", "first") == 2.0
+    assert samples.values(("TCP", 16), "push", "first") == []
+    table = samples.table("", [Column("ms", "first"), Column("n", "first", 1, of=len), Column("left", "left")])
+    assert [column.header for column in table.columns] == ["over", "tokens", "arm", "ms", "n", "left"]
+    assert list(table.columns[3].cells) == ["2,000", "8,000", "4,000"]
+    assert list(table.columns[5].cells) == ["", "", ""]
+    assert samples.as_json()[0] == {"setting": {"over {}": "TCP", "{} tokens": 8}, "arm": "pull", "first": [1.0, 3.0]}
+
+
+def test_arms_are_compared_where_both_were_measured() -> None:
+    samples = Samples(("{} tokens",))
+    for length, ours, stock in ((8, 1.15, 1.0), (16, 1.16, 1.0), (32, 1.0, None)):
+        samples.add((length,), "ours", seconds=ours)
+        if stock is not None:
+            samples.add((length,), "stock", seconds=stock)
+    found = samples.compare("ours", "stock", "seconds", "first token", most=1.15)
+    assert [tuple(one) for one in found] == [
+        ("8 tokens: first token (<= 1.15)", "1.15 x", True),
+        ("16 tokens: first token (<= 1.15)", "1.16 x", False),
+    ]
+    assert reached(samples.compare("ours", "stock", "seconds", "", least=1.155)) == [False, True]
+    assert reached(samples.compare("ours", "stock", "seconds", "", most=1.0, where=lambda one: one[0] > 8)) == [False]
+
+
+def test_a_ratio_by_round_is_of_the_same_prompts() -> None:
+    samples = Samples(())
+    for ours, stock in ((10.0, 10.0), (40.0, 20.0), (90.0, 30.0)):
+        samples.add((), "ours", ms=ours)
+        samples.add((), "stock", ms=stock)
+    (found,) = samples.compare("ours", "stock", "ms", "", most=2.0, by_round=True)
+    assert (found.found, found.reached) == ("2.00 x", True)
+
+
+def test_another_arm_is_first_in_each_turn() -> None:
+    assert [in_turn("abc", turn) for turn in (0, 1, 5)] == [("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")]
+
+
+# ------------------------------------------------------------------------------------------------------- push_vs_pull
+
+
+def first_tokens(transport: str, length: int, **of_arms: float) -> Samples:
+    names = {"pull": "pull", "stock": push_vs_pull.STOCK_PUSH.name, "streamed": push_vs_pull.STREAMED.name}
+    samples = Samples(push_vs_pull.FORMS)
+    for arm, seconds in of_arms.items():
+        samples.add((transport, length, 1), names[arm], first_token=seconds, token=0.01)
+    return samples
+
+
+@pytest.mark.parametrize(("length", "pull", "is_reached"), [(1024, 1.5, True), (1024, 1.49, False), (512, 0.99, False)])
+def test_streamed_push_against_pull(length: int, pull: float, is_reached: bool) -> None:
+    """Half again as soon from 1,024 tokens up, and below that never later; the target is TCP's."""
+    (verdict,) = push_vs_pull.judge(first_tokens("TCP", length, pull=pull, streamed=1.0))
+    assert (verdict.found, verdict.reached) == (f"{pull:.2f} x", is_reached)
+    assert push_vs_pull.judge(first_tokens("shared memory", length, pull=pull, streamed=1.0)) == []
+
+
+@pytest.mark.parametrize(("left", "is_reached"), [(0.11, True), (0.111, False)])
+def test_what_is_left_after_the_last_step(left: float, is_reached: bool) -> None:
+    """As much as a prompt of one chunk leaves, whatever the length."""
+    samples = Samples(push_vs_pull.FORMS)
+    for length, seconds in ((push_vs_pull.CHUNK_TOKENS, 0.1), (512, left)):
+        samples.add(("TCP", length, 1), push_vs_pull.STREAMED.name, left=seconds)
+    (verdict,) = push_vs_pull.judge(samples)
+    assert (verdict.found, verdict.reached) == (f"{left * 1e3:.0f} ms of 100 ms", is_reached)
+
+
+@pytest.mark.parametrize(("length", "stock", "expected"), [(2048, 1.2, [True]), (2048, 1.1, [False]), (1024, 1.1, [])])
+def test_streamed_push_against_the_stock_one(length: int, stock: float, expected: list[bool]) -> None:
+    assert reached(push_vs_pull.judge(first_tokens("shared memory", length, stock=stock, streamed=1.0))) == expected
+
+
+def test_both_sides_of_an_arm_are_alike_but_for_their_roles(tmp_path: Path) -> None:
+    """And TCP is forced where the transport's name says so."""
+    for arm in push_vs_pull.ARMS:
+        for transport in push_vs_pull.TRANSPORTS.values():
+            prefill, decode = push_vs_pull.specs(arm, transport, tmp_path)
+            assert prefill.name != decode.name and prefill.kv_transfer and decode.kv_transfer
+            assert {**prefill.kv_transfer, "kv_role": ""} == {**decode.kv_transfer, "kv_role": ""}
+            assert (prefill.kv_transfer["kv_role"], decode.kv_transfer["kv_role"]) == ("kv_producer", "kv_consumer")
+            assert ("ENABLE_KVCACHED" in prefill.environment) is not arm.name.startswith("stock")
+            assert (prefill.environment.get("UCX_TLS") == "tcp") is transport.name.startswith("TCP")
+
+
+@pytest.mark.parametrize(("length", "at_a_time", "rounds"), [(128, 1, 6), (8192, 1, 3), (8192, 2, 2), (8192, 8, 1)])
+def test_long_prompts_have_fewer_rounds(length: int, at_a_time: int, rounds: int) -> None:
+    assert push_vs_pull.FULL.rounds(length, at_a_time) == rounds
+
+
+# --------------------------------------------------------------------------------------------------------- memory_path
+
+
+def test_a_staged_arm_differs_in_its_memory_path_alone(tmp_path: Path) -> None:
+    """So that what differs in its figures is what staging does."""
+    for pair in memory_path.PAIRS:
+        for one, two in zip(*(memory_path.specs(arm, 2, 8, {}, tmp_path) for arm in pair), strict=True):
+            assert (one.environment, one.arguments) == (two.environment, two.arguments)
+            mine, theirs = (dict(spec.kv_transfer or {}) for spec in (one, two))
+            extra, others = mine.pop("kv_connector_extra_config"), theirs.pop("kv_connector_extra_config")
+            assert mine == theirs
+            assert others == {**extra, "memory_path": "host"}  # type: ignore[dict-item]
+
+
+def test_as_many_blocks_are_planned_as_fit() -> None:
+    blocks = memory_path.planned_blocks(8)
+    assert blocks * memory_path.BLOCK_BYTES <= 0.95 * 8 * 2**30 < (blocks + 1) * memory_path.BLOCK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({1: 105, 60: 105}, [True, True, True]),
+        ({1: 106, 60: 105}, [False, True, True]),
+        ({1: 95, 60: 105}, [True, True, False]),
+        ({1: 100, 60: 6000}, [True, False, False]),
+    ],
+)
+def test_resident_memory_is_the_slab_and_the_same_for_every_reservation(
+    more: dict[float, int], expected: list[bool]
+) -> None:
+    """At most a twentieth more, and a twentieth apart."""
+    samples = Samples(("{}", "{} GiB reserved"))
+    for gib, mib in more.items():
+        for arm, found in (("pull", 500), ("pull, staged", 500 + mib)):
+            samples.add(("prefill", gib), arm, anonymous=found * MIB, buffer=gib * 2**30)
+    verdicts = memory_path.judge_memory(samples, slab_gib=100 / 1024)
+    assert reached(verdicts) == expected
+    assert "stock host buffer 61440 MiB" in verdicts[1].found
+
+
+@pytest.mark.parametrize(("seconds", "is_reached"), [(1.15, True), (1.16, False)])
+def test_first_token_staged_against_direct(seconds: float, is_reached: bool) -> None:
+    """Over TCP; shared memory is reported only."""
+    samples = Samples(push_vs_pull.FORMS)
+    for transport in ("TCP", "shared memory"):
+        for arm, first in (("pull", 1.0), ("pull, staged", seconds)):
+            samples.add((transport, 512, 1), arm, first_token=first)
+    assert reached(memory_path.judge_first_token(samples)) == [is_reached]
+
+
+@pytest.mark.parametrize(("seconds", "is_reached"), [(0.012, True), (0.0121, False)])
+def test_blocks_stay_taken_for_the_copy(seconds: float, is_reached: bool) -> None:
+    """A fifth longer at most; of the direct path nothing is promised."""
+    samples = Samples(("{} tokens",))
+    samples.add((2048,), "pull, staged", occupied=seconds, copied=0.01)
+    samples.add((2048,), "pull", occupied=0.5, copied=0.0)
+    assert reached(memory_path.judge_pages(samples)) == [is_reached]
+
+
+def test_what_is_left_of_the_pool_is_counted_in_page_groups() -> None:
+    loaded, group = Samples(()), memory_path.PAGE_GROUP_BYTES
+    loaded.add((), "pull", rate=2.0, mapped=3.5 * group, pool=10 * group)
+    table = memory_path.table_of_loaded(loaded)
+    assert [list(column.cells) for column in table.columns[3:]] == [["35%"], ["6.5"]]
+
+
+# ------------------------------------------------------------------------------------------ family_cost, handshake_cost
+
+
+@pytest.mark.parametrize(
+    ("slower", "descriptors", "expected"),
+    [(1.0, 10.0, [True, True]), (1.2, 10.0, [False, True]), (1.0, 21.0, [True, False])],
+)
+def test_a_family_has_its_targets(slower: float, descriptors: float, expected: list[bool]) -> None:
+    """A hand-over that the machine held up changes no verdict."""
+    samples = Samples(("{}", "{} tokens"))
+    for arm in family_cost.ARMS:
+        is_judged = arm is family_cost.PULL
+        seconds = 0.1 * slower if is_judged else 0.1
+        for one in (seconds, seconds, 3.0):
+            count = descriptors if is_judged else 40.0
+            samples.add(("gemma4", 512), arm.name, first_token=one, descriptors=count, bytes=MIB)
+    assert reached(family_cost.judge(samples)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "missed"),
+    [
+        ({}, []),
+        ({"cold": [0.14] * 5}, [0, 1]),
+        ({"cold": [0.125] * 5}, [1]),
+        ({"resident": [2**30 + 65 * MIB]}, [2]),
+        ({"idle": [33e-6]}, [3]),
+    ],
+    ids=["equal", "slow", "slower than stock", "memory", "wrappers"],
+)
+def test_each_verdict_on_a_cold_pair_falls_on_its_own_figure(
+    changed: dict[str, list[float]], missed: list[int]
+) -> None:
+    """A hand-over that the machine held up (3 s) changes none."""
+    samples = Samples(("{} GiB",))
+    ours = handshake_cost.OURS[0].name
+    for gib, arm in ((0, handshake_cost.STOCK.name), *((gib, ours) for gib in handshake_cost.SIZES_GIB)):
+        figures: dict[str, list[float]] = {"cold": [0.2, 0.1, 0.1, 0.1, 3.0], "resident": [2**30]}
+        figures |= {"step": [0.003], "idle": [2e-6]}
+        samples.figures[(gib,), arm] = figures | (changed if gib == handshake_cost.SIZES_GIB[-1] else {})
+    verdicts = handshake_cost.judge(samples)
+    assert [place for place, one in enumerate(verdicts) if not one.reached] == missed
+    assert len(verdicts) == 4, "the other layout was not measured"
+    assert statistics.median(samples.values((1,), ours, "cold")) == 0.1
+
+
+# --------------------------------------------------------------------------------------------------------- bench_serve
+
+RUN = {
+    "failed": 0.0,
+    "requests_per_second": 1.0,
+    "first_token_p50_ms": 100.0,
+    "token_p50_ms": 10.0,
+    "cpu_token_ms": 12.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "moved", "missed"),
+    [
+        ({}, 9, []),
+        ({"failed": 1.0}, 9, ["without an answer"]),
+        ({}, 8, ["with KV from prefill"]),
+        ({"requests_per_second": 0.99}, 9, ["requests/s"]),
+        ({"first_token_p50_ms": 100.1}, 9, ["first token"]),
+        ({"token_p50_ms": 10.1}, 9, ["further tokens"]),
+        ({"cpu_token_ms": 12.1}, 9, ["CPU"]),
+    ],
+)
+def test_asking_is_held_to_stock(changes: dict[str, float], moved: int, missed: list[str]) -> None:
+    samples = Samples(("{} at a time",))
+    samples.add((8,), bench_serve.PULL.name, **(RUN | changes))
+    samples.add((8,), bench_serve.STOCK_PULL.name, **RUN)
+    verdicts = bench_serve.judge(samples, {bench_serve.PULL.name: (9, moved)})
+    found = [one.target for one in verdicts if not one.reached]
+    assert len(found) == len(missed) and all(word in target for word, target in zip(missed, found, strict=True))
+
+
+def test_a_stock_arm_has_neither_kvcached_nor_this_packages_keys() -> None:
+    for arm, connector in ((bench_serve.STOCK_PULL, "NixlConnector"), (bench_serve.STOCK_PUSH, "NixlPushConnector")):
+        for spec in arm.specs(Path("model")):
+            assert spec.environment == {} and spec.kv_transfer is not None
+            assert spec.kv_transfer["kv_connector"] == connector
+            assert spec.kv_transfer["kv_connector_extra_config"] == {"num_threads": 0}
+    assert [one.kv_transfer for one in bench_serve.ONE.specs(Path("model"))] == [None]
+    for ours, other in bench_serve.PAIRS:
+        assert any(ours in group and other in group for group in bench_serve.GROUPS.values()), "they run side by side"
+        for spec in ours.specs(Path("model")):
+            assert spec.kv_transfer is not None and spec.environment["ENABLE_KVCACHED"] == "true"
+            extra = spec.kv_transfer["kv_connector_extra_config"]
+            assert extra == {"num_threads": 0, "transfer_mode": ours.mode}
