@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
-import sys
 from pathlib import Path
 
 from experiments.common.command_line import KEEPS_LAST, add_word, make_parser, run_main
@@ -24,7 +23,7 @@ the other, pairs of prefill and decode over kvcached, where clients ask decode, 
   push    prefill writes while it computes
   staged  KV moves through a small slab in host memory, whose slots are waited for
 Each query of docs/deploy/prometheus/dashboard.json (its variables chosen as "All") and of alerts.yaml (without its
-threshold) is run over the whole time, and the dashboard is drawn from the answers.
+threshold) is run over the whole time, and the dashboard's panels are drawn from the answers.
 
 Prometheus has to be installed: apt-get install prometheus (Debian, Ubuntu)."""
 
@@ -38,7 +37,7 @@ Results: a table; results/last-VERSION.json with every query, what it returned, 
 
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
-    add_word(parser, "--pair", "pairs", f"{KEEPS_LAST}, and most queries return nothing")
+    add_word(parser, "--pair", "pairs", f"{KEEPS_LAST}, and most queries return nothing", default="")
     return parser.parse_args()
 
 
@@ -46,40 +45,32 @@ def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
     # Imported here, not at the top: --help has to work without an environment.
     from experiments.common.report import REPOSITORY, Narrator, begin, conclude, last_name
-    from experiments.dashboard.fleet import PAIRS, load_pair
+    from experiments.common.servers import ServerError
+    from experiments.dashboard.pairs import PAIRS, load_pair
     from experiments.dashboard.prometheus import scraping
     from experiments.dashboard.queries import FOLDER, read_alerts, read_dashboard
     from experiments.dashboard.report import draw, judge, run_queries, table_of
 
     program = shutil.which("prometheus")
     if program is None:
-        sys.stderr.write(
-            "found no prometheus; expected it on the PATH. No query can be run. apt-get install prometheus\n"
-        )
-        return 2
-    pairs = [one for one in PAIRS if options.pair is None or options.pair in one]
-    if not pairs:
-        sys.stderr.write(f"found no pair whose name contains {options.pair!r}; expected one of {', '.join(PAIRS)}\n")
-        return 2
+        raise ServerError("found no prometheus on the PATH. No query can be run. apt-get install prometheus")
     began, stamp = begin(options.vllm)
     logs = RESULTS / stamp
-    dashboard = read_dashboard(FOLDER / "dashboard.json")
     title = f"queries of the dashboard and of the alerts, vLLM {options.vllm}"
     with Narrator(title) as narrator, scraping(program, logs) as prometheus:
-        loads = [load_pair(one, prometheus, logs, narrator.say) for one in pairs]
+        loads = [load_pair(one, prometheus, logs, narrator.say) for one in PAIRS if options.pair in one]
         narrator.say("asking Prometheus")
-        found = run_queries(prometheus, [*dashboard, *read_alerts(FOLDER / "alerts.yaml")])
-        fired = prometheus.fired()
-    keeps = options.pair is not None
-    draw(dashboard, found, loads, logs / "dashboard.png" if keeps else REPOSITORY / PICTURE)
-    content = {
-        "began": began,
-        "prometheus": prometheus.version,
-        "alerts_fired": fired,
-        "loads": [dataclasses.asdict(one) for one in loads],
-        "queries": [one.as_json() for one in found],
-    }
-    path = logs / "results.json" if keeps else RESULTS / f"{last_name(options.vllm)}.json"
+        queries = [*read_dashboard(FOLDER / "dashboard.json"), *read_alerts(FOLDER / "alerts.yaml")]
+        found = run_queries(prometheus, queries)
+        content = {
+            "began": began,
+            "prometheus": prometheus.version(),
+            "alerts_fired": prometheus.fired(),
+            "loads": [dataclasses.asdict(one) for one in loads],
+            "queries": [one.as_json() for one in found],
+        }
+    draw(found, loads, logs / "dashboard.png" if options.pair else REPOSITORY / PICTURE)
+    path = logs / "results.json" if options.pair else RESULTS / f"{last_name(options.vllm)}.json"
     return conclude([table_of(found)], judge(found, loads), path, content)
 
 

@@ -5,23 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
-import signal
-import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
+from experiments.common.router import running_router
 from experiments.common.servers import HOST, ServerError, free_ports
 from experiments.dashboard.queries import FOLDER
 
-READY_SECONDS = 30.0
-STOP_SECONDS = 20.0
 STEP_SECONDS = 2
 
 
@@ -36,23 +31,17 @@ class Prometheus:
     def __init__(self, url: str, targets: Path) -> None:
         self._http = httpx.Client(base_url=url, trust_env=False, timeout=60.0)
         self._targets = targets
-        self._scraped: list[dict[str, Any]] = []
         self.began_at = time.time()
-        self.version = ""
         self.names: dict[str, str] = {}
 
-    def scrape(self, name: str, url: str, job: str) -> None:
-        """Scrape a server from now on; ``name`` is the label ``instance`` of its series."""
-        self.names[url.removeprefix("http://")] = name
-        self._scraped.append({"targets": [url.removeprefix("http://")], "labels": {"instance": name, "job": job}})
+    def scrape(self, names: dict[str, str]) -> None:
+        """Scrape these servers, URL -> name, and no other ones; the name is the label ``instance`` of their series."""
+        places = {url.removeprefix("http://"): name for url, name in names.items()}
+        self.names |= places
+        scraped = [{"targets": [place], "labels": {"instance": name, "job": "vllm"}} for place, name in places.items()]
         partial = self._targets.with_suffix(".partial")
-        partial.write_text(json.dumps(self._scraped))
+        partial.write_text(json.dumps(scraped))
         partial.replace(self._targets)
-
-    def forget(self) -> None:
-        """Scrape nothing any more."""
-        self._scraped = []
-        self._targets.write_text("[]")
 
     def over_time(self, expression: str) -> list[dict[str, Any]]:
         """Return the series of an expression from the start until now, each with ``metric`` and ``values``."""
@@ -69,16 +58,16 @@ class Prometheus:
         """Return the alerts that have fired."""
         return sorted({one["metric"]["alertname"] for one in self.over_time('ALERTS{alertstate="firing"}')})
 
+    def version(self) -> str:
+        return str(self._http.get("/api/v1/status/buildinfo").json()["data"]["version"])
+
     def is_ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
-            if self._http.get("/-/ready").status_code == httpx.codes.OK:
-                self.version = self._ask("status/buildinfo")["version"]
-                return True
+            return self._http.get("/-/ready").status_code == httpx.codes.OK
         return False
 
     def _ask(self, what: str, **params: Any) -> Any:
-        answer = self._http.post(f"/api/v1/{what}", data=params) if params else self._http.get(f"/api/v1/{what}")
-        content = answer.json()
+        content = self._http.post(f"/api/v1/{what}", data=params).json()
         if content["status"] != "success":
             raise ServerError(f"found that Prometheus refuses {params}: {content.get('error')}")
         return content["data"]
@@ -98,11 +87,7 @@ def config_of(targets: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def scraping(program: str, logs: Path) -> Iterator[Prometheus]:
-    """Start Prometheus with the alert rules; it scrapes nothing yet.
-
-    Raises:
-        ServerError: it has ended, or is not ready in time.
-    """
+    """Start Prometheus with the alert rules; it scrapes nothing yet. Raises ServerError if it does not start."""
     (port,) = free_ports(1)
     folder = (logs / "prometheus").resolve()
     folder.mkdir(parents=True)
@@ -111,28 +96,6 @@ def scraping(program: str, logs: Path) -> Iterator[Prometheus]:
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config_of(targets)))
     command = [program, f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address={HOST}:{port}", "--log.level=warn"]
-    log = logs / "prometheus.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        made = Prometheus(f"http://{HOST}:{port}", targets)
-        deadline = time.monotonic() + READY_SECONDS
-        while not made.is_ready():
-            if process.poll() is not None or time.monotonic() > deadline:
-                said = log.read_text(errors="replace")[-2000:]
-                raise ServerError(f"found Prometheus ended ({process.poll()}) or not ready; its log ends with:\n{said}")
-            time.sleep(0.1)
+    made = Prometheus(f"http://{HOST}:{port}", targets)
+    with running_router(command, logs / "prometheus.log", made.is_ready, "/-/ready to answer"):
         yield made
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def labels_of(metric: Mapping[str, str], legend: str) -> str:
-    """Return a series' name in Grafana's format: a label that it does not have is left empty."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda one: metric.get(one[1], ""), legend)

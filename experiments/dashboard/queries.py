@@ -13,8 +13,6 @@ from typing import Any
 from experiments.common.servers import REPOSITORY
 
 FOLDER = REPOSITORY / "docs" / "deploy" / "prometheus"
-PENDING: frozenset[str] = frozenset()
-"""Metrics that the dashboard shows and that the package does not export yet."""
 RATE_INTERVAL = "10s"
 """Stands for Grafana's ``$__rate_interval``: several scrapes of a second each."""
 _METRIC = re.compile(r"\b(?:kvcached_nixl[:_]|vllm:)[a-z_]+")
@@ -29,24 +27,20 @@ class Query:
     Attributes:
         row, panel: where the dashboard has it; "alerts" and the alert's name for a rule.
         legend: Grafana's format for the names of its series.
-        unit: Grafana's.
-        place: (column, line, columns, lines) of its panel in Grafana's grid of 24 columns.
     """
 
     row: str
     panel: str
     expression: str
     legend: str = ""
-    unit: str = ""
-    place: tuple[int, int, int, int] = (0, 0, 0, 0)
-
-    @property
-    def is_pending(self) -> bool:
-        return not PENDING.isdisjoint(metrics_of(self.expression))
 
     def over(self, seconds: int) -> str:
         """Return the expression for so many seconds."""
         return self.expression.replace("$__range", f"{seconds}s")
+
+    def label(self, metric: Mapping[str, str]) -> str:
+        """Return a series' name in the legend's format: a label that it does not have is left empty."""
+        return re.sub(r"\{\{(\w+)\}\}", lambda one: metric.get(one[1], ""), self.legend)
 
 
 def metrics_of(expression: str) -> set[str]:
@@ -70,14 +64,11 @@ def read_dashboard(path: Path) -> list[Query]:
     chosen = {one["name"]: one["allValue"] for one in dashboard["templating"]["list"] if one.get("includeAll")}
     found = []
     for row, panel in panels_of(dashboard):
-        grid = panel["gridPos"]
         for target in panel["targets"]:
             expression = target["expr"].replace("$__rate_interval", RATE_INTERVAL)
             for name, value in chosen.items():
                 expression = re.sub(rf"\${name}\b", lambda _, value=value: value, expression)  # type: ignore[misc]
-            place = (grid["x"], grid["y"], grid["w"], grid["h"])
-            unit = panel["fieldConfig"]["defaults"]["unit"]
-            found.append(Query(row, panel["title"], expression, target["legendFormat"], unit, place))
+            found.append(Query(row, panel["title"], expression, target["legendFormat"]))
     return found
 
 

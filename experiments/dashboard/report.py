@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the queries, judges what they return, and draws the dashboard from it."""
+"""Asks the queries, judges what they return, and draws the panels from it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.common.plots import make_panels, save
+from experiments.common.tables import make_table
 from experiments.common.targets import Verdict
-from experiments.dashboard.fleet import OK, Load
-from experiments.dashboard.prometheus import Prometheus, labels_of
-from experiments.dashboard.queries import PENDING, Query
+from experiments.dashboard.pairs import OK, Load
+from experiments.dashboard.prometheus import Prometheus
+from experiments.dashboard.queries import Query
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 PLANTED = Query("planted", "a metric that does not exist", "sum(rate(kvcached_nixl:no_such_metric_total[10s]))")
-COLUMNS, INCHES_PER_COLUMN, INCHES_PER_LINE, DOTS_PER_INCH = 24, 0.72, 0.33, 84
-COLOURS = 96
-MOST_NAMES = 8
-"""Series that a panel's legend names: those with the largest values, if above 0."""
+MOST_NAMES = 6
+"""Series that a panel's legend names: those with the largest values."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,8 @@ class Answer:
     def as_json(self) -> dict[str, Any]:
         """Return the query with its size and its largest value."""
         largest = max((value for _, values in self.series for _, value in values), default=None)
-        return {
-            "row": self.query.row,
-            "panel": self.query.panel,
-            "query": self.query.expression,
-            "series": len(self.series),
-            "values": self.num_values,
-            "largest": largest,
-        }
+        place = {"row": self.query.row, "panel": self.query.panel, "query": self.query.expression}
+        return {**place, "series": len(self.series), "values": self.num_values, "largest": largest}
 
 
 def run_queries(prometheus: Prometheus, queries: Sequence[Query]) -> list[Answer]:
@@ -53,136 +47,58 @@ def run_queries(prometheus: Prometheus, queries: Sequence[Query]) -> list[Answer
     seconds = max(1, int(prometheus.over_time("time()")[0]["values"][-1][0] - prometheus.began_at))
     found = []
     for query in (*queries, PLANTED):
-        series = []
+        answer = Answer(query)
         for one in prometheus.over_time(query.over(seconds)):
             pairs = [(float(at) - prometheus.began_at, float(value)) for at, value in one["values"]]
-            finite = [pair for pair in pairs if math.isfinite(pair[1])]
-            if finite:
+            if finite := [pair for pair in pairs if math.isfinite(pair[1])]:
                 named = {label: prometheus.names.get(value, value) for label, value in one["metric"].items()}
-                series.append((named, finite))
-        found.append(Answer(query, series))
+                answer.series.append((named, finite))
+        found.append(answer)
     return found
 
 
 def judge(found: Sequence[Answer], loads: Sequence[Load]) -> list[Verdict]:
     """Return the targets."""
     asked = [one for one in found if one.query is not PLANTED]
-    empty = [f"{one.query.row}: {one.query.panel}" for one in asked if not one.num_values and not one.query.is_pending]
+    empty = [f"{one.query.row}: {one.query.panel}" for one in asked if not one.num_values]
     (planted,) = [one for one in found if one.query is PLANTED]
     verdicts = [
-        Verdict(
-            "queries that return no value (0)",
-            "; ".join(empty) or f"0 of {len(asked)}; pending: {', '.join(sorted(PENDING)) or 'none'}",
-            not empty,
-        ),
+        Verdict("queries that return no value (0)", "; ".join(empty) or f"0 of {len(asked)}", not empty),
         Verdict("values of a metric that does not exist (0)", str(planted.num_values), not planted.num_values),
     ]
     for load in loads:
         right, number = load.outcomes.get(OK, 0), sum(load.outcomes.values())
-        verdicts.append(
-            Verdict(f"{load.pair}: answered (most)", f"{right} of {number}: {load.outcomes}", 2 * right > number)
-        )
+        outcomes = f"{right} of {number}: {dict(load.outcomes)}"
         again = "yes" if load.is_idle_again else "no"
+        verdicts.append(Verdict(f"{load.pair}: answered (most)", outcomes, 2 * right > number))
         verdicts.append(Verdict(f"{load.pair}: no KV in use when idle again (yes)", again, load.is_idle_again))
     return verdicts
 
 
 def table_of(found: Sequence[Answer]) -> Table:
     """Return a row per query."""
-    from rich.table import Table
+    rows = [(one.query.row, one.query.panel, str(len(one.series)), str(one.num_values)) for one in found]
+    return make_table("what each query returned", ("row", "panel", "series", "values"), rows)
 
-    table = Table(title="what each query returned")
-    for column in ("row", "panel", "series", "values"):
-        table.add_column(column, justify="left" if column in ("row", "panel") else "right")
+
+def draw(found: Sequence[Answer], loads: Sequence[Load], path: Path) -> None:
+    """Draw the dashboard's panels in its order."""
+    panels: dict[str, list[Answer]] = {}
     for one in found:
-        pending = " (pending)" if one.query.is_pending else ""
-        table.add_row(one.query.row, one.query.panel + pending, str(len(one.series)), str(one.num_values))
-    return table
-
-
-# --------------------------------------------------------------------------------------------------------- the picture
-
-
-def draw(dashboard: Sequence[Query], found: Sequence[Answer], loads: Sequence[Load], path: Path) -> None:
-    """Draw the dashboard's panels where Grafana has them."""
-    from matplotlib.figure import Figure
-    from PIL import Image
-
-    answers = {id(one.query): one for one in found}
-    lines = max(query.place[1] + query.place[3] for query in dashboard)
-    width, height = COLUMNS * INCHES_PER_COLUMN, lines * INCHES_PER_LINE
-    figure = Figure(figsize=(width, height))
-    panels: dict[tuple[str, str], list[Query]] = {}
-    for query in dashboard:
-        panels.setdefault((query.row, query.panel), []).append(query)
-    drawn_rows: set[str] = set()
-    seconds = max((at for one in found for _, values in one.series for at, _ in values), default=1.0)
-    for (row, title), queries in panels.items():
-        x, y, w, h = queries[0].place
-        if row not in drawn_rows:
-            drawn_rows.add(row)
-            top = 1 - (y - 0.3) / lines
-            figure.text(0.006, top, row, fontsize=12, fontweight="bold", va="center")
-        left, bottom = (x + 1.1) / COLUMNS, 1 - (y + h - 2.6) / lines
-        axes = figure.add_axes((left, bottom, (w - 1.5) / COLUMNS, (h - 3.6) / lines))
-        axes.set_title(title, fontsize=8.5, loc="left")
-        _draw_panel(axes, queries, [answers[id(one)] for one in queries])
-        axes.set_xlim(0, seconds)
+        if one.query is not PLANTED and one.query.row != "alerts":
+            panels.setdefault(f"{one.query.row}\n{one.query.panel}", []).append(one)
+    figure, places = make_panels(len(panels), 18, 2.1 * -(-len(panels) // 4), a_row=4)
+    for axes, (title, answers) in zip(places, panels.items(), strict=True):
+        axes.set_title(title, fontsize=7, loc="left")
+        series = [(one.query.label(metric), values) for one in answers for metric, values in one.series]
+        series.sort(key=lambda one: -max(value for _, value in one[1]))
+        for place, (name, values) in enumerate(series):
+            label = (name or "all") if place < MOST_NAMES else None
+            axes.plot(*zip(*values, strict=True), ".", markersize=2, label=label)
+        axes.set_ylim(bottom=0)
+        axes.tick_params(labelsize=6)
+        axes.grid(alpha=0.3)
+        if series:
+            axes.legend(fontsize=5)
     began = ", ".join(f"{load.pair} from {load.began_seconds:.0f} s" for load in loads)
-    figure.text(0.994, 1 - 0.4 / lines, f"seconds since the start: {began}", fontsize=8.5, ha="right", va="center")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DOTS_PER_INCH)
-    # A quarter of the size.
-    Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
-
-
-def _draw_panel(axes: Any, queries: Sequence[Query], answers: Sequence[Answer]) -> None:
-    drawn = []
-    for query, answer in zip(queries, answers, strict=True):
-        for metric, values in answer.series:
-            name = labels_of(metric, query.legend)
-            drawn.append((max(value for _, value in values), name, values))
-    drawn.sort(key=lambda one: (-one[0], one[1]))
-    for place, (largest, name, values) in enumerate(drawn):
-        is_named = place == 0 or (place < MOST_NAMES and largest > 0)
-        axes.plot(*_with_gaps(values), linewidth=1.1, label=name or "all" if is_named else None)
-    is_pending = any(query.is_pending for query in queries)
-    if not drawn:
-        text = "not exported yet" if is_pending else "no data"
-        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color="grey" if is_pending else "red")
-    axes.set_ylim(bottom=0, top=1.1 * drawn[0][0] if drawn and drawn[0][0] > 0 else 1.0)
-    axes.yaxis.set_major_formatter(_format_of(queries[0].unit))
-    axes.tick_params(labelsize=7)
-    axes.locator_params(axis="y", nbins=4)
-    axes.grid(alpha=0.3)
-    if drawn:
-        axes.legend(
-            fontsize=6.5, loc="upper left", bbox_to_anchor=(-0.02, -0.14), ncols=2, frameon=False, borderaxespad=0.0,
-            labelspacing=0.15, handlelength=1.0, columnspacing=0.8,
-        )  # fmt: skip
-
-
-def _with_gaps(values: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Return times and values, with a gap where the series was not there for a while."""
-    times: list[float] = []
-    heights: list[float] = []
-    for at, value in values:
-        if times and at - times[-1] > 10:
-            times.append(at)
-            heights.append(math.nan)
-        times.append(at)
-        heights.append(value)
-    return times, heights
-
-
-def _format_of(unit: str) -> Any:
-    from matplotlib.ticker import EngFormatter, FuncFormatter, PercentFormatter
-
-    if unit == "percentunit":
-        return PercentFormatter(1.0, decimals=0)
-    if unit in ("bytes", "Bps"):
-        return EngFormatter(unit="B" if unit == "bytes" else "B/s", places=0)
-    if unit == "s":
-        return EngFormatter(unit="s")
-    per_second = "/s" if unit in ("ops", "reqps") else ""
-    return FuncFormatter(lambda value, _: f"{value:g}{per_second}")
+    save(figure, f"seconds since the start: {began}", path)

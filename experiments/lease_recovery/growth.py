@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from experiments.common.tables import make_table
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -112,23 +114,11 @@ def grown(readings: Sequence[Reading], control: Sequence[Reading], bounds: Mappi
 
 def table_of(series: Mapping[str, Sequence[Reading]], title: str) -> Table:
     """Return a table with a row for each series of readings and what they hold."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in (
-        "process",
-        "holds",
-        "first",
-        "last",
-        "per 1,000 hand-overs and restarts",
-        "of these, per 1,000 hand-overs",
-        "per restart",
-    ):
-        table.add_column(column, justify="left" if column in ("process", "holds") else "right")
+    rows = []
     for process, readings in series.items():
         for name in readings[0].held:
             ends = (f"{readings[place].held[name]:.1f}" for place in (0, -1))
-            found = rises(readings, name) if len(readings) >= FEWEST_READINGS else ()
-            table.add_row(process, name, *ends, *map(str, found))
-        table.add_section()
-    return table
+            found = rises(readings, name) if len(readings) >= FEWEST_READINGS else ("", "", "")
+            rows.append([process, name, *ends, *map(str, found)])
+    of_all = ("per 1,000 hand-overs and restarts", "of these, per 1,000 hand-overs", "per restart")
+    return make_table(title, ("process", "holds", "first", "last", *of_all), rows)

@@ -8,13 +8,16 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rich.table import Table
-
+from experiments.common.tables import make_table
 from experiments.common.targets import Verdict
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
 from experiments.lease_recovery.faults import SHORTER, Recovery, Told
 from experiments.lease_recovery.traffic import OUT_OF_DATE, Ended
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 LEAST_REQUESTS = 300
 MEMORY_BACK_SECONDS = LEASE_SECONDS + 2 * HEARTBEAT_SECONDS
@@ -43,64 +46,36 @@ def judge(outcome: Outcome) -> list[Verdict]:
     ended = sum(one.leases_ended or 0 for one in outlived)
     told = max((one.seconds for one in outcome.told), default=math.inf)
     stale = Counter(one.verdict for one in outcome.ended if one.fault == OUT_OF_DATE)
-    return [
-        Verdict(
-            f"{outcome.arm}: at least {LEAST_REQUESTS} requests",
-            f"{len(outcome.ended)}",
-            len(outcome.ended) >= LEAST_REQUESTS,
-        ),
-        Verdict(f"{outcome.arm}: no wrong token with HTTP 200", f"{verdicts['wrong']}", not verdicts["wrong"]),
-        Verdict(
-            f"{outcome.arm}: {OUT_OF_DATE}, none wrong", f"{stale['wrong']} of {stale.total()}", not stale["wrong"]
-        ),
-        Verdict(f"{outcome.arm}: no request hangs", f"{verdicts['hangs']}", not verdicts["hangs"]),
-        Verdict(
-            f"{outcome.arm}: after every fault requests are answered correctly again", _said([right]), right < math.inf
-        ),
-        Verdict(
-            f"{outcome.arm}: memory is back to idle within {MEMORY_BACK_SECONDS:.1f} s (a lease and two heartbeats)",
-            _said([memory]),
-            memory <= MEMORY_BACK_SECONDS,
-        ),
-        Verdict(
-            f"{outcome.arm}: pauses and resets return within {TOLD_SECONDS:.0f} s", _said([told]), told <= TOLD_SECONDS
-        ),
-        Verdict(
-            f"{outcome.arm}: no lease ends while a server is frozen for {SHORTER}",
-            f"{ended} in {len(outlived)}",
-            bool(outlived) and not ended,
-        ),
-    ]
+    number = len(outcome.ended)
+    back = f"memory is back to idle within {MEMORY_BACK_SECONDS:.1f} s (a lease and two heartbeats)"
+    frozen = f"no lease ends while a server is frozen for {SHORTER}"
+    found = (
+        (f"at least {LEAST_REQUESTS} requests", f"{number}", number >= LEAST_REQUESTS),
+        ("no wrong token with HTTP 200", f"{verdicts['wrong']}", not verdicts["wrong"]),
+        (f"{OUT_OF_DATE}, none wrong", f"{stale['wrong']} of {stale.total()}", not stale["wrong"]),
+        ("no request hangs", f"{verdicts['hangs']}", not verdicts["hangs"]),
+        ("after every fault requests are answered correctly again", _said([right]), right < math.inf),
+        (back, _said([memory]), memory <= MEMORY_BACK_SECONDS),
+        (f"pauses and resets return within {TOLD_SECONDS:.0f} s", _said([told]), told <= TOLD_SECONDS),
+        (frozen, f"{ended} in {len(outlived)}", bool(outlived) and not ended),
+    )
+    return [Verdict(f"{outcome.arm}: {target}", words, reached) for target, words, reached in found]
 
 
 def table_of_faults(outcomes: Sequence[Outcome], title: str) -> Table:
     """Return a table with a row per arm and kind of fault; seconds are the median and the longest."""
-    table = Table(title=title)
-    for column in (
-        "servers",
-        "fault",
-        "times",
-        *VERDICTS,
-        "leases ended",
-        "until a correct answer (s)",
-        "until memory is idle (s)",
-    ):
-        table.add_column(column, justify="left" if column in ("servers", "fault") else "right")
+    rows = []
     for outcome in outcomes:
         for fault in [*dict.fromkeys(one.fault for one in outcome.recoveries), OUT_OF_DATE, "none"]:
             times = [one for one in outcome.recoveries if one.fault == fault]
             verdicts = Counter(one.verdict for one in outcome.ended if one.fault == fault)
-            table.add_row(
-                outcome.arm,
-                fault,
-                str(len(times)) if times else "",
-                *(str(verdicts[verdict] or "") for verdict in VERDICTS),
-                str(sum(one.leases_ended or 0 for one in times) or ""),
-                _said([_seconds(one.right_seconds) for one in times]),
-                _said([_seconds(one.memory_seconds) for one in times]),
-            )
-        table.add_section()
-    return table
+            counts = [len(times), *(verdicts[verdict] for verdict in VERDICTS)]
+            counts.append(sum(one.leases_ended or 0 for one in times))
+            found = ([one.right_seconds for one in times], [one.memory_seconds for one in times])
+            seconds = (_said([*map(_seconds, some)]) for some in found)
+            rows.append([outcome.arm, fault, *(str(number or "") for number in counts), *seconds])
+    ends = ("leases ended", "until a correct answer (s)", "until memory is idle (s)")
+    return make_table(title, ("servers", "fault", "times", *VERDICTS, *ends), rows)
 
 
 def _seconds(measured: float | None) -> float:

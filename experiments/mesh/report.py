@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.common.plots import make_panels, save
+from experiments.common.plots import finish, line, make_panels, save
+from experiments.common.tables import make_table
 from experiments.common.targets import Verdict
 from experiments.mesh.tables import STALE
 
@@ -68,25 +70,18 @@ def judge(run: Run, wrong: str, failed: str) -> list[Verdict]:
     memory = last.bytes_per_peer / first.bytes_per_peer
     grown = grown_tables(run)
     bad = [f"{run.ends[end]} have {end}" for end in (wrong, failed) if run.ends.get(end)]
-    return [
-        Verdict(
-            f"{run.mode}: no wrong byte, and no client without KV unless one of its engines had a fault",
-            ", ".join(bad) or "none",
-            not bad,
-        ),
-        Verdict(
-            f"{run.mode}: a hand-over, last tenth / first (<= {MOST_GROWTH})", f"{cost:.2f} x", cost <= MOST_GROWTH
-        ),
-        Verdict(
-            f"{run.mode}: memory per peer, last / first (<= {MOST_GROWTH})", f"{memory:.2f} x", memory <= MOST_GROWTH
-        ),
-        Verdict(f"{run.mode}: no table grows", ", ".join(grown) or "none", not grown),
-        Verdict(
-            f"{run.mode}: at the end every block is free, no ownership token is left, every table is empty",
-            ", ".join(run.left) or "yes",
+    found = (
+        ("no wrong byte, and no client without KV unless one of its engines had a fault", ", ".join(bad), not bad),
+        (f"a hand-over, last tenth / first (<= {MOST_GROWTH})", f"{cost:.2f} x", cost <= MOST_GROWTH),
+        (f"memory per peer, last / first (<= {MOST_GROWTH})", f"{memory:.2f} x", memory <= MOST_GROWTH),
+        ("no table grows", ", ".join(grown), not grown),
+        (
+            "at the end every block is free, no ownership token is left, every table is empty",
+            ", ".join(run.left),
             not run.left,
         ),
-    ]
+    )
+    return [Verdict(f"{run.mode}: {target}", words or "none", reached) for target, words, reached in found]
 
 
 def grown_tables(run: Run) -> list[str]:
@@ -126,52 +121,32 @@ def _may_hold(name: str) -> bool:
 
 def table_of(runs: Sequence[Run], title: str) -> Table:
     """Return a table with one row per tenth."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in ("direction", "tenth", "hand-overs", "µs each", "peers", "bytes per peer", "resident MiB"):
-        table.add_column(column, justify="left" if column == "direction" else "right")
-    for run in runs:
-        for place, one in enumerate(run.tenths, 1):
-            table.add_row(
-                run.mode,
-                str(place),
-                f"{one.hand_overs:,}",
-                f"{one.microseconds:.0f}",
-                f"{one.peers:,}",
-                f"{one.bytes_per_peer:.0f}",
-                f"{one.resident_mib:.0f}",
-            )
-    return table
+    rows = [
+        [run.mode, str(place), f"{one.hand_overs:,}", f"{one.microseconds:.0f}", f"{one.peers:,}"]
+        + [f"{one.bytes_per_peer:.0f}", f"{one.resident_mib:.0f}"]
+        for run in runs
+        for place, one in enumerate(run.tenths, 1)
+    ]
+    columns = ("direction", "tenth", "hand-overs", "µs each", "peers", "bytes per peer", "resident MiB")
+    return make_table(title, columns, rows)
 
 
 def table_of_ends(runs: Sequence[Run]) -> Table:
     """Return a table of what clients got, and of the faults of engines."""
-    from rich.table import Table
-
-    table = Table(title="what clients got, and faults of engines")
-    for column in ("direction", "what", "how often"):
-        table.add_column(column, justify="right" if column == "how often" else "left")
-    for run in runs:
-        for counts in (run.ends, run.done):
-            for what, count in counts.items():
-                table.add_row(run.mode, what, f"{count:,}")
-    return table
+    rows = [
+        (run.mode, what, f"{count:,}") for run in runs for ends in (run.ends, run.done) for what, count in ends.items()
+    ]
+    return make_table("what clients got, and faults of engines", ("direction", "what", "how often"), rows)
 
 
 def plot(runs: Sequence[Run], title: str, path: Path) -> None:
     """Plot the cost of a hand-over and the memory per peer over the tenths."""
     figure, (cost, memory) = make_panels(2, 10, 3.6)
     for run in runs:
-        done, places = 0, []
-        for tenth in run.tenths:
-            done += tenth.hand_overs
-            places.append(done)
-        cost.plot(places, [tenth.microseconds for tenth in run.tenths], marker="o", markersize=3, label=run.mode)
-        memory.plot(places, [tenth.bytes_per_peer for tenth in run.tenths], marker="o", markersize=3, label=run.mode)
+        places = list(itertools.accumulate(tenth.hand_overs for tenth in run.tenths))
+        line(cost, places, [tenth.microseconds for tenth in run.tenths], run.mode)
+        line(memory, places, [tenth.bytes_per_peer for tenth in run.tenths], run.mode)
     for panel, label in ((cost, "µs of one core for a hand-over"), (memory, "bytes per peer")):
-        panel.set(xlabel="hand-overs", ylabel=label)
+        finish(panel, xlabel="hand-overs", ylabel=label)
         panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
     save(figure, title, path)

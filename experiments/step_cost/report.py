@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.common.plots import make_panels, save
+from experiments.common.plots import finish, line, make_panels, save
+from experiments.common.tables import make_table
 from experiments.common.targets import Verdict
 from kvcached_nixl.wire.lease import MAX_HEARTBEAT_BYTES
 
@@ -46,29 +47,22 @@ def judge(costs: Sequence[Cost]) -> list[Verdict]:
 
 def table_of(costs: Sequence[Cost], title: str) -> Table:
     """Return a table with one row per transfer mode, side and number of waiting hand-overs."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    left = ("direction", "side")
-    for column in (
+    rows = []
+    for one in costs:
+        beat = ("", "") if one.beat_turn is None else (one.beat_turn.p50, one.beat_turn.p99)
+        parts = (one.scheduler.p50, one.pickled.p50, one.worker.p50)
+        times = (one.step.p50, one.step.p99, *parts, one.idle_turn.p50, one.idle_turn.p99)
+        cells = (*times, one.arrival.p50, one.arrival.p99, *beat)
+        rows.append([one.direction, one.side, f"{one.waiting:,}", *map(_cell, cells), str(one.most_beats)])
+    columns = (
         *("direction", "side", "waiting", "step p50", "p99", "engine", "pickle", "worker"),
         *("idle turn", "p99", "arrival", "p99", "heartbeats sent or read", "p99", "number"),
-    ):
-        table.add_column(column, justify="left" if column in left else "right")
-    for one in costs:
-        beat = ("", "") if one.beat_turn is None else (f"{one.beat_turn.p50:.3f}", f"{one.beat_turn.p99:.3f}")
-        table.add_row(
-            one.direction,
-            one.side,
-            f"{one.waiting:,}",
-            f"{one.step.p50:.3f}",
-            f"{one.step.p99:.3f}",
-            *(f"{part.p50:.3f}" for part in (one.scheduler, one.pickled, one.worker)),
-            *(f"{spent:.3f}" for kind in (one.idle_turn, one.arrival) for spent in (kind.p50, kind.p99)),
-            *beat,
-            str(one.most_beats),
-        )
-    return table
+    )
+    return make_table(title, columns, rows)
+
+
+def _cell(spent: float | str) -> str:
+    return spent if isinstance(spent, str) else f"{spent:.3f}"
 
 
 def plot(costs: Sequence[Cost], title: str, path: Path) -> None:
@@ -76,17 +70,14 @@ def plot(costs: Sequence[Cost], title: str, path: Path) -> None:
     figure, panels = make_panels(2, 10, 3.8)
     for panel, what, limit in zip(panels, ("step", "idle_turn"), (STEP_MS, IDLE_TURN_MS), strict=True):
         for direction, side in dict.fromkeys((one.direction, one.side) for one in costs):
-            line = [one for one in costs if (one.direction, one.side) == (direction, side)]
-            waiting = [one.waiting for one in line]
-            spent = [getattr(one, what) for one in line]
-            panel.plot(waiting, [one.p50 for one in spent], marker="o", markersize=3, label=f"{direction}, {side}")
-            panel.fill_between(waiting, [one.p50 for one in spent], [one.p99 for one in spent], alpha=0.12)
+            those = [one for one in costs if (one.direction, one.side) == (direction, side)]
+            spent = [getattr(one, what) for one in those]
+            waiting, middle = [one.waiting for one in those], [one.p50 for one in spent]
+            line(panel, waiting, middle, f"{direction}, {side}", [one.p99 for one in spent])
         panel.axhline(limit, color="black", linestyle=":", linewidth=1)
         panel.set_xscale("symlog", linthresh=100)
-        panel.set(yscale="log", xlabel="waiting hand-overs", title=what.replace("_", " "))
-        panel.grid(alpha=0.3)
+        finish(panel, yscale="log", xlabel="waiting hand-overs", title=what.replace("_", " "))
     panels[0].set_ylabel("ms (p50, shaded to p99)")
-    panels[0].legend(fontsize=8)
     save(figure, title, path)
 
 
@@ -107,29 +98,17 @@ def judge_schedule(costs: Sequence[ScheduleCost]) -> list[Verdict]:
 
 def table_of_schedule(costs: Sequence[ScheduleCost], title: str) -> Table:
     """Return a table with one row per kind of waiting request, engine and number."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    words = ("what waits", "more may run", "engine", "mode")
-    for column in (*words, "waiting", "step p50", "p99", "schedule", "connector", "update", "step with an arrival"):
-        table.add_column(column, justify="left" if column in words else "right")
+    rows = []
     for one in costs:
-        table.add_row(
-            *(one.kind, "yes" if one.has_room else "no", one.engine, one.mode, f"{one.waiting:,}"),
-            *(f"{spent:.3f}" for spent in (one.step.p50, one.step.p99)),
-            *(f"{part.p50:.3f}" for part in (one.schedule, one.connector, one.update)),
-            "" if one.arrival is None else f"{one.arrival.p50:.3f}",
-        )
-    return table
+        arrival = "" if one.arrival is None else one.arrival.p50
+        spent = (one.step.p50, one.step.p99, one.schedule.p50, one.connector.p50, one.update.p50, arrival)
+        words = (one.kind, "yes" if one.has_room else "no", one.engine, one.mode, f"{one.waiting:,}")
+        rows.append([*words, *map(_cell, spent)])
+    columns = ("what waits", "more may run", "engine", "mode", "waiting", "step p50", "p99", "schedule", "connector")
+    return make_table(title, (*columns, "update", "step with an arrival"), rows)
 
 
 def table_of_idle(costs: Sequence[IdleCost], title: str) -> Table:
     """Return a table with one row per server and state."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in ("server", "state", "all processes", "engines"):
-        table.add_column(column, justify="left" if column in ("server", "state") else "right")
-    for one in costs:
-        table.add_row(one.server, one.state, f"{one.cpu:.3f}", f"{one.engines:.3f}")
-    return table
+    rows = [(one.server, one.state, f"{one.cpu:.3f}", f"{one.engines:.3f}") for one in costs]
+    return make_table(title, ("server", "state", "all processes", "engines"), rows)

@@ -63,21 +63,8 @@ def main(options: argparse.Namespace) -> int:
         for arm, traced in found.items()
         for one in traced
     ]
-    spans = {
-        arm.name: [
-            {
-                "process": span.resource["service.name"],
-                "name": span.name,
-                "begin_seconds": round(span.begin - traced[-1].spans[0].begin, 6),
-                "end_seconds": round(span.end - traced[-1].spans[0].begin, 6),
-                "is_counted": span in traced[-1].leaves,
-            }
-            for span in traced[-1].spans
-        ]
-        for arm, traced in found.items()
-    }
     path = None if options.arm else RESULTS / f"{name}.json"
-    content = {"prompt_tokens": PROMPT_TOKENS, "requests": rows, "spans_of_last_request": spans}
+    content = {"prompt_tokens": PROMPT_TOKENS, "requests": rows}
     status = conclude([table_of(found)], verdicts, path, content)
     if not (options.arm or options.quick):
         plot({arm: traced[-1] for arm, traced in list(found.items())[:2]}, PICTURE)

@@ -8,7 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -16,8 +16,8 @@ import httpx
 from experiments.common import model as models
 from experiments.common.asking import Asking
 from experiments.common.otlp import ENVIRONMENT, Span, collecting
-from experiments.common.servers import GIVES_BACK, ServerSpec
-from experiments.common.transfer_config import role
+from experiments.common.servers import GIVES_BACK, ServerSpec, prefill_and_decode
+from experiments.common.transfer_config import nixl
 
 TOKENS = 8
 SUMMARY = "llm_request"
@@ -78,35 +78,20 @@ class Traced:
 
 def specs(arm: Arm, endpoint: str) -> list[ServerSpec]:
     """Return a prefill and a decode server that send spans to ``endpoint``; none if it is ""."""
+    extra = {"transfer_mode": arm.mode, **({"memory_path": "host"} if arm.is_staged else {})}
+    made = prefill_and_decode(
+        arm.name,
+        nixl("", extra, kv_load_failure_policy="fail"),
+        model=models.make_model(models.ModelShape(max_positions=8192)),
+        dtype="float32",
+        max_model_len=8192,
+        arguments=("--otlp-traces-endpoint", endpoint) if endpoint else (),
+        forks=True,
+    )
+    kvcached = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true", "KVCACHED_HOSTVMM_GIB": "2"}
     return [
-        ServerSpec(
-            name=name,
-            model=models.make_model(models.ModelShape(max_positions=8192)),
-            dtype="float32",
-            max_model_len=8192,
-            max_num_batched_tokens=512,
-            kv_transfer={
-                "kv_connector": "NixlConnector",
-                "kv_role": role(name),
-                "kv_load_failure_policy": "fail",
-                "kv_connector_extra_config": {
-                    "num_threads": 0,
-                    "transfer_mode": arm.mode,
-                    **({"memory_path": "host"} if arm.is_staged else {}),
-                },
-            },
-            environment={
-                "ENABLE_KVCACHED": "true",
-                "KVCACHED_CONTIGUOUS_LAYOUT": "true",
-                "KVCACHED_HOSTVMM_GIB": "2",
-                **GIVES_BACK,
-                **ENVIRONMENT,
-                "OTEL_SERVICE_NAME": name,
-            },
-            arguments=("--otlp-traces-endpoint", endpoint) if endpoint else (),
-            forks=True,
-        )
-        for name in ("prefill", "decode")
+        replace(one, environment={**kvcached, **GIVES_BACK, **ENVIRONMENT, "OTEL_SERVICE_NAME": process})
+        for one, process in zip(made, ("prefill", "decode"), strict=True)
     ]
 
 

@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from experiments.common.plots import make_panels, save
+from experiments.common.tables import make_table
 from experiments.common.targets import Verdict
 from experiments.traces.measure import Arm, Traced
 
@@ -18,18 +19,11 @@ if TYPE_CHECKING:
 WITHIN, AT_WORST = 0.05, 0.10
 """Of the median request, and of any: a span that nobody measures gets longer where processes wait for a core."""
 PROCESSES = ("decode", "prefill")
+_OF_PREFILL = ("queued", "computing", "sending")
+_OF_DECODE = ("held", "asking", "queued", "allocated", "handshake", "moving", "verifying", "reporting", "resuming")
 _ALWAYS = {
-    *("prefill_queued", "prefill_computing", "prefill_sending"),
-    *(
-        "decode_held",
-        "decode_asking",
-        "decode_queued",
-        "decode_allocated",
-        "decode_handshake",
-        "decode_moving",
-        "decode_verifying",
-    ),
-    *("decode_reporting", "decode_resuming", "decode_first_token"),
+    *(f"prefill_{state}" for state in _OF_PREFILL),
+    *(f"decode_{state}" for state in (*_OF_DECODE, "first_token")),
 }
 
 
@@ -61,22 +55,17 @@ def judge(arm: Arm, traced: Sequence[Traced]) -> list[Verdict]:
 
 def table_of(found: Mapping[Arm, Sequence[Traced]]) -> Table:
     """Return a table of the median time in each span, in the order in which they begin."""
-    from rich.table import Table
-
-    table = Table(title="median milliseconds before the first token")
-    table.add_column("process")
-    table.add_column("span")
-    names: dict[tuple[str, str], None] = {}
-    for traced in found.values():
-        for one in traced:
-            names |= dict.fromkeys((span.resource["service.name"], span.name) for span in one.leaves)
-    for arm in found:
-        table.add_column(arm.name, justify="right")
-    for process, name in sorted(names, key=lambda one: PROCESSES.index(one[0])):
-        table.add_row(process, name, *(_milliseconds(traced, process, name) for traced in found.values()))
-    whole = (f"{median(one.first_token_seconds for one in traced) * 1e3:.1f}" for traced in found.values())
-    table.add_row("client", "time to first token", *whole)
-    return table
+    every = [one for traced in found.values() for one in traced]
+    names = dict.fromkeys((span.resource["service.name"], span.name) for one in every for span in one.leaves)
+    rows = [
+        [process, name, *(_milliseconds(traced, process, name) for traced in found.values())]
+        for process, name in sorted(names, key=lambda one: PROCESSES.index(one[0]))
+    ]
+    whole = [f"{median(one.first_token_seconds for one in traced) * 1e3:.1f}" for traced in found.values()]
+    columns = ["process", "span", *(arm.name for arm in found)]
+    return make_table(
+        "median milliseconds before the first token", columns, [*rows, ["client", "time to first token", *whole]]
+    )
 
 
 def _milliseconds(traced: Sequence[Traced], process: str, name: str) -> str:

@@ -19,7 +19,6 @@ from support import markdown_pages as pages
 
 from experiments.dashboard.queries import (
     FOLDER,
-    PENDING,
     metrics_of,
     panels_of,
     read_alerts,
@@ -68,16 +67,10 @@ def test_links_lead_to_headings() -> None:
 
 
 def test_it_shows_every_metric_of_this_package_and_no_unknown_one() -> None:
-    """And one that does not exist yet."""
     shown = {name for query in read_dashboard(FILE) for name in metrics_of(query.expression)}
     assert len(documented()) > 30
-    assert shown - documented() - OF_VLLM - PENDING == set()
+    assert shown - documented() - OF_VLLM == set()
     assert {name for name in documented() if name.startswith("kvcached_nixl")} - shown == set()
-
-
-def test_what_is_pending_does_not_exist_yet() -> None:
-    """Otherwise nothing says that its panel shows something."""
-    assert not PENDING & documented()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a pair of servers, loads it, and makes requests fail in known ways."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from experiments.common.asking import Asking
+from experiments.common.client import Client, http_client
+from experiments.common.device import FOLLOWS
+from experiments.common.model import GQA, make_model
+from experiments.common.pages import own_names
+from experiments.common.servers import GIVES_BACK, Server, ServerError, ServerSpec, prefill_and_decode
+from experiments.common.transfer_config import nixl
+from experiments.dashboard.prometheus import Prometheus
+
+Say = Callable[[str], None]
+
+PAIRS = ("pull", "push", "staged")
+SLAB_GIB = 0.005
+"""40 slots of 32 tokens, so that long prompts wait for some."""
+AT_ONCE = 4
+LENGTHS = (64, 200, 450, 900)
+LOAD_SECONDS = 25.0
+IDLE_SECONDS = 60.0
+LEASE_SECONDS = 20.0
+OK = "ok"
+
+
+@dataclass
+class Load:
+    """What a pair was asked, and what came of it.
+
+    Attributes:
+        began_seconds: since Prometheus was started.
+        outcomes: what came of requests to decode -> how many.
+        is_idle_again: whether no token of KV is in use any more when nothing is asked.
+    """
+
+    pair: str
+    began_seconds: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    is_idle_again: bool = False
+
+
+def specs_of(pair: str) -> list[ServerSpec]:
+    """Return prefill, and decode, which asks it and also takes parameters that clients bring."""
+    extra: dict[str, object] = {"kv_lease_duration": LEASE_SECONDS, "give_way_after": 1.0}
+    extra |= {"transfer_mode": "push" if pair == "push" else "pull", "accept_kv_transfer_params": True}
+    if pair == "staged":
+        extra |= {"memory_path": "host", "staging_gib": SLAB_GIB}
+    # kvcached looks at its limit on the thread that allocates pages in advance.
+    environment = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "1", **GIVES_BACK, **FOLLOWS}
+    environment["KVCACHED_PAGE_PREALLOC_ENABLED"] = "true"
+    config = nixl("", extra, kv_load_failure_policy="recompute")
+    return prefill_and_decode(pair, config, model=make_model(GQA), dtype="float32", environment=environment, forks=True)
+
+
+def load_pair(pair: str, prometheus: Prometheus, logs: Path, say: Say) -> Load:
+    """Start a pair, load it, make it fail, and stop it.
+
+    Raises:
+        ServerError: a server does not start, or the fault did not have its effect.
+    """
+    say(f"{pair}: starting the servers")
+    load = Load(pair, round(time.time() - prometheus.began_at, 1))
+    with Asking(specs_of(pair), logs) as launched:
+        servers = launched.ready()
+        prometheus.scrape({server.base_url: server.spec.name for server in servers})
+        asyncio.run(_drive(load, servers, prometheus, say))
+        prometheus.scrape({})
+    return load
+
+
+async def _drive(load: Load, servers: list[Server], prometheus: Prometheus, say: Say) -> None:
+    async with http_client(2 * AT_ONCE) as http:
+        driver = _Driver(load, servers, http)
+        say(f"{load.pair}: load for {LOAD_SECONDS:.0f} s")
+        await driver.ask_for(LOAD_SECONDS)
+        # The prefix cache does not count as used, and what is kept ends with its lease.
+        used = f"sum(kvcached_nixl:used_tokens{{instance=~'{'|'.join(server.spec.name for server in servers)}'}})"
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not load.is_idle_again and time.monotonic() < deadline:
+            await asyncio.sleep(1.0)
+            load.is_idle_again = await asyncio.to_thread(prometheus.now, used) == 0.0
+        if load.pair == "pull":
+            await driver.with_faults(say)
+
+
+class _Driver:
+    def __init__(self, load: Load, servers: list[Server], http: httpx.AsyncClient) -> None:
+        self._load, self._servers, self._http = load, servers, http
+        self._prefill, self._decode = (Client(server.base_url, http) for server in servers)
+        self._numbers = itertools.count()
+        self._random = random.Random(5)
+
+    def _prompt(self, length: int | None = None) -> list[int]:
+        return self._random.choices(range(3, 500), k=length or self._random.choice(LENGTHS))
+
+    async def ask_for(self, seconds: float) -> None:
+        """Ask decode, `AT_ONCE` requests at a time."""
+        until = time.monotonic() + seconds
+
+        async def one() -> None:
+            while time.monotonic() < until:
+                await self._ask()
+
+        await asyncio.gather(*(one() for _ in range(AT_ONCE)))
+
+    async def _ask(self) -> None:
+        url = f"{self._decode.base_url}/v1/completions"
+        body = {"model": "model", "prompt": self._prompt(), "max_tokens": 16, "stream": True, "ignore_eos": True}
+        try:
+            async with self._http.stream("POST", url, json=body) as answer:
+                is_right = answer.status_code == httpx.codes.OK and b'"error"' not in await answer.aread()
+                outcome = OK if is_right else f"status {answer.status_code} and an error"
+        except httpx.TransportError as error:
+            outcome = type(error).__name__
+        self._load.outcomes[outcome] += 1
+        if outcome != OK:
+            # Refusals come at once; without a pause they would be most of the load.
+            await asyncio.sleep(0.2)
+
+    async def with_faults(self, say: Say) -> None:
+        """Everything that an operator's dashboard is there to show."""
+        say("pull: parameters that were used before, or are another prompt's")
+        loading = asyncio.create_task(self.ask_for(LOAD_SECONDS))
+        for _ in range(3):
+            await self._stale()
+        await loading
+        say("pull: a lower memory limit takes back what nobody fetches")
+        await self._short_of_memory()
+        say("pull: prefill is killed, then decode")
+        for server in self._servers:
+            asking = asyncio.create_task(self.ask_for(8.0))
+            await asyncio.sleep(1.0)
+            await asyncio.to_thread(server.kill)
+            await asking
+
+    async def _offer(self, prompt: list[int]) -> tuple[str, dict[str, Any]]:
+        name = f"offer-{next(self._numbers)}"
+        answer = await self._prefill.complete(
+            prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params={"do_remote_decode": True}
+        )
+        return name, answer["kv_transfer_params"]
+
+    async def _stale(self) -> None:
+        """Fetch an offer twice, and another one with another prompt. All are answered: decode computes the prompts."""
+        prompt, other = self._prompt(), self._prompt()
+        first = await self._offer(prompt)
+        for (name, params), asked in ((first, prompt), (first, prompt), (await self._offer(prompt), other)):
+            request_id = f"{name}-{next(self._numbers)}"
+            await self._decode.complete(
+                asked, max_tokens=1, salt=name, request_id=request_id, kv_transfer_params=params
+            )
+
+    async def _short_of_memory(self) -> None:
+        from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
+
+        for _ in range(6):
+            await self._offer(self._prompt(LENGTHS[-1]))
+        (name,) = own_names(self._servers[0].identity)
+        found = get_kv_cache_limit(name)
+        # kvctl's own call.
+        update_kv_cache_limit(name, found.used_size // 3)
+        deadline = time.monotonic() + LEASE_SECONDS / 2
+        while get_kv_cache_limit(name).used_size > found.used_size // 3:
+            if time.monotonic() > deadline:
+                raise ServerError(f"found that prefill still uses {get_kv_cache_limit(name).used_size} bytes")
+            await asyncio.sleep(0.1)
+        update_kv_cache_limit(name, found.total_size)
