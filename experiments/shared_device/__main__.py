@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from experiments.common.command_line import KEEPS_LAST, add_quick, add_rounds, add_seed, add_word, make_parser, run_main
+from experiments.common.command_line import KEEPS_LAST, add_quick, add_seed, add_word, make_parser, run_main
+
+if TYPE_CHECKING:
+    from experiments.common.targets import Verdict
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PARTS = ("table", "overload", "hybrid")
@@ -54,10 +57,8 @@ def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
     add_quick(parser, "less load, and two arms if no --arm is given", KEEPS_LAST)
     add_seed(parser)
-    keeps = "last-VERSION.json keeps the results of the others"
-    parser.add_argument("--part", choices=PARTS, help=f"only this part; {keeps}")
-    add_word(parser, "--arm", "arms of the tables", keeps)
-    add_rounds(parser, 1, "run all arms of the tables N times, in turn, and report medians")
+    parser.add_argument("--part", choices=PARTS, help=f"only this part; {KEEPS_LAST}")
+    add_word(parser, "--arm", "arms of the tables", KEEPS_LAST, default="")
     return parser.parse_args()
 
 
@@ -65,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
     # Imported here, not at the top: --help has to work without an environment.
     from experiments.common.report import Narrator, begin, conclude, last_name, write_json
-    from experiments.shared_device import overload, report, stored
+    from experiments.shared_device import overload, report
     from experiments.shared_device.models import FULL_ATTENTION
     from experiments.shared_device.reference import reference_of
     from experiments.shared_device.table import PARTS as TABLES
@@ -74,43 +75,38 @@ def main(options: argparse.Namespace) -> int:
     began, stamp = begin(options.vllm)
     logs = RESULTS / stamp
     logs.mkdir(parents=True)
-    name = stamp if options.quick else last_name(options.vllm)
+    name = stamp if options.quick or options.part or options.arm else last_name(options.vllm)
     path = RESULTS / f"{name}.json"
-    # Written after each arm: a run takes a quarter of an hour, and one that is ended early can be continued with --arm.
-    found = stored.Measured() if options.quick else stored.read(path)
     chosen = [options.part] if options.part else PARTS
-    if not options.arm:
-        found = found.without_runs(one for one in chosen if one in TABLES)
+    found: dict[str, list[Any]] = {"overload": [], "runs": [], "hybrid": []}
 
     def content() -> dict[str, Any]:
-        return {"began": began, "seed": options.seed, **dataclasses.asdict(found)}
+        return {"began": began, "seed": options.seed, **{part: [*map(asdict, some)] for part, some in found.items()}}
 
+    verdicts: list[Verdict] = []
+    tables = []
     with Narrator(f"two models on one device, vLLM {options.vllm}") as narrator:
         if "overload" in chosen:
             folders = FULL_ATTENTION.make_models()
             asked = reference_of(FULL_ATTENTION, folders, logs, narrator.update)
-            overloaded = overload.measure(folders, asked, options.seed, logs, narrator, quick=options.quick)
-            found = found.with_overload(overloaded)
-            write_json(path, content())
+            found["overload"] = overload.measure(folders, asked, options.seed, logs, narrator, quick=options.quick)
+            tables.append(report.table_of_overload(found["overload"]))
+            verdicts += report.judge_overload(found["overload"])
         for part, one in TABLES.items():
             if part not in chosen:
                 continue
-            folders = one.device.make_models()
-            place = logs if part == "table" else logs / part
+            is_table = part == "table"
+            folders, place = one.device.make_models(), logs if is_table else logs / part
             asked = reference_of(one.device, folders, place, narrator.update)
-            runs = measure(
-                *(one, folders, asked, options.seed, options.rounds, place, narrator),
-                quick=options.quick,
-                word=options.arm or "",
-            )
-            for ran in runs:
-                found = found.with_run(part, ran)
+            runs = found["runs" if is_table else part]
+            for ran in measure(one, folders, asked, options, place, narrator):
+                runs.append(ran)
+                # At once: a run takes a quarter of an hour.
                 write_json(path, content())
-    tables, verdicts = report.summary(found)
-    for part, one in TABLES.items():
-        suffix, words = ("", "") if part == "table" else (f"-{part}", f" ({part})")
-        title = f"memory of one device over time{words}, vLLM {options.vllm}"
-        report.plot(found.runs_of(part), one.device, title, RESULTS / f"{name}{suffix}.png")
+            tables += report.tables_of(runs, one.title)
+            verdicts += report.judge(runs, one.device, "" if is_table else f"{part}: ")
+            title = f"memory of one device over time{'' if is_table else f' ({part})'}, vLLM {options.vllm}"
+            report.plot(runs, one.device, title, RESULTS / f"{name}{'' if is_table else f'-{part}'}.png")
     return conclude(tables, verdicts, path, content())
 
 

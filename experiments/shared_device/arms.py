@@ -9,7 +9,7 @@ from pathlib import Path
 
 from experiments.common.device import layout
 from experiments.common.servers import GIVES_BACK, ServerSpec
-from experiments.common.transfer_config import role
+from experiments.common.transfer_config import nixl
 from experiments.shared_device.models import MAX_MODEL_LEN, Device
 
 LEASE_SECONDS = 30.0
@@ -96,20 +96,15 @@ class Arm:
         }
 
     def _transfer(self, side: str) -> dict[str, object]:
-        extra: dict[str, object] = {"num_threads": 0}
+        extra: dict[str, object] = {}
         if self.connector == "ours":
             extra |= {"transfer_mode": self.mode, "kv_lease_duration": LEASE_SECONDS}
             extra |= {"memory_path": "host"} if self.staged else {}
             extra |= {} if self.gives_way else {"give_way_after": NEVER_SECONDS}
             extra |= {"queue_timeout": QUEUE_SECONDS} if self.asks and side == "decode" else {}
-        return {
-            "kv_connector": "NixlPushConnector"
-            if self.connector == "stock" and self.mode == "push"
-            else "NixlConnector",
-            "kv_role": role(side),
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
-        }
+        is_stock_push = self.connector == "stock" and self.mode == "push"
+        connector = {"kv_connector": "NixlPushConnector"} if is_stock_push else {}
+        return nixl(side, extra, kv_load_failure_policy="recompute", **connector)
 
 
 STATIC, STATIC_PUSH = Arm("static split, stock P/D", "stock"), Arm("static split, stock push", "stock", "push")

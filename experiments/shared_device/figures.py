@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.shared_device.clients import Outcome, Received
+from experiments.shared_device.measure import Ran
 
-__all__ = ["FIRST_TOKEN_SECONDS", "TOKEN_SECONDS", "Figures", "figures_of", "is_good", "percentile"]
+__all__ = ["FIRST_TOKEN_SECONDS", "TOKEN_SECONDS", "Figures", "figures_of", "is_good", "peaks", "percentile"]
 
 FIRST_TOKEN_SECONDS = 5.0
 TOKEN_SECONDS = 0.2
@@ -30,7 +31,7 @@ class Figures:
     first_p99: float | None
     token_p50: float | None
     token_p99: float | None
-    outcomes: Mapping[str, float]
+    outcomes: Mapping[str, int]
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -60,3 +61,14 @@ def figures_of(received: Sequence[Received], load_seconds: float) -> Figures:
         token_p99=percentile(gaps, 0.99),
         outcomes={kind.value: sum(one.outcome is kind for one in received) for kind in Outcome},
     )
+
+
+def peaks(ran: Ran) -> tuple[int, dict[str, int]]:
+    """Return the most bytes of the device that were in use at once, and the most of each model."""
+    models = dict.fromkeys(name.partition(",")[0] for one in ran.samples for name in one.used_bytes)
+    total = max((one.total_bytes for one in ran.samples), default=0)
+
+    def of_model(used: Mapping[str, int], model: str) -> int:
+        return sum(count for name, count in used.items() if name.startswith(f"{model},"))
+
+    return total, {model: max(of_model(one.used_bytes, model) for one in ran.samples) for model in models}

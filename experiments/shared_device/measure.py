@@ -30,7 +30,7 @@ ANSWERED_SECONDS = 60.0
 @dataclass
 class Ran:
     """One arm's run. ``load_seconds``: how long requests were sent; ``samples``: of the device, none where it is
-    split. ``not_run``: why it was not; then all else is empty. ``round``: from 1 on."""
+    split. ``not_run``: why it was not; then all else is empty."""
 
     arm: str
     load_seconds: float = 0.0
@@ -38,7 +38,6 @@ class Ran:
     counts: Counts = field(default_factory=Counts)
     samples: list[Sample] = field(default_factory=list)
     not_run: str = ""
-    round: int = 1
 
 
 def run_arm(

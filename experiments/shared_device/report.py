@@ -7,20 +7,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from experiments.common.plots import make_panels, save
+from experiments.common.tables import make_table
 from experiments.common.targets import Verdict
 from experiments.shared_device.clients import Outcome, Received
 from experiments.shared_device.counts import Counts
-from experiments.shared_device.figures import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, figures_of
+from experiments.shared_device.figures import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, figures_of, peaks
 from experiments.shared_device.measure import Ran
 from experiments.shared_device.models import Device
 from experiments.shared_device.overload import ASKS, TIMES_CAPACITY, WAYS, Overloaded
-from experiments.shared_device.rounds import by_arm, medians_of, peaks
-from experiments.shared_device.stored import Measured
-from experiments.shared_device.table import PARTS
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PANELS_A_ROW = 4
 COLORS = {
@@ -33,6 +33,8 @@ COLORS = {
 }
 _MIB = 2**20
 _OUTCOMES = [kind.value.upper() if kind is Outcome.WRONG else kind.value for kind in Outcome]
+_SPEED = ("goodput/s", "first token, s: p50", "p99", "between tokens, ms: p50", "p99")
+_FATE = (*_OUTCOMES, "wasted", "taken back", "again", "peak, MiB")
 
 
 def tables_of(runs: Sequence[Ran], title: str) -> list[Table]:
@@ -41,48 +43,34 @@ def tables_of(runs: Sequence[Ran], title: str) -> list[Table]:
     Args:
         title: what is served.
     """
-    arms = by_arm(runs)
-    is_repeated = any(len(rounds) > 1 for rounds in arms.values())
-    medians = "; medians of the rounds" if is_repeated else ""
-    names = ["arm", *(["rounds"] if is_repeated else [])]
     words = f"first token <= {FIRST_TOKEN_SECONDS:g} s, further ones <= {TOKEN_SECONDS * 1e3:g} ms on average"
-    speed = Table(title=f"{title}; goodput: right answers a second with {words}{medians}")
-    for column in (*names, "goodput/s", "first token, s: p50", "p99", "between tokens, ms: p50", "p99"):
-        speed.add_column(column, justify="left" if column == "arm" else "right")
-    fate = Table(title=f"what came of the requests, of prefill and of the memory{medians}")
-    for column in (*names, *_OUTCOMES, "wasted", "taken back", "again", "peak, MiB"):
-        fate.add_column(column, justify="left" if column == "arm" else "right")
-    for arm, rounds in arms.items():
-        row = [arm, *([str(sum(not ran.not_run for ran in rounds))] if is_repeated else [])]
-        found = medians_of(rounds)
-        if found is None:
-            speed.add_row(*row, "not run")
-            fate.add_row(*row, "not run")
+    speed, fate = [], []
+    for ran in runs:
+        if ran.not_run:
+            speed.append([ran.arm, "not run", *[""] * (len(_SPEED) - 1)])
+            fate.append([ran.arm, "not run", *[""] * (len(_FATE) - 1)])
             continue
-        speed.add_row(
-            *row,
-            f"{found.figures.goodput:.2f}",
-            _shown(found.figures.first_p50, 1, 2),
-            _shown(found.figures.first_p99, 1, 2),
-            _shown(found.figures.token_p50, 1e3, 0),
-            _shown(found.figures.token_p99, 1e3, 0),
+        found, wasted = figures_of(ran.received, ran.load_seconds), ran.counts.wasted_share
+        firsts, gaps = (found.first_p50, found.first_p99), (found.token_p50, found.token_p99)
+        times = (*(_shown(one, 1, 2) for one in firsts), *(_shown(one, 1e3, 0) for one in gaps))
+        speed.append([ran.arm, f"{found.goodput:.2f}", *times])
+        fate.append(
+            [
+                ran.arm,
+                *(str(found.outcomes[kind.value]) for kind in Outcome),
+                "-" if wasted is None else f"{wasted:.1%}",
+                f"{ran.counts.revoked:g}",
+                f"{ran.counts.preempted:g}",
+                f"{peaks(ran)[0] / _MIB:.0f}" if ran.samples else "split",
+            ]
         )
-        fate.add_row(
-            *row,
-            *(f"{found.figures.outcomes[kind.value]:g}" for kind in Outcome),
-            "-" if found.wasted_share is None else f"{found.wasted_share:.1%}",
-            f"{found.revoked:g}",
-            f"{found.preempted:g}",
-            "split" if found.peak_bytes is None else f"{found.peak_bytes / _MIB:.0f}",
-        )
-    reasons = [f"{_named(ran)} was not run: {ran.not_run}" for ran in runs if ran.not_run]
-    if reasons:
-        fate.caption = "\n".join(reasons)
-    return [speed, fate]
-
-
-def _named(ran: Ran) -> str:
-    return ran.arm if ran.round == 1 else f"{ran.arm}, round {ran.round},"
+    reasons = [f"{ran.arm} was not run: {ran.not_run}" for ran in runs if ran.not_run]
+    tables = [
+        make_table(f"{title}; goodput: right answers a second with {words}", ("arm", *_SPEED), speed),
+        make_table("what came of the requests, of prefill and of the memory", ("arm", *_FATE), fate),
+    ]
+    tables[1].caption = "\n".join(reasons) or None
+    return tables
 
 
 def _shown(value: float | None, factor: float, digits: int) -> str:
@@ -96,37 +84,29 @@ def judge(runs: Sequence[Ran], device: Device, prefix: str = "") -> list[Verdict
         prefix: of the targets' names.
     """
     verdicts = []
-    for arm, rounds in by_arm(runs).items():
-        if not arm.startswith("this package"):
+    for ran in runs:
+        words = f"{prefix}{ran.arm}"
+        if not ran.arm.startswith("this package"):
             continue
-        verdicts += [
-            Verdict(f"{prefix}{_named(ran)}: serves throughout", ran.not_run, False) for ran in rounds if ran.not_run
-        ]
-        ended = [ran for ran in rounds if not ran.not_run]
-        if not ended:
+        if ran.not_run:
+            verdicts.append(Verdict(f"{words}: serves throughout", ran.not_run, False))
             continue
-        received = [one for ran in ended for one in ran.received]
-        bad = sum(one.outcome in (Outcome.WRONG, Outcome.NO_END) for one in received)
-        total, of_models = peaks(*ended)
-        words = " and ".join(f"{count / _MIB:.0f}" for count in of_models.values())
+        bad = sum(one.outcome in (Outcome.WRONG, Outcome.NO_END) for one in ran.received)
+        total, of_models = peaks(ran)
+        mib = " and ".join(f"{count / _MIB:.0f}" for count in of_models.values())
+        within = f"{total / _MIB:.0f} of {device.num_bytes / _MIB:.0f} MiB"
         verdicts += [
             Verdict(
-                f"{prefix}{arm}: wrong answers, and requests without an end (0)",
-                f"{bad} of {len(received)}",
-                bad == 0,
+                f"{words}: wrong answers, and requests without an end (0)", f"{bad} of {len(ran.received)}", not bad
             ),
-            Verdict(
-                f"{prefix}{arm}: the models' peaks, {words} MiB, within the device",
-                f"{total / _MIB:.0f} of {device.num_bytes / _MIB:.0f} MiB",
-                total <= device.num_bytes,
-            ),
+            Verdict(f"{words}: the models' peaks, {mib} MiB, within the device", within, total <= device.num_bytes),
         ]
     return verdicts
 
 
 def plot(runs: Sequence[Ran], device: Device, title: str, path: Path) -> None:
-    """Plot the memory of each engine over time, a panel for the first round of each elastic arm."""
-    shown = [ran for (ran, *_) in by_arm(one for one in runs if one.samples).values()]
+    """Plot the memory of each engine over time, a panel for each elastic arm."""
+    shown = [ran for ran in runs if ran.samples]
     if not shown:
         return
     figure, panels = make_panels(len(shown), 11, 2.6 * math.ceil(len(shown) / PANELS_A_ROW), a_row=PANELS_A_ROW)
@@ -147,27 +127,27 @@ def plot(runs: Sequence[Ran], device: Device, title: str, path: Path) -> None:
 def table_of_overload(found: Sequence[Overloaded]) -> Table:
     """Return a table of the runs at a multiple of decode's capacity, together for each way."""
     words = "waste: prefilled tokens that no decode received"
-    table = Table(title=f"{TIMES_CAPACITY:g} x as many requests as decode can answer; {words}")
-    columns = ["", "capacity/s", "asked/s", "goodput/s", *_OUTCOMES]
-    columns += ["Retry-After", "wasted", "first token, s: p50", "p99"]
-    for column in columns:
-        table.add_column(column, justify="right")
+    rows = []
     for way, runs in _by_way(found).items():
         received, seconds, counts = _together(runs)
         figures = figures_of(received, seconds)
         wasted = counts.wasted_share
-        table.add_row(
-            way,
-            f"{runs[0].capacity:.2f}",
-            f"{len(received) / seconds:.2f}",
-            f"{figures.goodput:.2f}",
-            *(str(figures.outcomes[kind.value]) for kind in Outcome),
-            str(sum(one.retry_after for one in received)),
-            "-" if wasted is None else f"{wasted:.1%}",
-            _shown(figures.first_p50, 1, 2),
-            _shown(figures.first_p99, 1, 2),
+        rows.append(
+            [
+                way,
+                f"{runs[0].capacity:.2f}",
+                f"{len(received) / seconds:.2f}",
+                f"{figures.goodput:.2f}",
+                *(str(figures.outcomes[kind.value]) for kind in Outcome),
+                str(sum(one.retry_after for one in received)),
+                "-" if wasted is None else f"{wasted:.1%}",
+                _shown(figures.first_p50, 1, 2),
+                _shown(figures.first_p99, 1, 2),
+            ]
         )
-    return table
+    columns = ("", "capacity/s", "asked/s", "goodput/s", *_OUTCOMES, "Retry-After", "wasted", "first token, s: p50")
+    title = f"{TIMES_CAPACITY:g} x as many requests as decode can answer; {words}"
+    return make_table(title, (*columns, "p99"), rows)
 
 
 def judge_overload(found: Sequence[Overloaded]) -> list[Verdict]:
@@ -198,14 +178,3 @@ def _together(runs: Sequence[Overloaded]) -> tuple[list[Received], float, Counts
     """Return the requests, the seconds of load and the counts of several runs."""
     counts = Counts(*(sum(getattr(one.counts, each.name) for one in runs) for each in fields(Counts)))
     return [each for one in runs for each in one.received], sum(one.load_seconds for one in runs), counts
-
-
-def summary(found: Measured) -> tuple[list[Table], list[Verdict]]:
-    """Return the tables of what was measured, and its targets."""
-    tables = [table_of_overload(found.overload)] if found.overload else []
-    verdicts = judge_overload(found.overload)
-    for name, part in PARTS.items():
-        if runs := found.runs_of(name):
-            tables += tables_of(runs, part.title)
-            verdicts += judge(runs, part.device, "" if name == "table" else f"{name}: ")
-    return tables, verdicts

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from argparse import Namespace as Options
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,24 +40,20 @@ def measure(
     part: Part,
     folders: Mapping[str, Path],
     asked: Mapping[str, Asked],
-    seed: int,
-    rounds: int,
+    options: Options,
     logs: Path,
     narrator: Narrator,
-    *,
-    quick: bool,
-    word: str,
 ) -> Iterator[Ran]:
-    """Run all arms whose names contain ``word`` in turn, ``rounds`` times, and yield each run when it has ended."""
-    seconds = QUICK_SECONDS if quick else SECONDS
-    load = merged(*(arrivals(name, swell, seconds, len(asked[name].prompts), seed) for name, swell in SWELLS.items()))
+    """Run all arms that are asked for in turn, and yield each run when it has ended."""
+    seconds = QUICK_SECONDS if options.quick else SECONDS
+    load = merged(
+        *(arrivals(name, swell, seconds, len(asked[name].prompts), options.seed) for name, swell in SWELLS.items())
+    )
     narrator.say(f"{part.title}: {len(load)} requests in {seconds:.0f} s")
-    arms = [arm for arm in (QUICK_ARMS if quick and not word else part.arms) if word in arm.name]
-    for number in range(1, rounds + 1):
-        for arm in arms:
-            place = logs if number == 1 else logs / f"round-{number}"
-            place.mkdir(parents=True, exist_ok=True)
-            ran = run_arm(arm, part.device, folders, asked, load, seconds, place, narrator.update)
+    logs.mkdir(parents=True, exist_ok=True)
+    for arm in QUICK_ARMS if options.quick and not options.arm else part.arms:
+        if options.arm in arm.name:
+            ran = run_arm(arm, part.device, folders, asked, load, seconds, logs, narrator.update)
             said = ran.not_run or f"{figures_of(ran.received, seconds).goodput:.2f} requests a second"
-            narrator.say(f"{arm.name}{f', round {number} of {rounds}' if rounds > 1 else ''}: {said}")
-            yield dataclasses.replace(ran, round=number)
+            narrator.say(f"{arm.name}: {said}")
+            yield ran

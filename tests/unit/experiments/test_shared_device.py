@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import json
@@ -37,16 +38,21 @@ from experiments.shared_device.arms import (
 )
 from experiments.shared_device.clients import Outcome, Received, Target, ask
 from experiments.shared_device.counts import Counts, moved_tokens
-from experiments.shared_device.figures import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, figures_of, is_good, percentile
+from experiments.shared_device.figures import (
+    FIRST_TOKEN_SECONDS,
+    TOKEN_SECONDS,
+    figures_of,
+    is_good,
+    peaks,
+    percentile,
+)
 from experiments.shared_device.load import LENGTHS, MAX_TOKENS, Arrival, Swell, arrivals, draw_prompts, merged
 from experiments.shared_device.measure import Ran
 from experiments.shared_device.memory import Sample
 from experiments.shared_device.models import FULL_ATTENTION, MAX_MODEL_LEN, WITH_HYBRID, Device
 from experiments.shared_device.overload import ASKS, Overloaded
 from experiments.shared_device.reference import chosen, lead
-from experiments.shared_device.report import judge, judge_overload, plot, summary, table_of_overload, tables_of
-from experiments.shared_device.rounds import by_arm, medians_of, peaks
-from experiments.shared_device.stored import Measured, read
+from experiments.shared_device.report import judge, judge_overload, table_of_overload, tables_of
 
 GOOD = Received("a", 0.0, 256, Outcome.RIGHT, 1.0, "100 100")
 
@@ -293,8 +299,6 @@ RAN = Ran(PULL.name, 10.0, [GOOD], Counts(1000, 900, revoked=2), SAMPLES)
 def test_peaks_are_of_one_moment() -> None:
     assert peaks(RAN) == (35 * MIB, {"a": 30 * MIB, "b": 30 * MIB})
     assert peaks(Ran("x")) == (0, {})
-    later = [Sample(0.0, {"a, decode": 50 * MIB, "b, decode": 0})]
-    assert peaks(RAN, dataclasses.replace(RAN, samples=later)) == (50 * MIB, {"a": 50 * MIB, "b": 30 * MIB})
 
 
 @pytest.mark.parametrize(
@@ -315,33 +319,6 @@ def test_peaks_are_of_one_moment() -> None:
 def test_targets_of_the_table(ran: Ran, missed: list[str]) -> None:
     found = [one.target for one in judge([ran], FULL_ATTENTION) if not one.reached]
     assert len(found) == len(missed) and all(word in one for word, one in zip(missed, found, strict=True))
-    # In any round.
-    rounds = [dataclasses.replace(one, round=number) for number, one in enumerate((RAN, ran, RAN), 1)]
-    among = [one.target for one in judge(rounds, FULL_ATTENTION, "x: ") if not one.reached]
-    expected = [one for one in missed if ran.arm == RAN.arm]
-    assert len(among) == len(expected) and all(f"x: {PULL.name}" in one for one in among)
-
-
-def test_medians_are_of_the_rounds_that_were_run() -> None:
-    slow = received(first_token_seconds=3.0)
-    rounds = [
-        RAN,
-        dataclasses.replace(RAN, received=[GOOD, slow, slow], counts=Counts(1000, 500, revoked=5), round=2),
-        dataclasses.replace(RAN, received=[GOOD, GOOD, slow], counts=Counts(1000, 800, revoked=3), round=3),
-        Ran(PULL.name, not_run="it does not start", round=4),
-    ]
-    found = medians_of(rounds)
-    assert found is not None
-    assert (found.figures.goodput, found.figures.first_p50, found.figures.outcomes["right"]) == (0.3, 1.0, 3)
-    assert found.wasted_share == pytest.approx(0.2) and (found.revoked, found.peak_bytes) == (3, 35 * MIB)
-    assert medians_of(rounds[3:]) is None
-    left = medians_of([dataclasses.replace(RAN, received=[], samples=[], counts=Counts())])
-    assert left is not None and (left.figures.first_p50, left.wasted_share, left.peak_bytes) == (None, None, None)
-    assert list(by_arm([RAN, Ran(STATIC.name), rounds[1]])) == [PULL.name, STATIC.name]
-    speed, fate = tables_of([*rounds, Ran(STATIC.name, 1.0)], "title")
-    cells = {column.header: list(column.cells) for column in fate.columns}
-    assert (cells["rounds"], cells["right"]) == (["3", "1"], ["3", "0"])
-    assert "round 4, was not run" in str(fate.caption) and "medians" in str(speed.title)
 
 
 def overloaded(way: str, moved: float, *each: Received) -> Overloaded:
@@ -363,7 +340,7 @@ def test_targets_of_the_overload(found: list[Overloaded], missed: list[str]) -> 
     assert len(targets) == len(missed) and all(word in one for word, one in zip(missed, targets, strict=True))
 
 
-def test_tables_add_up_and_say_what_was_not_run(tmp_path: Path) -> None:
+def test_tables_add_up_and_say_what_was_not_run() -> None:
     speed, fate = tables_of([RAN, Ran("kvcached's own Nixl patch", not_run="it does not start")], "title")
     assert [list(column.cells)[0] for column in speed.columns][0:2] == [PULL.name, "0.10"]
     assert [list(column.cells)[0] for column in fate.columns] == [PULL.name, *"100000", "10.0%", "2", "0", "35"]
@@ -373,28 +350,6 @@ def test_tables_add_up_and_say_what_was_not_run(tmp_path: Path) -> None:
     cells = {column.header: list(column.cells) for column in table_of_overload(rounds).columns}
     assert (cells["right"], cells["left"], cells["wasted"]) == (["2"], ["1"], ["40.0%"])
     assert (cells["asked/s"], cells["goodput/s"]) == (["0.15"], ["0.10"])
-    tables, verdicts = summary(Measured([RAN], rounds, [RAN]))
-    assert len(tables) == 5 and [one.target.startswith("hybrid: ") for one in verdicts].count(True) == 2
-    pytest.importorskip("matplotlib")
-    plot([RAN, Ran(STATIC.name)], FULL_ATTENTION, "title", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
-    plot([Ran(STATIC.name)], FULL_ATTENTION, "title", tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
-
-
-def test_results_come_back_and_stay_beside_newer_ones(tmp_path: Path) -> None:
-    file = tmp_path / "last.json"
-    assert read(file) == Measured()
-    earlier = Measured([RAN, Ran(STATIC.name, 1.0)], [overloaded(ASKS, 500)])
-    file.write_text(json.dumps(dataclasses.asdict(earlier)))
-    assert read(file) == earlier
-    newer = dataclasses.replace(RAN, load_seconds=99.0)
-    assert earlier.with_run("table", newer) == Measured([Ran(STATIC.name, 1.0), newer], [overloaded(ASKS, 500)])
-    assert earlier.without_runs(["table"]) == Measured([], earlier.overload)
-    assert earlier.with_overload([]) == Measured(earlier.runs, [])
-    # Files from before there was another part.
-    file.write_text(json.dumps({"runs": [], "overload": []}))
-    assert read(file) == Measured()
 
 
 @pytest.mark.parametrize(
@@ -421,21 +376,7 @@ def test_arms_take_turns_with_the_same_load(
     monkeypatch.setattr(table, "run_arm", run_arm)
     asked = {model: reference.Asked([[1]] * 18, [[2]] * 18) for model in "ab"}
     with Narrator("test") as narrator:
-        found = list(
-            table.measure(
-                *(table.PARTS["hybrid"], {}, asked, 1, 2, tmp_path / "logs", narrator), quick=quick, word=word
-            )
-        )
-    assert [(one.round, one.arm) for one in found] == [(number, arm) for number in (1, 2) for arm in arms]
-    assert len(places) == len(loads) == 2 * len(arms) and loads[0] and all(load == loads[0] for load in loads)
-
-
-def test_rounds_are_kept_until_their_arm_is_measured_again() -> None:
-    found = Measured()
-    for number in (1, 2, 3):
-        for arm in (PULL, STATIC):
-            found = found.with_run("hybrid", Ran(arm.name, round=number))
-    order = [(STATIC.name, 1), (STATIC.name, 2), (STATIC.name, 3), (PULL.name, 1), (PULL.name, 2), (PULL.name, 3)]
-    assert [(one.arm, one.round) for one in found.hybrid] == order and not found.runs
-    again = found.with_run("hybrid", Ran(PULL.name, 1.0))
-    assert again.hybrid == [*found.hybrid[:3], Ran(PULL.name, 1.0)]
+        options = argparse.Namespace(quick=quick, arm=word, seed=1)
+        found = list(table.measure(table.PARTS["hybrid"], {}, asked, options, tmp_path / "logs", narrator))
+    assert [one.arm for one in found] == arms
+    assert len(places) == len(loads) == len(arms) and loads[0] and all(load == loads[0] for load in loads)
