@@ -64,6 +64,11 @@ class Options:
         """Whether only some arms were chosen."""
         return bool(self.arms or self.mode)
 
+    def wants(self, name: str, mode: str) -> bool:
+        """Whether an arm was chosen."""
+        fits = not self.arms or any(word.lower() in name.lower() for word in self.arms)
+        return fits and self.mode in (None, mode)
+
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Parse ``arguments`` (``sys.argv`` if None); exits for ``--help`` and for invalid arguments (status 2)."""

@@ -13,9 +13,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import httpx
 
 from experiments.byte_equivalence.arm_run import Corruption, PairRun, SingleRun, with_clients
 from experiments.byte_equivalence.arms import REFERENCE, Arm, specs
@@ -31,13 +28,13 @@ from experiments.byte_equivalence.compare import (
     largest_logprob_gap,
     until_tie,
 )
-from experiments.byte_equivalence.harness import NotCaught, count_received
+from experiments.byte_equivalence.comparison import Comparison, NotCaught, count_received
 from experiments.byte_equivalence.prompts import Prompt, damage_prompts, fewest_received, fixed_prompts
 from experiments.common.asking import Asking
-from experiments.common.client import Answer, AnswerError
+from experiments.common.client import Answer
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.report import Narrator
-from experiments.common.servers import Running, Server, ServerError
+from experiments.common.servers import Running, Server
 from experiments.common.transfer_config import with_extra
 
 BLOCK_SIZE = 32
@@ -73,16 +70,13 @@ class Group:
         return Expected(in_window, offered, 0, unneeded)
 
 
-class FamilyRun:
-    """One run. Each server writes its log to ``logs``."""
+class FamilyRun(Comparison):
+    """A run with the model of a family."""
 
     def __init__(self, family: str, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks) -> None:
+        super().__init__(arms, logs, narrator, checks)
         self.family = FAMILIES[family]
         self.name = family
-        self.arms = arms
-        self.logs = logs
-        self.narrator = narrator
-        self.checks = checks
         vocabulary = self.family.values["vocab_size"]
         prompts = fixed_prompts(
             block_size=BLOCK_SIZE, max_batched=MAX_BATCHED_TOKENS, max_prompt=MAX_PROMPT_TOKENS, vocabulary=vocabulary
@@ -135,23 +129,6 @@ class FamilyRun:
         )
         return (Asking if plain.asks else Running)(made, self.logs, self.narrator.update)
 
-    def _row(self, row: Check) -> Check:
-        self.checks.add(row)
-        self.narrator.say(f"{'ok    ' if row.passed else 'FAILED'} {row.arm}: {row.what}: {row.outcome}")
-        return row
-
-    def _serve(self, phase: str, arm: Arm, launched: Running, work: Any) -> None:
-        started = False
-        with launched:
-            try:
-                servers = launched.ready()
-                started = True
-                self.narrator.say(f"{arm.name}: serving ({self.family.dtype}, {phase})")
-                work(servers)
-            except (ServerError, AnswerError, httpx.HTTPError) as error:
-                outcome = f"{type(error).__name__}: {error}. Logs: {self.logs}"
-                self._row(Check(arm.name, f"{phase}: serves", False, outcome, failed_setup=not started))
-
     def _reference(self, phase: str, model: Path, flags: tuple[str, ...]) -> list[Answer] | None:
         found: list[list[Answer]] = []
 
@@ -159,8 +136,9 @@ class FamilyRun:
             assert isinstance(run, SingleRun)
             found.append(await run.sequential(self.prompts, f"reference-{phase}", self.narrator.update))
 
-        launched = self._launch(REFERENCE, model, flags)
-        self._serve(phase, REFERENCE, launched, lambda servers: with_clients(servers, [], work))
+        with self._launch(REFERENCE, model, flags) as launched:
+            dtype = self.family.dtype
+            self._serve(REFERENCE, phase, dtype, launched, lambda servers: with_clients(servers, [], work))
         if found:
             distinct = len({tuple(answer.token_ids) for answer in found[0]})
             outcome = f"{len(self.prompts)} prompts up to {MAX_PROMPT_TOKENS} tokens, {distinct} distinct answers"
@@ -179,8 +157,7 @@ class FamilyRun:
         return [Prompt(one.name, one.token_ids[:DAMAGED_TOKENS]) for one in made]
 
     def _pair(self, phase: str, arm: Arm, model: Path, flags: tuple[str, ...], baseline: list[Answer]) -> None:
-        async def work(run: SingleRun | PairRun) -> None:
-            assert isinstance(run, PairRun)
+        async def work(run: PairRun, _: list[Server]) -> None:
             geometry = await run.arm()
             groups = [
                 Group(one["block_size"], one["window"], one["is_state"], len(one["layers"]))
@@ -206,17 +183,8 @@ class FamilyRun:
                     )
                     self._compare(f"{name}, 32 at a time", arm, run, groups, found, baseline)
 
-        def with_servers(servers: list[Server]) -> None:
-            with_clients(
-                servers[: arm.servers],
-                servers[arm.servers :],
-                work,
-                writes=arm.writes,
-                keeps_blocks=not arm.is_staged,
-                order=arm.orders[0],
-            )
-
-        self._serve(phase, arm, self._launch(arm, model, flags), with_servers)
+        with self._launch(arm, model, flags) as launched:
+            self._serve_pair(arm, phase, self.family.dtype, launched, work)
 
     async def _plant(self, phase: str, arm: Arm, run: PairRun, groups: Sequence[Group]) -> None:
         """Compare damaged hand-overs with the same pair's undamaged ones, bit for bit.
@@ -238,11 +206,7 @@ class FamilyRun:
             self.narrator.update(f"{arm.name}: planting: {corruption.words}")
             seen = await run.planted(corruption, prompt, f"planted-{phase}-{place}")
             by_bytes, by_output = catches(prompt.name, answer, seen, self._expected(prompt, 0, groups), tolerance=0.0)
-            caught = bool(by_bytes) and (bool(by_output) or not corruption.changes_output)
-            by = ", ".join([*by_bytes, *by_output]) or "nothing"
-            what = f"{phase}: planted: {corruption.words}"
-            if not self._row(Check(arm.name, what, caught, f"{'caught' if caught else 'seen only'} by {by}")).passed:
-                raise NotCaught(what)
+            self._must_be_caught(arm, phase, corruption, by_bytes, by_output)
 
     def _compare_exactly(self, name: str, arm: Arm, seen: Sequence[tuple[Prompt, Observation, Answer]]) -> None:
         """Where the single instance computes a prompt's last token in a step of its own, too, no bit may differ."""

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from experiments.byte_equivalence.arm_run import CORRUPTIONS, PairRun, SingleRun, with_clients
 from experiments.byte_equivalence.arms import REFERENCE, Arm, specs
@@ -26,6 +24,7 @@ from experiments.byte_equivalence.compare import (
     largest_logprob_gap,
     until_tie,
 )
+from experiments.byte_equivalence.comparison import Comparison, count_received
 from experiments.byte_equivalence.phases import (
     BLOCK_SIZE,
     HELD_PAGES,
@@ -39,14 +38,10 @@ from experiments.byte_equivalence.phases import (
 from experiments.byte_equivalence.pool import PoolMemory, came_back, remapped
 from experiments.byte_equivalence.prompts import damage_prompts, fewest_received, fixed_prompts
 from experiments.common.asking import Asking
-from experiments.common.client import Answer, AnswerError
+from experiments.common.client import Answer
 from experiments.common.model import GQA, make_model
 from experiments.common.report import Narrator
-from experiments.common.servers import Running, Server, ServerError
-
-
-class NotCaught(Exception):
-    """A planted corruption was not detected, so no result of this harness can be trusted."""
+from experiments.common.servers import Running, Server
 
 
 @dataclass
@@ -58,14 +53,11 @@ class Baseline:
     stock: list[Observation] = field(default_factory=list)
 
 
-class Harness:
-    """One run. Each server writes its log to ``logs``."""
+class Harness(Comparison):
+    """A run with the usual model, phase by phase."""
 
     def __init__(self, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks, *, quick: bool) -> None:
-        self.arms = arms
-        self.logs = logs
-        self.narrator = narrator
-        self.checks = checks
+        super().__init__(arms, logs, narrator, checks)
         self.shape = GQA
         self.quick = quick
         self.prompts = fixed_prompts(
@@ -99,31 +91,6 @@ class Harness:
         made = specs(arm, model, phase.dtype, phase.pool, BLOCK_SIZE, MAX_BATCHED_TOKENS, forks=self.quick)
         return (Asking if arm.asks else Running)(made, self.logs, self.narrator.update)
 
-    def _row(self, row: Check) -> Check:
-        self.checks.add(row)
-        mark = "ok    " if row.passed else "FAILED"
-        self.narrator.say(f"{mark} {row.arm}: {row.what}: {row.outcome}")
-        return row
-
-    def _serve(self, arm: Arm, phase: Phase, launched: Running, work: Callable[[list[Server]], None]) -> None:
-        """Wait until the arm's servers answer, run ``work`` with them, and stop them.
-
-        A failure becomes a row instead of ending the run: the other arms can still be compared.
-        """
-        what = f"{phase.name}: serves"
-        started = False
-        try:
-            servers = launched.ready()
-            started = True
-            self.narrator.say(f"{arm.name}: serving ({phase.dtype})")
-            work(servers)
-        except ServerError as error:
-            self._row(Check(arm.name, what, False, str(error), failed_setup=not started))
-        except (AnswerError, httpx.HTTPError) as error:
-            self._row(Check(arm.name, what, False, f"{type(error).__name__}: {error}. Logs: {self.logs}"))
-        finally:
-            launched.stop()
-
     def _reference(self, phase: Phase, launched: Running) -> Baseline | None:
         baseline: Baseline | None = None
 
@@ -133,7 +100,7 @@ class Harness:
             answers = await run.sequential(self.prompts, "reference", self.narrator.update)
             baseline = Baseline(answers, await run.sequential(self.damage, "damaged", self.narrator.update))
 
-        self._serve(REFERENCE, phase, launched, lambda servers: with_clients(servers, [], work))
+        self._serve(REFERENCE, phase.name, phase.dtype, launched, lambda servers: with_clients(servers, [], work))
         if baseline is not None:
             distinct = len({tuple(answer.token_ids) for answer in baseline.answers})
             self._row(
@@ -148,30 +115,19 @@ class Harness:
         return baseline
 
     def _pair(self, arm: Arm, phase: Phase, launched: Running, baseline: Baseline) -> None:
-        def with_servers(servers: list[Server]) -> None:
-            async def work(run: SingleRun | PairRun) -> None:
-                assert isinstance(run, PairRun)
-                geometry = await run.arm()
-                await self._plant(arm, phase, run, baseline)
+        async def work(run: PairRun, servers: list[Server]) -> None:
+            geometry = await run.arm()
+            await self._plant(arm, phase, run, baseline)
+            if phase.sequential:
+                await self._depend(arm, phase, run)
+            for order in arm.orders:
+                run.order = order
                 if phase.sequential:
-                    await self._depend(arm, phase, run)
-                for order in arm.orders:
-                    run.order = order
-                    if phase.sequential:
-                        await self._sequential(arm, phase, run, baseline, geometry)
-                    if phase.concurrent:
-                        await self._concurrent(arm, phase, run, baseline, geometry, servers)
+                    await self._sequential(arm, phase, run, baseline, geometry)
+                if phase.concurrent:
+                    await self._concurrent(arm, phase, run, baseline, geometry, servers)
 
-            with_clients(
-                servers[: arm.servers],
-                servers[arm.servers :],
-                work,
-                writes=arm.writes,
-                keeps_blocks=not arm.is_staged,
-                order=arm.orders[0],
-            )
-
-        self._serve(arm, phase, launched, with_servers)
+        self._serve_pair(arm, phase.name, phase.dtype, launched, work)
 
     async def _plant(self, arm: Arm, phase: Phase, run: PairRun, baseline: Baseline) -> None:
         tolerance = LOGPROB_TOLERANCE[phase.dtype]
@@ -181,16 +137,7 @@ class Harness:
             blocks = prompt.blocks(BLOCK_SIZE)
             expected = [Expected(blocks, blocks, blocks)] * len(seen.hand_over.sent_digests)
             by_bytes, by_output = catches(prompt.name, answer, seen, expected, tolerance=tolerance)
-            caught = bool(by_bytes) and (bool(by_output) or not corruption.changes_output)
-            by = ", ".join([*by_bytes, *by_output]) or "nothing"
-            row = Check(
-                arm.name,
-                f"{phase.name}: planted: {corruption.words}",
-                caught,
-                f"{'caught' if caught else 'seen only'} by {by}",
-            )
-            if not self._row(row).passed:
-                raise NotCaught(row.what)
+            self._must_be_caught(arm, phase.name, corruption, by_bytes, by_output)
 
     async def _depend(self, arm: Arm, phase: Phase, run: PairRun) -> None:
         # Not simply the longest: the last block must hold more than the last token, which D computes itself.
@@ -330,8 +277,3 @@ class Harness:
 def named(phase: Phase, arm: Arm, run: PairRun) -> str:
     """Return the first part of a row's name: the phase, and the order if the arm has several."""
     return phase.name if len(arm.orders) == 1 else f"{phase.name}, {run.order}"
-
-
-def count_received(seen: Sequence[Observation]) -> int:
-    """Return how many blocks D received in all."""
-    return sum(len(group) for one in seen if one.record is not None for group in one.record["digests"])

@@ -22,9 +22,10 @@ import httpx
 import openai
 
 from experiments.common.asking import asks
+from experiments.common.counted import count
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, Running, Server, ServerError, ServerSpec
-from experiments.common.transfer_config import role
+from experiments.common.transfer_config import nixl
 from experiments.fleet_change.balancer import balanced
 
 Say = Callable[[str], None]
@@ -76,18 +77,13 @@ class Phase:
 
 def spec(name: str, mode: str | None, executable: Path | None = None) -> ServerSpec:
     """Return the configuration of a server; without ``mode``, of the stock instance."""
-    transfer = {
-        "kv_connector": "NixlConnector",
-        "kv_role": role(name),
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode, "kv_lease_duration": 10.0},
-    }
+    extra = {"transfer_mode": mode, "kv_lease_duration": 10.0}
     made = ServerSpec(
         name=name,
         model=make_model(MODEL),
         dtype="float32",
         max_num_batched_tokens=256,
-        kv_transfer=transfer if mode else None,
+        kv_transfer=nixl(name, extra, kv_load_failure_policy="recompute") if mode else None,
         environment=KVCACHED if mode else {},
         arguments=("--shutdown-timeout", str(SHUTDOWN_SECONDS)),
         forks=True,
@@ -186,8 +182,12 @@ class Fleet:
 
     def failed_hand_overs(self) -> int:
         """Return how many hand-overs have failed, as decode servers that run now have counted."""
-        name = "kvcached_nixl:handover_failures_total"
-        return sum(_sum_of(one.base_url, name) for one in self._decodes.servers)
+        found = 0
+        for one in self._decodes.servers:
+            # Its counts have ended with a server that is away.
+            with contextlib.suppress(httpx.TransportError):
+                found += count([one], "kvcached_nixl:handover_failures_total")
+        return found
 
 
 def _wait_for(server: Server) -> None:
@@ -285,11 +285,3 @@ async def judged(client: Any, request: Request, expected: str) -> Outcome:
             return Outcome.WRONG
         return Outcome.AFTER if begun else Outcome.BEFORE
     return Outcome.RIGHT if (text, reason) == (expected, "length") else Outcome.WRONG
-
-
-def _sum_of(url: str, name: str) -> int:
-    try:
-        lines = httpx.get(f"{url}/metrics", trust_env=False, timeout=STEP_SECONDS).text.splitlines()
-    except httpx.TransportError:
-        return 0
-    return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)))

@@ -4,25 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rich.table import Table
-
+from experiments.common.tables import make_table
 from experiments.common.targets import Verdict
 from experiments.fleet_change.measure import Outcome, Phase
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 KILL_DECODE = "kill a decode"
 
 
 def table_of(phases: Sequence[Phase]) -> Table:
     """Return a row per phase."""
-    table = Table(title="what clients got while the fleet changed")
     kinds = [kind.value for kind in Outcome]
-    for column in ("mode", "change", *kinds, "without KV"):
-        table.add_column(column, justify="left" if column in ("mode", "change") else "right")
+    rows = []
     for one in phases:
         counts = (*(one.outcomes.get(kind, 0) for kind in kinds), one.failed_hand_overs)
-        table.add_row(one.mode, one.change, *map(str, counts))
-    return table
+        rows.append([one.mode, one.change, *map(str, counts)])
+    return make_table("what clients got while the fleet changed", ("mode", "change", *kinds, "without KV"), rows)
 
 
 def judge(phases: Sequence[Phase]) -> list[Verdict]:

@@ -8,9 +8,8 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.common.command_line import MODES, add_policy, run_main
+from experiments.common.command_line import MODES, add_mode, add_policy, add_seed, make_parser, run_main
 from experiments.common.targets import Verdict
-from experiments.fuzzed_parameters.modes import make_fuzz_parser, run_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +49,10 @@ Results: a table; results/last-VERSION.json."""
 
 
 def parse() -> argparse.Namespace:
-    parser = make_fuzz_parser(DESCRIPTION, EPILOG, "malformed requests")
+    parser = make_parser(DESCRIPTION, EPILOG)
+    parser.add_argument("--count", type=int, default=10_000, help="malformed requests in each mode (%(default)s)")
+    add_seed(parser)
+    add_mode(parser)
     add_policy(parser)
     return parser.parse_args()
 
@@ -59,37 +61,21 @@ def specs(mode: str, policy: str) -> list[ServerSpec]:
     """Return the configurations of P and D."""
     from experiments.common.device import layout
     from experiments.common.model import PADDED, make_model
-    from experiments.common.servers import ServerSpec
-    from experiments.common.transfer_config import role
+    from experiments.common.servers import prefill_and_decode
+    from experiments.common.transfer_config import nixl
     from experiments.fuzzed_parameters.endpoints import TEMPLATE
 
-    return [
-        ServerSpec(
-            name=f"{mode}-{side}",
-            model=make_model(PADDED),
-            dtype="float32",
-            kv_transfer={
-                "kv_connector": "NixlConnector",
-                "kv_role": role(side),
-                "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": {
-                    "num_threads": 0,
-                    "transfer_mode": mode,
-                    "handover_timeout": 5,
-                    "kv_lease_duration": 6,
-                },
-            },
-            environment={
-                "ENABLE_KVCACHED": "true",
-                **layout(),
-                "KVCACHED_HOSTVMM_GIB": "2",
-            },
-            max_model_len=1024,
-            arguments=("--chat-template", TEMPLATE),
-            forks=True,
-        )
-        for side in ("prefill", "decode")
-    ]
+    extra = {"transfer_mode": mode, "handover_timeout": 5, "kv_lease_duration": 6}
+    return prefill_and_decode(
+        mode,
+        nixl("", extra, kv_load_failure_policy=policy),
+        model=make_model(PADDED),
+        dtype="float32",
+        environment={"ENABLE_KVCACHED": "true", **layout(), "KVCACHED_HOSTVMM_GIB": "2"},
+        max_model_len=1024,
+        arguments=("--chat-template", TEMPLATE),
+        forks=True,
+    )
 
 
 def judge(mode: str, found: Found, alive: bool) -> list[Verdict]:
@@ -137,8 +123,22 @@ def fuzz_mode(
 
 def main(options: argparse.Namespace) -> int:
     """Run the modes and return the exit status."""
-    modes = MODES if options.mode is None else (options.mode,)
-    return run_modes("malformed parameters", modes, fuzz_mode, options, RESULTS, policy=options.policy)
+    # Imported here, not at the top: --help has to work without an environment.
+    from experiments.common.report import Narrator, begin, conclude, last_name
+
+    began, stamp = begin(options.vllm)
+    verdicts: list[Verdict] = []
+    told = []
+    with Narrator(f"malformed parameters, vLLM {options.vllm}") as narrator:
+        for mode in (options.mode,) if options.mode else MODES:
+            narrator.say(f"{mode}: starting")
+            reached, found = fuzz_mode(mode, options, RESULTS / stamp, narrator.update)
+            narrator.say(f"{mode}: {found['verdicts']}")
+            verdicts += reached
+            told.append(found)
+    path = RESULTS / f"{stamp if options.mode else last_name(options.vllm)}.json"
+    content = {"began": began, "policy": options.policy, "seed": options.seed, "modes": told}
+    return conclude([], verdicts, path, content)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from experiments.common.device import PINNED, layout
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import ModelShape, make_model
-from experiments.common.servers import GIVES_BACK, ServerSpec
-from experiments.common.transfer_config import role
+from experiments.common.servers import GIVES_BACK, ServerSpec, prefill_and_decode
+from experiments.common.transfer_config import nixl
 from kvcached_nixl.wire.lease import INTERVAL
 
 LEASE_SECONDS = 3.0
@@ -52,33 +52,24 @@ class Arm:
 
     def specs(self, policy: str) -> list[ServerSpec]:
         """Return the configurations of P and D; ``policy`` is ``kv_load_failure_policy``."""
-        environment = dict(KVCACHED) if self.kvcached else {}
-        extra: dict[str, object] = {"num_threads": 0, "kv_lease_duration": int(LEASE_SECONDS)}
+        extra: dict[str, object] = {"kv_lease_duration": int(LEASE_SECONDS)}
         if self.kvcached:
             extra |= {"transfer_mode": self.mode, **self.extra}
         family = FAMILIES[self.family] if self.family else None
-        return [
-            ServerSpec(
-                name=f"{self.name.replace(', ', '-').replace(' ', '-')}-{side}",
-                model=make_family(self.family) if family else make_model(MODEL),
-                dtype="float32",
-                kv_transfer={
-                    "kv_connector": "NixlConnector",
-                    "kv_role": role(side),
-                    "kv_load_failure_policy": policy,
-                    "kv_connector_extra_config": extra,
-                },
-                environment=environment | self.environment,
-                block_size=family.block_size if family else BLOCK_SIZE,
-                max_model_len=1024,
-                arguments=(
-                    *("--num-gpu-blocks-override", str(self.num_blocks)),
-                    *(("--no-disable-hybrid-kv-cache-manager", *family.arguments) if family else ()),
-                ),
-                forks=True,
-            )
-            for side in ("prefill", "decode")
-        ]
+        arguments = ("--num-gpu-blocks-override", str(self.num_blocks))
+        if family:
+            arguments = (*arguments, "--no-disable-hybrid-kv-cache-manager", *family.arguments)
+        return prefill_and_decode(
+            self.name,
+            nixl("", extra, kv_load_failure_policy=policy),
+            model=make_family(self.family) if family else make_model(MODEL),
+            dtype="float32",
+            environment={**(KVCACHED if self.kvcached else {}), **self.environment},
+            block_size=family.block_size if family else BLOCK_SIZE,
+            max_model_len=1024,
+            arguments=arguments,
+            forks=True,
+        )
 
 
 PULL, PUSH = Arm("pull", "pull"), Arm("push", "push")

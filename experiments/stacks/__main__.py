@@ -119,46 +119,28 @@ def main(options: argparse.Namespace) -> int:
 
 def table_of(outcomes: list[Outcome]) -> Table:
     """Return a row for each stack and mode."""
-    from rich.table import Table
+    from experiments.common.tables import make_table
 
-    table = Table(title="what clients got")
-    columns = (
-        "stack",
-        "mode",
-        "all up",
-        "hand-overs",
-        "prefill killed",
-        "right again",
-        "each restarted",
-    )
-    for column in columns:
-        table.add_column(column)
+    rows = []
     for one in outcomes:
         recovered = "never" if one.recovered_seconds is None else f"after {one.recovered_seconds:.1f} s"
-        table.add_row(
-            f"{one.stack} {one.version}",
-            one.mode,
-            _counts(one.calm),
-            str(one.hand_overs),
-            _counts(one.troubled),
-            recovered,
-            _counts(one.rolling) or "not run",
-        )
-    return table
+        counts = (_counts(one.calm), str(one.hand_overs), _counts(one.troubled))
+        rows.append([f"{one.stack} {one.version}", one.mode, *counts, recovered, _counts(one.rolling) or "not run"])
+    columns = ("stack", "mode", "all up", "hand-overs", "prefill killed", "right again", "each restarted")
+    return make_table("what clients got", columns, rows)
 
 
 def table_of_overheads(overheads: list[Overhead]) -> Table:
     """Return a row for each stack and mode."""
-    from rich.table import Table
+    from experiments.common.tables import make_table
 
-    table = Table(title="beside the stock connector, without kvcached")
-    for column in ("stack", "mode", "first token", "stock", "ratio", "24 requests", "stock", "ratio"):
-        table.add_column(column)
+    rows = []
     for one in overheads:
         first = (f"{one.first_token_ms:.0f} ms", f"{one.stock_first_token_ms:.0f} ms", f"{one.first_token_ratio:.2f}")
         batch = (f"{one.batch_ms:.0f} ms", f"{one.stock_batch_ms:.0f} ms", f"{one.batch_ratio:.2f}")
-        table.add_row(one.stack, one.mode, *first, *batch)
-    return table
+        rows.append([one.stack, one.mode, *first, *batch])
+    columns = ("stack", "mode", "first token", "stock", "ratio", "24 requests", "stock", "ratio")
+    return make_table("beside the stock connector, without kvcached", columns, rows)
 
 
 def _counts(verdicts: dict[str, int]) -> str:

@@ -15,7 +15,7 @@ from experiments.common.device import layout
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, Running, ServerSpec
 from experiments.common.targets import Verdict as Target
-from experiments.common.transfer_config import role
+from experiments.common.transfer_config import nixl
 from experiments.stacks import traffic
 from experiments.stacks.deployment import Deployment, Say
 from experiments.stacks.stacks import Stack
@@ -64,17 +64,9 @@ def spec(name: str, mode: str | None, *, is_stock: bool = False) -> ServerSpec:
     Args:
         is_stock: vLLM's own connector, and no kvcached.
     """
-    transfer: dict[str, object] = {
-        "kv_connector": "NixlConnector",
-        "kv_role": role(name),
-        "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode, "kv_lease_duration": 10.0},
-    }
-    if is_stock:
-        transfer |= {
-            "kv_connector": "NixlPushConnector" if mode == "push" else "NixlConnector",
-            "kv_connector_extra_config": {"num_threads": 0},
-        }
+    extra = {} if is_stock else {"transfer_mode": mode, "kv_lease_duration": 10.0}
+    connector = {"kv_connector": "NixlPushConnector"} if is_stock and mode == "push" else {}
+    transfer = nixl(name, extra, kv_load_failure_policy="fail", **connector)
     return ServerSpec(
         name=name,
         model=make_model(ModelShape(max_positions=4096)),

@@ -22,6 +22,7 @@ import psutil
 from experiments.common import model as models
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
 from experiments.common.targets import Verdict
+from experiments.common.transfer_config import nixl
 
 __all__ = ["EMPTY", "MOST_MORE", "SUBJECTS", "IdleCost", "judge_idle", "measure_idle"]
 
@@ -59,27 +60,17 @@ class Subject:
     has_ranks: bool = False
 
     def spec(self) -> ServerSpec:
-        nixl: dict[str, Any] = {
-            "kv_connector": "NixlConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "num_threads": 0,
-                "transfer_mode": "push",
-                "kv_lease_duration": LEASE_SECONDS,
-            },
-        }
-        multi = {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"connectors": [nixl]},
-        }
+        config = nixl("", {"transfer_mode": "push", "kv_lease_duration": LEASE_SECONDS}, kv_load_failure_policy="fail")
+        if self.is_below_multi:
+            below = {"connectors": [config]}
+            config = {**config, "kv_connector": "MultiConnector", "kv_connector_extra_config": below}
         return ServerSpec(
             name=self.name.replace(" ", "-"),
             model=models.make_model(models.ModelShape(max_positions=4096)),
             dtype="float32",
             block_size=BLOCK_SIZE,
             max_model_len=2048,
-            kv_transfer={**(multi if self.is_below_multi else nixl), "kv_load_failure_policy": "fail"},
+            kv_transfer=config,
             environment={"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK},
             arguments=("--num-gpu-blocks-override", str(BLOCKS), *self.arguments),
             forks=True,

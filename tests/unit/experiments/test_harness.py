@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.byte_equivalence import cli, harness, last
+from experiments.byte_equivalence import cli, comparison, harness, last
 from experiments.byte_equivalence.arm_run import CORRUPTIONS, Dependence
 from experiments.byte_equivalence.arms import ARMS, SINGLE, Arm, of_size, small_pool, specs
 from experiments.byte_equivalence.checks import Check, Checks, compared
@@ -154,7 +154,7 @@ def test_servers_that_do_not_start_are_a_row_and_the_next_arm_is_served(
     monkeypatch.setattr(harness, "Asking", Launched)
     monkeypatch.setattr(harness, "make_model", lambda shape: tmp_path)
     monkeypatch.setattr(harness.Harness, "_reference", lambda *_: Baseline([], []))
-    monkeypatch.setattr(harness, "with_clients", lambda *_, **__: None)
+    monkeypatch.setattr(comparison, "with_clients", lambda *_, **__: None)
     checks = Checks()
     brief = [arm for arm in ARMS if arm.in_runs == "brief"]
     Harness(brief[::-1], tmp_path, Narrator("test"), checks, quick=True).run()
