@@ -8,18 +8,16 @@ order and keeps their outcomes.
 
 from __future__ import annotations
 
-from kvcached_nixl.patching.call import Call, Decisions
-from kvcached_nixl.patching.record import ANY_PARAMETERS, Patch, PatchOutcome, PatchState, Place, Seam, Target
+from kvcached_nixl.patching.call import Call
+from kvcached_nixl.patching.record import ANY_PARAMETERS, Patch, PatchOutcome, PatchState, Seam, Target
 from kvcached_nixl.patching.registry import Judge, Registry
 
 __all__ = [
     "ANY_PARAMETERS",
     "Call",
-    "Decisions",
     "Judge",
     "PatchOutcome",
     "Patch",
-    "Place",
     "Registry",
     "Seam",
     "PatchState",

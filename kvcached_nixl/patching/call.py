@@ -7,24 +7,9 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
-from kvcached_nixl.errors import Refused
-
-__all__ = ["Call", "Decisions", "positions_of"]
-
-
-class Decisions(Protocol):
-    """The part of the registry that a wrapper may use."""
-
-    def complete(self) -> None:
-        """Decide every patch. Never raises."""
-
-    def refusals(self) -> tuple[tuple[str, Refused], ...]:
-        """Everything that was refused, by name."""
-
-    def bypassed(self, cls: type, *targets: Any) -> tuple[tuple[str, Refused], ...]:
-        """A refusal for each patch that calls on an instance of a class do not reach, by name."""
+__all__ = ["Call", "positions_of"]
 
 
 def positions_of(signature: inspect.Signature | None) -> Mapping[str, int]:
@@ -56,7 +41,7 @@ class Call:
         name: str = "",
         signature: inspect.Signature | None = None,
         positions: Mapping[str, int] = MappingProxyType({}),
-        registry: Decisions | None = None,
+        registry: Any = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
         """Args: ``wrapped`` is the bound original, ``signature`` its signature without ``self``, read if not given, and
@@ -118,8 +103,8 @@ class Call:
             self._note(text)
 
     @property
-    def registry(self) -> Decisions:
-        """The registry that applied the patch.
+    def registry(self) -> Any:
+        """The `Registry` that applied the patch.
 
         Raises:
             LookupError: the `Call` was constructed outside a registry.

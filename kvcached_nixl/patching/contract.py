@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.errors import ContractChanged
-from kvcached_nixl.patching.record import ANY_PARAMETERS, Kind, Patch, Place
+from kvcached_nixl.patching.record import ANY_PARAMETERS, Kind, Patch, Target
 
 __all__ = ["Seat", "find_seat", "locate", "way_around"]
 
@@ -41,12 +41,12 @@ class Seat:
         return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.attribute}"
 
 
-def locate(place: Place, module: types.ModuleType) -> type | types.ModuleType | None:
-    """The class or module of ``place``, or None if ``module`` does not define it (a re-export does not count)."""
-    if not place.qualname:
+def locate(target: Target, module: types.ModuleType) -> type | types.ModuleType | None:
+    """The target's class or module, or None if ``module`` does not define it (a re-export does not count)."""
+    if not target.qualname:
         return module
     found: Any = module
-    for part in place.qualname.split("."):
+    for part in target.qualname.split("."):
         found = vars(found).get(part)
         if found is None:
             return None

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.patching.call import Call
 
-__all__ = ["ANY_PARAMETERS", "Kind", "PatchOutcome", "Patch", "Place", "Process", "Seam", "PatchState", "Target"]
+__all__ = ["ANY_PARAMETERS", "Kind", "PatchOutcome", "Patch", "Process", "Seam", "PatchState", "Target"]
 
 Kind = Literal["method", "classmethod", "staticmethod", "property", "function"]
 Process = Literal["scheduler", "worker", "frontend", "every"]
@@ -30,40 +30,28 @@ ANY_PARAMETERS: tuple[str, ...] = ("...",)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place where a target may be defined: a module, and a class in it (empty for the module itself)."""
+class Target:
+    """A class or module to patch.
 
+    Args:
+        name: our name for it in reports.
+        module: defines it. A class that a module only re-exports is not found there.
+        qualname: of the class; empty for the module itself.
+        scope: the attribute must be defined in a module whose dotted name starts with this, so that a patch never
+            changes a base class that other classes share. Empty: only ``module``.
+    """
+
+    name: str
     module: str
     qualname: str = ""
+    scope: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.qualname}" if self.qualname else self.module
 
-
-@dataclass(frozen=True)
-class Target:
-    """A class or module to patch, under our name for it, wherever the installed version defines it.
-
-    Args:
-        name: our name for it in reports.
-        places: where to look, in order of preference. A class that a module only re-exports is not found there.
-        scope: the attribute must be defined in a module whose dotted name starts with this, so that a patch never
-            changes a base class that other classes share. Empty: only the modules in ``places``.
-    """
-
-    name: str
-    places: tuple[Place, ...]
-    scope: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.places:
-            raise ValueError(f"target {self.name!r} has no places")
-
     def contains(self, module: str) -> bool:
         """Whether code defined in ``module`` may be patched under this target."""
-        if self.scope:
-            return module.startswith(self.scope)
-        return any(place.module == module for place in self.places)
+        return module.startswith(self.scope) if self.scope else module == self.module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +72,6 @@ class Patch:
         versions: version specifier of the patched library; empty for every supported one. Read only by `Judge`.
         when_unsupported: apply even if the library's version is not supported. For the gate, which raises the refusal.
         when_absent: whether to refuse or to skip if the target does not exist.
-        also_bound_in: modules that bind the attribute by ``from x import f``, as "module" or "module:name".
         prepare: runs before the contract is checked; returns notes for the report, may raise `Refused`.
     """
 
@@ -100,7 +87,6 @@ class Patch:
     versions: str = ""
     when_unsupported: bool = False
     when_absent: Literal["refuse", "skip"] = "refuse"
-    also_bound_in: tuple[str, ...] = ()
     prepare: Callable[[], tuple[str, ...]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

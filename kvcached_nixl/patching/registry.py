@@ -74,8 +74,7 @@ class Registry:
                 if any(entry.seam == seam for entry in self._entries):
                     continue
                 self._entries.append(_Entry(seam))
-            for place in seam.patch.target.places:
-                self._watch(place.module)
+            self._watch(seam.patch.target.module)
 
     def imported(self, module: types.ModuleType) -> None:
         """Called when ``module`` was just imported. Decides every pending patch of it. Never raises."""
@@ -149,7 +148,7 @@ class Registry:
             self._active = False
             for entry in reversed(self._entries):
                 if entry.attachment is not None:
-                    left += entry.attachment.restore()
+                    left += [] if entry.attachment.restore() else [entry.attachment.name]
                     entry.attachment = None
                     entry.state, entry.reason = PatchState.SKIPPED, "uninstalled"
         return tuple(left)
@@ -169,9 +168,8 @@ class Registry:
 
     def _decide(self, entry: _Entry, module: types.ModuleType) -> None:
         patch = entry.seam.patch
-        places = [place for place in patch.target.places if place.module == module.__name__]
-        containers = [found for place in places if (found := locate(place, module)) is not None]
-        if not containers:
+        container = locate(patch.target, module) if patch.target.module == module.__name__ else None
+        if container is None:
             return
         try:
             reason = self._judge(patch)
@@ -180,7 +178,7 @@ class Registry:
                 return
             for note in patch.prepare() if patch.prepare is not None else ():
                 entry.note(note)
-            seat = find_seat(patch, containers[0])
+            seat = find_seat(patch, container)
             call = functools.partial(
                 Call,
                 name=patch.name,
@@ -197,30 +195,22 @@ class Registry:
             entry.refuse(_unforeseen(patch, error))
 
     def _seek(self, entry: _Entry) -> None:
-        """Import the places of a pending patch, in order of preference, until it is decided."""
+        """Import the module of a pending patch, and decide it."""
         patch = entry.seam.patch
-        missing: list[str] = []
-        for place in patch.target.places:
-            try:
-                module = importlib.import_module(place.module)
-            except ModuleNotFoundError as error:
-                if error.name is None or not (place.module + ".").startswith(error.name + "."):
-                    entry.refuse(_unforeseen(patch, error))
-                    return
-                missing.append(str(place))
-                continue
-            except Exception as error:  # noqa: BLE001 - recorded as a refusal, which stops the start
+        try:
+            self.imported(importlib.import_module(patch.target.module))
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{patch.target.module}.".startswith(f"{error.name}."):
                 entry.refuse(_unforeseen(patch, error))
                 return
-            self.imported(module)
-            if entry.state is not PatchState.PENDING:
-                return
-            missing.append(str(place))
+        except Exception as error:  # noqa: BLE001 - recorded as a refusal, which stops the start
+            entry.refuse(_unforeseen(patch, error))
+            return
         with self._lock:
             if entry.state is PatchState.PENDING:
-                self._absent(entry, missing)
+                self._absent(entry)
 
-    def _absent(self, entry: _Entry, missing: list[str]) -> None:
+    def _absent(self, entry: _Entry) -> None:
         patch = entry.seam.patch
         if not self._active:
             return
@@ -230,13 +220,13 @@ class Registry:
             entry.refuse(error)
             return
         if reason is None and patch.when_absent == "skip":
-            reason = f"not there: {', '.join(missing)}"
+            reason = f"not there: {patch.target}"
         if reason is not None:
             entry.state, entry.reason = PatchState.SKIPPED, reason
             return
         entry.refuse(
             ContractChanged(
-                found=f"no {patch.target.name} in {', '.join(missing)}",
+                found=f"no {patch.target.name} in {patch.target}",
                 expected=f"one that defines {patch.attribute}",
                 consequence=f"Without this patch: {patch.why}",
                 remedy="Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one.",
@@ -244,11 +234,10 @@ class Registry:
         )
 
     def _verify(self, entry: _Entry) -> None:
-        displaced = entry.attachment.displaced() if entry.attachment is not None else ()
-        if displaced:
+        if entry.attachment is not None and entry.attachment.is_displaced():
             entry.refuse(
                 ContractChanged(
-                    found=f"{', '.join(displaced)} was replaced after this package had wrapped it",
+                    found=f"{entry.attachment.name} was replaced after this package had wrapped it",
                     expected="this package's wrapper, or another one around it with __wrapped__ set",
                     consequence=f"The patch may no longer run. {entry.seam.patch.why}",
                     remedy="Remove what replaced it, or let it run before this package is installed.",

@@ -35,9 +35,9 @@ def test_a_patch_stands_where_the_fixture_says_with_its_parameters(shape: dict[s
     (verdict,) = [one for one in verdicts(shape) if one.patch == patch.name]
     if verdict.word != "holds":
         pytest.skip(f"{verdict.word}: {verdict.detail}")
-    places = [place for place in patch.target.places if f"{place.module}:{place.qualname}" in shape["places"]]
-    found = [one for place in places if (one := locate(place, importlib.import_module(place.module))) is not None]
-    seat = find_seat(patch, found[0])
+    found = locate(patch.target, importlib.import_module(patch.target.module))
+    assert found is not None
+    seat = find_seat(patch, found)
     assert seat.where == verdict.detail
     owner = seat.owner
     body = f"{owner.__name__}:" if inspect.ismodule(owner) else f"{owner.__module__}:{owner.__qualname__}"

@@ -247,21 +247,20 @@ def add_patched_members(classes: Classes, changes: Mapping[str, str]) -> None:
     from kvcached_nixl.vllm.patches import PATCHES
 
     for patch in (seam.patch for seam in PATCHES):
-        for place in patch.target.places:
-            if place.module.startswith(f"{KV}.v1.nixl") and place.module not in classes:
-                continue
-            if place.module.startswith("kvcached") or place.module in SKELETON:
-                continue
-            container = classes.setdefault(place.module, {}).setdefault(place.qualname, ("", []))
-            name = f"{place.qualname}.{patch.attribute}"
-            if any(f"def {patch.attribute}(" in member for member in container[1]) and name not in changes:
-                break
-            decorator = f"@{patch.kind}\n" if patch.kind in ("classmethod", "staticmethod", "property") else ""
-            any_of = "self, *args, **kwargs" if patch.parameters == ANY_PARAMETERS else ", ".join(patch.parameters)
-            parameters = changes.get(name, any_of)
-            container[1][:] = [member for member in container[1] if f"def {patch.attribute}(" not in member]
-            container[1].append(f"{decorator}def {patch.attribute}({parameters}):\n    return None")
-            break
+        module, qualname = patch.target.module, patch.target.qualname
+        if module.startswith(f"{KV}.v1.nixl") and module not in classes:
+            continue
+        if module.startswith("kvcached") or module in SKELETON:
+            continue
+        container = classes.setdefault(module, {}).setdefault(qualname, ("", []))
+        name = f"{qualname}.{patch.attribute}"
+        if any(f"def {patch.attribute}(" in member for member in container[1]) and name not in changes:
+            continue
+        decorator = f"@{patch.kind}\n" if patch.kind in ("classmethod", "staticmethod", "property") else ""
+        any_of = "self, *args, **kwargs" if patch.parameters == ANY_PARAMETERS else ", ".join(patch.parameters)
+        parameters = changes.get(name, any_of)
+        container[1][:] = [member for member in container[1] if f"def {patch.attribute}(" not in member]
+        container[1].append(f"{decorator}def {patch.attribute}({parameters}):\n    return None")
 
 
 def write(root: Path, version: str, kvcached: str, with_nixl: bool, changes: Mapping[str, str]) -> None:

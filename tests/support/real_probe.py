@@ -15,7 +15,7 @@ import os
 import sys
 from typing import Any
 
-from kvcached_nixl.patching import Place
+from kvcached_nixl.patching import Target
 from kvcached_nixl.patching.contract import locate
 
 
@@ -25,24 +25,20 @@ def entries() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for patch in (seam.patch for seam in PATCHES):
-        for owner in owners(patch.target.places):
+        owner = owner_of(patch.target)
+        if owner is not None:
             classes = owner.__mro__ if isinstance(owner, type) else (owner,)
             holder = next((c for c in classes if patch.attribute in vars(c)), None)
             if holder is not None:
                 found[f"{holder.__name__.rpartition('.')[2]}.{patch.attribute}"] = vars(holder)[patch.attribute]
-                break
     return found
 
 
-def owners(places: tuple[Place, ...]) -> list[Any]:
-    found = []
-    for place in places:
-        try:
-            module = importlib.import_module(place.module)
-        except ModuleNotFoundError:
-            continue
-        found.append(locate(place, module))
-    return [owner for owner in found if owner is not None]
+def owner_of(target: Target) -> Any:
+    try:
+        return locate(target, importlib.import_module(target.module))
+    except ModuleNotFoundError:
+        return None
 
 
 def untouched() -> dict[str, Any]:

@@ -8,27 +8,22 @@ name is patched where it is defined.
 
 from __future__ import annotations
 
-from kvcached_nixl.patching import Place, Target
+from kvcached_nixl.patching import Target
 from kvcached_nixl.vllm import KV_TRANSFER, KVCACHED_NIXL_COMPAT, NIXL_PREFIX
 
-
-def _at(name: str, module: str, qualname: str = "", scope: str = "") -> Target:
-    return Target(name=name, places=(Place(module, qualname),), scope=scope)
-
-
-CONNECTOR_BASE = _at("connector base", f"{KV_TRANSFER}.v1.base", "KVConnectorBase_V1")
+CONNECTOR_BASE = Target("connector base", f"{KV_TRANSFER}.v1.base", "KVConnectorBase_V1")
 """The base class of every KV connector, not only NIXL's."""
 
-FACADE = _at("connector", f"{NIXL_PREFIX}.connector", "NixlBaseConnector", scope=NIXL_PREFIX)
+FACADE = Target("connector", f"{NIXL_PREFIX}.connector", "NixlBaseConnector", scope=NIXL_PREFIX)
 """The base class of the pull and the push connector."""
 
-PULL_FACADE = _at("pull connector", f"{NIXL_PREFIX}.connector", "NixlPullConnector", scope=NIXL_PREFIX)
+PULL_FACADE = Target("pull connector", f"{NIXL_PREFIX}.connector", "NixlPullConnector", scope=NIXL_PREFIX)
 """The class that the name ``NixlConnector`` refers to."""
 
 FACADE_CLASS_NAMES = frozenset({"NixlBaseConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"})
 PUSH_CLASS_NAMES = frozenset({"NixlPushConnector"})
 
-WORKER = _at("worker", f"{NIXL_PREFIX}.base_worker", "NixlBaseConnectorWorker", scope=NIXL_PREFIX)
+WORKER = Target("worker", f"{NIXL_PREFIX}.base_worker", "NixlBaseConnectorWorker", scope=NIXL_PREFIX)
 """The worker half of the connector, which kvcached's own patch changes."""
 
 METADATA_MODULE = f"{NIXL_PREFIX}.metadata"
@@ -40,68 +35,70 @@ ERROR_MODULES = ("vllm.exceptions", "vllm.entrypoints.openai.engine.protocol")
 STATS_MODULE = f"{NIXL_PREFIX}.stats"
 """Where the classes of the connector's metrics are."""
 
-ENGINE_SCHEDULER = _at("engine scheduler", "vllm.v1.core.sched.scheduler", "Scheduler")
+ENGINE_SCHEDULER = Target("engine scheduler", "vllm.v1.core.sched.scheduler", "Scheduler")
 """vLLM's own scheduler."""
 
-ENGINE_CORE = _at("engine core", "vllm.v1.engine.core", "EngineCoreProc")
+ENGINE_CORE = Target("engine core", "vllm.v1.engine.core", "EngineCoreProc")
 """The engine core process with the loop around the scheduler."""
 
-ENGINE_CORE_BASE = _at("engine core base", "vllm.v1.engine.core", "EngineCore")
+ENGINE_CORE_BASE = Target("engine core base", "vllm.v1.engine.core", "EngineCore")
 """The engine core's interface to clients, in any process."""
 
-INPUT_PROCESSOR = _at("input processor", "vllm.v1.engine.input_processor", "InputProcessor")
+INPUT_PROCESSOR = Target("input processor", "vllm.v1.engine.input_processor", "InputProcessor")
 """Builds the engine's requests in the API server."""
 
-WORKER_PROCESS = _at("worker process", "vllm.v1.worker.gpu_worker", "Worker")
+WORKER_PROCESS = Target("worker process", "vllm.v1.worker.gpu_worker", "Worker")
 """One rank of an engine, on any kind of device."""
 
-MODEL_LOADER = _at("model loader", "vllm.model_executor.model_loader.default_loader", "DefaultModelLoader")
+MODEL_LOADER = Target("model loader", "vllm.model_executor.model_loader.default_loader", "DefaultModelLoader")
 """Loads weights from files on a file system."""
 
-STREAMING_LOADER = _at(
+STREAMING_LOADER = Target(
     "streaming model loader", "vllm.model_executor.model_loader.runai_streamer_loader", "RunaiModelStreamerLoader"
 )
 """Streams weights from a file system or an object store."""
 
-LOADER_BASE = _at("model loader base", "vllm.model_executor.model_loader.base_loader", "BaseModelLoader")
+LOADER_BASE = Target("model loader base", "vllm.model_executor.model_loader.base_loader", "BaseModelLoader")
 """The base class of every loader of weights."""
 
-RENDERER = _at("renderer", "vllm.renderers.base", "BaseRenderer")
+RENDERER = Target("renderer", "vllm.renderers.base", "BaseRenderer")
 """Prepares prompts in the API server."""
 
-MEDIA_PROCESSING = _at("media processing", "vllm.multimodal.processing.context", "BaseProcessingInfo")
+MEDIA_PROCESSING = Target("media processing", "vllm.multimodal.processing.context", "BaseProcessingInfo")
 """Computes the identifiers of images, sounds, ..."""
 
-ENGINE_CLIENT = _at("engine client", "vllm.v1.engine.async_llm", "AsyncLLM")
+ENGINE_CLIENT = Target("engine client", "vllm.v1.engine.async_llm", "AsyncLLM")
 """Gives the API server's requests to the engines, and their outputs back."""
 
-API_ROUTES = _at("API routes", "vllm.entrypoints.scale_out.factories")
+API_ROUTES = Target("API routes", "vllm.entrypoints.scale_out.factories")
 """Adds routes to the API server of a model that generates."""
 
-HTTP_MIDDLEWARE = _at("HTTP middleware", "vllm.entrypoints.serve.elastic_ep.middleware", "ScalingMiddleware")
+HTTP_MIDDLEWARE = Target("HTTP middleware", "vllm.entrypoints.serve.elastic_ep.middleware", "ScalingMiddleware")
 """Gets each HTTP request of the API server first."""
 
-OUTPUT_PROCESSOR = _at("output processor", "vllm.v1.engine.output_processor", "OutputProcessor")
+OUTPUT_PROCESSOR = Target("output processor", "vllm.v1.engine.output_processor", "OutputProcessor")
 """Builds the outputs for clients in the API server."""
 
-EXECUTOR = _at("executor", "vllm.v1.executor.abstract", "Executor")
+EXECUTOR = Target("executor", "vllm.v1.executor.abstract", "Executor")
 """Starts the workers of an engine core, in any kind of process."""
 
-WORKER_BASE = _at("worker base", "vllm.v1.worker.worker_base", "WorkerBase")
+WORKER_BASE = Target("worker base", "vllm.v1.worker.worker_base", "WorkerBase")
 """The base class of every worker, on every device and under every executor."""
 
-FACTORY = _at("factory", f"{KV_TRANSFER}.factory", "KVConnectorFactory")
+FACTORY = Target("factory", f"{KV_TRANSFER}.factory", "KVConnectorFactory")
 
-TRANSFER_CONFIG = _at("transfer config", "vllm.config.kv_transfer", "KVTransferConfig")
+TRANSFER_CONFIG = Target("transfer config", "vllm.config.kv_transfer", "KVTransferConfig")
 """``--kv-transfer-config``."""
 
-KVCACHED_VERSION_RANGE = _at("kvcached's version range", "kvcached.integration.version_utils", "VersionRange")
+KVCACHED_VERSION_RANGE = Target("kvcached's version range", "kvcached.integration.version_utils", "VersionRange")
 _KVCACHED_PATCHES = "kvcached.integration.vllm.patches"
-KVCACHED_ALLOCATION = _at("kvcached's patch of the allocation", _KVCACHED_PATCHES, "KVCacheManagerAllocateSlotsPatch")
-KVCACHED_COORDINATOR = _at("kvcached's patch of the coordinator", _KVCACHED_PATCHES, "KVCacheCoordinatorPatch")
-KVCACHED_GPU_WORKER = _at("kvcached's patch of the GPU worker", _KVCACHED_PATCHES, "GPUWorkerPatch")
-KVCACHED_PATCH_MANAGER = _at("kvcached's patch manager", "kvcached.integration.patch_base", "PatchManager")
-KVCACHED_PATCH = _at("kvcached", KVCACHED_NIXL_COMPAT, "NixlConnectorPatch")
+KVCACHED_ALLOCATION = Target(
+    "kvcached's patch of the allocation", _KVCACHED_PATCHES, "KVCacheManagerAllocateSlotsPatch"
+)
+KVCACHED_COORDINATOR = Target("kvcached's patch of the coordinator", _KVCACHED_PATCHES, "KVCacheCoordinatorPatch")
+KVCACHED_GPU_WORKER = Target("kvcached's patch of the GPU worker", _KVCACHED_PATCHES, "GPUWorkerPatch")
+KVCACHED_PATCH_MANAGER = Target("kvcached's patch manager", "kvcached.integration.patch_base", "PatchManager")
+KVCACHED_PATCH = Target("kvcached", KVCACHED_NIXL_COMPAT, "NixlConnectorPatch")
 
-KVCACHED_INTERFACES = _at("kvcached's engine", "kvcached.integration.vllm.interfaces")
+KVCACHED_INTERFACES = Target("kvcached's engine", "kvcached.integration.vllm.interfaces")
 """The functions that kvcached's patches of vLLM call."""

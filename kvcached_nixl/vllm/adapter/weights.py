@@ -78,7 +78,7 @@ def watch_loading(loader: Any) -> None:
 def distrust(cls: type) -> str:
     """Why loaders of a class may put other weights in place than they read, as text; "" if vLLM's own code loads."""
     order = next(one for one in cls.__mro__ if "load_model" in vars(one))
-    is_vllms = cls.__module__.startswith("vllm.") and order.__module__ == LOADER_BASE.places[0].module
+    is_vllms = cls.__module__.startswith("vllm.") and order.__module__ == LOADER_BASE.module
     return "" if is_vllms else f"{cls.__name__} may put other weights in place than it reads"
 
 

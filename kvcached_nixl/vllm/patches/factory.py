@@ -20,7 +20,7 @@ from typing import Any
 
 from kvcached_nixl.deadlines import MonotonicClock
 from kvcached_nixl.errors import ContractChanged, SettingsError, StartRefused
-from kvcached_nixl.patching import ANY_PARAMETERS, Call, Decisions, Patch
+from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Registry
 from kvcached_nixl.processes import has_ancestor
 from kvcached_nixl.scheduler.build import build_scheduler
 from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings, rust_frontend_in, unheeded
@@ -114,7 +114,7 @@ def construct(call: Call) -> None:
     attach(call.instance, build_scheduler(view, address, MonotonicClock()), address)
 
 
-def require_complete(registry: Decisions, connector: str) -> None:
+def require_complete(registry: Registry, connector: str) -> None:
     """Decides every patch, and returns only if none was refused.
 
     Raises:

@@ -21,15 +21,13 @@ from kvcached_nixl.vllm import KV_TRANSFER, NIXL_PREFIX
 from kvcached_nixl.vllm.adapter.locate import FACADE_CLASS_NAMES, HTTP_MIDDLEWARE, WORKER, WORKER_PROCESS
 from kvcached_nixl.vllm.patches import PATCHES
 from support.shapes.reading import Call, Reader
-from support.shapes.reads import READS
+from support.shapes.reads import READS, Reads
 
 __all__ = ["SERIES", "VLLM_PATCHES", "load", "make", "save"]
 
 SERIES = Path(__file__).parents[2] / "shapes/series"
 
-VLLM_PATCHES: tuple[Patch, ...] = tuple(
-    seam.patch for seam in PATCHES if all(place.module.startswith("vllm.") for place in seam.patch.target.places)
-)
+VLLM_PATCHES: tuple[Patch, ...] = tuple(seam.patch for seam in PATCHES if seam.patch.target.module.startswith("vllm."))
 """All patches except that of kvcached, of which only one version is supported."""
 
 _CONNECTOR = frozenset(
@@ -95,24 +93,24 @@ def make(source: Source) -> dict[str, Any]:
         "places": places,
         "bodies": _bodies(reader, places),
         "callers": _callers(reader),
-        "reads": {reads.target.name: _read(reader, reads.target, reads.all_names) for reads in READS},
+        "reads": {reads.target.name: _read(reader, reads) for reads in READS},
     }
 
 
 def _places(reader: Reader) -> dict[str, str]:
     found: dict[str, str] = {}
-    for place in {place for patch in VLLM_PATCHES for place in patch.target.places}:
-        cls = reader.resolve(place.module, place.qualname) if place.qualname else None
-        if reader.has(place.module) and (cls or not place.qualname):
-            found[f"{place.module}:{place.qualname}"] = cls or f"{place.module}:"
+    for target in {patch.target for patch in VLLM_PATCHES}:
+        cls = _class_of(reader, target)
+        if cls is not None:
+            found[f"{target.module}:{target.qualname}"] = cls
     return found
 
 
 def _bodies(reader: Reader, places: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for patch in VLLM_PATCHES:
-        named = [places.get(f"{place.module}:{place.qualname}", "") for place in patch.target.places]
-        for cls in {one for start in named if start for one in reader.lineage(start)}:
+        start = places.get(f"{patch.target.module}:{patch.target.qualname}")
+        for cls in reader.lineage(start) if start is not None else ():
             body = reader.body(cls)
             methods = found.setdefault(cls, {"bases": list(body.bases), "methods": {}})["methods"]
             if patch.attribute in body.methods:
@@ -121,22 +119,18 @@ def _bodies(reader: Reader, places: dict[str, str]) -> dict[str, Any]:
 
 
 def _class_of(reader: Reader, target: Target) -> str | None:
-    """Returns the class or module of a target: the first of its places that exists."""
-    for place in target.places:
-        if not place.qualname and reader.has(place.module):
-            return f"{place.module}:"
-        cls = reader.resolve(place.module, place.qualname) if place.qualname else None
-        if cls is not None:
-            return cls
-    return None
+    """Returns the class or module of a target, if it exists."""
+    if target.qualname:
+        return reader.resolve(target.module, target.qualname)
+    return f"{target.module}:" if reader.has(target.module) else None
 
 
-def _read(reader: Reader, target: Target, names: tuple[str, ...]) -> str | None:
-    cls = _class_of(reader, target)
+def _read(reader: Reader, reads: Reads) -> str | None:
+    cls = next((one for target in reads.targets if (one := _class_of(reader, target)) is not None), None)
     if cls is None:
         return None
     stored = {name for one in reader.lineage(cls) for name in reader.body(one).names}
-    return " ".join(name if name in stored else f"-{name}" for name in sorted(names))
+    return " ".join(name if name in stored else f"-{name}" for name in sorted(reads.all_names))
 
 
 def _callers(reader: Reader) -> dict[str, list[str]]:
@@ -152,8 +146,7 @@ def _callers(reader: Reader) -> dict[str, list[str]]:
         patches["collective_rpc" if patch.target is WORKER_PROCESS else name].append(patch)
         if (patch.target is WORKER and patch.attribute == "__init__") or patch.attribute == "__post_init__":
             # The connector constructs its worker half; a dataclass calls __post_init__ when it is constructed.
-            for place in patch.target.places:
-                patches[place.qualname].append(patch)
+            patches[patch.target.qualname].append(patch)
     for call in reader.calls(patches, _CALLERS_IN):
         for patch in patches[call.attribute]:
             if _reaches(reader, call, patch):
@@ -168,9 +161,9 @@ def _reaches(reader: Reader, call: Call, patch: Patch) -> bool:
     if patch.target is WORKER_PROCESS:
         return patch.attribute in call.arguments
     if patch.target is HTTP_MIDDLEWARE:
-        return patch.target.places[0].qualname in call.arguments
+        return patch.target.qualname in call.arguments
     if patch.attribute == "__post_init__" or (not call.receiver and patch.attribute == "__init__"):
-        return call.attribute in {place.qualname for place in patch.target.places}
+        return call.attribute == patch.target.qualname
     if call.attribute == "__init__":
         return call.receiver == "super" and _is_next(reader, call, patch)
     if call.receiver == "self":

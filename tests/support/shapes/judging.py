@@ -82,15 +82,14 @@ def _verdict(patch: Patch, shape: Mapping[str, Any], modules: Mapping[str, types
     reason = reason_on(patch, version)
     if reason is not None:
         return Verdict(patch.name, SKIPPED, reason)
-    places = [place for place in patch.target.places if place.module in modules]
-    found = [one for place in places if (one := locate(place, modules[place.module])) is not None]
-    if not found:
-        places_named = ", ".join(map(str, patch.target.places))
-        return Verdict(patch.name, SKIPPED if patch.when_absent == "skip" else GONE, f"none of {places_named}")
+    module = modules.get(patch.target.module)
+    found = None if module is None else locate(patch.target, module)
+    if found is None:
+        return Verdict(patch.name, SKIPPED if patch.when_absent == "skip" else GONE, f"no {patch.target}")
     try:
-        seat = find_seat(patch, found[0])
+        seat = find_seat(patch, found)
     except ContractChanged as cause:
-        is_there = any(patch.attribute in vars(cls) for cls in getattr(found[0], "__mro__", found))
+        is_there = any(patch.attribute in vars(cls) for cls in getattr(found, "__mro__", [found]))
         detail = f"found {cause.found}; expected {cause.expected}"
         return Verdict(patch.name, CHANGED if is_there else GONE, detail)
     callers = shape["callers"][patch.name]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvcached_nixl.patching import Place, Target
+from kvcached_nixl.patching import Target
 from kvcached_nixl.vllm import KV_TRANSFER
 from kvcached_nixl.vllm.adapter.locate import (
     ENGINE_CLIENT,
@@ -46,6 +46,7 @@ class Reads:
     """Names that a class or its bases must store or define, or that a module must bind.
 
     Attributes:
+        also: where it is in other versions.
         versions: vLLM versions with which they are read; empty for all.
         sometimes: names that are read with a default, where they are missing -> the vLLM versions that have them.
     """
@@ -54,6 +55,11 @@ class Reads:
     names: tuple[str, ...]
     versions: str = ""
     sometimes: Mapping[str, str] = field(default_factory=dict)
+    also: tuple[Target, ...] = ()
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        return (self.target, *self.also)
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -66,11 +72,12 @@ def _at(target: Target, names: str = "", *, versions: str = "", **sometimes: str
 
 def _of(module: str, qualname: str, names: str = "", *, versions: str = "", **sometimes: str) -> Reads:
     name = f"{module}.{qualname}" if qualname else module
-    return _at(Target(name=name, places=(Place(module, qualname),)), names, versions=versions, **sometimes)
+    return _at(Target(name, module, qualname), names, versions=versions, **sometimes)
 
 
 def _first_of(modules: tuple[str, ...], qualname: str) -> Reads:
-    return _at(Target(name=qualname, places=tuple(Place(module, qualname) for module in modules)))
+    first, *others = (Target(qualname, module, qualname) for module in modules)
+    return Reads(first, (), also=tuple(others))
 
 
 _CONFIG = "vllm.config"
@@ -160,7 +167,7 @@ READS = (
         "blocks cached_block_hash_to_block free_blocks get_num_free_blocks num_gpu_blocks",
     ),
     _at(
-        Target(name="events of the block pool", places=(Place("vllm.v1.core.block_pool", "BlockPool"),)),
+        Target("events of the block pool", "vllm.v1.core.block_pool", "BlockPool"),
         "take_events _remove_cached_block_hashes _emit_block_removed_events",
     ),
     _of("vllm.v1.core.block_pool", "", "MEDIUM_GPU"),

@@ -207,7 +207,7 @@ def test_a_check_names_what_is_broken(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "vLLM 0.28.0 (supported)" in said
     assert "no caller    connector.get_finished: vllm." in said
-    assert "gone         engine core._process_input_queue: none of vllm.v1.engine.core.EngineCoreProc" in said
+    assert "gone         engine core._process_input_queue: no vllm.v1.engine.core.EngineCoreProc" in said
     assert "not there    vllm.v1.request.Request: the class itself" in said
 
 

@@ -182,9 +182,9 @@ def trees(*folders: str) -> Iterator[ast.AST]:
 def test_every_private_name_and_every_import_is_in_the_table() -> None:
     """A new one that nobody looks for in other releases would be refused there at a start, or worse in a step."""
     known = {name for reads in READS for name in reads.all_names}
-    places = {f"{place.module}.{place.qualname}" for reads in READS for place in reads.target.places}
+    places = {f"{target.module}.{target.qualname}" for reads in READS for target in reads.targets}
     known |= {place.rpartition(".")[2] for place in places}
-    modules = {place.module for reads in READS for place in reads.target.places}
+    modules = {target.module for reads in READS for target in reads.targets}
     for node in trees("vllm"):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("private", "optional"):
             is_known = not isinstance(node.args[1], ast.Constant) or node.args[1].value in known | OF_OTHERS

@@ -82,7 +82,7 @@ def shuffles(model: Model) -> None:
 class Base:
     """vLLM's: ``load_model`` calls ``load_weights``, then has kernels rewrite what was loaded."""
 
-    __module__ = LOADER_BASE.places[0].module
+    __module__ = LOADER_BASE.module
 
     def __init__(self, config: Any, values: float, rewrites: Rewrites, files: list[Path]) -> None:
         self.load_config, self._values, self._rewrites, self._files = config, values, rewrites, files
