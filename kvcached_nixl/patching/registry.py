@@ -22,12 +22,8 @@ from dataclasses import dataclass, field
 import wrapt
 
 from kvcached_nixl.errors import ContractChanged, Refused
-from kvcached_nixl.patching.attach import Attachment, attach
-from kvcached_nixl.patching.call import Call, positions_of
-from kvcached_nixl.patching.contract import find_seat, locate, way_around
-from kvcached_nixl.patching.record import Patch, PatchOutcome, PatchState, Seam, Target
-
-__all__ = ["Judge", "Registry"]
+from kvcached_nixl.patching.record import Call, Patch, PatchOutcome, PatchState, Seam, Target, positions_of
+from kvcached_nixl.patching.seat import Attachment, attach, find_seat, locate, way_around
 
 Judge = Callable[[Patch], "str | None"]
 """Returns why a patch must be skipped, or None to apply it. May raise `Refused`. The only reader of versions."""

@@ -18,7 +18,7 @@ from support.shapes.fixture import SERIES, VLLM_PATCHES, load
 from support.shapes.judging import verdicts
 
 from kvcached_nixl.patching import Patch
-from kvcached_nixl.patching.contract import find_seat, locate
+from kvcached_nixl.patching.seat import find_seat, locate
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check this package's patches against a fixture, as activation checks them against the installed vLLM.
 
-Builds classes with the fixture's bases and parameter lists, and lets ``patching.contract`` judge them.
+Builds classes with the fixture's bases and parameter lists, and lets ``patching.seat`` judge them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching import Patch
-from kvcached_nixl.patching.contract import find_seat, locate
+from kvcached_nixl.patching.seat import find_seat, locate
 from kvcached_nixl.vllm.adapter.versions import reason_on
 from support.shapes.fixture import VLLM_PATCHES
 from support.shapes.reads import READS
