@@ -12,8 +12,6 @@ vLLM's handshake thread does the same. Sources: ``_nixl_handshake`` in ``v1/nixl
 
 from __future__ import annotations
 
-__all__ = ["select"]
-
 
 def select(kind: str, index: int) -> None:
     """Makes a device current in the calling thread, with its context. For ``cpu`` it does nothing.

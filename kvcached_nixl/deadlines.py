@@ -10,8 +10,6 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from typing import Protocol, TypeVar
 
-__all__ = ["Clock", "Deadlines", "ManualClock", "MonotonicClock", "earliest"]
-
 
 class Clock(Protocol):
     """A monotonic clock in seconds. Its origin differs between processes: send remaining seconds, never a time."""

@@ -19,20 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "ContractChanged",
-    "LayoutRefused",
-    "MemoryRefused",
-    "MissingDependency",
-    "NameRefused",
-    "Refused",
-    "SettingsError",
-    "StartRefused",
-    "Unproved",
-    "UnsupportedVersion",
-    "not_importable",
-]
-
 
 class Refused(Exception):
     """Something was stopped on purpose.

@@ -9,8 +9,6 @@ from typing import Any
 
 from kvcached_nixl.errors import SettingsError
 
-__all__ = ["LONGEST_SECONDS", "bad", "is_flag", "misspelled", "read_flag", "read_seconds"]
-
 LONGEST_SECONDS = 86_400
 """One day: the longest lease that a manifest may carry."""
 

@@ -9,14 +9,6 @@ from __future__ import annotations
 
 from typing import NewType
 
-__all__ = [
-    "DecodeRequestId",
-    "EngineId",
-    "KernelBlock",
-    "LogicalBlock",
-    "PrefillRequestId",
-]
-
 PrefillRequestId = NewType("PrefillRequestId", str)
 """The id inside the prefill engine."""
 DecodeRequestId = NewType("DecodeRequestId", str)

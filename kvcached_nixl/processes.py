@@ -7,8 +7,6 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["has_ancestor", "start_ticks"]
-
 
 def has_ancestor(program: str) -> bool:
     """Whether a program of this name has started this process, be it through others."""

@@ -54,17 +54,6 @@ from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.extra_config import bad, is_flag, misspelled, read_seconds
 from kvcached_nixl.transfer_mode import TransferMode
 
-__all__ = [
-    "SERVER_LOGGER",
-    "ActivationGate",
-    "MemoryPath",
-    "Server",
-    "Settings",
-    "read_gate",
-    "rust_frontend_in",
-    "unheeded",
-]
-
 SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that our messages reach the server's log without further configuration."""
 

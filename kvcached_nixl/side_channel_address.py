@@ -18,8 +18,6 @@ from typing import NamedTuple
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.this_host import own_addresses
 
-__all__ = ["Endpoint", "SideChannelAddress", "look_up", "reached"]
-
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 ADVERTISE_HOST = "KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE_HOST"

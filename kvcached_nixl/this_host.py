@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-__all__ = ["PortHolder", "own_addresses", "port_holders"]
-
 _USER = re.compile(r"//[^/@]*@")
 _PROGRAM_WORDS = 4
 """As in ``python -m vllm.entrypoints.openai.api_server`` and ``python .../bin/vllm serve MODEL``."""

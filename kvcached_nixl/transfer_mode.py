@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["TransferMode"]
-
 
 class TransferMode(str, Enum):
     """``transfer_mode`` of an engine; the handshake refuses a peer with another one.

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from kvcached_nixl.activation.import_hooks import raise_barrier, set_watch
 
-__all__ = ["watch"]
-
 
 def watch() -> None:
     """Install this package just before vLLM, or kvcached's patch of its NIXL connector, is imported."""

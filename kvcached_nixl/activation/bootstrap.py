@@ -33,8 +33,6 @@ from kvcached_nixl.vllm import ROOTS
 if TYPE_CHECKING:
     from kvcached_nixl.patching import Patch, Registry
 
-__all__ = ["Installation", "current", "install", "uninstall"]
-
 
 @dataclass
 class Installation:

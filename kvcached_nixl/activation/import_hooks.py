@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
 
-__all__ = ["Barrier", "Watch", "lift", "raise_barrier", "set_watch"]
-
 # One package below kvcached's top level: kvcached's own .pth file searches for the top level in every process.
 _AWAITED = frozenset(".".join(root.split(".")[:2]) for root in ROOTS)
 

@@ -22,8 +22,6 @@ from kvcached_nixl.wire.handshake import is_tagged
 from kvcached_nixl.wire.params import read_fetch
 from kvcached_nixl.wire.question import Outcome, Question
 
-__all__ = ["Found", "examine", "render", "to_json"]
-
 ANSWER_SECONDS = 60.0
 _TOKENS = (1, 2, 3, 4)
 """Of every vocabulary."""

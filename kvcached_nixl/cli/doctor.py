@@ -20,21 +20,6 @@ from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.version import __version__
 from kvcached_nixl.vllm.adapter.platform import Platform, platform
 
-__all__ = [
-    "FILES",
-    "Findings",
-    "LOCKED",
-    "Limits",
-    "MAPPINGS",
-    "SHARED",
-    "UNLIMITED",
-    "examine",
-    "limits",
-    "render",
-    "shortfalls",
-    "to_json",
-]
-
 Limits = Mapping[str, int | str]
 """Name -> value; a text if it is unlimited or not known."""
 

@@ -18,8 +18,6 @@ from kvcached_nixl.version import __version__
 from kvcached_nixl.vllm.adapter.platform import ask, side_channel_address
 from kvcached_nixl.vllm.adapter.versions import RunnerFound, environment_refusals, found_version, outlook
 
-__all__ = ["COMPARED", "Report", "asked", "make", "render", "to_json", "with_side_channel"]
-
 _COLOURS = MappingProxyType(
     {PatchState.APPLIED: "32", PatchState.SKIPPED: "33", PatchState.REFUSED: "31", PatchState.PENDING: "2"}
 )

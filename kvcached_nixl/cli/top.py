@@ -25,8 +25,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["COLUMNS", "Look", "Server", "WANTED", "printable", "read", "run"]
-
 _KV = "kvcached_nixl:"
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 USED, FREE, QUEUED = (f"{_KV}{what}_tokens" for what in ("used", "free", "queued"))

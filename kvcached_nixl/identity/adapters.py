@@ -20,8 +20,6 @@ from pathlib import Path
 from kvcached_nixl.identity.configuration import checksum_of
 from kvcached_nixl.identity.files import Signature, checksum, signature
 
-__all__ = ["Adapters", "files_of"]
-
 _CONFIGURATION = "adapter_config.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 WHOLE_BYTES = 64 << 20

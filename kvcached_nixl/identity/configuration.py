@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NAMES", "checksum_of", "processor_checksum", "processor_code", "settings_of"]
-
 NAMES = frozenset(
     {
         "_name_or_path",

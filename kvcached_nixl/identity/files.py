@@ -23,8 +23,6 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-__all__ = ["WHOLE_BYTES", "Checksums", "Signature", "checksum", "checksums", "signature"]
-
 WHOLE_BYTES = 256 << 20
 """Files whose total size is larger are sampled."""
 PIECES, PIECE_BYTES = 8192, 4096

@@ -21,8 +21,6 @@ from kvcached_nixl.identity.files import Checksums, Signature, checksums, signat
 from kvcached_nixl.identity.memory import Read, Reading, described
 from kvcached_nixl.wire.handshake import MOST_NAMED_FILES, Tensors, Weights
 
-__all__ = ["ModelReading", "ModelWeights", "WeightsHistory", "joined"]
-
 _LOADING = frozenset({"load_model", "reload_weights"})
 """Calls that leave nothing of what was there before, if they load."""
 

@@ -16,8 +16,6 @@ import torch
 
 from kvcached_nixl.wire.handshake import MOST_NAMED_TENSORS, Tensors
 
-__all__ = ["Read", "Reading", "described", "read"]
-
 
 class Read(NamedTuple):
     """A tensor that was read.

@@ -30,8 +30,6 @@ from pathlib import Path
 from kvcached_nixl.errors import NameRefused
 from kvcached_nixl.processes import start_ticks
 
-__all__ = ["Claim", "LONGEST", "Places", "clear_abandoned", "is_name", "join", "own_name", "take"]
-
 LONGEST = 64
 """Most characters in a name: kvcached's own limit. The path of a socket is limited to 108 (``unix(7)``)."""
 

@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["AGAIN_SECONDS", "FRESH_SECONDS", "Want", "Wants"]
-
 AGAIN_SECONDS = 1.0
 """How often an engine that still waits says so again."""
 FRESH_SECONDS = 3.0

@@ -32,8 +32,6 @@ from kvcached_nixl.proof.lanes import ucx_of_this_process
 from kvcached_nixl.proof.result import LaneFound, Proof, Question, Said, Ucx
 from kvcached_nixl.settings import SERVER_LOGGER
 
-__all__ = ["environment_of", "find", "find_here"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 PROVER_SECONDS = 300.0

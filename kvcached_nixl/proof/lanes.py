@@ -11,8 +11,6 @@ from types import MappingProxyType
 
 from kvcached_nixl.proof.result import Ucx
 
-__all__ = ["carriers", "is_never_chosen", "only_copies", "transports_of", "ucx_of_this_process"]
-
 _FEATURES = 1 << 0
 """UCP_PARAM_FIELD_FEATURES: the only parameter that is given."""
 _RMA, _AM = 1 << 1, 1 << 6

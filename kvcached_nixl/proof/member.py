@@ -27,8 +27,6 @@ from kvcached_nixl.proof.result import Question, Ucx
 from kvcached_nixl.transport.agent import NixlTransport, make_agent
 from kvcached_nixl.transport.base import Operation, Ranges, TransferState
 
-__all__ = ["MIXED", "PAGES", "PAGE_BYTES", "MemberAnswer", "Member", "Remote"]
-
 PAGE_BYTES = 2 << 20
 PAGES = 4
 SMALL_BYTES = 4096

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -15,22 +13,15 @@ from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.transport.agent import NixlTransport, make_agent
 from kvcached_nixl.transport.base import Ranges, TransferState, TransportError
+from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.handshake import RankHandshake, read_answer, read_rank
 from kvcached_nixl.wire.planes import Planes
-
-__all__ = ["PeerFound", "read_from"]
 
 BYTES = 8 << 20
 SMALL_BYTES = 4096
 MOST_ROWS = 4096
 READ_SECONDS = 30.0
 TRIES = 3
-
-
-class PeerChannel(Protocol):
-    """The part of the side channel that is used here."""
-
-    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]: ...
 
 
 class PeerFound(msgspec.Struct, frozen=True):
@@ -52,7 +43,7 @@ class PeerFound(msgspec.Struct, frozen=True):
     descriptors: float
 
 
-def read_from(channel: PeerChannel, host: str, port: int, tp_rank: int, question: Question) -> PeerFound:
+def read_from(channel: SideChannel, host: str, port: int, tp_rank: int, question: Question) -> PeerFound:
     """Handshake with a rank as decode does, and read some of its blocks, whatever they contain.
 
     Args:

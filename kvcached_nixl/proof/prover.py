@@ -18,8 +18,6 @@ from kvcached_nixl.proof.member import MIXED, PAGE_BYTES, PAGES, SMALL_BYTES, Me
 from kvcached_nixl.proof.result import AS_CONFIGURED, LaneFound, Question, Rates, Said, Ucx
 from kvcached_nixl.transport.base import Operation
 
-__all__ = ["prove_lanes", "prove_one"]
-
 LANES_SECONDS = 150.0
 """No lane is begun after this time. The caller's timeout would discard the results of all lanes."""
 TRIES = 8

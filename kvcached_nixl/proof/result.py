@@ -7,8 +7,6 @@ import msgspec
 
 from kvcached_nixl.settings import MemoryPath
 
-__all__ = ["AS_CONFIGURED", "HOST_GAIN", "SLOW", "LaneFound", "Proof", "Question", "Rates", "Said", "Ucx"]
-
 AS_CONFIGURED = "as configured"
 """The lane with all transports that UCX may choose from: tests what UCX chooses on this host."""
 SLOW = 4.0

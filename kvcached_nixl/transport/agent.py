@@ -21,17 +21,6 @@ import numpy.typing as npt
 
 from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, TransportError
 
-__all__ = [
-    "NixlGate",
-    "NixlTransport",
-    "descriptors",
-    "make_agent",
-    "open_gate",
-    "peer_name",
-    "register_host_memory",
-    "state_of",
-]
-
 logger = logging.getLogger("vllm.kvcached_nixl")
 
 _STATES = MappingProxyType({"DONE": TransferState.DONE, "PROC": TransferState.IN_FLIGHT})

@@ -23,8 +23,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["WriteGate", "Handle", "Operation", "Ranges", "TransferState", "Transport", "TransportError"]
-
 Ranges: TypeAlias = npt.NDArray[np.int64]
 """(n, 2): address and length in bytes."""
 

@@ -11,29 +11,15 @@ import logging
 import threading
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
-from typing import Protocol
+from typing import Any
 from weakref import ref
 
 from kvcached_nixl.side_channel_address import Endpoint
 from kvcached_nixl.transport.side_channel import SideChannel
 
-__all__ = ["HandshakeWatch"]
-
 logger = logging.getLogger("vllm.kvcached_nixl")
 
 INTERVAL_SECONDS = 2.0
-
-
-class Listens(Protocol):
-    """What is told, on the watch's thread."""
-
-    def say_kind(self, engine_idx: int, answers: list[tuple[str, bytes]]) -> None:
-        """The answers of all ranks of an engine are new."""
-        ...
-
-    def say_headroom(self, engine_idx: int, headroom: bytes) -> None:
-        """What an engine could take now; empty if it does not know."""
-        ...
 
 
 class HandshakeWatch:
@@ -43,10 +29,11 @@ class HandshakeWatch:
         channel: is closed at the end.
         engines: index of each engine -> its side channel. Those on other hosts do not answer, and stay unknown.
         ranks: of one engine.
-        listener: the watch does not keep it alive.
+        listener: the metrics; ``say_kind`` and ``say_headroom`` are called on the watch's thread. The watch does not
+            keep it alive.
     """
 
-    def __init__(self, channel: SideChannel, engines: Mapping[int, Endpoint], ranks: int, listener: Listens) -> None:
+    def __init__(self, channel: SideChannel, engines: Mapping[int, Endpoint], ranks: int, listener: Any) -> None:
         self._channel = channel
         self._engines = dict(engines)
         self._ranks = ranks

@@ -28,8 +28,6 @@ import zmq
 
 from kvcached_nixl.side_channel_address import Endpoint, look_up
 
-__all__ = ["Listener", "SideChannel"]
-
 logger = logging.getLogger("vllm.kvcached_nixl")
 
 _ASK = b"get_meta_msg"
