@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from support.engine_fakes import (
-    PREFILL,
     TIMEOUT,
     TOKENS,
     Asked,
@@ -31,7 +30,7 @@ from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange, digest_of
-from kvcached_nixl.wire.step import Step, UnneededOffer, WakeAddress
+from kvcached_nixl.wire.step import Step, WakeAddress
 
 BLOCKS = ([7, 3, 9],)
 ALL = (TOKENS, True)
@@ -114,48 +113,7 @@ def test_a_name_that_a_heartbeat_cannot_say_is_warned_of_and_fetched_even_so(cap
     assert decode.match(request) == ALL
 
 
-# ---------------------------------------------------------------------------------------------------------- what it has
-
-
-def test_each_group_has_blocks_of_its_own_size() -> None:
-    """Gemma 4: as many tokens as the blocks of all groups end with may be in the prefix cache."""
-    decode = Decode(block_sizes=(8, 4))
-    made = manifest_of(prompt(), groups=(BlockRange(0, (50, 51)), BlockRange(0, (7, 8, 9))), block_sizes=(8, 4))
-    request = of_decode(manifest=made)
-    decode.arrive(request)
-    decode.allocate(request, ([7, 3], [1, 2, 5]), decode.match(request, 8)[0])
-    (wanted,) = decode.take().fetches
-    assert wanted.groups == (BlockRange(8, (3,)), BlockRange(8, (5,)))
-    other = of_decode("d2", manifest=made)
-    decode.arrive(other)
-    decode.allocate(other, ([7, 3], [1, 2, 5]), decode.match(other, 4)[0])
-    assert not decode.take().fetches and decode.failures.counts == {FailureCause.RANGE: 1}
-
-
 # ------------------------------------------------------------------------------------------------------------- windows
-
-
-def test_a_window_is_fetched_from_where_decode_has_blocks() -> None:
-    """Blocks that have left the window are the null block on both sides; decode computes the last token itself."""
-    decode = Decode(drops_blocks=True, block_sizes=(4, 4))
-    request = of_decode(manifest=manifest_of(prompt(), first_tokens=(0, 4)))
-    decode.arrive(request)
-    assert decode.match(request) == (TOKENS - 1, True)
-    decode.allocate(request, ([7, 3, 9], [0, 2, 5]), TOKENS - 1)
-    (wanted,) = decode.take().fetches
-    assert (wanted.first_token, wanted.end_token) == (0, TOKENS - 1)
-    assert wanted.groups == (BlockRange(0, (7, 3, 9)), BlockRange(4, (2, 5)))
-
-
-def test_a_group_may_need_nothing_of_what_is_handed_over() -> None:
-    """With chunked attention, the prompt's last token may begin a chunk."""
-    decode = Decode(drops_blocks=True, block_sizes=(4, 4))
-    tokens = prompt(num_tokens=9)
-    request = of_decode(tokens=tokens, manifest=manifest_of(tokens, first_tokens=(0, 8)))
-    decode.arrive(request)
-    assert decode.match(request) == (8, True)
-    decode.allocate(request, ([7, 3, 9], [0, 0, 5]), 8)
-    assert decode.take().fetches[0].groups == (BlockRange(0, (7, 3)), BlockRange(8, ()))
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
@@ -179,27 +137,6 @@ def test_a_session_with_parameters_that_are_no_good_is_computed_here() -> None:
     request.is_session = True
     decode.arrive(request)
     assert decode.match(request) == (0, False) and not decode.take().has_news
-
-
-def test_a_stand_in_says_which_request_it_stands_for_and_no_prompt() -> None:
-    """It stands for a request that decode's server has rejected, so its own token is not the prompt."""
-    decode = Decode(mode=TransferMode.PUSH)
-    request = at_once(tokens=[0])
-    request.is_stand_in = True
-    decode.arrive(request)
-    decode.finish(request)
-    assert decode.take().released == [UnneededOffer(PREFILL, "", "transfer:t", "")]
-    assert not request.digested
-
-
-def test_a_stand_in_with_prefill_s_answer_says_which_request_prefill_keeps() -> None:
-    decode = Decode()
-    request = of_decode(tokens=[0], manifest=manifest_of(prompt()))
-    request.is_stand_in = True
-    decode.arrive(request)
-    decode.finish(request)
-    (released,) = decode.take().released
-    assert released.request_id == manifest_of(prompt()).request_id
 
 
 @pytest.mark.parametrize("first", ["the other connector", "our workers"])
@@ -277,26 +214,6 @@ def test_tokens_that_end_inside_a_block_are_refused_under_both_policies() -> Non
 
 
 # ----------------------------------------------------------------------------------------------------------------- ends
-
-
-def test_an_offer_of_the_same_prompt_is_released_if_its_kv_cannot_be_used() -> None:
-    decode = Decode(recomputes=True)
-    request = of_decode()
-    decode.arrive(request)
-    assert decode.match(request, 3) == NOTHING
-    assert len(decode.take().released) == 1
-
-
-@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
-def test_blocks_that_do_not_fit_release_the_offer_and_another_prompts_offer_stays(recomputes: bool) -> None:
-    decode = Decode(recomputes=recomputes)
-    request = of_decode()
-    decode.arrive(request)
-    decode.match(request)
-    decode.allocate(request, ([7],), TOKENS)
-    step = decode.take()
-    assert (step.fetches, len(step.released)) == ([], int(recomputes))
-    assert decode.failures.counts == {FailureCause.RANGE: 1}
 
 
 def test_what_has_come_at_the_last_moment_has_come() -> None:
@@ -391,27 +308,6 @@ def of_states(num_tokens: int, in_manifest: int | None = None) -> Asked:
     request = of_decode(manifest=made) if made is not None else at_once()
     request.tokens = prompt(num_tokens=num_tokens)
     return request
-
-
-def test_decode_computes_the_last_token_from_the_states_before_it() -> None:
-    decode = Decode(Pool(0, 0), groups=with_states())
-    request = of_states(TOKENS, TOKENS - 1)
-    decode.arrive(request)
-    assert decode.match(request) == (TOKENS - 1, True)
-    decode.allocate(request, ([7, 3, 9], [0, 5]), TOKENS - 1)
-    (fetch,) = decode.take().fetches
-    assert (fetch.num_tokens, fetch.end_token) == (TOKENS - 1, TOKENS - 1)
-    assert fetch.groups == (BlockRange(0, (7, 3, 9)), BlockRange(TOKENS - 2, (5,)))
-
-
-def test_of_a_longer_prompt_the_states_behind_prefills_tokens_are_fetched() -> None:
-    decode = Decode(Pool(0, 0), groups=with_states())
-    request = of_states(TOKENS, 6)
-    decode.arrive(request)
-    assert decode.match(request) == (6, True)
-    decode.allocate(request, ([7, 3], [5]), 6)
-    (fetch,) = decode.take().fetches
-    assert fetch.groups == (BlockRange(0, (7, 3)), BlockRange(5, (5,)))
 
 
 def test_states_behind_decodes_last_token_cannot_be_used() -> None:

@@ -153,23 +153,6 @@ def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
     assert list(revoked) == ["p1", "p2", "p3"] and not any(one.spares_wanted for one in revoked.values())
 
 
-def test_what_workers_spare_is_told_at_once_and_others_give_way() -> None:
-    """Not one a second: with many that decode waits for, nobody would ever get memory."""
-    prefill = three_kept()
-    asked = []
-    for name in ("p1", "p2", "p3"):
-        prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
-        (found,) = prefill.take().revoked.items()
-        asked.append(found[0])
-        assert found == (name, found[1]) and found[1].spares_wanted
-        assert prefill.kept.spared([found[1].number]) and not prefill.kept.spared([found[1].number, 99])
-    prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
-    (found,) = prefill.take().revoked.items()
-    assert found[0] == "p1" and not found[1].spares_wanted
-    assert prefill.kept.ended(["p2"], prefill.pool) == (1, 0), "decode has fetched what was spared"
-    assert prefill.kept.ended(["p1"], prefill.pool) == (0, 3)
-
-
 @pytest.mark.parametrize(
     ("cause", "num_owed"), [(RevocationCause.BLOCKS, 0), (RevocationCause.LIMIT, 3), (RevocationCause.NEIGHBOUR, 3)]
 )
@@ -222,30 +205,6 @@ def test_the_blocks_of_a_prompt_of_one_token_are_read_too() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- states
-
-
-def test_of_a_state_the_block_behind_the_last_token_is_offered() -> None:
-    """A block of one token, as peers count; before that, there is none."""
-    prefill = Prefill(Pool(0, 0), groups=with_states(), mode=TransferMode.PUSH)
-    request = prefill.arrive(of_prefill())
-    assert prefill.take().offered == [offered((), 0)]
-    (early,) = prefill.compute(8, ([7, 3], [5]), replaces=True).offered
-    assert early.groups == (BlockRange(0, (7, 3)), BlockRange(TOKENS - 1, ())) and early.is_held
-    (last,) = prefill.compute(TOKENS, ([9], [6])).offered
-    assert last.groups == (BlockRange(0, (7, 3, 9)), BlockRange(TOKENS - 1, (6,)))
-    assert last.manifest is not None and last.manifest.block_sizes == (4, 1)
-    assert last.manifest.groups == last.groups
-    # Look-ahead blocks of speculative decoding follow.
-    assert prefill.finish(request, block_ids=([7, 3, 9], [5, 6, 8]))[0]
-
-
-@pytest.mark.parametrize("blocks", [([7, 3, 9], [5, 8]), ([7, 3, 9], [5, 0]), ([7, 3, 9], [6])])
-def test_a_state_whose_block_is_gone_is_not_offered(blocks: BlockIds) -> None:
-    prefill = Prefill(Pool(0, 0), groups=with_states())
-    request = prefill.arrive(of_prefill())
-    prefill.compute(TOKENS, ([7, 3, 9], [5, 6]), replaces=True)
-    assert prefill.finish(request, block_ids=blocks) == (False, None)
-    assert prefill.failures.counts == {FailureCause.RANGE: 1}
 
 
 @pytest.mark.parametrize("mode", TransferMode)

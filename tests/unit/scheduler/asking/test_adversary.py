@@ -10,9 +10,10 @@ import pytest
 from support.internals import leftovers
 
 from kvcached_nixl.scheduler.asking.limits import QueueLimit
-from kvcached_nixl.wire.question import Outcome
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.question import AskFailed, Outcome, read_answer
 
-from .test_asking import BUSY, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Step
+from .test_asking import BUSY, OF_ANOTHER, OF_P, SILENCE_SECONDS, Clock, Decode, Step
 
 REFUSED = Outcome("HTTP 400", is_final=True)
 
@@ -127,18 +128,6 @@ def test_a_prompt_that_kills_each_server_is_not_asked_for_for_ever() -> None:
     assert "a" in decode.fetching.refused
 
 
-def test_what_another_engine_offers_is_not_kept_for_a_lease() -> None:
-    """In push, another engine has answered than the one that was named: nobody fetches its offer."""
-    decode = Decode(pushes=True, recomputes=False, num_free=1000)
-    decode.arrives("first")
-    decode.answers("first", OF_P)
-    decode.asking.computed([Step("first")])
-    decode.asking.gone("first")
-    decode.arrives("a")
-    decode.answers("a", OF_ANOTHER)
-    assert decode.fetching.unneeded_ == [OF_ANOTHER]
-
-
 def test_equals_that_are_late_in_one_turn_are_refused_together() -> None:
     """The one that was asked for waits again. A long step ends behind the deadlines of all: the first one is refused,
     and nothing is computed for those behind it. They were given their whole time once more."""
@@ -156,3 +145,62 @@ def test_equals_that_are_late_in_one_turn_are_refused_together() -> None:
         decode.asking.gone(one)
     decode.turn()
     assert not leftovers(decode.asking)
+
+
+def test_an_answer_that_never_comes_is_not_waited_for_while_the_server_answers_others() -> None:
+    decode = Decode("http://p1", num_free=10_000)
+    decode.arrives("lost")
+    for place in range(30):
+        decode.arrives(f"r{place}")
+        decode.clock.now += SILENCE_SECONDS
+        decode.answers(f"r{place}")
+    assert 1 in decode.asker.cancelled
+
+
+def test_a_server_that_refuses_everything_gets_no_more_than_others() -> None:
+    """Another service has got the address, and answers 404 to all. It has nothing to compute, so it is always first."""
+    decode = Decode("http://p1", "http://p2", num_free=10_000)
+    for place in range(20):
+        decode.arrives(f"r{place}")
+        while f"r{place}" not in (*decode.blocks.released, *decode.fetching.refused):
+            refuses = decode.url(f"r{place}") == "http://p1"
+            decode.answers(f"r{place}", Outcome("HTTP 404", is_final=True) if refuses else None)
+        decode.asking.gone(f"r{place}")
+    assert len(decode.fetching.refused) <= 3
+
+
+def test_a_busy_server_is_asked_again_soon_whatever_it_says() -> None:
+    decode = Decode()
+    decode.arrives("a")
+    with pytest.raises(AskFailed) as failed:
+        read_answer(503, {"Retry-After": "9999"}, b"")
+    decode.answers("a", failed.value.outcome)
+    assert decode.asking.due_at_seconds is not None and decode.asking.due_at_seconds < decode.clock.now + 61
+
+
+def retry_after(limit: QueueLimit) -> int:
+    refusal = limit.refusal()
+    assert refusal.cause is FailureCause.QUEUE_TIMEOUT
+    found, _, rest = refusal.tags("r").removeprefix("cause=queue_timeout retry_after=").partition(" ")
+    assert rest == "request=r", "a client's id comes last"
+    return int(found)
+
+
+def test_a_client_may_try_again_after_as_long_as_requests_wait() -> None:
+    clock = Clock()
+    limit = QueueLimit(clock, 300.0)
+    limit.waits("a")
+    limit.asked("a")
+    assert retry_after(limit) == 1
+    limit.waits("b")
+    limit.waits("c")
+    clock.now += 7.5
+    limit.asked("b")
+    assert retry_after(limit) == 8, "so long the last one has waited"
+    clock.now += 20.0
+    assert retry_after(limit) == 20, "nobody was asked for since"
+    clock.now += 1000.0
+    assert retry_after(limit) == 60
+    limit.gone("c")
+    limit.waits("d")
+    assert retry_after(limit) == 8, "nobody has waited meanwhile"
