@@ -8,7 +8,6 @@ the layout of kvcached 0.1.6 (``test_kvcached_layouts.py`` compares that layout 
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ from support.stock_pair import build_engine, write_model
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.adapter.versions import reason_to_skip
-from kvcached_nixl.vllm.patches import PATCHES
 
 SAME = ((False, False), (True, True))
 """Whether prefill's memory is contiguous, and whether decode's is."""
@@ -115,40 +112,6 @@ def test_blocks_of_other_sizes_arrive(sizes: tuple[int, int], engine_over: Engin
 
     for layer in received:
         assert torch.equal(tokens(received, layer, local, sizes[1]), tokens(sent, layer, remote, sizes[0])), layer
-
-
-def test_a_peer_that_cannot_be_served_is_refused_naming_both_sides(
-    engine_over: EngineOver, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its request's KV is reported not to be there, no byte moves, and the log shows both tags and a remedy."""
-    geometry = dataclasses.replace(GQA, era=ERAS[0])
-    prefill, _ = engine_over(dataclasses.replace(geometry, num_kv_heads=2))
-    decode, received = engine_over(geometry)
-    before = {layer: cache.clone() for layer, cache in received.items()}
-    with caplog.at_level("WARNING"), vllm_log_to(caplog):
-        assert not decode.read("r1", [[3, 4]], [[1, 2]], prefill)
-    assert all(torch.equal(cache, before[layer]) for layer, cache in received.items())
-    theirs, ours = (set(re.split("[;,] |[][]", tag_of(one))) for one in (prefill, decode))
-    assert theirs != ours and all(part in caplog.text for part in theirs ^ ours)
-    assert "the same dtype and transfer_mode" in caplog.text
-
-
-def test_a_stock_peer_is_refused(engine_over: EngineOver, patched: Registry, caplog: pytest.LogCaptureFixture) -> None:
-    """A peer without this package has no tag, so its blocks are not read, whatever its geometry."""
-    geometry = dataclasses.replace(GQA, era=ERAS[0])
-    decode, _ = engine_over(geometry)
-    patched.uninstall()
-    dense = dataclasses.replace(geometry, reserved_blocks=geometry.num_blocks)
-    prefill, _ = engine_over(dense)
-    again = Registry(reason_to_skip)
-    again.add(PATCHES)
-    try:
-        with caplog.at_level("WARNING"), vllm_log_to(caplog):
-            assert not decode.read("r1", [[3, 4]], [[1, 2]], prefill)
-    finally:
-        again.uninstall()
-    assert tag_of(decode) in caplog.text
-    assert prefill.worker.connector_worker.compat_hash in caplog.text
 
 
 def test_memory_the_stock_worker_reads_otherwise_stops_the_engine(tmp_path: Path) -> None:

@@ -141,32 +141,6 @@ def asks_about_sleep() -> bool:
 # -------------------------------------------------------------------------------------------------- requests that end
 
 
-def test_decodes_request_aborted_while_bytes_move_keeps_its_blocks_until_they_have(
-    direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rule R2. Meanwhile decode's engine sleeps: the client has its answer, and nothing has changed."""
-    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING)
-    one = mover(direction, prefill, decode)
-    gate = transfers_held(one, monkeypatch)
-    asked(decode, prefilled(prefill, PREFILL_ID))
-    until(lambda: len(one.context.transfer_queue))
-    decode.abort(DECODE_ID)
-    decode.step()
-    decode.step()
-    assert DECODE_ID not in decode.scheduler.requests
-    for _ in range(3):
-        prefill.settle()
-        prefill.step()
-        decode.settle()
-        decode.step()
-    assert decode.free_blocks == USABLE - BLOCKS and not decode.scheduler.has_requests()
-    assert decode.side_of_engine.num_quarantined_blocks == BLOCKS
-    gate.closed = False
-    until_both(prefill, decode, lambda: decode.free_blocks == USABLE)
-    assert decode.side_of_engine.num_quarantined_blocks == 0
-    served(prefill, decode, 8)
-
-
 def fail(*_: Any) -> str:
     raise RuntimeError("no route")
 

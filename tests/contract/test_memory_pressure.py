@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
 from support import attention_engines, engine_node, handover_node
-from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE
+from support.engine_node import BLOCKS, PREFILL_ID, USABLE
 from support.handover_node import (
     DECODE_FILLING,
     PREFILL_FILLING,
@@ -22,14 +22,11 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
-from support.internals import offering_of
-from support.transports import until
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
-from kvcached_nixl.wire.causes import RevocationCause
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction = handover_node.direction
@@ -40,35 +37,11 @@ NEW = "cmpl-n-0-aaaaaaaa"
 FIRST = "skipped_waiting" if hasattr(Scheduler, "_select_waiting_queue_for_scheduling") else "kv_holding_waiting"
 
 
-def full(node: Callable[..., Node]) -> tuple[Node, Node, list[dict[str, object]]]:
-    """Returns a pair whose prefill keeps nearly all of its blocks for decode, and the parameters."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    kept = [prefilled(prefill, name, first_token=100 * (place + 1)) for place, name in enumerate(OLDER)]
-    assert prefill.free_blocks < BLOCKS
-    return prefill, decode, kept
-
-
-@pytest.mark.parametrize("is_offered", [True, False])
-def test_who_waits_for_blocks_gets_them(node: Callable[..., Node], is_offered: bool) -> None:
-    prefill, decode, kept = full(node)
-    blocks = EngineBlocks(prefill.scheduler)
-    assert blocks.starved is None and not blocks.blocks_over_limit and not blocks.drop_cached(1)
-    prefill.add(NEW, {"do_remote_decode": True} if is_offered else None, 1, 900)
-    prefill.step()
-    assert blocks.starved == (NEW, BLOCKS - prefill.free_blocks)
-    until(lambda: prefill.step() and NEW in prefill.ended)
-    assert blocks.starved is None
-    assert prefill.account["kvcached_nixl_revoked_offers"] == [RevocationCause.BLOCKS]
-    # The oldest one is recomputed, and the next one is fetched.
-    for place, is_there in ((0, False), (1, True)):
-        decode.add(f"cmpl-d-0-ddddddd{place}", kept[place], first_token=100 * (place + 1))
-        until_both(prefill, decode, lambda place=place: f"cmpl-d-0-ddddddd{place}" in decode.ended)  # type: ignore[misc]
-        assert (f"cmpl-d-0-ddddddd{place}" in decode.received) == is_there or not is_there
-    rest(prefill, decode)
-
-
 def test_only_what_vllm_does_not_start_for_want_of_blocks_is_starved(node: Callable[..., Node]) -> None:
-    prefill, _, _ = full(node)
+    prefill = node(PREFILL_FILLING)
+    for place, name in enumerate(OLDER):
+        prefilled(prefill, name, first_token=100 * (place + 1))
+    assert prefill.free_blocks < BLOCKS, "the others are kept for decode"
     blocks = EngineBlocks(prefill.scheduler)
     # Two blocks of three are those of an offer, which vLLM shares.
     prefill.add(PREFILL_ID, {"do_remote_decode": True}, 5, 100)
@@ -83,22 +56,6 @@ def test_only_what_vllm_does_not_start_for_want_of_blocks_is_starved(node: Calla
         assert blocks.starved is None
     prefill.step_until(lambda: NEW in prefill.ended)
     rest(prefill)
-
-
-def test_what_is_read_is_not_taken_back(
-    node: Callable[..., Node], direction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode, kept = full(node)
-    gate = transfers_held(mover(direction, prefill, decode), monkeypatch)
-    decode.add(DECODE_ID, kept[0], first_token=100)
-    until_both(prefill, decode, lambda: gate.kept)
-    prefill.add(NEW, {"do_remote_decode": True}, 1, 900)
-    until_both(prefill, decode, lambda: NEW in prefill.ended)
-    gate.closed = False
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(decode.blocks(DECODE_ID), first_token=100)
-    assert offering_of(prefill.side_of_engine).kept.keeps(OLDER[1]) is False
-    rest(prefill, decode)
 
 
 def test_one_whose_kv_has_come_runs_whoever_waits_for_its_blocks(
@@ -125,12 +82,3 @@ def test_one_whose_kv_has_come_runs_whoever_waits_for_its_blocks(
     assert {decode.ended[name] for name in (*low, high)} == {"length"}
     decode.scheduler.kv_cache_manager.block_pool.free_blocks(taken)
     rest(prefill, decode)
-
-
-def test_without_an_offer_nothing_is_looked_at(node: Callable[..., Node]) -> None:
-    """In each step of an engine that keeps nothing for decode."""
-    prefill = node(PREFILL_FILLING)
-    with mock.patch.object(EngineBlocks, "blocks_over_limit", mock.PropertyMock(side_effect=AssertionError)):
-        prefill.add(PREFILL_ID, None)
-        prefill.step_until(lambda: PREFILL_ID in prefill.ended)
-    rest(prefill)

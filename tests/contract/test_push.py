@@ -11,9 +11,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
 from support import attention_engines, engine_node, handover_node
-from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE
+from support.engine_node import DECODE_ID, PREFILL_ID
 from support.handover_node import (
-    ANOTHER_REQUESTS,
     CHUNK,
     DECODE_FILLING,
     NAME,
@@ -28,7 +27,6 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
-from support.internals import outcome_of
 from support.transports import until
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
@@ -104,49 +102,6 @@ def test_what_a_step_that_raises_was_to_compute_is_not_written(node: Callable[..
 
 
 # --------------------------------------------------------------------------------------------------------- preemption
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_blocks_of_a_preempted_request_are_held_while_a_write_reads_them(
-    times: int, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It starts over in other blocks, and decode gets the right bytes whatever comes to stand in the first ones."""
-    # Without prefix caching it does not take the first ones up again.
-    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK, prefix_caching=False), node(DECODE_FILLING)
-    local, gate = registered(decode, prefill), transfers_held(prefill, monkeypatch)
-    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
-    lost: list[int] = []
-    for number in range(times):
-        prefill.step()
-        if not number:
-            until(lambda: gate.kept)
-        assert not set(lost) & set(prefill.blocks(PREFILL_ID))
-        if not number:
-            lost = prefill.blocks(PREFILL_ID)
-        prefill.preempt(PREFILL_ID)
-        # The second time the worker was not told of its blocks, so they are free at once.
-        assert prefill.free_blocks == USABLE - len(lost) and prefill.side_of_engine.pending is not bool(number)
-    for _ in range(2):
-        prefill.step()
-        prefill.settle()
-    again = prefill.blocks(PREFILL_ID)
-    assert prefill.tokens(PREFILL_ID) == 2 * CHUNK
-    assert not set(lost) & set(again) and prefill.free_blocks == USABLE - len(lost) - len(again)
-
-    gate.closed = False
-    until(lambda: outcome_of(prefill.thread).idle_holds)
-    assert prefill.free_blocks == USABLE - len(lost) - len(again)
-    prefill.step()
-    assert PREFILL_ID in prefill.transfer_params
-    if PREFILL_ID not in prefill.sent:
-        assert prefill.free_blocks == USABLE - BLOCKS
-    prefill.fill(lost, ANOTHER_REQUESTS)
-    prefill.step_until(lambda: PREFILL_ID in prefill.sent)
-    until(lambda: decode.moved)
-    assert decode.holds(local)
-    assert decode.are_filled(decode.all_but(local), DECODE_FILLING)
-    decode.step_until(lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
 
 
 def test_a_reset_of_the_prefix_cache_revokes_what_is_under_way_and_is_an_error_while_blocks_are_held(
