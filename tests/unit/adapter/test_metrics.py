@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -177,18 +176,6 @@ def test_each_is_enough_to_be_told(made: WorkerCounters) -> None:
     assert account.is_empty()
 
 
-@pytest.mark.usefixtures("stock")
-def test_accounts_of_several_ranks_are_added_up() -> None:
-    one, other = metrics.stats(), metrics.stats()
-    made = counted(quarantined_blocks=3)
-    made.failures[FailureCause.LOST] = 1
-    for account in (one, other):
-        metrics.record(account, made)
-    summed = one.aggregate(other)
-    assert summed.data["kvcached_nixl_failures"] == [FailureCause.LOST, FailureCause.LOST]
-    assert metrics.stats(copy.deepcopy(summed.data)).data == summed.data, "and read again in another process"
-
-
 def test_the_api_server_shows_failures_by_cause_and_the_last_of_the_blocks(stock: ModuleType) -> None:
     shown = metrics.prom_metrics("config", "types", ["model", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
     failures = stock.Metric.made["kvcached_nixl:handover_failures"]
@@ -299,13 +286,6 @@ def test_the_api_server_shows_how_long_hand_overs_were_in_each_state(stock: Modu
         ("m", "0", "pull", "decode_moving"): [0.5, 0.25],
         ("m", "0", "push", "prefill_queued"): [2.0],
     }
-
-
-@pytest.mark.usefixtures("stock")
-def test_the_classes_are_made_once() -> None:
-    """Accounts of one process are of one type."""
-    assert type(metrics.stats()) is type(metrics.stats({}))
-    assert isinstance(metrics.stats(), metrics._stats_class())
 
 
 @pytest.mark.usefixtures("stock")

@@ -11,27 +11,16 @@ from typing import Any
 import pytest
 
 from kvcached_nixl.cli import report
-from kvcached_nixl.errors import ContractChanged, Refused, SettingsError, UnsupportedVersion
+from kvcached_nixl.errors import Refused, SettingsError, UnsupportedVersion
 from kvcached_nixl.vllm.adapter import versions
 from kvcached_nixl.vllm.adapter.platform import ask
 from kvcached_nixl.vllm.adapter.series import SUPPORTED
 from kvcached_nixl.vllm.adapter.versions import (
-    KVCACHED,
-    KVCACHED_SUPPORTED,
     SWITCH,
     accepted,
-    beyond,
     environment_refusals,
-    named,
     outlook,
-    stated,
 )
-
-
-def test_it_speaks_of_the_kvcached_that_is_supported() -> None:
-    """Another one accepts something else."""
-    assert f"=={KVCACHED}" == KVCACHED_SUPPORTED
-
 
 FIRST_BEYOND = SUPPORTED.rpartition("<")[2]
 
@@ -53,25 +42,6 @@ FIRST_BEYOND = SUPPORTED.rpartition("<")[2]
 )
 def test_what_kvcached_accepts(vllm: str | None, runners: tuple[str, ...]) -> None:
     assert accepted(vllm) == runners
-
-
-@pytest.mark.parametrize(
-    ("environ", "wish"), [({}, None), ({SWITCH: "0"}, False), ({SWITCH: "1"}, True), ({SWITCH: "2"}, True)]
-)
-def test_the_switch_is_read_as_vllm_reads_it(environ: dict[str, str], wish: bool | None) -> None:
-    """Unset, the model decides."""
-    assert stated(environ) is wish
-
-
-@pytest.mark.parametrize("text", ["", "true"])
-def test_a_switch_that_vllm_cannot_read_is_refused(text: str) -> None:
-    with pytest.raises(SettingsError, match="0 or 1"):
-        stated({SWITCH: text})
-
-
-def test_a_switch_is_named() -> None:
-    """For the doctor, too."""
-    assert [named(wish) for wish in (True, False)] == ["V2", "V1"] and "by the model" in named(None)
 
 
 # ------------------------------------------------------------------------------------------------------ without a model
@@ -116,11 +86,6 @@ def test_of_no_version_nothing_is_said(vllm: str | None) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- newer than kvcached
-
-
-@pytest.mark.parametrize("vllm", ["0.25.1", "0.28.0", "0.30.0", "dev", None])
-def test_an_older_vllm_is_not_beyond(vllm: str | None) -> None:
-    assert beyond(vllm, "this") is None
 
 
 @pytest.mark.parametrize(
@@ -228,37 +193,6 @@ def test_the_switch_decides_for_every_device(vllm: Vllm) -> None:
     (one,) = ask("a model", "0.27.1")
     assert (one.device, one.runner, one.why) == ("", "V2", f"{SWITCH}=1")
     assert one.refusal is not None
-
-
-def test_a_configuration_that_has_lost_its_answer_is_refused(vllm: Vllm) -> None:
-    """Nothing is guessed."""
-    vllm()
-    with pytest.raises(ContractChanged, match="without 'use_v2_model_runner'"):
-        ask("old", "0.28.0")
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [("nothing", "no config.json, nowhere"), ("s3://a/b", "an address"), ("strange", "Exception: of a class")],
-)
-def test_a_model_that_cannot_be_read_is_refused_in_four_lines(vllm: Vllm, model: str, words: str) -> None:
-    """vLLM's message is in the first line."""
-    vllm()
-    with pytest.raises(Refused) as caught:
-        ask(model, "0.28.0")
-    assert words in caught.value.found and model in caught.value.found
-    assert [line.partition(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
-        "found",
-        "expected",
-        "consequence",
-        "remedy",
-    ]
-
-
-def test_what_kvcached_refuses_anyway_is_not_asked_for(vllm: Vllm) -> None:
-    vllm()
-    (one,) = ask("nothing", "0.34.0")
-    assert one.accepted == ()
 
 
 # ---------------------------------------------------------------------------------------------------------- the report

@@ -12,19 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.errors import ContractChanged, LayoutRefused
-from kvcached_nixl.scheduler.build import StockScheduler
+from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.vllm.adapter import nixl_kv_cache, nixl_worker
 from kvcached_nixl.vllm.adapter import specs as kv_cache_specs
-from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
 from kvcached_nixl.vllm.adapter.nixl_scheduler import SchedulerView
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.series import Shape
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
-from kvcached_nixl.wire.kv_groups import KVGroup
-from kvcached_nixl.worker.build import StockWorker
 from kvcached_nixl.worker.geometry.layout import Axes
-from kvcached_nixl.worker.memory_registration import NixlRegistrar
 
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 
@@ -152,19 +147,6 @@ def scheduler(*specs: Any, policy: str = "fail") -> SchedulerView:
     return SchedulerView(config, SimpleNamespace(kv_cache_groups=groups(*specs)))
 
 
-ENVS = "VLLM_NIXL_SIDE_CHANNEL_HOST, VLLM_NIXL_SIDE_CHANNEL_PORT = '127.0.0.9', 5600"
-
-
-def test_an_engines_half_is_what_our_scheduler_asks_for(make_module: Callable[..., ModuleType]) -> None:
-    """Each data-parallel engine has a port of its own."""
-    make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
-    view: StockScheduler = scheduler(FullAttentionSpec())
-    assert (view.engine_id, view.tp_size, view.groups) == ("e", 2, (KVGroup(16),))
-    assert view.address.bound == view.address.advertised == ("127.0.0.9", 5603)
-    assert view.extra_config == {"a": 1} and not view.recomputes
-    assert scheduler(policy="recompute").recomputes
-
-
 @pytest.mark.parametrize(
     ("specs", "dropping"),
     [
@@ -243,17 +225,6 @@ def worker(**changed: Any) -> WorkerView:
     )
     vars(half).update(changed)
     return WorkerView(SimpleNamespace(connector_worker=half))
-
-
-def test_a_workers_half_is_what_our_worker_asks_for() -> None:
-    view = worker()
-    asked: tuple[StockWorker | None, NixlRegistrar] = (None, view)
-    assert asked[1] is view
-    assert (view.engine_id, view.tp_size, view.tp_rank, view.kv_shares) == ("e", 2, 1, 8)
-    assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block) == (7, 3, 2)
-    assert (view.memory_type, view.backends, view.device_id, view.extra_config) == ("DRAM", ["UCX"], 0, {"a": 1})
-    assert view.groups() == [{"a": (32, 8, 4, 0, ())}, {"b": (32, 8, 4, 0, ()), "c": (32, 8, 4, 0, ())}]
-    assert view.unserved == []
 
 
 @pytest.mark.parametrize(
@@ -650,17 +621,6 @@ def test_the_layer_with_most_heads_says_how_many_ranks_have_kv_of_their_own() ->
         assert worker(kv_cache_config=cache_of(*order), world_size=1).kv_shares == 8
 
 
-def test_a_backend_is_asked_with_numbers_that_tell_dimensions_apart() -> None:
-    backend = SimpleNamespace(
-        get_kv_cache_shape=lambda num_blocks, block_size, num_kv_heads, head_size: [
-            num_blocks, 2, block_size, num_kv_heads, head_size,
-        ]
-    )  # fmt: skip
-    shape, numbers = worker(attn_backends=[backend]).probe_cache_shape()
-    assert shape == (numbers["num_blocks"], 2, numbers["block_size"], numbers["num_heads"], 1)
-    assert len({*numbers.values()}) == 3 and min(numbers.values()) > 1000
-
-
 def test_latents_beside_states_are_not_all_that_a_rank_needs() -> None:
     """Kimi-Linear: decode asks one rank of prefill for a latent, and every rank for the states."""
     latent, drafter = MLAAttentionSpec(), FullAttentionSpec()
@@ -697,77 +657,3 @@ def test_pools_are_counted_by_where_layers_lie(shape: Callable[[Shape], None]) -
     assert pools(tensor("a", "b"), tensor("c", "d")) == 2
     assert pools(tensor("a", "b"), tensor("c")) == 2
     assert pools(tensor("a"), tensor("b", offset=64), tensor("c", offset=128)) == 3
-
-
-def test_memory_is_registered_with_vllms_agent_and_deregistered_by_it() -> None:
-    done: list[Any] = []
-    agent = SimpleNamespace(
-        get_reg_descs=lambda rows, memory_type: (rows, memory_type),
-        register_memory=lambda descriptors, backends: done.append((descriptors, backends)),
-    )
-    view = worker(nixl_wrapper=agent)
-    view.register_memory([(4096, 64)], 2)
-    descriptors = [(4096, 64, 2, "")], "DRAM"
-    assert done == [(descriptors, ["UCX"])]
-    assert view.worker._registered_descs == [descriptors] and view.worker.device_id == 2
-
-
-def test_a_handshake_is_offered_in_vllms_own_envelope(make_module: Callable[..., ModuleType]) -> None:
-    parts = METADATA_MODULE.split(".")
-    for end in range(1, len(parts)):
-        make_module(".".join(parts[:end])).__path__ = []
-    make_module(
-        METADATA_MODULE,
-        "class NixlHandshakePayload:\n"
-        "    def __init__(self, compatibility_hash, agent_metadata_bytes):\n"
-        "        self.told = compatibility_hash, agent_metadata_bytes",
-    )
-    view = worker()
-    view.offer_handshake("tag", b"metadata")
-    assert view.worker.xfer_handshake_metadata.told == ("tag", b"metadata")
-
-
-def test_our_account_takes_the_place_of_vllms() -> None:
-    view = worker()
-    view.use_stats("ours")
-    assert view.stats == "ours"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tp_rank",
-        "world_size",
-        "_physical_blocks_per_logical_kv_block",
-        "xfer_stats",
-        "nixl_memory_type",
-    ],
-)
-def test_a_name_that_is_gone_is_refused_and_not_guessed(name: str) -> None:
-    view = worker()
-    delattr(view.worker, name)
-    asked: list[Callable[[], Any]] = [
-        lambda: view.tp_rank,
-        lambda: view.tp_size,
-        lambda: view.kernel_blocks_per_block,
-        lambda: view.use_stats("ours"),
-        lambda: view.memory_type,
-    ]
-    refused = []
-    for ask in asked:
-        try:
-            ask()
-        except ContractChanged as cause:
-            refused.append(cause.found)
-    assert refused and all(repr(name) in found for found in refused)
-
-
-def test_the_same_in_the_engine(make_module: Callable[..., ModuleType]) -> None:
-    make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
-    view = scheduler(FullAttentionSpec())
-    with pytest.raises(ContractChanged, match="VLLM_NIXL_SIDE_CHANNEL_HOST"):
-        _ = view.address
-    make_module("vllm").envs = make_module("vllm.envs", ENVS)  # type: ignore[attr-defined]
-    del view.config.parallel_config.data_parallel_index
-    with pytest.raises(ContractChanged, match="data_parallel_index"):
-        _ = view.address

@@ -15,7 +15,6 @@ from support.engine_fakes import TOKENS, prompt
 
 from kvcached_nixl.vllm.adapter import requests
 from kvcached_nixl.vllm.adapter.requests import RequestReader, RequestView, hash_embeddings
-from kvcached_nixl.wire.asked_prompt import ASKED_PATH, decode
 from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.question import Question
 
@@ -66,32 +65,6 @@ def adapter(folder: Path, weights: bytes = b"a" * 100, **configuration: Any) -> 
 
 def lora(path: Path, number: int = 1, name: str = "l") -> SimpleNamespace:
     return SimpleNamespace(lora_int_id=number, lora_path=str(path), lora_name=name, is_3d_lora_weight=False)
-
-
-def test_a_request_is_what_vllm_says_it_is() -> None:
-    found = view(kv_transfer_params={"a": 1}, mm_features=[image()], lora_request=SimpleNamespace(lora_int_id=5))
-    assert (found.request_id, found.num_prompt_tokens, found.params) == ("r", TOKENS, {"a": 1})
-    assert (found.num_media, found.adapter, view().adapter) == (1, 5, 0)
-
-
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_a_session_is_a_request_that_may_get_more_input(goes_on: bool) -> None:
-    assert view(resumable=goes_on).is_session is goes_on
-
-
-def test_a_stand_in_is_what_vllm_aborts_at_once() -> None:
-    assert [view(abort_immediately=flag).is_stand_in for flag in (False, True)] == [False, True]
-
-
-@pytest.mark.parametrize("skips", [True, False])
-def test_a_request_that_reads_no_prefix_computes_its_prompt(skips: bool) -> None:
-    """``prompt_logprobs``, and a completion with ``echo`` and ``logprobs``."""
-    assert view(skip_reading_prefix_cache=skips).computes_prompt is skips
-
-
-@pytest.mark.parametrize("params", [None, [], "text", 7, [["a", 1]]], ids=str)
-def test_parameters_that_are_no_mapping_are_none(params: object) -> None:
-    assert view(kv_transfer_params=params).params is None
 
 
 def test_its_digest_has_all_that_its_kv_follows_from(tmp_path: Path) -> None:
@@ -405,18 +378,6 @@ def test_what_a_prefill_server_is_asked() -> None:
     assert found == Question("r", prompt(), "l", "s", 3, headers)
     assert asked_for().question == Question("r", prompt())
     assert asked_for(kv_transfer_params={"prefix_prompt_ids": [1]}).question is not None
-
-
-def test_what_a_prefill_server_is_asked_of_embeddings() -> None:
-    """``tests/contract/test_asked_prompts.py`` has the images."""
-    torch = pytest.importorskip("torch", reason="embeddings are torch's")
-    embeds = torch.arange(2 * TOKENS).reshape(TOKENS, 2).to(torch.bfloat16)
-    found = asked_for(request_id="a,b", prompt_token_ids=None, prompt_embeds=embeds, cache_salt="s").question
-    assert found is not None and found.path == ASKED_PATH and found.headers["Content-Type"] == "application/msgpack"
-    sent = decode(found.body())
-    assert (sent.request_id, sent.salt, sent.token_ids, sent.features) == ("a_b", "s", b"", [])
-    assert sent.embeddings is not None and sent.embeddings.shape == (TOKENS, 2)
-    assert bytes(sent.embeddings.data) == embeds.view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize(

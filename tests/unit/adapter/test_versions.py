@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.errors import MissingDependency, UnsupportedVersion
 from kvcached_nixl.patching import Patch
 from kvcached_nixl.vllm.adapter import versions
 from kvcached_nixl.vllm.adapter.locate import FACADE
@@ -20,7 +19,7 @@ from kvcached_nixl.vllm.adapter.series import (
     Row,
     Shape,
 )
-from kvcached_nixl.vllm.adapter.versions import environment_refusals, reason_to_skip, row_of
+from kvcached_nixl.vllm.adapter.versions import reason_to_skip, row_of
 
 
 def patch(**changes: Any) -> Patch:
@@ -93,44 +92,11 @@ def test_everything_else_is_not(version: str | None) -> None:
     assert row_of(version) is None
 
 
-def test_a_supported_environment_has_nothing_to_refuse(found: Callable[..., None]) -> None:
-    """Nothing is refused."""
-    found()
-    assert environment_refusals() == ()
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "words"),
-    [
-        ({"vllm": "0.25.1"}, UnsupportedVersion, ["vLLM 0.25.1", ">=0.26,<0.34", "tested: 0.26.0, 0.27.1"]),
-        ({"vllm": None}, MissingDependency, ["no vLLM"]),
-        ({"kvcached": "0.1.7"}, UnsupportedVersion, ["kvcached 0.1.7", "==0.1.6"]),
-        ({"kvcached": None}, MissingDependency, ["no kvcached", "unset ENABLE_KVCACHED"]),
-        ({"nixl": None}, MissingDependency, ["no NIXL", "pip install nixl"]),
-    ],
-)
-def test_a_wrong_or_missing_library_is_refused_in_words(
-    found: Callable[..., None], given: dict[str, str | None], kind: type[Exception], words: list[str]
-) -> None:
-    """Found, expected and remedy are all there."""
-    found(**given)
-    ((_, cause),) = environment_refusals()
-    assert type(cause) is kind
-    assert all(word in str(cause) for word in words)
-
-
 def test_a_patch_is_skipped_outside_its_versions(found: Callable[..., None]) -> None:
     """The reason names both."""
     found(vllm="0.28.0")
     assert reason_to_skip(patch(versions="<0.28")) == "for vLLM <0.28, this is 0.28.0"
     assert reason_to_skip(patch(versions=">=0.28")) is None
-
-
-def test_on_an_unsupported_vllm_only_the_gate_is_applied(found: Callable[..., None]) -> None:
-    """What is refused anyway is not changed either."""
-    found(vllm="0.25.1")
-    assert reason_to_skip(patch()) == "vLLM 0.25.1 is not supported"
-    assert reason_to_skip(patch(when_unsupported=True)) is None
 
 
 def test_the_imported_module_states_its_version_itself(make_module: Callable[..., Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -176,18 +175,6 @@ def test_a_forked_child_removes_nothing(places: Places) -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     assert claim.folder.exists()
-
-
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_what_a_dead_engine_left_is_cleared_by_the_next(places: Places, started: Started, end: signal.Signals) -> None:
-    """And what lives is not touched."""
-    (dead, gone), (_, lives) = started("take", "decode"), started("take", "decode")
-    (places.segments / gone).touch()
-    (places.segments / lives).touch()
-    dead.send_signal(end)
-    dead.wait()
-    own = take("decode", None, places)
-    assert left(places) == sorted([f"kvcached-tp-{own.name}-x", f"kvcached-tp-{lives}-x", f"shm/{lives}"])
 
 
 @pytest.mark.parametrize(

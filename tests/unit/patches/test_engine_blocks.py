@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from support.engine_fakes import TOKENS
 
-from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.naming.wants import Want
 from kvcached_nixl.vllm.adapter import queues
 from kvcached_nixl.vllm.adapter.attributes import attach
@@ -93,55 +91,6 @@ def test_who_is_next_where_nothing_runs(
     assert blocks.stalled[:1] == ([expected] if expected else []) and not blocks.is_paused
     scheduler.pause_state = Pause.NEW
     assert blocks.stalled == [] and blocks.is_paused == (not running)
-
-
-class Prioritized:
-    """As vLLM's queue for ``--scheduling-policy priority``: iterates by priority."""
-
-    def __init__(self, *priorities: int) -> None:
-        self._priorities = priorities
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._priorities))
-
-
-def test_queues_by_priority_are_one() -> None:
-    scheduler = SimpleNamespace(waiting=Prioritized(4, 1), skipped_waiting=Prioritized(2, 5, 3))
-    assert list(queues.queued(scheduler)) == [1, 2, 3, 4, 5]
-
-
-def test_who_no_longer_waits_for_kv_comes_before_all_others() -> None:
-    """vLLM tries none behind the first one that lacks blocks, not even one that has what it needs."""
-    first, second, third = of_status("PREEMPTED", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_REMOTE_KVS")
-    scheduler = SimpleNamespace(skipped_waiting=deque([first, second, third]), waiting=deque())
-    queues.bring_forward(scheduler, {"r2", "unknown"})
-    assert list(scheduler.skipped_waiting) == [third, first, second]
-    queues.bring_forward(scheduler, {"r1", "r2"})
-    assert scheduler.skipped_waiting[2] is first
-    # From 0.31 on vLLM does so itself.
-    queues.bring_forward(SimpleNamespace(kv_holding_waiting=deque(), waiting=deque()), {"r2"})
-
-
-def test_who_waits_before_one_that_would_fit_is_starved() -> None:
-    """vLLM starts none behind it, so nobody is helped by what the other one finds."""
-    large, small = of_status("WAITING", "WAITING")
-    large.num_tokens, small.num_tokens = 20, 4
-    manager = SimpleNamespace(block_size=4, get_num_skipped_tokens=lambda _: 0, req_to_blocks={})
-    kv_cache_manager = SimpleNamespace(
-        enable_caching=False,
-        coordinator=SimpleNamespace(single_type_managers=[manager]),
-        block_pool=SimpleNamespace(get_num_free_blocks=lambda: 2),
-    )
-    scheduler = SimpleNamespace(
-        running=[],
-        max_num_running_reqs=8,
-        waiting=[small],
-        skipped_waiting=[large],
-        pause_state=0,
-        connector=connector(),
-        kv_cache_manager=kv_cache_manager,
-    )
-    assert EngineBlocks(scheduler).starved == ("r0", 5 - 2)
 
 
 def test_who_has_its_kv_and_lacks_a_block_is_starved() -> None:
@@ -249,17 +198,6 @@ def test_every_request_of_a_step_is_there_with_its_tokens_at_the_end() -> None:
     ]
 
 
-def test_an_idle_step_has_none() -> None:
-    assert list(scheduled(output([], [], set(), {}))) == []
-
-
-def test_lists_that_do_not_belong_together_are_an_error() -> None:
-    step = output([], [("c", ([7],), 8)], set(), {"c": 1})
-    step.scheduled_cached_reqs.num_computed_tokens = []
-    with pytest.raises(ValueError, match="zip"):
-        list(scheduled(step))
-
-
 # --------------------------------------------------------------------------------------------------------------- blocks
 
 
@@ -315,25 +253,6 @@ def test_the_null_block_is_nobodys() -> None:
     a, null = block("a"), block("0", is_null=True)
     scheduler, _ = managing(manager(mine=[null, null, a]))
     assert EngineBlocks(scheduler).take("mine") == [a]
-
-
-def test_what_a_window_keeps_starts_a_block() -> None:
-    scheduler, _ = managing(manager(), manager(skipped=7), manager(block_size=16, skipped=33))
-    assert EngineBlocks(scheduler).first_tokens(100) == (0, 4, 32)
-    assert EngineBlocks(scheduler).first_tokens(5) == (0, 4, 0)
-
-
-@pytest.mark.parametrize("name", ["req_to_blocks", "free"])
-def test_a_changed_scheduler_is_refused_by_the_name_that_is_gone(name: str) -> None:
-    """A default in its place would let blocks be reused while they are read."""
-    one = manager(mine=[])
-    delattr(one, name)
-    with pytest.raises(ContractChanged, match=name):
-        EngineBlocks(managing(one)[0]).take("mine")
-    with pytest.raises(ContractChanged, match="kv_cache_manager"):
-        EngineBlocks(SimpleNamespace()).take("mine")
-    with pytest.raises(ContractChanged, match="kv_cache_manager"):
-        EngineBlocks(SimpleNamespace()).give_back([])
 
 
 @pytest.mark.parametrize(("is_alone", "expected"), [(True, False), (False, True)])
@@ -400,17 +319,6 @@ def outputs(make_module: Callable[..., ModuleType]) -> ModuleType:
     for name in ("vllm", "vllm.v1"):
         make_module(name).__path__ = []
     return make_module("vllm.v1.outputs", OUTPUTS)
-
-
-def test_what_all_ranks_have_reported_is_read_and_not_changed(outputs: ModuleType) -> None:
-    found = outputs.KVConnectorOutput()
-    found.finished_sending, found.invalid_block_ids = {"a", "gone"}, {4, -70}
-    reports = reports_of(SimpleNamespace(kv_connector_output=found))
-    assert reports == Reports({"a", "gone"}, set(), {4, -70})
-    reports.sent.clear()
-    reports.invalid.clear()
-    assert (found.finished_sending, found.invalid_block_ids) == ({"a", "gone"}, {4, -70})
-    assert reports_of(SimpleNamespace(kv_connector_output=None)) == Reports(set(), set(), set())
 
 
 def reported(**statuses: str) -> SimpleNamespace:
@@ -491,16 +399,6 @@ def test_a_step_without_reports_is_left_as_it_is(outputs: ModuleType) -> None:
         assert not getattr(made.kv_connector_output, name)
 
 
-@pytest.mark.usefixtures("outputs")
-@pytest.mark.parametrize("field", ["sent", "received", "invalid"])
-def test_what_our_scheduler_finds_out_by_itself_gets_a_report(field: str) -> None:
-    """A deadline, with a step that had nothing to report: vLLM shares one output among all of those."""
-    step, reports = SimpleNamespace(kv_connector_output=None), Reports(set(), set(), set())
-    getattr(reports, field).add(-1 if field == "invalid" else "a")
-    made = with_reports(reported(a="WAITING_FOR_REMOTE_KVS"), step, reports)
-    assert made.kv_connector_output is not None and step.kv_connector_output is None
-
-
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
@@ -514,34 +412,18 @@ def loading(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(num_computed_tokens=8, **fields)
 
 
-def none(_: str) -> bool:
-    return False
-
-
-def test_a_request_without_its_kv_is_computed_anew() -> None:
-    """It starts again, as if nothing had been cached; a request that does not exist any more is ignored."""
+@pytest.mark.parametrize(
+    ("recomputes", "starts_again", "failed"),
+    [(True, "", set()), (False, "", {"one"}), (False, "one", set())],
+    ids=["recompute", "fail", "another server is asked"],
+)
+def test_a_request_without_its_kv_starts_again_or_fails(recomputes: bool, starts_again: str, failed: set[str]) -> None:
+    """As if nothing had been cached; a request that does not exist any more is ignored."""
     one, other = loading(), loading()
-    engine = failing(True, one=one, other=other)
-    assert let_load_fail(engine, {"one", "gone"}, none) == set()
-    assert one.num_computed_tokens == 0
-    assert other.num_computed_tokens == 8
-    assert engine.failed_recving_kv_req_ids == {"another", "one"}
-
-
-def test_or_it_fails() -> None:
-    engine = failing(False, one=loading(), other=loading())
-    assert let_load_fail(engine, {"one", "gone"}, none) == {"one"}
-    assert engine.failed_recving_kv_req_ids == {"another"}
-
-
-def test_one_that_another_server_is_asked_for_starts_again_whatever_the_policy_says() -> None:
-    engine = failing(False, one=loading(), other=loading())
-    assert let_load_fail(engine, {"one", "other"}, {"one"}.__contains__) == {"other"}
-    assert engine.failed_recving_kv_req_ids == {"another", "one"}
-
-
-def test_nothing_has_failed() -> None:
-    assert let_load_fail(failing(False), set(), none) == set()
+    engine = failing(recomputes, one=one, other=other)
+    assert let_load_fail(engine, {"one", "gone"}, starts_again.__eq__) == failed
+    assert (one.num_computed_tokens, other.num_computed_tokens) == (0, 8)
+    assert engine.failed_recving_kv_req_ids == {"another", "one"} - failed
 
 
 def test_what_clients_are_told_goes_with_the_ends_of_their_failed_requests() -> None:

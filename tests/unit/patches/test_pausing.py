@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.vllm.adapter.series import Shape
 from kvcached_nixl.vllm.patches import pausing
 from kvcached_nixl.vllm.patches.pausing import tell_who_waits
@@ -48,22 +47,6 @@ def paused(*callbacks: Any, blocks_in_use: int = 0) -> SimpleNamespace:
     return SimpleNamespace(_idle_state_callbacks=list(callbacks), blocks_in_use=blocks_in_use)
 
 
-def test_whoever_paused_it_is_told_that_its_cache_was_not_cleared(caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM's loop would end with what is raised; a client gets an error, and may ask again."""
-    first, second = Future[None](), Future[None]()
-    engine = paused(partial(clear, future=first), partial(clear, future=second), blocks_in_use=3)
-    idle(engine)
-    for future in (first, second):
-        with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
-            future.result(0)
-    assert "goes on" in caplog.text
-    again = Future[None]()
-    engine.blocks_in_use = 0
-    engine._idle_state_callbacks.append(partial(clear, future=again))
-    idle(engine)
-    assert again.result(0) is None
-
-
 def test_what_nobody_waits_for_ends_the_engine_as_before() -> None:
     def broken(engine: Any) -> None:
         raise OSError("anything")
@@ -83,8 +66,3 @@ def test_a_vllm_that_tells_its_callers_itself_is_left_alone(shape: Callable[[Sha
     engine = paused(callback, blocks_in_use=1)
     tell_who_waits(engine)
     assert vars(engine)["_idle_state_callbacks"] == [callback]
-
-
-def test_a_changed_loop_is_refused_by_name() -> None:
-    with pytest.raises(ContractChanged, match="_idle_state_callbacks"):
-        tell_who_waits(SimpleNamespace())

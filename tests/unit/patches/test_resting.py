@@ -3,19 +3,14 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.vllm.adapter import queues
 from kvcached_nixl.vllm.adapter.attributes import attach
-from kvcached_nixl.vllm.adapter.queues import wake_of
 from kvcached_nixl.vllm.adapter.series import Shape
 from kvcached_nixl.vllm.patches import resting
 from kvcached_nixl.vllm.patches.resting import rest
@@ -263,24 +258,3 @@ def test_what_has_come_already_is_not_waited_for() -> None:
     one = core(OURS)
     one.input_queue.items.append("a request")
     assert rested(one) == []
-
-
-def test_a_changed_loop_is_refused_by_name() -> None:
-    one = core(OURS)
-    del one.engines_running
-    with pytest.raises(ContractChanged, match="engines_running"):
-        rested(one)
-
-
-def test_a_message_ends_the_rest(make_module: Callable[..., ModuleType]) -> None:
-    """With vLLM's own queue, from another thread."""
-    for name in ("vllm", "vllm.v1"):
-        make_module(name).__path__ = []
-    make_module("vllm.v1.engine", "class EngineCoreRequestType:\n    WAKEUP = b'wake'")
-    one = core(OURS, input_queue=queue.Queue())
-    waiting = threading.Thread(target=rest, args=(one, 60.0))
-    waiting.start()
-    wake_of(one)()
-    waiting.join(20.0)
-    assert not waiting.is_alive()
-    assert one.input_queue.get_nowait() == (b"wake", None)

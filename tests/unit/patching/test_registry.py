@@ -89,12 +89,6 @@ def test_a_patch_that_says_nothing_in_its_ledger_cannot_be_written(field: str) -
         patch(**{field: "  "} if field != "attribute" else {"attribute": " "})
 
 
-def test_a_patch_cannot_be_changed_after_it_was_written() -> None:
-    """Records are frozen."""
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        patch().why = "because"  # type: ignore[misc]
-
-
 def test_a_wrapper_sees_arguments_by_name_and_can_override_them(lib: Any) -> None:
     """Positional, keyword and default arguments are the same to a wrapper; overrides reach the original by name."""
     seen: list[Any] = []
@@ -514,11 +508,3 @@ def test_the_first_completion_is_announced_once(lib: Any) -> None:
     registry.complete()
     registry.complete()
     assert announced == [registry]
-
-
-def test_a_call_made_by_hand_has_no_registry() -> None:
-    """Tests call seams directly; a seam that needs the registry says so."""
-    call = Call(lambda a, b=2: (a, b), None, (1,), {}, name="by hand")
-    assert call.argument("b") == 2
-    with pytest.raises(LookupError, match="by hand"):
-        _ = call.registry

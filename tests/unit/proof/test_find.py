@@ -177,12 +177,6 @@ def test_what_a_prover_has_started_ends_with_it(prover: Prover, monkeypatch: pyt
         time.sleep(0.02)
 
 
-def test_it_can_be_asked_afresh(prover: Prover) -> None:
-    before = find(QUESTION, prover.environ)
-    assert find(QUESTION, prover.environ, is_fresh=True) != before
-    assert len(prover.questions) == 2
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"lanes": []}'])
 def test_what_was_kept_and_cannot_be_read_is_asked_again(prover: Prover, content: bytes) -> None:
     find(QUESTION, prover.environ)

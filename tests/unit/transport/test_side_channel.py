@@ -112,36 +112,12 @@ def test_a_rank_is_asked_for_as_vllm_expects_it(
     assert listener.asked == [[ASK, 0, 3]] * 2
 
 
-def test_fields_that_are_not_needed_are_not_looked_at(
-    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel]
-) -> None:
-    listener = listen([msgspec.msgpack.encode({**REPLY, "kv_cache_layout": "NHD"})])
-    assert channel().ask("127.0.0.1", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
-
-
 def has_ipv6() -> bool:
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
             return True
     except OSError:
         return False
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-def test_an_address_of_the_sixth_version_is_reached(
-    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel]
-) -> None:
-    listener = listen([msgspec.msgpack.encode(REPLY)], "::1")
-    assert channel().ask("::1", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
-
-
-def test_a_name_is_looked_up_as_the_listener_looks_it_up(
-    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel]
-) -> None:
-    """vLLM allows the sixth version for addresses of it alone, so for a name it listens on the fourth."""
-    listener = listen([msgspec.msgpack.encode(REPLY)])
-    assert channel().ask("localhost", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
-    assert all("." in address for address in module.look_up("localhost"))
 
 
 def named(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
@@ -288,10 +264,6 @@ def test_closing_waits_for_no_answer(listen: Callable[..., Stock]) -> None:
     asking.close()
 
 
-def test_one_that_was_never_asked_is_closed_at_once() -> None:
-    module.SideChannel().close()
-
-
 # ------------------------------------------------------------------------------------------------------------ answering
 
 
@@ -415,12 +387,6 @@ def test_its_own_workers_wake_it(own: Own, channel: Callable[..., module.SideCha
     assert len(waking._own) == 1
 
 
-def test_both_sides_understand_each_other(own: Own, channel: Callable[..., module.SideChannel]) -> None:
-    assert channel().ask("127.0.0.1", own.port, 1).result(JOIN_SECONDS) == ("tag 1", b"rank 1")
-    found, metadata = channel().ask("127.0.0.1", own.port, 9).result(JOIN_SECONDS)
-    assert "no rank 9" in found and metadata == b""
-
-
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 def test_it_listens_at_the_sixth_version(
     monkeypatch: pytest.MonkeyPatch, channel: Callable[..., module.SideChannel]
@@ -477,11 +443,6 @@ def test_it_does_not_share_a_name_with_another_listener(own: Own) -> None:
     with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{own.port}"):
         module.Listener(["127.0.0.2", "127.0.0.1"], own.port, {}, lambda: None, "key")
     socket.create_server(("127.0.0.2", own.port)).close()
-
-
-def test_an_address_that_is_taken_is_an_error_with_its_name(own: Own) -> None:
-    with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{own.port}"):
-        module.Listener(["127.0.0.1"], own.port, {}, lambda: None, "key")
 
 
 def test_when_it_is_closed_nobody_listens(own: Own, channel: Callable[..., module.SideChannel]) -> None:
