@@ -17,7 +17,7 @@ from kvcached_nixl import install, status
 from kvcached_nixl.cli import report
 from kvcached_nixl.cli.report import Report
 from kvcached_nixl.errors import MissingDependency, Refused
-from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, read_gate
+from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate
 from kvcached_nixl.version import __version__
 from kvcached_nixl.vllm.adapter.versions import found_version, import_vllm
 
@@ -90,7 +90,6 @@ exit status:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report, or run doctor or top. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="kvcached-nixl",
         description=_DESCRIPTION,
@@ -115,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # The report goes to standard output. Without this it would be in the log as well.
     logging.getLogger(SERVER_LOGGER).disabled = True
-    gate = _gate()
+    gate = report.gate()
     os.environ["ENABLE_KVCACHED"] = "true"
     if gate == ActivationGate.PACKAGE_OFF.value:
         del os.environ["KVCACHED_NIXL"]
@@ -165,7 +164,6 @@ def _add_top(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def add_top_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``top`` to a parser."""
     parser.add_argument("url", nargs="+", type=_url, metavar="URL", help="a prefill or decode server")
     parser.add_argument(
         "--interval", type=_interval, default=2.0, metavar="SECONDS", help="between two looks (default: %(default)s)"
@@ -206,7 +204,6 @@ def _interval(text: str) -> float:
 
 
 def _top(options: argparse.Namespace) -> int:
-    """Show servers. Returns the exit status."""
     try:
         from kvcached_nixl.cli.top import run
     except ImportError as error:
@@ -217,7 +214,6 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace) -> int:
-    """Ask prefill servers as decode would. Returns the exit status."""
     try:
         from kvcached_nixl.cli import ask
 
@@ -233,7 +229,6 @@ def _ask(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Run the doctor on this host. Returns the exit status."""
     os.environ["ENABLE_KVCACHED"] = "true"
     print("testing each transport, which takes some seconds ...", file=sys.stderr)
     try:
@@ -270,13 +265,6 @@ def _only_ours_on_standard_output() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(ours, 1)
         os.close(ours)
-
-
-def _gate() -> str:
-    try:
-        return read_gate(os.environ).value
-    except Refused as error:
-        return f"unclear: {error.found}"
 
 
 def _take_stock(model: str | None) -> Report:

@@ -1,18 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error this package raises on purpose.
-
-    Refused                 a start, a peer or a transfer was stopped before it could produce wrong tokens
-    ├── ContractChanged     a vLLM or kvcached callable is not the one a patch was written for
-    ├── UnsupportedVersion  the installed vLLM or kvcached is outside the tested versions
-    ├── MissingDependency   something that the connector cannot work without is not installed
-    ├── SettingsError       an environment variable or a kv_connector_extra_config key has an unusable value
-    ├── LayoutRefused       this package cannot describe the layout of the KV memory exactly
-    ├── MemoryRefused       a transport does not follow the pages of the KV memory, or it is not known whether it does
-    ├── Unproved            a MemoryRefused: the test of whether transports follow the pages could not be completed
-    ├── NameRefused         an engine has no unique kvcached name, or a worker does not use its engine's name
-    └── StartRefused        all refusals of a process, raised where vLLM constructs the connector
-
-Each carries four sentences: what was found, what was expected, what would have happened, what to do.
+"""Every error this package raises on purpose. Each carries four sentences: what was found, what was expected, what
+would have happened, what to do.
 """
 
 from __future__ import annotations

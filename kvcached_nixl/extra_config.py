@@ -60,7 +60,6 @@ def read_seconds(extra_config: Mapping[str, Any], key: str, default: float, cons
 
 
 def bad(key: str, value: object, expected: str, consequence: str) -> SettingsError:
-    """The error for a value that cannot be used."""
     return SettingsError(
         found=f"kv_connector_extra_config has {key}={value!r}",
         expected=expected,

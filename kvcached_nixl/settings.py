@@ -104,28 +104,17 @@ class MemoryPath(str, Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """The extra configuration of one connector.
-
-    Attributes:
-        transfer_mode: which side starts a transfer.
-        kv_lease_duration_seconds: how long prefill keeps blocks without a heartbeat from decode.
-        handover_timeout_seconds: a hand-over whose KV has not come after this fails.
-        allocation_timeout_seconds: a request that nothing frees blocks for fails after this. None for half of
-            handover_timeout_seconds.
-        give_way_after_seconds: how long memory is short before prefill takes back what nobody fetches.
-        memory_path: which memory NIXL is to use.
-        staging_gib: size of the slab, if one is used; None to derive it from the engine's limits.
-        verify_fraction: the fraction of decode's hand-overs that is verified.
-        drain_delay_seconds: how long a server that shuts down still takes new requests.
-    """
+    """The extra configuration of one connector, by the keys above."""
 
     transfer_mode: TransferMode = TransferMode.PULL
     kv_lease_duration_seconds: float = DEFAULT_LEASE_DURATION_SECONDS
     handover_timeout_seconds: float = DEFAULT_HANDOVER_TIMEOUT_SECONDS
     allocation_timeout_seconds: float | None = None
+    """None: half of ``handover_timeout_seconds``."""
     give_way_after_seconds: float = DEFAULT_GIVE_WAY_AFTER_SECONDS
     memory_path: MemoryPath = MemoryPath.AUTO
     staging_gib: float | None = None
+    """None: derived from the engine's limits."""
     verify_fraction: float = 0.0
     drain_delay_seconds: float = DEFAULT_DRAIN_DELAY_SECONDS
 
@@ -196,78 +185,21 @@ def unheeded(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
         )
 
 
-@dataclass(frozen=True)
-class Server:
-    """Other parts of a server's configuration that decide whether its NIXL connector may start.
+def staged_on_host(extra_config: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return the extra configuration with ``memory_path`` set to a slab on the host, for ``kv_buffer_device="cpu"``.
 
-    Attributes:
-        connector: name of its class; ``is_stock_push``: it is vLLM's own push connector.
-        ids_may_repeat: VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set.
-        rust_frontend: what says that clients reach it through vLLM's Rust frontend; "" if nothing does.
-        wished_device: ``kv_buffer_device``; ``device``: the device that the model runs on.
+    Raises:
+        SettingsError: ``memory_path`` asks for something else.
     """
-
-    connector: str
-    is_stock_push: bool
-    ids_may_repeat: bool
-    rust_frontend: str
-    wished_device: str
-    device: str
-
-    @property
-    def stages_on_host(self) -> bool:
-        """Whether the configuration asks for a host buffer (``kv_buffer_device="cpu"``) on an accelerator."""
-        return self.wished_device == "cpu" != self.device
-
-    def staged(self, extra_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the extra configuration with ``memory_path`` set to a slab on the host.
-
-        Raises:
-            SettingsError: ``memory_path`` asks for something else.
-        """
-        path = _memory_path(extra_config)
-        if path not in (MemoryPath.AUTO, MemoryPath.HOST):
-            raise bad(
-                "memory_path",
-                path.value,
-                f'"host" or unset, together with kv_buffer_device="cpu" on {self.device}',
-                "It is not known which memory NIXL may use.",
-            )
-        return {**extra_config, "memory_path": MemoryPath.HOST.value}
-
-    def require_servable(self) -> None:
-        """Check that the connector may start. Raises `SettingsError` if it may not."""
-        if self.is_stock_push:
-            raise SettingsError(
-                found=f"kv_connector {self.connector}",
-                expected='NixlConnector with "transfer_mode": "push"',
-                consequence="vLLM's own push classes leave requests waiting for ever when prefill fails, and end "
-                "prefill's worker when a WRITE fails (tests/contract/test_stock_push_defects.py).",
-                remedy='Set "kv_connector": "NixlConnector" and "kv_connector_extra_config": {"transfer_mode": "push"} '
-                "on both sides.",
-            )
-        if self.ids_may_repeat:
-            raise SettingsError(
-                found="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1",
-                expected="request ids that vLLM makes unique, as it does by default",
-                consequence="A request with a reused id would be taken for the earlier request, and decode would use "
-                "blocks that belong to another request by then.",
-                remedy="Unset VLLM_DISABLE_REQUEST_ID_RANDOMIZATION.",
-            )
-        if self.rust_frontend:
-            raise SettingsError(
-                found=self.rust_frontend,
-                expected="vLLM's API server in Python",
-                consequence="No patch of this package reaches vLLM's Rust frontend: at some endpoints it answers a "
-                "failed hand-over with HTTP 200 and no token, and it identifies images, sounds, ... otherwise.",
-                remedy="Start vllm serve without VLLM_USE_RUST_FRONTEND, and do not use vllm-rs.",
-            )
-
-
-def rust_frontend_in(environ: Mapping[str, str]) -> str:
-    """For `Server.rust_frontend`: what the environment says. Read as vLLM does, which ends for what is no number."""
-    value = environ.get("VLLM_USE_RUST_FRONTEND", "0")
-    return "" if value in ("", "0") else f"VLLM_USE_RUST_FRONTEND={value}"
+    path = _memory_path(extra_config)
+    if path not in (MemoryPath.AUTO, MemoryPath.HOST):
+        raise bad(
+            "memory_path",
+            path.value,
+            f'"host" or unset, together with kv_buffer_device="cpu" on {device}',
+            "It is not known which memory NIXL may use.",
+        )
+    return {**extra_config, "memory_path": MemoryPath.HOST.value}
 
 
 def _require_false(extra_config: Mapping[str, Any], key: str, consequence: str) -> None:

@@ -67,14 +67,11 @@ class Installation:
 
 
 class _Holder:
-    """Holds the one installation of this process, as a class attribute."""
-
     installation: Installation | None = None
     lock = threading.RLock()
 
 
 def current() -> Installation | None:
-    """The installation of this process, if there is one."""
     return _Holder.installation
 
 

@@ -144,7 +144,6 @@ def render(found: Sequence[Found]) -> str:
 
 
 def to_json(found: Sequence[Found]) -> list[Mapping[str, Any]]:
-    """The findings for programs."""
     return [
         {"server": one.server, **dict(one.said), "must be equal": one.tag, "why_not": one.why_not or None}
         for one in found

@@ -87,7 +87,6 @@ class Findings:
 
     @property
     def is_direct(self) -> bool:
-        """Whether a server would register kvcached's pages."""
         return self.proof.is_direct
 
 
@@ -153,7 +152,6 @@ def render(findings: Findings, *, colour: bool = False) -> str:
 
 
 def to_json(findings: Findings) -> dict[str, Any]:
-    """The findings for programs."""
     return {
         "kvcached_nixl": __version__,
         "memory_path": findings.proof.memory_path.value,

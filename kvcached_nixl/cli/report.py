@@ -74,16 +74,19 @@ class Report:
         return bool(self.refusals)
 
 
+def gate() -> str:
+    try:
+        return read_gate(os.environ).value
+    except Refused as error:
+        return f"unclear: {error.found}"
+
+
 def make(registry: Registry | None) -> Report:
     """Make the report; ``registry`` is None if nothing is installed. Imports none of the libraries it reports on."""
-    try:
-        gate = read_gate(os.environ).value
-    except Refused as error:
-        gate = f"unclear: {error.found}"
     versions = {library: found_version(library) for library in ("vllm", "kvcached", "nixl", "torch")}
     refusals = dict(registry.refusals() if registry is not None else ())
     found = Report(
-        gate=gate,
+        gate=gate(),
         versions=versions,
         outcomes=registry.outcomes() if registry is not None else (),
         refusals=tuple({**dict(environment_refusals()), **refusals}.items()),
@@ -161,7 +164,6 @@ def render(report: Report, *, colour: bool = False) -> str:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """The report for programs."""
     return {
         "kvcached_nixl": __version__,
         "gate": report.gate,

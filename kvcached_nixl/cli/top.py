@@ -106,7 +106,6 @@ class Server:
         self.before, self.now, self.error = self.now, look, ""
 
     def row(self) -> list[str]:
-        """A text for each of `COLUMNS`."""
         if self.error or self.now is None:
             return [self.url, *[NOTHING] * (len(COLUMNS) - 1)]
         return [self.url, *(of(self.now, self.before or self.now) for of in [*COLUMNS.values()][1:])]
@@ -158,7 +157,6 @@ def _failures(now: Look, before: Look) -> str:
 
 
 def short(value: float) -> str:
-    """A number in few characters."""
     for step, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if value >= step:
             return f"{value / (1e3 if suffix == 'k' else step):.3g}{suffix}"

@@ -73,8 +73,6 @@ class ModelWeights(NamedTuple):
 
 @dataclass
 class WeightsHistory:
-    """See the module."""
-
     _readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kvcached-nixl-checkpoint"))
     # Files that are loaded together, and what the model was built from: names of the tensors in its files.
     _load: object = None

@@ -191,7 +191,6 @@ class Registry:
             entry.refuse(_unforeseen(patch, error))
 
     def _seek(self, entry: _Entry) -> None:
-        """Import the module of a pending patch, and decide it."""
         patch = entry.seam.patch
         try:
             self.imported(importlib.import_module(patch.target.module))

@@ -176,7 +176,6 @@ class Attachment:
 
 
 def attach(seam: Seam, seat: Seat, make_call: Callable[..., Call]) -> Attachment:
-    """Replace the seat's entry with a wrapper around it."""
     attachment = Attachment(seat)
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

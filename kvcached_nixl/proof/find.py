@@ -121,7 +121,6 @@ def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ask(question: Question, environment: dict[str, str], environ: Mapping[str, str]) -> Proof:
-    """Start a prover and return its proof."""
     own = f"proof-{uuid.uuid4().hex[:16]}"
     # The prover reads UCX's choices from its log output, so the operator's settings must not redirect it.
     inherited = {name: value for name, value in environ.items() if name not in ("UCX_LOG_FILE", "UCX_LOG_LEVEL")}

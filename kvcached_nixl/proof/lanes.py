@@ -98,7 +98,6 @@ def is_never_chosen(lane: str, said: str) -> bool:
 
 
 def only_copies(lane: str) -> bool:
-    """Whether a transport only copies and does not connect two processes."""
     return lane in _COPIES
 
 

@@ -72,7 +72,6 @@ class Member:
         self._peer = ""
 
     def ucx(self) -> Ucx:
-        """What UCX could choose from in this process."""
         return ucx_of_this_process()
 
     def open(self, *, elastic: bool) -> dict[Place, int]:
@@ -192,7 +191,6 @@ class Remote:
         return self.answer()
 
     def tell(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Send a command without waiting for the result."""
         self._told = name
         try:
             self._pipe.send((name, arguments, options))

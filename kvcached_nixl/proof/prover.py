@@ -96,12 +96,10 @@ class _Pair:
 
     @property
     def said(self) -> str:
-        """The output of both members."""
         return self._holder.said + self._peer.said
 
     @property
     def carried(self) -> frozenset[str]:
-        """UCX's transports that moved bytes between the two members."""
         return carriers(self.said)
 
     def check(self) -> None:
@@ -110,7 +108,6 @@ class _Pair:
         self.found = msgspec.structs.replace(self.found, wrong=tuple(self._wrong()))
 
     def measure(self) -> None:
-        """Measure the peer's READs and WRITEs."""
         places: list[Place] = ["elastic", "ordinary"]
         if self._question.memory_type != "DRAM":
             places.append("host")

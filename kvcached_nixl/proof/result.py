@@ -70,7 +70,6 @@ class Rates(msgspec.Struct, frozen=True):
     descriptors: float
 
     def best_of(self, other: Rates | None) -> Rates:
-        """The higher rates of two measurements."""
         if other is None:
             return self
         return Rates(
@@ -169,7 +168,6 @@ class Proof(msgspec.Struct, frozen=True):
 
     @property
     def is_direct(self) -> bool:
-        """Whether kvcached's pages may be registered and are fast enough."""
         return not (self.why_not or self.why_slow)
 
     @property

@@ -40,7 +40,6 @@ def descriptors(agent: Any, ranges: Ranges, memory_type: str, device_id: int = 0
 
 
 def state_of(agent: Any, handle: Handle) -> TransferState:
-    """The state of a transfer."""
     try:
         return _STATES.get(agent.check_xfer_state(handle), TransferState.FAILED)
     except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
@@ -64,7 +63,6 @@ def _heard(agent: Any) -> list[tuple[str, bytes]]:
 
 
 def make_agent(backends: Sequence[str]) -> Any:
-    """A new NIXL agent with a unique name."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     return nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=list(backends)))

@@ -44,7 +44,6 @@ class HandshakeWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
         self._closing.set()
         self._thread.join()
 

@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 
-from kvcached_nixl import errors
 from kvcached_nixl.errors import ContractChanged, Refused, StartRefused
 
 SENTENCES = {"found": "3 blocks", "expected": "4 blocks", "consequence": "One is lost.", "remedy": "Add one."}
@@ -31,13 +30,6 @@ def test_an_error_with_a_missing_sentence_cannot_be_made(left_out: str) -> None:
     """Found, expected, consequence and remedy are all required."""
     with pytest.raises(TypeError, match=left_out):
         Refused(**{name: text for name, text in SENTENCES.items() if name != left_out})
-
-
-def test_the_tree_in_the_docstring_is_the_tree_of_classes() -> None:
-    """The picture is kept true."""
-    lines = [line for line in (errors.__doc__ or "").splitlines() if line.startswith("    ")]
-    drawn = {line.replace("├──", "").replace("└──", "").split()[0] for line in lines}
-    assert drawn == {cls.__name__ for cls in subclasses(Refused) if cls.__module__ == errors.__name__}
 
 
 def test_a_start_is_refused_with_every_cause_by_name() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.extra_config import misspelled
-from kvcached_nixl.settings import ActivationGate, MemoryPath, Server, Settings, read_gate, unheeded
+from kvcached_nixl.settings import ActivationGate, MemoryPath, Settings, read_gate, staged_on_host, unheeded
 from kvcached_nixl.transfer_mode import TransferMode
 
 
@@ -143,34 +143,15 @@ def test_a_comparison_that_is_unwanted_is_done_and_said_so(value: Any) -> None:
     assert not list(unheeded({"enforce_handshake_compat": True})) + list(unheeded({"enforce_handshake_compat": "True"}))
 
 
-def server(wished: str, device: str) -> Server:
-    return Server(
-        "NixlConnector",
-        is_stock_push=False,
-        ids_may_repeat=False,
-        rust_frontend="",
-        wished_device=wished,
-        device=device,
-    )
-
-
-@pytest.mark.parametrize(
-    ("wished", "device", "is_asked_for"),
-    [("cpu", "cuda", True), ("cpu", "xpu", True), ("cuda", "cuda", False), ("cpu", "cpu", False)],
-)
-def test_a_buffer_on_the_host_of_an_accelerator_is_a_slab_there(wished: str, device: str, is_asked_for: bool) -> None:
-    assert server(wished, device).stages_on_host is is_asked_for
+def test_a_buffer_on_the_host_of_an_accelerator_is_a_slab_there() -> None:
     asked = {"transfer_mode": "push"}
-    assert server("cpu", "cuda").staged(asked) == {"transfer_mode": "push", "memory_path": "host"}
+    assert staged_on_host(asked, "cuda") == {"transfer_mode": "push", "memory_path": "host"}
     assert asked == {"transfer_mode": "push"}
     for path in ("auto", "host"):
-        assert server("cpu", "cuda").staged({"memory_path": path}) == {"memory_path": "host"}
-
-
-@pytest.mark.parametrize("path", ["direct", "device", "elsewhere"])
-def test_a_buffer_on_the_host_beside_another_path_is_refused(path: str) -> None:
-    with pytest.raises(SettingsError, match="memory_path"):
-        server("cpu", "cuda").staged({"memory_path": path})
+        assert staged_on_host({"memory_path": path}, "cuda") == {"memory_path": "host"}
+    for path in ("direct", "device", "elsewhere"):
+        with pytest.raises(SettingsError, match="memory_path"):
+            staged_on_host({"memory_path": path}, "cuda")
 
 
 @pytest.mark.parametrize(

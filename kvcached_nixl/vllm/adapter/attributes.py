@@ -65,7 +65,6 @@ def envs() -> Any:
 
 
 def is_rocm() -> bool:
-    """Whether vLLM runs on AMD's GPUs."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_rocm())
@@ -106,7 +105,6 @@ def connectors(connector: Any) -> Iterator[Any]:
 
 
 def address_of(connector: Any) -> SideChannelAddress:
-    """The address that was attached."""
     found: SideChannelAddress = private(connector, _ADDRESS)
     return found
 

@@ -1,16 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our metrics beside vLLM's. Workers send them with a step's output to the API server, which exports them.
-
-    kvcached_nixl:handover_failures_total{cause}   hand-overs that brought no KV
-    kvcached_nixl:revoked_offers_total{cause}      offers that prefill has taken back
-    kvcached_nixl:handover_state_seconds{direction, state}
-                                                   how long hand-overs were in each state (`wire.timeline`)
-    kvcached_nixl:quarantined_blocks               blocks held for transfers that may still be in flight
-    kvcached_nixl:compatibility_id, checkpoint_id, weights_id
-                                                   what this engine's handshake compares (`wire.kind`)
-
-and those of memory below: `HeadroomMetrics` is what an engine's side channel says, in an idle engine, too. `MovedBytes`
-and `SlabMetrics` come from the workers.
+"""Our metrics beside vLLM's. Workers send them with a step's output to the API server, which exports them; what an
+engine's side channel says (`HeadroomMetrics`, `say_kind`) is there of an idle engine, too.
 
 Two classes are subclasses of vLLM's (``NixlKVConnectorStats``, ``NixlPromMetrics``). They are created once per process,
 when vLLM can be imported.
@@ -96,8 +86,7 @@ def take_reasons(account: Any) -> dict[int, str]:
         account: ``KVConnectorOutput.kv_connector_stats``; a ``MultiConnector`` has one for each of its connectors.
     """
     found: dict[int, str] = {}
-    data = _data_of(account)
-    for one in (data, *map(_data_of, data.values())):
+    for one in _all_data_of(account):
         for attempt, reason in one.pop(_REASONS, ()):
             found.setdefault(attempt, reason)
     return found
@@ -105,16 +94,19 @@ def take_reasons(account: Any) -> dict[int, str]:
 
 def take_timelines(account: Any) -> list[Reported]:
     """Remove the timelines of ranks from an engine's stats and return them. Args as in `take_reasons`."""
-    data = _data_of(account)
-    return [line for one in (data, *map(_data_of, data.values())) for line in one.pop(_TIMELINES, ())]
+    return [line for one in _all_data_of(account) for line in one.pop(_TIMELINES, ())]
 
 
 def add_lasted(account: Any, lasted: Iterable[Lasted]) -> None:
     """Add times in states to the engine's stats that `take_timelines` has found timelines in."""
-    data = _data_of(account)
-    found = next((one for one in (data, *map(_data_of, data.values())) if _LASTED in one), None)
+    found = next((one for one in _all_data_of(account) if _LASTED in one), None)
     if found is not None:
         found[_LASTED] += map(list, lasted)
+
+
+def _all_data_of(account: Any) -> list[dict[str, Any]]:
+    data = _data_of(account)
+    return [data, *map(_data_of, data.values())]
 
 
 def _data_of(account: Any) -> dict[str, Any]:
@@ -175,6 +167,11 @@ def _count(counter: Any, labelvalues: Any, causes: Any, counted: Iterable[int], 
         counter.labels(*labelvalues, causes(cause).label).inc(by)
 
 
+def _count_bytes(counter: Any, labelvalues: Any, moved: Iterable[tuple[str, str, int]]) -> None:
+    for direction, path, num_bytes in moved:
+        counter.labels(*labelvalues, direction, path).inc(num_bytes)
+
+
 @functools.cache
 def _prom_class() -> Any:
     stock = private(importlib.import_module(STATS_MODULE), "NixlPromMetrics")
@@ -211,7 +208,13 @@ def _prom_class() -> Any:
                 labelnames=[*labelnames, "direction", "state"],
             )
             self._kinds = [make.gauge(name, _KIND.format(what)) for name, what in _KINDS]
-            self._headroom, self._moved, self._slabs = HeadroomMetrics(make), MovedBytes(make), SlabMetrics(make)
+            self._moved = make.counter(
+                "kvcached_nixl:moved_bytes",
+                "KV that this engine's transfers have moved, by transfer mode and memory path.",
+                "direction",
+                "path",
+            )
+            self._headroom, self._slabs = HeadroomMetrics(make), SlabMetrics(make)
             self.counts_engines = True
 
         def say_headroom(self, engine_idx: int, headroom: bytes) -> None:
@@ -238,7 +241,7 @@ def _prom_class() -> Any:
                 self._states.labels(*values, direction, State(state).label).observe(seconds)
             for blocks in transfer_stats_data.get(_QUARANTINED, ())[-1:]:
                 self._quarantined.labels(*values).set(blocks)
-            self._moved.observe(values, transfer_stats_data.get(_MOVED, ()))
+            _count_bytes(self._moved, values, transfer_stats_data.get(_MOVED, ()))
             self._slabs.observe(values, transfer_stats_data.get(_SLABS, ()))
 
     return HandOverPromMetrics
@@ -336,22 +339,6 @@ class HeadroomMetrics:
         # Less than before: another engine answers there, which counts from 0.
         counter.inc(total - before if total >= before else total)
         self._counted[key] = total
-
-
-class MovedBytes:
-    """KV that transfers have moved, from a list of [transfer mode, memory path, bytes]."""
-
-    def __init__(self, make: _Maker) -> None:
-        self._counter = make.counter(
-            "kvcached_nixl:moved_bytes",
-            "KV that this engine's transfers have moved, by transfer mode and memory path.",
-            "direction",
-            "path",
-        )
-
-    def observe(self, labelvalues: Any, moved: Iterable[tuple[str, str, int]]) -> None:
-        for direction, path, num_bytes in moved:
-            self._counter.labels(*labelvalues, direction, path).inc(num_bytes)
 
 
 class SlabMetrics:

@@ -62,17 +62,14 @@ class KVCacheView:
 
     @property
     def kv_cache_groups(self) -> Any:
-        """vLLM's."""
         return private(self.worker, "kv_cache_config").kv_cache_groups
 
     @property
     def attention_groups(self) -> list[Any]:
-        """The KV-cache groups without those of layers that keep a state."""
         return [one for one in self.kv_cache_groups if keeps_of(one.kv_cache_spec) is not Keeps.STATE]
 
     @property
     def has_states(self) -> bool:
-        """Whether any layer keeps a state."""
         return any(keeps_of(one.kv_cache_spec) is Keeps.STATE for one in self.kv_cache_groups)
 
     @property

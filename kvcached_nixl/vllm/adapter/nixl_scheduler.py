@@ -41,7 +41,6 @@ class SchedulerView:
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
-        """The KV-cache groups."""
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         return tuple(KVGroup(int(spec.block_size), keeps_of(spec)) for spec in specs)
 
@@ -68,12 +67,10 @@ class SchedulerView:
 
     @property
     def is_consumer(self) -> bool:
-        """Whether the engine may fetch KV (``kv_role``)."""
         return bool(self.config.kv_transfer_config.is_kv_consumer)
 
     @property
     def is_producer(self) -> bool:
-        """Whether others may fetch KV from the engine."""
         return bool(self.config.kv_transfer_config.is_kv_producer)
 
     @property
@@ -92,6 +89,5 @@ class SchedulerView:
 
     @property
     def extra_config(self) -> Mapping[str, Any]:
-        """``kv_connector_extra_config``."""
         found: Mapping[str, Any] = self.config.kv_transfer_config.kv_connector_extra_config
         return found

@@ -27,8 +27,6 @@ from kvcached_nixl.wire.handshake import MemoryType
 
 @dataclasses.dataclass(frozen=True)
 class WorkerView(KVCacheView):
-    """The worker half of a NIXL connector."""
-
     # -------------------------------------------------------------------------------------------------- what it is
 
     @property
@@ -37,7 +35,6 @@ class WorkerView(KVCacheView):
 
     @property
     def extra_config(self) -> Mapping[str, Any]:
-        """``kv_connector_extra_config``."""
         found: Mapping[str, Any] = private(self.worker, "kv_transfer_config").kv_connector_extra_config
         return found
 
@@ -135,7 +132,6 @@ class WorkerView(KVCacheView):
 
     @property
     def memory_type(self) -> MemoryType:
-        """NIXL's memory type of the KV cache."""
         return msgspec.convert(private(self.worker, "nixl_memory_type"), MemoryType)
 
     def question(self, caches: Mapping[str, Any]) -> Question:
@@ -153,12 +149,10 @@ class WorkerView(KVCacheView):
 
     @property
     def agent(self) -> Any:
-        """The NIXL agent."""
         return private(self.worker, "nixl_wrapper")
 
     @property
     def backends(self) -> list[str]:
-        """The NIXL backends that the agent registers memory with."""
         return list(private(self.worker, "nixl_backends"))
 
     def register_memory(

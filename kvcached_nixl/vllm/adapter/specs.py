@@ -29,7 +29,6 @@ from kvcached_nixl.wire.kv_groups import Keeps
 
 
 def specs_of(kv_cache_spec: Any) -> list[Any]:
-    """The specs of a KV-cache group's layers."""
     if type(kv_cache_spec).__name__ == "UniformTypeKVCacheSpecs":
         return list(kv_cache_spec.kv_cache_specs.values())
     return [kv_cache_spec]

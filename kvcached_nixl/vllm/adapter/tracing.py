@@ -79,8 +79,6 @@ def _add(name: str, trace: str, begin_ns: int, end_ns: int, attributes: Mapping[
 
 @dataclass(frozen=True)
 class EngineSpans:
-    """See the module. Used on the engine's thread."""
-
     def trace_of(self, request: Any) -> str:
         """The ``traceparent`` of a request, "" without one."""
         return traceparent_of(request.trace_headers)

@@ -116,7 +116,7 @@ def environment_refusals() -> tuple[tuple[str, Refused], ...]:
     vllm = found_version("vllm")
     if row_of(vllm) is None:
         doubt = "its NIXL connector may keep KV differently"
-        newer = beyond(vllm, _supported())
+        newer = _beyond(vllm)
         found.append(("vLLM version", newer or _unsupported("vLLM", vllm, _supported(), doubt)))
     kvcached = found_version("kvcached")
     if not _matches(KVCACHED_SUPPORTED, kvcached):
@@ -169,11 +169,11 @@ def _matches(specifier: str, version: str | None) -> bool:
 
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
-_BEYOND = Version(SUPPORTED.rpartition("<")[2])
+_END = Version(SUPPORTED.rpartition("<")[2])
 """From this version on kvcached accepts none."""
 _OUTLOOK = (
     (Version("0.29"), "V2 on a GPU for nearly every model without experts, else V1"),
-    (_BEYOND, "V2 wherever there is Triton, for nearly every model"),
+    (_END, "V2 wherever there is Triton, for nearly every model"),
 )
 """(vLLM version, how vLLM below it chooses the runner). Only vLLM itself knows the choice for a given model."""
 
@@ -223,7 +223,7 @@ def named(wish: bool | None) -> str:
 def accepted(vllm: str | None) -> tuple[str, ...]:
     """The runners that kvcached accepts with this vLLM version; none if the version is unknown."""
     version = _version(vllm)
-    if version is None or not version < _BEYOND:
+    if version is None or not version < _END:
         return ()
     runners = ROWS[0].shape.runners
     for row in ROWS:
@@ -232,20 +232,16 @@ def accepted(vllm: str | None) -> tuple[str, ...]:
     return runners
 
 
-def beyond(vllm: str | None, supported: str) -> UnsupportedVersion | None:
-    """The refusal of a vLLM that is too new for kvcached; None for an older one.
-
-    Args:
-        supported: the supported versions, as text.
-    """
+def _beyond(vllm: str | None) -> UnsupportedVersion | None:
+    """The refusal of a vLLM that is too new for kvcached; None for an older one."""
     if _version(vllm) is None or accepted(vllm):
         return None
     return UnsupportedVersion(
         found=f"vLLM {vllm}, for which kvcached {KVCACHED} has no adapter: it stops below 0.31, and this package opens "
-        f"its windows below {_BEYOND} only",
-        expected=f"vLLM {supported}",
+        f"its windows below {_END} only",
+        expected=f"vLLM {_supported()}",
         consequence="kvcached itself ends the engine at its start, with this package or without it.",
-        remedy=f"Install a vLLM below {_BEYOND}; or unset ENABLE_KVCACHED to run vLLM alone; or wait for releases of "
+        remedy=f"Install a vLLM below {_END}; or unset ENABLE_KVCACHED to run vLLM alone; or wait for releases of "
         f"kvcached and of this package that support it. In a clone of this package, `python tests/shapes/make.py check "
         f"{vllm}` says what this vLLM would break.",
     )
@@ -282,7 +278,7 @@ def outlook(vllm: str | None, environ: Mapping[str, str]) -> tuple[RunnerFound, 
         return ()
     wish = stated(environ)
     if not accepted(vllm):
-        return (judged(vllm, "", "", f"kvcached stops below vLLM {_BEYOND}"),)
+        return (judged(vllm, "", "", f"kvcached stops below vLLM {_END}"),)
     if wish is not None:
         return (judged(vllm, "", named(wish), f"{SWITCH}={environ[SWITCH]}"),)
     reason = next(reason for below, reason in _OUTLOOK if version < below)

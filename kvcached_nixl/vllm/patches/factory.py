@@ -23,7 +23,7 @@ from kvcached_nixl.errors import ContractChanged, SettingsError, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Registry
 from kvcached_nixl.processes import has_ancestor
 from kvcached_nixl.scheduler.build import build_scheduler
-from kvcached_nixl.settings import SERVER_LOGGER, Server, Settings, rust_frontend_in, unheeded
+from kvcached_nixl.settings import SERVER_LOGGER, Settings, staged_on_host, unheeded
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.vllm import NIXL_PREFIX
 from kvcached_nixl.vllm.adapter.attributes import attach, connectors, private
@@ -94,13 +94,9 @@ def construct(call: Call) -> None:
     cls = type(call.instance)
     require_complete(call.registry, cls.__name__)
     config = _config_of(call)
-    server = _server(cls, config)
-    server.require_servable()
+    _require_startable(cls)
     require_reached(call, [cls], call.argument("vllm_config"))
-    if server.stages_on_host:
-        # Otherwise vLLM would allocate a copy of the whole pool on the host.
-        config.kv_connector_extra_config = server.staged(config.kv_connector_extra_config)
-        config.kv_buffer_device = server.device
+    _stage_on_host(config)
     Settings.from_extra_config(config.kv_connector_extra_config)
     if call.argument("role").name != "SCHEDULER":
         call.proceed()
@@ -182,18 +178,52 @@ def _config_of(call: Call) -> Any:
         ) from error
 
 
-def _server(cls: type, config: Any) -> Server:
-    from vllm import envs
+def _stage_on_host(config: Any) -> None:
+    """Do so where ``kv_buffer_device`` is the CPU of an accelerator: vLLM would allocate a copy of the whole pool."""
     from vllm.platforms import current_platform
 
-    return Server(
-        connector=cls.__name__,
-        is_stock_push=_is_push(cls),
-        ids_may_repeat=bool(envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION),
-        rust_frontend=rust_frontend_in(os.environ) or ("an engine of vllm-rs" if has_ancestor("vllm-rs") else ""),
-        wished_device=str(config.kv_buffer_device),
-        device=str(current_platform.device_type),
-    )
+    device = str(current_platform.device_type)
+    if config.kv_buffer_device == "cpu" != device:
+        config.kv_connector_extra_config = staged_on_host(config.kv_connector_extra_config, device)
+        config.kv_buffer_device = device
+
+
+def _require_startable(cls: type) -> None:
+    """Check the parts of a server's configuration that its connector does not read.
+
+    Raises:
+        SettingsError: with them it may not start.
+    """
+    from vllm import envs
+
+    if _is_push(cls):
+        raise SettingsError(
+            found=f"kv_connector {cls.__name__}",
+            expected='NixlConnector with "transfer_mode": "push"',
+            consequence="vLLM's own push classes leave requests waiting for ever when prefill fails, and end "
+            "prefill's worker when a WRITE fails (tests/contract/test_stock_push_defects.py).",
+            remedy='Set "kv_connector": "NixlConnector" and "kv_connector_extra_config": {"transfer_mode": "push"} '
+            "on both sides.",
+        )
+    if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        raise SettingsError(
+            found="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1",
+            expected="request ids that vLLM makes unique, as it does by default",
+            consequence="A request with a reused id would be taken for the earlier request, and decode would use "
+            "blocks that belong to another request by then.",
+            remedy="Unset VLLM_DISABLE_REQUEST_ID_RANDOMIZATION.",
+        )
+    # Read as vLLM does, which ends for what is no number.
+    switch = os.environ.get("VLLM_USE_RUST_FRONTEND", "")
+    frontend = f"VLLM_USE_RUST_FRONTEND={switch}" if switch not in ("", "0") else ""
+    if frontend or has_ancestor("vllm-rs"):
+        raise SettingsError(
+            found=frontend or "an engine of vllm-rs",
+            expected="vLLM's API server in Python",
+            consequence="No patch of this package reaches vLLM's Rust frontend: at some endpoints it answers a "
+            "failed hand-over with HTTP 200 and no token, and it identifies images, sounds, ... otherwise.",
+            remedy="Start vllm serve without VLLM_USE_RUST_FRONTEND, and do not use vllm-rs.",
+        )
 
 
 # ------------------------------------------------------------------------------------------ vLLM's own push connector

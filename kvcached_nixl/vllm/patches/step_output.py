@@ -71,7 +71,6 @@ def update_from_output(call: Call) -> Any:
 
 
 def reports_of(model_runner_output: Any) -> Reports:
-    """The connector's reports in a step's output."""
     found = model_runner_output.kv_connector_output
     if found is None:
         return Reports(set(), set(), set())
@@ -162,7 +161,6 @@ def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, ou
 
 
 def stood_still(engine_scheduler: Any) -> bool:
-    """Whether the last step has changed nothing."""
     return bool(vars(engine_scheduler).get(_STOOD_STILL))
 
 
@@ -255,5 +253,4 @@ def tell_finished(engine_scheduler: Any, request: Any) -> Any:
 
 
 def is_whole(request: Any) -> bool:
-    """Whether a finished request has computed its whole prompt."""
     return request.status.name in _WHOLE and request.num_computed_tokens >= request.num_prompt_tokens

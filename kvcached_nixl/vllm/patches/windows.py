@@ -66,8 +66,6 @@ def apply_all_patches(call: Call) -> dict[str, bool]:
 
 
 class Windows:
-    """Whether they are open in this process."""
-
     def __init__(self) -> None:
         self.is_open = False
         self.refusal: UnsupportedVersion | None = None
