@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcached_nixl.identity.configuration import checksum_of
-from kvcached_nixl.identity.files import Signature, checksum, signature
+from kvcached_nixl.identity.files import Signature, checksum, checksum_of, signature
 
 _CONFIGURATION = "adapter_config.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")

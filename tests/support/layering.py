@@ -19,8 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "current_device": set(),
     "processes": set(),
     "transfer_mode": set(),
-    "extra_config": {"errors"},
-    "settings": {"errors", "extra_config", "transfer_mode"},
+    "settings": {"errors", "transfer_mode"},
     "side_channel_address": {"errors", "this_host"},
     "this_host": set(),
     "wire": BASICS,
@@ -31,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vllm.adapter": {*BASICS, "vllm", "identity", "naming", "patching", "wire", "proof.result", "side_channel_address"},
     "proof": {"errors", "settings", "current_device", "wire", "transport"},
     "transport": {"errors", "ids", "side_channel_address"},
-    "scheduler": {*BASICS, "wire", "extra_config", "settings", "side_channel_address", "this_host"},
+    "scheduler": {*BASICS, "wire", "settings", "side_channel_address", "this_host"},
     "worker": {*BASICS, "wire", "settings", "transport", "proof.result", "current_device"},
     "vllm.patches": {
         *BASICS,

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.extra_config import bad, read_flag, read_seconds
+from kvcached_nixl.settings import bad, read_flag, read_seconds
 
 __all__ = ["AskSettings"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvcached_nixl.identity.adapters import Adapters
-from kvcached_nixl.identity.configuration import checksum_of
+from kvcached_nixl.identity.files import checksum_of
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.vllm.adapter.attributes import envs, optional, private
 from kvcached_nixl.wire.manifest import Embeddings, digest_of

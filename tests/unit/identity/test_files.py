@@ -12,8 +12,16 @@ from pathlib import Path
 import pytest
 
 from kvcached_nixl.identity import files
-from kvcached_nixl.identity.configuration import checksum_of, processor_checksum, processor_code, settings_of
-from kvcached_nixl.identity.files import PIECE_BYTES, checksum, checksums, signature
+from kvcached_nixl.identity.files import (
+    PIECE_BYTES,
+    checksum,
+    checksum_of,
+    checksums,
+    processor_checksum,
+    processor_code,
+    settings_of,
+    signature,
+)
 
 Tensors = Mapping[str, bytes]
 

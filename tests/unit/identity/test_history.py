@@ -19,9 +19,14 @@ torch = pytest.importorskip("torch")
 from unit.identity.test_files import safetensors  # noqa: E402
 
 from kvcached_nixl.identity.history import joined  # noqa: E402
-from kvcached_nixl.vllm.adapter.held_tensors import held_by  # noqa: E402
 from kvcached_nixl.vllm.adapter.locate import LOADER_BASE  # noqa: E402
-from kvcached_nixl.vllm.adapter.weights import _history, _reading, note_files, watch_loading  # noqa: E402
+from kvcached_nixl.vllm.adapter.weights import (  # noqa: E402
+    _history,
+    _reading,
+    held_by,
+    note_files,
+    watch_loading,
+)
 from kvcached_nixl.wire.handshake import Weights  # noqa: E402
 
 
