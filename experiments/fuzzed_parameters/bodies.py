@@ -68,6 +68,22 @@ def change(random_: random.Random, asked: Asked, ids: Sequence[str], prompts: Se
         one(random_, asked, (*ids, *ids, *IDS), prompts)
 
 
+def _field(field: str, *values: Any) -> Change:
+    """Return a change that sets a field of the body to one of these values."""
+
+    def change_field(random_: random.Random, asked: Asked, *_: Any) -> None:
+        asked.body[field] = copy.deepcopy(random_.choice(values))
+
+    change_field.__name__ = field
+    return change_field
+
+
+def _sampling(asked: Asked) -> dict[str, Any]:
+    """Return the body's sampling parameters; none if it has none, or an earlier change has put another value there."""
+    found = asked.body.get("sampling_params")
+    return found if isinstance(found, dict) else {}
+
+
 def _request_id(random_: random.Random, asked: Asked, ids: Sequence[Any], _: Sequence[Prompt]) -> None:
     asked.body["request_id"] = random_.choice(ids)
 
@@ -92,18 +108,6 @@ def _header(random_: random.Random, asked: Asked, ids: Sequence[Any], _: Sequenc
     asked.headers[name] = random_.choice((*values, "0", "1", "-1", "99999999999999999999"))
 
 
-def _model(random_: random.Random, asked: Asked, *_: Any) -> None:
-    asked.body["model"] = random_.choice(("no such model", "no-such-adapter", "", None, 7, ["model"], "model"))
-
-
-def _priority(random_: random.Random, asked: Asked, *_: Any) -> None:
-    asked.body["priority"] = random_.choice((0, 1, -1, 2**63, -(2**70), "0", "high", None, 0.5))
-
-
-def _choices(random_: random.Random, asked: Asked, *_: Any) -> None:
-    asked.body["n"] = random_.choice((0, 1, 2, 3, -1, 10**9, "2", None, 1.5))
-
-
 def _stream(random_: random.Random, asked: Asked, *_: Any) -> None:
     asked.body["stream"] = random_.choice((True, True, False, "yes", 1, None, []))
     if random_.random() < 0.5:
@@ -113,13 +117,9 @@ def _stream(random_: random.Random, asked: Asked, *_: Any) -> None:
         asked.prompts = None
 
 
-def _salt(random_: random.Random, asked: Asked, *_: Any) -> None:
-    asked.body["cache_salt"] = random_.choice(("", "x", "x" * 5000, 7, None, ["x"]))
-
-
 def _fewer_tokens(random_: random.Random, asked: Asked, *_: Any) -> None:
-    for where in (asked.body, asked.body.get("sampling_params")):
-        for key in [key for key in where or () if key.startswith("max_")]:
+    for where in (asked.body, _sampling(asked)):
+        for key in [key for key in where if key.startswith("max_")]:
             where[key] = random_.choice((1, 2, 3, "2", 2.0))
     asked.is_cut = True
 
@@ -128,7 +128,9 @@ def _prompt(random_: random.Random, asked: Asked, _: Sequence[Any], prompts: Seq
     """Completions: the prompt in another form, or several prompts. Other endpoints: a value that is not a prompt."""
     if asked.body.get("n", 1) != 1 or "prompt" not in asked.body:
         keys = [key for key in ("prompt", "messages", "input", "token_ids") if key in asked.body]
-        asked.body[random_.choice(keys)] = copy.deepcopy(random_.choice((*HOSTILE, [-1], [10**9], [[]], "")))
+        asked.body[random_.choice(keys or ["prompt"])] = copy.deepcopy(
+            random_.choice((*HOSTILE, [-1], [10**9], [[]], ""))
+        )
         asked.prompts = None
         return
     several = [random_.choice(prompts) for _ in range(random_.choice((1, 2, 3)))]
@@ -139,7 +141,7 @@ def _prompt(random_: random.Random, asked: Asked, _: Sequence[Any], prompts: Seq
 
 def _what_is_told(random_: random.Random, asked: Asked, *_: Any) -> None:
     """Request log-probabilities of the answer or of the prompt, or the prompt itself."""
-    where = asked.body.get("sampling_params", asked.body)
+    where = _sampling(asked) or asked.body
     where[random_.choice(("logprobs", "prompt_logprobs", "echo", "top_logprobs"))] = random_.choice((1, True, 5, -1, 0))
     if "echo" in where:
         asked.prompts = None
@@ -155,21 +157,8 @@ def _parameters_of_any_type(random_: random.Random, asked: Asked, *_: Any) -> No
     found = copy.deepcopy(random_.choice(HOSTILE))
     for place in ("kv_transfer_params", "ec_transfer_params"):
         asked.body[random_.choice(("kv_transfer_params", place))] = found
-    if "sampling_params" in asked.body:
-        asked.body["sampling_params"]["extra_args"] = random_.choice(({"kv_transfer_params": found}, found))
-
-
-def _more_of_the_engine_s(random_: random.Random, asked: Asked, *_: Any) -> None:
-    """Extra arguments that a client may pass to the engine (``vllm_xargs``)."""
-    asked.body["vllm_xargs"] = random_.choice(
-        (
-            {"kv_transfer_params": "x"},
-            {"kv_transfer_params": 7, "do_remote_prefill": 1},
-            {"session_id": "x" * 3000},
-            {"kv_transfer_params": ["x"]},
-            [],
-        )
-    )
+    if sampling := _sampling(asked):
+        sampling["extra_args"] = random_.choice(({"kv_transfer_params": found}, found))
 
 
 def _another_value(random_: random.Random, asked: Asked, *_: Any) -> None:
@@ -189,18 +178,26 @@ CHANGES: tuple[Change, ...] = (
     _rejected_later,
     _header,
     _header,
-    _model,
-    _priority,
-    _choices,
+    _field("model", "no such model", "no-such-adapter", "", None, 7, ["model"], "model"),
+    _field("priority", 0, 1, -1, 2**63, -(2**70), "0", "high", None, 0.5),
+    _field("n", 0, 1, 2, 3, -1, 10**9, "2", None, 1.5),
     _stream,
     _stream,
-    _salt,
+    _field("cache_salt", "", "x", "x" * 5000, 7, None, ["x"]),
     _fewer_tokens,
     _prompt,
     _what_is_told,
     _search,
     _parameters_of_any_type,
-    _more_of_the_engine_s,
+    # Extra arguments that a client may pass to the engine.
+    _field(
+        "vllm_xargs",
+        {"kv_transfer_params": "x"},
+        {"kv_transfer_params": 7, "do_remote_prefill": 1},
+        {"session_id": "x" * 3000},
+        {"kv_transfer_params": ["x"]},
+        [],
+    ),
     _another_value,
     _without_a_field,
 )

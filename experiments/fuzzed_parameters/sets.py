@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,6 +75,17 @@ def draw(random_: random.Random, answers: Sequence[dict[str, Any]], ports: Seque
 Change = Callable[[random.Random, dict[str, Any], Sequence[dict[str, Any]], Sequence[int]], Any]
 
 
+def _key(key: str, *values: Any) -> Change:
+    """Return a change that sets a key to one of these values."""
+
+    def change_key(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
+        params[key] = copy.deepcopy(random_.choice(values))
+        return params
+
+    change_key.__name__ = key
+    return change_key
+
+
 def _drop_a_key(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
     where = _somewhere(random_, params)
     where.pop(random_.choice(list(where)), None)
@@ -137,16 +147,6 @@ def _elsewhere(random_: random.Random, params: dict[str, Any], _: Any, ports: Se
     return params
 
 
-def _another_size(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
-    params["tp_size"] = random_.choice((0, 2, 3, 4, 1024, 1025, 10**9, -1, "1"))
-    return params
-
-
-def _both_roles(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
-    params["do_remote_decode"] = random_.choice((True, 1, "yes"))
-    return params
-
-
 def _only_the_role(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
     return {random_.choice(("do_remote_prefill", "do_remote_decode")): random_.choice((True, 1, "true", [], {}))}
 
@@ -161,11 +161,6 @@ def _deep(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
     for _ in range(random_.choice((10, 100, 400))):
         deep = [deep] if random_.random() < 0.5 else {"a": deep}
     params[random_.choice([*params, "more"])] = deep
-    return params
-
-
-def _a_name_of_its_own(random_: random.Random, params: dict[str, Any], *_: Any) -> Any:
-    params["transfer_id"] = random_.choice(("a", "a,b", "x" * 1024, "x" * 1025, "\ud800", 7, ["a"]))
     return params
 
 
@@ -187,12 +182,12 @@ CHANGES: tuple[Change, ...] = (
     _other_blocks,
     _other_numbers,
     _elsewhere,
-    _another_size,
-    _both_roles,
+    _key("tp_size", 0, 2, 3, 4, 1024, 1025, 10**9, -1, "1"),
+    _key("do_remote_decode", True, 1, "yes"),
     _only_the_role,
     _rebuilt_field_by_field,
     _deep,
-    _a_name_of_its_own,
+    _key("transfer_id", "a", "a,b", "x" * 1024, "x" * 1025, "\ud800", 7, ["a"]),
     _prefills_role,
     _again,
 )
@@ -208,8 +203,3 @@ def _somewhere(random_: random.Random, params: dict[str, Any]) -> dict[str, Any]
         found: dict[str, Any] = groups[0]
         return found
     return manifest
-
-
-def as_body(drawn: Drawn) -> str:
-    """Return JSON with lone surrogates as escapes."""
-    return json.dumps(drawn.params, ensure_ascii=True)
