@@ -72,4 +72,13 @@ What does vLLM's own load generator measure with prefill/decode, beside stock pr
 targets: every request is answered, with KV from prefill. Decode that asks, beside stock: at least as many requests a
   second; first and further tokens as soon, and for as little CPU time of all servers and the router (medians of the
   ratios of the rounds). The speed beside one instance has no target: where all share cores, P/D cannot be faster.""",
+    "traces": """\
+Do the spans of a request account for its time to first token?
+  A prefill and a decode server that asks it, both with --otlp-traces-endpoint, and a collector. Requests are streamed,
+  one after the other, each with a W3C trace context of its own. Pull, push, and both where KV is staged through host
+  memory. Decode's spans before the first token, and prefill's while decode asks, are added up. --only names arms. A
+  whole run draws docs/trace.png from a request of the first two arms.
+targets, for each arm:
+  the spans of prefill and decode have the client's trace, and every state of the hand-over is there
+  they add up to the time to first token: within 5 % for the median request, within 10 % for any""",
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/traces: what counts towards the time to first token, and its targets can be missed."""
+"""experiments/bench/traces.py: what counts towards the time to first token, and its targets can be missed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("rich", reason="reports need it")
 
+from experiments.bench.traces import ARMS, SUMMARY, WEB_FRAMEWORK, Traced, judge, states_of
 from experiments.common.otlp import Span
-from experiments.traces.measure import ARMS, SUMMARY, WEB_FRAMEWORK, Traced
-from experiments.traces.report import judge, states_of
 
 PULL, PUSH = ARMS[:2]
 PREFILL, DECODE = "prefill", "decode"
