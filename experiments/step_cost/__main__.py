@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from experiments.common.command_line import add_quick, make_parser, run_main
 from experiments.common.targets import Verdict
@@ -17,12 +16,11 @@ from experiments.common.targets import Verdict
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from experiments.bench.samples import Samples
     from experiments.common.report import Narrator
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WAITING = (0, 100, 1_000, 10_000)
-REPETITIONS, QUICK_REPETITIONS = 3_000, 200
-SCHEDULE_REPETITIONS, QUICK_SCHEDULE_REPETITIONS = 300, 40
 
 DESCRIPTION = """\
 What do waiting hand-overs cost a step of the engine, and an idle engine? Three arms:
@@ -52,7 +50,6 @@ Results: tables; results/last-VERSION.json (hand-over), last-VERSION-schedule.js
 versions and hardware; results/last-VERSION.png."""
 
 ARMS = ("schedule", "hand-over", "idle")
-IDLE_SECONDS, QUICK_IDLE_SECONDS = 8.0, 3.0
 
 
 def parse() -> argparse.Namespace:
@@ -78,53 +75,53 @@ def main(options: argparse.Namespace) -> int:
     status = 0
     with Narrator("what waiting hand-overs cost an engine") as narrator:
         for arm in options.arm or ARMS:
-            costs, found, table, extra = MEASURES[arm](options, narrator)
             name = last_name(options.vllm + ("" if arm == "hand-over" else f"-{arm}"), quick=options.quick)
-            content = {**extra, "costs": [dataclasses.asdict(one) for one in costs]}
-            status = max(status, conclude([table], found, RESULTS / f"{name}.json", content))
+            samples, verdicts, table = MEASURES[arm](options, narrator, RESULTS / f"{name}.png")
+            content = {"costs": samples.as_json()}
+            status = max(status, conclude([table], verdicts, RESULTS / f"{name}.json", content))
     return status
 
 
-Measured = tuple[Sequence[Any], list[Verdict], "Table", dict[str, Any]]
+Measured = tuple["Samples", list[Verdict], "Table"]
 
 
-def _schedule(options: argparse.Namespace, narrator: Narrator) -> Measured:
-    from experiments.step_cost.report import judge_schedule, table_of_schedule
+def _schedule(options: argparse.Namespace, narrator: Narrator, _: Path) -> Measured:
+    from experiments.bench.samples import Samples
+    from experiments.step_cost.report import SCHEDULE_COLUMNS, SCHEDULE_FORMS, judge_schedule
     from experiments.step_cost.schedule_cost import measure_schedule
 
-    repetitions = QUICK_SCHEDULE_REPETITIONS if options.quick else SCHEDULE_REPETITIONS
-    costs = [cost for waiting in WAITING for cost in measure_schedule(waiting, repetitions, narrator.say)]
-    costs.sort(key=lambda one: (one.kind, not one.has_room, one.engine, one.mode, one.waiting))
+    repetitions, samples = (40 if options.quick else 300), Samples(SCHEDULE_FORMS)
+    for waiting in WAITING:
+        measure_schedule(samples, waiting, repetitions, narrator.say)
     title = f"vLLM's own scheduler with waiting requests, {repetitions} steps each, milliseconds of its thread"
-    return costs, judge_schedule(costs), table_of_schedule(costs, title), {"repetitions": repetitions}
+    return samples, judge_schedule(samples), samples.table(title, SCHEDULE_COLUMNS)
 
 
-def _hand_over(options: argparse.Namespace, narrator: Narrator) -> Measured:
-    from experiments.common.report import last_name
+def _hand_over(options: argparse.Namespace, narrator: Narrator, path: Path) -> Measured:
+    from experiments.bench.samples import Samples
     from experiments.step_cost.measure import measure
-    from experiments.step_cost.report import judge, plot, table_of
+    from experiments.step_cost.report import HAND_OVER_COLUMNS, HAND_OVER_FORMS, judge, plot
 
-    repetitions = QUICK_REPETITIONS if options.quick else REPETITIONS
-    costs = [cost for waiting in WAITING for cost in measure(waiting, repetitions, narrator.say)]
-    costs.sort(key=lambda one: (one.direction, one.side, one.waiting))
-    path = RESULTS / f"{last_name(options.vllm, quick=options.quick)}.png"
-    plot(costs, "what waiting hand-overs cost", path)
-    title = f"waiting hand-overs, this package alone, medians of {repetitions:,}, milliseconds"
-    return costs, judge(costs), table_of(costs, title), {"repetitions": repetitions}
+    repetitions, samples = (200 if options.quick else 3_000), Samples(HAND_OVER_FORMS)
+    for waiting in WAITING:
+        measure(samples, waiting, repetitions, narrator.say)
+    plot(samples, "what waiting hand-overs cost", path)
+    title = f"waiting hand-overs, this package alone, {repetitions:,} of each, milliseconds"
+    return samples, judge(samples), samples.table(title, HAND_OVER_COLUMNS)
 
 
-def _idle(options: argparse.Namespace, narrator: Narrator) -> Measured:
-    from experiments.step_cost.idle import judge_idle, measure_idle
-    from experiments.step_cost.report import table_of_idle
+def _idle(options: argparse.Namespace, narrator: Narrator, _: Path) -> Measured:
+    from experiments.bench.samples import Samples
+    from experiments.step_cost.idle import IDLE_COLUMNS, judge_idle, measure_idle
 
-    seconds = QUICK_IDLE_SECONDS if options.quick else IDLE_SECONDS
+    seconds, samples = (3.0 if options.quick else 8.0), Samples(("{}",))
     with tempfile.TemporaryDirectory(prefix="step_cost-") as logs:
-        costs = measure_idle(seconds, Path(logs), narrator.say)
+        measure_idle(samples, seconds, Path(logs), narrator.say)
     title = f"CPU seconds per second, over {seconds:g} s, of servers with nothing to compute"
-    return costs, judge_idle(costs), table_of_idle(costs, title), {"seconds": seconds}
+    return samples, judge_idle(samples), samples.table(title, IDLE_COLUMNS)
 
 
-MEASURES: Mapping[str, Callable[[argparse.Namespace, Narrator], Measured]] = {
+MEASURES: Mapping[str, Callable[[argparse.Namespace, Narrator, Path], Measured]] = {
     "schedule": _schedule,
     "hand-over": _hand_over,
     "idle": _idle,

@@ -19,12 +19,13 @@ from typing import Any
 import httpx
 import psutil
 
+from experiments.bench.samples import Column, Samples
 from experiments.common import model as models
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
 from experiments.common.targets import Verdict
 from experiments.common.transfer_config import nixl
 
-__all__ = ["EMPTY", "MOST_MORE", "SUBJECTS", "IdleCost", "judge_idle", "measure_idle"]
+__all__ = ["EMPTY", "IDLE_COLUMNS", "MOST_MORE", "judge_idle", "measure_idle"]
 
 MOST_MORE = 0.05
 """CPU seconds per second that a server may use beyond one without requests."""
@@ -38,16 +39,7 @@ WAITING_TOKENS, QUEUED_TOKENS = 300, 1900
 LEASE_SECONDS = 240
 TIMEOUT_SECONDS = 300.0
 ENGINES = ("EngineCore", "Worker")
-
-
-@dataclass(frozen=True)
-class IdleCost:
-    """CPU seconds per second of a server: of all its processes, and of its engine and worker processes only."""
-
-    server: str
-    state: str
-    cpu: float
-    engines: float
+IDLE_COLUMNS = (Column("all processes", "cpu", 1, 3), Column("engines", "engines", 1, 3))
 
 
 @dataclass(frozen=True)
@@ -84,38 +76,36 @@ SUBJECTS = (
 )
 
 
-def measure_idle(seconds: float, logs: Path, say: Callable[[str], None]) -> list[IdleCost]:
-    """Measure every server in every state, each together with a peer that its hand-overs wait for."""
-    found = []
+def measure_idle(samples: Samples, seconds: float, logs: Path, say: Callable[[str], None]) -> None:
+    """Measure every server in every state, each together with a peer that its hand-overs wait for.
+
+    CPU seconds per second of all processes of a server, and of its engine and worker processes only.
+    """
     for subject in SUBJECTS:
         say(f"{subject.name}: starting")
         with running([Subject("peer").spec(), subject.spec()], logs) as (peer, server):
-            found += asyncio.run(_measure(subject, server, peer, seconds, say))
-    return found
+            asyncio.run(_measure(samples, subject, server, peer, seconds, say))
 
 
-def judge_idle(costs: list[IdleCost]) -> list[Verdict]:
+def judge_idle(samples: Samples) -> list[Verdict]:
     """Return the targets: each state compared with the same server without requests."""
-    empty = {one.server: one.cpu for one in costs if one.state == EMPTY}
     found = []
-    for one in costs:
-        if one.state != EMPTY:
-            more = one.cpu - empty[one.server]
-            words = f"{one.server}, {one.state}: CPU seconds per second beyond {EMPTY} (< {MOST_MORE:g})"
+    for setting, state in samples.figures:
+        if state != EMPTY:
+            more = samples.median(setting, state, "cpu") - samples.median(setting, EMPTY, "cpu")
+            words = f"{samples.words(setting)}, {state}: CPU seconds per second beyond {EMPTY} (< {MOST_MORE:g})"
             found.append(Verdict(words, f"{more:.3f}", more < MOST_MORE))
     return found
 
 
 async def _measure(
-    subject: Subject, server: Server, peer: Server, seconds: float, say: Callable[[str], None]
-) -> list[IdleCost]:
-    found = []
-
+    samples: Samples, subject: Subject, server: Server, peer: Server, seconds: float, say: Callable[[str], None]
+) -> None:
     async def look(state: str) -> None:
         await asyncio.sleep(SETTLE_SECONDS)
-        one = await _cost(subject.name, state, server, seconds)
-        say(f"{subject.name}, {state}: {one.cpu:.3f} CPU seconds per second")
-        found.append(one)
+        found = await _cost(server, seconds)
+        say(f"{subject.name}, {state}: {found['cpu']:.3f} CPU seconds per second")
+        samples.add((subject.name,), state, **found)
 
     async with httpx.AsyncClient(
         timeout=TIMEOUT_SECONDS, trust_env=False, limits=httpx.Limits(max_connections=None)
@@ -136,7 +126,6 @@ async def _measure(
             await look("2 requests kept for decode")
             await stack.enter_async_context(asking.paused())
             await look("2 requests kept for decode, paused")
-    return found
 
 
 class Asking:
@@ -212,13 +201,13 @@ class Asking:
         return await self._http.post(f"{self._server.base_url}/v1/completions", json=body, headers=self._headers)
 
 
-async def _cost(name: str, state: str, server: Server, seconds: float) -> IdleCost:
+async def _cost(server: Server, seconds: float) -> dict[str, float]:
     before, begun = _spent(server), time.monotonic()
     await asyncio.sleep(seconds)
     after, wall = _spent(server), time.monotonic() - begun
     more = {pid: (found[0], found[1] - before.get(pid, found)[1]) for pid, found in after.items()}
     engines = sum(spent for words, spent in more.values() if any(one in words for one in ENGINES))
-    return IdleCost(name, state, sum(spent for _, spent in more.values()) / wall, engines / wall)
+    return {"cpu": sum(spent for _, spent in more.values()) / wall, "engines": engines / wall}
 
 
 def _spent(server: Server) -> dict[int, tuple[str, float]]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from experiments.bench.samples import Samples, percentile
 from experiments.common.engines import Ended
 from experiments.step_cost.sides import ARRIVING_BLOCKS, SIDES, Side
 from kvcached_nixl.scheduler.engine import Progress
@@ -17,56 +17,28 @@ from kvcached_nixl.wire.step import Reports
 RUNNING = 32
 """Requests that each step computes; none of them is handed over."""
 ARRIVALS, BEAT_INTERVALS = 50, 10
+OURS = "this package"
 
 
-@dataclass(frozen=True)
-class Times:
-    """Percentiles of one kind of time, in milliseconds."""
-
-    p50: float
-    p99: float
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Times for one transfer mode, side and number of waiting hand-overs.
-
-    Attributes:
-        step: time of a step on the engine's thread: the scheduler's half, pickling and unpickling as vLLM's
-            multiprocess executor does it, and the worker's half.
-        scheduler, pickled, worker: these three parts, separately.
-        idle_turn: a turn of the transfer thread in which nothing has arrived, ended or is due.
-        arrival: of a request of a thousand tokens, until it waits for KV or is computed.
-        beat_turn: a turn of the transfer thread that sends or reads heartbeats; None without heartbeats.
-        most_beats: most heartbeats in one turn.
-        largest_beat_bytes: size of the largest heartbeat; 0 without heartbeats.
-    """
-
-    direction: str
-    side: str
-    waiting: int
-    step: Times
-    scheduler: Times
-    pickled: Times
-    worker: Times
-    idle_turn: Times
-    arrival: Times
-    beat_turn: Times | None
-    most_beats: int
-    largest_beat_bytes: int
-
-
-def measure(waiting: int, repetitions: int, say: Callable[[str], None]) -> list[Cost]:
+def measure(samples: Samples, waiting: int, repetitions: int, say: Callable[[str], None]) -> None:
     """Measure both transfer modes and both sides."""
-    found = []
     for mode in TransferMode:
         for kind in SIDES:
             say(f"{mode.value}, {kind.name}, {waiting:,} waiting")
-            found.append(_measure(kind(mode, waiting), waiting, repetitions))
-    return found
+            found = _measure(kind(mode, waiting), waiting, repetitions)
+            samples.add((mode.value, kind.name, waiting), OURS, **found)
 
 
-def _measure(side: Side, waiting: int, repetitions: int) -> Cost:
+def _measure(side: Side, waiting: int, repetitions: int) -> dict[str, float]:
+    """Return the figures of one side:
+
+    step: time of a step on the engine's thread: the scheduler's half, pickling and unpickling as vLLM's multiprocess
+        executor does it, and the worker's half; these three parts separately, too.
+    idle_turn: a turn of the transfer thread in which nothing has arrived, ended or is due.
+    arrival: of a request of a thousand tokens, until it waits for KV or is computed.
+    beat_turn: a turn of the transfer thread that sends or reads heartbeats; none without heartbeats.
+    most_beats: most heartbeats in one turn; largest_beat_bytes: size of the largest one; 0 without heartbeats.
+    """
     parts = [_step(side) for _ in range(repetitions)]
     idle = [_seconds(side.turn) for _ in range(repetitions)]
     arrivals = [_arrival(side) for _ in range(ARRIVALS)]
@@ -83,27 +55,22 @@ def _measure(side: Side, waiting: int, repetitions: int) -> Cost:
                 notifications.append(found)
     # Raises if leases have ended, which is the case if a heartbeat was not read.
     _step(side)
-    return Cost(
-        side.mode.value,
-        side.name,
-        waiting,
-        step=times([sum(one) for one in parts]),
-        scheduler=times([one[0] for one in parts]),
-        pickled=times([one[1] for one in parts]),
-        worker=times([one[2] for one in parts]),
-        idle_turn=times(idle),
-        arrival=times(arrivals),
-        beat_turn=times(beaten) if beaten else None,
-        most_beats=max(map(len, notifications), default=0),
-        largest_beat_bytes=max((len(one) for found in notifications for one in found), default=0),
-    )
+    return {
+        **percentiles("step", [sum(one) for one in parts]),
+        **percentiles("scheduler", [one[0] for one in parts]),
+        **percentiles("pickled", [one[1] for one in parts]),
+        **percentiles("worker", [one[2] for one in parts]),
+        **percentiles("idle_turn", idle),
+        **percentiles("arrival", arrivals),
+        **percentiles("beat_turn", beaten),
+        "most_beats": max(map(len, notifications), default=0),
+        "largest_beat_bytes": max((len(one) for found in notifications for one in found), default=0),
+    }
 
 
-def times(seconds: list[float]) -> Times:
-    """Return percentiles without interpolation: the 99th percentile of few values is the largest."""
-    ordered = sorted(seconds)
-    middle, last = (ordered[max(0, -(-share * len(ordered) // 100) - 1)] for share in (50, 99))
-    return Times(middle * 1e3, last * 1e3)
+def percentiles(name: str, seconds: list[float]) -> dict[str, float]:
+    """Return the median and the 99th percentile in milliseconds, without interpolation; nothing of no times."""
+    return {f"{name}_p{share}": percentile(share)(seconds) * 1e3 for share in (50, 99)} if seconds else {}
 
 
 def _step(side: Side) -> tuple[float, float, float]:

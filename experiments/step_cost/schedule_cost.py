@@ -5,56 +5,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from experiments.step_cost.measure import Times, times
-from experiments.step_cost.report import OURS, STOCK
+from experiments.bench.samples import Samples
+from experiments.common.command_line import MODES
+from experiments.step_cost.measure import OURS, percentiles
 
 if TYPE_CHECKING:
-    from experiments.step_cost.real_scheduler import Making, Spent
+    from experiments.step_cost.real_scheduler import Making
 
-__all__ = ["ScheduleCost", "measure_schedule"]
+__all__ = ["measure_schedule"]
 
 ARRIVALS = 10
-ALONE = "no connector"
+ALONE, STOCK = "no connector", "stock connector"
 
 
-@dataclass(frozen=True)
-class ScheduleCost:
-    """Times for one engine, kind and number of waiting requests; CPU milliseconds of the engine's thread.
-
-    Attributes:
-        has_room: whether more requests may run than do, so that vLLM looks at all waiting ones.
-        schedule, connector, update: parts of a step: ``schedule()``; ``build_connector_meta()``, which is part of
-            ``schedule()``; and ``update_from_output()``.
-        arrival: a step that admits one more request; None where none is admitted.
-    """
-
-    engine: str
-    mode: str
-    kind: str
-    has_room: bool
-    waiting: int
-    step: Times
-    schedule: Times
-    connector: Times
-    update: Times
-    arrival: Times | None
-
-
-def measure_schedule(waiting: int, repetitions: int, say: Callable[[str], None]) -> list[ScheduleCost]:
+def measure_schedule(samples: Samples, waiting: int, repetitions: int, say: Callable[[str], None]) -> None:
     """Measure every engine, with room for more running requests and without."""
-    # Imported here, not at the top: results are also read and judged where vLLM is not installed.
+    # Imported here, not at the top: results are also judged where vLLM is not installed.
     from experiments.step_cost.real_scheduler import Kind, patched
 
-    found = []
     for engine, making in _makings(waiting):
         for has_room in (True, False) if making.kind is not Kind.QUEUED else (False,):
-            say(f"{engine}, {making.mode or 'queued'}, {making.kind.value}, {waiting:,} waiting")
+            say(f"{engine}, {making.kind.value}, {waiting:,} waiting")
             with patched() if making.is_ours else contextlib.nullcontext():
-                found.append(_measure(engine, making, has_room, repetitions))
-    return found
+                found = _measure(making, has_room, repetitions)
+            samples.add((making.kind.value, "yes" if has_room else "no", waiting), engine, **found)
 
 
 def _makings(waiting: int) -> Iterator[tuple[str, Making]]:
@@ -63,11 +39,14 @@ def _makings(waiting: int) -> Iterator[tuple[str, Making]]:
     yield ALONE, Making(Kind.QUEUED, None, False, waiting)
     for kind in (Kind.DECODE, Kind.PREFILL):
         yield STOCK, Making(kind, "pull", False, waiting)
-        for mode in ("pull", "push"):
-            yield OURS, Making(kind, mode, True, waiting)
+        for mode in MODES:
+            yield f"{OURS}, {mode}", Making(kind, mode, True, waiting)
 
 
-def _measure(engine: str, making: Making, has_room: bool, repetitions: int) -> ScheduleCost:
+def _measure(making: Making, has_room: bool, repetitions: int) -> dict[str, float]:
+    """Return the times of a step; of its parts: ``schedule()``, ``build_connector_meta()``, which is part of that, and
+    ``update_from_output()``; and of a step that admits one more request, where one is admitted. CPU milliseconds of the
+    engine's thread."""
     from experiments.step_cost.real_scheduler import RealScheduler, Spent
 
     side = RealScheduler(making, has_room=has_room)
@@ -78,16 +57,7 @@ def _measure(engine: str, making: Making, has_room: bool, repetitions: int) -> S
         arrivals = [side.arrival() for _ in range(ARRIVALS)] if has_room else []
     finally:
         side.close()
-
-    def of(part: str, steps: list[Spent]) -> Times:
-        return times([getattr(one, part) for one in steps])
-
-    return ScheduleCost(
-        engine,
-        making.mode or "",
-        making.kind.value,
-        has_room,
-        making.waiting,
-        **{part: of(part, spent) for part in Spent._fields},
-        arrival=of("step", arrivals) if arrivals else None,
-    )
+    found = percentiles("arrival", [one.step for one in arrivals])
+    for part in Spent._fields:
+        found |= percentiles(part, [getattr(one, part) for one in spent])
+    return found

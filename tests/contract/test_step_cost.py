@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from vllm.v1.request import RequestStatus
 
+from experiments.bench.samples import Samples
 from experiments.step_cost.real_scheduler import RUNNING, Kind, Making, RealScheduler, patched
+from experiments.step_cost.report import SCHEDULE_FORMS
 from experiments.step_cost.schedule_cost import measure_schedule
 from kvcached_nixl.vllm.adapter.attributes import side_of
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
@@ -58,6 +60,7 @@ def test_so_many_wait_and_the_others_run(making: Making, has_room: bool) -> None
 
 
 def test_every_engine_is_measured() -> None:
-    costs = measure_schedule(5, 3, lambda words: None)
-    assert len({(one.engine, one.mode, one.kind, one.has_room) for one in costs}) == len(costs) == 13
-    assert all(one.waiting == 5 and one.step.p50 > 0 for one in costs)
+    samples = Samples(SCHEDULE_FORMS)
+    measure_schedule(samples, 5, 3, lambda words: None)
+    assert len(samples.figures) == 13 and {waiting for *_, waiting in samples.settings} == {5}
+    assert all(found["step_p50"][0] > 0 for found in samples.figures.values())

@@ -3,96 +3,84 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torch", reason="a worker's half needs torch")
 
-from experiments.step_cost.idle import EMPTY, IdleCost, judge_idle
-from experiments.step_cost.measure import Cost, Times, measure, times
+from experiments.bench.samples import Samples
+from experiments.step_cost.idle import EMPTY, judge_idle
+from experiments.step_cost.measure import OURS, measure, percentiles
 from experiments.step_cost.report import (
+    HAND_OVER_FORMS,
     IDLE_TURN_MS,
     MOST_WAITING,
-    OURS,
+    SCHEDULE_FORMS,
     STEP_MS,
     STOCK,
     judge,
     judge_schedule,
-    plot,
-    table_of,
-    table_of_idle,
-    table_of_schedule,
 )
-from experiments.step_cost.schedule_cost import ScheduleCost
 from experiments.step_cost.sides import SIDES, DecodeSide, PrefillSide, Side
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.lease import MAX_HEARTBEAT_BYTES, read_heartbeat
 
-USUAL = Cost(
-    direction="pull",
-    side="decode",
-    waiting=MOST_WAITING,
-    step=Times(0.1, 5.0),
-    scheduler=Times(0.1, 5.0),
-    pickled=Times(0.1, 5.0),
-    worker=Times(0.1, 5.0),
-    idle_turn=Times(0.01, 5.0),
-    arrival=Times(5.0, 5.0),
-    beat_turn=Times(5.0, 5.0),
-    most_beats=4,
-    largest_beat_bytes=MAX_HEARTBEAT_BYTES,
-)
+USUAL = {"step_p50": 0.1, "idle_turn_p50": 0.01, "largest_beat_bytes": MAX_HEARTBEAT_BYTES}
+
+
+def hand_overs(waiting: int = MOST_WAITING, **changes: float) -> Samples:
+    samples = Samples(HAND_OVER_FORMS)
+    samples.add(("pull", "decode", waiting), OURS, **(USUAL | changes))
+    return samples
 
 
 @pytest.mark.parametrize(
     ("changes", "missed"),
     [
         ({}, []),
-        ({"step": Times(STEP_MS, STEP_MS)}, [0]),
-        ({"idle_turn": Times(IDLE_TURN_MS, IDLE_TURN_MS)}, [1]),
+        ({"step_p50": STEP_MS}, [0]),
+        ({"idle_turn_p50": IDLE_TURN_MS}, [1]),
         ({"largest_beat_bytes": MAX_HEARTBEAT_BYTES + 1}, [2]),
         ({"largest_beat_bytes": 0}, [2]),
     ],
     ids=str,
 )
-def test_each_target_can_be_missed(changes: dict[str, object], missed: list[int]) -> None:
-    verdicts = judge([dataclasses.replace(USUAL, **changes)])  # type: ignore[arg-type]
+def test_each_target_can_be_missed(changes: dict[str, float], missed: list[int]) -> None:
+    verdicts = judge(hand_overs(**changes))
     assert [number for number, (_, _, reached) in enumerate(verdicts) if not reached] == missed
 
 
 def test_what_fewer_cost_is_not_judged() -> None:
     """But the size of their heartbeats is."""
-    (verdict,) = judge([dataclasses.replace(USUAL, waiting=MOST_WAITING - 1, step=Times(9.0, 9.0))])
+    (verdict,) = judge(hand_overs(MOST_WAITING - 1, step_p50=9.0))
     assert verdict.reached
 
 
 @pytest.mark.parametrize(("ours_ms", "reached"), [(20.0, True), (25.1, True), (25.3, False)])
 def test_a_step_is_judged_beside_the_stock_one_with_as_many_waiting(ours_ms: float, reached: bool) -> None:
-    def cost(engine: str, step_ms: float, waiting: int = MOST_WAITING, has_room: bool = True) -> ScheduleCost:
-        spent = Times(step_ms, step_ms)
-        return ScheduleCost(engine, "pull", "decode", has_room, waiting, spent, spent, spent, spent, None)
-
-    costs = [
-        *(cost(STOCK, 20.0), cost(STOCK, 0.2, has_room=False), cost(STOCK, 0.2, waiting=0)),
-        *(cost(OURS, ours_ms), cost(OURS, 0.3, has_room=False), cost(OURS, 9.0, waiting=0), cost("none", 99.0)),
-    ]
-    assert [one.reached for one in judge_schedule(costs)] == [reached, True]
-    assert table_of_schedule(costs, "").row_count == len(costs)
+    samples = Samples(SCHEDULE_FORMS)
+    for more, waiting, stock, ours in (
+        ("yes", MOST_WAITING, 20.0, ours_ms),
+        ("no", MOST_WAITING, 0.2, 0.3),
+        ("yes", 0, 0.2, 9.0),
+    ):
+        for engine, milliseconds in ((STOCK, stock), (f"{OURS}, pull", ours), ("no connector", 99.0)):
+            samples.add(("decode", more, waiting), engine, step_p50=milliseconds)
+    assert [one.reached for one in judge_schedule(samples)] == [reached, True]
 
 
 def test_an_idle_server_is_judged_beside_itself_without_requests() -> None:
-    costs = [
-        *(IdleCost("a", EMPTY, 0.5, 0.5), IdleCost("a", "waits", 0.54, 0.5), IdleCost("a", "paused", 0.56, 0.5)),
-        *(IdleCost("b", EMPTY, 0.01, 0.0), IdleCost("b", "waits", 0.5, 0.5)),
-    ]
-    assert [one.reached for one in judge_idle(costs)] == [True, False, False]
-    assert table_of_idle(costs, "").row_count == len(costs)
+    samples = Samples(("{}",))
+    for server, state, cpu in (
+        *(("a", EMPTY, 0.5), ("a", "waits", 0.54), ("a", "paused", 0.56)),
+        *(("b", EMPTY, 0.01), ("b", "waits", 0.5)),
+    ):
+        samples.add((server,), state, cpu=cpu)
+    assert [one.reached for one in judge_idle(samples)] == [True, False, False]
 
 
 def test_times_are_the_middle_and_the_largest_of_few() -> None:
-    assert times([0.003, 0.001, 0.002]) == Times(2.0, 3.0)
+    assert percentiles("step", [0.003, 0.001, 0.002]) == {"step_p50": 2.0, "step_p99": 3.0}
+    assert percentiles("step", []) == {}
 
 
 def waiting_in(side: Side) -> int:
@@ -142,13 +130,12 @@ def test_the_heartbeats_that_prefill_reads_keep_its_leases(mode: TransferMode) -
     assert waiting_in(side) == before
 
 
-def test_a_small_measurement_gives_a_table_and_a_plot(tmp_path: Path) -> None:
-    costs = [cost for waiting in (0, 5) for cost in measure(waiting, 3, lambda words: None)]
-    assert {(one.direction, one.side, one.waiting) for one in costs} == {
+def test_a_small_measurement_has_every_side_and_mode() -> None:
+    samples = Samples(HAND_OVER_FORMS)
+    for waiting in (0, 5):
+        measure(samples, waiting, 3, lambda words: None)
+    assert set(samples.settings) == {
         (mode, side, waiting) for mode in ("pull", "push") for side in ("decode", "prefill") for waiting in (0, 5)
     }
-    assert all((one.beat_turn is not None) == (one.waiting > 0) == (one.most_beats > 0) for one in costs)
-    assert table_of(costs, "").row_count == len(costs)
-    pytest.importorskip("matplotlib")
-    plot(costs, "", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 0
+    for (*_, waiting), found in ((setting, samples.figures[setting, OURS]) for setting in samples.settings):
+        assert ("beat_turn_p50" in found) == (waiting > 0) == (found["most_beats"][0] > 0)
