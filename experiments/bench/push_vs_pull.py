@@ -278,5 +278,6 @@ def plot(samples: Samples, vllm: str, path: Path) -> None:
             line(panel, lengths, list(map(statistics.median, values)), arm, list(map(percentile(90), values)))
         finish(panel, xscale="log", yscale="log", title=transport, xlabel="prompt, tokens")
         panel.set_xticks(lengths, [str(length) for length in lengths])
+        panel.minorticks_off()
     panels[0].set_ylabel("time to first token, s (p50, shaded to p90)")
     save(figure, f"prefill to decode, vLLM {vllm}, 16 KiB of KV a token", path)
