@@ -27,8 +27,8 @@ from kvcached_nixl.deadlines import MonotonicClock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.agent import NixlTransport, register_host_memory
-from kvcached_nixl.transport.base import Operation, Ranges
+from kvcached_nixl.transport.agent import register_host_memory
+from kvcached_nixl.transport.base import Operation, Ranges, Transport
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
@@ -95,7 +95,7 @@ class Node:
         self._registered = register_host_memory(self._agent, words, ["UCX"])
         self._woken = threading.Event()
         self._channel = _Channel(self._woken)
-        self._transport = TimedTransport(NixlTransport(self._agent, "DRAM"))
+        self._transport = TimedTransport(Transport(self._agent, "DRAM"))
         self._engine = Engine(
             RemotePrefill(name, "127.0.0.1", 5600, 1),
             Settings(TransferMode(direction)),

@@ -24,8 +24,8 @@ import numpy as np
 from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.lanes import ucx_of_this_process
 from kvcached_nixl.proof.result import Question, Ucx
-from kvcached_nixl.transport.agent import NixlTransport, make_agent
-from kvcached_nixl.transport.base import Operation, Ranges, TransferState
+from kvcached_nixl.transport.agent import make_agent
+from kvcached_nixl.transport.base import Operation, Ranges, TransferState, Transport
 
 PAGE_BYTES = 2 << 20
 PAGES = 4
@@ -65,7 +65,7 @@ class Member:
         device = question.device, question.device_index
         select(*device)
         self._agent = make_agent(question.backends)
-        self._transport = NixlTransport(self._agent, question.memory_type, question.device_index)
+        self._transport = Transport(self._agent, question.memory_type, question.device_index)
         self._device = "cpu" if question.device == "cpu" else f"{question.device}:{question.device_index}"
         self._transfers = ThreadPoolExecutor(1, "transfers", initializer=select, initargs=device)
         self._memory: dict[Place, Any] = {}

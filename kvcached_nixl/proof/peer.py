@@ -11,8 +11,8 @@ import numpy as np
 
 from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.result import Question
-from kvcached_nixl.transport.agent import NixlTransport, make_agent
-from kvcached_nixl.transport.base import Ranges, TransferState, TransportError
+from kvcached_nixl.transport.agent import make_agent
+from kvcached_nixl.transport.base import Ranges, TransferState, Transport, TransportError
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.handshake import RankHandshake, read_answer, read_rank
 from kvcached_nixl.wire.planes import Planes
@@ -69,7 +69,7 @@ def read_from(channel: SideChannel, host: str, port: int, tp_rank: int, question
     except Exception as error:
         # NIXL's exceptions have no common base.
         raise TransportError(f"memory could not be registered here: {type(error).__name__}: {error}") from error
-    transport = NixlTransport(agent, question.memory_type, question.device_index)
+    transport = Transport(agent, question.memory_type, question.device_index)
     peer = transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
     long = _ranges(rank)
     short = np.concatenate([_cut(row) for row in long])[: BYTES // SMALL_BYTES]
@@ -113,7 +113,7 @@ def _cut(row: Sequence[int]) -> Ranges:
     return np.stack((begins, np.minimum(SMALL_BYTES, row[0] + row[1] - begins)), axis=1)
 
 
-def _seconds(transport: NixlTransport, peer: str, landing: int, remote: Ranges) -> float:
+def _seconds(transport: Transport, peer: str, landing: int, remote: Ranges) -> float:
     begins = landing + np.concatenate(([0], np.cumsum(remote[:-1, 1])))
     local = np.stack((begins, remote[:, 1]), axis=1)
     begun = time.perf_counter()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves bytes and notifications between two agents. `base`: the protocols; `agent`: NIXL; `memory`: for tests."""
+"""Carries what engines say. `base`: bytes and notifications; `agent`: makes NIXL agents; `side_channel`: handshakes."""

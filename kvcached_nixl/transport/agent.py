@@ -1,49 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A :class:`~kvcached_nixl.transport.base.Transport` over the NIXL agent that vLLM's connector made.
-
-The connector registers memory once, in few large extents; transfers here only name ranges inside it. NIXL's bindings
-raise a different exception class for each status, without a common base, so ``Exception`` is caught.
-"""
+"""Makes NIXL agents, and registers memory with them."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import logging
 import uuid
-import weakref
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, TransportError
-
-logger = logging.getLogger("vllm.kvcached_nixl")
-
-_STATES = MappingProxyType({"DONE": TransferState.DONE, "PROC": TransferState.IN_FLIGHT})
+from kvcached_nixl.transport.base import TransportError, WriteGate
 
 
-def peer_name(name: bytes | str) -> str:
-    """An agent's name as a string, as NIXL reports senders. ``add_remote_agent`` returns bytes; NIXL accepts both."""
-    return name.decode() if isinstance(name, bytes) else str(name)
+def make_agent(backends: Sequence[str]) -> Any:
+    from nixl._api import nixl_agent, nixl_agent_config
 
-
-def descriptors(agent: Any, ranges: Ranges, memory_type: str, device_id: int = 0) -> Any:
-    """NIXL's descriptors of ``ranges``, in their order."""
-    rows = np.empty((len(ranges), 3), dtype=np.uint64)
-    rows[:, :2] = ranges
-    rows[:, 2] = device_id
-    return agent.get_xfer_descs(rows, memory_type)
-
-
-def state_of(agent: Any, handle: Handle) -> TransferState:
-    try:
-        return _STATES.get(agent.check_xfer_state(handle), TransferState.FAILED)
-    except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
-        return TransferState.FAILED
+    return nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=list(backends)))
 
 
 def register_host_memory(agent: Any, memory: npt.NDArray[Any], backends: Sequence[str]) -> Any:
@@ -51,21 +23,6 @@ def register_host_memory(agent: Any, memory: npt.NDArray[Any], backends: Sequenc
     found = agent.get_reg_descs([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
     agent.register_memory(found, backends=list(backends))
     return found
-
-
-def _heard(agent: Any) -> list[tuple[str, bytes]]:
-    """Raises `TransportError`."""
-    try:
-        heard = agent.get_new_notifs()
-    except Exception as error:
-        raise TransportError(f"NIXL did not return its notifications: {error}") from error
-    return [(peer, notification) for peer, some in heard.items() for notification in some]
-
-
-def make_agent(backends: Sequence[str]) -> Any:
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    return nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=list(backends)))
 
 
 PROGRESS_MICROSECONDS = 10_000
@@ -91,7 +48,7 @@ def _make_resting_agent(name: str, backends: Sequence[str]) -> Any:
 
 def open_gate(
     backends: Sequence[str], extents: Sequence[tuple[int, int]], memory_type: str, device_id: int = 0
-) -> NixlGate:
+) -> WriteGate:
     """Opens a gate to the memory in ``extents``, (address, bytes) each.
 
     Raises:
@@ -103,118 +60,4 @@ def open_gate(
         agent.register_memory(agent.get_reg_descs(rows, memory_type), backends=list(backends))
     except Exception as error:
         raise TransportError(f"NIXL could not make an agent for peers to write through: {error}") from error
-    return NixlGate(agent)
-
-
-class NixlGate:
-    """`transport.base.WriteGate` over NIXL. An agent ends with its last reference, so nothing else may hold one."""
-
-    def __init__(self, agent: Any) -> None:
-        self._agent: Any = agent
-        self._left = [weakref.ref(agent), weakref.ref(agent.agent)]
-        self._name = str(agent.name)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def metadata(self) -> bytes:
-        return bytes(self._agent.get_agent_metadata())
-
-    def received(self) -> list[tuple[str, bytes]]:
-        return _heard(self._agent)
-
-    def close(self) -> bool:
-        if self._agent is None:
-            # The last call left a reference somewhere, e.g. in an exception's frames, which may be part of a cycle.
-            gc.collect()
-        self._agent = None
-        return all(one() is None for one in self._left)
-
-
-class NixlTransport:
-    """`transport.base.Transport` over NIXL.
-
-    Args:
-        agent: ``nixl_agent``; vLLM's ``NixlWrapper`` is that class.
-        memory_type: NIXL's name for the memory that KV is moved from and to on this side, ``DRAM`` or ``VRAM``.
-        device_id: device of that memory.
-    """
-
-    def __init__(self, agent: Any, memory_type: str, device_id: int = 0) -> None:
-        self._agent = agent
-        self._memory_type = memory_type
-        self._device_id = device_id
-        self._peers: dict[str, tuple[str, int]] = {}
-
-    def metadata(self) -> bytes:
-        return bytes(self._agent.get_agent_metadata())
-
-    def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
-        try:
-            name = self._agent.add_remote_agent(metadata)
-        except Exception as error:
-            raise TransportError(f"the peer's NIXL metadata was not accepted: {error}") from error
-        peer = peer_name(name)
-        self._peers[peer] = memory_type or self._memory_type, device_id
-        return peer
-
-    def remove_peer(self, peer: str) -> None:
-        if self._peers.pop(peer, None) is not None:
-            try:
-                self._agent.remove_remote_agent(peer)
-            except Exception as error:  # noqa: BLE001 - NIXL's; it has already removed the peer by itself
-                logger.info("NIXL had already removed the peer %s: %s", peer, error)
-
-    def send(self, peer: str, notification: bytes) -> None:
-        self._memory_of(peer)
-        try:
-            self._agent.send_notif(peer, notif_msg=notification)
-        except Exception as error:
-            raise TransportError(f"a notification to {peer} was not sent: {error}") from error
-
-    def received(self) -> list[tuple[str, bytes]]:
-        return _heard(self._agent)
-
-    def post(
-        self,
-        operation: Operation,
-        peer: str,
-        local: Ranges,
-        remote: Ranges,
-        notification: bytes = b"",
-        *,
-        is_host: bool = False,
-    ) -> Handle:
-        here, there = (self._memory_type, self._device_id), self._memory_of(peer)
-        if is_host:
-            here = there = ("DRAM", 0)
-        try:
-            handle = self._agent.initialize_xfer(
-                operation,
-                descriptors(self._agent, local, *here),
-                descriptors(self._agent, remote, *there),
-                peer,
-                notification,
-            )
-        except Exception as error:
-            raise TransportError(f"a {operation} with {peer} was not posted: {error}") from error
-        # If this raises, part of the transfer may have been posted all the same. Its state decides.
-        with contextlib.suppress(Exception):
-            self._agent.transfer(handle)
-        return handle
-
-    def state(self, handle: Handle) -> TransferState:
-        return state_of(self._agent, handle)
-
-    def release(self, handle: Handle) -> None:
-        try:
-            self._agent.release_xfer_handle(handle)
-        except Exception as error:  # noqa: BLE001 - NIXL's; the handle is freed with its last reference
-            logger.warning("NIXL did not release a transfer: %s", error)
-
-    def _memory_of(self, peer: str) -> tuple[str, int]:
-        try:
-            return self._peers[peer]
-        except KeyError:
-            raise TransportError(f"found no peer {peer!r}; expected one that was added") from None
+    return WriteGate(agent)

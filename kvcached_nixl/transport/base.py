@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocols that transfers use. The same tests check both implementations (tests/contract/test_transport).
+"""Moves bytes and notifications between NIXL agents. The same tests check it, and the double in memory that other tests
+use (tests/contract/test_transport).
+
+The connector registers memory once, in few large extents; transfers here only name ranges inside it. NIXL's bindings
+raise a different exception class for each status, without a common base, so ``Exception`` is caught.
 
 Guarantees that the rest of the package relies on:
 
@@ -17,11 +21,18 @@ Threads: used by one thread.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
+import weakref
 from enum import Enum
-from typing import Any, Literal, Protocol, TypeAlias
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+logger = logging.getLogger("vllm.kvcached_nixl")
 
 Ranges: TypeAlias = npt.NDArray[np.int64]
 """(n, 2): address and length in bytes."""
@@ -42,7 +53,32 @@ class TransportError(Exception):
     """Nothing was posted or sent."""
 
 
-class WriteGate(Protocol):
+_STATES = MappingProxyType({"DONE": TransferState.DONE, "PROC": TransferState.IN_FLIGHT})
+
+
+def peer_name(name: bytes | str) -> str:
+    """An agent's name as a string, as NIXL reports senders. ``add_remote_agent`` returns bytes; NIXL accepts both."""
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def descriptors(agent: Any, ranges: Ranges, memory_type: str, device_id: int = 0) -> Any:
+    """NIXL's descriptors of ``ranges``, in their order."""
+    rows = np.empty((len(ranges), 3), dtype=np.uint64)
+    rows[:, :2] = ranges
+    rows[:, 2] = device_id
+    return agent.get_xfer_descs(rows, memory_type)
+
+
+def _heard(agent: Any) -> list[tuple[str, bytes]]:
+    """Raises `TransportError`."""
+    try:
+        heard = agent.get_new_notifs()
+    except Exception as error:
+        raise TransportError(f"NIXL did not return its notifications: {error}") from error
+    return [(peer, notification) for peer, some in heard.items() for notification in some]
+
+
+class WriteGate:
     """An agent that is used only for peers to write through into this side's memory.
 
     NIXL cannot revoke a peer's access. Removing the peer and deregistering the memory do not keep it from writing: over
@@ -52,35 +88,58 @@ class WriteGate(Protocol):
     (shared memory, ``process_vm_writev``, CUDA IPC; tests/contract/test_fencing.py).
 
     Threads: used by one thread at a time; opened and closed in the background, because that may take long.
+
+    An agent ends with its last reference, so nothing else may hold one.
     """
+
+    def __init__(self, agent: Any) -> None:
+        self._agent: Any = agent
+        self._left = [weakref.ref(agent), weakref.ref(agent.agent)]
+        self._name = str(agent.name)
 
     @property
     def name(self) -> str:
         """The name under which peers know it after they have added it."""
-        ...
+        return self._name
 
     def metadata(self) -> bytes:
         """What a peer needs to write through it."""
-        ...
+        return bytes(self._agent.get_agent_metadata())
 
     def received(self) -> list[tuple[str, bytes]]:
         """As `Transport.received`, for the WRITEs that have come through this gate."""
-        ...
+        return _heard(self._agent)
 
     def close(self) -> bool:
         """Closes the gate: nothing can be written through it any more. Never raises.
 
         Returns: False if the gate is still open; call it again to try again.
         """
-        ...
+        if self._agent is None:
+            # The last call left a reference somewhere, e.g. in an exception's frames, which may be part of a cycle.
+            gc.collect()
+        self._agent = None
+        return all(one() is None for one in self._left)
 
 
-class Transport(Protocol):
-    """One agent and the peers it knows."""
+class Transport:
+    """One agent and the peers it knows.
+
+    Args:
+        agent: ``nixl_agent``; vLLM's ``NixlWrapper`` is that class.
+        memory_type: NIXL's name for the memory that KV is moved from and to on this side, ``DRAM`` or ``VRAM``.
+        device_id: device of that memory.
+    """
+
+    def __init__(self, agent: Any, memory_type: str, device_id: int = 0) -> None:
+        self._agent = agent
+        self._memory_type = memory_type
+        self._device_id = device_id
+        self._peers: dict[str, tuple[str, int]] = {}
 
     def metadata(self) -> bytes:
         """What a peer needs to add this agent."""
-        ...
+        return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
         """Adds a peer's agent; returns its name. Idempotent.
@@ -92,11 +151,21 @@ class Transport(Protocol):
         Raises:
             TransportError: the metadata cannot be used.
         """
-        ...
+        try:
+            name = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise TransportError(f"the peer's NIXL metadata was not accepted: {error}") from error
+        peer = peer_name(name)
+        self._peers[peer] = memory_type or self._memory_type, device_id
+        return peer
 
     def remove_peer(self, peer: str) -> None:
         """Removes a peer's agent and closes the connection. Transfers in flight to it fail. Never raises."""
-        ...
+        if self._peers.pop(peer, None) is not None:
+            try:
+                self._agent.remove_remote_agent(peer)
+            except Exception as error:  # noqa: BLE001 - NIXL's; it has already removed the peer by itself
+                logger.info("NIXL had already removed the peer %s: %s", peer, error)
 
     def send(self, peer: str, notification: bytes) -> None:
         """Sends a notification without a transfer.
@@ -104,7 +173,11 @@ class Transport(Protocol):
         Raises:
             TransportError: the peer was not added or cannot be reached.
         """
-        ...
+        self._memory_of(peer)
+        try:
+            self._agent.send_notif(peer, notif_msg=notification)
+        except Exception as error:
+            raise TransportError(f"a notification to {peer} was not sent: {error}") from error
 
     def received(self) -> list[tuple[str, bytes]]:
         """(peer, notification) since the last call, oldest first for each peer.
@@ -112,7 +185,7 @@ class Transport(Protocol):
         Raises:
             TransportError: the agent did not return them.
         """
-        ...
+        return _heard(self._agent)
 
     def post(
         self,
@@ -133,12 +206,40 @@ class Transport(Protocol):
         Raises:
             TransportError: nothing was posted.
         """
-        ...
+        here, there = (self._memory_type, self._device_id), self._memory_of(peer)
+        if is_host:
+            here = there = ("DRAM", 0)
+        try:
+            handle = self._agent.initialize_xfer(
+                operation,
+                descriptors(self._agent, local, *here),
+                descriptors(self._agent, remote, *there),
+                peer,
+                notification,
+            )
+        except Exception as error:
+            raise TransportError(f"a {operation} with {peer} was not posted: {error}") from error
+        # If this raises, part of the transfer may have been posted all the same. Its state decides.
+        with contextlib.suppress(Exception):
+            self._agent.transfer(handle)
+        return handle
 
     def state(self, handle: Handle) -> TransferState:
         """The state of a transfer. Poll until it is not in flight: the call that returns DONE notifies the peer."""
-        ...
+        try:
+            return _STATES.get(self._agent.check_xfer_state(handle), TransferState.FAILED)
+        except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
+            return TransferState.FAILED
 
     def release(self, handle: Handle) -> None:
         """Releases a transfer that is no longer in flight. Never raises."""
-        ...
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception as error:  # noqa: BLE001 - NIXL's; the handle is freed with its last reference
+            logger.warning("NIXL did not release a transfer: %s", error)
+
+    def _memory_of(self, peer: str) -> tuple[str, int]:
+        try:
+            return self._peers[peer]
+        except KeyError:
+            raise TransportError(f"found no peer {peer!r}; expected one that was added") from None

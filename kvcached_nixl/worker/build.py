@@ -17,7 +17,7 @@ from kvcached_nixl.current_device import select
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import MemoryPath, Settings
-from kvcached_nixl.transport.agent import NixlTransport, open_gate, register_host_memory
+from kvcached_nixl.transport.agent import open_gate, register_host_memory
 from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.planes import HeadShare
@@ -125,7 +125,7 @@ def build_worker(
     tokens: TokenArray = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
     worker.keep_registered(register_host_memory(worker.agent, tokens, worker.backends))
     memory_type = registered.memory_type or worker.memory_type
-    transport = NixlTransport(worker.agent, memory_type, worker.device_id)
+    transport = Transport(worker.agent, memory_type, worker.device_id)
     tag = Tag(
         mode=settings.transfer_mode.value,
         facts=(*worker.facts, ("layers of groups", layers_digest(layout, registered.layers_of_groups))),

@@ -24,8 +24,8 @@ import numpy as np
 from support.fencing_rank import NUM_BLOCKS
 from support.transports import until
 
-from kvcached_nixl.transport.agent import NixlGate, NixlTransport, make_agent, open_gate
-from kvcached_nixl.transport.base import TransferState
+from kvcached_nixl.transport.agent import make_agent, open_gate
+from kvcached_nixl.transport.base import TransferState, Transport, WriteGate
 
 SECONDS = 120.0
 TRIES = 3
@@ -101,9 +101,9 @@ def test_what_comes_through_a_gate_is_heard_there_and_nothing_comes_when_it_is_c
     source, target = (np.full(1 << 20, value, dtype=np.uint8) for value in (7, 1))
     agent = make_agent(["UCX"])
     agent.register_memory(agent.get_reg_descs([(source.ctypes.data, source.nbytes, 0, "")], "DRAM"), backends=["UCX"])
-    transport = NixlTransport(agent, "DRAM")
+    transport = Transport(agent, "DRAM")
     gate = open_gate(["UCX"], [(target.ctypes.data, target.nbytes)], "DRAM")
-    assert isinstance(gate, NixlGate)
+    assert isinstance(gate, WriteGate)
     peer = transport.add_peer(gate.metadata())
     assert peer == gate.name
     here, there = (np.array([(one.ctypes.data, one.nbytes)], dtype=np.int64) for one in (source, target))

@@ -37,7 +37,7 @@ from support.node_cases import (  # noqa: F401 - run here, too
 )
 from support.transports import until
 
-from kvcached_nixl.transport.agent import NixlTransport
+from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.worker.staging import sizing
 from kvcached_nixl.worker.staging.slots import Use
 
@@ -64,15 +64,15 @@ def node(
 ) -> Iterator[Callable[..., Node]]:
     """Creates nodes that stage as their role does, and fails if NIXL gets an address of a staged cache."""
     caches: dict[int, list[range]] = {}
-    post = NixlTransport.post
+    post = Transport.post
 
-    def watched(self: NixlTransport, operation: Any, peer: str, local: Any, *arguments: Any, **named: Any) -> Any:
+    def watched(self: Transport, operation: Any, peer: str, local: Any, *arguments: Any, **named: Any) -> Any:
         if not named.get("is_host"):
             for storage in caches.get(id(self._agent), ()):
                 assert not any(begin in storage for begin in local[:, 0].tolist()), "a staged cache is named to NIXL"
         return post(self, operation, peer, local, *arguments, **named)
 
-    monkeypatch.setattr(NixlTransport, "post", watched)
+    monkeypatch.setattr(Transport, "post", watched)
     with nodes(Node, tmp_path, log) as make:
 
         def made(filling: int, geometry: Any = RESERVED, **options: Any) -> Node:

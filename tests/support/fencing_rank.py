@@ -38,7 +38,8 @@ from kvcached_nixl.deadlines import MonotonicClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.agent import NixlGate, NixlTransport, make_agent, open_gate, register_host_memory
+from kvcached_nixl.transport.agent import make_agent, open_gate, register_host_memory
+from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.handshake import Answer, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer
@@ -101,7 +102,7 @@ class Rank:
         self.registered = [register_host_memory(self.agent, one, BACKENDS) for one in (self.memory, self.token_table)]
         address, cell = self.memory.ctypes.data, BLOCK_BYTES // BLOCK_SIZE
         planes = Planes((address,), BLOCK_BYTES, cell, cell, cell, NUM_BLOCKS, BLOCK_SIZE, 1, 0)
-        transport, clock = NixlTransport(self.agent, "DRAM"), MonotonicClock()
+        transport, clock = Transport(self.agent, "DRAM"), MonotonicClock()
         host = Host.here("DRAM", os.environ)
         group = GroupMemory((planes,))
         place = LocalRank(EngineId(role), 1, 0, (group,), kv_shares=1)
@@ -178,7 +179,7 @@ def decode(folder: Path, ending: str, fault: str) -> None:
         setattr(module, name, value)
     rank = Rank("decode", folder)
     if fault == "left open":
-        NixlGate.close = lambda self: True  # type: ignore[method-assign]
+        WriteGate.close = lambda self: True  # type: ignore[method-assign]
         Host.is_behind_network = lambda self, process: True  # type: ignore[method-assign]
     pid = int((folder / "pid").read_text())
     target = rank.memory[:, 0]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from experiments.common.memory_transport import Network
-from kvcached_nixl.transport.agent import NixlTransport
 from kvcached_nixl.transport.base import Transport
 
 ARRIVAL_SECONDS = 20.0
@@ -42,7 +41,7 @@ def nixl_side() -> Side:
     registered = agent.register_memory(
         agent.get_reg_descs([(memory.ctypes.data, MEMORY_BYTES, 0, "")], "DRAM"), backends=["UCX"]
     )
-    return Side(NixlTransport(agent, "DRAM"), memory, [agent, registered])
+    return Side(Transport(agent, "DRAM"), memory, [agent, registered])
 
 
 @pytest.fixture(params=["memory", "nixl"])
