@@ -7,7 +7,8 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.asking.settings import AskSettings
@@ -29,36 +30,32 @@ STOCK_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 """How long vLLM's own connector keeps a request's blocks."""
 
 
-class StockScheduler(Protocol):
-    """What this package reads from vLLM's NIXL scheduler. Implemented by ``adapter.nixl_scheduler.SchedulerView``."""
+@dataclass(frozen=True, kw_only=True)
+class StockScheduler:
+    """What this package takes from vLLM for the scheduler half of a NIXL connector.
 
-    @property
-    def engine_id(self) -> str: ...
-    @property
-    def tp_size(self) -> int: ...
-    @property
-    def groups(self) -> tuple[KVGroup, ...]: ...
-    @property
-    def window_kinds(self) -> list[str]:
-        """KV-cache groups whose blocks leave a window while a request is computed, by the name of their kind."""
-        ...
+    Attributes:
+        window_kinds: KV-cache groups whose blocks leave a window while a request is computed, by the class names of
+            their specs.
+        zeroes_blocks: vLLM zeroes new blocks on the device at the beginning of a step.
+        recomputes: a request that received no KV is recomputed instead of failing.
+        is_consumer, is_producer: whether the engine may fetch KV, and others from it (``kv_role``).
+        spans: makes spans of hand-overs; None where nothing is traced.
+        extra_config: ``kv_connector_extra_config``.
+    """
 
-    @property
-    def zeroes_blocks(self) -> bool: ...
-    @property
-    def recomputes(self) -> bool: ...
-    @property
-    def max_num_batched_tokens(self) -> int: ...
-    @property
-    def is_consumer(self) -> bool: ...
-    @property
-    def is_producer(self) -> bool: ...
-    @property
-    def reader(self) -> Reader: ...
-    @property
-    def spans(self) -> Spans | None: ...
-    @property
-    def extra_config(self) -> Mapping[str, Any]: ...
+    engine_id: str
+    tp_size: int
+    groups: tuple[KVGroup, ...]
+    window_kinds: list[str]
+    zeroes_blocks: bool
+    recomputes: bool
+    max_num_batched_tokens: int
+    is_consumer: bool
+    is_producer: bool
+    reader: Reader
+    spans: Spans | None
+    extra_config: Mapping[str, Any]
 
 
 def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: Clock) -> SchedulerFacade:

@@ -22,7 +22,7 @@ from kvcached_nixl.deadlines import MonotonicClock
 from kvcached_nixl.errors import ContractChanged, SettingsError, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Registry
 from kvcached_nixl.processes import has_ancestor
-from kvcached_nixl.scheduler.build import build_scheduler
+from kvcached_nixl.scheduler.build import StockScheduler, build_scheduler
 from kvcached_nixl.settings import SERVER_LOGGER, Settings, staged_on_host, unheeded
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.vllm import NIXL_PREFIX
@@ -40,7 +40,11 @@ from kvcached_nixl.vllm.adapter.locate import (
     WORKER_PROCESS,
 )
 from kvcached_nixl.vllm.adapter.neighbours import connector_classes, require_no_replacement, require_servable
-from kvcached_nixl.vllm.adapter.nixl_scheduler import SchedulerView
+from kvcached_nixl.vllm.adapter.platform import side_channel_address
+from kvcached_nixl.vllm.adapter.requests import RequestReader
+from kvcached_nixl.vllm.adapter.specs import keeps_of, specs_of
+from kvcached_nixl.vllm.adapter.tracing import spans_of
+from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -103,11 +107,34 @@ def construct(call: Call) -> None:
         return
     for error in unheeded(config.kv_connector_extra_config):
         logger.warning("%s", error.line)
-    view = SchedulerView(call.argument("vllm_config"), call.argument("kv_cache_config"))
-    # Before vLLM's own constructor, which reads the same settings and says less of what is wrong with them.
-    address = view.address
+    vllm_config = call.argument("vllm_config")
+    # Before vLLM's own constructor, which reads the same settings and says less of what is wrong with them. Each
+    # data-parallel engine has ports of its own.
+    address = side_channel_address(int(private(vllm_config.parallel_config, "data_parallel_index")))
     call.proceed()
-    attach(call.instance, build_scheduler(view, address, MonotonicClock()), address)
+    stock = stock_scheduler(vllm_config, call.argument("kv_cache_config"))
+    attach(call.instance, build_scheduler(stock, address, MonotonicClock()), address)
+
+
+def stock_scheduler(config: Any, kv_cache_config: Any) -> StockScheduler:
+    """Source: ``v1/nixl/base_scheduler.py``."""
+    transfer = config.kv_transfer_config
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    windows = [spec for of_group in specs for spec in specs_of(of_group) if keeps_of(spec) is Keeps.WINDOW]
+    return StockScheduler(
+        engine_id=str(transfer.engine_id),
+        tp_size=int(config.parallel_config.tensor_parallel_size),
+        groups=tuple(KVGroup(int(spec.block_size), keeps_of(spec)) for spec in specs),
+        window_kinds=[type(spec).__name__ for spec in windows],
+        zeroes_blocks=bool(private(kv_cache_config, "needs_kv_cache_zeroing")),
+        recomputes=transfer.kv_load_failure_policy == "recompute",
+        max_num_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
+        is_consumer=bool(transfer.is_kv_consumer),
+        is_producer=bool(transfer.is_kv_producer),
+        reader=RequestReader(config),
+        spans=spans_of(config),
+        extra_config=transfer.kv_connector_extra_config,
+    )
 
 
 def require_complete(registry: Registry, connector: str) -> None:

@@ -15,10 +15,10 @@ import pytest
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.vllm.adapter import nixl_kv_cache, nixl_worker
 from kvcached_nixl.vllm.adapter import specs as kv_cache_specs
-from kvcached_nixl.vllm.adapter.nixl_scheduler import SchedulerView
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.series import Shape
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
+from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.worker.geometry.layout import Axes
 
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
@@ -136,43 +136,24 @@ def cache_of(*specs: Any, pools: int = 1) -> KVCacheConfig:
     return KVCacheConfig(groups(*specs), [1] * pools)
 
 
-def scheduler(*specs: Any, policy: str = "fail") -> SchedulerView:
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=2, data_parallel_index=3),
-        cache_config=SimpleNamespace(block_size=16),
-        kv_transfer_config=SimpleNamespace(
-            engine_id="e", kv_load_failure_policy=policy, kv_connector_extra_config={"a": 1}
-        ),
-    )
-    return SchedulerView(config, SimpleNamespace(kv_cache_groups=groups(*specs)))
-
-
 @pytest.mark.parametrize(
-    ("specs", "dropping"),
+    ("spec", "keeps"),
     [
-        ([FullAttentionSpec()], []),
-        ([FullAttentionSpec(), MLAAttentionSpec()], []),
-        ([SlidingWindowSpec()], ["SlidingWindowSpec"]),
-        ([FullAttentionSpec(), SlidingWindowSpec()], ["SlidingWindowSpec"]),
-        ([ChunkedLocalAttentionSpec()], ["ChunkedLocalAttentionSpec"]),
-        ([RSWASpec()], ["RSWASpec"]),
-        ([UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=FullAttentionSpec())], []),
-        ([UniformTypeKVCacheSpecs(a=SlidingWindowSpec(), b=SlidingWindowSpec())], ["SlidingWindowSpec"] * 2),
+        (FullAttentionSpec(), Keeps.EVERYTHING),
+        (MLAAttentionSpec(), Keeps.EVERYTHING),
+        (SlidingWindowSpec(), Keeps.WINDOW),
+        (ChunkedLocalAttentionSpec(), Keeps.WINDOW),
+        (RSWASpec(), Keeps.WINDOW),
+        (MambaSpec(), Keeps.STATE),
+        (UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=FullAttentionSpec()), Keeps.EVERYTHING),
+        (UniformTypeKVCacheSpecs(a=SlidingWindowSpec(), b=SlidingWindowSpec()), Keeps.WINDOW),
+        (UniformTypeKVCacheSpecs(a=SlidingWindowSpec(), b=FullAttentionSpec()), Keeps.WINDOW),
     ],
-    ids=[
-        "full",
-        "latent",
-        "all windows",
-        "some windows",
-        "chunks",
-        "unknown to its base",
-        "uniform",
-        "uniform windows",
-    ],
+    ids=["full", "latent", "window", "chunks", "unknown to its base", "state", "uniform", "windows", "mixed"],
 )
-def test_who_drops_blocks_is_told_by_the_kind_of_its_layers(specs: list[Any], dropping: list[str]) -> None:
+def test_who_drops_blocks_is_told_by_the_kind_of_its_layers(spec: Any, keeps: Keeps) -> None:
     """B5: not by the number of groups."""
-    assert scheduler(*specs).window_kinds == dropping
+    assert kv_cache_specs.keeps_of(spec) is keeps
 
 
 def config_of(**values: Any) -> SimpleNamespace:

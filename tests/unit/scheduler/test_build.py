@@ -24,7 +24,7 @@ ADDRESS = SideChannelAddress(Endpoint("0.0.0.0", 5601), ("0.0.0.0",), Endpoint("
 
 @dataclass
 class Stock:
-    """vLLM's NIXL scheduler, as ``adapter.nixl_scheduler.SchedulerView`` shows it."""
+    """Stands in for `StockScheduler`."""
 
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     window_kinds: list[str] = field(default_factory=list)
