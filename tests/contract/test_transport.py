@@ -167,8 +167,10 @@ def test_an_unknown_or_removed_peer_is_an_error_and_nothing_is_posted(sides: tup
         one.transport.post("WRITE", "nobody", *some, b"x")
     with pytest.raises(TransportError):
         one.transport.send("nobody", b"x")
-    with pytest.raises(TransportError):
-        one.transport.add_peer(b"no metadata")
+    whole = other.transport.metadata()
+    for metadata in (b"", b"no metadata", b"nixlSerDes|nothing", whole[: len(whole) // 2]):
+        with pytest.raises(TransportError):
+            one.transport.add_peer(metadata)
     peer = one.transport.add_peer(other.transport.metadata())
     one.transport.remove_peer(peer)
     for operation in ("READ", "WRITE"):

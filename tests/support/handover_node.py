@@ -221,9 +221,6 @@ class Node(engine_node.Node):
         self.context.transport._agent = self.worker.nixl_wrapper = None
         gc.collect()
 
-    def dropped(self, reason: str) -> int:
-        return int(self.thread.dropped[reason])
-
 
 @dataclasses.dataclass
 class Gate:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
     from kvcached_nixl.scheduler.facade import SchedulerFacade
     from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-    from kvcached_nixl.scheduler.side_channel import HandshakeListener
     from kvcached_nixl.wire.messages import Peer
     from kvcached_nixl.worker.decode.active_writers import ActiveWriters
     from kvcached_nixl.worker.decode.attempt import Attempt
@@ -202,11 +201,6 @@ def set_incarnation(side: SchedulerFacade, incarnation: str) -> None:
 
 def offering_of(handover: SchedulerFacade) -> PrefillOffers:
     return handover._offering
-
-
-def listener_of(handover: SchedulerFacade) -> HandshakeListener | None:
-    """Returns the engine's end of the side channel."""
-    return handover.side_channel._listener
 
 
 def holds_of(handover: SchedulerFacade) -> dict[int, list[Any]]:
