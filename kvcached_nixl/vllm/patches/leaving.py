@@ -121,15 +121,16 @@ def _is_loop_here() -> bool:
 def _listens(client: Any, state: Any) -> None:
     """A server begins to listen. With several API servers their parent has the socket, too: closed in one of them, it
     would take connections that nobody answers."""
-    server = optional(state, "server")
-    if server is not None and private(state, "args").api_server_count is None:
+    args, server = optional(state, "args"), optional(state, "server")
+    if args is not None and server is not None and args.api_server_count is None:
         setattr(client, _LISTENING, (asyncio.get_running_loop(), server))
 
 
 def _stop_listening(client: Any) -> None:
     """Connections are refused from now on: each load balancer tries another server then, and few do at 503."""
-    loop, server = optional(client, _LISTENING) or (None, None)
-    if loop is not None:
+    found = optional(client, _LISTENING)
+    if found is not None:
+        loop, server = found
         delattr(client, _LISTENING)
         loop.call_soon_threadsafe(lambda: [one.close() for one in server.servers])
 
