@@ -86,7 +86,6 @@ def spec(name: str, mode: str | None, executable: Path | None = None) -> ServerS
         kv_transfer=nixl(name, extra, kv_load_failure_policy="recompute") if mode else None,
         environment=KVCACHED if mode else {},
         arguments=("--shutdown-timeout", str(SHUTDOWN_SECONDS)),
-        forks=True,
     )
     return made if executable is None else dataclasses.replace(made, executable=executable)
 

@@ -4,8 +4,8 @@ requests that its engine has refused because they have waited for ``queue_timeou
 
 On SIGTERM vLLM stops the engine first and the HTTP server after it. In between, ``/health`` says 200 and new requests
 are answered 200 with ``abort``. Requests that come when the engine has ended never end, nor do those whose last outputs
-were not read in time, and the server waits for them. So it takes no new work and, if no other process has its socket,
-no connections; every request gets its end, and then the engine stops.
+were not read in time, and the server waits for them. So it takes no new work and no connections, every request gets its
+end, and then the engine stops.
 
 vLLM answers a request that fails with the status of its exception, and without headers of its own. Of a stream it sends
 status 200 before the engine has said anything. So where requests may be refused, the start of each answer is held back
@@ -19,9 +19,12 @@ Sources: ``entrypoints/launcher.py`` (``handle_shutdown``), ``v1/engine/async_ll
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import os
 import re
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
@@ -118,21 +121,26 @@ def _is_loop_here() -> bool:
     return True
 
 
-def _listens(client: Any, state: Any) -> None:
-    """A server begins to listen. With several API servers their parent has the socket, too: closed in one of them, it
-    would take connections that nobody answers."""
-    args, server = optional(state, "args"), optional(state, "server")
-    if args is not None and server is not None and args.api_server_count is None:
-        setattr(client, _LISTENING, (asyncio.get_running_loop(), server))
-
-
 def _stop_listening(client: Any) -> None:
     """Connections are refused from now on: each load balancer tries another server then, and few do at 503."""
     found = optional(client, _LISTENING)
     if found is not None:
         loop, server = found
         delattr(client, _LISTENING)
-        loop.call_soon_threadsafe(lambda: [one.close() for one in server.servers])
+        # Else the loop has ended, and its sockets with it.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_close_all, server)
+
+
+def _close_all(server: Any) -> None:
+    """Closes the sockets that an HTTP server listens on, in each process that has them: API servers share one with
+    their parent, and a forked engine has it, too. Closed only here, it would take connections that nobody answers."""
+    for one in server.servers:
+        for listening in one.sockets:
+            # uvloop's cannot be shut down.
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listening.fileno())) as same:
+                same.shutdown(socket.SHUT_RD)
+        one.close()
 
 
 def _end_all(loop: asyncio.AbstractEventLoop, processor: Any) -> None:
@@ -207,8 +215,8 @@ def serve_http(call: Call) -> Any:
     state = scope["app"].state if scope["type"] in ("http", "lifespan") and "app" in scope else None
     client = optional(state, "engine_client")
     if scope["type"] == "lifespan":
-        if client is not None:
-            _listens(client, state)
+        if client is not None and optional(state, "server") is not None:
+            setattr(client, _LISTENING, (asyncio.get_running_loop(), state.server))
         return call.proceed()
     if refuses(client) and scope["path"] not in _SERVED:
         return _refuse(scope, receive, send)

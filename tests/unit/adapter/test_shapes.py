@@ -147,7 +147,7 @@ OF_KVCACHED = {
 }
 """Of kvcached's manager and of the block pool that it puts in the place of vLLM's; ``tests/contract`` runs them."""
 
-OF_OTHERS = {"model_type", "model", "data", "engine_client", "args", "server"} | OF_KVCACHED
+OF_OTHERS = {"model_type", "model", "data", "engine_client", "server"} | OF_KVCACHED
 """Of objects that are not vLLM's own: besides kvcached's, a model's configuration, a draft model of a user's class,
 another connector's statistics, and the state of an HTTP application."""
 
