@@ -21,7 +21,8 @@ from typing import Any
 from experiments.common import device
 from experiments.common.model import CACHE, FORMAT, ModelShape, write_tokenizer
 from experiments.common.servers import REPOSITORY, SERVER_SIDE
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS
+from kvcached_nixl.vllm.adapter.versions import installed_has
 
 __all__ = ["FAMILIES", "Family", "make_family", "stand_ins"]
 
@@ -68,7 +69,7 @@ class Family:
     def caches_prefixes(self) -> bool:
         """Whether the installed vLLM can serve it with prefix caching here: from 0.32 on, its CPU kernel of Mamba2 ends
         the engine where it is to keep the checkpoints for it."""
-        return not (self.has_mamba2 and installed_row().shape.keeps_checkpoints) or device.has_gpu()
+        return not (self.has_mamba2 and installed_has(COUNTS_EXTERNAL_WEIGHTS)) or device.has_gpu()
 
     @property
     def arguments(self) -> tuple[str, ...]:

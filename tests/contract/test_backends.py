@@ -10,10 +10,11 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import LOADS_BEHIND
+from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.worker.geometry.layout import Axes
 
-pytestmark = pytest.mark.skipif(installed_row().shape.logical_views, reason="vLLM 0.29 asks no backend for a shape")
+pytestmark = pytest.mark.skipif(installed_has(LOADS_BEHIND), reason="vLLM 0.29 asks no backend for a shape")
 NAMES = ("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "TRITON_MLA", "FLASHMLA", "CPU_ATTN")
 NUMBERS = {"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009}
 

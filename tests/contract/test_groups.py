@@ -29,7 +29,8 @@ from support.handover_node import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE
+from kvcached_nixl.vllm.adapter.versions import installed_has
 
 pytestmark = pytest.mark.long
 
@@ -75,7 +76,7 @@ def paths(request: pytest.FixtureRequest) -> tuple[str, str, str]:
 def node(
     windows: tuple[int | str | None, ...], paths: tuple[str, str, str], tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> Iterator[Any]:
-    if any(isinstance(one, str) for one in windows) and not installed_row().shape.serves_states:
+    if any(isinstance(one, str) for one in windows) and not installed_has(HITS_DIVERGE):
         pytest.skip("this vLLM cannot load states")
     if any(isinstance(one, str) for one in windows) and paths not in (DIRECT, PUSHED_AND_STAGED):
         pytest.skip("random schedules (test_states_random.py) have these")

@@ -21,7 +21,8 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
+from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.vllm.patches import pausing, seams_in
 
 
@@ -70,7 +71,7 @@ def test_without_this_package_the_engine_ends(patched: Registry) -> None:
     engine, future = paused_engine()
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
         notify(engine)
-        if installed_row().shape.pause_errors_reach_callers:
+        if installed_has(BEYOND_KVCACHED):
             future.result(0)
             pytest.fail("vLLM has told nobody")
 

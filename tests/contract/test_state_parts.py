@@ -22,8 +22,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.vllm.adapter import specs
+from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE
 from kvcached_nixl.vllm.adapter.specs import parts_of_state, state_bytes
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
@@ -31,7 +32,7 @@ from kvcached_nixl.worker.geometry.kv_checksum import Content
 from kvcached_nixl.worker.geometry.states import StatePart, part_planes, state_planes
 from kvcached_nixl.worker.transfer.topology import PeerRoutes, contributors
 
-pytestmark = pytest.mark.skipif(not installed_row().shape.serves_states, reason="this vLLM cannot load states")
+pytestmark = pytest.mark.skipif(not installed_has(HITS_DIVERGE), reason="this vLLM cannot load states")
 
 KERNEL = 4
 PAGE_BYTES = 4096

@@ -18,13 +18,14 @@ from support.groups_node import GroupsNode, prefilled, runs_rightly
 from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, rest, until_both
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
+from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.vllm.patches import arrival
 from kvcached_nixl.wire import kv_groups
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 from kvcached_nixl.wire.manifest import BlockRange
 
-pytestmark = pytest.mark.skipif(not installed_row().shape.serves_states, reason="this vLLM cannot load states")
+pytestmark = pytest.mark.skipif(not installed_has(HITS_DIVERGE), reason="this vLLM cannot load states")
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 
 BLOCK = 16
@@ -131,4 +132,4 @@ def test_prefills_hit_ends_before_the_state_that_it_hands_over(node: Callable[..
         rest(prefill, decode)
         prefill.transfer_params.clear()
     assert decode.account["kvcached_nixl_failures"] == []
-    assert bool(prefill.num_checkpoints) is installed_row().shape.keeps_checkpoints
+    assert bool(prefill.num_checkpoints) is installed_has(COUNTS_EXTERNAL_WEIGHTS)

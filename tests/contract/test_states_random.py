@@ -26,7 +26,8 @@ from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, SEN
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE
+from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.vllm.patches import arrival
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
@@ -35,7 +36,7 @@ from kvcached_nixl.worker.geometry.descriptors import Route
 from kvcached_nixl.worker.staging.slab import Slab
 from kvcached_nixl.worker.transfer.topology import PeerRoutes
 
-pytestmark = pytest.mark.skipif(not installed_row().shape.serves_states, reason="this vLLM cannot load states")
+pytestmark = pytest.mark.skipif(not installed_has(HITS_DIVERGE), reason="this vLLM cannot load states")
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 
 BLOCK, WINDOW = 16, 48

@@ -16,10 +16,10 @@ from experiments.step_cost.report import SCHEDULE_FORMS
 from experiments.step_cost.schedule_cost import measure_schedule
 from kvcached_nixl.vllm.adapter.attributes import side_of
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.versions import installed_has
 
 pytestmark = pytest.mark.skipif(
-    float(installed_row().series) >= float(BEYOND_KVCACHED.since),
+    installed_has(BEYOND_KVCACHED),
     reason="this scheduler asserts that no more run than may: the experiment lowers that number while they run",
 )
 

@@ -25,11 +25,12 @@ from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE, nodes, sa
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import LOADS_BEHIND
+from kvcached_nixl.vllm.adapter.versions import installed_has
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(installed_row().shape.logical_views, reason="shown with vLLM 0.26 to 0.28"),
+    pytest.mark.skipif(installed_has(LOADS_BEHIND), reason="shown with vLLM 0.26 to 0.28"),
 ]
 
 parallel_state, log = engine_node.parallel_state, engine_node.log

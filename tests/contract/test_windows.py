@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED, COUNTS_EXTERNAL_WEIGHTS
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.versions import installed_has, installed_row
 from kvcached_nixl.vllm.patches.windows import CONTACTS
 
 PROBE = Path(__file__).parents[1] / "support" / "windows_probe.py"
-IS_BEYOND = float(installed_row().series) >= float(BEYOND_KVCACHED.since)
+IS_BEYOND = installed_has(BEYOND_KVCACHED)
 NO_ADAPTER, OTHER_RUNNER = "no runner adapter", "requires Model Runner V2"
 pytestmark = pytest.mark.skipif(float(installed_row().series) < 0.3, reason="kvcached patches other places below 0.30")
 
@@ -61,9 +61,7 @@ def test_a_contact_that_differs_keeps_them_shut(contact: str) -> None:
     assert f"{contact.replace(':', '.')}: parameters (self, other)" in said
 
 
-@pytest.mark.skipif(
-    float(installed_row().series) < float(COUNTS_EXTERNAL_WEIGHTS.since), reason="kvcached's functions are complete"
-)
+@pytest.mark.skipif(not installed_has(COUNTS_EXTERNAL_WEIGHTS), reason="kvcached's functions are complete")
 def test_a_worker_on_a_gpu_gets_what_this_vllm_expects() -> None:
     """kvcached's functions, called as vLLM's worker calls them; without a GPU, and without a model."""
     found, _ = probe("memory", ENABLE_KVCACHED="true")

@@ -15,13 +15,14 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, LOADS_BEHIND
+from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.vllm.patches import PATCHES
 from support.kvcached_memory import Geometry
 from support.patches import applied
 from support.stock_pair import MAX_TOKENS, Engine, build_engine, single_process_group, write_model
 
-ERAS = ["packed", "latent" if installed_row().shape.logical_views else "mla"]
+ERAS = ["packed", "latent" if installed_has(LOADS_BEHIND) else "mla"]
 EngineOver = Callable[..., tuple[Engine, dict[str, torch.Tensor]]]
 GQA = Geometry(num_kv_heads=4, head_size=32, block_size=32, num_blocks=11, reserved_blocks=29)
 
@@ -80,7 +81,7 @@ def state_spec_of(geometry: Geometry, mode: str) -> Any:
         page_size_padded=geometry.page_bytes * geometry.split,
         mamba_cache_mode=mode,
         # As Mamba2's, in any mode.
-        **(CHECKPOINTS if installed_row().shape.keeps_checkpoints else {}),
+        **(CHECKPOINTS if installed_has(COUNTS_EXTERNAL_WEIGHTS) else {}),
     )
 
 

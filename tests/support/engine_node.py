@@ -31,7 +31,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcached_nixl.transport import side_channel
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import LOADS_BEHIND
+from kvcached_nixl.vllm.adapter.versions import installed_has
 from support.attention_engines import backend_of, spec_of, state_spec_of, vllm_log_to
 from support.kvcached_memory import Geometry
 from support.stock_pair import Engine, build_engine, single_process_group, write_model
@@ -218,7 +219,7 @@ class Node:
 
     def register(self) -> None:
         """Registers the KV caches with the connector, as the model runner does."""
-        if not installed_row().shape.logical_views:
+        if not installed_has(LOADS_BEHIND):
             self.engine.worker.register_kv_caches(dict(self.caches))
             return
         from vllm.distributed.kv_transfer import kv_transfer_state

@@ -25,7 +25,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheT
 
 from experiments.common.servers import free_ports
 from kvcached_nixl.vllm.adapter.attributes import side_of, sides
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import LOADS_BEHIND
+from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
@@ -212,7 +213,7 @@ def build_engine(
     )
     # The CPU platform would choose another backend for latent attention.
     config.cache_config.block_size = block_size
-    if installed_row().shape.logical_views:
+    if installed_has(LOADS_BEHIND):
         # The engine core resolves this before the workers allocate memory.
         config.cache_config.kv_cache_layout = "LBNHC"
     names = [name for layer_names, _ in groups for name in layer_names]
@@ -235,7 +236,7 @@ def _tensors(
     """Returns which layers share which memory: by layer name, since vLLM 0.29 by offsets in one range for all."""
     page_bytes = groups[0][1].page_size_bytes
     pool_bytes = num_blocks * page_bytes
-    if not installed_row().shape.logical_views:
+    if not installed_has(LOADS_BEHIND):
         return [KVCacheTensor(size=pool_bytes, shared_by=list(pool)) for pool in pools]
     return [
         KVCacheTensor(

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.vllm.adapter.attributes import optional, private
+from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.specs import (
     Part,
     dims_first,
@@ -26,7 +27,7 @@ from kvcached_nixl.vllm.adapter.specs import (
     specs_of,
     state_bytes,
 )
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.wire.planes import HeadShare
@@ -93,7 +94,7 @@ class KVCacheView:
     def num_pools(self) -> int:
         """The number of memory pools behind the KV cache. Layers of different groups may share a pool."""
         tensors = private(self.worker, "kv_cache_config").kv_cache_tensors
-        if not installed_row().shape.logical_views:
+        if not installed_has(LOADS_BEHIND):
             return len(tensors)
         return len({one.offset + number * one.layer_stride for one in tensors for number in range(len(one.layers))})
 
@@ -131,7 +132,8 @@ class KVCacheView:
 
     def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]:
         """The shape of a layer's cache for distinctive numbers of blocks, tokens and heads, and those numbers."""
-        if installed_row().shape.logical_views:
+        if installed_has(LOADS_BEHIND):
+            # With any backend, with one head for a latent.
             heads = 1 if self.use_mla else _PROBED["num_heads"]
             return (_PROBED["num_blocks"], heads, _PROBED["block_size"], 1), _PROBED
         backend = self.attention_backends[0]
@@ -151,7 +153,7 @@ class KVCacheView:
     def kernel_blocks_in(self, group: Any) -> int:
         """Kernel blocks in a logical block of a group with attention. vLLM's worker knows it for one group only."""
         block_size = int(group.kv_cache_spec.block_size)
-        if installed_row().shape.kernel_blocks_by_spec:
+        if installed_has(COUNTS_EXTERNAL_WEIGHTS):
             return block_size // self._kernel_block_size_by_spec(group)
         if block_size == self.vllm_config.cache_config.block_size:
             return self.kernel_blocks_per_block

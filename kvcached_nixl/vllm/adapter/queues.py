@@ -17,7 +17,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvcached_nixl.vllm.adapter.attributes import optional, private, sides
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS
+from kvcached_nixl.vllm.adapter.versions import installed_has
 
 _AHEAD = "_kvcached_nixl_ahead"
 
@@ -129,7 +130,7 @@ def startable(engine_scheduler: Any) -> Iterator[Any]:
         for request in queued(engine_scheduler):
             if not any(side.holds_back(request.request_id) for side in found):
                 yield request
-    elif installed_row().shape.held_kv_runs_while_pausing and state != type(state).PAUSED_ALL:
+    elif installed_has(COUNTS_EXTERNAL_WEIGHTS) and state != type(state).PAUSED_ALL:
         yield from private(engine_scheduler, "kv_holding_waiting")
 
 

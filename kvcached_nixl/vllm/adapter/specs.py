@@ -24,7 +24,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from kvcached_nixl.vllm.adapter.attributes import optional
-from kvcached_nixl.vllm.adapter.versions import found_version, installed_row
+from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
+from kvcached_nixl.vllm.adapter.versions import found_version, installed_has
 from kvcached_nixl.wire.kv_groups import Keeps
 
 
@@ -122,13 +123,17 @@ def unserved_states(specs: Iterable[Any], speculative_config: Any) -> list[tuple
     if not specs:
         return []
     refused = []
-    if not installed_row().shape.serves_states:
+    if not installed_has(HITS_DIVERGE):
+        # The engine ends where it loads beside cached states (vllm#43508), CUDA graphs may read another state
+        # (vllm#42430), prefix hits may end where no state is, or zeroing a block of contiguous layers clears some of
+        # the next one (vllm#50276).
         found = f"layers that keep a state, with vLLM {found_version('vllm')}"
         refused.append((found, "vLLM 0.28 or later, whose engine can load them"))
     if odd := sorted({spec.mamba_cache_mode for spec in specs} - {"none", "align"}):
         # Then a state is kept at every block boundary, and the last one is not always where the last token is.
         refused.append((f"--mamba-cache-mode {odd[0]}", "--mamba-cache-mode align, or none"))
-    if not installed_row().shape.keeps_checkpoints and any(
+    # With it, the block before a prompt's last one may have the state of an earlier token, for prefix hits.
+    if not installed_has(COUNTS_EXTERNAL_WEIGHTS) and any(
         spec.mamba_cache_mode == "align" and optional(spec, "num_prefill_checkpoint_blocks") for spec in specs
     ):
         refused.append(("checkpoints of states while a prompt is computed", "vLLM 0.32, or --no-enable-prefix-caching"))

@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from kvcached_nixl.errors import MissingDependency, Refused, SettingsError, UnsupportedVersion
-from kvcached_nixl.vllm.adapter.series import ROWS, SUPPORTED, Row
+from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE, LOADS_BEHIND, ROWS, SUPPORTED, Change, Row
 
 if TYPE_CHECKING:
     from kvcached_nixl.patching import Patch
@@ -91,6 +91,12 @@ def installed_row() -> Row:
     if row is None:
         raise _unsupported("vLLM", version, _supported(), "its NIXL connector may keep KV differently")
     return row
+
+
+def installed_has(change: Change) -> bool:
+    """Whether the installed vLLM is of the series that began with ``change``, or of a later one. Raises as
+    `installed_row`."""
+    return Version(installed_row().series) >= Version(change.since)
 
 
 def reason_to_skip(patch: Patch) -> str | None:
@@ -171,6 +177,12 @@ SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
 _END = Version(SUPPORTED.rpartition("<")[2])
 """From this version on kvcached accepts none."""
+_RUNNERS = (
+    (Version(LOADS_BEHIND.since), ("V2",)),
+    (Version(HITS_DIVERGE.since), ("V1", "V2")),
+    (Version("0"), ("V1",)),
+)
+"""(vLLM version, the runners that kvcached has an adapter for from there on), the newest first."""
 _OUTLOOK = (
     (Version("0.29"), "V2 on a GPU for nearly every model without experts, else V1"),
     (_END, "V2 wherever there is Triton, for nearly every model"),
@@ -225,11 +237,7 @@ def accepted(vllm: str | None) -> tuple[str, ...]:
     version = _version(vllm)
     if version is None or not version < _END:
         return ()
-    runners = ROWS[0].shape.runners
-    for row in ROWS:
-        if version >= Version(row.series):
-            runners = row.shape.runners
-    return runners
+    return next(runners for since, runners in _RUNNERS if version >= since)
 
 
 def _beyond(vllm: str | None) -> UnsupportedVersion | None:

@@ -22,7 +22,8 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import core_of, private, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import wait_for_input, wake_of
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
+from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.resting import due_in_seconds, wait_relieving
 
@@ -135,7 +136,7 @@ def tell_who_waits(core: Any) -> None:
     A pause clears the cache in such a callback, which fails while blocks are held. The engine stays paused, and the
     caller can try again. From 0.31 on vLLM's own callbacks do this.
     """
-    if installed_row().shape.pause_errors_reach_callers:
+    if installed_has(BEYOND_KVCACHED):
         return
     callbacks = private(core, "_idle_state_callbacks")
     callbacks[:] = [one if isinstance(one, _Guarded) else _Guarded(one) for one in callbacks]

@@ -16,7 +16,7 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.vllm.adapter import nixl_kv_cache, nixl_worker
 from kvcached_nixl.vllm.adapter import specs as kv_cache_specs
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
-from kvcached_nixl.vllm.adapter.series import Shape
+from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE, LOADS_BEHIND, Change
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.worker.geometry.layout import Axes
@@ -33,15 +33,19 @@ def envs(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(one, "dims_first", lambda: False)
 
 
+Install = Callable[..., None]
+
+
 @pytest.fixture(autouse=True)
-def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
-    """Sets the shape of the vLLM that is installed; at first that of an old one."""
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """install(*changes): a vLLM that has these; at first one that has none."""
 
-    def install(shape: Shape) -> None:
-        monkeypatch.setattr(nixl_kv_cache, "installed_row", lambda: SimpleNamespace(shape=shape))
+    def has(*changes: Change) -> None:
+        for one in (nixl_kv_cache, kv_cache_specs):
+            monkeypatch.setattr(one, "installed_has", changes.__contains__)
 
-    install(Shape())
-    return install
+    has()
+    return has
 
 
 def backend(name: str) -> SimpleNamespace:
@@ -358,7 +362,7 @@ def test_blocks_that_the_kernel_splits_in_one_group_only_are_refused(kernel_toke
 
 @pytest.mark.parametrize(("tokens_of_wide", "is_served"), [(16, True), (8, False)])
 def test_a_kernel_may_split_blocks_of_one_size_by_their_spec(
-    tokens_of_wide: int, is_served: bool, shape: Callable[[Shape], None], make_module: Callable[..., ModuleType]
+    tokens_of_wide: int, is_served: bool, install: Install, make_module: Callable[..., ModuleType]
 ) -> None:
     """vLLM 0.33: FlashAttention 4 takes blocks of another size where heads are wide."""
     for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.distributed", "vllm.distributed.kv_transfer", _UTILS[:-6]):
@@ -368,7 +372,7 @@ def test_a_kernel_may_split_blocks_of_one_size_by_their_spec(
     make_module("vllm.v1.worker.utils", source)
     source = "def get_current_attn_backends_and_specs(config, cache, fallback): return fallback, cache.kv_cache_groups"
     make_module(_UTILS, source)
-    shape(Shape(kernel_blocks_by_spec=True))
+    install(COUNTS_EXTERNAL_WEIGHTS)
     found = groups(FullAttentionSpec(), FullAttentionSpec())
     found[0].kernel_tokens, found[1].kernel_tokens = 16, tokens_of_wide
     view = worker(kv_cache_config=KVCacheConfig(found, [1]), _physical_blocks_per_logical_kv_block=1)
@@ -509,17 +513,6 @@ def test_a_state_of_another_kind_is_another_fact(
     assert dict(worker(kv_cache_config=config).facts) == after
 
 
-@pytest.fixture
-def row(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets what the installed vLLM is known for."""
-
-    def known(**shape: Any) -> None:
-        for one in (nixl_kv_cache, kv_cache_specs):
-            monkeypatch.setattr(one, "installed_row", lambda: SimpleNamespace(shape=Shape(**shape)))
-
-    return known
-
-
 @pytest.mark.parametrize(
     ("mode", "drafts", "serves_states", "words"),
     [
@@ -536,11 +529,11 @@ def test_what_would_make_a_state_the_wrong_one_is_refused(
     serves_states: bool,
     words: list[str],
     attention_backends: list[list[str]],
-    row: Callable[..., None],
+    install: Install,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A state at every block boundary; one behind tokens that were only guessed; an engine that cannot load it."""
-    row(serves_states=serves_states, logical_views=False)
+    install(*[HITS_DIVERGE] * serves_states)
     monkeypatch.setattr(MambaSpec, "mamba_cache_mode", mode)
     speculative = None if drafts is None else SimpleNamespace(num_speculative_tokens=drafts)
     view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()), speculative=speculative)
@@ -557,11 +550,11 @@ def test_checkpoints_of_states_are_served_where_vllm_keeps_them_before_the_last_
     keeps_checkpoints: bool,
     is_served: bool,
     attention_backends: list[list[str]],
-    row: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From 0.32 on every layer of Mamba2 says that it keeps one; without a prefix cache it keeps none."""
-    row(serves_states=True, keeps_checkpoints=keeps_checkpoints)
+    has = [HITS_DIVERGE, *[COUNTS_EXTERNAL_WEIGHTS] * keeps_checkpoints]
+    monkeypatch.setattr(kv_cache_specs, "installed_has", has.__contains__)
     monkeypatch.setattr(MambaSpec, "mamba_cache_mode", mode)
     monkeypatch.setattr(MambaSpec, "num_prefill_checkpoint_blocks", 1, raising=False)
     view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()))
@@ -613,17 +606,15 @@ def test_latents_beside_states_are_not_all_that_a_rank_needs() -> None:
 
 
 @pytest.mark.parametrize(("use_mla", "heads"), [(False, 1_009), (True, 1)], ids=["heads", "latent"])
-def test_where_all_views_are_alike_no_backend_is_asked(
-    shape: Callable[[Shape], None], use_mla: bool, heads: int
-) -> None:
+def test_where_all_views_are_alike_no_backend_is_asked(install: Install, use_mla: bool, heads: int) -> None:
     """vLLM 0.29: (blocks, heads, tokens, cell), and one head for a latent."""
-    shape(Shape(logical_views=True))
+    install(LOADS_BEHIND)
     asked, numbers = worker(use_mla=use_mla).probe_cache_shape()
     assert asked == (numbers["num_blocks"], heads, numbers["block_size"], 1)
     assert Axes.from_probe(asked, **numbers) == Axes(2, None if use_mla else 1, None, 4)
 
 
-def test_pools_are_counted_by_where_layers_lie(shape: Callable[[Shape], None]) -> None:
+def test_pools_are_counted_by_where_layers_lie(install: Install) -> None:
     """vLLM 0.29: groups that share pools have a tensor each, with layers at the same bytes."""
 
     def tensor(*layers: str, offset: int = 0, layer_stride: int = 64) -> SimpleNamespace:
@@ -633,7 +624,7 @@ def test_pools_are_counted_by_where_layers_lie(shape: Callable[[Shape], None]) -
         config = SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec()), kv_cache_tensors=tensors)
         return worker(kv_cache_config=config).num_pools
 
-    shape(Shape(logical_views=True))
+    install(LOADS_BEHIND)
     assert pools(tensor("a", "b", "c")) == 3
     assert pools(tensor("a", "b"), tensor("c", "d")) == 2
     assert pools(tensor("a", "b"), tensor("c")) == 2

@@ -14,7 +14,6 @@ from support.engine_fakes import TOKENS
 from kvcached_nixl.naming.wants import Want
 from kvcached_nixl.vllm.adapter import queues
 from kvcached_nixl.vllm.adapter.attributes import attach
-from kvcached_nixl.vllm.adapter.series import Shape
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
 from kvcached_nixl.vllm.patches.step_output import (
     is_whole,
@@ -37,14 +36,8 @@ class Pause(IntEnum):
 
 
 @pytest.fixture(autouse=True)
-def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
-    """Sets the shape of the vLLM that is installed; at first that of an old one."""
-
-    def install(shape: Shape) -> None:
-        monkeypatch.setattr(queues, "installed_row", lambda: SimpleNamespace(shape=shape))
-
-    install(Shape())
-    return install
+def an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "installed_has", lambda change: False)
 
 
 def of_status(*names: str) -> list[SimpleNamespace]:
@@ -131,10 +124,10 @@ def test_who_has_its_kv_and_lacks_a_block_is_starved() -> None:
     ],
 )
 def test_a_pause_may_let_those_run_that_hold_kv(
-    state: int, holds: str, runs_held_kv: bool, expected: str | None, shape: Callable[[Shape], None]
+    state: int, holds: str, runs_held_kv: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From vLLM 0.32 on. The others, of which the second one waits for blocks, it never does."""
-    shape(Shape(held_kv_runs_while_pausing=runs_held_kv))
+    monkeypatch.setattr(queues, "installed_has", lambda change: runs_held_kv)
     scheduler = SimpleNamespace(
         running=[], kv_holding_waiting=of_status(holds), waiting=[], pause_state=state, connector=connector()
     )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
@@ -11,20 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.vllm.adapter.series import Shape
+from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
 from kvcached_nixl.vllm.patches import pausing
 from kvcached_nixl.vllm.patches.pausing import tell_who_waits
 
 
 @pytest.fixture(autouse=True)
-def shape(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], None]:
-    """Sets the shape of the vLLM that is installed; at first that of one whose callbacks raise."""
-
-    def install(shape: Shape) -> None:
-        monkeypatch.setattr(pausing, "installed_row", lambda: SimpleNamespace(shape=shape))
-
-    install(Shape())
-    return install
+def an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pausing, "installed_has", lambda change: False)
 
 
 def clear(engine: Any, future: Future[None]) -> None:
@@ -59,9 +52,9 @@ def test_what_nobody_waits_for_ends_the_engine_as_before() -> None:
         idle(paused(partial(clear, future=done), blocks_in_use=1))
 
 
-def test_a_vllm_that_tells_its_callers_itself_is_left_alone(shape: Callable[[Shape], None]) -> None:
+def test_a_vllm_that_tells_its_callers_itself_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 0.31 on."""
-    shape(Shape(pause_errors_reach_callers=True))
+    monkeypatch.setattr(pausing, "installed_has", BEYOND_KVCACHED.__eq__)
     callback = partial(clear, future=Future[None]())
     engine = paused(callback, blocks_in_use=1)
     tell_who_waits(engine)

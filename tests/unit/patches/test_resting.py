@@ -11,7 +11,6 @@ import pytest
 
 from kvcached_nixl.vllm.adapter import queues
 from kvcached_nixl.vllm.adapter.attributes import attach
-from kvcached_nixl.vllm.adapter.series import Shape
 from kvcached_nixl.vllm.patches import resting
 from kvcached_nixl.vllm.patches.resting import rest
 from kvcached_nixl.vllm.patches.step_output import note_step
@@ -23,7 +22,7 @@ OURS = "WAITING_FOR_REMOTE_KVS"
 
 @pytest.fixture(autouse=True)
 def an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "installed_row", lambda: SimpleNamespace(shape=Shape()))
+    monkeypatch.setattr(queues, "installed_has", lambda change: False)
 
 
 class Queue:
