@@ -86,6 +86,28 @@ def test_who_is_next_where_nothing_runs(
     assert blocks.stalled == [] and blocks.is_paused == (not running)
 
 
+def test_who_waits_before_one_that_would_fit_is_starved() -> None:
+    """vLLM starts none behind it, so nobody is helped by what the other one finds."""
+    large, small = of_status("WAITING", "WAITING")
+    large.num_tokens, small.num_tokens = 20, 4
+    manager = SimpleNamespace(block_size=4, get_num_skipped_tokens=lambda _: 0, req_to_blocks={})
+    kv_cache_manager = SimpleNamespace(
+        enable_caching=False,
+        coordinator=SimpleNamespace(single_type_managers=[manager]),
+        block_pool=SimpleNamespace(get_num_free_blocks=lambda: 2),
+    )
+    scheduler = SimpleNamespace(
+        running=[],
+        max_num_running_reqs=8,
+        waiting=[small],
+        skipped_waiting=[large],
+        pause_state=0,
+        connector=connector(),
+        kv_cache_manager=kv_cache_manager,
+    )
+    assert EngineBlocks(scheduler).starved == ("r0", 5 - 2)
+
+
 def test_who_has_its_kv_and_lacks_a_block_is_starved() -> None:
     """Its own blocks are in the prefix cache, and are not counted as others' that it could share: it would wait for
     ever, and all those behind it, if another engine has taken the memory since."""
@@ -248,6 +270,12 @@ def test_the_null_block_is_nobodys() -> None:
     assert EngineBlocks(scheduler).take("mine") == [a]
 
 
+def test_what_a_window_keeps_starts_a_block() -> None:
+    scheduler, _ = managing(manager(), manager(skipped=7), manager(block_size=16, skipped=33))
+    assert EngineBlocks(scheduler).first_tokens(100) == (0, 4, 32)
+    assert EngineBlocks(scheduler).first_tokens(5) == (0, 4, 0)
+
+
 @pytest.mark.parametrize(("is_alone", "expected"), [(True, False), (False, True)])
 def test_blocks_are_shared_where_ours_is_one_of_several_connectors(is_alone: bool, expected: bool) -> None:
     """A8: what another one has loaded may turn out to be no good."""
@@ -312,6 +340,17 @@ def outputs(make_module: Callable[..., ModuleType]) -> ModuleType:
     for name in ("vllm", "vllm.v1"):
         make_module(name).__path__ = []
     return make_module("vllm.v1.outputs", OUTPUTS)
+
+
+def test_what_all_ranks_have_reported_is_read_and_not_changed(outputs: ModuleType) -> None:
+    found = outputs.KVConnectorOutput()
+    found.finished_sending, found.invalid_block_ids = {"a", "gone"}, {4, -70}
+    reports = reports_of(SimpleNamespace(kv_connector_output=found))
+    assert reports == Reports({"a", "gone"}, set(), {4, -70})
+    reports.sent.clear()
+    reports.invalid.clear()
+    assert (found.finished_sending, found.invalid_block_ids) == ({"a", "gone"}, {4, -70})
+    assert reports_of(SimpleNamespace(kv_connector_output=None)) == Reports(set(), set(), set())
 
 
 def reported(**statuses: str) -> SimpleNamespace:
