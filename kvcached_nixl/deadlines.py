@@ -8,23 +8,19 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 
-class Clock(Protocol):
-    """A monotonic clock in seconds. Its origin differs between processes: send remaining seconds, never a time."""
-
-    def now_seconds(self) -> float: ...
-
-
-class MonotonicClock:
-    """The clock that vLLM itself uses for its deadlines (``time.perf_counter``)."""
+class Clock:
+    """The monotonic clock that vLLM itself uses for its deadlines. Its origin differs between processes: send remaining
+    seconds, never a time.
+    """
 
     def now_seconds(self) -> float:
         return time.perf_counter()
 
 
-class ManualClock:
+class ManualClock(Clock):
     """A clock that only `advance` moves."""
 
     def __init__(self, start_seconds: float = 0.0) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from experiments.bench.plain import Plain, agent, cut, share_cores
 from experiments.bench.timing import Computing, TimedTransport, longest_hold
 from experiments.common.engines import Engine, Pool, Request, asks_prefill, host_words
-from kvcached_nixl.deadlines import MonotonicClock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
@@ -99,7 +99,7 @@ class Node:
         self._engine = Engine(
             RemotePrefill(name, "127.0.0.1", 5600, 1),
             Settings(TransferMode(direction)),
-            MonotonicClock(),
+            Clock(),
             self._transport,
             self._channel,
             self._planes,

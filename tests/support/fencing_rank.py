@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from experiments.common.server_side.few_cores import wait_for_events
-from kvcached_nixl.deadlines import MonotonicClock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
@@ -102,7 +102,7 @@ class Rank:
         self.registered = [register_host_memory(self.agent, one, BACKENDS) for one in (self.memory, self.token_table)]
         address, cell = self.memory.ctypes.data, BLOCK_BYTES // BLOCK_SIZE
         planes = Planes((address,), BLOCK_BYTES, cell, cell, cell, NUM_BLOCKS, BLOCK_SIZE, 1, 0)
-        transport, clock = Transport(self.agent, "DRAM"), MonotonicClock()
+        transport, clock = Transport(self.agent, "DRAM"), Clock()
         host = Host.here("DRAM", os.environ)
         group = GroupMemory((planes,))
         place = LocalRank(EngineId(role), 1, 0, (group,), kv_shares=1)

@@ -19,7 +19,7 @@ from support.kvcached_memory import Geometry
 
 from experiments.common.memory_transport import Network
 from kvcached_nixl.current_device import select
-from kvcached_nixl.deadlines import MonotonicClock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.proof import member
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.settings import Settings
@@ -232,7 +232,7 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     slab = Slab(layout, 4, torch.device("cpu"))
     stock: Any = Stock(Agent(platform))
     side = starting.build_worker(
-        stock, Registered(layout, LAYERS, slab, "VRAM"), Settings(TransferMode.PULL), Channel(), MonotonicClock()
+        stock, Registered(layout, LAYERS, slab, "VRAM"), Settings(TransferMode.PULL), Channel(), Clock()
     )
     (made,) = (name for name in platform.did if name.startswith("kvcached-nixl-slab"))
     assert platform.did[made] == ["selects 1", "a context", "pinned memory"]
@@ -276,9 +276,7 @@ def test_a_device_that_cannot_be_selected_ends_the_start(platform: Platform, lay
     platform.broken = True
     stock: Any = Stock(Agent(platform))
     with pytest.raises(RuntimeError, match="no such device"):
-        starting.build_worker(
-            stock, Registered(layout, LAYERS, slab), Settings(TransferMode.PULL), Channel(), MonotonicClock()
-        )
+        starting.build_worker(stock, Registered(layout, LAYERS, slab), Settings(TransferMode.PULL), Channel(), Clock())
 
 
 def test_a_member_of_the_prover_does_what_a_worker_does(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvcached_nixl.deadlines import MonotonicClock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
@@ -256,7 +256,7 @@ def register_kv_caches(call: Call) -> None:
     path = choose(settings.memory_path, lambda: find_here(question, is_needed=is_needed), question.staged)
     registered = registration.register(view, caches, path, settings)
     view.use_stats(metrics.stats())
-    attach(call.instance, build_worker(view, registered, settings, SideChannel(), MonotonicClock()))
+    attach(call.instance, build_worker(view, registered, settings, SideChannel(), Clock()))
     call.note(f"memory path {path.value}: {registered}")
 
 

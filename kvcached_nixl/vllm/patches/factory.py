@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvcached_nixl.deadlines import MonotonicClock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.errors import ContractChanged, SettingsError, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Registry
 from kvcached_nixl.processes import has_ancestor
@@ -113,7 +113,7 @@ def construct(call: Call) -> None:
     address = side_channel_address(int(private(vllm_config.parallel_config, "data_parallel_index")))
     call.proceed()
     stock = stock_scheduler(vllm_config, call.argument("kv_cache_config"))
-    attach(call.instance, build_scheduler(stock, address, MonotonicClock()), address)
+    attach(call.instance, build_scheduler(stock, address, Clock()), address)
 
 
 def stock_scheduler(config: Any, kv_cache_config: Any) -> StockScheduler:

@@ -14,7 +14,7 @@ from support.kvcached_memory import Geometry
 from support.worker_fakes import DIGEST, TOKENS, manifest
 
 from experiments.common.memory_transport import Network
-from kvcached_nixl.deadlines import MonotonicClock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
@@ -121,7 +121,7 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def started(stock: Stock, geometry: Geometry, mode: TransferMode = TransferMode.PULL) -> tuple[WorkerFacade, Channel]:
     channel = Channel()
-    side = build_worker(stock, registered(geometry), Settings(mode), channel, MonotonicClock())
+    side = build_worker(stock, registered(geometry), Settings(mode), channel, Clock())
     side.identify(WEIGHTS)
     side.close()
     return side, channel
@@ -154,7 +154,7 @@ def test_there_is_a_gate_where_others_write(mode: TransferMode, gates: list[tupl
     """A push opens a gate to the registered memory; a pull needs none."""
     geometry = Geometry(num_pools=2)
     found = registered(geometry, extents=((4096, 8192),), device_id=3)
-    build_worker(Stock(), found, Settings(mode), Channel(), MonotonicClock()).close()
+    build_worker(Stock(), found, Settings(mode), Channel(), Clock()).close()
     expected = (("UCX",), ((4096, 8192),), "DRAM", 3)
     assert gates == ([expected] if mode is TransferMode.PUSH else [])
 

@@ -30,7 +30,7 @@ from support.worker_fakes import (
 )
 
 from experiments.common.memory_transport import MemoryTransport
-from kvcached_nixl.deadlines import Clock, ManualClock, MonotonicClock
+from kvcached_nixl.deadlines import Clock, ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
@@ -474,7 +474,7 @@ def encoded(message: Registration) -> bytes:
 
 
 def test_closing_waits_for_what_is_in_flight() -> None:
-    worker = Worker(clock=MonotonicClock())
+    worker = Worker(clock=Clock())
     remote = worker.remote()
     remote.table.publish("p-1", MANIFEST.ownership_token)
     posted = threading.Event()
@@ -502,7 +502,7 @@ def test_closing_waits_for_what_is_in_flight() -> None:
 
 def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread, "CLOSE_SECONDS", 0.05)
-    worker = Worker(clock=MonotonicClock())
+    worker = Worker(clock=Clock())
     worker.remote()
     worker.network.vanish("remote-0")
     worker.thread.start()
