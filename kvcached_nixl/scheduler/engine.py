@@ -111,23 +111,6 @@ class Reader(Protocol):
         """Names of adapters under which another adapter has arrived than before, since the last call."""
         ...
 
-    def adapter_arrives(self, lora_request: Any) -> None:
-        """A request, or a call that loads an adapter, names this LoRA adapter, or none. Its content is read on the
-        first call and remembered, so call it before the workers load the adapter."""
-        ...
-
-    def loaded(self, adapter: int) -> None:
-        """All workers have loaded a LoRA adapter again, by a call of ``add_lora`` and not for a request."""
-        ...
-
-    def is_loaded(self, lora_request: Any) -> bool:
-        """Whether the workers have already loaded what its files hold, so that its requests need not load it again."""
-        ...
-
-    def doubt(self, adapter: int) -> None:
-        """A LoRA adapter could not be loaded on at least one worker, so what the workers compute with is not known."""
-        ...
-
     def forget(self, adapter: int | None) -> None:
         """A LoRA adapter was loaded again or removed. None: any adapter may have been, and it is not known which."""
         ...

@@ -61,7 +61,8 @@ class RequestReader:
         return RequestView(request, self)
 
     def adapter_arrives(self, lora_request: Any) -> None:
-        """Identify the adapter of a request that has just arrived, or that is about to be loaded; None for none."""
+        """Identify the adapter of a request that has just arrived, or that is about to be loaded; None for none. Its
+        content is read on the first call and remembered, so call it before the workers load the adapter."""
         if lora_request is not None:
             name, content = str(lora_request.lora_name), self._content(lora_request)
             if self._contents.setdefault(name, content) != content:
@@ -80,12 +81,15 @@ class RequestReader:
         return f"{content} {self._lora_settings} {is_fused}"
 
     def loaded(self, adapter: int) -> None:
+        """All workers have loaded it again, by a call of ``add_lora`` and not for a request."""
         self._adapters.loaded(adapter)
 
     def is_loaded(self, lora_request: Any) -> bool:
+        """Whether the workers have loaded what its files hold, so that its requests need not load it again."""
         return self._adapters.is_loaded(int(lora_request.lora_int_id), str(lora_request.lora_path))
 
     def doubt(self, adapter: int) -> None:
+        """It could not be loaded on at least one worker, so what the workers compute with is not known."""
         self._adapters.doubt(adapter, f"the adapter with lora_int_id {adapter} could not be loaded")
 
     def take_renamed(self) -> set[str]:
