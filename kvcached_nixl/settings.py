@@ -1,46 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything an operator can set. Read once, checked and frozen.
+"""Everything an operator can set, but where the side channel is (`side_channel_address`) and who is asked for KV
+(`scheduler.asking.settings`). Read once, checked and frozen. ``docs/configuration.md`` says what each key means.
 
-Environment:
-
-    ENABLE_KVCACHED      1 or true (any case): kvcached is on, and this package with it
-    KVCACHED_NIXL        0 or false (any case): this package stays off all the same; 1, true or unset: on
-    KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE_HOST, _PORT    where peers reach the side channel; read in
-                         `side_channel_address`
-
-kv_transfer_config.kv_connector_extra_config (vLLM's other keys are left to vLLM):
-
-    transfer_mode        "pull" (the default): decode reads from prefill when prefill has finished.
-                         "push": prefill writes into decode while prefill still computes. Must be equal on both sides.
-    handover_timeout     seconds, 120 by default. How long a request of decode that has its blocks waits for KV before
-                         it fails or is recomputed. In push, time does not count while the request waits for its turn
-                         at prefill, or is computed. And how long a registration of decode waits for prefill's request
-    push_registration_timeout    vLLM's name for the same setting
-    allocation_timeout   seconds, half of handover_timeout by default. How long the next request in the queue, whether
-                         it is a hand-over or not, waits for blocks before it fails, while nothing is under way that
-                         frees some. Time does not count while other requests run
-    give_way_after       seconds, 2 by default. How long memory is short, without decode fetching any offer, before
-                         prefill takes back offers that nobody fetches, oldest first
-    kv_lease_duration    seconds that prefill keeps a finished request's blocks without a heartbeat from decode, 30 by
-                         default. Must be equal on both sides: decode sends a heartbeat every sixth of it.
-    bidirectional_kv_xfer    vLLM's; must stay false: KV that decode computes is not sent back to prefill
-    memory_path          which memory NIXL uses. "auto", the default: kvcached's pages, if every transport that could be
-                         chosen is proved to follow them and is not slow on them; otherwise a slab in other memory of
-                         the device, through which KV is copied. "direct": kvcached's pages, or the start is refused.
-                         "host" and "device": a slab there. The two sides may differ. vLLM's kv_buffer_device "cpu" on
-                         an accelerator means "host"
-    staging_gib          size of that slab per rank, by default four of the longest requests, at most the whole cache.
-                         Requests that do not fit wait; one longer than the slab is transferred range by range
-    verify_fraction      fraction of decode's hand-overs that are verified, from 0 (the default) to 1: prefill sends
-                         checksums of the bytes, and decode compares them before it uses the bytes
-    drain_delay          seconds, 5 by default. How long a server that is shut down with --shutdown-timeout still takes
-                         new requests while /health says 503, so that routers notice
-    host_buffer_gib      refused
-    enforce_handshake_compat     vLLM's; false is a warning: this package compares peers whatever it says
-    enable_cross_layers_blocks   vLLM's; must stay false: vLLM would allocate KV memory without kvcached
-
-`scheduler.asking.settings` has those about asking prefill. A key that is almost one of ours is reported (`misspelled`),
-since vLLM ignores whatever it does not know.
+A key that is almost one of ours is reported (`misspelled`), since vLLM ignores whatever it does not know.
 """
 
 from __future__ import annotations
@@ -104,17 +66,27 @@ class MemoryPath(str, Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """The extra configuration of one connector, by the keys above."""
+    """The extra configuration of one connector.
+
+    Attributes:
+        transfer_mode: which side starts a transfer.
+        kv_lease_duration_seconds: how long prefill keeps blocks without a heartbeat from decode.
+        handover_timeout_seconds: a hand-over whose KV has not come after this fails.
+        allocation_timeout_seconds: a request that nothing frees blocks for fails after this; None: half of
+            ``handover_timeout_seconds``.
+        give_way_after_seconds: how long memory is short before prefill takes back what nobody fetches.
+        staging_gib: size of the slab, if one is used; None to derive it from the engine's limits.
+        verify_fraction: of decode's hand-overs.
+        drain_delay_seconds: how long a server that shuts down still takes new requests.
+    """
 
     transfer_mode: TransferMode = TransferMode.PULL
     kv_lease_duration_seconds: float = DEFAULT_LEASE_DURATION_SECONDS
     handover_timeout_seconds: float = DEFAULT_HANDOVER_TIMEOUT_SECONDS
     allocation_timeout_seconds: float | None = None
-    """None: half of ``handover_timeout_seconds``."""
     give_way_after_seconds: float = DEFAULT_GIVE_WAY_AFTER_SECONDS
     memory_path: MemoryPath = MemoryPath.AUTO
     staging_gib: float | None = None
-    """None: derived from the engine's limits."""
     verify_fraction: float = 0.0
     drain_delay_seconds: float = DEFAULT_DRAIN_DELAY_SECONDS
 

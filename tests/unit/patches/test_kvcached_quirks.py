@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from kvcached_nixl.patching import Call, Seam
 from kvcached_nixl.vllm.patches.kvcached_quirks import (
     patch_allocate_slots,
     patch_coordinator,
-    patch_worker_determine_available_memory,
     patch_worker_init_device,
 )
 
@@ -73,56 +71,6 @@ def test_what_kvcached_leaves_is_left() -> None:
     for answer in (True, False):
         assert patched(patch_worker_init_device, worker, lambda answer=answer: answer) is answer  # type: ignore[misc]
         assert worker.request_memory is stock
-
-
-@pytest.fixture
-def profiled() -> Any:
-    """A worker module as patched by kvcached, which runs the model; ``current`` lists vLLM's configuration then."""
-    current: list[Any] = [None]
-    ran_with: list[Any] = []
-
-    @contextlib.contextmanager
-    def set_current_vllm_config(vllm_config: Any) -> Iterator[None]:
-        current.append(vllm_config)
-        try:
-            yield
-        finally:
-            current.pop()
-
-    class Worker:
-        vllm_config = "its configuration"
-
-        def determine_available_memory(self) -> int:
-            raise AssertionError("kvcached replaces it")
-
-    made = module(set_current_vllm_config=set_current_vllm_config, Worker=Worker)
-
-    def determine_available_memory(self: Any) -> int:
-        ran_with.append(current[-1])
-        if self.vllm_config == "broken":
-            raise RuntimeError("out of memory")
-        return 7
-
-    def apply() -> bool:
-        Worker.determine_available_memory = determine_available_memory  # type: ignore[method-assign]
-        return True
-
-    return SimpleNamespace(module=made, apply=apply, ran_with=ran_with, current=current)
-
-
-def test_the_model_is_profiled_with_vllms_configuration(profiled: Any) -> None:
-    assert patched(patch_worker_determine_available_memory, profiled.module, profiled.apply)
-    assert profiled.module.Worker().determine_available_memory() == 7
-    assert profiled.ran_with == ["its configuration"] and profiled.current == [None]
-
-
-def test_the_configuration_is_unset_when_profiling_raises(profiled: Any) -> None:
-    patched(patch_worker_determine_available_memory, profiled.module, profiled.apply)
-    worker = profiled.module.Worker()
-    worker.vllm_config = "broken"
-    with pytest.raises(RuntimeError, match="out of memory"):
-        worker.determine_available_memory()
-    assert profiled.current == [None]
 
 
 def coordinators() -> tuple[Any, Callable[[], bool]]:
