@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.transfer_mode import TransferMode
@@ -24,6 +24,7 @@ DEFAULT_HANDOVER_TIMEOUT_SECONDS = 120.0
 DEFAULT_GIVE_WAY_AFTER_SECONDS = 2.0
 DEFAULT_DRAIN_DELAY_SECONDS = 5.0
 MOST_GIB = 65_536
+_E = TypeVar("_E", bound=Enum)
 
 
 class ActivationGate(Enum):
@@ -117,7 +118,13 @@ class Settings:
         )
         handover_timeout_seconds = _handover_timeout(extra_config)
         return cls(
-            transfer_mode=_transfer_mode(extra_config),
+            transfer_mode=_choice(
+                extra_config,
+                "transfer_mode",
+                TransferMode.PULL,
+                '"pull" or "push"',
+                "It is not known which side starts transfers.",
+            ),
             kv_lease_duration_seconds=read_seconds(
                 extra_config,
                 "kv_lease_duration",
@@ -202,25 +209,17 @@ def _allocation_timeout(extra_config: Mapping[str, Any], handover_timeout_second
     return seconds
 
 
-def _transfer_mode(extra_config: Mapping[str, Any]) -> TransferMode:
-    value = extra_config.get("transfer_mode", TransferMode.PULL.value)
-    try:
-        return TransferMode(value)
-    except ValueError:
-        raise bad("transfer_mode", value, '"pull" or "push"', "It is not known which side starts transfers.") from None
-
-
 def _memory_path(extra_config: Mapping[str, Any]) -> MemoryPath:
-    value = extra_config.get("memory_path", MemoryPath.AUTO.value)
+    consequence = "It is not known which memory NIXL may use."
+    return _choice(extra_config, "memory_path", MemoryPath.AUTO, '"auto", "direct", "host" or "device"', consequence)
+
+
+def _choice(extra_config: Mapping[str, Any], key: str, default: _E, expected: str, consequence: str) -> _E:
+    value = extra_config.get(key, default.value)
     try:
-        return MemoryPath(value)
+        return type(default)(value)
     except ValueError:
-        raise bad(
-            "memory_path",
-            value,
-            '"auto", "direct", "host" or "device"',
-            "It is not known which memory NIXL may use.",
-        ) from None
+        raise bad(key, value, expected, consequence) from None
 
 
 def _staging_gib(extra_config: Mapping[str, Any]) -> float | None:

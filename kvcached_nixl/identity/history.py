@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcached_nixl.identity.files import Checksums, Signature, checksums, signature
-from kvcached_nixl.identity.memory import Read, Reading, described
+from kvcached_nixl.identity.memory import Reading, described
 from kvcached_nixl.wire.handshake import MOST_NAMED_FILES, Tensors, Weights
 
 _LOADING = frozenset({"load_model", "reload_weights"})
@@ -156,7 +156,8 @@ class WeightsHistory:
             self._doubt = self._left(files) if is_reloaded else ""
         if self._scratch is None:
             self._scratch = self._find_scratch(found)
-        visible = _without(found.tensors, {*self._scratch, *found.moves})
+        left_out = {*self._scratch, *found.moves}
+        visible = {name: one for name, one in found.tensors.items() if name not in left_out}
         hidden = self._hidden(found, visible)
         self._look(visible, hidden, is_loaded)
         known = {} if self._doubt else self.vanished(visible)
@@ -265,7 +266,3 @@ def _joined(found: Sequence[Checksums]) -> Checksums:
     each = tuple(sorted(one for source in found for one in source.each))
     tensors = tuple(name for source in found for name in source.tensors)
     return Checksums(hashlib.blake2b(content, digest_size=16).hexdigest(), each, tensors)
-
-
-def _without(reading: Reading, names: Collection[str]) -> dict[str, Read]:
-    return {name: one for name, one in reading.items() if name not in names}

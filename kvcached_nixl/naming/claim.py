@@ -23,7 +23,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,18 +152,13 @@ def clear_abandoned(places: Places, patience_seconds: float = 0.0) -> tuple[str,
     """
     deadline = time.monotonic() + patience_seconds
     cleared: list[str] = []
-    waiting = list(_folders(places))
+    waiting = list(places.sockets("any").parent.glob(places.pattern))
     while waiting:
         waiting = [folder for folder in waiting if not _clear(folder, places, cleared)]
         if not waiting or time.monotonic() >= deadline:
             break
         time.sleep(_LOOK_AGAIN_SECONDS)
     return tuple(cleared)
-
-
-def _folders(places: Places) -> Iterator[Path]:
-    root = places.sockets("any").parent
-    return root.glob(places.pattern)
 
 
 def _clear(folder: Path, places: Places, cleared: list[str]) -> bool:

@@ -110,7 +110,8 @@ def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
     """Everything that a proof depends on besides the question and the transports that UCX could choose from."""
     found = {name: _version(name) for name in _PACKAGES}
     found |= {
-        "prover": _own_digest(),
+        # Of the prover's source: an editable installation changes without a new version.
+        "prover": _digest(map(_text, sorted(Path(__file__).parent.glob("*.py")))),
         "host": platform.node(),
         "boot": _text(_BOOT),
         "kernel": platform.release(),
@@ -245,11 +246,6 @@ def _version(package: str) -> str:
         return ""
     # Builds of one version differ.
     return f"{found.version} {hashlib.sha256((found.read_text('RECORD') or '').encode()).hexdigest()[:12]}"
-
-
-def _own_digest() -> str:
-    """Digest of the prover's source. An editable installation changes without a new version."""
-    return _digest(map(_text, sorted(Path(__file__).parent.glob("*.py"))))
 
 
 def _digest(texts: Iterable[str]) -> str:

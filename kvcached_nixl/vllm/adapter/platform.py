@@ -81,8 +81,10 @@ def side_channel_address(index: int = 0) -> SideChannelAddress:
     Raises:
         SettingsError: it cannot be used.
     """
+    from vllm.utils.network_utils import get_ip
+
     host = str(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"))
-    return SideChannelAddress.of(host, _port(), index, os.environ, _own_ip)
+    return SideChannelAddress.of(host, _port(), index, os.environ, get_ip)
 
 
 def _port() -> int | str:
@@ -91,12 +93,6 @@ def _port() -> int | str:
         return int(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT"))
     except ValueError:
         return os.environ[PORT]
-
-
-def _own_ip() -> str:
-    from vllm.utils.network_utils import get_ip
-
-    return str(get_ip())
 
 
 def ask(model: str, vllm: str) -> tuple[RunnerFound, ...]:
@@ -126,14 +122,10 @@ def ask(model: str, vllm: str) -> tuple[RunnerFound, ...]:
     device = str(current_platform.device_type)
     found = [judged(vllm, device, chosen, _by_model(config, said))]
     if device == "cpu":
-        found.append(_on_a_gpu(vllm, config))
+        with _with_triton(), _listening() as said:
+            there = runner_of(config)
+        found.append(judged(vllm, "cuda", there, _by_model(config, said), is_here=False))
     return tuple(found)
-
-
-def _on_a_gpu(vllm: str, config: Any) -> RunnerFound:
-    with _with_triton(), _listening() as said:
-        chosen = runner_of(config)
-    return judged(vllm, "cuda", chosen, _by_model(config, said), is_here=False)
 
 
 def _by_model(config: Any, said: list[str]) -> str:

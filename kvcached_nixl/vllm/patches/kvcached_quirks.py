@@ -118,17 +118,16 @@ def _restore_register(owner: type) -> str:
 
 def _restore_topology(owner: type) -> str:
     replacement = vars(owner).get("__init__")
-    original = _closure(replacement).get(_TOPOLOGY_CELL) if isinstance(replacement, types.FunctionType) else None
+    cells: dict[str, Any] = {}
+    if isinstance(replacement, types.FunctionType):
+        names = replacement.__code__.co_freevars
+        cells = {name: cell.cell_contents for name, cell in zip(names, replacement.__closure__ or (), strict=True)}
+    original = cells.get(_TOPOLOGY_CELL)
     if not isinstance(original, types.FunctionType):
         raise _cannot_undo(owner, "__init__", f"its replacement keeps no {_TOPOLOGY_CELL}")
     owner.__init__ = original  # type: ignore[misc]
     delattr(owner, _TOPOLOGY_MARK)
     return f"{owner.__qualname__}.__init__: kvcached's wrapper removed"
-
-
-def _closure(function: types.FunctionType) -> dict[str, Any]:
-    cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 def _find(module: str, name: str) -> type | None:
