@@ -68,6 +68,13 @@ def is_right(request: Request, num_external: int = len(PROMPT)) -> bool:
     return (request.status, request.num_external) == (Status.STOPPED, num_external)
 
 
+def arrives(pair: Pair, found: Request, num_external: int = len(PROMPT)) -> None:
+    """The request finishes with so many tokens from prefill. No hand-over fails, and nothing is left behind."""
+    pair.settle()
+    assert is_right(found, num_external) and not pair.causes()
+    pair.nothing_is_left()
+
+
 def in_flight(pair: Pair, prompt: tuple[int, ...] = PROMPT, **request: Any) -> Request:
     """Returns a request of decode whose KV is in flight: a READ, or prefill's WRITEs."""
     pair.acquaint()
@@ -197,8 +204,7 @@ def test_a_partial_prefix_hit_is_not_fetched_again(pair: Pair) -> None:
     pair.ask_decode(None, PROMPT[:9])
     pair.settle()
     found = pair.hand_over()
-    assert is_right(found, len(PROMPT) - 8)
-    pair.nothing_is_left()
+    arrives(pair, found, len(PROMPT) - 8)
 
 
 def test_a_full_prefix_hit_frees_prefill_at_once(pair: Pair) -> None:
@@ -232,9 +238,7 @@ def test_decode_computes_what_its_prompt_has_more_than_prefill_s(pair: Pair) -> 
     upstream = pair.ask_prefill(PROMPT[:10])
     pair.settle()
     found = pair.ask_decode(upstream.answer)
-    pair.settle()
-    assert is_right(found, 10) and not pair.causes()
-    pair.nothing_is_left()
+    arrives(pair, found, 10)
 
 
 @pytest.mark.parametrize("max_tokens", [2, 4, 9])
@@ -243,9 +247,7 @@ def test_only_what_prefill_computed_of_the_prompt_is_handed_over(pair: Pair, max
     upstream = pair.ask_prefill(max_tokens=max_tokens)
     pair.settle()
     found = pair.ask_decode(upstream.answer)
-    pair.settle()
-    assert is_right(found) and not pair.causes()
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 @pytest.mark.parametrize("decode_first", [True, False], ids=["decode first", "prefill first"])
@@ -261,9 +263,7 @@ def test_what_another_connector_may_take_back_is_offered_at_the_end_only(push: P
     pair.settle()
     if not decode_first:
         found = pair.ask_decode(upstream.answer)
-        pair.settle()
-    assert is_right(found) and not pair.causes()
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 # ----------------------------------------------------------------------------------------------------- device streams
@@ -303,9 +303,7 @@ def test_decode_s_blocks_are_written_when_its_device_has_ended_what_could_still_
         pair.round(engines=False)
         for posted in pair.transfers:
             pair.wire.deliver(posted)
-    pair.settle()
-    assert is_right(found)
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 # ------------------------------------------------------------------------------------------ aborted requests
@@ -518,12 +516,17 @@ def preempt(pair: Pair, request: Request) -> None:
     pair.prefill.preempt(request)
 
 
-def test_a_preempted_request_keeps_its_old_blocks_while_they_are_read_and_goes_on_in_new_ones() -> None:
-    pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False))
+def pushing(**more: Any) -> tuple[Pair, Request, Request]:
+    """A push whose prefill, which computes 5 tokens a step, begins when decode has registered; and both requests."""
+    pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False, **more))
     pair.acquaint()
     found = pair.ask_decode(pair.meet())
     pair.settle()
-    upstream = pair.ask_prefill()
+    return pair, found, pair.ask_prefill()
+
+
+def test_a_preempted_request_keeps_its_old_blocks_while_they_are_read_and_goes_on_in_new_ones() -> None:
+    pair, found, upstream = pushing()
     pair.until_posted()
     preempt(pair, upstream)
     for _ in range(8):
@@ -532,52 +535,35 @@ def test_a_preempted_request_keeps_its_old_blocks_while_they_are_read_and_goes_o
     assert upstream.status is Status.STOPPED
     pair.settle()
     assert not holds_of(pair.prefill.handover)
-    assert is_right(found) and not pair.causes()
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
-def test_a_preempted_request_s_blocks_are_free_when_its_writes_have_ended(push: Pair) -> None:
+def test_a_preempted_request_s_blocks_are_free_when_its_writes_have_ended() -> None:
     """They become free before the hand-over finishes, because the request may be waiting for these very blocks."""
-    pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False, num_blocks=7))
-    pair.acquaint()
-    found = pair.ask_decode(pair.meet())
-    pair.settle()
-    upstream = pair.ask_prefill()
+    pair, found, upstream = pushing(num_blocks=7)
     while upstream.num_computed < 15:
         pair.round()
     preempt(pair, upstream)
     pair.round()
     assert upstream.status is Status.PREEMPTED, "there are too few blocks for it"
-    pair.settle()
-    assert is_right(found) and not pair.causes()
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 def test_a_request_that_was_preempted_is_handed_over_when_it_has_ended() -> None:
     """Held blocks are not free, so with a hold per preemption two requests could preempt each other for ever."""
-    pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False))
-    pair.acquaint()
-    found = pair.ask_decode(pair.meet())
-    pair.settle()
-    upstream = pair.ask_prefill()
+    pair, found, upstream = pushing()
     pair.prefill.step()
     preempt(pair, upstream)
     assert len(holds_of(pair.prefill.handover)) == 1
     pair.prefill.step()
     preempt(pair, upstream)
     assert len(holds_of(pair.prefill.handover)) == 1, "the workers were not told of what it had the second time"
-    pair.settle()
-    assert is_right(found) and not pair.causes()
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 def test_what_waits_to_be_posted_reads_the_earlier_blocks_too() -> None:
     few = Budget(descriptors=1, peer_transfers=1)
-    pair = Pair(PUSH, kind(budget=5, depth=1, caches_prefixes=False, transfer_queue=few))
-    pair.acquaint()
-    found = pair.ask_decode(pair.meet())
-    pair.settle()
-    upstream = pair.ask_prefill()
+    pair, found, upstream = pushing(transfer_queue=few)
     (write,) = pair.until_posted()
     preempt(pair, upstream)
     pair.round()
@@ -586,9 +572,7 @@ def test_what_waits_to_be_posted_reads_the_earlier_blocks_too() -> None:
     assert pair.transfers, "the second WRITE of the same step"
     pair.round()
     assert len(holds_of(pair.prefill.handover)) == 1
-    pair.settle()
-    assert is_right(found) and not pair.causes()
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 # ------------------------------------------------------------------------------------------------------------- leases
@@ -622,9 +606,7 @@ def test_a_lease_lasts_while_decode_waits_for_blocks_and_shelters_no_other(pair:
     assert upstream.request_id in pair.prefill.requests and forgotten.request_id not in pair.prefill.requests
     pair.decode.abort(blocker)
     pair.decode.pool.free.update(dict.fromkeys(range(1, 7)))
-    pair.settle()
-    assert is_right(found)
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 def test_a_lease_that_nobody_renews_any_more_ends_though_its_name_was_renewed_before(pair: Pair) -> None:
@@ -829,8 +811,7 @@ def test_a_decode_that_was_started_again_is_served_and_its_predecessor_forgotten
     in_flight(pair)
     pair.decode = pair.cluster.restart(pair.decode)
     found = pair.hand_over(tuple(reversed(PROMPT)))
-    assert is_right(found) and not pair.causes()
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 def test_a_decode_that_was_started_again_hears_that_nothing_of_its_attempt_is_in_flight(push: Pair) -> None:
@@ -988,8 +969,7 @@ def test_messages_that_come_twice_and_in_another_order_change_nothing(pair: Pair
         pair.turn()
         for engine in pair.cluster.running:
             engine.step()
-    assert is_right(found) and not pair.causes()
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 def test_decode_goes_on_when_every_write_has_arrived(push: Pair) -> None:
@@ -1006,9 +986,7 @@ def test_decode_goes_on_when_every_write_has_arrived(push: Pair) -> None:
     assert found.status is Status.REMOTE
     for posted in earlier:
         push.wire.deliver(posted)
-    push.settle()
-    assert is_right(found) and not push.causes()
-    push.nothing_is_left()
+    arrives(push, found)
 
 
 def test_a_registration_that_is_lost_fails_at_the_deadline(push: Pair) -> None:
@@ -1543,9 +1521,7 @@ def test_what_is_staged_arrives(pair: Pair, sides: tuple[tuple[int, int], ...], 
     """For each side that stages. A request larger than the slab is moved range by range."""
     pair = Pair(pair.cluster.settings.transfer_mode, *(kind(slots=slots) for slots in sides))
     found = pair.hand_over(prompt)
-    assert is_right(found, len(prompt))
-    assert pair.causes() == {}
-    pair.nothing_is_left()
+    arrives(pair, found, len(prompt))
 
 
 def test_a_pull_is_copied_out_while_prefill_computes() -> None:
@@ -1562,9 +1538,7 @@ def test_a_pull_is_copied_out_while_prefill_computes() -> None:
     pair.settle()
     assert not pair.prefill.handover.num_kept and upstream.answer is not None
     found = pair.ask_decode(upstream.answer)
-    pair.settle()
-    assert is_right(found)
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 def test_a_staged_pull_that_was_preempted_is_copied_when_it_has_ended() -> None:
@@ -1585,9 +1559,7 @@ def test_a_staged_pull_that_was_preempted_is_copied_when_it_has_ended() -> None:
     assert not holds_of(pair.prefill.handover)
     pair.settle()
     found = pair.ask_decode(upstream.answer)
-    pair.settle()
-    assert is_right(found) and not pair.causes()
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 def test_a_staged_pull_that_ends_early_in_its_second_blocks_is_not_copied_out_of_them() -> None:
@@ -1625,9 +1597,7 @@ def test_what_was_copied_of_a_pull_that_begins_anew_is_not_used(is_late: bool) -
     worker.copy()
     pair.settle()
     found = pair.ask_decode(upstream.answer)
-    pair.settle()
-    assert is_right(found)
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["room", "full"])
@@ -1670,9 +1640,7 @@ def test_slots_are_copied_when_every_rank_has_written() -> None:
     for _ in range(3):
         pair.round()
     assert not pair.decode.workers[0].copier.asked, "another rank has not written yet"
-    pair.settle()
-    assert is_right(found)
-    pair.nothing_is_left()
+    arrives(pair, found)
 
 
 @pytest.mark.parametrize("sides", [((0, 0), (0, 0)), *SIDES], ids=["none", "P", "D", "both"])
