@@ -43,6 +43,7 @@ def answers(engine: str, incarnation: str = "0" * 16, tp_rank: int = 0) -> Answe
 
 
 OWN = answers("own")
+Start = Callable[[SideChannelAddress], "Channel"]
 
 
 def free_port() -> int:
@@ -80,9 +81,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[SideChannel
 
 
 @pytest.fixture
-def started(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[SideChannelAddress], Channel]]:
+def started(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """started(address): starts this engine's side channel, whose answers are `OWN`. Returns what it asked with."""
     monkeypatch.setattr(side_channel, "_WATCH_SECONDS", 0.02)
     with contextlib.ExitStack() as stack, caplog.at_level(logging.INFO, SERVER_LOGGER):
@@ -107,9 +106,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ reaching itself
 
 
-def test_an_engine_that_reaches_itself_starts(
-    started: Callable[[SideChannelAddress], Channel], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_reaches_itself_starts(started: Start, caplog: pytest.LogCaptureFixture) -> None:
     """Loopback serves one host only, which is said once."""
     where = address()
     channel = started(where)
@@ -135,10 +132,7 @@ def test_an_engine_that_reaches_itself_starts(
     ids=["another", "an earlier start of it", "stock vLLM", "another protocol", "an engine without ranks"],
 )
 def test_another_engine_at_the_advertised_address_stops_the_start(
-    there: Answers,
-    who: str,
-    started: Callable[[SideChannelAddress], Channel],
-    listening: Callable[[SideChannelAddress, Answers], Listener],
+    there: Answers, who: str, started: Start, listening: Callable[[SideChannelAddress, Answers], Listener]
 ) -> None:
     """Two addresses of one host, one port, and a name or a NAT that leads to the other one."""
     other = address("127.0.0.2")
@@ -181,9 +175,7 @@ def test_another_engine_that_answers_too_late_to_stop_the_start_is_said(
 # --------------------------------------------------------------------------------------------------------- no answer
 
 
-def test_nobody_at_the_advertised_address_is_said(
-    started: Callable[[SideChannelAddress], Channel], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nobody_at_the_advertised_address_is_said(started: Start, caplog: pytest.LogCaptureFixture) -> None:
     """The address is this host's and the listener might receive it, but the port is another."""
     where = address("127.0.0.1", advertised="127.0.0.1", to=free_port())
     channel = started(where)
@@ -194,9 +186,7 @@ def test_nobody_at_the_advertised_address_is_said(
 
 
 def test_a_network_that_swallows_everything_does_not_hold_up_the_start(
-    started: Callable[[SideChannelAddress], Channel],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    started: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A firewall drops packets; here, a process takes the connection and does not answer."""
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.1)
@@ -211,7 +201,7 @@ def test_a_network_that_swallows_everything_does_not_hold_up_the_start(
 
 
 def test_a_name_that_only_others_know_is_said(
-    started: Callable[[SideChannelAddress], Channel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    started: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def look_up(host: str) -> list[str]:
         raise OSError("Name or service not known")

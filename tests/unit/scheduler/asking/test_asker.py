@@ -85,6 +85,9 @@ class Decode:
         return found
 
 
+Serve = Callable[[Handler], Prefill]
+
+
 @pytest.fixture
 def decode() -> Iterator[Decode]:
     made = Decode()
@@ -93,7 +96,7 @@ def decode() -> Iterator[Decode]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Handler], Prefill]]:
+def serve() -> Iterator[Serve]:
     found: list[Prefill] = []
 
     def start(handler: Handler) -> Prefill:
@@ -112,7 +115,7 @@ def answering(**response: Any) -> Handler:
     return handler
 
 
-def test_the_prompt_is_sent_and_the_parameters_come_back(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+def test_the_prompt_is_sent_and_the_parameters_come_back(decode: Decode, serve: Serve) -> None:
     prefill = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS, "choices": [{"token_ids": [1]}]})))
     question = Question("r", [5, 6, 7], "adapter", "salt", -3, {"traceparent": "00-1-2-01"})
     decode.asker.ask(1, prefill.server, question)
@@ -124,9 +127,7 @@ def test_the_prompt_is_sent_and_the_parameters_come_back(decode: Decode, serve: 
     assert body["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def test_a_prompt_of_embeddings_is_sent_to_an_endpoint_of_ours(
-    decode: Decode, serve: Callable[[Handler], Prefill]
-) -> None:
+def test_a_prompt_of_embeddings_is_sent_to_an_endpoint_of_ours(decode: Decode, serve: Serve) -> None:
     """Of more than a megabyte, of which aiohttp takes no bytes at once."""
     sent = Prompt("r", b"", [], Tensor("uint8", (1 << 21, 1), memoryview(bytes(1 << 21))))
     prefill = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS})))
@@ -156,12 +157,7 @@ def test_a_prompt_of_embeddings_is_sent_to_an_endpoint_of_ours(
     ],
 )
 def test_an_answer_without_parameters(
-    decode: Decode,
-    serve: Callable[[Handler], Prefill],
-    response: Any,
-    reason: str,
-    is_final: bool,
-    is_busy: bool,
+    decode: Decode, serve: Serve, response: Any, reason: str, is_final: bool, is_busy: bool
 ) -> None:
     decode.asker.ask(1, serve(answering(**response)).server, Question("r", [1]))
     found = decode.answer()
@@ -172,16 +168,12 @@ def test_an_answer_without_parameters(
 @pytest.mark.parametrize(
     ("said", "seconds"), [("7", 7.0), ("-1", 0.0), ("soon", 0.0), ("9999", 60.0), ("1" * 400, 60.0), ("٣", 0.0)]
 )
-def test_what_a_busy_server_says(
-    decode: Decode, serve: Callable[[Handler], Prefill], said: str, seconds: float
-) -> None:
+def test_what_a_busy_server_says(decode: Decode, serve: Serve, said: str, seconds: float) -> None:
     decode.asker.ask(1, serve(answering(status=503, headers={"Retry-After": said})).server, Question("r", [1]))
     assert decode.answer().retry_after_seconds == seconds
 
 
-def test_the_key_is_shown_to_nobody(
-    decode: Decode, serve: Callable[[Handler], Prefill], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_key_is_shown_to_nobody(decode: Decode, serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     """Not even if the server repeats it, or anything fails: what is said of an answer comes into the log."""
     caplog.set_level(0)
 
@@ -201,9 +193,7 @@ def test_the_key_is_shown_to_nobody(
     assert not [one for one in (*said, caplog.text) if "secre" in one]
 
 
-def test_an_answer_without_end_is_cut_off(
-    decode: Decode, serve: Callable[[Handler], Prefill], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_without_end_is_cut_off(decode: Decode, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ANSWER_BYTES", 1 << 16)
 
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -216,7 +206,7 @@ def test_an_answer_without_end_is_cut_off(
     assert "more than 65536 bytes" in decode.answer().reason
 
 
-def test_half_an_answer(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+def test_half_an_answer(decode: Decode, serve: Serve) -> None:
     async def half(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Length": "1000"})
         await response.prepare(request)
@@ -229,9 +219,7 @@ def test_half_an_answer(decode: Decode, serve: Callable[[Handler], Prefill]) -> 
     assert isinstance(decode.answer(), Outcome)
 
 
-def test_an_answer_that_never_ends(
-    decode: Decode, serve: Callable[[Handler], Prefill], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_never_ends(decode: Decode, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then keeps every connection alive."""
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
 
@@ -249,9 +237,7 @@ def test_an_answer_that_never_ends(
     assert prefill.left.wait(10), "the connection is closed"
 
 
-def test_an_answer_that_unpacks_to_far_more(
-    decode: Decode, serve: Callable[[Handler], Prefill], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_unpacks_to_far_more(decode: Decode, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ANSWER_BYTES", 1 << 20)
     packed = gzip.compress(bytes(1 << 27), 1)
     decode.asker.ask(1, serve(answering(body=packed, headers={"Content-Encoding": "gzip"})).server, Question("r", [1]))
@@ -261,7 +247,7 @@ def test_an_answer_that_unpacks_to_far_more(
     tracemalloc.stop()
 
 
-def test_a_redirect_is_not_followed(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+def test_a_redirect_is_not_followed(decode: Decode, serve: Serve) -> None:
     """Nobody but the servers that the operator names hears prompts, or the key."""
     other = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS})))
     moved = {"status": 308, "headers": {"Location": f"{other.server.url}/{PATH}"}}
@@ -269,7 +255,7 @@ def test_a_redirect_is_not_followed(decode: Decode, serve: Callable[[Handler], P
     assert "HTTP 308" in decode.answer().reason and not other.asked
 
 
-def test_no_cookie_chooses_the_next_server(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+def test_no_cookie_chooses_the_next_server(decode: Decode, serve: Serve) -> None:
     """What balances connections may name its choice in a cookie, and would send all questions there."""
     prefill = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS}), headers={"Set-Cookie": "route=p1"}))
     server = Server(prefill.server.url.replace("127.0.0.1", "localhost"))
@@ -326,7 +312,7 @@ def test_a_server_that_closes_before_it_has_read_all_is_not_to_blame_for_other_p
 
 
 def test_a_name_whose_look_up_hangs_costs_others_nothing(
-    decode: Decode, serve: Callable[[Handler], Prefill], monkeypatch: pytest.MonkeyPatch
+    decode: Decode, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CONNECT_SECONDS", 0.2)
     hangs = threading.Event()
@@ -350,7 +336,7 @@ def test_nobody_listens(decode: Decode) -> None:
     assert "Cannot connect" in decode.answer().reason
 
 
-def asked_in_vain(decode: Decode, serve: Callable[[Handler], Prefill]) -> Prefill:
+def asked_in_vain(decode: Decode, serve: Serve) -> Prefill:
     """A server that has been asked, and never answers."""
     begun = threading.Event()
 
@@ -365,22 +351,20 @@ def asked_in_vain(decode: Decode, serve: Callable[[Handler], Prefill]) -> Prefil
     return prefill
 
 
-def test_prefill_notices_that_nobody_waits_any_more(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+def test_prefill_notices_that_nobody_waits_any_more(decode: Decode, serve: Serve) -> None:
     prefill = asked_in_vain(decode, serve)
     decode.asker.cancel(1)
     assert prefill.left.wait(10)
     assert not decode.asker.has_answers
 
 
-def test_closing_ends_what_is_asked(decode: Decode, serve: Callable[[Handler], Prefill]) -> None:
+def test_closing_ends_what_is_asked(decode: Decode, serve: Serve) -> None:
     prefill = asked_in_vain(decode, serve)
     decode.asker.close()
     assert prefill.left.wait(10)
 
 
-def test_one_of_the_addresses_of_a_name_is_asked_by_its_name(
-    decode: Decode, serve: Callable[[Handler], Prefill]
-) -> None:
+def test_one_of_the_addresses_of_a_name_is_asked_by_its_name(decode: Decode, serve: Serve) -> None:
     prefill = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS})))
     port = prefill.server.url.rpartition(":")[2]
     decode.asker.ask(1, Server(f"http://prefill.invalid:{port}", "127.0.0.1"), Question("r", [1]))
@@ -394,7 +378,7 @@ def test_a_name_that_does_not_resolve(decode: Decode) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 503])
-def test_whether_a_server_is_well(decode: Decode, serve: Callable[[Handler], Prefill], status: int) -> None:
+def test_whether_a_server_is_well(decode: Decode, serve: Serve, status: int) -> None:
     server = serve(answering(status=status)).server
     decode.asker.check(server)
     decode.wait()
