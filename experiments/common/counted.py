@@ -14,16 +14,23 @@ HAND_OVERS = "vllm:nixl_xfer_time_seconds_count"
 """vLLM's own counter; one for each request whose KV was moved."""
 COUNT_SECONDS = 20.0
 COUNTED_SECONDS = 1.0
+PAGE_SECONDS = 30.0
+"""A server that waits for a core answers late."""
 
 Counters = Mapping[str, int]
 """Page and labels -> value."""
 
 
+def samples(page: str, name: str = "") -> dict[str, float]:
+    """Return the values on a page of metrics by name and labels, of those whose names begin with ``name``."""
+    lines = httpx.get(page, trust_env=False, timeout=PAGE_SECONDS).text.splitlines()
+    found = (line.rpartition(" ") for line in lines if line.startswith(name) and not line.startswith("#"))
+    return {labels: float(value) for labels, _, value in found if labels}
+
+
 def counters(pages: Iterable[str], name: str = HAND_OVERS) -> Counters:
     """Return the series of a counter on pages of metrics."""
-    texts = {page: httpx.get(page, trust_env=False).text for page in pages}
-    lines = [(page, line.rpartition(" ")) for page, text in texts.items() for line in text.splitlines()]
-    return {f"{page} {labels}": int(float(value)) for page, (labels, _, value) in lines if labels.startswith(name)}
+    return {f"{page} {labels}": int(value) for page in pages for labels, value in samples(page, name).items()}
 
 
 def moved(before: Counters, after: Counters) -> int:

@@ -7,13 +7,11 @@ import asyncio
 import time
 from typing import NamedTuple
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-
+from experiments.common.counted import samples
 from experiments.common.pages import PageWatch
 from experiments.common.servers import Running, Server, ServerError
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
-from experiments.lease_recovery.traffic import HANG_SECONDS, LOOK_SECONDS
+from experiments.lease_recovery.traffic import LOOK_SECONDS
 
 GIVE_UP_SECONDS = 4 * (LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)
 _USAGE = "vllm:kv_cache_usage_perc"
@@ -52,11 +50,10 @@ class IdleMemory:
     async def _held(self, *sides: int) -> list[tuple[int, Held]]:
         """Return (side, memory that it uses) for these sides, or both."""
         servers = self._running.servers
-        async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
-            return [
-                (side, Held(max(await _metric(http, servers[side], _USAGE)), mapped_bytes(servers[side])))
-                for side in sides or range(len(servers))
-            ]
+        return [
+            (side, Held(max(await _metric(servers[side], _USAGE)), mapped_bytes(servers[side])))
+            for side in sides or range(len(servers))
+        ]
 
 
 def mapped_bytes(server: Server) -> int:
@@ -66,15 +63,12 @@ def mapped_bytes(server: Server) -> int:
 
 async def leases_ended(prefill: Server) -> int:
     """Return how many leases of prefill have ended since it started."""
-    async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
-        return round(sum(await _metric(http, prefill, _LEASES_ENDED)))
+    return round(sum(await _metric(prefill, _LEASES_ENDED)))
 
 
-async def _metric(http: httpx.AsyncClient, server: Server, name: str) -> list[float]:
+async def _metric(server: Server, name: str) -> list[float]:
     """Return the values of a server's metric, one for each of its engines."""
-    said = (await http.get(f"{server.base_url}/metrics")).text
-    samples = (sample for family in text_string_to_metric_families(said) for sample in family.samples)
-    found = [sample.value for sample in samples if sample.name == name]
+    found = list((await asyncio.to_thread(samples, f"{server.base_url}/metrics", name)).values())
     if not found:
         raise ServerError(
             f"{server.spec.name} has no metric {name}; this vLLM may have renamed it. Recovery cannot be measured."

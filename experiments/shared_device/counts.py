@@ -7,10 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-
-from experiments.common.counted import HAND_OVERS
+from experiments.common.counted import HAND_OVERS, samples
 from experiments.common.servers import Server
 from experiments.shared_device.models import Device, Served
 
@@ -59,7 +56,7 @@ class Counts:
 
 def read_counts(device: Device, engines: Engines) -> Counts:
     """Read the metrics of servers once."""
-    pages = {place: _samples(one) for place, one in engines.items()}
+    pages = {place: _totals(one) for place, one in engines.items()}
 
     def total(name: str, model: str | None = None, side: str | None = None) -> float:
         return sum(
@@ -103,11 +100,10 @@ def settled_counts(device: Device, engines: Engines) -> Counts:
     return found
 
 
-def _samples(server: Server) -> dict[str, float]:
+def _totals(server: Server) -> dict[str, float]:
     """Return the sum of each metric's series."""
     found: dict[str, float] = {}
-    page = httpx.get(f"{server.base_url}/metrics", trust_env=False, timeout=30).text
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    for labels, value in samples(f"{server.base_url}/metrics").items():
+        name = labels.partition("{")[0]
+        found[name] = found.get(name, 0.0) + value
     return found
