@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kvcached_nixl.vllm.adapter.series import ROWS, Evidence
+from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE, LOADS_BEHIND, ROWS, Evidence
 
 TIERS = (
     "lint", "unit", "coverage", "flow", "repo", "install", "gpu", "pythons", "contract", "e2e", "stacks", "equivalence",
@@ -35,7 +35,20 @@ EACH_TURN = ("lint", "coverage", "repo", "install", "gpu")
 SERVED = tuple(row.tested for row in ROWS if Evidence.E2E in row.evidence)
 NEWEST = SERVED[-1]
 """The vLLM of every run that uses only one."""
-RUNNERS = {row.tested: row.shape.runners for row in ROWS}
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
+
+
+RUNNERS = {
+    row.tested: (
+        *(("V1",) if _number(row.tested) < _number(LOADS_BEHIND.since) else ()),
+        *(("V2",) if _number(row.tested) >= _number(HITS_DIVERGE.since) else ()),
+    )
+    for row in ROWS
+}
+"""The model runners that kvcached accepts. Without `packaging`: this runs before there is an environment."""
 ROUTER = "stacks/test_vllm_router.py"
 """Run by every turn, too."""
 BUDGET_MINUTES = 64.0

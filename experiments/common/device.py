@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from experiments.common.transfer_config import extra_of, with_extra
-from kvcached_nixl.vllm.adapter.versions import SWITCH, accepted, found_version, named, row_of
+from kvcached_nixl.vllm.adapter.versions import SWITCH, accepted, found_version, named
 
 LAYOUT = "KVCACHED_CONTIGUOUS_LAYOUT"
 REGISTRATION = "NIXL_HOSTVMM_REGISTRATION"
@@ -61,8 +61,7 @@ def num_gpus() -> int:
 def serves_contiguous(vllm: str | None) -> bool:
     """Return whether kvcached's contiguous layout can be served here: since 0.29 an attention backend declares its
     layouts, and the CPU's has none with all layers in a block."""
-    row = row_of(vllm)
-    return row is None or not row.shape.logical_views or has_gpu()
+    return vllm is None or "V1" in accepted(vllm) or has_gpu()
 
 
 def layout() -> dict[str, str]:
