@@ -45,6 +45,8 @@ processor has it, too."""
 _LISTENING = "_kvcached_nixl_listening"
 """The same client's attribute: the API server's loop, and its HTTP server."""
 _LOOK_SECONDS = 0.05
+_CLOSED_BEFORE_SECONDS = 0.5
+"""New connections end before requests are refused: what has come over one until then is served."""
 _LEAST_SECONDS = 1.0
 """For the engine to stop, however long the requests have taken."""
 RETRY_SECONDS = 1
@@ -78,7 +80,8 @@ def shut_down(call: Call) -> Any:
         return call.proceed()
     begun_seconds, left = time.monotonic(), timeout
     waits = bool(timeout) and not _is_loop_here()
-    setattr(client, _LEAVING, begun_seconds + (_delay_seconds(config, timeout or 0.0) if waits else 0.0))
+    refuses_at_seconds = begun_seconds + (_delay_seconds(config, timeout or 0.0) if waits else 0.0)
+    setattr(client, _LEAVING, refuses_at_seconds)
     processor = private(client, "output_processor")
     # What the engine aborts from now on ends with an error (`frontend.let_fail`).
     setattr(processor, _LEAVING, begun_seconds)
@@ -86,7 +89,7 @@ def shut_down(call: Call) -> Any:
         logger.info("Shutting down: %d requests are under way", len(private(processor, "request_states")))
         until_seconds = begun_seconds + timeout
         while time.monotonic() < until_seconds and (processor.has_unfinished_requests() or not refuses(client)):
-            if refuses(client):
+            if time.monotonic() >= refuses_at_seconds - _CLOSED_BEFORE_SECONDS:
                 _stop_listening(client)
             time.sleep(_LOOK_SECONDS)
         left = max(_LEAST_SECONDS, until_seconds - time.monotonic())
