@@ -19,7 +19,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from kvcached_nixl.errors import UnsupportedVersion
@@ -154,91 +155,62 @@ class Contact(NamedTuple):
         return f"{self.module}.{self.qualname}"
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+_TOUCHED = """
+vllm.platforms.interface
+  Platform._align_hybrid_block_size: cls vllm_config backend_cls
+vllm.v1.core.kv_cache_coordinator
+  KVCacheCoordinator.__init__: self kv_cache_config max_model_len max_in_flight_tokens use_eagle enable_caching
+    enable_kv_cache_events dcp_world_size pcp_world_size scheduler_block_size hash_block_size metrics_collector
+    num_prefill_lookahead num_hash_lookahead_tokens?
+vllm.v1.core.kv_cache_manager
+  KVCacheManager.allocate_slots: self request num_new_tokens num_new_computed_tokens new_computed_blocks
+    num_lookahead_tokens num_external_computed_tokens delay_cache_blocks num_encoder_tokens full_sequence_must_fit
+    reserved_blocks has_scheduled_reqs skip_zeroing_group_ids?
+vllm.v1.core.single_type_kv_cache_manager
+  MambaManager._cache_partial_tail_block: self request num_tokens retention_interval
+vllm.v1.engine.core
+  EngineCore.__init__: self vllm_config executor_class log_stats executor_fail_callback include_finished_set
+  EngineCore.reset_prefix_cache: self reset_running_requests reset_connector
+  EngineCore.shutdown: self
+  EngineCore.step_with_batch_queue: self
+vllm.v1.engine.core_client
+  MPClient.__init__: self asyncio_mode vllm_config executor_class log_stats client_addresses renderer
+  MPClient.shutdown: self timeout
+vllm.v1.engine.utils
+  CoreEngineProcManager.__init__: self local_engine_count start_index local_start_index vllm_config local_client
+    handshake_address executor_class log_stats client_handshake_address tensor_queue
+  CoreEngineProcManager.monitor_engine_liveness: self
+  CoreEngineProcManager.shutdown: self timeout
+  wait_for_engine_startup: handshake_socket core_engines parallel_config coordinated_dp cache_config launch
+vllm.v1.worker.gpu.attn_utils
+  allocate_kv_cache: kv_cache_config device layout kernel_block_sizes
+vllm.v1.worker.gpu.model_runner
+  GPUModelRunner.__init__: self vllm_config device
+  GPUModelRunner.initialize_kv_cache: self kv_cache_config is_profiling kv_cache_allocation_context
+  init_attn_backend: kv_cache_config vllm_config device active_layer_names draft_layer_names
+vllm.v1.worker.gpu_worker
+  Worker.determine_available_memory: self
+  Worker.shutdown: self
+  request_memory: init_snapshot cache_config external_weight_memory?
+"""
+"""By module: functions and methods with their parameters. One with a question mark is there in some supported versions
+only."""
 
 
-_COORDINATOR = _words(
-    "self kv_cache_config max_model_len max_in_flight_tokens use_eagle enable_caching enable_kv_cache_events "
-    "dcp_world_size pcp_world_size scheduler_block_size hash_block_size metrics_collector num_prefill_lookahead"
-)
-_SLOTS = _words(
-    "self request num_new_tokens num_new_computed_tokens new_computed_blocks num_lookahead_tokens "
-    "num_external_computed_tokens delay_cache_blocks num_encoder_tokens full_sequence_must_fit reserved_blocks "
-    "has_scheduled_reqs"
-)
-_REQUEST = _words("init_snapshot cache_config")
-_CORE, _UTILS, _V2 = "vllm.v1.engine.core", "vllm.v1.engine.utils", "vllm.v1.worker.gpu"
+def _contacts() -> Iterator[Contact]:
+    module = ""
+    for line in re.sub(r"\n {4}", " ", _TOUCHED).strip().splitlines():
+        if not line.startswith(" "):
+            module = line
+            continue
+        qualname, _, words = line.strip().partition(": ")
+        names = words.split()
+        always = tuple(name for name in names if not name.endswith("?"))
+        with_others = tuple(name.rstrip("?") for name in names)
+        yield Contact(module, qualname, always, (with_others,) if with_others != always else ())
 
-CONTACTS: tuple[Contact, ...] = (
-    Contact("vllm.platforms.interface", "Platform._align_hybrid_block_size", ("cls", "vllm_config", "backend_cls")),
-    Contact(
-        "vllm.v1.core.kv_cache_coordinator",
-        "KVCacheCoordinator.__init__",
-        _COORDINATOR,
-        ((*_COORDINATOR, "num_hash_lookahead_tokens"),),
-    ),
-    Contact(
-        "vllm.v1.core.kv_cache_manager",
-        "KVCacheManager.allocate_slots",
-        _SLOTS,
-        ((*_SLOTS, "skip_zeroing_group_ids"),),
-    ),
-    Contact(
-        "vllm.v1.core.single_type_kv_cache_manager",
-        "MambaManager._cache_partial_tail_block",
-        _words("self request num_tokens retention_interval"),
-    ),
-    Contact(
-        _CORE,
-        "EngineCore.__init__",
-        _words("self vllm_config executor_class log_stats executor_fail_callback include_finished_set"),
-    ),
-    Contact(_CORE, "EngineCore.reset_prefix_cache", _words("self reset_running_requests reset_connector")),
-    Contact(_CORE, "EngineCore.shutdown", ("self",)),
-    Contact(_CORE, "EngineCore.step_with_batch_queue", ("self",)),
-    Contact(
-        "vllm.v1.engine.core_client",
-        "MPClient.__init__",
-        _words("self asyncio_mode vllm_config executor_class log_stats client_addresses renderer"),
-    ),
-    Contact("vllm.v1.engine.core_client", "MPClient.shutdown", ("self", "timeout")),
-    Contact(
-        _UTILS,
-        "CoreEngineProcManager.__init__",
-        _words(
-            "self local_engine_count start_index local_start_index vllm_config local_client handshake_address "
-            "executor_class log_stats client_handshake_address tensor_queue"
-        ),
-    ),
-    Contact(_UTILS, "CoreEngineProcManager.monitor_engine_liveness", ("self",)),
-    Contact(_UTILS, "CoreEngineProcManager.shutdown", ("self", "timeout")),
-    Contact(
-        _UTILS,
-        "wait_for_engine_startup",
-        _words("handshake_socket core_engines parallel_config coordinated_dp cache_config launch"),
-    ),
-    Contact(f"{_V2}.attn_utils", "allocate_kv_cache", _words("kv_cache_config device layout kernel_block_sizes")),
-    Contact(f"{_V2}.model_runner", "GPUModelRunner.__init__", _words("self vllm_config device")),
-    Contact(
-        f"{_V2}.model_runner",
-        "GPUModelRunner.initialize_kv_cache",
-        _words("self kv_cache_config is_profiling kv_cache_allocation_context"),
-    ),
-    Contact(
-        f"{_V2}.model_runner",
-        "init_attn_backend",
-        _words("kv_cache_config vllm_config device active_layer_names draft_layer_names"),
-    ),
-    Contact("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",)),
-    Contact("vllm.v1.worker.gpu_worker", "Worker.shutdown", ("self",)),
-    Contact(
-        "vllm.v1.worker.gpu_worker",
-        "request_memory",
-        _REQUEST,
-        ((*_REQUEST, "external_weight_memory"),),
-    ),
-)
+
+CONTACTS = tuple(_contacts())
 
 
 def differences() -> list[str]:
