@@ -20,16 +20,15 @@ from kvcached_nixl.vllm.adapter.specs import (
     dims_first,
     groups_of_states,
     is_state,
-    keeps_of,
     kv_heads_of,
     odd_cells,
     parts_of_state,
     specs_of,
     state_bytes,
+    without_states,
 )
 from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
-from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.wire.planes import HeadShare
 
 _PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
@@ -67,23 +66,21 @@ class KVCacheView:
 
     @property
     def attention_groups(self) -> list[Any]:
-        return [one for one in self.kv_cache_groups if keeps_of(one.kv_cache_spec) is not Keeps.STATE]
+        return without_states(self.kv_cache_groups)
 
     @property
     def has_states(self) -> bool:
-        return any(keeps_of(one.kv_cache_spec) is Keeps.STATE for one in self.kv_cache_groups)
+        return len(self.attention_groups) < len(self.kv_cache_groups)
 
     @property
     def attention_backends(self) -> list[Any]:
         """The attention backends, without those of layers that keep a state."""
-        with_kv = self.attention_groups
-        if len(with_kv) == len(self.kv_cache_groups):
+        if not self.has_states:
             return list(private(self.worker, "attn_backends"))
         from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
-        return list(
-            get_current_attn_backends(self.vllm_config, [layer for one in with_kv for layer in one.layer_names])
-        )
+        layers = [layer for one in self.attention_groups for layer in one.layer_names]
+        return list(get_current_attn_backends(self.vllm_config, layers))
 
     @property
     def num_blocks(self) -> int:

@@ -46,6 +46,11 @@ def keeps_of(kv_cache_spec: Any) -> Keeps:
     return found.pop() if len(found) == 1 else Keeps.WINDOW
 
 
+def without_states(kv_cache_groups: Any) -> list[Any]:
+    """The KV-cache groups without those of layers that keep a state."""
+    return [one for one in kv_cache_groups if keeps_of(one.kv_cache_spec) is not Keeps.STATE]
+
+
 def _keeps(spec: Any) -> Keeps:
     if is_state(spec):
         return Keeps.STATE

@@ -31,9 +31,8 @@ from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACAD
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.platform import side_channel_address
 from kvcached_nixl.vllm.adapter.series import ASKS_FOR_RESULTS, HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND
-from kvcached_nixl.vllm.adapter.specs import keeps_of
+from kvcached_nixl.vllm.adapter.specs import without_states
 from kvcached_nixl.vllm.patches.step_output import is_whole, scheduled
-from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.worker import memory_registration as registration
 from kvcached_nixl.worker.build import build_worker
 from kvcached_nixl.worker.staging.sizing import choose
@@ -221,20 +220,18 @@ def supports_divergent_local_hybrid_hits(call: Call) -> bool:
 def make_nixl_worker(call: Call) -> None:
     """It knows the KV-cache groups with attention only. `nixl_worker.WorkerView` knows all of them."""
     kv_cache_config = call.argument("kv_cache_config")
-    call.proceed(kv_cache_config=without_states(kv_cache_config))
+    call.proceed(kv_cache_config=config_without_states(kv_cache_config))
     private(call.instance, "kv_cache_config")
     call.instance.kv_cache_config = kv_cache_config
 
 
-def without_states(kv_cache_config: Any) -> Any:
+def config_without_states(kv_cache_config: Any) -> Any:
     """The KV-cache groups with attention only, for the constructor of vLLM's own NIXL worker.
 
     It wants another layout of convolution states (``VLLM_SSM_CONV_STATE_LAYOUT=DS``), and does not know all kinds of
     states; but none of its own methods moves any.
     """
-    groups = [
-        one for one in private(kv_cache_config, "kv_cache_groups") if keeps_of(one.kv_cache_spec) is not Keeps.STATE
-    ]
+    groups = without_states(private(kv_cache_config, "kv_cache_groups"))
     if len(groups) == len(kv_cache_config.kv_cache_groups):
         return kv_cache_config
     # Not a copy: it would have what vLLM has already derived from all groups.

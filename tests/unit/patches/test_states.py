@@ -14,7 +14,7 @@ import pytest
 from kvcached_nixl.patching import Call
 from kvcached_nixl.vllm.adapter.requests import RequestView
 from kvcached_nixl.vllm.patches.arrival import stop_before_last
-from kvcached_nixl.vllm.patches.connector import make_nixl_worker, without_states, zero_first
+from kvcached_nixl.vllm.patches.connector import config_without_states, make_nixl_worker, zero_first
 
 SEND = {"do_remote_decode": True, "transfer_id": "t"}
 
@@ -154,14 +154,14 @@ def test_vllms_own_worker_does_not_see_states() -> None:
     attention, state = SimpleNamespace(kv_cache_spec="full"), SimpleNamespace(kv_cache_spec=MambaSpec())
     whole = CacheConfig([state, attention])
     assert whole.num_groups == 2
-    found = without_states(whole)
+    found = config_without_states(whole)
     assert found.kv_cache_groups == [attention] and (found.num_blocks, found.num_groups) == (7, 1)
     assert whole.kv_cache_groups == [state, attention]
     seen, worker = [], SimpleNamespace(kv_cache_config=found)
     make_nixl_worker(Call(lambda kv_cache_config: seen.append(kv_cache_config), worker, (whole,), {}))
     assert seen == [found] and worker.kv_cache_config is whole
     plain = CacheConfig([attention])
-    assert without_states(plain) is plain
+    assert config_without_states(plain) is plain
 
 
 def test_blocks_to_zero_are_added_to_vllms_own() -> None:
