@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_nixl.errors import ContractChanged
-from kvcached_nixl.vllm.adapter.tracing import EngineSpans, add_server_spans, spans_of, traceparent_of
+from kvcached_nixl.vllm.adapter.tracing import EngineSpans, add_server_spans, traceparent_of
 from kvcached_nixl.wire.timeline import State, Timeline
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -34,16 +33,6 @@ def instrument_manual(span_name, start_time, end_time=None, attributes=None, con
 def vllm(make_module: Callable[..., ModuleType]) -> ModuleType:
     make_module("vllm").__path__ = []
     return make_module("vllm.tracing", VLLM)
-
-
-def test_spans_are_made_only_where_vllm_traces() -> None:
-    def config(endpoint: str | None) -> Any:
-        return SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint))
-
-    assert spans_of(config(None)) is None
-    assert spans_of(config("http://127.0.0.1:4317")) == EngineSpans()
-    with pytest.raises(ContractChanged):
-        spans_of(SimpleNamespace(observability_config=object()))
 
 
 @pytest.mark.parametrize(

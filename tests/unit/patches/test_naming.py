@@ -126,16 +126,6 @@ def test_a_name_that_is_given_is_not_withdrawn_again(kvcached: dict[str, Any]) -
     assert names(kvcached) == {made.kvcached_nixl_name}
 
 
-def test_an_engine_that_has_ended_leaves_no_name(kvcached: dict[str, Any], tmp_path: Path) -> None:
-    """The next one in this process has another."""
-    executor, first, second = Executor(), config(), config()
-    naming.own_engine(executor, first)
-    naming.give_up_name()
-    assert not list(tmp_path.glob("kvcached-tp-*"))
-    naming.own_engine(executor, second)
-    assert first.kvcached_nixl_name != second.kvcached_nixl_name
-
-
 def test_a_second_engine_in_a_process_is_refused_while_the_first_is_there(kvcached: dict[str, Any]) -> None:
     """kvcached would map the first one's pages in the second one's workers."""
     executor, other, made = Executor(), Executor(), config()
