@@ -14,7 +14,6 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.wire.handshake import MemoryType
 from kvcached_nixl.worker.geometry.layout import Axes, Layout, Page, plan
-from kvcached_nixl.worker.geometry.states import StatePart
 from kvcached_nixl.worker.staging.sizing import SlabLoad, make_slab
 from kvcached_nixl.worker.staging.slab import Slab
 
@@ -30,7 +29,7 @@ class NixlRegistrar(Protocol):
     def num_pools(self) -> int: ...
     @property
     def unserved(self) -> Sequence[tuple[str, str]]: ...
-    def groups(self) -> Sequence[Mapping[str, tuple[int, int, int, int, Sequence[tuple[int, ...]]]]]: ...
+    def groups(self) -> Sequence[Mapping[str, Page]]: ...
     @property
     def kernel_blocks_per_block(self) -> int: ...
     def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]: ...
@@ -98,7 +97,7 @@ def register(
     layout = plan(
         kv_caches,
         axes=Axes.from_probe(shape, **numbers),
-        pages={layer: _page(*one) for group in groups for layer, one in group.items()},
+        pages={layer: page for group in groups for layer, page in group.items()},
         num_blocks=worker.num_blocks,
         num_pools=worker.num_pools,
         split=worker.kernel_blocks_per_block,
@@ -119,7 +118,3 @@ def register(
     where = 0 if is_host else device_id
     worker.register_memory([slab.extent], where, "DRAM" if is_host else None)
     return Registered(layout, layers_of_groups, slab, "DRAM" if is_host else None, (slab.extent,), where, path)
-
-
-def _page(num_bytes: int, num_tokens: int, num_heads: int, state_bytes: int, parts: Sequence[tuple[int, ...]]) -> Page:
-    return Page(num_bytes, num_tokens, num_heads, state_bytes, tuple(StatePart(*part) for part in parts))

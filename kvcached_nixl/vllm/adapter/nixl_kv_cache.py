@@ -16,7 +16,6 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.specs import (
-    Part,
     dims_first,
     groups_of_states,
     is_state,
@@ -30,6 +29,8 @@ from kvcached_nixl.vllm.adapter.specs import (
 from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.planes import HeadShare
+from kvcached_nixl.worker.geometry.layout import Page
+from kvcached_nixl.worker.geometry.states import StatePart
 
 _PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
 """Sizes that no other dimension of a cache has, so that each dimension of a shape can be identified by its size."""
@@ -95,22 +96,21 @@ class KVCacheView:
             return len(tensors)
         return len({one.offset + number * one.layer_stride for one in tensors for number in range(len(one.layers))})
 
-    def groups(self) -> list[dict[str, tuple[int, int, int, int, tuple[Part, ...]]]]:
-        """Per KV-cache group: layer name -> bytes (K and V, or the latent), tokens and heads of one of its kernel
-        blocks, 0, and (); of a layer with a state: bytes of its page, 1, 1, bytes of its state, and its parts.
+    def groups(self) -> list[dict[str, Page]]:
+        """Per KV-cache group: layer name -> the size of one of its kernel blocks.
 
         Raises:
             LayoutRefused: a layer has cells that are not one token of one head.
         """
         return [self._pages(group.layer_names, group.kv_cache_spec) for group in self.kv_cache_groups]
 
-    def _pages(self, layers: Sequence[str], spec: Any) -> dict[str, tuple[int, int, int, int, tuple[Part, ...]]]:
+    def _pages(self, layers: Sequence[str], spec: Any) -> dict[str, Page]:
         ratio = self.kernel_blocks_per_block
-        pages: dict[str, tuple[int, int, int, int, tuple[Part, ...]]] = {}
+        pages: dict[str, Page] = {}
         for layer in layers:
             own = spec.kv_cache_specs[layer] if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
             if is_state(own):
-                pages[layer] = own.page_size_bytes, 1, 1, state_bytes(own), self._parts_of_state(own)
+                pages[layer] = Page(own.page_size_bytes, 1, 1, state_bytes(own), self._parts_of_state(own))
                 continue
             if reason := odd_cells(own):
                 raise LayoutRefused(
@@ -120,10 +120,10 @@ class KVCacheView:
                     remedy="choose another --attention-backend or --kv-cache-dtype, or run without ENABLE_KVCACHED",
                 )
             heads = int(private(own, "num_kv_heads"))
-            pages[layer] = own.page_size_bytes // ratio, own.block_size // ratio, heads, 0, ()
+            pages[layer] = Page(own.page_size_bytes // ratio, own.block_size // ratio, heads)
         return pages
 
-    def _parts_of_state(self, spec: Any) -> tuple[Part, ...]:
+    def _parts_of_state(self, spec: Any) -> tuple[StatePart, ...]:
         groups = groups_of_states(private(self.worker, "model_config").hf_text_config)
         return parts_of_state(spec, self.tp_rank, self.tp_size, groups, dim_first=dims_first())
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read vLLM's KV-cache specs of a layer, where the parts of its state are, and which draft models have layers of their
-own. Classes are recognised by name, so that nothing is imported.
+own. Classes are recognised by name, so that nothing of vLLM is imported.
 
 Tensor-parallel ranks share a layer's state. A convolution's state has channels of several projections side by side,
 each of which is shared out by itself::
@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from kvcached_nixl.vllm.adapter.attributes import optional
 from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
 from kvcached_nixl.vllm.adapter.versions import found_version, installed_has
 from kvcached_nixl.wire.kv_groups import Keeps
+from kvcached_nixl.worker.geometry.states import StatePart
 
 
 def specs_of(kv_cache_spec: Any) -> list[Any]:
@@ -174,9 +175,6 @@ def keeps_draft_kv(speculative_config: Any) -> bool:
 
 # -------------------------------------------------------------------------------------------------- parts of a state
 
-Part: TypeAlias = tuple[int, int, int, int, int, int, int, int]
-"""As `worker.geometry.states.StatePart`."""
-
 
 class _Share(NamedTuple):
     """Channels of a projection on this rank, the model's index of the first of them, and which of several copies it
@@ -188,7 +186,9 @@ class _Share(NamedTuple):
     copy: int = 0
 
 
-def parts_of_state(spec: Any, tp_rank: int, tp_size: int, groups: set[int], *, dim_first: bool) -> tuple[Part, ...]:
+def parts_of_state(
+    spec: Any, tp_rank: int, tp_size: int, groups: set[int], *, dim_first: bool
+) -> tuple[StatePart, ...]:
     """The parts of a rank's state, in an order that does not depend on the tensor-parallel size; () if this is not
     known for such a layer.
 
@@ -202,17 +202,17 @@ def parts_of_state(spec: Any, tp_rank: int, tp_size: int, groups: set[int], *, d
     if tp_size > 1 and optional(spec, "tp_replicated"):
         # vLLM 0.30 has layers whose state is the same on all ranks.
         alone = parts_of_state(spec, 0, 1, groups, dim_first=dim_first)
-        return tuple((*part[:-2], tp_size, tp_rank) for part in alone)
+        return tuple(part._replace(copies=tp_size, copy=tp_rank) for part in alone)
     shares = _shares(kind, [shape for shape, _ in tensors], tp_rank, tp_size, groups, dim_first)
     if not shares:
         return ()
-    found: list[Part] = []
+    found: list[StatePart] = []
     offset = 0
     for (shape, dtype), of_tensor in zip(tensors, shares, strict=True):
         size = dtype.itemsize
         if of_tensor is None:
             heads, cell = shape[0], math.prod(shape[1:]) * size
-            found.append((offset, 1, 0, cell, heads, tp_rank * heads, 1, 0))
+            found.append(StatePart(offset, 1, 0, cell, heads, tp_rank * heads))
         else:
             found += _of_convolution(offset, shape, size, of_tensor, dim_first)
         offset += math.prod(shape) * size
@@ -221,14 +221,14 @@ def parts_of_state(spec: Any, tp_rank: int, tp_size: int, groups: set[int], *, d
 
 def _of_convolution(
     offset: int, shape: tuple[int, ...], size: int, shares: list[_Share], dim_first: bool
-) -> Iterator[Part]:
+) -> Iterator[StatePart]:
     channels, positions = shape if dim_first else shape[::-1]
     before = 0
     for share in shares:
         if dim_first:
-            yield offset + before * positions * size, 1, 0, positions * size, *share
+            yield StatePart(offset + before * positions * size, 1, 0, positions * size, *share)
         else:
-            yield offset + before * size, positions, channels * size, size, *share
+            yield StatePart(offset + before * size, positions, channels * size, size, *share)
         before += share.channels
 
 

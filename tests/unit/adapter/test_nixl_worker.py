@@ -19,7 +19,8 @@ from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE, LOADS_BEHIND, Change
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import Keeps
-from kvcached_nixl.worker.geometry.layout import Axes
+from kvcached_nixl.worker.geometry.layout import Axes, Page
+from kvcached_nixl.worker.geometry.states import StatePart
 
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 
@@ -348,7 +349,7 @@ def test_groups_may_have_blocks_of_other_sizes(kernel_tokens: Callable[[int], No
     view = worker(
         kv_cache_config=cache_of(FullAttentionSpec(), with_blocks_of(32)), _physical_blocks_per_logical_kv_block=1
     )
-    assert view.unserved == [] and view.groups() == [{"a": (64, 16, 4, 0, ())}, {"b": (64, 32, 4, 0, ())}]
+    assert view.unserved == [] and view.groups() == [{"a": Page(64, 16, 4)}, {"b": Page(64, 32, 4)}]
 
 
 def test_blocks_that_the_kernel_splits_in_one_group_only_are_refused(kernel_tokens: Callable[[int], None]) -> None:
@@ -479,9 +480,9 @@ def test_a_layer_with_a_state_has_a_page_and_a_state_in_it(attention_backends: l
     config = cache_of(FullAttentionSpec(), MambaSpec())
     view = worker(kv_cache_config=config, attn_backends=[backend("MAMBA2"), backend("FLASH")])
     (attention,), (state,) = (of_group.values() for of_group in view.groups())
-    assert (attention, state[:4]) == ((32, 8, 4, 0, ()), (64, 1, 1, 24))
+    assert attention == Page(32, 8, 4)
     # Short convolution: four channels of rank 1 in each of three rows.
-    assert state[4] == ((0, 3, 8, 2, 4, 4, 1, 0),)
+    assert state == Page(64, 1, 1, 24, (StatePart(0, 3, 8, 2, 4, 4),))
     facts = dict(view.facts)
     assert facts["attention"] == "FLASH"
     assert facts["groups"].startswith("0: FullAttentionSpec; 1: MambaSpec short_conv ")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from support.kvcached_memory import Geometry
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.settings import MemoryPath, Settings
-from kvcached_nixl.worker.geometry.layout import Arrangement
+from kvcached_nixl.worker.geometry.layout import Arrangement, Page
 from kvcached_nixl.worker.memory_registration import register
 
 PROBED = {"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009}
@@ -32,7 +31,7 @@ class Stock:
         self.kernel_blocks_per_block = 1
 
     def groups(self) -> list[dict[str, Any]]:
-        page = dataclasses.astuple(self.geometry.page())
+        page = self.geometry.page()
         return [dict.fromkeys(layers, page) for layers in self.geometry.layers_of_groups()]
 
     def probe_cache_shape(self) -> tuple[tuple[int, ...], dict[str, int]]:
@@ -88,8 +87,8 @@ def test_a_slot_has_room_for_a_state_across_kernel_blocks(contiguous: bool) -> N
         stock = Stock(geometry)
         attention, states = geometry.layers_of_groups()
         pages = [
-            dict.fromkeys(attention, dataclasses.astuple(geometry.page())),
-            dict.fromkeys(states, (split * geometry.page_bytes, 1, 1, 100, ())),
+            dict.fromkeys(attention, geometry.page()),
+            dict.fromkeys(states, Page(split * geometry.page_bytes, 1, 1, 100)),
         ]
         stock.groups = lambda pages=pages: pages  # type: ignore[misc]
         stock.kernel_blocks_per_block = split
