@@ -20,7 +20,6 @@ from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.patching import Call, Patch, Seam, Target
 from kvcached_nixl.patching.record import Kind, Process
 from kvcached_nixl.proof.find import find_here
-from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.side_channel import Answers, HandshakeListener, start
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.handshake_watch import HandshakeWatch
@@ -110,7 +109,7 @@ def update_state_after_alloc(call: Call) -> None:
 @_of_connector("scheduler", ("scheduler_output",), "the workers would not be told of any hand-over.")
 def build_connector_meta(call: Call) -> Any:
     side, scheduler_output = side_of(call.instance), call.argument("scheduler_output")
-    step = side.take_step(Progress(*one) for one in scheduled(scheduler_output))
+    step = side.take_step(scheduled(scheduler_output))
     zero_first(scheduler_output, side.filled_in_part(step))
     return attach_step(call.proceed(), step)
 

@@ -13,31 +13,30 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.vllm.adapter.attributes import private, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.metrics import add_lasted, take_reasons, take_timelines
 from kvcached_nixl.vllm.adapter.queues import bring_forward, waits_for_kv
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
-from kvcached_nixl.wire.step import FAILING, BlockIds, Reports
+from kvcached_nixl.wire.step import FAILING, Reports
 
 _WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """Final statuses of a request that has computed its whole prompt."""
 _STOOD_STILL = "_kvcached_nixl_stood_still"
 
 
-def scheduled(scheduler_output: Any) -> Iterator[tuple[str, BlockIds, bool, int, int]]:
-    """Each request of a step: id, block ids per group, whether these replace the earlier ones, computed tokens after
-    the step, and before it.
-    """
+def scheduled(scheduler_output: Any) -> Iterator[Progress]:
+    """Each request of a step."""
     tokens = scheduler_output.num_scheduled_tokens
     for new in scheduler_output.scheduled_new_reqs:
-        yield new.req_id, new.block_ids, True, new.num_computed_tokens + tokens[new.req_id], new.num_computed_tokens
+        before = new.num_computed_tokens
+        yield Progress(new.req_id, new.block_ids, True, before + tokens[new.req_id], before)
     cached = scheduler_output.scheduled_cached_reqs
-    for request_id, block_ids, num_computed_tokens in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
+    running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+    for request_id, block_ids, before in running:
         replaces = request_id in cached.resumed_req_ids
-        yield request_id, block_ids or (), replaces, num_computed_tokens + tokens[request_id], num_computed_tokens
+        yield Progress(request_id, block_ids or (), replaces, before + tokens[request_id], before)
 
 
 @Patch(
