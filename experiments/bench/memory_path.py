@@ -84,11 +84,11 @@ def answer(run: Run) -> Answer:
             *(("copied for", "copied"), ("first token after", "whole")),
         )
     ]
-    tables = [
-        push_vs_pull.table_of(first, f"{title}; milliseconds"),
-        pages.table(f"{title}: after prefill's last step, ms", columns),
-        table_of_loaded(loaded),
-    ]
+    tables = []
+    if first.figures:
+        tables.append(push_vs_pull.table_of(first, f"{title}; milliseconds"))
+    if pages.figures:
+        tables += [pages.table(f"{title}: after prefill's last step, ms", columns), table_of_loaded(loaded)]
     content = {"memory": memory, "first_token": first, "pages": pages, "under_load": loaded}
     return Answer(
         tables,
