@@ -113,10 +113,12 @@ async def _counted(router: Router) -> dict[str, float]:
 
 def judge(samples: Samples) -> list[Verdict]:
     """Return the targets of each model and prompt length."""
-    found = samples.compare(PULL.name, STOCK.name, "first_token", "first token, pull / stock", most=SLOWEST)
-    for setting in samples.settings:
-        # One of them reads the ownership token.
-        few, many = (samples.median(setting, arm.name, "descriptors") - 1 for arm in (PULL, PULL_APART))
-        words = f"{samples.words(setting)}: descriptors, contiguous / non-contiguous (<= 0.5)"
-        found.append(Verdict(words, f"{few / many:.2f} x", few / many <= 0.5))
-    return found
+    figures = (
+        (STOCK, "first_token", "first token, pull / stock", SLOWEST),
+        (PULL_APART, "descriptors", "descriptors, contiguous / non-contiguous", 0.5),
+    )
+    return [
+        verdict
+        for other, figure, words, most in figures
+        for verdict in samples.compare(PULL.name, other.name, figure, words, most=most)
+    ]

@@ -40,7 +40,7 @@ What does it cost to hand over a model that keeps KV in several KV-cache groups?
   (vllm:nixl_*). --only names models; --rounds is 10.
 targets, for each model, medians:
   time to first token, pull contiguous / stock pull       <= 1.15
-  a prompt's descriptors, contiguous / non-contiguous     <= 0.5, without that of the ownership token""",
+  a prompt's descriptors, contiguous / non-contiguous     <= 0.5""",
     "handshake_cost": """\
 What does the first hand-over of a pair cost, and does the cost grow with the memory that kvcached reserves?
   Fresh pairs: stock vLLM, this package in both layouts, and kvcached with its own NIXL patch, with 1, 8 and 60 GiB
