@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's hand-over state on the engine's thread: turns scheduler steps into commands for the transfer thread, and
-the transfer thread's outcomes into what vLLM is told. Once per worker.
+"""The worker's hand-over state on the engine's thread: passes a step's commands on to the transfer thread when it is
+time, and turns the transfer thread's outcomes into what vLLM is told. Once per worker.
 
 What a step computes is offered once the step has been submitted to the device, together with an event that tells the
 transfer thread when the device has finished it. Decode's blocks are written only after the device has finished every
@@ -20,6 +20,9 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import (
+    FetchSpec,
+    Finish,
+    OfferUpdate,
     Step,
     claimed_mark,
     failed_mark,
@@ -31,19 +34,12 @@ from kvcached_nixl.wire.step import (
 from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.staging.slots import SlabUse
 from kvcached_nixl.worker.thread_messages import (
-    AwaitClaim,
     BlocksWritable,
     Command,
-    Computed,
-    EndRenewal,
-    Finish,
     IsReached,
     LocalIdentity,
     NewWeights,
-    Preempt,
-    Revoke,
-    Stop,
-    Withdraw,
+    Reached,
 )
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import LocalRank
@@ -137,6 +133,9 @@ class WorkerFacade:
         self._offer_handshake = offer_handshake
         self._before_answer = before_answer
         self._step: Step | None = None
+        # Of ``_step``: what it computes, and which requests end with that.
+        self._offered: list[OfferUpdate] = []
+        self._finished: list[Finish] = []
         self._incarnation = ""
         # Shown from the start, so that the first bytes are a rise.
         self._counted = WorkerCounters(route=route, moved_bytes=0)
@@ -150,10 +149,9 @@ class WorkerFacade:
         self.blocks_zeroed()
         # A previous step that computes is still here only if it raised: vLLM never reported that it was submitted.
         self.end_step(has_failed=self._step is not None and not self._step.is_idle)
-        has_news = step.has_news or self._incarnation != step.incarnation
-        if has_news and (commands := self._commands(step)):
-            self.thread.submit(*commands)
         self._step = step
+        if commands := self._commands(step):
+            self.thread.submit(*commands)
         if not self._local.tp_rank:
             self._counted.failures.update(step.counts)
             self._counted.lasted += step.lasted
@@ -175,22 +173,21 @@ class WorkerFacade:
             has_failed: the step was not submitted, or only in part: nothing it was to compute is offered.
         """
         self.thread.engine_computes = False
-        step, self._step = self._step, None
-        if step is None or not (computed := [one for one in step.offered if one.ready_tokens]):
+        offered, finished = self._offered, self._finished
+        self._step, self._offered, self._finished = None, [], []
+        if not offered:
             return
         if has_failed:
-            self.thread.submit(*(Finish(one.request_id) for one in computed if one.request_id in step.finished))
+            self.thread.submit(*finished)
             return
-        if any(one.manifest is not None for one in computed):
+        if any(one.manifest is not None for one in offered):
             self._before_answer()
         is_reached = self.record_event()
-        for one in computed:
+        for one in offered:
             if one.manifest is not None and self._is_read:
                 # Published here, not on the transfer thread: decode may read it as soon as prefill has answered.
                 self._publish(one.request_id, one.manifest.ownership_token)
-            self.thread.submit(Computed(one, is_reached))
-            if one.request_id in step.finished:
-                self.thread.submit(Finish(one.request_id))
+        self.thread.submit(*(Reached(one, is_reached) for one in offered), *finished)
 
     def identify(self, weights: Weights, names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:
         """Announce the weights this rank computes with. Called at start and whenever they may have changed.
@@ -250,38 +247,26 @@ class WorkerFacade:
         self.thread.close()
 
     def _commands(self, step: Step) -> list[Command]:
-        """What a step tells the transfer thread, in this order."""
+        """Returns what the transfer thread is told before the step is submitted to the device, in this order."""
         commands: list[Command] = []
         if self._incarnation != step.incarnation:
             self._incarnation, local = step.incarnation, self._local
             own = Peer(local.engine_id, step.host, step.port, local.tp_size, local.tp_rank)
             commands.append(LocalIdentity(own, step.wake_address, step.incarnation))
-        # Revocations first: no peer message handled after them finds these offers.
-        commands += (Revoke(request_id, revocation) for request_id, revocation in step.revoked.items())
-        # Renewals begin before they end: a request may arrive and end between two steps.
-        commands += step.renewed
-        commands += map(EndRenewal, step.unrenewed)
-        commands += step.fetches
-        self._unwritable += (spec.attempt for spec in step.fetches)
-        if not self._zeroes_blocks:
-            commands += self._writable()
-        # Offers without computed tokens. A request aborted since then is in `stopped` as well, so offer it before.
-        commands += (update for update in step.offered if not update.ready_tokens)
-        commands += (AwaitClaim(request_id, number) for request_id, number in step.awaited)
-        commands += (Withdraw(attempt, reason) for attempt, reason in step.withdrawn.items())
-        commands += step.released
-        commands += (Preempt(request_id, hold) for request_id, hold in step.preempted)
-        # A request that this step still computes is finished by `end_step`, after its offer.
-        late = {one.request_id for one in step.offered if one.ready_tokens}
-        commands += (Finish(request_id) for request_id in step.finished if request_id not in late)
-        commands += (
-            Stop(request_id, reason, request_id not in step.unkept) for request_id, reason in step.stopped.items()
-        )
-        return commands
+        computed = {one.request_id for one in step.of(OfferUpdate) if one.ready_tokens}
+        for one in step.in_order():
+            if isinstance(one, OfferUpdate) and one.ready_tokens:
+                self._offered.append(one)
+            elif isinstance(one, Finish) and one.request_id in computed:
+                self._finished.append(one)
+            else:
+                commands.append(one)
+        self._unwritable += (spec.attempt for spec in step.of(FetchSpec))
+        return commands if self._zeroes_blocks else [*commands, *self._writable()]
 
     def _writable(self) -> list[Command]:
         attempts, self._unwritable = tuple(self._unwritable), []
-        return [BlocksWritable(attempts, self.record_event())] if attempts else []
+        return [Reached(BlocksWritable(attempts), self.record_event())] if attempts else []
 
     def _publish(self, request_id: str, ownership_token: int) -> None:
         if not self.tokens.publish(request_id, ownership_token):

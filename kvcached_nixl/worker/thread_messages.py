@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the engine's thread and the transfer thread.
+"""What crosses between the engine's thread and the transfer thread.
 
-What a scheduler's step says about one request is passed on unchanged (`wire.step`): `FetchSpec`, `UnneededOffer`,
-`LeaseRenewal`, `OfferUpdate`. All other messages are defined here.
+Commands of a step are passed on unchanged (`wire.step.StepCommand`); those of this rank alone are defined here.
 """
 
 from __future__ import annotations
@@ -16,27 +15,19 @@ from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, Revocation, UnneededOffer, WakeAddress
+from kvcached_nixl.wire.step import Finish, OfferUpdate, StepCommand, WakeAddress
 from kvcached_nixl.wire.timeline import Reported
 from kvcached_nixl.worker.staging.slots import SlabUse
 
 __all__ = [
-    "AwaitClaim",
     "BlocksWritable",
     "Command",
-    "Computed",
-    "DecodeCommand",
-    "EndRenewal",
     "Failed",
-    "Finish",
     "IsReached",
     "LocalIdentity",
     "NewWeights",
     "Outcome",
-    "Preempt",
-    "Revoke",
-    "Stop",
-    "Withdraw",
+    "Reached",
 ]
 
 IsReached: TypeAlias = Callable[[], bool]
@@ -63,98 +54,21 @@ class NewWeights:
 
 @dataclass(frozen=True)
 class BlocksWritable:
-    """Decode: once ``is_reached`` is true, no work queued on the device writes these attempts' blocks (rule R8)."""
+    """Decode: no work queued on the device writes these attempts' blocks."""
 
     attempts: tuple[int, ...]
-    is_reached: IsReached
 
 
 @dataclass(frozen=True)
-class Withdraw:
-    """Decode: the request has ended, or its deadline has passed."""
+class Reached:
+    """A command that counts once the device has finished what was submitted before it (rule R8): then the tokens of an
+    offer are in its blocks. A `Finish` waits for the offers before it."""
 
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class EndRenewal:
-    """Decode: stop renewing this request's lease."""
-
-    request_id: DecodeRequestId
+    command: OfferUpdate | Finish | BlocksWritable
+    is_reached: IsReached = lambda: True
 
 
-DecodeCommand: TypeAlias = FetchSpec | Withdraw | UnneededOffer | LeaseRenewal | EndRenewal
-
-
-@dataclass(frozen=True)
-class Computed:
-    """Prefill: a step was submitted. Once ``is_reached`` is true, the update's tokens are in its blocks (rule R8)."""
-
-    update: OfferUpdate
-    is_reached: IsReached
-
-    @property
-    def request_id(self) -> PrefillRequestId:
-        return self.update.request_id
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Prefill: the request computes no more tokens."""
-
-    request_id: PrefillRequestId
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Prefill: the request ended early. ``is_kept``: vLLM keeps its blocks until the request is reported as sent."""
-
-    request_id: PrefillRequestId
-    reason: str
-    is_kept: bool = True
-
-
-@dataclass(frozen=True)
-class Revoke:
-    """Prefill: decode may not have the request's KV any more. The request may still be computed; `Finish` says when it
-    has ended."""
-
-    request_id: PrefillRequestId
-    revocation: Revocation
-
-
-@dataclass(frozen=True)
-class AwaitClaim:
-    """Prefill: report ``number`` when a rank of decode has registered for the request."""
-
-    request_id: PrefillRequestId
-    number: int
-
-
-@dataclass(frozen=True)
-class Preempt:
-    """Prefill: the request was preempted and lost its blocks. The scheduler keeps them under the number ``hold`` until
-    nothing reads them."""
-
-    request_id: PrefillRequestId
-    hold: int
-
-
-Command: TypeAlias = (
-    LocalIdentity
-    | NewWeights
-    | DecodeCommand
-    | BlocksWritable
-    | OfferUpdate
-    | Computed
-    | Finish
-    | Stop
-    | Revoke
-    | AwaitClaim
-    | Preempt
-)
-"""A bare `OfferUpdate` has no computed tokens, so it need not wait for the device; `Computed` wraps one that has."""
+Command: TypeAlias = StepCommand | LocalIdentity | NewWeights | Reached
 
 
 class Failed(NamedTuple):

@@ -22,38 +22,55 @@ with half of the state updated.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import Transport, TransportError, WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.lease import heartbeats, is_heartbeat, read_heartbeat
-from kvcached_nixl.wire.messages import Registration, StagingGrant, StagingRequest, Stopped, Written, decode
-from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, UnneededOffer
+from kvcached_nixl.wire.messages import (
+    Message,
+    Reading,
+    Registration,
+    Release,
+    StagingGrant,
+    StagingRequest,
+    Stopped,
+    Withdrawal,
+    Written,
+    decode,
+)
+from kvcached_nixl.wire.step import (
+    AwaitClaim,
+    EndRenewal,
+    FetchSpec,
+    Finish,
+    LeaseRenewal,
+    OfferUpdate,
+    Preempt,
+    Revoke,
+    Stop,
+    UnneededOffer,
+    Withdraw,
+)
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.thread_messages import (
-    AwaitClaim,
     BlocksWritable,
     Command,
-    Computed,
-    DecodeCommand,
-    EndRenewal,
-    Finish,
     LocalIdentity,
     NewWeights,
     Outcome,
-    Preempt,
-    Revoke,
-    Stop,
-    Withdraw,
+    Reached,
 )
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.lease import Renewals
@@ -123,7 +140,7 @@ class TransferThread:
         # Everything below is used by the transfer thread only.
         self._identity: LocalIdentity | None = None
         self._renewals = Renewals(clock)
-        self._computing: deque[Computed | Finish | BlocksWritable] = deque()
+        self._computing: deque[Reached] = deque()
         self._malformed = 0
         self._defects = 0
         # When the thread last had work.
@@ -210,7 +227,7 @@ class TransferThread:
         is_busy = bool(self._inbox)
         while self._inbox:
             command = self._inbox.popleft()
-            self._contain(command, self._take, command)
+            self._take(command, _COMMANDS)
         self._take_reached()
         is_busy |= self._hear()
         self._context.peers.turn()
@@ -244,76 +261,42 @@ class TransferThread:
             return 0.0
         return POLL_SECONDS if len(queue) else 2 * POLL_SECONDS
 
-    def _take(self, command: Command) -> None:
-        if isinstance(command, (FetchSpec, Withdraw, UnneededOffer, LeaseRenewal, EndRenewal)):
-            self._take_decodes(command)
-        elif isinstance(command, LocalIdentity):
-            self._identity, self._context.own = command, command.own
-            self._context.incarnation = command.incarnation
-            self._registry.started(command.incarnation)
-        elif isinstance(command, NewWeights):
-            self._context.weights, self._context.weight_names = command.weights, command.names
-        elif isinstance(command, OfferUpdate):
-            self._registry.offer(command)
-        elif isinstance(command, (Computed, Finish, BlocksWritable)):
-            self._computing.append(command)
-        elif isinstance(command, AwaitClaim):
-            self._registry.await_claim(command.request_id, command.number)
-        else:
-            self._take_ends(command)
+    def _identify(self, command: LocalIdentity) -> None:
+        self._identity, self._context.own = command, command.own
+        self._context.incarnation = command.incarnation
+        self._registry.started(command.incarnation)
 
-    def _take_decodes(self, command: DecodeCommand) -> None:
-        receiver = self._receiver
-        if isinstance(command, FetchSpec):
-            receiver.fetch(command)
-        elif isinstance(command, Withdraw):
-            receiver.fail(command.attempt, HandOverFailed(FailureCause.STOPPED, command.reason))
-        elif isinstance(command, UnneededOffer):
-            receiver.release(command)
-        elif isinstance(command, LeaseRenewal):
-            self._renewals.begin(command)
-        else:
-            self._renewals.end(command.request_id)
+    def _change_weights(self, command: NewWeights) -> None:
+        self._context.weights, self._context.weight_names = command.weights, command.names
 
-    def _take_ends(self, command: Stop | Revoke | Preempt) -> None:
-        if isinstance(command, Revoke):
-            # Who has begun to read meanwhile may not be overtaken.
-            self._hear()
-            if self._registry.outlasts(command.request_id, command.revocation):
-                self._outcomes.spared(command.revocation.number)
-                return
-        # Drop updates that still wait for the device. A revoked request keeps its `Finish`: it ends by itself.
+    def _revoke(self, command: Revoke) -> None:
+        # Who has begun to read meanwhile may not be overtaken.
+        self._hear()
+        if self._registry.outlasts(command.request_id, command.revocation):
+            self._outcomes.spared(command.revocation.number)
+            return
+        # It keeps its `Finish`: it ends by itself.
+        self._forget_computing(command.request_id, OfferUpdate)
+        self._registry.revoke(command.request_id, command.revocation)
+
+    def _preempt(self, command: Preempt) -> None:
+        self._forget_computing(command.request_id, OfferUpdate, Finish)
+        self._registry.preempt(command.request_id, command.hold)
+
+    def _stop(self, command: Stop) -> None:
+        self._forget_computing(command.request_id, OfferUpdate, Finish)
+        self._registry.stop(command.request_id, command.reason, is_kept=command.is_kept)
+
+    def _forget_computing(self, request_id: PrefillRequestId, *kinds: type[OfferUpdate | Finish]) -> None:
+        """Drop what still waits for the device of a request."""
         self._computing = deque(
-            one
-            for one in self._computing
-            if isinstance(one, BlocksWritable)
-            or one.request_id != command.request_id
-            or (isinstance(one, Finish) and isinstance(command, Revoke))
+            one for one in self._computing if not isinstance(one.command, kinds) or one.command.request_id != request_id
         )
-        if isinstance(command, Preempt):
-            self._registry.preempt(command.request_id, command.hold)
-        elif isinstance(command, Revoke):
-            self._registry.revoke(command.request_id, command.revocation)
-        else:
-            self._registry.stop(command.request_id, command.reason, is_kept=command.is_kept)
 
     def _take_reached(self) -> None:
         """Handle, in order, what the device has finished: a request's `Finish` is never handled before its steps."""
-        while self._computing:
-            head = self._computing[0]
-            if not isinstance(head, Finish) and not head.is_reached():
-                return
-            self._computing.popleft()
-            self._contain(head, self._reach, head)
-
-    def _reach(self, reached: Computed | Finish | BlocksWritable) -> None:
-        if isinstance(reached, Finish):
-            self._registry.finish(reached.request_id)
-        elif isinstance(reached, Computed):
-            self._registry.offer(reached.update)
-        else:
-            for attempt in reached.attempts:
-                self._receiver.begin(attempt)
+        while self._computing and self._computing[0].is_reached():
+            self._take(self._computing.popleft().command, _REACHED)
 
     def _hear(self) -> bool:
         """Handle what peers have sent. Returns whether they have sent anything."""
@@ -325,19 +308,14 @@ class TransferThread:
             except TransportError as error:
                 logger.warning("%s", error)
                 continue
+            has_heard |= bool(heard)
             for agent, notification in heard:
-                has_heard = True
-                self._contain(None, self._take_notification, agent, notification)
+                self._read(agent, notification)
         return has_heard
 
-    def _take_notification(self, agent: str, notification: bytes) -> None:
+    def _read(self, agent: str, notification: bytes) -> None:
         try:
-            if is_heartbeat(notification):
-                names = read_heartbeat(notification)
-                self._registry.renew(names)
-                self._receiver.renew(agent, names)
-                return
-            message = decode(notification)
+            message = read_heartbeat(notification) if is_heartbeat(notification) else decode(notification)
         except Malformed as error:
             if not self._malformed:
                 logger.warning(
@@ -345,18 +323,18 @@ class TransferThread:
                 )
             self._malformed += 1
             return
-        try:
-            if isinstance(message, (StagingRequest, Written, Stopped)):
-                self._receiver.handle(agent, message)
-            else:
-                self._registry.handle(agent, message)
-        except Exception as defect:
-            reason = f"{type(defect).__name__}: {defect}"
-            if isinstance(message, (StagingRequest, Written, Stopped)):
-                self._receiver.fail(message.attempt, HandOverFailed(FailureCause.DEFECT, reason))
-            elif isinstance(message, (Registration, StagingGrant)):
-                self._registry.fail((agent, message.attempt), reason)
-            raise
+        with self._contained(lambda failure: self._fail_message(agent, message, failure)):
+            _MESSAGES[type(message)](self, agent, message)
+
+    def _fail_message(self, agent: str, message: Message | list[str], failure: HandOverFailed) -> None:
+        if isinstance(message, (StagingRequest, Written, Stopped)):
+            self._receiver.fail(message.attempt, failure)
+        elif isinstance(message, (Registration, StagingGrant)):
+            self._registry.fail((agent, message.attempt), str(failure))
+
+    def _take_heartbeat(self, agent: str, names: list[str]) -> None:
+        self._registry.renew(names)
+        self._receiver.renew(agent, names)
 
     def _renew(self) -> float | None:
         """Send the heartbeats that are due; returns when the next one is, in the clock's seconds."""
@@ -372,20 +350,86 @@ class TransferThread:
                     self._context.peers.send(address, beat)
         return self._renewals.first_seconds
 
-    def _contain(self, command: Command | None, action: Callable[..., None], *arguments: Any) -> None:
-        """Run ``action``. If it raises, log and count that, and fail the attempts ``command`` names; raise it again
-        for `NewWeights` and prefill's commands."""
+    def _take(self, command: Command | BlocksWritable, rules: Mapping[type, _Rule]) -> None:
+        rule = rules[type(command)]
+        fails = rule.fails
+        with self._contained(None if fails is None else lambda failure: self._fail(fails(command), failure)):
+            rule.apply(self, command)
+
+    def _fail(self, attempts: Sequence[int], failure: HandOverFailed) -> None:
+        for attempt in attempts:
+            self._receiver.fail(attempt, failure)
+
+    @contextlib.contextmanager
+    def _contained(self, fail: Callable[[HandOverFailed], None] | None) -> Iterator[None]:
+        """Log and count an exception, and call ``fail`` with it; raise it again without."""
         try:
-            action(*arguments)
+            yield
         except Exception as defect:
             self._defects += 1
             logger.exception("internal error in kvcached_nixl; this hand-over fails")
-            cause = HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}")
-            if isinstance(command, (FetchSpec, Withdraw)):
-                self._receiver.fail(command.attempt, cause)
-            elif isinstance(command, BlocksWritable):
-                for attempt in command.attempts:
-                    self._receiver.fail(attempt, cause)
-            elif isinstance(command, (OfferUpdate, Computed, Finish, Stop, Revoke, AwaitClaim, Preempt, NewWeights)):
-                # The scheduler must hear when prefill's blocks are free, so half-updated state stops the engine.
+            if fail is None:
                 raise
+            fail(HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}"))
+
+
+class _Rule(NamedTuple):
+    """What the transfer thread does with a command.
+
+    Attributes:
+        fails: the attempts that an exception fails. None: it stops the engine, because the scheduler must hear when
+            prefill's blocks are free, and half of the state is updated.
+    """
+
+    apply: Callable[[TransferThread, Any], None]
+    fails: Callable[[Any], Sequence[int]] | None = None
+
+
+def _nobody(_: object) -> Sequence[int]:
+    return ()
+
+
+def _begin(thread: TransferThread, command: BlocksWritable) -> None:
+    for attempt in command.attempts:
+        thread._receiver.begin(attempt)
+
+
+def _withdraw(thread: TransferThread, command: Withdraw) -> None:
+    thread._receiver.fail(command.attempt, HandOverFailed(FailureCause.STOPPED, command.reason))
+
+
+_COMMANDS: Mapping[type[Command], _Rule] = {
+    LocalIdentity: _Rule(TransferThread._identify, _nobody),
+    NewWeights: _Rule(TransferThread._change_weights),
+    Revoke: _Rule(TransferThread._revoke),
+    LeaseRenewal: _Rule(lambda thread, one: thread._renewals.begin(one), _nobody),
+    EndRenewal: _Rule(lambda thread, one: thread._renewals.end(one.request_id), _nobody),
+    FetchSpec: _Rule(lambda thread, one: thread._receiver.fetch(one), lambda one: (one.attempt,)),
+    OfferUpdate: _Rule(lambda thread, one: thread._registry.offer(one)),
+    AwaitClaim: _Rule(lambda thread, one: thread._registry.await_claim(one.request_id, one.number)),
+    Withdraw: _Rule(_withdraw, lambda one: (one.attempt,)),
+    UnneededOffer: _Rule(lambda thread, one: thread._receiver.release(one), _nobody),
+    Preempt: _Rule(TransferThread._preempt),
+    Finish: _Rule(lambda thread, one: thread._computing.append(Reached(one))),
+    Stop: _Rule(TransferThread._stop),
+    Reached: _Rule(lambda thread, one: thread._computing.append(one)),
+}
+
+_REACHED: Mapping[type, _Rule] = {
+    OfferUpdate: _COMMANDS[OfferUpdate],
+    Finish: _Rule(lambda thread, one: thread._registry.finish(one.request_id)),
+    BlocksWritable: _Rule(_begin, lambda one: one.attempts),
+}
+"""Of a `Reached` that the device has reached."""
+
+_MESSAGES: Mapping[type[Message | list[str]], Callable[[TransferThread, str, Any], None]] = {
+    list: TransferThread._take_heartbeat,
+    Registration: lambda thread, agent, one: thread._registry.registrations.register(agent, one),
+    StagingGrant: lambda thread, agent, one: thread._registry.registrations.take_grant(agent, one),
+    Withdrawal: lambda thread, agent, one: thread._registry.registrations.withdraw(agent, one),
+    Reading: lambda thread, _, one: thread._registry.read(one),
+    Release: lambda thread, _, one: thread._registry.release(one),
+    StagingRequest: lambda thread, agent, one: thread._receiver.handle(agent, one),
+    Written: lambda thread, agent, one: thread._receiver.handle(agent, one),
+    Stopped: lambda thread, agent, one: thread._receiver.handle(agent, one),
+}

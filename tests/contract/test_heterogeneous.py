@@ -45,7 +45,7 @@ from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
-from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step, WakeAddress, failure_of, finished_attempts_of
+from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Step, WakeAddress, failure_of, finished_attempts_of
 from kvcached_nixl.worker.build import assemble
 from kvcached_nixl.worker.geometry.planes import planes_of
 from kvcached_nixl.worker.transfer import transfer_queue as transfer_queue
@@ -449,7 +449,7 @@ class Cluster:
         for rank in self.decode if ranks is None else ranks:
             groups = (BlockRange(first, tuple(rank.blocks)),)
             wanted = FetchSpec(ATTEMPT, WANTED, prefill, manifest, self.transfer, DIGEST, end, first, end, groups)
-            rank.begin(fetches=[wanted])
+            rank.begin(commands=[wanted])
 
     def compute(self, tokens: range, ranks: Sequence[Rank] | None = None) -> None:
         """A step of prefill, which has no more blocks than the tokens need; the next one says that it was the last."""
@@ -462,9 +462,9 @@ class Cluster:
             manifest = self.manifest() if is_last else None
             if is_last or not self.pulls:
                 offered = OfferUpdate(REQUEST, self.transfer, DIGEST, case.tokens, grown(blocks), tokens.stop, manifest)
-                rank.begin(offered=[offered])
+                rank.begin(commands=[offered])
             if is_last:
-                rank.begin(finished=[REQUEST])
+                rank.begin(commands=[Finish(REQUEST)])
 
     # --------------------------------------------------------------------------------------------------------- going on
 

@@ -27,6 +27,7 @@ from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
+from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, Withdraw
 from kvcached_nixl.worker import facade
 from kvcached_nixl.worker.decode import receiver, write_part
 from kvcached_nixl.worker.decode.arrived_writes import ArrivedWrites
@@ -278,15 +279,14 @@ def an_aborted_requests_offer_waits_for_its_lease(patch: Patcher) -> None:
 
 def nobody_is_told_of_a_request_that_was_aborted(patch: Patcher) -> None:
     def forget(_: Any, __: Any, ___: Any, step: Any) -> None:
-        step.withdrawn.clear()
+        step.commands = [one for one in step.commands if not isinstance(one, Withdraw)]
 
     then(patch, DecodeFetches, "finished", forget)
 
 
 def other_ranks_are_not_told_of_a_failure(patch: Patcher) -> None:
     def forget(_: Any, __: Any, ___: Any, ____: Any, step: Any) -> None:
-        for attempt in [one for one, why in step.withdrawn.items() if "within" not in why]:
-            del step.withdrawn[attempt]
+        step.commands = [one for one in step.commands if not isinstance(one, Withdraw) or "within" in one.reason]
 
     then(patch, DecodeFetches, "collect", forget)
 
@@ -481,7 +481,7 @@ def prefill_does_not_hear_that_it_was_read(patch: Patcher) -> None:
     def release(_: Any, message: Any) -> None:
         return None
 
-    patch.setattr(OfferRegistry, "_release", release)
+    patch.setattr(OfferRegistry, "release", release)
 
 
 def a_peer_is_asked_once(patch: Patcher) -> None:
@@ -492,13 +492,9 @@ def a_renewal_outlives_its_request(patch: Patcher) -> None:
     """A request that arrives and ends in one step: the end is handled first, so its lease is renewed for ever."""
 
     def begin_step(self: Any, step: Any) -> None:
-        for request_id in step.unrenewed:
-            if any(one.request_id == request_id for one in step.renewed):
-                step = msgspec.structs.replace(
-                    step,
-                    unrenewed=[one for one in step.unrenewed if one != request_id],
-                )
-        original(self, step)
+        begun = {one.request_id for one in step.of(LeaseRenewal)}
+        told = [one for one in step.commands if not isinstance(one, EndRenewal) or one.request_id not in begun]
+        original(self, msgspec.structs.replace(step, commands=told))
 
     original = WorkerFacade.begin_step
     patch.setattr(WorkerFacade, "begin_step", begin_step)

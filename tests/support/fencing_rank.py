@@ -44,7 +44,7 @@ from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
-from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress
+from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress, Withdraw
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.build import assemble
@@ -159,10 +159,7 @@ def prefill(folder: Path) -> None:
     # Reversed, so that each block is a separate descriptor.
     blocks = list(reversed(range(NUM_BLOCKS)))
     rank.thread.submit(
-        commands.Computed(
-            OfferUpdate(PrefillRequestId("p"), NAME, DIGEST, TOKENS, (BlockRange(0, tuple(blocks)),), TOKENS, manifest),
-            lambda: True,
-        )
+        OfferUpdate(PrefillRequestId("p"), NAME, DIGEST, TOKENS, (BlockRange(0, tuple(blocks)),), TOKENS, manifest)
     )
     time.sleep(600)
 
@@ -185,7 +182,7 @@ def decode(folder: Path, ending: str, fault: str) -> None:
     groups = (BlockRange(0, tuple(range(NUM_BLOCKS))),)
     where = RemotePrefill("prefill", "prefill", 1, 1)
     wanted = FetchSpec(ATTEMPT, DecodeRequestId("d"), where, None, NAME, DIGEST, TOKENS, 0, TOKENS, groups)
-    rank.thread.submit(wanted, commands.BlocksWritable((ATTEMPT,), lambda: True))
+    rank.thread.submit(wanted, commands.Reached(commands.BlocksWritable((ATTEMPT,))))
     end = time.monotonic() + ARRIVING_SECONDS
     sampled = target[:: NUM_BLOCKS // 64]
     while (sampled == BEFORE).all() and time.monotonic() < end:
@@ -195,7 +192,7 @@ def decode(folder: Path, ending: str, fault: str) -> None:
     rank.channel.is_silent = True
     arrived = int((target == WRITTEN).sum())
     begun = time.monotonic()
-    rank.thread.submit(commands.Withdraw(ATTEMPT, "late"))
+    rank.thread.submit(Withdraw(ATTEMPT, "late"))
     if fault == "reused":
         time.sleep(0.3)
         is_free = True

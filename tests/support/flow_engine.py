@@ -33,7 +33,7 @@ from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.question import Question
-from kvcached_nixl.wire.step import FAILING, Reports, Step, WakeAddress
+from kvcached_nixl.wire.step import FAILING, FetchSpec, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.build import assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
@@ -612,7 +612,7 @@ class Engine:
         step = self.handover.take_step(progress)
         self.pool.is_scheduling = False
         self._finished_ids, self._has_scheduled = False, bool(scheduled)
-        for wanted in step.fetches:
+        for wanted in step.of(FetchSpec):
             self.attempts[wanted.attempt] = self.requests[wanted.request_id]
         for one in scheduled:
             one.request.num_computed = one.end

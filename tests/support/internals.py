@@ -132,7 +132,7 @@ def write_tasks_of(registry: OfferRegistry) -> dict[WriteKey, WriteTask]:
 
 
 def registrations_of(registry: OfferRegistry) -> Registrations:
-    return registry._registrations
+    return registry.registrations
 
 
 def matcher_of(registry: OfferRegistry) -> OfferMatcher:

@@ -20,7 +20,7 @@ from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import INTERVAL
-from kvcached_nixl.wire.messages import Reading, Registration, Release, StagingGrant, Withdrawal
+from kvcached_nixl.wire.messages import Reading, Release
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.prefill.gate_connections import GateConnections
@@ -42,6 +42,9 @@ WANTED_INTERVALS = 2
 
 class OfferRegistry:
     """See the module.
+
+    Attributes:
+        registrations: those of decode.
 
     Args:
         mode: whether decode registers blocks and prefill writes them; else decode reads, and sends a release.
@@ -73,7 +76,7 @@ class OfferRegistry:
         self._leases = Leases(clock, lease_seconds=lease_seconds)
         self._writer = Writer(context, gate_connections, self._ended, lambda offer: self._settlement.settle(offer))
         self._settlement = Settlement(context, tokens, self._matcher, self._leases, self._writer, outcomes)
-        self._registrations = Registrations(
+        self.registrations = Registrations(
             context,
             clock,
             self._matcher,
@@ -85,17 +88,17 @@ class OfferRegistry:
 
     def __len__(self) -> int:
         """Offers and registrations that are not finished."""
-        return len(self._matcher.offers) + len(self._registrations.tasks)
+        return len(self._matcher.offers) + len(self.registrations.tasks)
 
     @property
     def dropped(self) -> Counter[str]:
         """Counts messages that were ignored."""
-        return self._registrations.dropped
+        return self.registrations.dropped
 
     @property
     def is_awaiting(self) -> bool:
         """Whether a rank of decode may send something urgent at any moment, or waits for something it has sent."""
-        return bool(self._registrations.tasks) or (self._mode.is_push and bool(self._matcher.offers))
+        return bool(self.registrations.tasks) or (self._mode.is_push and bool(self._matcher.offers))
 
     @property
     def is_delivering(self) -> bool:
@@ -147,7 +150,7 @@ class OfferRegistry:
         registration named a request that had ended. Called again for one that decode may no longer want."""
         offer = self._matcher.offers.get(request_id)
         if (
-            not self._registrations.is_asked_at_once
+            not self.registrations.is_asked_at_once
             or offer is None
             or offer.write_tasks
             or offer.settled
@@ -207,14 +210,14 @@ class OfferRegistry:
     def started(self, incarnation: str) -> None:
         """The engine has told its incarnation, at start or after its weights have changed: stop registrations that were
         made for another incarnation."""
-        self._registrations.started(incarnation)
+        self.registrations.started(incarnation)
 
     def close(self, reason: str) -> None:
         """The engine ends: revoke all offers, and tell the ranks of decode that wait."""
         self._tokens.clear()
         for offer in list(self._matcher.offers.values()):
             self._let_down(offer, FailureCause.REVOKED, reason)
-        self._registrations.close(reason)
+        self.registrations.close(reason)
 
     def preempt(self, request_id: PrefillRequestId, hold: int) -> None:
         """The request was preempted and starts again in other blocks. Keep the old ones until ``hold_idle``: they may
@@ -234,34 +237,32 @@ class OfferRegistry:
 
     # ----------------------------------------------------------------------------------------------- messages of decode
 
-    def handle(self, agent: str, message: Registration | StagingGrant | Withdrawal | Reading | Release) -> None:
-        """Handle a message of a rank of decode; ``agent`` is the rank's name in the transport."""
-        if isinstance(message, Registration):
-            self._registrations.register(agent, message)
-        elif isinstance(message, StagingGrant):
-            self._registrations.take_grant(agent, message)
-        elif isinstance(message, Withdrawal):
-            self._registrations.withdraw(agent, message)
-        elif isinstance(message, Reading):
-            offer = self._matcher.offers.get(PrefillRequestId(message.request_id))
-            if offer is not None:
-                offer.readers.add(message.tp_rank)
-                self._wanted(offer)
-                self._writer.follow(offer)
-        else:
-            self._release(message)
+    def read(self, message: Reading) -> None:
+        """A rank of decode reads an offer's blocks from now on."""
+        offer = self._matcher.offers.get(PrefillRequestId(message.request_id))
+        if offer is not None:
+            offer.readers.add(message.tp_rank)
+            self._wanted(offer)
+            self._writer.follow(offer)
+
+    def release(self, message: Release) -> None:
+        """A rank of decode needs nothing more of an offer."""
+        offer = self._matcher.released_by(message)
+        if offer is not None:
+            self._settlement.settle_rank(offer, message.tp_rank, message.tp_size)
+            self._settlement.settle(offer)
 
     def is_writing_to(self, agent: str) -> bool:
         """Whether an agent has a registration that is not finished."""
-        return self._registrations.is_writing_to(agent)
+        return self.registrations.is_writing_to(agent)
 
     def dead(self, agent: str) -> None:
         """An agent is dead or unreachable: stop its registrations without an answer."""
-        self._registrations.dead(agent)
+        self.registrations.dead(agent)
 
     def fail(self, key: WriteKey, reason: str) -> None:
         """An internal error occurred while this registration was served: stop it."""
-        self._registrations.fail(key, reason)
+        self.registrations.fail(key, reason)
 
     def turn(self, *, is_engine_alive: bool = True) -> float | None:
         """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due.
@@ -275,8 +276,8 @@ class OfferRegistry:
             # An offer with registrations stays: decode came before the lease expired.
             if offer is not None:
                 self._settlement.settle(offer)
-        self._registrations.turn(now, is_engine_alive=is_engine_alive)
-        return earliest(self._leases.first_seconds, self._registrations.first_seconds)
+        self.registrations.turn(now, is_engine_alive=is_engine_alive)
+        return earliest(self._leases.first_seconds, self.registrations.first_seconds)
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
@@ -284,15 +285,9 @@ class OfferRegistry:
         seconds = WANTED_INTERVALS * INTERVAL * self._lease_seconds
         offer.wanted_until_seconds = self._clock.now_seconds() + seconds
 
-    def _release(self, message: Release) -> None:
-        offer = self._matcher.released_by(message)
-        if offer is not None:
-            self._settlement.settle_rank(offer, message.tp_rank, message.tp_size)
-            self._settlement.settle(offer)
-
     def _ended(self, task: WriteTask) -> None:
         """Forget a registration: nothing of it is in flight, and it has been answered if it was stopped."""
-        self._registrations.forget(task)
+        self.registrations.forget(task)
         if task.stopping is None and task.tally.num_bytes:
             self._outcomes.moved(task.tally)
         offer = task.offer
@@ -305,5 +300,5 @@ class OfferRegistry:
     def _let_down(self, offer: Offer, cause: FailureCause, reason: str) -> None:
         self._tokens.remove(offer.request_id)
         offer.stopped = offer.stopped or reason
-        self._registrations.stop_those_of(offer, cause, reason)
+        self.registrations.stop_those_of(offer, cause, reason)
         self._settlement.settle(offer)

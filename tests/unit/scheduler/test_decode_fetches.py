@@ -34,7 +34,7 @@ from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange, digest_of
 from kvcached_nixl.wire.params import MANIFEST_KEY
-from kvcached_nixl.wire.step import FetchSpec, Step, UnneededOffer, WakeAddress
+from kvcached_nixl.wire.step import EndRenewal, FetchSpec, Step, UnneededOffer, WakeAddress
 
 BLOCKS = ([7, 3, 9],)
 ALL = (TOKENS, True)
@@ -84,7 +84,7 @@ class Decode:
         """Lets a request wait for its KV. Returns its attempt."""
         self.arrive(request)
         self.allocate(request, BLOCKS, self.match(request)[0])
-        (wanted,) = self.take().fetches
+        (wanted,) = self.take().of(FetchSpec)
         return wanted.attempt
 
     def fails(self, request: Asked, num_computed: int = 0) -> FailureCause:
@@ -94,7 +94,11 @@ class Decode:
         assert is_waiting and missing > 0
         self.allocate(request, BLOCKS, missing)
         step = self.take()
-        assert (step.fetches, step.released, step.unrenewed) == ([], [], [request.request_id])
+        assert (step.of(FetchSpec), step.of(UnneededOffer), step.of(EndRenewal)) == (
+            [],
+            [],
+            [EndRenewal(DecodeRequestId(request.request_id))],
+        )
         (cause,) = self.failures.counts
         assert self.failures.counts == {cause: 1}
         assert self.failed.has_news
@@ -127,14 +131,14 @@ def test_an_attempt_says_everything_that_the_workers_need() -> None:
     decode.take()
     decode.allocate(request, BLOCKS, decode.match(request)[0])
     manifest = manifest_of(prompt())
-    (wanted,) = decode.take().fetches
+    (wanted,) = decode.take().of(FetchSpec)
     assert wanted == FetchSpec(
         wanted.attempt, D1, PREFILL, manifest, "request:cmpl-p-0", manifest.digest, TOKENS, 0,
         TOKENS, (BlockRange(0, (7, 3, 9)),),
     )  # fmt: skip
     assert decode.fetching.num_waiting == 1
     decode.allocate(request, BLOCKS, TOKENS)
-    assert decode.take().fetches == [], "after a preemption decode computes by itself"
+    assert decode.take().of(FetchSpec) == [], "after a preemption decode computes by itself"
     assert decode.match(request) == NOTHING
 
 
@@ -145,12 +149,12 @@ def test_each_group_has_blocks_of_its_own_size() -> None:
     request = of_decode(manifest=made)
     decode.arrive(request)
     decode.allocate(request, ([7, 3], [1, 2, 5]), decode.match(request, 8)[0])
-    (wanted,) = decode.take().fetches
+    (wanted,) = decode.take().of(FetchSpec)
     assert wanted.groups == (BlockRange(8, (3,)), BlockRange(8, (5,)))
     other = of_decode("d2", manifest=made)
     decode.arrive(other)
     decode.allocate(other, ([7, 3], [1, 2, 5]), decode.match(other, 4)[0])
-    assert not decode.take().fetches and decode.failures.counts == {FailureCause.RANGE: 1}
+    assert not decode.take().of(FetchSpec) and decode.failures.counts == {FailureCause.RANGE: 1}
 
 
 # ------------------------------------------------------------------------------------------------------------- windows
@@ -163,7 +167,7 @@ def test_a_window_is_fetched_from_where_decode_has_blocks() -> None:
     decode.arrive(request)
     assert decode.match(request) == (TOKENS - 1, True)
     decode.allocate(request, ([7, 3, 9], [0, 2, 5]), TOKENS - 1)
-    (wanted,) = decode.take().fetches
+    (wanted,) = decode.take().of(FetchSpec)
     assert (wanted.first_token, wanted.end_token) == (0, TOKENS - 1)
     assert wanted.groups == (BlockRange(0, (7, 3, 9)), BlockRange(4, (2, 5)))
 
@@ -176,7 +180,7 @@ def test_a_group_may_need_nothing_of_what_is_handed_over() -> None:
     decode.arrive(request)
     assert decode.match(request) == (8, True)
     decode.allocate(request, ([7, 3, 9], [0, 0, 5]), 8)
-    assert decode.take().fetches[0].groups == (BlockRange(0, (7, 3)), BlockRange(8, ()))
+    assert decode.take().of(FetchSpec)[0].groups == (BlockRange(0, (7, 3)), BlockRange(8, ()))
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
@@ -190,8 +194,8 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_here(pushes: bo
     assert decode.match(request) == (0, False)
     decode.allocate(request, BLOCKS, 0)
     step = decode.take()
-    assert not step.fetches and [one.digest for one in step.released] == [request.digest(TOKENS)]
-    assert step.unrenewed == [D1] and not decode.failures.counts
+    assert not step.of(FetchSpec) and [one.digest for one in step.of(UnneededOffer)] == [request.digest(TOKENS)]
+    assert step.of(EndRenewal) == [EndRenewal(D1)] and not decode.failures.counts
 
 
 def test_a_session_with_parameters_that_are_no_good_is_computed_here() -> None:
@@ -209,7 +213,7 @@ def test_a_stand_in_says_which_request_it_stands_for_and_no_prompt() -> None:
     request.is_stand_in = True
     decode.arrive(request)
     decode.finish(request)
-    assert decode.take().released == [UnneededOffer(PREFILL, "", "transfer:t", "")]
+    assert decode.take().of(UnneededOffer) == [UnneededOffer(PREFILL, "", "transfer:t", "")]
     assert not request.digested
 
 
@@ -219,7 +223,7 @@ def test_a_stand_in_with_prefill_s_answer_says_which_request_prefill_keeps() -> 
     request.is_stand_in = True
     decode.arrive(request)
     decode.finish(request)
-    (released,) = decode.take().released
+    (released,) = decode.take().of(UnneededOffer)
     assert released.request_id == manifest_of(prompt()).request_id
 
 
@@ -278,7 +282,7 @@ def test_blocks_that_do_not_hold_the_range_are_refused(
     request = of_decode(manifest=manifest_of(prompt(), first_tokens=first_tokens))
     decode.arrive(request)
     decode.allocate(request, blocks, decode.match(request)[0])
-    assert decode.take().fetches == []
+    assert decode.take().of(FetchSpec) == []
     assert decode.failures.counts == {FailureCause.RANGE: 1}
     assert words in caplog.text
     assert decode.collect() == ({D1}, {D1})
@@ -295,7 +299,7 @@ def test_a_pure_producer_takes_no_kv(caplog: pytest.LogCaptureFixture) -> None:
     decode.arrive(request)
     decode.take()
     assert decode.match(request) == NOTHING
-    assert len(decode.take().released) == 1 and decode.failures.counts == {FailureCause.PARAMETERS: 1}
+    assert len(decode.take().of(UnneededOffer)) == 1 and decode.failures.counts == {FailureCause.PARAMETERS: 1}
 
 
 def test_tokens_that_end_inside_a_block_are_refused_under_both_policies() -> None:
@@ -316,7 +320,7 @@ def test_an_offer_of_the_same_prompt_is_released_if_its_kv_cannot_be_used() -> N
     request = of_decode()
     decode.arrive(request)
     assert decode.match(request, 3) == NOTHING
-    assert len(decode.take().released) == 1
+    assert len(decode.take().of(UnneededOffer)) == 1
 
 
 @pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
@@ -327,7 +331,7 @@ def test_blocks_that_do_not_fit_release_the_offer_and_another_prompts_offer_stay
     decode.match(request)
     decode.allocate(request, ([7],), TOKENS)
     step = decode.take()
-    assert (step.fetches, len(step.released)) == ([], int(recomputes))
+    assert (step.of(FetchSpec), len(step.of(UnneededOffer))) == ([], int(recomputes))
     assert decode.failures.counts == {FailureCause.RANGE: 1}
 
 
@@ -440,7 +444,7 @@ def test_decode_computes_the_last_token_from_the_states_before_it() -> None:
     decode.arrive(request)
     assert decode.match(request) == (TOKENS - 1, True)
     decode.allocate(request, ([7, 3, 9], [0, 5]), TOKENS - 1)
-    (fetch,) = decode.take().fetches
+    (fetch,) = decode.take().of(FetchSpec)
     assert (fetch.num_tokens, fetch.end_token) == (TOKENS - 1, TOKENS - 1)
     assert fetch.groups == (BlockRange(0, (7, 3, 9)), BlockRange(TOKENS - 2, (5,)))
 
@@ -451,7 +455,7 @@ def test_of_a_longer_prompt_the_states_behind_prefills_tokens_are_fetched() -> N
     decode.arrive(request)
     assert decode.match(request) == (6, True)
     decode.allocate(request, ([7, 3], [5]), 6)
-    (fetch,) = decode.take().fetches
+    (fetch,) = decode.take().of(FetchSpec)
     assert fetch.groups == (BlockRange(0, (7, 3)), BlockRange(5, (5,)))
 
 
@@ -466,7 +470,7 @@ def test_without_a_block_for_a_state_nothing_is_fetched(blocks: tuple[list[int],
     request = of_states(TOKENS, TOKENS - 1)
     decode.arrive(request)
     decode.allocate(request, blocks, decode.match(request)[0])
-    assert decode.take().fetches == []
+    assert decode.take().of(FetchSpec) == []
     assert decode.failures.counts == {FailureCause.RANGE: 1}
 
 
@@ -477,7 +481,7 @@ def test_a_push_is_asked_for_all_tokens_but_the_last() -> None:
     decode.arrive(request)
     assert decode.match(request) == (TOKENS - 1, True)
     decode.allocate(request, ([7, 3, 9], [0, 5]), TOKENS - 1)
-    (fetch,) = decode.take().fetches
+    (fetch,) = decode.take().of(FetchSpec)
     assert (fetch.num_tokens, fetch.digest) == (TOKENS - 1, digest_of(prompt(), TOKENS - 1))
 
 
@@ -506,7 +510,7 @@ def test_what_waits_now_is_told_from_what_has_ended() -> None:
     decode.allocate(first)
     decode.clock.advance(3.0)
     assert decode.fetching.waiting_now() == (2, 3.0)
-    (fetch,) = decode.take().fetches
+    (fetch,) = decode.take().of(FetchSpec)
     decode.collect(overs=(fetch.attempt,))
     assert decode.fetching.waiting_now() == (1, 0.0)
     decode.match(second)
@@ -526,7 +530,7 @@ def test_a_failed_one_is_forgotten_before_another_server_is_asked() -> None:
     assert failure is not None and failure.cause is FailureCause.DIGEST
     decode.fetching.forget(other, decode.step)
     step = decode.take()
-    assert step.unrenewed == ["d1"] and [one.attempt for one in step.released] == [None]
+    assert step.of(EndRenewal) == [EndRenewal(D1)] and [one.attempt for one in step.of(UnneededOffer)] == [None]
     assert decode.fetching.failure_of(other) is None
     again = of_decode("d1")
     decode.arrive(again)
@@ -537,8 +541,8 @@ def test_an_answer_that_nobody_waits_for_any_more_is_given_back() -> None:
     decode = Decode()
     manifest = manifest_of(prompt())
     decode.fetching.unneeded(answer_of(manifest), decode.step)
-    (offer,) = decode.take().released
+    (offer,) = decode.take().of(UnneededOffer)
     assert (offer.prefill, offer.request_id, offer.digest) == (PREFILL, manifest.request_id, manifest.digest)
     for odd in ({}, {"do_remote_prefill": True}, {"do_remote_prefill": True, MANIFEST_KEY: 7}):
         decode.fetching.unneeded(odd, decode.step)
-    assert not decode.take().released
+    assert not decode.take().of(UnneededOffer)

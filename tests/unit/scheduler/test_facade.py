@@ -42,7 +42,21 @@ from kvcached_nixl.scheduler.terms import ANY_ADAPTER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.headroom import BlockUsage, read_headroom
-from kvcached_nixl.wire.step import FAILING, Step, failed_mark, finished_attempt_id, idle_hold_id, known_mark
+from kvcached_nixl.wire.step import (
+    FAILING,
+    FetchSpec,
+    Finish,
+    OfferUpdate,
+    Preempt,
+    Revoke,
+    Step,
+    Stop,
+    Withdraw,
+    failed_mark,
+    finished_attempt_id,
+    idle_hold_id,
+    known_mark,
+)
 
 BLOCKS = ([7, 3, 9],)
 
@@ -73,7 +87,7 @@ class Engine:
         self.handover.arrived(request)
         self.pool.of[name] = [(name, 7), (name, 3), (name, 9)]
         self.handover.allocated(request, BLOCKS, self.handover.matched(request, 0)[0])
-        (wanted,) = self.handover.take_step([]).fetches
+        (wanted,) = self.handover.take_step([]).of(FetchSpec)
         return wanted.attempt
 
     def sending(self, name: str = "p1", tokens: int = TOKENS) -> Asked:
@@ -94,10 +108,10 @@ def test_a_step_is_handed_out_once_and_does_not_change_afterwards() -> None:
     engine = Engine(mode=TransferMode.PUSH)
     engine.handover.arrived(of_prefill())
     first = engine.handover.take_step([Progress("p1", ([7],), True, 4)])
-    told = list(first.offered)
+    told = list(first.of(OfferUpdate))
     second = engine.handover.take_step([Progress("p1", ([3],), False, 8)])
-    assert first.offered == told and len(second.offered) == 1
-    assert (first.offered[-1].groups, second.offered[0].groups) == (grown([7]), grown([7, 3]))
+    assert first.of(OfferUpdate) == told and len(second.of(OfferUpdate)) == 1
+    assert (first.of(OfferUpdate)[-1].groups, second.of(OfferUpdate)[0].groups) == (grown([7]), grown([7, 3]))
     assert engine.handover.take_step([]) == Step(OWN.host, OWN.port, WAKE, OWN_START)
 
 
@@ -133,7 +147,7 @@ def test_what_changed_weights_have_computed_is_revoked_and_nothing_else(
     """On both sides: what prefill offers, and what decode waits for."""
     with_adapters(engine)
     engine.handover.revocations.weights_changed(adapter)
-    assert set(engine.handover.take_step([]).revoked) == {f"p{number}" for number in revoked}
+    assert {one.request_id for one in engine.handover.take_step([]).of(Revoke)} == {f"p{number}" for number in revoked}
     told = reports()
     engine.handover.collect(told)
     assert told.received == engine.handover.take_failed() == {f"d{number}" for number in revoked}
@@ -160,7 +174,7 @@ def test_kv_of_an_adapter_that_was_replaced_while_decode_had_no_blocks_is_not_fe
         engine.pool.of["d1"] = [("d1", 7), ("d1", 3), ("d1", 9)]
     engine.handover.allocated(request, BLOCKS, missing)
     step = engine.handover.take_step([])
-    assert not step.fetches
+    assert not step.of(FetchSpec)
     engine.handover.collect(told := reports())
     assert told.received == engine.handover.take_failed() == ({"d1"} if missing else set())
     assert step.counts == {FailureCause.REVOKED: 1}
@@ -169,7 +183,9 @@ def test_kv_of_an_adapter_that_was_replaced_while_decode_had_no_blocks_is_not_fe
 def test_without_a_number_any_adapter_may_have_changed(engine: Engine) -> None:
     with_adapters(engine)
     engine.handover.revocations.adapters_changed()
-    assert set(engine.handover.take_step([]).revoked) == {"p3"} and engine.handover.num_waiting == 1
+    assert {one.request_id for one in engine.handover.take_step([]).of(Revoke)} == {
+        "p3"
+    } and engine.handover.num_waiting == 1
 
 
 def meant(engine: Engine) -> list[tuple[str, bool]]:
@@ -189,7 +205,7 @@ def test_only_under_its_name_an_adapter_begins_with_nothing_of_another_one(
     monkeypatch.setattr(engine.handover.read, "take_renamed", lambda: {"four"})
     engine.handover.arrived(of_prefill("p3"))
     assert meant(engine) == [("4", True)]
-    assert not engine.handover.take_step([]).revoked
+    assert not engine.handover.take_step([]).of(Revoke)
 
 
 def test_a_request_under_another_one_s_id_is_told_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -302,7 +318,7 @@ def test_only_hand_overs_that_have_kept_others_waiting_all_the_time_are_given_up
     for _ in range(round(RING_TIMEOUTS * TIMEOUT)):
         engine.clock.advance(1)
         engine.handover.collect(reports(invalid={known_mark(one) for one in (*attempts, young)}))
-    assert engine.handover.take_step([]).withdrawn.keys() == set(attempts[1:])
+    assert {one.attempt for one in engine.handover.take_step([]).of(Withdraw)} == set(attempts[1:])
     assert engine.handover.num_quarantined_blocks == 6
 
 
@@ -354,7 +370,7 @@ def test_blocks_that_a_fetch_fills_in_part_are_zeroed_first(zeroes_blocks: bool)
     engine.pool.of["d1"] = [("d1", 7)]
     engine.handover.allocated(request, ([7, 3, 9], [0, 5]), engine.handover.matched(request, 0)[0])
     step = engine.handover.take_step([])
-    assert len(step.fetches) == 1
+    assert len(step.of(FetchSpec)) == 1
     assert engine.handover.filled_in_part(step) == ([9] if zeroes_blocks else [])
     assert engine.handover.keeps_states and not Engine().handover.keeps_states
 
@@ -610,14 +626,15 @@ class AnyOrder(RuleBasedStateMachine):
 
     def take_step(self, progress: list[Progress]) -> None:
         step = self.handover.take_step(progress)
-        for wanted in step.fetches:
+        for wanted in step.of(FetchSpec):
             self.attempts[wanted.attempt] = list(wanted.groups[0].block_ids)
-        for request_id, hold in step.preempted:
-            self.holds[hold] = self.offers.get(request_id, set())
-            self.offers[request_id] = set()
-        for offered in step.offered:
+        for preempted in step.of(Preempt):
+            self.holds[preempted.hold] = self.offers.get(preempted.request_id, set())
+            self.offers[preempted.request_id] = set()
+        for offered in step.of(OfferUpdate):
             self.offers.setdefault(offered.request_id, set()).update(*(group.block_ids for group in offered.groups))
-        self.owed_done |= {*step.finished, *step.stopped} - step.unkept
+        self.owed_done |= {one.request_id for one in step.of(Finish)}
+        self.owed_done |= {one.request_id for one in step.of(Stop) if one.is_kept}
         assert self.handover.pending == (
             fetching_of(self.handover).failed.has_news or self.handover.due_in_seconds == 0
         )

@@ -36,11 +36,15 @@ from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
 from kvcached_nixl.wire.params import prefill_params
-from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Step, WakeAddress
+from kvcached_nixl.wire.step import BlockIds, Finish, OfferUpdate, Preempt, Revocation, Revoke, Step, Stop, WakeAddress
 
 P1 = PrefillRequestId("p1")
 BLOCKS = ([7, 3, 9],)
 DIGEST = digest_of(prompt(), TOKENS)
+
+
+def revoked_in(step: Step) -> dict[PrefillRequestId, Revocation]:
+    return {one.request_id: one.revocation for one in step.of(Revoke)}
 
 
 class Prefill:
@@ -76,8 +80,8 @@ class Prefill:
     def preempt(self) -> int:
         self.pool.of["p1"] = ["a block"]
         self.offering.preempted("p1", self.pool, self.step)
-        ((_, hold),) = self.step.preempted
-        return hold
+        (preempted,) = self.step.of(Preempt)
+        return preempted.hold
 
 
 def manifest(groups: tuple[BlockRange, ...] = (BlockRange(0, (7, 3, 9)),)) -> Manifest:
@@ -102,23 +106,23 @@ def test_a_pull_is_offered_once_when_its_prompt_is_computed() -> None:
     prefill = Prefill()
     request = prefill.arrive(of_prefill())
     assert not prefill.take().has_news
-    assert prefill.compute(4, ([7],), replaces=True).offered == []
-    assert prefill.compute(8, ([3],)).offered == []
-    assert prefill.compute(12, ([9, 4],)).offered == [offered(([7, 3, 9],), TOKENS, manifest())]
+    assert prefill.compute(4, ([7],), replaces=True).of(OfferUpdate) == []
+    assert prefill.compute(8, ([3],)).of(OfferUpdate) == []
+    assert prefill.compute(12, ([9, 4],)).of(OfferUpdate) == [offered(([7, 3, 9],), TOKENS, manifest())]
     assert request.digested == 1
     # The tokens that prefill generates are none of decode's business (A1 a).
-    assert prefill.compute(13, ([8],)).offered == []
-    assert prefill.compute(16).offered == []
+    assert prefill.compute(13, ([8],)).of(OfferUpdate) == []
+    assert prefill.compute(16).of(OfferUpdate) == []
     keep, params = prefill.finish(request, block_ids=([7, 3, 9, 4, 8],))
     assert keep
     assert params == prefill_params(OWN, manifest(), transfer_id="t", transfer_mode=TransferMode.PULL, cached_tokens=0)
-    assert prefill.take().finished == [P1]
+    assert prefill.take().of(Finish) == [Finish(P1)]
 
 
 def test_each_group_is_offered_in_blocks_of_its_own_size() -> None:
     prefill = Prefill(Pool(0, 0), block_sizes=(8, 4))
     request = prefill.arrive(of_prefill())
-    (last,) = prefill.compute(TOKENS, ([7, 3], [1, 2, 5]), replaces=True).offered
+    (last,) = prefill.compute(TOKENS, ([7, 3], [1, 2, 5]), replaces=True).of(OfferUpdate)
     assert last.manifest is not None and last.manifest.block_sizes == (8, 4)
     assert last.manifest.groups == (BlockRange(0, (7, 3)), BlockRange(0, (1, 2, 5)))
     assert prefill.finish(request, block_ids=([7, 3], [1, 2, 5]))[0]
@@ -128,7 +132,7 @@ def test_a_window_keeps_what_the_next_token_looks_at() -> None:
     """Decode computes the last token again, so its window begins one token earlier."""
     prefill = Prefill(Pool(0, 5), drops_blocks=True, block_sizes=(4, 4))
     request = prefill.arrive(of_prefill())
-    (last,) = prefill.compute(TOKENS, ([7, 3, 9], [0, 2, 5]), replaces=True).offered
+    (last,) = prefill.compute(TOKENS, ([7, 3, 9], [0, 2, 5]), replaces=True).of(OfferUpdate)
     assert last.manifest is not None
     assert last.manifest.groups == (BlockRange(0, (7, 3, 9)), BlockRange(4, (2, 5)))
     assert prefill.pool.asked_for == [TOKENS - 1]
@@ -159,7 +163,7 @@ def test_a_request_that_cannot_be_offered_is_computed_even_so(
     prefill = Prefill(mode=TransferMode.PUSH)
     request = prefill.arrive(of_prefill(**more))
     assert prefill.failures.counts == {FailureCause.PARAMETERS: 1}
-    assert not prefill.compute(TOKENS, BLOCKS, replaces=True).offered
+    assert not prefill.compute(TOKENS, BLOCKS, replaces=True).of(OfferUpdate)
     assert not prefill.offering.is_read("p1")
     assert prefill.finish(request) == (False, None)
     assert not prefill.take().has_news
@@ -179,14 +183,14 @@ def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held(
     assert prefill.offering.is_read("p1")
     hold = prefill.preempt()
     assert not prefill.offering.is_read("p1"), "it has no blocks to lose"
-    assert prefill.take().preempted == [(P1, hold)]
+    assert prefill.take().of(Preempt) == [Preempt(P1, hold)]
     assert prefill.holds.num_blocks == 1
     # Not streamed any more: held again, its blocks would make no room the second time either.
-    assert prefill.compute(4, ([5],), replaces=True).offered == []
-    assert prefill.compute(TOKENS, ([6, 2],)).offered == [] and not prefill.offering.is_read("p1")
+    assert prefill.compute(4, ([5],), replaces=True).of(OfferUpdate) == []
+    assert prefill.compute(TOKENS, ([6, 2],)).of(OfferUpdate) == [] and not prefill.offering.is_read("p1")
     again = manifest((BlockRange(0, (5, 6, 2)),))
     assert prefill.finish(request, block_ids=([5, 6, 2],))[0]
-    assert prefill.take().offered == [offered(([5, 6, 2],), TOKENS, again)]
+    assert prefill.take().of(OfferUpdate) == [offered(([5, 6, 2],), TOKENS, again)]
     prefill.offering.drained([hold + 1], prefill.pool)
     assert prefill.pool.freed == []
     prefill.offering.drained([hold], prefill.pool)
@@ -234,11 +238,11 @@ def test_what_is_revoked_is_what_was_meant(chosen: dict[str, Any], revoked: list
     """And once: neither a second revocation of it nor its end is told again."""
     prefill = kept_and_running()
     prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step, **chosen)
-    assert prefill.take().revoked == dict.fromkeys(
+    assert revoked_in(prefill.take()) == dict.fromkeys(
         revoked, Revocation(RevocationCause.WEIGHTS, "the weights were changed")
     )
     prefill.offering.revoke(RevocationCause.WEIGHTS, "again", prefill.step, **chosen)
-    assert prefill.take().revoked == {}
+    assert revoked_in(prefill.take()) == {}
     assert prefill.kept.num_kept == 2, "until every rank has reported it"
 
 
@@ -246,10 +250,10 @@ def test_an_offer_that_is_revoked_before_the_workers_know_it_is_not_told() -> No
     prefill = Prefill()
     request = prefill.arrive(of_prefill())
     prefill.offering.scheduled([Progress("p1", BLOCKS, True, TOKENS)], prefill.pool, prefill.step)
-    assert prefill.finish(request)[0] and len(prefill.step.offered) == 1
+    assert prefill.finish(request)[0] and len(prefill.step.of(OfferUpdate)) == 1
     prefill.offering.revoke(RevocationCause.WEIGHTS, "the weights were changed", prefill.step)
     step = prefill.take()
-    assert (step.offered, list(step.revoked)) == ([], [P1])
+    assert (step.of(OfferUpdate), list(revoked_in(step))) == ([], [P1])
 
 
 def three_kept(**changed: Any) -> Prefill:
@@ -272,8 +276,8 @@ def test_the_oldest_offers_give_way_and_only_as_many_as_are_needed(num_blocks: i
     for _ in range(2):
         prefill.kept.give_way(RevocationCause.BLOCKS, num_blocks, prefill.step)
     step = prefill.take()
-    assert list(step.revoked) == given_way
-    assert all(one.cause is RevocationCause.BLOCKS and one.cause.is_of_memory for one in step.revoked.values())
+    assert list(revoked_in(step)) == given_way
+    assert all(one.cause is RevocationCause.BLOCKS and one.cause.is_of_memory for one in revoked_in(step).values())
     assert prefill.kept.num_kept == 3, "their blocks are free when the workers have reported it"
 
 
@@ -282,17 +286,17 @@ def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
     prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
     prefill.clock.advance(ASK_AGAIN_SECONDS - 0.1)
     prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
-    assert list(prefill.take().revoked) == ["p1"]
+    assert list(revoked_in(prefill.take())) == ["p1"]
     prefill.clock.advance(0.1)
     prefill.kept.give_way(RevocationCause.LIMIT, 6, prefill.step)
-    revoked = prefill.take().revoked
+    revoked = revoked_in(prefill.take())
     assert list(revoked) == ["p2", "p3"] and all(one.spares_wanted for one in revoked.values()), "others give way first"
     assert len({one.number for one in revoked.values()} - {0}) == 2
     prefill.clock.advance(ASK_AGAIN_SECONDS)
     prefill.kept.give_way(RevocationCause.BLOCKS, 9, prefill.step, keeps_wanted=True)
-    assert not prefill.take().revoked, "decode waits for all of them"
+    assert not revoked_in(prefill.take()), "decode waits for all of them"
     prefill.kept.give_way(RevocationCause.LIMIT, 9, prefill.step)
-    revoked = prefill.take().revoked
+    revoked = revoked_in(prefill.take())
     assert list(revoked) == ["p1", "p2", "p3"] and not any(one.spares_wanted for one in revoked.values())
 
 
@@ -302,12 +306,12 @@ def test_what_workers_spare_is_told_at_once_and_others_give_way() -> None:
     asked = []
     for name in ("p1", "p2", "p3"):
         prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
-        (found,) = prefill.take().revoked.items()
+        (found,) = revoked_in(prefill.take()).items()
         asked.append(found[0])
         assert found == (name, found[1]) and found[1].spares_wanted
         assert prefill.kept.spared([found[1].number]) and not prefill.kept.spared([found[1].number, 99])
     prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
-    (found,) = prefill.take().revoked.items()
+    (found,) = revoked_in(prefill.take()).items()
     assert found[0] == "p1" and not found[1].spares_wanted
     assert prefill.kept.ended(["p2"], prefill.pool) == (1, 0), "decode has fetched what was spared"
     assert prefill.kept.ended(["p1"], prefill.pool) == (0, 3)
@@ -333,7 +337,7 @@ def test_an_adapter_that_was_replaced_while_its_request_was_computed_makes_no_ma
     request.adapter = 3
     prefill.arrive(request)
     request.tokens = prompt(1)
-    assert prefill.compute(TOKENS, BLOCKS, replaces=True).offered == []
+    assert prefill.compute(TOKENS, BLOCKS, replaces=True).of(OfferUpdate) == []
     assert prefill.finish(request) == (False, None)
     assert prefill.failures.counts == {FailureCause.REVOKED: 1}
 
@@ -349,7 +353,7 @@ def test_a_request_that_has_lost_its_blocks_is_not_handed_over(now: BlockIds, ca
     prefill.compute(TOKENS, BLOCKS, replaces=True)
     assert prefill.finish(request, block_ids=now) == (False, None)
     assert prefill.failures.counts == {FailureCause.RANGE: 1}
-    assert list(prefill.take().stopped) == [P1]
+    assert [one.request_id for one in prefill.take().of(Stop)] == [P1]
     assert "no longer has the blocks of its prompt" in caplog.text
 
 
@@ -357,7 +361,7 @@ def test_blocks_that_cannot_be_those_of_the_prompt_make_no_manifest(caplog: pyte
     """A null block twice in a group that is said to keep all."""
     prefill = Prefill()
     request = prefill.arrive(of_prefill())
-    assert prefill.compute(TOKENS, ([0, 0, 9],), replaces=True).offered == []
+    assert prefill.compute(TOKENS, ([0, 0, 9],), replaces=True).of(OfferUpdate) == []
     assert prefill.finish(request, block_ids=([0, 0, 9],)) == (False, None)
     assert "cause=range prefill_request=p1: " in caplog.text and "no block twice" in caplog.text
     assert prefill.failures.counts == {FailureCause.RANGE: 1}
@@ -370,7 +374,7 @@ def test_a_session_is_not_offered(pushes: bool, caplog: pytest.LogCaptureFixture
     request = of_prefill()
     request.is_session = True
     prefill.arrive(request)
-    assert not prefill.compute(TOKENS, BLOCKS).offered
+    assert not prefill.compute(TOKENS, BLOCKS).of(OfferUpdate)
     assert prefill.finish(request) == (False, None)
     assert prefill.failures.counts == {FailureCause.PARAMETERS: 1}
     for word in ("a streaming session", "expected a complete prompt", "computed as without", "Send them with"):
@@ -388,8 +392,8 @@ def test_offers_of_other_requests_stay_in_the_step_that_revokes_one() -> None:
         prefill.offering.scheduled(progress, prefill.pool, prefill.step)
     prefill.offering.revoke(RevocationCause.WEIGHTS, "an adapter was loaded again", prefill.step, adapter=3)
     step = prefill.take()
-    assert list(step.revoked) == ["p2"]
-    assert [(one.request_id, one.ready_tokens) for one in step.offered if one.ready_tokens] == [("p1", 4)]
+    assert list(revoked_in(step)) == ["p2"]
+    assert [(one.request_id, one.ready_tokens) for one in step.of(OfferUpdate) if one.ready_tokens] == [("p1", 4)]
 
 
 def test_the_blocks_of_a_prompt_of_one_token_are_read_too() -> None:
@@ -407,10 +411,10 @@ def test_of_a_state_the_block_behind_the_last_token_is_offered() -> None:
     """A block of one token, as peers count; before that, there is none."""
     prefill = Prefill(Pool(0, 0), groups=with_states(), mode=TransferMode.PUSH)
     request = prefill.arrive(of_prefill())
-    assert prefill.take().offered == [offered((), 0)]
-    (early,) = prefill.compute(8, ([7, 3], [5]), replaces=True).offered
+    assert prefill.take().of(OfferUpdate) == [offered((), 0)]
+    (early,) = prefill.compute(8, ([7, 3], [5]), replaces=True).of(OfferUpdate)
     assert early.groups == (BlockRange(0, (7, 3)), BlockRange(TOKENS - 1, ())) and early.is_held
-    (last,) = prefill.compute(TOKENS, ([9], [6])).offered
+    (last,) = prefill.compute(TOKENS, ([9], [6])).of(OfferUpdate)
     assert last.groups == (BlockRange(0, (7, 3, 9)), BlockRange(TOKENS - 1, (6,)))
     assert last.manifest is not None and last.manifest.block_sizes == (4, 1)
     assert last.manifest.groups == last.groups
@@ -434,8 +438,8 @@ def test_an_offer_is_withdrawn_before_a_later_token_overwrites_its_states(mode: 
     request = prefill.arrive(of_prefill())
     prefill.compute(TOKENS, ([7, 3, 9], [5, 6]), replaces=True)
     step = prefill.compute(TOKENS + 1)
-    assert list(step.revoked) == [P1] and "overwritten" in step.revoked[P1].reason
-    assert step.offered == []
+    assert list(revoked_in(step)) == [P1] and "overwritten" in revoked_in(step)[P1].reason
+    assert step.of(OfferUpdate) == []
     assert prefill.finish(request, block_ids=([7, 3, 9], [5, 6]))[1] is None
 
 
@@ -445,9 +449,11 @@ def test_a_prompt_that_stays_whole_is_not_offered() -> None:
     request.whole_because = "a prompt of one token"
     prefill = Prefill(Pool(0, 0), groups=with_states())
     prefill.arrive(request)
-    assert prefill.compute(TOKENS, ([7, 3, 9], [5, 6]), replaces=True).offered == []
+    assert prefill.compute(TOKENS, ([7, 3, 9], [5, 6]), replaces=True).of(OfferUpdate) == []
     assert prefill.finish(request, block_ids=([7, 3, 9], [5, 6])) == (False, None)
     assert prefill.failures.counts == {FailureCause.RANGE: 1}
     without = Prefill()
     without.arrive(request)
-    assert len(without.compute(TOKENS, BLOCKS, replaces=True).offered) == 1, "it matters where there are states only"
+    assert len(without.compute(TOKENS, BLOCKS, replaces=True).of(OfferUpdate)) == 1, (
+        "it matters where there are states only"
+    )

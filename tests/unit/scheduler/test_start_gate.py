@@ -28,7 +28,7 @@ from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.kept_offers import UNCLAIMED_SECONDS
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.step import Step, claimed_mark
+from kvcached_nixl.wire.step import AwaitClaim, Step, claimed_mark
 
 LONGEST_SECONDS = 30.0
 START, WAIT = (0, False), (None, False)
@@ -72,7 +72,7 @@ class Prefill:
 def test_a_prompt_begins_at_once_while_decode_takes_what_it_gets() -> None:
     prefill = Prefill(kept=MOST_UNCLAIMED_TOKENS // TOKENS - 1)
     assert prefill.side.matched(prefill.new(), 0) == START
-    assert not prefill.step("new").awaited
+    assert not prefill.step("new").of(AwaitClaim)
 
 
 def test_what_is_being_written_does_not_count() -> None:
@@ -86,15 +86,15 @@ def test_workers_are_asked_again_from_time_to_time_and_the_engine_is_not_kept_aw
     prefill = Prefill()
     request = prefill.new()
     assert prefill.side.matched(request, 0) == WAIT
-    asked = prefill.step().awaited
+    asked = prefill.step().of(AwaitClaim)
     for _ in range(3):
         assert prefill.side.due_in_seconds == LONGEST_SECONDS and not prefill.side.pending
         prefill.clock.advance(LONGEST_SECONDS)
         assert prefill.side.pending
         # It is behind others in vLLM's queue, so that vLLM does not ask.
-        assert prefill.step().awaited == asked
+        assert prefill.step().of(AwaitClaim) == asked
         assert prefill.side.matched(request, 0) == WAIT
-    prefill.hear(asked[0][1])
+    prefill.hear(asked[0].number)
     assert prefill.side.due_in_seconds is None and not prefill.side.pending
     assert prefill.side.matched(request, 0) == START
     prefill.step("new")
@@ -108,12 +108,12 @@ def test_nothing_is_left_of_a_prompt_that_has_waited(ends: str) -> None:
     if ends == "aborted":
         gate.gone([one])
     if ends == "claimed":
-        gate.claimed([number for _, number in step.awaited])
+        gate.claimed([one.number for one in step.of(AwaitClaim)])
     if ends == "asked again":
         clock.advance(LONGEST_SECONDS)
         gate.turn([], step)
     if ends != "aborted":
         assert gate.may_start(one, step, needs_claim=ends == "claimed")
         gate.turn([one], step)
-    gate.claimed([number for _, number in step.awaited])
+    gate.claimed([one.number for one in step.of(AwaitClaim)])
     assert not leftovers(gate) and gate.due_at_seconds is None

@@ -16,30 +16,25 @@ from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
+    EndRenewal,
     FetchSpec,
+    Finish,
     LeaseRenewal,
     OfferUpdate,
+    Preempt,
     Step,
+    StepCommand,
+    Stop,
     UnneededOffer,
     WakeAddress,
+    Withdraw,
     failed_mark,
     finished_attempt_id,
     idle_hold_id,
 )
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.staging.slots import SlabUse
-from kvcached_nixl.worker.thread_messages import (
-    BlocksWritable,
-    Command,
-    Computed,
-    EndRenewal,
-    Failed,
-    Finish,
-    Outcome,
-    Preempt,
-    Stop,
-    Withdraw,
-)
+from kvcached_nixl.worker.thread_messages import BlocksWritable, Command, Failed, Outcome, Reached
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
@@ -116,8 +111,13 @@ class Worker:
 WAKE = WakeAddress("127.0.0.1", 5601, "key")
 
 
-def step(**fields: Any) -> Step:
-    return Step("10.0.0.1", 5600, WAKE, "0" * 16, **fields)
+def step(*commands: StepCommand, **fields: Any) -> Step:
+    return Step("10.0.0.1", 5600, WAKE, "0" * 16, [*commands], **fields)
+
+
+def kinds(commands: list[Command]) -> list[type]:
+    """Of commands; of those that wait for the device, what waits."""
+    return [type(one.command) if isinstance(one, Reached) else type(one) for one in commands]
 
 
 def offered(ready: int = TOKENS, blocks: tuple[list[int], ...] = ([7, 3, 9],), request_id: str = "p-1") -> OfferUpdate:
@@ -128,40 +128,40 @@ def offered(ready: int = TOKENS, blocks: tuple[list[int], ...] = ([7, 3, 9],), r
 def test_a_step_that_is_told_twice_begins_once() -> None:
     """vLLM 0.29 calls it before the forward pass (``handle_preemptions``), and again where loads begin."""
     worker = Worker()
-    one = step(fetches=[wanted(1, MANIFEST)], offered=[offered()], is_idle=False)
+    one = step(wanted(1, MANIFEST), offered(), is_idle=False)
     worker.side.begin_step(one)
-    assert [type(command) for command in worker.thread.take()] == [FetchSpec, BlocksWritable]
+    assert kinds(worker.thread.take()) == [FetchSpec, BlocksWritable]
     worker.side.begin_step(one)
     assert worker.thread.take() == []
     worker.side.end_step()
-    assert [type(command) for command in worker.thread.take()] == [Computed]
+    assert kinds(worker.thread.take()) == [OfferUpdate]
 
 
 @pytest.mark.parametrize("is_told_before", [True, False])
 def test_a_step_that_is_told_behind_the_forward_pass_is_offered(is_told_before: bool) -> None:
     """Another connector around this one may pass on only the call after the forward pass."""
     worker = Worker()
-    one = step(offered=[offered()], is_idle=False)
+    one = step(offered(), is_idle=False)
     if is_told_before:
         worker.side.begin_step(one)
     worker.side.begin_step(one)
     worker.side.end_step()
-    assert [type(command) for command in worker.thread.take()] == [Computed]
+    assert kinds(worker.thread.take()) == [OfferUpdate]
 
 
 def test_where_vllm_zeroes_blocks_they_are_begun_after_that() -> None:
     """Rule R8: vLLM 0.29 begins a step before it zeroes blocks; and a step may raise before it has."""
     worker = Worker(zeroes_blocks=True)
     one, other = (wanted(number, MANIFEST) for number in (1, 2))
-    worker.side.begin_step(step(fetches=[one]))
+    worker.side.begin_step(step(one))
     assert worker.thread.take() == [one] and worker.device.events == []
-    worker.side.begin_step(step(fetches=[other]))
+    worker.side.begin_step(step(other))
     first, second = worker.thread.take()
-    assert isinstance(first, BlocksWritable) and first.attempts == (1,) and second == other
+    assert isinstance(first, Reached) and first.command == BlocksWritable((1,)) and second == other
     worker.side.blocks_zeroed()
     worker.side.blocks_zeroed()
     (begin,) = worker.thread.take()
-    assert isinstance(begin, BlocksWritable) and begin.attempts == (2,)
+    assert isinstance(begin, Reached) and begin.command == BlocksWritable((2,))
     worker.device.events[0] = True
     assert first.is_reached() and not begin.is_reached()
 
@@ -180,11 +180,11 @@ def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_n
         lambda: seen.append((len(worker.device.events), bool(worker.token_table.any()), worker.thread.take())),
         is_read=is_read,
     )
-    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
+    worker.side.begin_step(step(offered(4, ([7],)), is_idle=False))
     worker.side.end_step()
     assert not seen, "there is no answer yet"
     worker.thread.take()
-    worker.side.begin_step(step(offered=[offered()], is_idle=False))
+    worker.side.begin_step(step(offered(), is_idle=False))
     worker.side.end_step()
     assert seen == [(1, False, [])]
     assert bool(worker.token_table.any()) is is_read and len(worker.thread.take()) == 1
@@ -193,9 +193,9 @@ def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_n
 def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
     """A preempted request has other blocks, so its manifest and ownership token are replaced."""
     worker = Worker()
-    worker.side.begin_step(step(offered=[offered()]))
+    worker.side.begin_step(step(offered()))
     again = OfferUpdate(P1, "n", DIGEST, TOKENS, grown([1, 2, 4]), TOKENS, manifest(1, 2, 4))
-    worker.side.begin_step(step(offered=[again]))
+    worker.side.begin_step(step(again))
     worker.side.end_step()
     assert worker.token_table[np.nonzero(worker.token_table)].tolist() == [manifest(1, 2, 4).ownership_token]
 
@@ -203,7 +203,7 @@ def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
 def test_a_token_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker()
     worker.token_table[:] = 1
-    worker.side.begin_step(step(offered=[offered()]))
+    worker.side.begin_step(step(offered()))
     worker.side.end_step()
     assert "The ownership-token table is full, so decode will not use the KV of request p-1" in caplog.text
     assert len(worker.thread.take()) == 1
@@ -215,32 +215,32 @@ def test_a_token_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> 
 def test_a_step_that_was_not_ended_is_offered_before_anything_else(ends: str, is_idle: bool) -> None:
     """vLLM calls ``wait_for_save`` only for a step that computes."""
     worker = Worker(is_read=False)
-    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=is_idle))
+    worker.side.begin_step(step(offered(4, ([7],)), is_idle=is_idle))
     assert worker.thread.engine_computes is not is_idle
     if ends == "begin_step":
-        worker.side.begin_step(step(finished=[P1]))
-        assert [type(one) for one in worker.thread.take()] == [Computed, Finish]
+        worker.side.begin_step(step(Finish(P1)))
+        assert kinds(worker.thread.take()) == [OfferUpdate, Finish]
     else:
         getattr(worker.side, ends)()
-        assert [type(one) for one in worker.thread.take()] == [Computed]
+        assert kinds(worker.thread.take()) == [OfferUpdate]
         assert not worker.thread.engine_computes
 
 
 def test_what_a_draft_model_computes_behind_the_model_is_not_offered_before_it_has() -> None:
     """With a draft model, vLLM calls ``get_finished`` between the two, and ``wait_for_save`` after both."""
     worker = Worker(is_read=False)
-    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
+    worker.side.begin_step(step(offered(4, ([7],)), is_idle=False))
     worker.side.take_ended()
     assert worker.thread.take() == [] and not worker.thread.engine_computes
     worker.side.end_step()
-    assert [type(one) for one in worker.thread.take()] == [Computed]
+    assert kinds(worker.thread.take()) == [OfferUpdate]
 
 
 @pytest.mark.parametrize("is_said", [True, False])
 def test_what_a_step_was_to_compute_that_has_failed_is_not_offered(is_said: bool) -> None:
     """No ownership token is published, and finished requests are freed. The engine may live on (fault tolerance)."""
     worker = Worker(is_read=True)
-    worker.side.begin_step(step(offered=[offered()], finished=[P1], is_idle=False))
+    worker.side.begin_step(step(offered(), Finish(P1), is_idle=False))
     if is_said:
         worker.side.end_step(has_failed=True)
     worker.side.take_ended()
@@ -254,32 +254,20 @@ def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
     worker = Worker()
     d1 = DecodeRequestId("d1")
     renewed, released = LeaseRenewal(d1, PREFILL, "p-1", 30.0), UnneededOffer(PREFILL, "p-1", "n", DIGEST)
-    worker.side.begin_step(
-        step(
-            renewed=[renewed],
-            unrenewed=[d1],
-            fetches=[wanted(1, MANIFEST)],
-            withdrawn={2: "dead"},
-            released=[released],
-            preempted=[(P1, 4)],
-            finished=[P1],
-            stopped={PrefillRequestId("p-2"): "aborted", PrefillRequestId("p-3"): "early"},
-            unkept={PrefillRequestId("p-3")},
-        )
-    )
-    commands = worker.thread.take()
-    assert [type(one) for one in commands] == [
-        LeaseRenewal, EndRenewal, FetchSpec, BlocksWritable, Withdraw, UnneededOffer, Preempt, Finish, Stop, Stop
-    ]  # fmt: skip
-    assert commands[:2] == [renewed, EndRenewal(d1)]
-    assert commands[4:] == [
+    told = [
+        renewed,
+        EndRenewal(d1),
+        wanted(1, MANIFEST),
         Withdraw(2, "dead"),
         released,
         Preempt(P1, 4),
         Finish(P1),
-        Stop(PrefillRequestId("p-2"), "aborted", True),
-        Stop(PrefillRequestId("p-3"), "early", False),
+        Stop(PrefillRequestId("p-2"), "aborted"),
+        Stop(PrefillRequestId("p-3"), "early", is_kept=False),
     ]
+    worker.side.begin_step(step(*reversed(told)))
+    *commands, begin = worker.thread.take()
+    assert commands == [*told[:-2], told[-1], told[-2]] and kinds([begin]) == [BlocksWritable]
 
 
 # ---------------------------------------------------------------------------------------------------- what vLLM is told

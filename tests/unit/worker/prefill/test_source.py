@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from support.engine_fakes import grown
 from support.internals import leftovers
@@ -26,7 +27,7 @@ BLOCKS = (7, 3, 9)
 
 def update(offer: Offer, ready_tokens: int, blocks: tuple[tuple[int, ...], ...] = (BLOCKS,)) -> Offer:
     """Prefill has computed so many tokens of an offer, in these kernel blocks per group."""
-    offer.update.ready_tokens, offer.update.groups = ready_tokens, grown(*blocks)
+    offer.update = msgspec.structs.replace(offer.update, ready_tokens=ready_tokens, groups=grown(*blocks))
     offer.blocks = tuple(KernelBlocks([KernelBlock(block) for block in group]) for group in blocks)
     return offer
 
