@@ -31,11 +31,12 @@ from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, Withdraw
 from kvcached_nixl.worker import facade
 from kvcached_nixl.worker.decode import receiver, write_part
 from kvcached_nixl.worker.decode.arrived_writes import ArrivedWrites
+from kvcached_nixl.worker.decode.attempt import Stage
 from kvcached_nixl.worker.decode.read_part import ReadPart
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.staging_window import StagingWindow
 from kvcached_nixl.worker.decode.write_gates import WriteGates
-from kvcached_nixl.worker.decode.write_part import Access, Comparison, WritePart
+from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
 from kvcached_nixl.worker.geometry.kv_checksum import Content
@@ -210,7 +211,7 @@ def a_read_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
 
 def a_write_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
     def stop(self: Any) -> None:
-        self._access = Access.HAS_STOPPED
+        self.stage = Stage.ENDED
 
     then(patch, WritePart, "stop", stop)
 
@@ -601,8 +602,8 @@ def an_engine_that_lied_is_believed_again(patch: Patcher) -> None:
 
 
 def decode_s_blocks_are_free_while_they_are_compared(patch: Patcher) -> None:
-    def end(self: Any) -> None:
-        self._comparison = Comparison.DONE
+    def end(self: Any, _: Any) -> None:
+        self.stage = Stage.ENDED
 
     then(patch, WritePart, "_end", end)
 

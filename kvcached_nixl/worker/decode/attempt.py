@@ -16,12 +16,11 @@ thread.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import FetchSpec
@@ -30,9 +29,7 @@ from kvcached_nixl.worker.decode.staging_window import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
-__all__ = ["Attempt", "Part"]
-
-logger = logging.getLogger(SERVER_LOGGER)
+__all__ = ["NEXT", "Attempt", "Event", "Part", "Stage"]
 
 
 class Part(Protocol):
@@ -55,6 +52,50 @@ class Part(Protocol):
         """Move nothing more; ``is_idle`` becomes true when nothing is in flight. A repeated call repeats the request to
         the peer."""
         ...
+
+
+class Stage(enum.Enum):
+    """What a `write_part.WritePart` waits for; `NEXT` alone changes it. Blocks are free in ENDED only, when nothing is
+    copied out of the slab any more."""
+
+    CONNECTING = enum.auto()
+    """The peer was told of no block."""
+    WRITING = enum.auto()
+    """The peer was told of the blocks and may write them."""
+    WITHDRAWN = enum.auto()
+    """The peer may still write blocks that nobody wants, and was asked to stop."""
+    COMPARING = enum.auto()
+    """Everything is written; this rank reads the blocks to compare checksums."""
+    COMPARING_IN_VAIN = enum.auto()
+    """As before, but nobody wants the blocks any more."""
+    ENDED = enum.auto()
+
+
+class Event(enum.Enum):
+    """What moves a part on."""
+
+    TOLD = enum.auto()
+    UNWANTED = enum.auto()
+    STOPPED = enum.auto()
+    """The peer can no longer write: every WRITE has arrived, it says so, it is dead, or it is fenced."""
+    IS_COMPARED = enum.auto()
+    """Begins, when everything is written."""
+    COMPARED = enum.auto()
+
+
+NEXT: Mapping[tuple[Stage, Event], Stage] = {
+    (Stage.CONNECTING, Event.TOLD): Stage.WRITING,
+    (Stage.CONNECTING, Event.UNWANTED): Stage.ENDED,
+    (Stage.WRITING, Event.UNWANTED): Stage.WITHDRAWN,
+    (Stage.WRITING, Event.IS_COMPARED): Stage.COMPARING,
+    (Stage.WRITING, Event.STOPPED): Stage.ENDED,
+    (Stage.WITHDRAWN, Event.STOPPED): Stage.ENDED,
+    # The peer has stopped already, and its word does not end what this rank reads.
+    (Stage.COMPARING, Event.UNWANTED): Stage.COMPARING_IN_VAIN,
+    (Stage.COMPARING, Event.COMPARED): Stage.ENDED,
+    (Stage.COMPARING_IN_VAIN, Event.COMPARED): Stage.ENDED,
+}
+"""Stage and event -> the next stage. An event that is not here changes nothing."""
 
 
 class Attempt:

@@ -198,7 +198,7 @@ class Writer:
             task.next_index += 1
             return encode(said)
 
-        ended = context.contained(
+        ended: Callable[[str], None] = context.contained(
             lambda failed: self._written(task, job, source.held, failed),
             lambda cause: self.stop(task, cause.cause, str(cause)),
         )
@@ -214,10 +214,11 @@ class Writer:
         def digested(found_digest: str, failed: str) -> None:
             nonlocal digest
             digest = found_digest
-            context.contained(
+            checksummed: Callable[[str], None] = context.contained(
                 lambda failed: self._checksummed(task, job, failed, is_final),
                 lambda cause: self.stop(task, cause.cause, str(cause)),
-            )(failed)
+            )
+            checksummed(failed)
 
         # In `jobs` already: the checksum reads the bytes, so the blocks must not be freed before it has ended.
         task.jobs[job] = False

@@ -131,12 +131,12 @@ class WorkerContext:
         return HandOverFailed(FailureCause.REFUSED, f"{reason}. Load the same on both sides, or update the older side.")
 
     @staticmethod
-    def contained(action: Callable[[str], None], failed: Callable[[HandOverFailed], None]) -> Callable[[str], None]:
-        """Wrap a job's ``ended`` callback: an exception in it is logged and fails this hand-over only."""
+    def contained(action: Callable[[T], None], failed: Callable[[HandOverFailed], None]) -> Callable[[T], None]:
+        """Wrap a callback: an exception in it is logged and fails this hand-over only."""
 
-        def ended(reason: str) -> None:
+        def ended(found: T) -> None:
             try:
-                action(reason)
+                action(found)
             except Exception as defect:
                 logger.exception("internal error in kvcached_nixl; this hand-over fails")
                 failed(HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}"))
