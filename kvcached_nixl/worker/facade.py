@@ -4,7 +4,7 @@ time, and turns the transfer thread's outcomes into what vLLM is told. Once per 
 
 What a step computes is offered once the step has been submitted to the device, together with an event that tells the
 transfer thread when the device has finished it. Decode's blocks are written only after the device has finished every
-step that could still write them (rule R8, vllm#45357). Nothing here blocks, except ``before_answer``.
+step that could still write them (rule R8, vllm#45357). Nothing here blocks, except `Device.wait`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import torch
+
+from kvcached_nixl.current_device import select
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
@@ -45,7 +48,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
-__all__ = ["StepOutcome", "WorkerFacade"]
+__all__ = ["Device", "StepOutcome", "WorkerFacade"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -95,6 +98,34 @@ class WorkerCounters:
     lasted: list[Lasted] = field(default_factory=list)
 
 
+class Device:
+    """The device that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def select(self) -> None:
+        """Make it the calling thread's."""
+        select(self._device.type, self._device.index or 0)
+
+    def record(self) -> IsReached:
+        """Returns a function that says whether all work has finished that was submitted before this call."""
+        if self._device.type == "cpu":
+            # vLLM's CPU worker computes before it returns.
+            return lambda: True
+        event = torch.Event(self._device)
+        event.record()
+        query: IsReached = event.query
+        return query
+
+    def wait(self) -> None:
+        """Block until all work has finished that was submitted so far."""
+        if self._device.type != "cpu":
+            event = torch.Event(self._device)
+            event.record()
+            event.synchronize()
+
+
 class WorkerFacade:
     """See the module.
 
@@ -102,11 +133,9 @@ class WorkerFacade:
         thread: the transfer thread, started.
         tokens: ownership tokens of the manifests whose blocks prefill keeps, for decode to read.
         is_read: whether decode reads prefill's blocks, and so needs their ownership tokens.
-        record_event: called after steps were submitted to the device; the function it returns says whether the device
-            has finished them, and may be called on any thread.
         offer_handshake: publishes the handshake answer for peers, given the weights this rank computes with.
-        before_answer: called before KV is offered for a pull that prefill is about to answer for; it may wait for the
-            device. Needed where prefill's answer does not imply that its device has finished the step.
+        answers_early: prefill's answer does not imply that its device has finished the step, so that is waited for
+            before KV is offered that decode reads.
         route: transfer mode and memory path, for the metrics.
     """
 
@@ -115,12 +144,12 @@ class WorkerFacade:
         thread: TransferThread,
         local: LocalRank,
         tokens: TokenTable,
-        record_event: Callable[[], IsReached],
+        device: Device,
         offer_handshake: Callable[[Weights], None],
-        before_answer: Callable[[], None] = lambda: None,
         *,
         is_read: bool,
         zeroes_blocks: bool = False,
+        answers_early: bool = False,
         route: tuple[str, str] = ("pull", "direct"),
     ) -> None:
         self.thread = thread
@@ -129,9 +158,10 @@ class WorkerFacade:
         self._is_read = is_read
         self._zeroes_blocks = zeroes_blocks
         self._unwritable: list[int] = []
-        self.record_event = record_event
+        self.record_event = device.record
+        self._device = device
         self._offer_handshake = offer_handshake
-        self._before_answer = before_answer
+        self._answers_early = answers_early
         self._step: Step | None = None
         # Of ``_step``: what it computes, and which requests end with that.
         self._offered: list[OfferUpdate] = []
@@ -180,8 +210,8 @@ class WorkerFacade:
         if has_failed:
             self.thread.submit(*finished)
             return
-        if any(one.manifest is not None for one in offered):
-            self._before_answer()
+        if self._answers_early and any(one.manifest is not None for one in offered):
+            self._device.wait()
         is_reached = self.record_event()
         for one in offered:
             if one.manifest is not None and self._is_read:

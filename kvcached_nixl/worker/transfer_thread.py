@@ -59,6 +59,7 @@ from kvcached_nixl.wire.step import (
     Revoke,
     Stop,
     UnneededOffer,
+    WakeAddress,
     Withdraw,
 )
 from kvcached_nixl.worker.decode.receiver import Receiver
@@ -111,18 +112,17 @@ class TransferThread:
     def __init__(
         self,
         context: WorkerContext,
-        clock: Clock,
         receiver: Receiver,
         registry: OfferRegistry,
         outcomes: OutcomeQueue,
         wake: threading.Event,
-        wake_engine: Callable[[LocalIdentity], None],
-        closed: Callable[[], None] = lambda: None,
-        select_device: Callable[[], None] = lambda: None,
+        wake_engine: Callable[[WakeAddress], None],
+        closed: Callable[[], None],
+        select_device: Callable[[], None],
     ) -> None:
         self._context = context
         self._transport: Transport = context.transport
-        self._clock = clock
+        self._clock: Clock = context.clock
         self._receiver = receiver
         self._registry = registry
         self._outcomes = outcomes
@@ -136,10 +136,10 @@ class TransferThread:
         self._closing = threading.Event()
         self._defect: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._moved_at_seconds = clock.now_seconds()
+        self._moved_at_seconds = context.clock.now_seconds()
         # Everything below is used by the transfer thread only.
-        self._identity: LocalIdentity | None = None
-        self._renewals = Renewals(clock)
+        self._wake_address: WakeAddress | None = None
+        self._renewals = Renewals(context.clock)
         self._computing: deque[Reached] = deque()
         self._malformed = 0
         self._defects = 0
@@ -149,7 +149,7 @@ class TransferThread:
     @property
     def dropped(self) -> Counter[str]:
         mine = Counter(malformed=self._malformed, defect=self._defects)
-        return self._registry.dropped + self._receiver.dropped + self._context.peers.dropped + mine
+        return self._registry.registrations.dropped + self._receiver.dropped + self._context.peers.dropped + mine
 
     # ---------------------------------------------------------------------------------------------- the engine's thread
 
@@ -219,8 +219,7 @@ class TransferThread:
             self._defect = defect
             self._is_ready.set()
             logger.exception("The transfer thread has stopped; the engine stops at its next step")
-            if self._identity is not None:
-                self._wake_engine(self._identity)
+            self._wake_own()
 
     def turn(self) -> float:
         """Do everything that can be done without waiting; returns the seconds until the next call is due."""
@@ -241,8 +240,8 @@ class TransferThread:
             deadlines.append(self._renew())
         if self._context.staging is not None:
             self._outcomes.slab(self._context.staging.use, self._context.staging.num_waits)
-        if self._outcomes.take_news() and self._identity is not None:
-            self._wake_engine(self._identity)
+        if self._outcomes.take_news():
+            self._wake_own()
         now = self._clock.now_seconds()
         is_moving = bool(self._context.transfer_queue.is_busy or self._computing)
         if is_busy or is_moving:
@@ -261,10 +260,14 @@ class TransferThread:
             return 0.0
         return POLL_SECONDS if len(queue) else 2 * POLL_SECONDS
 
+    def _wake_own(self) -> None:
+        if self._wake_address is not None:
+            self._wake_engine(self._wake_address)
+
     def _identify(self, command: LocalIdentity) -> None:
-        self._identity, self._context.own = command, command.own
+        self._wake_address, self._context.own = command.wake_address, command.own
         self._context.incarnation = command.incarnation
-        self._registry.started(command.incarnation)
+        self._registry.registrations.started(command.incarnation)
 
     def _change_weights(self, command: NewWeights) -> None:
         self._context.weights, self._context.weight_names = command.weights, command.names
@@ -330,7 +333,7 @@ class TransferThread:
         if isinstance(message, (StagingRequest, Written, Stopped)):
             self._receiver.fail(message.attempt, failure)
         elif isinstance(message, (Registration, StagingGrant)):
-            self._registry.fail((agent, message.attempt), str(failure))
+            self._registry.registrations.fail((agent, message.attempt), str(failure))
 
     def _take_heartbeat(self, agent: str, names: list[str]) -> None:
         self._registry.renew(names)

@@ -46,7 +46,8 @@ from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
 from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Step, WakeAddress, failure_of, finished_attempts_of
-from kvcached_nixl.worker.build import assemble
+from kvcached_nixl.worker import build
+from kvcached_nixl.worker.facade import Device
 from kvcached_nixl.worker.geometry.planes import planes_of
 from kvcached_nixl.worker.transfer import transfer_queue as transfer_queue
 from kvcached_nixl.worker.transfer.host import Host
@@ -287,17 +288,12 @@ class Rank:
         )
         settings = Settings(TransferMode(cluster.case.direction), NEVER_SECONDS, NEVER_SECONDS)
         checksums = digests_over(self.planes, self.arena.view(-1), float(cluster.case.is_verified))
-        self.worker = assemble(
-            self.transport,
-            cluster.clock,
-            place,
-            self.token_table,
+        self.worker = build.assemble(
+            build.Rank(self.transport, place, self.token_table, TAG, checksums, Host(Process(), "DRAM")),
             settings,
-            TAG,
+            cluster.clock,
             Channel(cluster),
-            lambda: lambda: True,
-            checksums,
-            Host(Process(), "DRAM"),
+            Device(torch.device("cpu")),
             lambda weights: None,
             threading.Event(),
         )

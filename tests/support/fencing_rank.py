@@ -47,11 +47,12 @@ from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress, Withdraw
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker.background import Background
-from kvcached_nixl.worker.build import assemble
+from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode import active_writers as writers
 from kvcached_nixl.worker.decode import receiver as receiver
 from kvcached_nixl.worker.decode import write_gates as gates
 from kvcached_nixl.worker.decode.write_gates import WriteGates
+from kvcached_nixl.worker.facade import Device
 from kvcached_nixl.worker.geometry.kv_checksum import Content
 from kvcached_nixl.worker.transfer.checksums import Checksums
 from kvcached_nixl.worker.transfer.host import Host
@@ -125,10 +126,22 @@ class Rank:
         nothing = Content((), ())
         settings = Settings(TransferMode.PUSH, kv_lease_duration_seconds=300.0, handover_timeout_seconds=300.0)
         self.side = assemble(
-            transport, clock, place, self.token_table, settings, TAG, self.channel, lambda: lambda: True,
-            Checksums(nothing, nothing, background, 0.0), host, lambda weights: None, threading.Event(), None,
-            self.gates,
-        )  # fmt: skip
+            Rank(
+                transport,
+                place,
+                self.token_table,
+                TAG,
+                Checksums(nothing, nothing, background, 0.0),
+                host,
+                gates=self.gates,
+            ),
+            settings,
+            clock,
+            self.channel,
+            Device(torch.device("cpu")),
+            lambda weights: None,
+            threading.Event(),
+        )
         self.thread = self.side.thread
         self.own = Peer(place.engine_id, role, 1, 1, 0)
         self.thread.submit(commands.LocalIdentity(self.own, WakeAddress(role, 1, "key"), START))

@@ -35,7 +35,7 @@ from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.question import Question
 from kvcached_nixl.wire.step import FAILING, FetchSpec, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import Lasted, Reported
-from kvcached_nixl.worker.build import assemble
+from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.facade import WorkerFacade
@@ -217,6 +217,9 @@ class Device:
             self._queue.popleft()()
             self.done += 1
 
+    def select(self) -> None:
+        """The test calls the transfer thread's turns."""
+
     def record(self) -> IsReached:
         meant = self.given
         return lambda: self.done >= meant
@@ -366,25 +369,27 @@ class Worker:
         self.channel = Channel(cluster, engine)
         self.gates = WriteGates(lambda: cluster.wire.open_gate(self.agent_name), self.awaiting_checksum, engine.clock)
         self.side: WorkerFacade = assemble(
-            self.agent,
-            engine.clock,
-            place,
-            self.token_table,
-            engine.settings,
-            tag,
-            self.channel,
-            self.device.record,
-            Checksums(
-                content_of(self.moved.planes, as_bytes(self.moved.array)),
-                content_of(self.memory.planes, as_bytes(self.memory.array)),
-                self.awaiting_checksum,
-                engine.settings.verify_fraction,
+            Rank(
+                self.agent,
+                place,
+                self.token_table,
+                tag,
+                Checksums(
+                    content_of(self.moved.planes, as_bytes(self.moved.array)),
+                    content_of(self.memory.planes, as_bytes(self.memory.array)),
+                    self.awaiting_checksum,
+                    engine.settings.verify_fraction,
+                ),
+                self.host,
+                self.staging,
+                self.gates,
             ),
-            self.host,
+            engine.settings,
+            engine.clock,
+            self.channel,
+            self.device,  # type: ignore[arg-type]
             offer,
             threading.Event(),
-            self.staging,
-            self.gates,
         )
         self.side.identify(engine.kind.weights)
         self.context.transfer_queue._budget = engine.kind.transfer_queue

@@ -48,16 +48,16 @@ class ActiveWriters:
         attempts: those that are not finished, by number; a view of the receiver's dict.
     """
 
-    def __init__(self, context: WorkerContext, clock: Clock, attempts: Mapping[int, Attempt]) -> None:
+    def __init__(self, context: WorkerContext, attempts: Mapping[int, Attempt]) -> None:
         self._context = context
-        self._clock = clock
+        self._clock: Clock = context.clock
         self._attempts = attempts
         self._at: defaultdict[Peer, dict[int, None]] = defaultdict(dict)
         self._looked_at = Deadlines[Peer]()
         self._failed_at: dict[int, float] = {}
         self._ended_at = Deadlines[tuple[str, int]]()
         self._is_put_off: set[tuple[str, int]] = set()
-        self._turned_at_seconds = clock.now_seconds()
+        self._turned_at_seconds = context.clock.now_seconds()
         self._said_held = RecentSet[str]()
 
     def expect(self, part: WritePart, number: int) -> None:

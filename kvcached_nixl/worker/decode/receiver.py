@@ -42,13 +42,12 @@ class Receiver:
     def __init__(
         self,
         context: WorkerContext,
-        clock: Clock,
         mode: TransferMode,
         gates: WriteGates | None,
         outcomes: OutcomeQueue,
     ) -> None:
         self._context = context
-        self._clock = clock
+        self._clock: Clock = context.clock
         self._mode = mode
         self._gates = gates
         self._outcomes = outcomes
@@ -57,7 +56,7 @@ class Receiver:
         self._asked_again = Deadlines[int]()
         self._unanswered: set[int] = set()
         self._unneeded: dict[int, UnneededOffer] = {}
-        self._writers = ActiveWriters(context, clock, self._attempts)
+        self._writers = ActiveWriters(context, self._attempts)
         self.dropped: Counter[str] = Counter()
 
     @property

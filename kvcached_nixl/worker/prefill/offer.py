@@ -20,6 +20,7 @@ from kvcached_nixl.wire.messages import Registration, StagingGrant
 from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
+from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
@@ -150,6 +151,12 @@ class Offer:
         elif is_copied:
             state = State.PREFILL_COPYING
         self.timeline.enter(state, now_seconds)
+
+    def report_claim(self, outcomes: OutcomeQueue) -> None:
+        """A rank of decode has registered for it, or needs nothing of it."""
+        if self.claim:
+            outcomes.claimed(self.claim)
+            self.claim = 0
 
     def lose_blocks(self) -> None:
         """The request was preempted: it has no blocks and no computed tokens any more."""

@@ -58,10 +58,6 @@ class Writer:
             self.source = Staged(context.staging, self.advance, settle, self._not_copied)
         self.num_final = 0
 
-    @property
-    def tp_size(self) -> int:
-        return self._context.local.tp_size
-
     def connect(self, task: WriteTask) -> None:
         """Begin a handshake with the rank that has registered, if there is no connection to it."""
         if task.stopping is None or task.jobs:

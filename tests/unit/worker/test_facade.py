@@ -32,6 +32,7 @@ from kvcached_nixl.wire.step import (
     finished_attempt_id,
     idle_hold_id,
 )
+from kvcached_nixl.worker.facade import Device as FacadeDevice
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.staging.slots import SlabUse
 from kvcached_nixl.worker.thread_messages import BlocksWritable, Command, Failed, Outcome, Reached
@@ -76,6 +77,10 @@ class Device:
 
     def __init__(self) -> None:
         self.events: list[bool] = []
+        self.waited: Any = None
+
+    def wait(self) -> None:
+        self.waited()
 
     def record(self) -> Any:
         place = len(self.events)
@@ -97,7 +102,7 @@ class Worker:
             cast(TransferThread, self.thread),
             self.local,
             table,
-            self.device.record,
+            cast(FacadeDevice, self.device),
             self.offered.append,
             is_read=is_read,
             zeroes_blocks=zeroes_blocks,
@@ -175,10 +180,13 @@ def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_n
         cast(TransferThread, worker.thread),
         worker.local,
         worker.side.tokens,
-        worker.device.record,
+        cast(FacadeDevice, worker.device),
         worker.offered.append,
-        lambda: seen.append((len(worker.device.events), bool(worker.token_table.any()), worker.thread.take())),
         is_read=is_read,
+        answers_early=True,
+    )
+    worker.device.waited = lambda: seen.append(
+        (len(worker.device.events), bool(worker.token_table.any()), worker.thread.take())
     )
     worker.side.begin_step(step(offered(4, ([7],)), is_idle=False))
     worker.side.end_step()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.digest_fakes import as_bytes, digests_over
 from support.engine_fakes import grown
 from support.internals import receiver_of, registry_of, waiting_for_device
@@ -67,8 +68,9 @@ from kvcached_nixl.wire.step import (
 )
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker import transfer_thread as thread
-from kvcached_nixl.worker.build import assemble
+from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
+from kvcached_nixl.worker.facade import Device
 from kvcached_nixl.worker.prefill.matching import OfferMatcher
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.host import Host
@@ -117,10 +119,21 @@ class Worker:
         place = LocalRank(EngineId("local"), 1, 0, (GroupMemory((self.memory.planes,)),), MAX_TP_SIZE)
         made = Settings(mode, **settings)
         self.side = assemble(
-            self.transport, self.clock if clock is None else clock, place, self.reason, made, TAG, self.asking,
-            lambda: always, digests_over(self.memory.planes, as_bytes(self.memory.cells)), Host(Process(), "DRAM"),
-            self.offered.append, threading.Event(),
-        )  # fmt: skip
+            Rank(
+                self.transport,
+                place,
+                self.reason,
+                TAG,
+                digests_over(self.memory.planes, as_bytes(self.memory.cells)),
+                Host(Process(), "DRAM"),
+            ),
+            made,
+            self.clock if clock is None else clock,
+            self.asking,
+            Device(torch.device("cpu")),
+            self.offered.append,
+            threading.Event(),
+        )
         self.thread: TransferThread = self.side.thread
         self.thread.submit(commands.LocalIdentity(OWN, WAKE, START))
         self.side.identify(WEIGHTS)

@@ -71,7 +71,7 @@ class Decode(Local):
             known=self.known.append,
             timed=self.timed.append,
         )
-        self.receiver = Receiver(self.side, self.clock, mode, self.gates, outcomes)  # type: ignore[arg-type]
+        self.receiver = Receiver(self.side, mode, self.gates, outcomes)  # type: ignore[arg-type]
         self.listener.role, self.listener.may_write = self.receiver, self.receiver.may_be_written_by
 
     def _failed(self, wanted: FetchSpec, cause: HandOverFailed) -> None:

@@ -25,6 +25,7 @@ from support.worker_fakes import (
 )
 
 from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import Manifest
@@ -103,14 +104,15 @@ class Prefill(Local):
         self.registry = OfferRegistry(
             self.side,
             self.gate_connections,
-            self.clock,
             self.table,
             outcomes,  # type: ignore[arg-type]
-            mode=TransferMode.PUSH if is_push else TransferMode.PULL,
-            lease_seconds=LEASE,
-            unmatched_seconds=unmatched,
+            Settings(
+                TransferMode.PUSH if is_push else TransferMode.PULL,
+                kv_lease_duration_seconds=LEASE,
+                handover_timeout_seconds=unmatched,
+            ),
         )
-        self.listener.role = self.registry
+        self.listener.role = self.registry.registrations
         self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
 
     def _done(self, request_id: PrefillRequestId) -> None:
@@ -428,7 +430,7 @@ def test_what_is_said_about_a_registration_reaches_nobody_but_who_made_it(
     prefill.peers.lost("remote-0")
     prefill.deliver()
     if what == "Stopped":
-        prefill.registry.fail(("remote-0", 1), "IndexError: of ours")
+        prefill.registry.registrations.fail(("remote-0", 1), "IndexError: of ours")
     else:
         prefill.offer(is_finished=True)
     prefill.deliver()
@@ -544,7 +546,7 @@ def test_a_withdrawn_registration_is_answered_when_nothing_is_in_flight(prefill:
     prefill.turn()
     hear(prefill.registry, "remote-0", Withdrawal(1, remote.address))
     prefill.turn()
-    assert len(prefill.in_flight) == 1 and prefill.registry.is_writing_to("remote-0")
+    assert len(prefill.in_flight) == 1 and prefill.registry.registrations.is_writing_to("remote-0")
     prefill.network.deliver(prefill.in_flight[0])
     prefill.clock.advance(1)
     prefill.deliver()
@@ -562,7 +564,8 @@ def test_a_withdrawal_before_its_registration_is_answered_and_counts(prefill: Pr
     prefill.register(remote)
     prefill.deliver()
     assert said(remote) == [Stopped(1, 0, FailureCause.STOPPED, "withdrawn")]
-    assert prefill.transport.posted == [] and prefill.registry.dropped == {"doubled or late registration": 1}
+    assert prefill.transport.posted == []
+    assert prefill.registry.registrations.dropped == {"doubled or late registration": 1}
     prefill.register(remote, 2)
     prefill.deliver()
     assert said(remote) == [written(LAST, attempt=2)], "another attempt of it is served"
@@ -585,8 +588,8 @@ def test_a_decode_that_is_gone_is_written_no_more(prefill: Prefill, remote: Remo
     prefill.register(remote, 2, name="transfer:waiting")
     prefill.offer(4, blocks=([7],))
     prefill.turn()
-    prefill.registry.dead("remote-0")
-    prefill.registry.dead("nobody")
+    prefill.registry.registrations.dead("remote-0")
+    prefill.registry.registrations.dead("nobody")
     prefill.deliver()
     assert not [one for one in said(remote) if isinstance(one, Stopped) and one.attempt == 2], "nobody is answered"
     prefill.clock.advance(1)
@@ -599,8 +602,8 @@ def test_a_decode_that_is_gone_is_written_no_more(prefill: Prefill, remote: Remo
 
 def test_a_defect_fails_the_registration_that_it_met(prefill: Prefill, remote: Remote) -> None:
     prefill.register(remote)
-    prefill.registry.fail(("remote-0", 1), "IndexError: of ours")
-    prefill.registry.fail(("remote-0", 2), "unknown")
+    prefill.registry.registrations.fail(("remote-0", 1), "IndexError: of ours")
+    prefill.registry.registrations.fail(("remote-0", 2), "unknown")
     prefill.deliver()
     assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "IndexError: of ours")]
     assert prefill.is_clean()
