@@ -23,8 +23,7 @@ from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.worker.decode.attempt import Attempt
-from kvcached_nixl.worker.decode.write_part import WritePart
+from kvcached_nixl.worker.decode.attempt import Attempt, Part
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 
 __all__ = ["ActiveWriters"]
@@ -60,7 +59,7 @@ class ActiveWriters:
         self._turned_at_seconds = context.clock.now_seconds()
         self._said_held = RecentSet[str]()
 
-    def expect(self, part: WritePart, number: int) -> None:
+    def expect(self, part: Part, number: int) -> None:
         """From now on a rank of prefill may write; check every LOOK_SECONDS whether it is alive."""
         self._at[part.address][number] = None
         self._looked_at.setdefault(part.address, self._clock.now_seconds() + LOOK_SECONDS)
@@ -74,8 +73,7 @@ class ActiveWriters:
         number = attempt.number
         self._failed_at.pop(number, None)
         for part in attempt.parts:
-            if isinstance(part, WritePart):
-                part.finish()
+            part.finish()
             waiting = self._at.get(part.address)
             if waiting is not None:
                 waiting.pop(number, None)
@@ -86,7 +84,7 @@ class ActiveWriters:
     def may_write(self, agent: str) -> bool:
         """Whether an agent was told of blocks to write, and has not answered that it has stopped."""
         parts = (part for attempt in self._attempts.values() for part in attempt.parts)
-        return any(isinstance(part, WritePart) and part.may_write and part.agent == agent for part in parts)
+        return any(part.may_write and part.agent == agent for part in parts)
 
     def look_after(self, attempt: Attempt) -> None:
         """Fence, or wait for the end of, the ranks that may still write for an attempt although they were asked to stop
@@ -94,7 +92,7 @@ class ActiveWriters:
         now, number = self._clock.now_seconds(), attempt.number
         is_unheard = now - self._failed_at.get(number, now) >= UNHEARD_SECONDS
         for part in attempt.parts:
-            if not isinstance(part, WritePart) or not part.may_write:
+            if not part.may_write:
                 continue
             assert part.agent is not None
             if part.is_dead:
@@ -114,7 +112,7 @@ class ActiveWriters:
             self._is_put_off.discard((agent, number))
             attempt = self._attempts.get(number)
             for part in attempt.parts if attempt is not None else ():
-                if isinstance(part, WritePart) and part.agent == agent:
+                if part.agent == agent:
                     part.dead()
         for address in self._looked_at.take_due(now):
             if self._at.get(address):
@@ -128,7 +126,7 @@ class ActiveWriters:
         for number in list(self._at[address]):
             attempt = self._attempts.get(number)
             for part in attempt.parts if attempt is not None else ():
-                if isinstance(part, WritePart) and part.address == address and part.may_write and part.is_dead:
+                if part.address == address and part.may_write and part.is_dead:
                     assert attempt is not None
                     self.look_after(attempt)
                     reason = f"the process of rank {address.tp_rank} of prefill has ended"

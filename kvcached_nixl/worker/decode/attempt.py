@@ -18,40 +18,83 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.wire.causes import HandOverFailed
-from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.wire.messages import Peer, StagingRequest, Stopped, Written
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.decode.staging_window import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
+from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 __all__ = ["NEXT", "Attempt", "Event", "Part", "Stage"]
 
 
-class Part(Protocol):
-    """What one rank of prefill contributes to an attempt."""
+class Part:
+    """What one rank of prefill contributes to an attempt.
 
-    address: Peer
-    agent: str | None
-    """The agent that may still write; None before it was told of blocks, and for a READ."""
+    Attributes:
+        is_written: the rank WRITEs, and is asked to stop; else this rank READs.
+        agent: the agent that was told of the blocks; None before that, and for a READ.
+        is_abandoned: another engine answers at the rank's address, so the agent can no longer be asked to stop.
+    """
+
+    is_written = False
+
+    def __init__(self, context: WorkerContext, attempt: Attempt, address: Peer) -> None:
+        self._context = context
+        self._attempt = attempt
+        self.address = address
+        self.agent: str | None = None
+        self.is_abandoned = False
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing of it is in flight, and nothing will be."""
-        ...
+        raise NotImplementedError
 
     def begin(self) -> None:
         """Start moving bytes: the device has finished every step that could still write the blocks (rule R8)."""
-        ...
+        raise NotImplementedError
 
     def stop(self) -> None:
         """Move nothing more; ``is_idle`` becomes true when nothing is in flight. A repeated call repeats the request to
         the peer."""
-        ...
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """The attempt is finished."""
+
+    # ------------------------------------------------------------------------------------ only where the rank WRITEs
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the agent was told of blocks and may still write them."""
+        return False
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the agent is a process on this host that has ended."""
+        return False
+
+    def fence(self) -> bool:
+        """The agent does not answer; `fenced` is called once it can no longer write. Returns whether it can be fenced:
+        it writes through a gate, and only over a network."""
+        return False
+
+    def take(self, message: StagingRequest | Written | Stopped) -> None:
+        """Takes a message of the agent about this attempt."""
+
+    def dead(self) -> None:
+        """The agent has ended."""
+
+    def fenced(self) -> None:
+        """The gate that the agent writes through is closed: nothing can be written any more."""
+
+    def cut_off(self) -> None:
+        """The part has taken too long: its gate is about to be closed."""
 
 
 class Stage(enum.Enum):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Written
-from kvcached_nixl.worker.decode.attempt import Attempt
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.checksums import ChecksumRequest, Range
 from kvcached_nixl.worker.transfer.context import WorkerContext
 
@@ -17,7 +17,8 @@ __all__ = ["compare"]
 
 def compare(
     context: WorkerContext,
-    attempt: Attempt,
+    blocks: Sequence[KernelBlocks],
+    end_token: int,
     asked: ChecksumRequest,
     written: Sequence[Written],
     ended: Callable[[HandOverFailed | None], None],
@@ -25,20 +26,21 @@ def compare(
     """Compare checksums, range by range.
 
     Args:
+        blocks: per KV-cache group those that were filled, up to ``end_token``.
         asked: the rank, its planes, and whether the result is still wanted.
         written: the rank's notification of the last WRITE of each range, in order.
         ended: called with the failure, or None if all are equal. The blocks are being read until then.
     """
-    begin = min(group.first_token for group in attempt.blocks)
+    begin = min(group.first_token for group in blocks)
     ranges: list[Range] = []
     for one in written:
-        if not begin < one.end_token <= attempt.spec.end_token:
+        if not begin < one.end_token <= end_token:
             # Ranges must grow: else each short message of a peer could make this rank read the whole request again.
             break
-        ranges.append(([(here, max(begin, here.first_token)) for here in attempt.blocks], one.end_token))
+        ranges.append(([(here, max(begin, here.first_token)) for here in blocks], one.end_token))
         begin = one.end_token
     said = [one.digest for one in written]
-    if begin != attempt.spec.end_token or len(ranges) != len(written) or None in said:
+    if begin != end_token or len(ranges) != len(written) or None in said:
         ended(HandOverFailed(FailureCause.PROTOCOL, "prefill did not send the checksums that it was asked for"))
         return
 

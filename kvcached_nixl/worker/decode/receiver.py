@@ -109,7 +109,7 @@ class Receiver:
         if attempt is None or attempt.failed is not None:
             return
         for part in attempt.parts:
-            if isinstance(part, WritePart):
+            if part.is_written:
                 self._writers.expect(part, number)
         for part in list(attempt.parts):
             # A part that cannot begin fails the attempt at once.
@@ -148,7 +148,7 @@ class Receiver:
             self.dropped["unknown attempt"] += 1
             return
         for part in attempt.parts:
-            if isinstance(part, WritePart) and part.address.tp_rank == message.tp_rank and part.agent == agent:
+            if part.address.tp_rank == message.tp_rank and part.agent == agent:
                 if part.is_idle:
                     self.dropped["after the end"] += 1
                 else:
@@ -176,8 +176,7 @@ class Receiver:
         for attempt in list(self._attempts.values()):
             for part in attempt.parts:
                 if part.agent == agent and not part.is_idle:
-                    if isinstance(part, WritePart):
-                        part.is_abandoned = True
+                    part.is_abandoned = True
                     attempt.fail(
                         HandOverFailed(
                             FailureCause.LOST,

@@ -17,14 +17,14 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import WriteGate
 from kvcached_nixl.worker.background import Background, Work
+from kvcached_nixl.worker.decode.attempt import Part
 
-__all__ = ["WriteGates", "GateUse", "GatedPart"]
+__all__ = ["WriteGates", "GateUse"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -32,20 +32,6 @@ DRAIN_SECONDS = 60.0
 """How long registrations through a retired gate may still be written; then they fail and the gate is closed."""
 AGAIN_SECONDS = 10.0
 """Time between opening two gates, so that only a few are open; and before a failed open or close is retried."""
-
-
-class GatedPart(Protocol):
-    """A part that is registered through a gate; implemented by `write_part.WritePart`."""
-
-    @property
-    def is_idle(self) -> bool: ...
-    def fenced(self) -> None:
-        """The gate is closed: nothing can be written any more."""
-        ...
-
-    def cut_off(self) -> None:
-        """The part has taken longer than DRAIN_SECONDS: its gate is about to be closed."""
-        ...
 
 
 @dataclass(eq=False)
@@ -61,8 +47,8 @@ class GateUse:
 
     gate: WriteGate
     metadata: bytes
-    parts: dict[GatedPart, None] = field(default_factory=dict)
-    fenced: set[GatedPart] = field(default_factory=set)
+    parts: dict[Part, None] = field(default_factory=dict)
+    fenced: set[Part] = field(default_factory=set)
     closes_at_seconds: float | None = None
     is_closing: bool = False
     is_tried: bool = False
@@ -115,23 +101,23 @@ class WriteGates:
             self._present = GateUse(gate, gate.metadata())
         return self._present
 
-    def join(self, part: GatedPart) -> GateUse:
+    def join(self, part: Part) -> GateUse:
         """Return the gate for a part that is about to be registered. Raises `TransportError` as `begin`."""
-        passage = self.begin()
-        passage.parts[part] = None
-        return passage
+        use = self.begin()
+        use.parts[part] = None
+        return use
 
     @staticmethod
-    def leave(part: GatedPart, passage: GateUse) -> None:
+    def leave(part: Part, use: GateUse) -> None:
         """The part's attempt is finished, or the part was not registered after all."""
-        passage.parts.pop(part, None)
-        passage.fenced.discard(part)
+        use.parts.pop(part, None)
+        use.fenced.discard(part)
 
     @staticmethod
-    def fence(part: GatedPart, passage: GateUse) -> None:
-        """Fence a part whose writer does not answer; calls `GatedPart.fenced` once that cannot write any more."""
-        if part in passage.parts:
-            passage.fenced.add(part)
+    def fence(part: Part, use: GateUse) -> None:
+        """Fence a part whose writer does not answer; calls `Part.fenced` once that cannot write any more."""
+        if part in use.parts:
+            use.fenced.add(part)
 
     def close(self) -> None:
         """Close all gates, on the calling thread: the engine ends. `turn` must not be called afterwards."""
@@ -188,20 +174,20 @@ class WriteGates:
         self._works.submit(Work("opening another write gate", make, made))
 
     @staticmethod
-    def _cut_off(passage: GateUse) -> None:
-        for part in [one for one in passage.parts if not one.is_idle and one not in passage.fenced]:
-            passage.fenced.add(part)
+    def _cut_off(use: GateUse) -> None:
+        for part in [one for one in use.parts if not one.is_idle and one not in use.fenced]:
+            use.fenced.add(part)
             part.cut_off()
 
-    def _close(self, passage: GateUse) -> None:
-        passage.is_closing = passage.is_tried = True
-        gate = passage.gate
-        self._works.submit(Work("closing a write gate", gate.close, partial(self._closed, passage)))
+    def _close(self, use: GateUse) -> None:
+        use.is_closing = use.is_tried = True
+        gate = use.gate
+        self._works.submit(Work("closing a write gate", gate.close, partial(self._closed, use)))
 
-    def _closed(self, passage: GateUse, is_closed: bool | None, failed: str) -> None:
-        passage.is_tried = False
+    def _closed(self, use: GateUse, is_closed: bool | None, failed: str) -> None:
+        use.is_tried = False
         if not is_closed:
-            passage.closes_at_seconds = self._clock.now_seconds() + AGAIN_SECONDS
+            use.closes_at_seconds = self._clock.now_seconds() + AGAIN_SECONDS
             logger.error(
                 "A write gate could not be closed%s. Blocks that a peer without an answer may still write stay in "
                 "quarantine; trying again every %g s",
@@ -209,8 +195,8 @@ class WriteGates:
                 AGAIN_SECONDS,
             )
             return
-        self._retired.remove(passage)
-        for part in list(passage.parts):
+        self._retired.remove(use)
+        for part in list(use.parts):
             if not part.is_idle:
                 part.fenced()
-            self.leave(part, passage)
+            self.leave(part, use)

@@ -20,7 +20,7 @@ from kvcached_nixl.wire.messages import (
 )
 from kvcached_nixl.wire.timeline import State
 from kvcached_nixl.worker.decode.arrived_writes import ArrivedWrites
-from kvcached_nixl.worker.decode.attempt import NEXT, Attempt, Event, Stage
+from kvcached_nixl.worker.decode.attempt import NEXT, Attempt, Event, Part, Stage
 from kvcached_nixl.worker.decode.checksum_check import compare
 from kvcached_nixl.worker.decode.staging_window import StagingWindow
 from kvcached_nixl.worker.decode.write_gates import GateUse, WriteGates
@@ -32,7 +32,7 @@ from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 __all__ = ["WritePart"]
 
 
-class WritePart:
+class WritePart(Part):
     """One rank of prefill writes into blocks that this rank has registered. The manifest with its last WRITE says what
     it has written.
 
@@ -40,10 +40,10 @@ class WritePart:
         is_read: this rank has READ the KV already, and prefill only sends the checksums.
 
     Attributes:
-        agent: the peer that was told of the blocks, and may write until it has stopped, is dead or is fenced.
-        is_abandoned: another engine answers at the peer's address, so the peer can no longer be asked to stop.
         stage: changed by `NEXT` only.
     """
+
+    is_written = True
 
     def __init__(
         self,
@@ -54,25 +54,20 @@ class WritePart:
         *,
         is_read: bool = False,
     ) -> None:
-        self._context = context
+        super().__init__(context, attempt, address)
         self._gates = gates
-        self._attempt = attempt
-        self.address = address
-        self.agent: str | None = None
-        self.is_abandoned = False
         self.stage = Stage.CONNECTING
         self._is_begun_again = False
         self._is_read = is_read
         self._arrived = ArrivedWrites()
         self._known: ConnectedPeer | None = None
         self._staging_window: StagingWindow | None = None
-        self._passage: GateUse | None = None
+        self._gate_use: GateUse | None = None
         self._process: Process | None = None
         self._is_behind_network = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing of this part is in flight, and nothing will be."""
         return self.stage is Stage.ENDED and (self._staging_window is None or not self._staging_window.is_copying)
 
     @property
@@ -81,7 +76,6 @@ class WritePart:
 
     @property
     def may_write(self) -> bool:
-        """Whether the peer was told of blocks and may still write them."""
         return self.stage in (Stage.WRITING, Stage.WITHDRAWN) and not self._is_read
 
     def begin(self) -> None:
@@ -103,24 +97,18 @@ class WritePart:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the peer that was told of the blocks is a process on this host that has ended."""
         return self._process is not None and self._context.host.is_dead(self._process)
 
     def fence(self) -> bool:
-        """Called when the peer does not answer. `fenced` is called once it can no longer write.
-
-        Returns: whether the peer can be fenced: it writes through a gate, and only over a network.
-        """
-        if self._passage is None or not self._is_behind_network:
+        if self._gate_use is None or not self._is_behind_network:
             return False
-        WriteGates.fence(self, self._passage)
+        WriteGates.fence(self, self._gate_use)
         return True
 
     def fenced(self) -> None:
         self._end_without("does not answer, and is now fenced: it can no longer write here")
 
     def dead(self) -> None:
-        """The peer that was told of the blocks has ended."""
         self._end_without("is dead")
 
     def cut_off(self) -> None:
@@ -128,9 +116,8 @@ class WritePart:
         self._fail(HandOverFailed(FailureCause.LOST, reason))
 
     def finish(self) -> None:
-        """Called when the attempt is finished: leaves the gate."""
-        if self._passage is not None:
-            WriteGates.leave(self, self._passage)
+        if self._gate_use is not None:
+            WriteGates.leave(self, self._gate_use)
 
     def _end_without(self, what: str) -> None:
         if not self.is_idle:
@@ -138,7 +125,6 @@ class WritePart:
             self._fail(HandOverFailed(FailureCause.LOST, f"rank {self.address.tp_rank} of prefill {what}"))
 
     def take(self, message: StagingRequest | Written | Stopped) -> None:
-        """Takes a message of the peer about this attempt."""
         if isinstance(message, StagingRequest):
             if self._staging_window is not None and self._is_wanted:
                 end_token = min(message.end_token, self._attempt.spec.end_token)
@@ -188,7 +174,9 @@ class WritePart:
             assert known is not None
             self._move(Event.IS_COMPARED)
             asked = ChecksumRequest(known.agent, known.rank.groups, lambda: self._is_wanted)
-            compare(context, attempt, asked, self._arrived.ranges, context.contained(self._compared, self._fail))
+            end_token, written = attempt.spec.end_token, self._arrived.ranges
+            compared = context.contained(self._compared, self._fail)
+            compare(context, attempt.blocks, end_token, asked, written, compared)
         else:
             self._conclude(Event.STOPPED)
 
@@ -323,8 +311,8 @@ class WritePart:
         process = known.rank.process
         self._process = process if context.host.sees(process) else None
         self._is_behind_network = context.host.is_behind_network(process)
-        self._passage = self._gates.join(self)
-        return self._passage.metadata
+        self._gate_use = self._gates.join(self)
+        return self._gate_use.metadata
 
     def _fail(self, cause: HandOverFailed) -> None:
         if self.stage is Stage.CONNECTING:
