@@ -34,12 +34,11 @@ from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import Reports, WakeAddress
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.build import Channel, Rank, assemble
-from kvcached_nixl.worker.decode.write_gates import WriteGates
+from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.facade import Device
-from kvcached_nixl.worker.geometry.kv_checksum import Content
-from kvcached_nixl.worker.transfer.checksums import Checksums
-from kvcached_nixl.worker.transfer.host import Host
+from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET, TokenArray
+from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
 
 COMPATIBILITY = "kvcached_nixl/experiments"

@@ -21,21 +21,18 @@ from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.wire.step import WakeAddress
 from kvcached_nixl.worker.background import Background
+from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.facade import Device, WorkerFacade
-from kvcached_nixl.worker.geometry.kv_checksum import Content
 from kvcached_nixl.worker.geometry.planes import group_memory, layers_digest
-from kvcached_nixl.worker.memory_registration import Registered
-from kvcached_nixl.worker.outcome_queue import OutcomeQueue
-from kvcached_nixl.worker.prefill.gate_connections import GateConnections
+from kvcached_nixl.worker.memory_registration import Registered, num_kept
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.staging.sizing import num_kept
-from kvcached_nixl.worker.staging.slots import Slots
+from kvcached_nixl.worker.prefill.writer import GateConnections
+from kvcached_nixl.worker.staging.slab import Slots
 from kvcached_nixl.worker.staging.staging import Copier, Staging
-from kvcached_nixl.worker.transfer.checksums import Checksums
+from kvcached_nixl.worker.thread_messages import OutcomeQueue
+from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUCKETS,
     BUFFERS,
@@ -44,7 +41,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
     TokenBuffers,
     TokenTable,
 )
-from kvcached_nixl.worker.transfer.peer_link import Handshaker
+from kvcached_nixl.worker.transfer.peer_link import Handshaker, Host
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue

@@ -35,7 +35,7 @@ from kvcached_nixl.wire.step import (
     spared_mark,
 )
 from kvcached_nixl.wire.timeline import Lasted, Reported
-from kvcached_nixl.worker.staging.slots import SlabUse
+from kvcached_nixl.worker.staging.slab import SlabUse
 from kvcached_nixl.worker.thread_messages import (
     BlocksWritable,
     Command,

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses between the engine's thread and the transfer thread.
+"""What crosses between the engine's thread and the transfer thread: commands one way, outcomes the other.
 
 Commands of a step are passed on unchanged (`wire.step.StepCommand`); those of this rank alone are defined here.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.wire.step import Finish, OfferUpdate, StepCommand, WakeAddress
+from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, StepCommand, WakeAddress
 from kvcached_nixl.wire.timeline import Reported
-from kvcached_nixl.worker.staging.slots import SlabUse
+from kvcached_nixl.worker.staging.slab import SlabUse
+from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 __all__ = [
     "BlocksWritable",
@@ -27,6 +30,7 @@ __all__ = [
     "LocalIdentity",
     "NewWeights",
     "Outcome",
+    "OutcomeQueue",
     "Reached",
 ]
 
@@ -114,3 +118,119 @@ class Outcome:
     slab: SlabUse | None = None
     slab_waits: int = 0
     timelines: list[Reported] = field(default_factory=list)
+
+
+TELL_AGAIN_SECONDS = 1.0
+"""How often a wake-up is repeated: one to a sleeping engine may get lost, and its blocks would then not be freed before
+the next request."""
+
+
+class OutcomeQueue:
+    """Passes what has ended from the transfer thread to the engine's thread. Once per worker.
+
+    Threads: the engine's thread calls `take`, the transfer thread everything else.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._outcome = Outcome()
+        self._tell_at_seconds: float | None = None
+        self._slab: SlabUse | None = None
+        self._num_waits = 0
+
+    def failed(self, spec: FetchSpec, failure: HandOverFailed) -> None:
+        with self._lock:
+            self._outcome.failed[spec.attempt] = Failed(spec.request_id, failure.cause, str(failure))
+            self._has_news()
+
+    def finished(self, spec: FetchSpec) -> None:
+        with self._lock:
+            self._outcome.finished.add(spec.attempt)
+            self._has_news()
+
+    def done(self, request_id: PrefillRequestId) -> None:
+        with self._lock:
+            self._outcome.done.add(request_id)
+            self._has_news()
+
+    def hold_idle(self, hold: int) -> None:
+        with self._lock:
+            self._outcome.idle_holds.add(hold)
+            self._has_news()
+
+    def expired(self, request_id: PrefillRequestId) -> None:
+        with self._lock:
+            self._outcome.expired.add(request_id)
+
+    def moved(self, tally: TransferTally) -> None:
+        """A hand-over has succeeded whose bytes this rank has moved."""
+        with self._lock:
+            self._outcome.moved.append((tally.num_bytes, tally.descriptors, tally.seconds))
+
+    def timed(self, timeline: Reported) -> None:
+        """A hand-over has ended on this rank: its timeline, before its end is reported.
+
+        An offer that is traced wakes the engine: where KV is staged, its blocks were given back long before.
+        """
+        with self._lock:
+            self._outcome.timelines.append(timeline)
+            if timeline[1]:
+                self._has_news()
+
+    def revoked(self, cause: RevocationCause) -> None:
+        with self._lock:
+            self._outcome.revoked[cause] += 1
+
+    def spared(self, number: int) -> None:
+        with self._lock:
+            self._outcome.spared.add(number)
+            self._has_news()
+
+    def claimed(self, number: int) -> None:
+        with self._lock:
+            self._outcome.claimed.add(number)
+            self._has_news()
+
+    def known(self, attempt: int) -> None:
+        with self._lock:
+            self._outcome.known.add(attempt)
+            self._has_news()
+
+    def moved_bytes(self, num_bytes: int) -> None:
+        """A transfer of KV has succeeded."""
+        with self._lock:
+            self._outcome.moved_bytes += num_bytes
+
+    def slab(self, use: SlabUse, num_waits: int) -> None:
+        """The slab's use now, and how often a hand-over has waited for slots since the start."""
+        if use == self._slab and num_waits == self._num_waits:
+            return
+        with self._lock:
+            self._outcome.slab = use
+            self._outcome.slab_waits += num_waits - self._num_waits
+            if use.is_idle and self._slab is not None:
+                # An engine that is idle, too, would go on showing slots that are free.
+                self._has_news()
+        self._slab, self._num_waits = use, num_waits
+
+    def take_news(self) -> bool:
+        """Returns whether to wake the engine now: for the first end since `take`, then every TELL_AGAIN_SECONDS until
+        `take` is called."""
+        with self._lock:
+            now = self._clock.now_seconds()
+            if self._tell_at_seconds is None or now < self._tell_at_seconds:
+                return False
+            self._tell_at_seconds = now + TELL_AGAIN_SECONDS
+            return True
+
+    def take(self) -> Outcome:
+        """Returns what has ended since the last call."""
+        with self._lock:
+            outcome, self._outcome = self._outcome, Outcome()
+            self._tell_at_seconds = None
+            return outcome
+
+    def _has_news(self) -> None:
+        if self._tell_at_seconds is None:
+            self._tell_at_seconds = self._clock.now_seconds()

@@ -63,7 +63,6 @@ from kvcached_nixl.wire.step import (
     Withdraw,
 )
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.thread_messages import (
     BlocksWritable,
@@ -71,6 +70,7 @@ from kvcached_nixl.worker.thread_messages import (
     LocalIdentity,
     NewWeights,
     Outcome,
+    OutcomeQueue,
     Reached,
 )
 from kvcached_nixl.worker.transfer.context import WorkerContext

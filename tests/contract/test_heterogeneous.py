@@ -50,8 +50,8 @@ from kvcached_nixl.worker import build
 from kvcached_nixl.worker.facade import Device
 from kvcached_nixl.worker.geometry.planes import planes_of
 from kvcached_nixl.worker.transfer import transfer_queue as transfer_queue
-from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET, TokenArray
+from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer_thread import POLL_SECONDS
 

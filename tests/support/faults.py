@@ -30,26 +30,24 @@ from kvcached_nixl.wire.messages import Written
 from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, Withdraw
 from kvcached_nixl.worker import facade
 from kvcached_nixl.worker.decode import receiver, write_part
-from kvcached_nixl.worker.decode.arrived_writes import ArrivedWrites
+from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow
 from kvcached_nixl.worker.decode.attempt import Stage
+from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.read_part import ReadPart
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.decode.staging_window import StagingWindow
-from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
-from kvcached_nixl.worker.geometry.kv_checksum import Content
-from kvcached_nixl.worker.outcome_queue import OutcomeQueue
 from kvcached_nixl.worker.prefill import registry
-from kvcached_nixl.worker.prefill.matching import OfferMatcher
-from kvcached_nixl.worker.prefill.offer import Offer
+from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.prefill.source import Staged
 from kvcached_nixl.worker.prefill.writer import Writer
-from kvcached_nixl.worker.staging.slots import Slots
+from kvcached_nixl.worker.staging.slab import Slots
 from kvcached_nixl.worker.staging.staging import Staging
+from kvcached_nixl.worker.thread_messages import OutcomeQueue
 from kvcached_nixl.worker.transfer import peers
+from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 from kvcached_nixl.worker.transfer.lease import Leases
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTable

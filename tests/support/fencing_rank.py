@@ -48,15 +48,13 @@ from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress, Withdra
 from kvcached_nixl.worker import thread_messages as commands
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.build import Rank, assemble
-from kvcached_nixl.worker.decode import active_writers as writers
+from kvcached_nixl.worker.decode import fencing
 from kvcached_nixl.worker.decode import receiver as receiver
-from kvcached_nixl.worker.decode import write_gates as gates
-from kvcached_nixl.worker.decode.write_gates import WriteGates
+from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.facade import Device
-from kvcached_nixl.worker.geometry.kv_checksum import Content
-from kvcached_nixl.worker.transfer.checksums import Checksums
-from kvcached_nixl.worker.transfer.host import Host
+from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
+from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
 
 BACKENDS = ["UCX"]
@@ -179,11 +177,11 @@ def prefill(folder: Path) -> None:
 
 def decode(folder: Path, ending: str, fault: str) -> None:
     for module, name, value in (
-        (writers, "UNHEARD_SECONDS", 1.0),
-        (writers, "LOOK_SECONDS", 0.5),
-        (writers, "DEAD_SECONDS", 0.5),
+        (fencing, "UNHEARD_SECONDS", 1.0),
+        (fencing, "LOOK_SECONDS", 0.5),
+        (fencing, "DEAD_SECONDS", 0.5),
         (receiver, "REPEAT_SECONDS", 0.5),
-        (gates, "DRAIN_SECONDS", 1.0),
+        (fencing, "DRAIN_SECONDS", 1.0),
     ):
         setattr(module, name, value)
     rank = Rank("decode", folder)

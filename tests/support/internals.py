@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
     from kvcached_nixl.scheduler.side_channel import HandshakeListener
     from kvcached_nixl.wire.messages import Peer
-    from kvcached_nixl.worker.decode.active_writers import ActiveWriters
     from kvcached_nixl.worker.decode.attempt import Attempt
+    from kvcached_nixl.worker.decode.fencing import ActiveWriters
     from kvcached_nixl.worker.decode.receiver import Receiver
-    from kvcached_nixl.worker.prefill.matching import OfferMatcher
-    from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
+    from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
     from kvcached_nixl.worker.prefill.registrations import Registrations
     from kvcached_nixl.worker.prefill.registry import OfferRegistry
     from kvcached_nixl.worker.prefill.writer import Writer

@@ -24,7 +24,7 @@ from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.messages import Peer, StagingRequest, Stopped, Written
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.wire.timeline import State, Timeline
-from kvcached_nixl.worker.decode.staging_window import StagingWindow
+from kvcached_nixl.worker.decode.arrived import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally

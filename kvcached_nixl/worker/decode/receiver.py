@@ -15,12 +15,11 @@ from kvcached_nixl.transport.base import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Release, StagingRequest, Stopped, Written, encode
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
-from kvcached_nixl.worker.decode.active_writers import ActiveWriters
 from kvcached_nixl.worker.decode.attempt import Attempt
+from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
 from kvcached_nixl.worker.decode.read_part import ReadPart
-from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.decode.write_part import WritePart
-from kvcached_nixl.worker.outcome_queue import OutcomeQueue
+from kvcached_nixl.worker.thread_messages import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.topology import contributors, kernel_blocks_of, peers_of
 

@@ -19,11 +19,9 @@ from kvcached_nixl.wire.messages import (
     encode,
 )
 from kvcached_nixl.wire.timeline import State
-from kvcached_nixl.worker.decode.arrived_writes import ArrivedWrites
+from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow, compare
 from kvcached_nixl.worker.decode.attempt import NEXT, Attempt, Event, Part, Stage
-from kvcached_nixl.worker.decode.checksum_check import compare
-from kvcached_nixl.worker.decode.staging_window import StagingWindow
-from kvcached_nixl.worker.decode.write_gates import GateUse, WriteGates
+from kvcached_nixl.worker.decode.fencing import GateUse, WriteGates
 from kvcached_nixl.worker.staging.staging import Held
 from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from kvcached_nixl.worker.transfer.context import WorkerContext

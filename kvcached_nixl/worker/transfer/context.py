@@ -17,9 +17,8 @@ from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.checksums import Checksums
-from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Host
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue

@@ -24,8 +24,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.worker.transfer.host import Host
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Handshaker, Link, PeerListener, Waiting
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Handshaker, Host, Link, PeerListener, Waiting
 
 __all__ = ["Ask", "Peers"]
 

@@ -34,7 +34,7 @@ from kvcached_nixl.wire.step import (
 )
 from kvcached_nixl.worker.facade import Device as FacadeDevice
 from kvcached_nixl.worker.facade import WorkerFacade
-from kvcached_nixl.worker.staging.slots import SlabUse
+from kvcached_nixl.worker.staging.slab import SlabUse
 from kvcached_nixl.worker.thread_messages import BlocksWritable, Command, Failed, Outcome, Reached
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer_thread import TransferThread

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/outcome_queue.py: each outcome is delivered once, and a sleeping engine is woken until it takes it."""
+"""worker/thread_messages.py: each outcome is delivered once, and a sleeping engine is woken until it takes it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from support.worker_fakes import manifest, wanted
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.worker.outcome_queue import TELL_AGAIN_SECONDS, OutcomeQueue
-from kvcached_nixl.worker.staging.slots import SlabUse
-from kvcached_nixl.worker.thread_messages import Failed, Outcome
+from kvcached_nixl.worker.staging.slab import SlabUse
+from kvcached_nixl.worker.thread_messages import TELL_AGAIN_SECONDS, Failed, Outcome, OutcomeQueue
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 P1 = PrefillRequestId("p1")

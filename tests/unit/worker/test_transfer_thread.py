@@ -71,10 +71,10 @@ from kvcached_nixl.worker import transfer_thread as thread
 from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device
-from kvcached_nixl.worker.prefill.matching import OfferMatcher
+from kvcached_nixl.worker.prefill.offers import OfferMatcher
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
+from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import MOVING_SECONDS, TransferQueue
 from kvcached_nixl.worker.transfer_thread import (

@@ -42,10 +42,15 @@ from kvcached_nixl.wire.messages import (
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.wire.timeline import Reported
-from kvcached_nixl.worker.decode.active_writers import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
+from kvcached_nixl.worker.decode.fencing import (
+    AGAIN_SECONDS,
+    DEAD_SECONDS,
+    DRAIN_SECONDS,
+    LOOK_SECONDS,
+    UNHEARD_SECONDS,
+)
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS, Receiver
-from kvcached_nixl.worker.decode.write_gates import AGAIN_SECONDS, DRAIN_SECONDS
-from kvcached_nixl.worker.staging.slots import Slots
+from kvcached_nixl.worker.staging.slab import Slots
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 

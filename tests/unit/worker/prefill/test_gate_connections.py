@@ -8,7 +8,7 @@ from support.worker_fakes import Local, Remote
 
 from experiments.common.memory_transport import MemoryGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.worker.prefill.gate_connections import GateConnections
+from kvcached_nixl.worker.prefill.writer import GateConnections
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 
 

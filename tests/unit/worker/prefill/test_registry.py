@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/prefill/{registry,matching,offer,writer}.py: what is written for whom, and when blocks are free."""
+"""worker/prefill/{registry,registrations,offers,writer}.py: what is written for whom, and when blocks are free."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from kvcached_nixl.wire.messages import (
 )
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.wire.timeline import Reported, State, Timeline
-from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
+from kvcached_nixl.worker.prefill.offers import GRACE_SECONDS
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.staging.slots import Slots, Use
+from kvcached_nixl.worker.staging.slab import Slots, Use
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.context import CAPACITY, RecentSet
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable

@@ -17,9 +17,9 @@ from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.prefill.offer import Offer, WriteTask
+from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import WINDOWS, FromBlocks, Source, Staged
-from kvcached_nixl.worker.staging.slots import Slots, Use
+from kvcached_nixl.worker.staging.slab import Slots, Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
 
 BLOCKS = (7, 3, 9)
