@@ -26,11 +26,11 @@ from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device, WorkerFacade
 from kvcached_nixl.worker.geometry.planes import group_memory, layers_digest
 from kvcached_nixl.worker.memory_registration import Registered, num_kept
+from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.prefill.writer import GateConnections
 from kvcached_nixl.worker.staging.slab import Slots
 from kvcached_nixl.worker.staging.staging import Copier, Staging
-from kvcached_nixl.worker.thread_messages import OutcomeQueue
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import (

@@ -35,15 +35,8 @@ from kvcached_nixl.wire.step import (
     spared_mark,
 )
 from kvcached_nixl.wire.timeline import Lasted, Reported
+from kvcached_nixl.worker.commands import BlocksWritable, Command, IsReached, LocalIdentity, NewWeights, Reached
 from kvcached_nixl.worker.staging.slab import SlabUse
-from kvcached_nixl.worker.thread_messages import (
-    BlocksWritable,
-    Command,
-    IsReached,
-    LocalIdentity,
-    NewWeights,
-    Reached,
-)
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer_thread import TransferThread

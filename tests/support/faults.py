@@ -38,6 +38,7 @@ from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
+from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill import registry
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
@@ -45,7 +46,6 @@ from kvcached_nixl.worker.prefill.source import Staged
 from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.staging.slab import Slots
 from kvcached_nixl.worker.staging.staging import Staging
-from kvcached_nixl.worker.thread_messages import OutcomeQueue
 from kvcached_nixl.worker.transfer import peers
 from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext

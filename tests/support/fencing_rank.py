@@ -45,7 +45,7 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress, Withdraw
-from kvcached_nixl.worker import thread_messages as commands
+from kvcached_nixl.worker import commands
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode import fencing

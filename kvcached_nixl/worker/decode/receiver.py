@@ -19,7 +19,7 @@ from kvcached_nixl.worker.decode.attempt import Attempt
 from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
 from kvcached_nixl.worker.decode.read_part import ReadPart
 from kvcached_nixl.worker.decode.write_part import WritePart
-from kvcached_nixl.worker.thread_messages import OutcomeQueue
+from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.topology import contributors, kernel_blocks_of, peers_of
 

@@ -27,7 +27,7 @@ from kvcached_nixl.wire.messages import Registration, Release, StagingGrant
 from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.thread_messages import OutcomeQueue
+from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 

@@ -17,9 +17,9 @@ from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import INTERVAL, heartbeats
 from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, Withdrawal
+from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.writer import Writer
-from kvcached_nixl.worker.thread_messages import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 
 __all__ = ["Registrations"]

@@ -21,10 +21,10 @@ from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import INTERVAL
 from kvcached_nixl.wire.messages import Reading, Release
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
+from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteTask
 from kvcached_nixl.worker.prefill.registrations import Registrations
 from kvcached_nixl.worker.prefill.writer import GateConnections, Writer
-from kvcached_nixl.worker.thread_messages import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.lease import Leases
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable

@@ -32,10 +32,11 @@ from kvcached_nixl.wire.step import (
     finished_attempt_id,
     idle_hold_id,
 )
+from kvcached_nixl.worker.commands import BlocksWritable, Command, Reached
 from kvcached_nixl.worker.facade import Device as FacadeDevice
 from kvcached_nixl.worker.facade import WorkerFacade
+from kvcached_nixl.worker.outcomes import Failed, Outcome
 from kvcached_nixl.worker.staging.slab import SlabUse
-from kvcached_nixl.worker.thread_messages import BlocksWritable, Command, Failed, Outcome, Reached
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer_thread import TransferThread
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/thread_messages.py: each outcome is delivered once, and a sleeping engine is woken until it takes it."""
+"""worker/outcomes.py: each outcome is delivered once, and a sleeping engine is woken until it takes it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from support.worker_fakes import manifest, wanted
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
+from kvcached_nixl.worker.outcomes import TELL_AGAIN_SECONDS, Failed, Outcome, OutcomeQueue
 from kvcached_nixl.worker.staging.slab import SlabUse
-from kvcached_nixl.worker.thread_messages import TELL_AGAIN_SECONDS, Failed, Outcome, OutcomeQueue
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 P1 = PrefillRequestId("p1")

@@ -66,11 +66,12 @@ from kvcached_nixl.wire.step import (
     WakeAddress,
     Withdraw,
 )
-from kvcached_nixl.worker import thread_messages as commands
+from kvcached_nixl.worker import commands
 from kvcached_nixl.worker import transfer_thread as thread
 from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device
+from kvcached_nixl.worker.outcomes import Outcome
 from kvcached_nixl.worker.prefill.offers import OfferMatcher
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
@@ -144,7 +145,7 @@ class Worker:
         self.asking.answers[made.place] = made.answer()
         return made
 
-    def deliver(self, rounds: int = 6) -> commands.Outcome:
+    def deliver(self, rounds: int = 6) -> Outcome:
         for _ in range(rounds):
             self.thread.turn()
             self.network.deliver_all()
@@ -173,8 +174,8 @@ def push() -> Worker:
 
 
 def test_every_command_and_message_is_known() -> None:
-    assert {*ORDER} | {commands.LocalIdentity, commands.NewWeights, commands.Reached} == thread._COMMANDS.keys()
-    assert {*typing.get_args(Message), list} == thread._MESSAGES.keys()
+    assert {*ORDER} | {commands.LocalIdentity, commands.NewWeights, commands.Reached} == commands._COMMANDS.keys()
+    assert {*typing.get_args(Message), list} == commands._MESSAGES.keys()
 
 
 def test_steps_are_taken_in_in_order(push: Worker) -> None:

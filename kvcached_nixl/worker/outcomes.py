@@ -1,78 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses between the engine's thread and the transfer thread: commands one way, outcomes the other.
-
-Commands of a step are passed on unchanged (`wire.step.StepCommand`); those of this rank alone are defined here.
-"""
+"""What has ended, from the transfer thread to the engine's thread. Once per worker."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.handshake import Weights
-from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, StepCommand, WakeAddress
+from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.wire.timeline import Reported
 from kvcached_nixl.worker.staging.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
-__all__ = [
-    "BlocksWritable",
-    "Command",
-    "Failed",
-    "IsReached",
-    "LocalIdentity",
-    "NewWeights",
-    "Outcome",
-    "OutcomeQueue",
-    "Reached",
-]
-
-IsReached: TypeAlias = Callable[[], bool]
-"""Returns whether the device has finished every step that was submitted before. May be called on any thread."""
-
-
-@dataclass(frozen=True)
-class LocalIdentity:
-    """This rank's address for peers, the one under which it wakes its engine, and the engine's incarnation. Sent again
-    when one of them changes."""
-
-    own: Peer
-    wake_address: WakeAddress
-    incarnation: str
-
-
-@dataclass(frozen=True)
-class NewWeights:
-    """The weights that this rank computes with from now on. ``names``: of their tensors, as in `Weights.misfit`."""
-
-    weights: Weights
-    names: Mapping[str, Sequence[str]]
-
-
-@dataclass(frozen=True)
-class BlocksWritable:
-    """Decode: no work queued on the device writes these attempts' blocks."""
-
-    attempts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Reached:
-    """A command that counts once the device has finished what was submitted before it (rule R8): then the tokens of an
-    offer are in its blocks. A `Finish` waits for the offers before it."""
-
-    command: OfferUpdate | Finish | BlocksWritable
-    is_reached: IsReached = lambda: True
-
-
-Command: TypeAlias = StepCommand | LocalIdentity | NewWeights | Reached
+__all__ = ["Failed", "Outcome", "OutcomeQueue"]
 
 
 class Failed(NamedTuple):
