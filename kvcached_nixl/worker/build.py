@@ -264,7 +264,7 @@ def assemble(
         wake: see `TransferThread`.
     """
     transport, local, mode = rank.transport, rank.local, settings.transfer_mode
-    outcomes = OutcomeQueue(clock)
+    outcomes = OutcomeQueue(clock, local.tp_rank, (mode.value, rank.memory_path.value))
     handshaker = Handshaker(transport, rank.compatibility, lambda answered: fits(local, answered))
     peers = Peers(handshaker, clock, channel.ask, rank.host, wake.set)
     gate_connections = GateConnections(transport, peers)
@@ -295,11 +295,11 @@ def assemble(
         thread,
         local,
         table,
+        outcomes,
         device,
         offer_handshake,
         is_read=is_read,
         zeroes_blocks=rank.zeroes_blocks,
         # Only READs need it: before a WRITE, prefill waits for the device by itself.
         answers_early=rank.answers_early and not mode.is_push,
-        route=(mode.value, rank.memory_path.value),
     )

@@ -57,7 +57,6 @@ from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.lease import Renewals
-from kvcached_nixl.worker.transfer.topology import contributors, peers_of
 
 __all__ = ["BlocksWritable", "Command", "Dispatch", "IsReached", "LocalIdentity", "NewWeights", "Reached"]
 
@@ -158,14 +157,13 @@ class Dispatch:
 
     def renew(self) -> float | None:
         """Send the heartbeats that are due; returns when the next one is, in the clock's seconds."""
-        local = self._context.local
         for prefill, names in self.renewals.take_due().items():
             # Sizes that do not divide are reported as a failure when the request gets its blocks.
             try:
-                ranks = contributors(prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, kv_shares=local.kv_shares)
+                writers, others = self._context.local.contributors(prefill)
             except ValueError:
                 continue
-            for address in peers_of(prefill, (*ranks[0], *ranks[1])):
+            for address in (*writers, *others):
                 for beat in heartbeats(names):
                     self._context.peers.send(address, beat)
         return self.renewals.first_seconds

@@ -10,7 +10,6 @@ step that could still write them (rule R8, vllm#45357). Nothing here blocks, exc
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,7 +18,6 @@ import torch
 
 from kvcached_nixl.current_device import select
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import (
@@ -34,9 +32,8 @@ from kvcached_nixl.wire.step import (
     known_mark,
     spared_mark,
 )
-from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.commands import BlocksWritable, Command, IsReached, LocalIdentity, NewWeights, Reached
-from kvcached_nixl.worker.staging.slab import SlabUse
+from kvcached_nixl.worker.outcomes import OutcomeQueue, WorkerCounters
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer_thread import TransferThread
@@ -57,38 +54,6 @@ class StepOutcome:
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-
-
-@dataclass
-class WorkerCounters:
-    """Counts for the metrics since they were last taken.
-
-    Attributes:
-        moved: (bytes, descriptors, seconds) of each hand-over whose bytes this rank has moved.
-        failures: hand-overs that brought no KV, by `FailureCause`; counted by the scheduler, reported by rank 0.
-        quarantined_blocks: blocks held because a transfer may still touch them; None if the number has not changed.
-        revoked: offers that were taken back, by `RevocationCause`; reported by rank 0.
-        reasons: (attempt, why it failed).
-        route: transfer mode and memory path of this rank.
-        moved_bytes: of KV, also for hand-overs that fail; None if none were moved.
-        slab: this rank, and the use of its slab; None if that has not changed.
-        slab_waits: how often a hand-over has begun to wait for slots.
-        timelines: of hand-overs that have ended on this rank, for the scheduler.
-        lasted: times in states of hand-overs; from the scheduler, reported by rank 0.
-    """
-
-    moved: list[tuple[int, int, float]] = field(default_factory=list)
-    failures: Counter[int] = field(default_factory=Counter)
-    expired: int = 0
-    quarantined_blocks: int | None = None
-    revoked: Counter[int] = field(default_factory=Counter)
-    reasons: list[tuple[int, str]] = field(default_factory=list)
-    route: tuple[str, str] = ("pull", "direct")
-    moved_bytes: int | None = None
-    slab: tuple[int, SlabUse] | None = None
-    slab_waits: int = 0
-    timelines: list[Reported] = field(default_factory=list)
-    lasted: list[Lasted] = field(default_factory=list)
 
 
 class Device:
@@ -129,7 +94,6 @@ class WorkerFacade:
         offer_handshake: publishes the handshake answer for peers, given the weights this rank computes with.
         answers_early: prefill's answer does not imply that its device has finished the step, so that is waited for
             before KV is offered that decode reads.
-        route: transfer mode and memory path, for the metrics.
     """
 
     def __init__(
@@ -137,17 +101,18 @@ class WorkerFacade:
         thread: TransferThread,
         local: LocalRank,
         tokens: TokenTable,
+        outcomes: OutcomeQueue,
         device: Device,
         offer_handshake: Callable[[Weights], None],
         *,
         is_read: bool,
         zeroes_blocks: bool = False,
         answers_early: bool = False,
-        route: tuple[str, str] = ("pull", "direct"),
     ) -> None:
         self.thread = thread
         self.tokens = tokens
         self._local = local
+        self._outcomes = outcomes
         self._is_read = is_read
         self._zeroes_blocks = zeroes_blocks
         self._unwritable: list[int] = []
@@ -160,9 +125,8 @@ class WorkerFacade:
         self._offered: list[OfferUpdate] = []
         self._finished: list[Finish] = []
         self._incarnation = ""
-        # Shown from the start, so that the first bytes are a rise.
-        self._counted = WorkerCounters(route=route, moved_bytes=0)
         self._marks: set[int] = set()
+        self._reasons: list[tuple[int, str]] = []
 
     def begin_step(self, step: Step) -> None:
         """Called before the step is submitted to the device. Idempotent: vLLM 0.29 and later call this twice a step."""
@@ -175,11 +139,7 @@ class WorkerFacade:
         self._step = step
         if commands := self._commands(step):
             self.thread.submit(*commands)
-        if not self._local.tp_rank:
-            self._counted.failures.update(step.counts)
-            self._counted.lasted += step.lasted
-            if step.quarantined_blocks is not None:
-                self._counted.quarantined_blocks = step.quarantined_blocks
+        self._outcomes.computed(step)
         self.thread.engine_computes = not step.is_idle
         if not step.is_stalled:
             self.thread.engine_moves()
@@ -230,28 +190,10 @@ class WorkerFacade:
         if self._step is not None and self._step.is_idle:
             self.end_step()
         outcome = self.thread.take_outcome()
-        for attempt, failed in outcome.failed.items():
-            self._marks.add(failed_mark(attempt, failed.cause))
-            self._counted.reasons.append((attempt, failed.reason))
-            # The scheduler logs what the first rank says. What distrusts an engine from then on is said by each.
-            is_grave = failed.cause in (FailureCause.CHECKSUM, FailureCause.DEFECT)
-            tags = HandOverFailed(failed.cause, "").tags(failed.request_id, attempt=attempt)
-            logger.log(logging.WARNING if is_grave else logging.DEBUG, "%s: %s", tags, failed.reason)
-        for request_id in outcome.expired:
-            tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
-            logger.warning("KV was not fetched: %s: its lease expired", tags)
-        self._counted.expired += len(outcome.expired)
+        self._marks.update(failed_mark(attempt, failed.cause) for attempt, failed in outcome.failed.items())
+        self._reasons += ((attempt, str(failed)) for attempt, failed in outcome.failed.items())
         self._marks.update(map(spared_mark, outcome.spared), map(claimed_mark, outcome.claimed))
         self._marks.update(map(known_mark, outcome.known))
-        self._counted.moved += outcome.moved
-        if outcome.moved_bytes:
-            self._counted.moved_bytes = (self._counted.moved_bytes or 0) + outcome.moved_bytes
-        if outcome.slab is not None:
-            self._counted.slab = self._local.tp_rank, outcome.slab
-            self._counted.slab_waits += outcome.slab_waits
-        self._counted.timelines += outcome.timelines
-        if not self._local.tp_rank:
-            self._counted.revoked.update(outcome.revoked)
         sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}
         return StepOutcome(sent, set(map(finished_attempt_id, outcome.finished)))
 
@@ -262,7 +204,9 @@ class WorkerFacade:
 
     def take_counted(self) -> WorkerCounters:
         """Returns the counts for the metrics since the last call."""
-        counted, self._counted = self._counted, WorkerCounters(route=self._counted.route)
+        counted = self._outcomes.take_counted()
+        # Together with the marks: the scheduler looks for both at once.
+        counted.reasons, self._reasons = self._reasons, []
         return counted
 
     def close(self) -> None:

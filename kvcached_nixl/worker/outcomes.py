@@ -3,28 +3,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.step import FetchSpec
-from kvcached_nixl.wire.timeline import Reported
+from kvcached_nixl.wire.step import FetchSpec, Step
+from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.staging.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
-__all__ = ["Failed", "Outcome", "OutcomeQueue"]
+__all__ = ["Outcome", "OutcomeQueue", "WorkerCounters"]
 
-
-class Failed(NamedTuple):
-    """An attempt that brings no KV."""
-
-    request_id: DecodeRequestId
-    cause: FailureCause
-    reason: str
+logger = logging.getLogger(SERVER_LOGGER)
 
 
 @dataclass
@@ -36,32 +31,51 @@ class Outcome:
         failed: decode's attempts that bring no KV, and why; their transfers may still be in flight.
         done: prefill's requests whose blocks are not needed any more.
         idle_holds: holds whose blocks nothing reads any more.
-        expired: prefill's requests whose lease expired; they are in ``done`` as well.
-        moved: (bytes, descriptors, seconds) of each hand-over whose bytes this rank has moved.
-        revoked: offers that were taken back, by `RevocationCause`.
-        spared: numbers of revocations whose offers were not.
+        spared: numbers of revocations whose offers were not taken back.
         claimed: numbers of `AwaitClaim`.
         known: decode's attempts whose request waits for its turn at prefill, or is computed there.
-        moved_bytes: of KV that this rank's transfers have moved, also for hand-overs that fail.
-        slab: its use now; None if it has not changed, or there is none.
-        slab_waits: how often a hand-over has begun to wait for slots.
-        timelines: of hand-overs that have ended on this rank.
     """
 
     finished: set[int] = field(default_factory=set)
-    failed: dict[int, Failed] = field(default_factory=dict)
+    failed: dict[int, HandOverFailed] = field(default_factory=dict)
     done: set[PrefillRequestId] = field(default_factory=set)
     idle_holds: set[int] = field(default_factory=set)
-    expired: set[PrefillRequestId] = field(default_factory=set)
-    moved: list[tuple[int, int, float]] = field(default_factory=list)
-    revoked: Counter[int] = field(default_factory=Counter)
     spared: set[int] = field(default_factory=set)
     claimed: set[int] = field(default_factory=set)
     known: set[int] = field(default_factory=set)
-    moved_bytes: int = 0
-    slab: SlabUse | None = None
+
+
+@dataclass
+class WorkerCounters:
+    """Counts for the metrics since they were last taken.
+
+    Attributes:
+        moved: (bytes, descriptors, seconds) of each hand-over whose bytes this rank has moved.
+        expired: prefill's requests whose lease expired.
+        failures: hand-overs that brought no KV, by `FailureCause`; counted by the scheduler, reported by rank 0.
+        quarantined_blocks: blocks held because a transfer may still touch them; None if the number has not changed.
+        revoked: offers that were taken back, by `RevocationCause`; reported by rank 0.
+        reasons: (attempt, why it failed).
+        route: transfer mode and memory path of this rank.
+        moved_bytes: of KV, also for hand-overs that fail; None if none were moved.
+        slab: this rank, and the use of its slab; None if that has not changed.
+        slab_waits: how often a hand-over has begun to wait for slots.
+        timelines: of hand-overs that have ended on this rank, for the scheduler.
+        lasted: times in states of hand-overs; from the scheduler, reported by rank 0.
+    """
+
+    moved: list[tuple[int, int, float]] = field(default_factory=list)
+    failures: Counter[int] = field(default_factory=Counter)
+    expired: int = 0
+    quarantined_blocks: int | None = None
+    revoked: Counter[int] = field(default_factory=Counter)
+    reasons: list[tuple[int, str]] = field(default_factory=list)
+    route: tuple[str, str] = ("pull", "direct")
+    moved_bytes: int | None = None
+    slab: tuple[int, SlabUse] | None = None
     slab_waits: int = 0
     timelines: list[Reported] = field(default_factory=list)
+    lasted: list[Lasted] = field(default_factory=list)
 
 
 TELL_AGAIN_SECONDS = 1.0
@@ -72,20 +86,30 @@ the next request."""
 class OutcomeQueue:
     """Passes what has ended from the transfer thread to the engine's thread. Once per worker.
 
-    Threads: the engine's thread calls `take`, the transfer thread everything else.
+    Args:
+        route: transfer mode and memory path, for the metrics.
+
+    Threads: the engine's thread calls `take`, `take_counted` and `computed`, the transfer thread everything else.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, tp_rank: int = 0, route: tuple[str, str] = ("pull", "direct")) -> None:
         self._clock = clock
+        self._tp_rank = tp_rank
         self._lock = threading.Lock()
         self._outcome = Outcome()
+        # Shown from the start, so that the first bytes are a rise.
+        self._counted = WorkerCounters(route=route, moved_bytes=0)
         self._tell_at_seconds: float | None = None
         self._slab: SlabUse | None = None
         self._num_waits = 0
 
     def failed(self, spec: FetchSpec, failure: HandOverFailed) -> None:
+        # The scheduler logs what the first rank says. What distrusts an engine from then on is said by each.
+        is_grave = failure.cause in (FailureCause.CHECKSUM, FailureCause.DEFECT)
+        tags = HandOverFailed(failure.cause, "").tags(spec.request_id, attempt=spec.attempt)
+        logger.log(logging.WARNING if is_grave else logging.DEBUG, "%s: %s", tags, failure)
         with self._lock:
-            self._outcome.failed[spec.attempt] = Failed(spec.request_id, failure.cause, str(failure))
+            self._outcome.failed[spec.attempt] = failure
             self._has_news()
 
     def finished(self, spec: FetchSpec) -> None:
@@ -104,13 +128,15 @@ class OutcomeQueue:
             self._has_news()
 
     def expired(self, request_id: PrefillRequestId) -> None:
+        tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
+        logger.warning("KV was not fetched: %s: its lease expired", tags)
         with self._lock:
-            self._outcome.expired.add(request_id)
+            self._counted.expired += 1
 
     def moved(self, tally: TransferTally) -> None:
         """A hand-over has succeeded whose bytes this rank has moved."""
         with self._lock:
-            self._outcome.moved.append((tally.num_bytes, tally.descriptors, tally.seconds))
+            self._counted.moved.append((tally.num_bytes, tally.descriptors, tally.seconds))
 
     def timed(self, timeline: Reported) -> None:
         """A hand-over has ended on this rank: its timeline, before its end is reported.
@@ -118,13 +144,14 @@ class OutcomeQueue:
         An offer that is traced wakes the engine: where KV is staged, its blocks were given back long before.
         """
         with self._lock:
-            self._outcome.timelines.append(timeline)
+            self._counted.timelines.append(timeline)
             if timeline[1]:
                 self._has_news()
 
     def revoked(self, cause: RevocationCause) -> None:
-        with self._lock:
-            self._outcome.revoked[cause] += 1
+        if not self._tp_rank:
+            with self._lock:
+                self._counted.revoked[cause] += 1
 
     def spared(self, number: int) -> None:
         with self._lock:
@@ -144,19 +171,35 @@ class OutcomeQueue:
     def moved_bytes(self, num_bytes: int) -> None:
         """A transfer of KV has succeeded."""
         with self._lock:
-            self._outcome.moved_bytes += num_bytes
+            self._counted.moved_bytes = (self._counted.moved_bytes or 0) + num_bytes
 
     def slab(self, use: SlabUse, num_waits: int) -> None:
         """The slab's use now, and how often a hand-over has waited for slots since the start."""
         if use == self._slab and num_waits == self._num_waits:
             return
         with self._lock:
-            self._outcome.slab = use
-            self._outcome.slab_waits += num_waits - self._num_waits
+            self._counted.slab = self._tp_rank, use
+            self._counted.slab_waits += num_waits - self._num_waits
             if use.is_idle and self._slab is not None:
                 # An engine that is idle, too, would go on showing slots that are free.
                 self._has_news()
         self._slab, self._num_waits = use, num_waits
+
+    def computed(self, step: Step) -> None:
+        """The first rank reports what the scheduler has counted."""
+        if self._tp_rank:
+            return
+        with self._lock:
+            self._counted.failures.update(step.counts)
+            self._counted.lasted += step.lasted
+            if step.quarantined_blocks is not None:
+                self._counted.quarantined_blocks = step.quarantined_blocks
+
+    def take_counted(self) -> WorkerCounters:
+        """Returns the counts for the metrics since the last call."""
+        with self._lock:
+            counted, self._counted = self._counted, WorkerCounters(route=self._counted.route)
+            return counted
 
     def take_news(self) -> bool:
         """Returns whether to wake the engine now: for the first end since `take`, then every TELL_AGAIN_SECONDS until

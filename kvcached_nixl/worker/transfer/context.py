@@ -100,24 +100,22 @@ class WorkerContext:
         incarnation: str,
         connected: Callable[[ConnectedPeer], None],
         failed: Callable[[HandOverFailed], None],
+        *,
+        is_doubted: bool = False,
     ) -> None:
-        """Connect to a rank of prefill; fails if it computes with other weights. ``incarnation`` as in `Peers.need`."""
+        """Connect to a rank of prefill; fails if it computes with other weights. Else as `Peers.need`."""
 
         def met(known: ConnectedPeer) -> None:
-            # This may be an old handshake: the weights on either side may have been updated since, so repeat it once.
-            if self.misfit_of(known) is None:
-                connected(known)
-            else:
-                self.peers.need(address, incarnation, met_anew, failed, is_doubted=True)
-
-        def met_anew(known: ConnectedPeer) -> None:
             misfit = self.misfit_of(known)
             if misfit is None:
                 connected(known)
-            else:
+            elif is_doubted:
                 failed(misfit)
+            else:
+                # This may be an old handshake, and weights may have been updated since: repeat it once.
+                self.meet(address, incarnation, connected, failed, is_doubted=True)
 
-        self.peers.need(address, incarnation, met, failed)
+        self.peers.need(address, incarnation, met, failed, is_doubted=is_doubted)
 
     def misfit_of(self, known: ConnectedPeer) -> HandOverFailed | None:
         """Returns why KV of a peer cannot be used: it computes with other weights; None if it can."""

@@ -207,7 +207,7 @@ def test_a_withdrawal_may_come_before_its_beginning(pull: Worker) -> None:
     pull.thread.submit(wanted(1, MANIFEST), writable((1,), never), Withdraw(1, "dead"))
     outcome = pull.deliver()
     assert outcome.finished == {1} and outcome.failed[1].cause is FailureCause.STOPPED
-    assert outcome.failed[1].reason == "dead"
+    assert str(outcome.failed[1]) == "dead"
 
 
 def test_a_prefill_of_which_nothing_can_come_gets_no_heartbeat() -> None:
