@@ -41,7 +41,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
     TokenBuffers,
     TokenTable,
 )
-from kvcached_nixl.worker.transfer.peer_link import Handshaker, Host
+from kvcached_nixl.worker.transfer.peer_link import Handshaker, Host, PeerListener
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
@@ -219,7 +219,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class _Roles:
+class _Roles(PeerListener):
     """Passes what happens to peers on to both roles (`transfer.peers.PeerListener`)."""
 
     routes: PeerRoutes

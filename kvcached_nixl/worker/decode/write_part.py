@@ -235,27 +235,17 @@ class WritePart(Part):
         return None
 
     def _connected(self, known: ConnectedPeer) -> None:
-        attempt, context = self._attempt, self._context
-        if context.own is None or not self._is_wanted:
+        context, spec = self._context, self._attempt.spec
+        if context.own is None or self.stage is not Stage.CONNECTING:
             return
-        self._known, spec = known, attempt.spec
+        self._known = known
         doubt = context.distrust_of(self.address, known.incarnation)
         if doubt is not None:
             self._fail(doubt)
             return
-        groups = tuple(KernelBlockRange(blocks.first_token, tuple(blocks.ids)) for blocks in attempt.blocks)
-        staging = context.staging
-        if staging is not None:
-            step = context.local.step_tokens([group.kernel_block_size for group in known.rank.groups])
-            if attempt.staging_window is None:
-                attempt.staging_window = StagingWindow(
-                    staging, attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
-                )
-            self._staging_window = attempt.staging_window
-            copied = context.contained(self._copied, self._fail)
-            self._staging_window.join(self.address.tp_rank, self._send_grant, copied)
-        if staging is not None or self._is_read:
-            groups = tuple(KernelBlockRange(group.first_token, ()) for group in groups)
+        self._join_window(known)
+        # Slots are granted range by range; of what was read already, only checksums are asked for.
+        has_no_blocks = context.staging is not None or self._is_read
         try:
             gate = self._enter(known)
         except TransportError as error:
@@ -273,18 +263,38 @@ class WritePart(Part):
             first_token=spec.first_token,
             end_token=spec.end_token,
             block_sizes=context.local.kernel_block_sizes,
-            groups=groups,
-            is_staged=staging is not None,
+            groups=tuple(
+                KernelBlockRange(blocks.first_token, () if has_no_blocks else tuple(blocks.ids))
+                for blocks in self._attempt.blocks
+            ),
+            is_staged=context.staging is not None,
             is_verified=context.checksums.are_compared(spec.attempt),
             is_read=self._is_read,
             gate=gate,
         )
+        self._register(known.agent, registration)
+
+    def _join_window(self, known: ConnectedPeer) -> None:
+        attempt, context = self._attempt, self._context
+        if context.staging is None:
+            return
+        if attempt.staging_window is None:
+            step = context.local.step_tokens([group.kernel_block_size for group in known.rank.groups])
+            spec = attempt.spec
+            attempt.staging_window = StagingWindow(
+                context.staging, attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
+            )
+        self._staging_window = attempt.staging_window
+        copied = context.contained(self._copied, self._fail)
+        self._staging_window.join(self.address.tp_rank, self._send_grant, copied)
+
+    def _register(self, agent: str, registration: Registration) -> None:
         try:
-            context.transport.send(known.agent, encode(registration))
+            self._context.transport.send(agent, encode(registration))
         except TransportError as error:
             # The peer was not told of the blocks, so it will not write.
             self.finish()
-            context.peers.lost(known.agent)
+            self._context.peers.lost(agent)
             if self._is_begun_again:
                 reason = f"rank {self.address.tp_rank} of prefill was not reached: {error}"
                 self._fail(HandOverFailed(FailureCause.LOST, reason))
@@ -293,7 +303,7 @@ class WritePart(Part):
                 self._is_begun_again = True
                 self.begin()
             return
-        self.agent = known.agent
+        self.agent = agent
         self._move(Event.TOLD)
         self._reached(State.DECODE_WAITING)
 

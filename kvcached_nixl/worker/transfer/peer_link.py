@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvcached_nixl.transport.base import Transport
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -230,26 +230,24 @@ class Link:
         return logging.INFO if self.is_failing else logging.WARNING
 
 
-class PeerListener(Protocol):
-    """Depends on peers, and is told what happens to them (`Peers.listen`). Called on the transfer thread."""
+class PeerListener:
+    """Depends on peers, and is told what happens to them (`Peers.listen`). Called on the transfer thread. This one
+    depends on none."""
 
     def is_used(self, agent: str) -> bool:
         """Whether a transfer still depends on an agent that was not used for FORGOTTEN_SECONDS."""
-        ...
+        return False
 
     def may_write(self, agent: str) -> bool:
         """Whether an agent may be writing into this rank's memory. Its connection is then kept even if its side channel
         fails: it has to be told to stop, and to answer that it has."""
-        ...
+        return False
 
     def dead(self, agent: str) -> None:
         """No address leads to an agent any more: another one answers in its place. Its process may still run."""
-        ...
 
     def unreachable(self, agent: str) -> None:
         """Nobody listens at an agent's address: its process may have ended, or only its listener."""
-        ...
 
     def disconnected(self, agent: str) -> None:
         """The connection to an agent is about to be taken down."""
-        ...

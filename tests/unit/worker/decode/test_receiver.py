@@ -148,7 +148,7 @@ def test_a_manifest_that_does_not_fit_prefills_memory_costs_only_its_attempt(pul
     pull.want(wanted(1, made))
     pull.deliver()
     assert (pull.over, pull.failed, pull.moved) == ([1], {1: FailureCause.RANGE}, [])
-    assert pull.transport.posted == [] and pull.peers.is_known("remote-0")
+    assert pull.transport.posted == [] and pull.peers.connection("remote-0")
 
 
 def test_a_pull_without_a_manifest_is_refused(pull: Decode) -> None:

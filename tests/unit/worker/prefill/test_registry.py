@@ -288,7 +288,7 @@ def test_a_registration_that_does_not_fit_is_stopped_and_writes_nothing(
     prefill.deliver()
     (stopped,) = said(remote)
     assert isinstance(stopped, Stopped) and stopped.cause == FailureCause.RANGE
-    assert not remote.memory.cells.any() and prefill.peers.is_known("remote-0")
+    assert not remote.memory.cells.any() and prefill.peers.connection("remote-0")
     assert prefill.done == ["p-1"] and prefill.is_clean()
 
 
