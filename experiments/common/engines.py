@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
@@ -32,12 +33,12 @@ from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import Reports, WakeAddress
 from kvcached_nixl.worker.background import Work
-from kvcached_nixl.worker.build import Channel, assemble
-from kvcached_nixl.worker.decode.write_gates import WriteGates
-from kvcached_nixl.worker.geometry.kv_checksum import Content
-from kvcached_nixl.worker.transfer.checksums import Checksums
-from kvcached_nixl.worker.transfer.host import Host
+from kvcached_nixl.worker.build import Channel, Rank, assemble
+from kvcached_nixl.worker.decode.fencing import WriteGates
+from kvcached_nixl.worker.facade import Device
+from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET, TokenArray
+from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
 
 COMPATIBILITY = "kvcached_nixl/experiments"
@@ -227,19 +228,21 @@ class Engine:
         no_content, runs = Content((), ()), _AtOnce()
         process = Process() if make_gate is None else Process(f"{own.engine_id} {own.host}:{own.port}")
         self.side = assemble(
-            transport,
-            clock,
-            place,
-            words,
+            Rank(
+                transport,
+                place,
+                words,
+                COMPATIBILITY,
+                Checksums(no_content, no_content, runs, fraction=0.0),
+                Host(process, "DRAM"),
+                gates=None if make_gate is None else WriteGates(make_gate, runs, clock),
+            ),
             settings,
-            COMPATIBILITY,
+            clock,
             channel,
-            lambda: _reached,
-            Checksums(no_content, no_content, runs, fraction=0.0),
-            Host(process, "DRAM"),
+            Device(torch.device("cpu")),
             lambda weights: None,
             threading.Event(),
-            gates=None if make_gate is None else WriteGates(make_gate, runs, clock),
         )
         self.side.identify(WEIGHTS)
         rank = RankHandshake(

@@ -31,7 +31,7 @@ from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import asks, cached_tokens_in, read_fetch
-from kvcached_nixl.wire.step import BlockIds, Step, UnneededOffer
+from kvcached_nixl.wire.step import BlockIds, EndRenewal, Step, UnneededOffer, Withdraw
 from kvcached_nixl.wire.timeline import State
 
 __all__ = ["DecodeFetches"]
@@ -157,7 +157,7 @@ class DecodeFetches:
         request_id = DecodeRequestId(request.request_id)
         self._fetch_requests.pop(request_id).release(step)
         self._queued.discard(request_id)
-        step.unrenewed.append(request_id)
+        step.tell(EndRenewal(request_id))
 
     def unneeded(self, params: Mapping[str, Any], step: Step) -> None:
         """Prefill has answered, and nobody wants its KV any more: it need not keep it for a lease."""
@@ -167,7 +167,7 @@ class DecodeFetches:
             return
         if fetch.manifest is not None:
             manifest = fetch.manifest
-            step.released.append(UnneededOffer(fetch.prefill, manifest.request_id, fetch.name, manifest.digest, None))
+            step.tell(UnneededOffer(fetch.prefill, manifest.request_id, fetch.name, manifest.digest, None))
 
     def matched(
         self, request: Request, num_computed_tokens: int, step: Step, *, is_producer: bool = False
@@ -198,7 +198,7 @@ class DecodeFetches:
             self.failed.end_unless_computed(fetch_request)
         fetch_request.is_tried = True
         self._queued.discard(request_id)
-        step.unrenewed.append(request_id)
+        step.tell(EndRenewal(request_id))
         return 0, False
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int, step: Step) -> None:
@@ -212,7 +212,7 @@ class DecodeFetches:
         self._queued.discard(request_id)
         if not num_external_tokens:
             # Another connector has loaded the beginning of the prompt, and the rest is computed here.
-            step.unrenewed.append(request_id)
+            step.tell(EndRenewal(request_id))
             fetch_request.release(step)
             if fetch_request.refused is not None:
                 self.failed.refuse(fetch_request, fetch_request.refused)
@@ -233,7 +233,7 @@ class DecodeFetches:
         attempt = self.attempts.start(request_id, fetch_request.adapter)
         self._timelines.enter(request_id, State.DECODE_REPORTING)
         is_traced = bool(self._timelines.trace_of(request_id))
-        step.fetches.append(fetch_request.spec(attempt, first_token, groups, is_traced=is_traced))
+        step.tell(fetch_request.spec(attempt, first_token, groups, is_traced=is_traced))
 
     def is_waiting(self, request_id: str) -> bool:
         """Whether the workers may be writing into a request's blocks."""
@@ -250,11 +250,11 @@ class DecodeFetches:
             return
         self._queued.discard(request_id)
         self._received.pop(request_id, None)
-        step.unrenewed.append(request_id)
+        step.tell(EndRenewal(request_id))
         if attempt is not None:
             self.attempts.stop_waiting(attempt)
             self.attempts.hold(attempt, blocks)
-            step.withdrawn[attempt.number] = "the request has ended"
+            step.tell(Withdraw(attempt.number, "the request has ended"))
             fetch_request.release(step, attempt.number)
         elif not fetch_request.is_tried:
             if not request.is_stand_in:
@@ -287,13 +287,13 @@ class DecodeFetches:
                 if number not in ended:
                     self.attempts.hold(attempt, blocks)
                     # Ranks that saw no failure would wait forever for KV that is no longer sent to them.
-                    step.withdrawn[number] = "it has failed"
+                    step.tell(Withdraw(number, "it has failed"))
         self._end_late(ended, blocks, step)
         received = set()
         for number in ended:
             attempt = self.attempts.all_ranks_ended(number, blocks)
             if attempt is not None:
-                step.unrenewed.append(attempt.request_id)
+                step.tell(EndRenewal(attempt.request_id))
                 received.add(attempt.request_id)
                 self._timelines.arrived(attempt.request_id)
                 self._received[attempt.request_id] = self._fetch_requests[attempt.request_id]
@@ -360,7 +360,7 @@ class DecodeFetches:
         """Fails the attempt, and holds its blocks because transfers into them may be in flight."""
         self._fail(attempt, cause, step)
         self.attempts.hold(attempt, blocks)
-        step.withdrawn[attempt.number] = str(cause)
+        step.tell(Withdraw(attempt.number, str(cause)))
 
     def _fail(self, attempt: FetchAttempt, failure: HandOverFailed, step: Step) -> None:
         self.attempts.stop_waiting(attempt)

@@ -42,7 +42,7 @@ from kvcached_nixl.scheduler.told_headroom import ToldHeadroom
 from kvcached_nixl.scheduler.worker_reports import WorkerReports
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill
-from kvcached_nixl.wire.step import BlockIds, Reports, Step, WakeAddress
+from kvcached_nixl.wire.step import BlockIds, FetchSpec, Reports, Step, WakeAddress
 
 __all__ = ["SchedulerFacade"]
 
@@ -323,7 +323,7 @@ class SchedulerFacade:
     def filled_in_part(self, step: Step) -> list[int]:
         """Blocks that a step's fetches fill up to a request's last token; if vLLM zeroes blocks, it has to zero these
         before anything is written into them."""
-        return filled_in_part(step.fetches, self._terms.groups) if self._terms.zeroes_blocks else []
+        return filled_in_part(step.of(FetchSpec), self._terms.groups) if self._terms.zeroes_blocks else []
 
     def spares(self, request_id: str) -> bool:
         """Whether a request that ends must keep all its blocks until `finished` is called, even those that have left

@@ -17,7 +17,7 @@ from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FAILED, STARVED, FailureCause, HandOverFailed
-from kvcached_nixl.wire.step import Step
+from kvcached_nixl.wire.step import EndRenewal, Step
 
 __all__ = ["FailedFetches", "Failures"]
 
@@ -81,7 +81,7 @@ class FailedFetches:
         if failure.cause not in (FailureCause.REFUSED, FailureCause.UNREACHABLE):
             self.release_computed(fetch_request, step, attempt)
         self.end_unless_computed(fetch_request)
-        step.unrenewed.append(request_id)
+        step.tell(EndRenewal(request_id))
         self._failures.not_received(
             request_id, failure, attempt=attempt, prefill_request_id=fetch_request.prefill_request_id
         )

@@ -211,7 +211,7 @@ class FetchRequest:
         fetch, manifest = self.fetch, self.fetch.manifest
         lease_seconds = terms.lease_seconds if manifest is None else manifest.lease_seconds
         if is_nameable(fetch.lease_name):
-            step.renewed.append(LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds))
+            step.tell(LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds))
         else:
             logger.warning(
                 "Request %s waits for the KV of %.80r, which a heartbeat cannot name: expected no comma, and at most 4 "
@@ -226,8 +226,7 @@ class FetchRequest:
         fetch = self.fetch
         # The end of a registration frees its offer. A release by name might count for a later request of that name.
         if fetch is not None and (attempt is None or fetch.manifest is not None):
-            offer = UnneededOffer(fetch.prefill, self.prefill_request_id, fetch.name, self.digest, attempt)
-            step.released.append(offer)
+            step.tell(UnneededOffer(fetch.prefill, self.prefill_request_id, fetch.name, self.digest, attempt))
 
 
 def _most_tokens(request: Request, terms: Terms) -> int:

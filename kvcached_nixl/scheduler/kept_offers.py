@@ -24,7 +24,7 @@ from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.terms import Terms, is_meant
 from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID
-from kvcached_nixl.wire.step import BlockIds, Revocation, Step
+from kvcached_nixl.wire.step import BlockIds, Finish, OfferUpdate, Revocation, Revoke, Step
 
 __all__ = ["KeptOffers"]
 
@@ -194,9 +194,9 @@ class KeptOffers:
         if one.is_taken_back:
             return
         one.is_taken_back = True
-        step.revoked[request_id] = revocation
+        step.tell(Revoke(request_id, revocation))
         # An offer that the workers were not told of yet must not reach them before its revocation.
-        step.offered = [update for update in step.offered if update.request_id != request_id]
+        step.withhold(request_id, even_empty=True)
 
     # ------------------------------------------------------------------------------------------------------ giving way
 
@@ -215,7 +215,7 @@ class KeptOffers:
             one.turn(now)
         num_blocks -= sum(one.num_blocks for one in self._kept.values() if one.gives_back)
         # What the workers are told of in this very step is not old, nor may it follow its revocation.
-        told = {*step.finished, *(update.request_id for update in step.offered)}
+        told = {one.request_id for one in step.of(Finish)} | {one.request_id for one in step.of(OfferUpdate)}
         # Those that were spared come last.
         for request_id, one in sorted(self._kept.items(), key=lambda item: item[1].is_wanted):
             if num_blocks <= 0 or (one.is_wanted and keeps_wanted):
@@ -224,7 +224,7 @@ class KeptOffers:
             if one.gives_back or request_id in told or is_young:
                 continue
             number = next(self._numbers)
-            step.revoked[request_id] = Revocation(cause, _GIVES_WAY[cause], not one.is_wanted, number)
+            step.tell(Revoke(request_id, Revocation(cause, _GIVES_WAY[cause], not one.is_wanted, number)))
             one.asked_until_seconds = now + ASK_AGAIN_SECONDS
             one.asked.append(number)
             self._asked[number] = request_id

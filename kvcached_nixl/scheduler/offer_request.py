@@ -11,7 +11,7 @@ from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID, KVGroups
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
-from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Step
+from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Revoke, Step
 
 __all__ = ["OfferRequest"]
 
@@ -136,7 +136,7 @@ class OfferRequest:
             ranges = self.manifest.groups
         elif self.block_ids:
             ranges = groups.growing(self.block_ids, self.num_tokens)
-        step.offered.append(
+        step.tell(
             OfferUpdate(
                 self.request_id,
                 self.name,
@@ -155,9 +155,9 @@ class OfferRequest:
         if not self.is_revoked:
             self.is_revoked, self.manifest = True, None
             self.withhold(step)
-            step.revoked[self.request_id] = revocation
+            step.tell(Revoke(self.request_id, revocation))
 
     def withhold(self, step: Step) -> None:
         """Drops what the step being built offers of its tokens. An offer without tokens stays, so that ranks of decode
         that have registered for it are told that it has ended."""
-        step.offered = [one for one in step.offered if one.request_id != self.request_id or not one.ready_tokens]
+        step.withhold(self.request_id)

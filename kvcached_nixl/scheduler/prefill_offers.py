@@ -21,7 +21,7 @@ from kvcached_nixl.scheduler.terms import Terms, is_meant
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.params import RemotePrefill, asks, prefill_params, read_offer
-from kvcached_nixl.wire.step import BlockIds, Revocation, Step
+from kvcached_nixl.wire.step import BlockIds, Finish, Preempt, Revocation, Step, Stop
 from kvcached_nixl.wire.timeline import State
 
 __all__ = ["PrefillOffers"]
@@ -138,7 +138,7 @@ class PrefillOffers:
         one.lose_blocks()
         hold = self._holds.take(blocks, request_id)
         self._draining.add(hold)
-        step.preempted.append((one.request_id, hold))
+        step.tell(Preempt(one.request_id, hold))
 
     def drained(self, idle_holds: Iterable[int], blocks: BlockPool) -> None:
         """No rank reads the blocks of these holds any more. Frees those of preempted requests."""
@@ -183,7 +183,7 @@ class PrefillOffers:
         if is_whole and one.still_has(block_ids, self._terms.groups):
             if self._terms.mode.is_push and (blocks.are_shared or not one.is_streamed):
                 self._offer(one, step)
-            step.finished.append(one.request_id)
+            step.tell(Finish(one.request_id))
             self.kept.keep(one.request_id, request.adapter, block_ids)
             return True, self._params(one, request)
         if is_whole and not one.is_revoked:
@@ -192,12 +192,11 @@ class PrefillOffers:
         # It may have arrived since the last step.
         one.withhold(step)
         if one.is_offered:
-            step.stopped[one.request_id] = "prefill's request ended before it was computed"
+            reason = "prefill's request ended before it was computed"
+            step.tell(Stop(one.request_id, reason, is_kept=one.is_read))
         if one.is_read:
             self.kept.keep(one.request_id, request.adapter, block_ids, is_taken_back=True)
             return True, None
-        if one.is_offered:
-            step.unkept.add(one.request_id)
         return False, None
 
     # --------------------------------------------------------------------------------- kept offers, for `GivingWay`

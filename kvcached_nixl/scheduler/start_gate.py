@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.wire.step import Step
+from kvcached_nixl.wire.step import AwaitClaim, Step
 
 __all__ = ["StartGate"]
 
@@ -59,11 +59,11 @@ class StartGate:
             number = next(self._numbers)
             self._of_number[number] = request_id
             self._held[request_id] = self._clock.now_seconds() + self._ask_again_seconds
-            step.awaited.append((request_id, number))
+            step.tell(AwaitClaim(request_id, number))
         return False
 
     def claimed(self, numbers: Iterable[int]) -> None:
-        """Workers have reported these numbers of `Step.awaited`."""
+        """Workers have reported these numbers of `AwaitClaim`."""
         for number in numbers:
             request_id = self._of_number.pop(number, None)
             if request_id is not None and self._held.pop(request_id, None) is not None:
@@ -76,7 +76,7 @@ class StartGate:
         asked = self._held.take_due(now)
         self._held.move(dict.fromkeys(asked, now + self._ask_again_seconds))
         if asked:
-            step.awaited += [(one, number) for number, one in self._of_number.items() if one in asked]
+            step.tell(*(AwaitClaim(one, number) for number, one in self._of_number.items() if one in asked))
 
     def gone(self, request_ids: Iterable[str]) -> None:
         """These have begun, or ended."""

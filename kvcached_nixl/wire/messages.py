@@ -242,7 +242,7 @@ class Written(_OfContributor, frozen=True, tag="written"):
         manifest: only with the last WRITE: describes what all of them have written.
         end_token: with the last WRITE of a range: it and those before it have written every token before this one.
             Else 0.
-        digest: checksum of the range's bytes, if the registration asked for it (`worker.geometry.kv_checksum`).
+        digest: checksum of the range's bytes, if the registration asked for it (`worker.transfer.checksums`).
     """
 
     index: Count

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -27,15 +27,24 @@ from kvcached_nixl.wire.timeline import Lasted, Reported
 
 __all__ = [
     "FAILING",
+    "ORDER",
+    "AwaitClaim",
     "BlockIds",
-    "OfferUpdate",
-    "UnneededOffer",
+    "EndRenewal",
+    "FetchSpec",
+    "Finish",
     "LeaseRenewal",
+    "OfferUpdate",
+    "Preempt",
     "Reports",
     "Revocation",
+    "Revoke",
     "Step",
+    "StepCommand",
+    "Stop",
+    "UnneededOffer",
     "WakeAddress",
-    "FetchSpec",
+    "Withdraw",
     "claimed_mark",
     "failed_mark",
     "failure_of",
@@ -83,7 +92,7 @@ def spared_mark(number: int) -> int:
 
 
 def claimed_mark(number: int) -> int:
-    """Reported among the invalid blocks: a rank of decode has registered for a request of `Step.awaited`."""
+    """Reported among the invalid blocks: a rank of decode has registered for the request of an `AwaitClaim`."""
     return -(number * _CAUSES + _CLAIMED + 2)
 
 
@@ -98,7 +107,7 @@ def take_spared(marks: set[int]) -> list[int]:
 
 
 def take_claimed(marks: set[int]) -> list[int]:
-    """Removes the numbers of `claimed_mark` from a set, and returns those of `Step.awaited`."""
+    """Removes the numbers of `claimed_mark` from a set, and returns those of `AwaitClaim`."""
     return _marked(marks, _CLAIMED)
 
 
@@ -156,7 +165,11 @@ class Reports:
     lasted: list[Lasted] = field(default_factory=list)
 
 
-class FetchSpec(msgspec.Struct):
+class _Command(msgspec.Struct, frozen=True, tag=True):
+    """Base of all commands of a step."""
+
+
+class FetchSpec(_Command, frozen=True):
     """Decode: a request was given blocks for tokens that prefill has or will have.
 
     Attributes:
@@ -180,7 +193,7 @@ class FetchSpec(msgspec.Struct):
     is_traced: bool = False
 
 
-class UnneededOffer(msgspec.Struct):
+class UnneededOffer(_Command, frozen=True):
     """Decode: it needs no KV of this prefill request.
 
     Attributes:
@@ -195,7 +208,7 @@ class UnneededOffer(msgspec.Struct):
     attempt: int | None = None
 
 
-class LeaseRenewal(msgspec.Struct):
+class LeaseRenewal(_Command, frozen=True):
     """Decode: start renewing the lease of this prefill request, until told to stop."""
 
     request_id: DecodeRequestId
@@ -204,7 +217,7 @@ class LeaseRenewal(msgspec.Struct):
     lease_seconds: float
 
 
-class OfferUpdate(msgspec.Struct):
+class OfferUpdate(_Command, frozen=True):
     """Prefill: at the end of this step the first ``ready_tokens`` tokens of a request are in its blocks.
 
     Attributes:
@@ -252,26 +265,103 @@ class WakeAddress(msgspec.Struct, frozen=True):
     key: str
 
 
+class Withdraw(_Command, frozen=True):
+    """Decode: give an attempt up: its request has ended, its deadline has passed, or another rank has failed."""
+
+    attempt: int
+    reason: str
+
+
+class EndRenewal(_Command, frozen=True):
+    """Decode: stop renewing this request's lease."""
+
+    request_id: DecodeRequestId
+
+
+class Finish(_Command, frozen=True):
+    """Prefill: the request computes no more tokens, and its blocks are kept for decode."""
+
+    request_id: PrefillRequestId
+
+
+class Stop(_Command, frozen=True):
+    """Prefill: the request ended before it was offered completely.
+
+    ``is_kept``: vLLM keeps its blocks until the request is reported as sent. Else workers report nothing of it.
+    """
+
+    request_id: PrefillRequestId
+    reason: str
+    is_kept: bool = True
+
+
+class Revoke(_Command, frozen=True):
+    """Prefill: decode may not have the request's KV any more. The request is still computed, or has ended: then its
+    `Finish` is in this step, or was in an earlier one."""
+
+    request_id: PrefillRequestId
+    revocation: Revocation
+
+
+class AwaitClaim(_Command, frozen=True):
+    """Prefill: report ``number`` when a rank of decode registers for the request, or at once if one has already."""
+
+    request_id: PrefillRequestId
+    number: int
+
+
+class Preempt(_Command, frozen=True):
+    """Prefill: the request was preempted and lost its blocks. The scheduler keeps them under the number ``hold`` until
+    nothing reads them."""
+
+    request_id: PrefillRequestId
+    hold: int
+
+
+StepCommand: TypeAlias = (
+    Revoke
+    | LeaseRenewal
+    | EndRenewal
+    | FetchSpec
+    | OfferUpdate
+    | AwaitClaim
+    | Withdraw
+    | UnneededOffer
+    | Preempt
+    | Finish
+    | Stop
+)
+
+ORDER: tuple[type[StepCommand], ...] = (
+    # First: no message of a peer that is handled after it finds the offer.
+    Revoke,
+    # In this order: a request may arrive and end between two steps.
+    LeaseRenewal,
+    EndRenewal,
+    FetchSpec,
+    # Before `Stop`: of a request that has arrived and was aborted since, both are told.
+    OfferUpdate,
+    AwaitClaim,
+    Withdraw,
+    UnneededOffer,
+    Preempt,
+    Finish,
+    Stop,
+)
+"""The order in which workers take in the commands of one step, whatever the order in which they were told. An
+`OfferUpdate` with tokens follows when the step was launched on the device, and then the request's `Finish`."""
+
+Told = TypeVar("Told", bound=_Command)
+
+
 class Step(msgspec.Struct):
-    """The changes of one step. Workers apply the lists in this order; ``offered`` last, after the step was launched on
-    the device.
+    """The changes of one step.
 
     Attributes:
         host, port: where peers reach this engine's side channel.
         wake_address: where its own workers do.
         incarnation: drawn when this engine starts, and again whenever its weights change.
-        renewed, unrenewed: leases that decode starts, and stops, renewing.
-        fetches: KV that decode's requests wait for.
-        withdrawn: attempt to give up -> why.
-        released: offers that decode does not need.
-        preempted: prefill's requests that lost their blocks, and the number of the hold that has them.
-        finished: prefill's requests that have ended and whose blocks are kept for decode.
-        stopped: prefill's request that ended before it was offered completely -> why.
-        revoked: prefill's request whose offer is revoked -> why. It is still computed, or has ended: then it is in
-            ``finished`` of this step or of an earlier one.
-        unkept: those of ``stopped`` whose blocks vLLM has already freed: workers report nothing of them.
-        awaited: prefill's requests, and numbers: workers report the number when decode registers for the request, or at
-            once if it has already.
+        commands: what workers have to do, as the scheduler has found it; see `ORDER`.
         counts: failures for the metrics, by `FailureCause`.
         quarantined_blocks: blocks held for transfers that may be in flight; None if the number has not changed.
         lasted: times in states of hand-overs, for the metrics.
@@ -284,39 +374,34 @@ class Step(msgspec.Struct):
     port: int
     wake_address: WakeAddress
     incarnation: str
-    renewed: list[LeaseRenewal] = msgspec.field(default_factory=list)
-    unrenewed: list[DecodeRequestId] = msgspec.field(default_factory=list)
-    fetches: list[FetchSpec] = msgspec.field(default_factory=list)
-    withdrawn: dict[int, str] = msgspec.field(default_factory=dict)
-    released: list[UnneededOffer] = msgspec.field(default_factory=list)
-    preempted: list[tuple[PrefillRequestId, int]] = msgspec.field(default_factory=list)
-    finished: list[PrefillRequestId] = msgspec.field(default_factory=list)
-    stopped: dict[PrefillRequestId, str] = msgspec.field(default_factory=dict)
-    revoked: dict[PrefillRequestId, Revocation] = msgspec.field(default_factory=dict)
-    unkept: set[PrefillRequestId] = msgspec.field(default_factory=set)
-    awaited: list[tuple[PrefillRequestId, int]] = msgspec.field(default_factory=list)
-    offered: list[OfferUpdate] = msgspec.field(default_factory=list)
+    commands: list[StepCommand] = msgspec.field(default_factory=list)
     counts: dict[int, int] = msgspec.field(default_factory=dict)
     quarantined_blocks: int | None = None
     lasted: list[Lasted] = msgspec.field(default_factory=list)
     is_idle: bool = True
     is_stalled: bool = False
 
+    def tell(self, *commands: StepCommand) -> None:
+        """Adds to ``commands``."""
+        self.commands += commands
+
+    def of(self, kind: type[Told]) -> list[Told]:
+        """Returns the commands of one kind."""
+        return [one for one in self.commands if isinstance(one, kind)]
+
+    def withhold(self, request_id: PrefillRequestId, *, even_empty: bool = False) -> None:
+        """Drops what the step being built offers of a request's tokens; ``even_empty``: and an offer without tokens."""
+        self.commands = [
+            one
+            for one in self.commands
+            if not isinstance(one, OfferUpdate) or one.request_id != request_id or not (even_empty or one.ready_tokens)
+        ]
+
+    def in_order(self) -> list[StepCommand]:
+        """Returns the commands in the order in which workers take them in."""
+        return sorted(self.commands, key=lambda one: ORDER.index(type(one)))
+
     @property
     def has_news(self) -> bool:
         """Whether the workers need this step even if it computes nothing."""
-        return bool(
-            self.renewed
-            or self.unrenewed
-            or self.fetches
-            or self.withdrawn
-            or self.released
-            or self.preempted
-            or self.finished
-            or self.stopped
-            or self.revoked
-            or self.offered
-            or self.awaited
-            or self.counts
-            or self.quarantined_blocks is not None
-        )
+        return bool(self.commands or self.counts or self.quarantined_blocks is not None)

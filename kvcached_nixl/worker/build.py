@@ -11,9 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import torch
 
-from kvcached_nixl.current_device import select
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import MemoryPath, Settings
@@ -21,23 +19,20 @@ from kvcached_nixl.transport.agent import open_gate, register_host_memory
 from kvcached_nixl.transport.base import Transport, WriteGate
 from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag, Weights
 from kvcached_nixl.wire.planes import HeadShare
+from kvcached_nixl.wire.step import WakeAddress
 from kvcached_nixl.worker.background import Background
+from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.decode.write_gates import WriteGates
-from kvcached_nixl.worker.facade import WorkerFacade
-from kvcached_nixl.worker.geometry.kv_checksum import Content
+from kvcached_nixl.worker.facade import Device, WorkerFacade
 from kvcached_nixl.worker.geometry.planes import group_memory, layers_digest
-from kvcached_nixl.worker.memory_registration import Registered
-from kvcached_nixl.worker.outcome_queue import OutcomeQueue
-from kvcached_nixl.worker.prefill.gate_connections import GateConnections
+from kvcached_nixl.worker.memory_registration import Registered, num_kept
+from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.staging.sizing import num_kept
-from kvcached_nixl.worker.staging.slots import Slots
+from kvcached_nixl.worker.prefill.writer import GateConnections
+from kvcached_nixl.worker.staging.slab import Slots
 from kvcached_nixl.worker.staging.staging import Copier, Staging
-from kvcached_nixl.worker.thread_messages import IsReached, LocalIdentity
-from kvcached_nixl.worker.transfer.checksums import Checksums
+from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUCKETS,
     BUFFERS,
@@ -46,13 +41,13 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
     TokenBuffers,
     TokenTable,
 )
-from kvcached_nixl.worker.transfer.peer_link import Handshaker
-from kvcached_nixl.worker.transfer.peers import Ask, Peers
+from kvcached_nixl.worker.transfer.peer_link import Handshaker, Host, PeerListener
+from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
-__all__ = ["Channel", "StockWorker", "assemble", "record_event", "build_worker"]
+__all__ = ["Channel", "Rank", "StockWorker", "assemble", "build_worker"]
 
 
 class Channel(Protocol):
@@ -93,10 +88,6 @@ class StockWorker(Protocol):
     def facts(self) -> tuple[tuple[str, str], ...]: ...
     def keep_registered(self, descriptors: Any) -> None: ...
     def offer_handshake(self, compatibility: str, metadata: bytes) -> None: ...
-
-
-def nothing() -> None:
-    """Default for callbacks that are optional."""
 
 
 def build_worker(
@@ -152,18 +143,17 @@ def build_worker(
         told = msgspec.structs.replace(handshake, weights=weights)
         worker.offer_handshake(str(tag), msgspec.msgpack.encode(told))
 
-    device = layout.device
     # Other threads keep this event, not the transfer thread: so an engine without references is freed at once, with
     # its NIXL agent.
     wake = threading.Event()
     staging = None
     if slab is not None:
-        copier = Copier(slab, device, wake.set)
+        copier = Copier(slab, layout.device, wake.set)
         slots = Slots(slab.num_slots, num_kept(slab.num_slots))
         in_slot = tuple(group.planes[0].num_blocks // slab.num_slots for group in groups)
         staging = Staging(slots, copier, local.kernel_block_sizes, in_slot, slab.extent[1])
     blocks = Content(own_groups, layout.areas())
-    background = Background("kvcached-nixl-checksums", device, wake.set)
+    background = Background("kvcached-nixl-checksums", layout.device, wake.set)
     checksums = Checksums(
         blocks if slab is None else Content(groups, slab.areas), blocks, background, settings.verify_fraction
     )
@@ -176,34 +166,60 @@ def build_worker(
     if settings.transfer_mode.is_push or slab is not None:
         # Otherwise the first gate is opened when this rank first meets a prefill that stages, and so writes in a pull.
         gates.begin()
-    # Only READs need this: before a WRITE, prefill waits for the device by itself.
-    is_early = worker.answers_before_drafts and not settings.transfer_mode.is_push
-    facade = assemble(
+    rank = Rank(
         transport,
-        clock,
         local,
         tokens,
-        settings,
         str(tag),
-        channel,
-        lambda: record_event(device),
         checksums,
         host,
-        offer_handshake,
-        wake,
         staging,
         gates,
-        (lambda: wait_for(device)) if is_early else nothing,
-        lambda: select(device.type, device.index or 0),
+        registered.path,
         zeroes_blocks=worker.zeroes_blocks,
-        memory_path=registered.path,
+        answers_early=worker.answers_before_drafts,
     )
+    facade = assemble(rank, settings, clock, channel, Device(layout.device), offer_handshake, wake)
     facade.thread.start()
     return facade
 
 
 @dataclass(frozen=True)
-class _Roles:
+class Rank:
+    """What one worker moves KV with.
+
+    Attributes:
+        local: describes the slab's memory where KV is staged, else the KV cache's.
+        tokens: registered host memory for ownership tokens, (BUCKETS + BUFFERS, TOKENS_PER_BUCKET), all 0.
+        compatibility: a peer's must be equal.
+        gates: see `Receiver`.
+        memory_path: where the memory is that KV is moved from and to.
+        zeroes_blocks, answers_early: see `WorkerFacade`.
+    """
+
+    transport: Transport
+    local: LocalRank
+    tokens: TokenArray
+    compatibility: str
+    checksums: Checksums
+    host: Host
+    staging: Staging | None = None
+    gates: WriteGates | None = None
+    memory_path: MemoryPath = MemoryPath.DIRECT
+    zeroes_blocks: bool = False
+    answers_early: bool = False
+
+    def close(self) -> None:
+        """Stop its threads, and close its gates. The transfer thread has stopped."""
+        if self.staging is not None:
+            self.staging.copier.close()
+        self.checksums.close()
+        if self.gates is not None:
+            self.gates.close()
+
+
+@dataclass(frozen=True)
+class _Roles(PeerListener):
     """Passes what happens to peers on to both roles (`transfer.peers.PeerListener`)."""
 
     routes: PeerRoutes
@@ -213,7 +229,7 @@ class _Roles:
     transfer_queue: TransferQueue
 
     def is_used(self, agent: str) -> bool:
-        users = self.registry.is_writing_to, self.receiver.is_waiting_for, self.transfer_queue.is_used
+        users = self.registry.registrations.is_writing_to, self.receiver.is_waiting_for, self.transfer_queue.is_used
         return any(uses(agent) for uses in users)
 
     def may_write(self, agent: str) -> bool:
@@ -222,114 +238,68 @@ class _Roles:
     def dead(self, agent: str) -> None:
         self.routes.forget(agent)
         self.receiver.dead(agent)
-        self.registry.dead(agent)
+        self.registry.registrations.dead(agent)
 
     def unreachable(self, agent: str) -> None:
         self.receiver.unreachable(agent)
-        self.registry.dead(agent)
+        self.registry.registrations.dead(agent)
 
     def disconnected(self, agent: str) -> None:
         self.gate_connections.forget(agent)
 
 
 def assemble(
-    transport: Transport,
-    clock: Clock,
-    local: LocalRank,
-    tokens: TokenArray,
+    rank: Rank,
     settings: Settings,
-    compatibility: str,
+    clock: Clock,
     channel: Channel,
-    record: Callable[[], IsReached],
-    checksums: Checksums,
-    host: Host,
+    device: Device,
     offer_handshake: Callable[[Weights], None],
     wake: threading.Event,
-    staging: Staging | None = None,
-    gates: WriteGates | None = None,
-    before_answer: Callable[[], None] = nothing,
-    select_device: Callable[[], None] = nothing,
-    *,
-    zeroes_blocks: bool = False,
-    memory_path: MemoryPath = MemoryPath.DIRECT,
 ) -> WorkerFacade:
     """Build all parts of one worker; its thread is not started.
 
     Args:
-        offer_handshake, before_answer, zeroes_blocks: see `WorkerFacade`.
-        memory_path: where the memory is that KV is moved from and to.
-        select_device, wake: see `TransferThread`.
-        local: describes the slab's memory where KV is staged, else the KV cache's.
-        gates: see `Receiver`.
-        tokens: registered host memory for ownership tokens, (BUCKETS + BUFFERS, TOKENS_PER_BUCKET), all 0.
+        offer_handshake: see `WorkerFacade`.
+        wake: see `TransferThread`.
     """
-    mode = settings.transfer_mode
-    outcomes = OutcomeQueue(clock)
-    ask: Ask = channel.ask
-    peers = Peers(Handshaker(transport, compatibility, lambda rank: fits(local, rank)), clock, ask, host, wake.set)
+    transport, local, mode = rank.transport, rank.local, settings.transfer_mode
+    outcomes = OutcomeQueue(clock, local.tp_rank, (mode.value, rank.memory_path.value))
+    handshaker = Handshaker(transport, rank.compatibility, lambda answered: fits(local, answered))
+    peers = Peers(handshaker, clock, channel.ask, rank.host, wake.set)
     gate_connections = GateConnections(transport, peers)
     transfer_queue = TransferQueue(
         transport, clock, gate_connections.lost, connection=gate_connections.connection, moved=outcomes.moved_bytes
     )
     routes = PeerRoutes(local)
-    buffers = TokenBuffers(tokens[BUCKETS:])
-    context = WorkerContext(clock, local, transport, peers, transfer_queue, routes, buffers, checksums, host, staging)
-    receiver = Receiver(context, clock, mode, gates, outcomes)
-    table = TokenTable(tokens[:BUCKETS])
-    registry = OfferRegistry(
-        context,
-        gate_connections,
-        clock,
-        table,
-        outcomes,
-        mode=mode,
-        lease_seconds=settings.kv_lease_duration_seconds,
-        unmatched_seconds=settings.handover_timeout_seconds,
+    buffers = TokenBuffers(rank.tokens[BUCKETS:])
+    context = WorkerContext(
+        clock, local, transport, peers, transfer_queue, routes, buffers, rank.checksums, rank.host, rank.staging
     )
+    receiver = Receiver(context, mode, rank.gates, outcomes)
+    table = TokenTable(rank.tokens[:BUCKETS])
+    registry = OfferRegistry(context, gate_connections, table, outcomes, settings)
     peers.listen(_Roles(routes, receiver, registry, gate_connections, transfer_queue))
 
-    def wake_engine(identity: LocalIdentity) -> None:
-        address = identity.wake_address
+    def wake_engine(address: WakeAddress) -> None:
         channel.wake(address.host, address.port, address.key)
 
     def closed() -> None:
-        if staging is not None:
-            staging.copier.close()
-        checksums.close()
-        if gates is not None:
-            gates.close()
+        rank.close()
         channel.close()
 
-    thread = TransferThread(context, clock, receiver, registry, outcomes, wake, wake_engine, closed, select_device)
+    thread = TransferThread(context, receiver, registry, outcomes, wake, wake_engine, closed, device.select)
     # Where KV is staged decode cannot read blocks: prefill frees them as soon as they are copied.
-    is_read = not mode.is_push and staging is None
+    is_read = not mode.is_push and rank.staging is None
     return WorkerFacade(
         thread,
         local,
         table,
-        record,
+        outcomes,
+        device,
         offer_handshake,
-        before_answer,
         is_read=is_read,
-        zeroes_blocks=zeroes_blocks,
-        route=(mode.value, memory_path.value),
+        zeroes_blocks=rank.zeroes_blocks,
+        # Only READs need it: before a WRITE, prefill waits for the device by itself.
+        answers_early=rank.answers_early and not mode.is_push,
     )
-
-
-def wait_for(device: torch.device) -> None:
-    """Block until the device has finished all work submitted so far."""
-    if device.type != "cpu":
-        event = torch.Event(device)
-        event.record()
-        event.synchronize()
-
-
-def record_event(device: torch.device) -> IsReached:
-    """Returns a function that says whether the device has finished all work submitted before this call."""
-    if device.type == "cpu":
-        # vLLM's CPU worker computes before it returns.
-        return lambda: True
-    event = torch.Event(device)
-    event.record()
-    query: IsReached = event.query
-    return query

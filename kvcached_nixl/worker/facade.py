@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's hand-over state on the engine's thread: turns scheduler steps into commands for the transfer thread, and
-the transfer thread's outcomes into what vLLM is told. Once per worker.
+"""The worker's hand-over state on the engine's thread: passes a step's commands on to the transfer thread when it is
+time, and turns the transfer thread's outcomes into what vLLM is told. Once per worker.
 
 What a step computes is offered once the step has been submitted to the device, together with an event that tells the
 transfer thread when the device has finished it. Decode's blocks are written only after the device has finished every
-step that could still write them (rule R8, vllm#45357). Nothing here blocks, except ``before_answer``.
+step that could still write them (rule R8, vllm#45357). Nothing here blocks, except `Device.wait`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import torch
+
+from kvcached_nixl.current_device import select
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.step import (
+    FetchSpec,
+    Finish,
+    OfferUpdate,
     Step,
     claimed_mark,
     failed_mark,
@@ -28,28 +32,13 @@ from kvcached_nixl.wire.step import (
     known_mark,
     spared_mark,
 )
-from kvcached_nixl.wire.timeline import Lasted, Reported
-from kvcached_nixl.worker.staging.slots import SlabUse
-from kvcached_nixl.worker.thread_messages import (
-    AwaitClaim,
-    BlocksWritable,
-    Command,
-    Computed,
-    EndRenewal,
-    Finish,
-    IsReached,
-    LocalIdentity,
-    NewWeights,
-    Preempt,
-    Revoke,
-    Stop,
-    Withdraw,
-)
+from kvcached_nixl.worker.commands import BlocksWritable, Command, IsReached, LocalIdentity, NewWeights, Reached
+from kvcached_nixl.worker.outcomes import OutcomeQueue, WorkerCounters
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
-__all__ = ["StepOutcome", "WorkerFacade"]
+__all__ = ["Device", "StepOutcome", "WorkerFacade"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -67,36 +56,32 @@ class StepOutcome:
     received: set[str] = field(default_factory=set)
 
 
-@dataclass
-class WorkerCounters:
-    """Counts for the metrics since they were last taken.
+class Device:
+    """The device that computes."""
 
-    Attributes:
-        moved: (bytes, descriptors, seconds) of each hand-over whose bytes this rank has moved.
-        failures: hand-overs that brought no KV, by `FailureCause`; counted by the scheduler, reported by rank 0.
-        quarantined_blocks: blocks held because a transfer may still touch them; None if the number has not changed.
-        revoked: offers that were taken back, by `RevocationCause`; reported by rank 0.
-        reasons: (attempt, why it failed).
-        route: transfer mode and memory path of this rank.
-        moved_bytes: of KV, also for hand-overs that fail; None if none were moved.
-        slab: this rank, and the use of its slab; None if that has not changed.
-        slab_waits: how often a hand-over has begun to wait for slots.
-        timelines: of hand-overs that have ended on this rank, for the scheduler.
-        lasted: times in states of hand-overs; from the scheduler, reported by rank 0.
-    """
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    moved: list[tuple[int, int, float]] = field(default_factory=list)
-    failures: Counter[int] = field(default_factory=Counter)
-    expired: int = 0
-    quarantined_blocks: int | None = None
-    revoked: Counter[int] = field(default_factory=Counter)
-    reasons: list[tuple[int, str]] = field(default_factory=list)
-    route: tuple[str, str] = ("pull", "direct")
-    moved_bytes: int | None = None
-    slab: tuple[int, SlabUse] | None = None
-    slab_waits: int = 0
-    timelines: list[Reported] = field(default_factory=list)
-    lasted: list[Lasted] = field(default_factory=list)
+    def select(self) -> None:
+        """Make it the calling thread's."""
+        select(self._device.type, self._device.index or 0)
+
+    def record(self) -> IsReached:
+        """Returns a function that says whether all work has finished that was submitted before this call."""
+        if self._device.type == "cpu":
+            # vLLM's CPU worker computes before it returns.
+            return lambda: True
+        event = torch.Event(self._device)
+        event.record()
+        query: IsReached = event.query
+        return query
+
+    def wait(self) -> None:
+        """Block until all work has finished that was submitted so far."""
+        if self._device.type != "cpu":
+            event = torch.Event(self._device)
+            event.record()
+            event.synchronize()
 
 
 class WorkerFacade:
@@ -106,12 +91,9 @@ class WorkerFacade:
         thread: the transfer thread, started.
         tokens: ownership tokens of the manifests whose blocks prefill keeps, for decode to read.
         is_read: whether decode reads prefill's blocks, and so needs their ownership tokens.
-        record_event: called after steps were submitted to the device; the function it returns says whether the device
-            has finished them, and may be called on any thread.
         offer_handshake: publishes the handshake answer for peers, given the weights this rank computes with.
-        before_answer: called before KV is offered for a pull that prefill is about to answer for; it may wait for the
-            device. Needed where prefill's answer does not imply that its device has finished the step.
-        route: transfer mode and memory path, for the metrics.
+        answers_early: prefill's answer does not imply that its device has finished the step, so that is waited for
+            before KV is offered that decode reads.
     """
 
     def __init__(
@@ -119,28 +101,32 @@ class WorkerFacade:
         thread: TransferThread,
         local: LocalRank,
         tokens: TokenTable,
-        record_event: Callable[[], IsReached],
+        outcomes: OutcomeQueue,
+        device: Device,
         offer_handshake: Callable[[Weights], None],
-        before_answer: Callable[[], None] = lambda: None,
         *,
         is_read: bool,
         zeroes_blocks: bool = False,
-        route: tuple[str, str] = ("pull", "direct"),
+        answers_early: bool = False,
     ) -> None:
         self.thread = thread
         self.tokens = tokens
         self._local = local
+        self._outcomes = outcomes
         self._is_read = is_read
         self._zeroes_blocks = zeroes_blocks
         self._unwritable: list[int] = []
-        self.record_event = record_event
+        self.record_event = device.record
+        self._device = device
         self._offer_handshake = offer_handshake
-        self._before_answer = before_answer
+        self._answers_early = answers_early
         self._step: Step | None = None
+        # Of ``_step``: what it computes, and which requests end with that.
+        self._offered: list[OfferUpdate] = []
+        self._finished: list[Finish] = []
         self._incarnation = ""
-        # Shown from the start, so that the first bytes are a rise.
-        self._counted = WorkerCounters(route=route, moved_bytes=0)
         self._marks: set[int] = set()
+        self._reasons: list[tuple[int, str]] = []
 
     def begin_step(self, step: Step) -> None:
         """Called before the step is submitted to the device. Idempotent: vLLM 0.29 and later call this twice a step."""
@@ -150,15 +136,10 @@ class WorkerFacade:
         self.blocks_zeroed()
         # A previous step that computes is still here only if it raised: vLLM never reported that it was submitted.
         self.end_step(has_failed=self._step is not None and not self._step.is_idle)
-        has_news = step.has_news or self._incarnation != step.incarnation
-        if has_news and (commands := self._commands(step)):
-            self.thread.submit(*commands)
         self._step = step
-        if not self._local.tp_rank:
-            self._counted.failures.update(step.counts)
-            self._counted.lasted += step.lasted
-            if step.quarantined_blocks is not None:
-                self._counted.quarantined_blocks = step.quarantined_blocks
+        if commands := self._commands(step):
+            self.thread.submit(*commands)
+        self._outcomes.computed(step)
         self.thread.engine_computes = not step.is_idle
         if not step.is_stalled:
             self.thread.engine_moves()
@@ -175,22 +156,21 @@ class WorkerFacade:
             has_failed: the step was not submitted, or only in part: nothing it was to compute is offered.
         """
         self.thread.engine_computes = False
-        step, self._step = self._step, None
-        if step is None or not (computed := [one for one in step.offered if one.ready_tokens]):
+        offered, finished = self._offered, self._finished
+        self._step, self._offered, self._finished = None, [], []
+        if not offered:
             return
         if has_failed:
-            self.thread.submit(*(Finish(one.request_id) for one in computed if one.request_id in step.finished))
+            self.thread.submit(*finished)
             return
-        if any(one.manifest is not None for one in computed):
-            self._before_answer()
+        if self._answers_early and any(one.manifest is not None for one in offered):
+            self._device.wait()
         is_reached = self.record_event()
-        for one in computed:
+        for one in offered:
             if one.manifest is not None and self._is_read:
                 # Published here, not on the transfer thread: decode may read it as soon as prefill has answered.
                 self._publish(one.request_id, one.manifest.ownership_token)
-            self.thread.submit(Computed(one, is_reached))
-            if one.request_id in step.finished:
-                self.thread.submit(Finish(one.request_id))
+        self.thread.submit(*(Reached(one, is_reached) for one in offered), *finished)
 
     def identify(self, weights: Weights, names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:
         """Announce the weights this rank computes with. Called at start and whenever they may have changed.
@@ -210,28 +190,10 @@ class WorkerFacade:
         if self._step is not None and self._step.is_idle:
             self.end_step()
         outcome = self.thread.take_outcome()
-        for attempt, failed in outcome.failed.items():
-            self._marks.add(failed_mark(attempt, failed.cause))
-            self._counted.reasons.append((attempt, failed.reason))
-            # The scheduler logs what the first rank says. What distrusts an engine from then on is said by each.
-            is_grave = failed.cause in (FailureCause.CHECKSUM, FailureCause.DEFECT)
-            tags = HandOverFailed(failed.cause, "").tags(failed.request_id, attempt=attempt)
-            logger.log(logging.WARNING if is_grave else logging.DEBUG, "%s: %s", tags, failed.reason)
-        for request_id in outcome.expired:
-            tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
-            logger.warning("KV was not fetched: %s: its lease expired", tags)
-        self._counted.expired += len(outcome.expired)
+        self._marks.update(failed_mark(attempt, failed.cause) for attempt, failed in outcome.failed.items())
+        self._reasons += ((attempt, str(failed)) for attempt, failed in outcome.failed.items())
         self._marks.update(map(spared_mark, outcome.spared), map(claimed_mark, outcome.claimed))
         self._marks.update(map(known_mark, outcome.known))
-        self._counted.moved += outcome.moved
-        if outcome.moved_bytes:
-            self._counted.moved_bytes = (self._counted.moved_bytes or 0) + outcome.moved_bytes
-        if outcome.slab is not None:
-            self._counted.slab = self._local.tp_rank, outcome.slab
-            self._counted.slab_waits += outcome.slab_waits
-        self._counted.timelines += outcome.timelines
-        if not self._local.tp_rank:
-            self._counted.revoked.update(outcome.revoked)
         sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}
         return StepOutcome(sent, set(map(finished_attempt_id, outcome.finished)))
 
@@ -242,7 +204,9 @@ class WorkerFacade:
 
     def take_counted(self) -> WorkerCounters:
         """Returns the counts for the metrics since the last call."""
-        counted, self._counted = self._counted, WorkerCounters(route=self._counted.route)
+        counted = self._outcomes.take_counted()
+        # Together with the marks: the scheduler looks for both at once.
+        counted.reasons, self._reasons = self._reasons, []
         return counted
 
     def close(self) -> None:
@@ -250,38 +214,26 @@ class WorkerFacade:
         self.thread.close()
 
     def _commands(self, step: Step) -> list[Command]:
-        """What a step tells the transfer thread, in this order."""
+        """Returns what the transfer thread is told before the step is submitted to the device, in this order."""
         commands: list[Command] = []
         if self._incarnation != step.incarnation:
             self._incarnation, local = step.incarnation, self._local
             own = Peer(local.engine_id, step.host, step.port, local.tp_size, local.tp_rank)
             commands.append(LocalIdentity(own, step.wake_address, step.incarnation))
-        # Revocations first: no peer message handled after them finds these offers.
-        commands += (Revoke(request_id, revocation) for request_id, revocation in step.revoked.items())
-        # Renewals begin before they end: a request may arrive and end between two steps.
-        commands += step.renewed
-        commands += map(EndRenewal, step.unrenewed)
-        commands += step.fetches
-        self._unwritable += (spec.attempt for spec in step.fetches)
-        if not self._zeroes_blocks:
-            commands += self._writable()
-        # Offers without computed tokens. A request aborted since then is in `stopped` as well, so offer it before.
-        commands += (update for update in step.offered if not update.ready_tokens)
-        commands += (AwaitClaim(request_id, number) for request_id, number in step.awaited)
-        commands += (Withdraw(attempt, reason) for attempt, reason in step.withdrawn.items())
-        commands += step.released
-        commands += (Preempt(request_id, hold) for request_id, hold in step.preempted)
-        # A request that this step still computes is finished by `end_step`, after its offer.
-        late = {one.request_id for one in step.offered if one.ready_tokens}
-        commands += (Finish(request_id) for request_id in step.finished if request_id not in late)
-        commands += (
-            Stop(request_id, reason, request_id not in step.unkept) for request_id, reason in step.stopped.items()
-        )
-        return commands
+        computed = {one.request_id for one in step.of(OfferUpdate) if one.ready_tokens}
+        for one in step.in_order():
+            if isinstance(one, OfferUpdate) and one.ready_tokens:
+                self._offered.append(one)
+            elif isinstance(one, Finish) and one.request_id in computed:
+                self._finished.append(one)
+            else:
+                commands.append(one)
+        self._unwritable += (spec.attempt for spec in step.of(FetchSpec))
+        return commands if self._zeroes_blocks else [*commands, *self._writable()]
 
     def _writable(self) -> list[Command]:
         attempts, self._unwritable = tuple(self._unwritable), []
-        return [BlocksWritable(attempts, self.record_event())] if attempts else []
+        return [Reached(BlocksWritable(attempts), self.record_event())] if attempts else []
 
     def _publish(self, request_id: str, ownership_token: int) -> None:
         if not self.tokens.publish(request_id, ownership_token):

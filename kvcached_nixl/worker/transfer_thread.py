@@ -26,38 +26,15 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.base import Transport, TransportError, WriteGate
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.lease import heartbeats, is_heartbeat, read_heartbeat
-from kvcached_nixl.wire.messages import Registration, StagingGrant, StagingRequest, Stopped, Written, decode
-from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, OfferUpdate, UnneededOffer
+from kvcached_nixl.wire.step import WakeAddress
+from kvcached_nixl.worker.commands import Command, Dispatch
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.outcome_queue import OutcomeQueue
+from kvcached_nixl.worker.outcomes import Outcome, OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.thread_messages import (
-    AwaitClaim,
-    BlocksWritable,
-    Command,
-    Computed,
-    DecodeCommand,
-    EndRenewal,
-    Finish,
-    LocalIdentity,
-    NewWeights,
-    Outcome,
-    Preempt,
-    Revoke,
-    Stop,
-    Withdraw,
-)
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.lease import Renewals
-from kvcached_nixl.worker.transfer.topology import contributors, peers_of
 
 __all__ = ["TransferThread"]
 
@@ -94,18 +71,16 @@ class TransferThread:
     def __init__(
         self,
         context: WorkerContext,
-        clock: Clock,
         receiver: Receiver,
         registry: OfferRegistry,
         outcomes: OutcomeQueue,
         wake: threading.Event,
-        wake_engine: Callable[[LocalIdentity], None],
-        closed: Callable[[], None] = lambda: None,
-        select_device: Callable[[], None] = lambda: None,
+        wake_engine: Callable[[WakeAddress], None],
+        closed: Callable[[], None],
+        select_device: Callable[[], None],
     ) -> None:
         self._context = context
-        self._transport: Transport = context.transport
-        self._clock = clock
+        self._clock: Clock = context.clock
         self._receiver = receiver
         self._registry = registry
         self._outcomes = outcomes
@@ -119,20 +94,16 @@ class TransferThread:
         self._closing = threading.Event()
         self._defect: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._moved_at_seconds = clock.now_seconds()
+        self._moved_at_seconds = context.clock.now_seconds()
         # Everything below is used by the transfer thread only.
-        self._identity: LocalIdentity | None = None
-        self._renewals = Renewals(clock)
-        self._computing: deque[Computed | Finish | BlocksWritable] = deque()
-        self._malformed = 0
-        self._defects = 0
+        self._dispatch = Dispatch(context, receiver, registry, outcomes)
         # When the thread last had work.
         self._busy_seconds = 0.0
 
     @property
     def dropped(self) -> Counter[str]:
-        mine = Counter(malformed=self._malformed, defect=self._defects)
-        return self._registry.dropped + self._receiver.dropped + self._context.peers.dropped + mine
+        """Counts messages that were ignored."""
+        return self._dispatch.dropped
 
     # ---------------------------------------------------------------------------------------------- the engine's thread
 
@@ -202,17 +173,15 @@ class TransferThread:
             self._defect = defect
             self._is_ready.set()
             logger.exception("The transfer thread has stopped; the engine stops at its next step")
-            if self._identity is not None:
-                self._wake_engine(self._identity)
+            self._wake_own()
 
     def turn(self) -> float:
         """Do everything that can be done without waiting; returns the seconds until the next call is due."""
         is_busy = bool(self._inbox)
         while self._inbox:
-            command = self._inbox.popleft()
-            self._contain(command, self._take, command)
-        self._take_reached()
-        is_busy |= self._hear()
+            self._dispatch.take(self._inbox.popleft())
+        self._dispatch.take_reached()
+        is_busy |= self._dispatch.hear()
         self._context.peers.turn()
         if self._context.staging is not None:
             self._context.staging.turn()
@@ -221,13 +190,13 @@ class TransferThread:
         is_engine_alive = self._clock.now_seconds() < self._moved_at_seconds + STANDING_SECONDS
         deadlines = [self._registry.turn(is_engine_alive=is_engine_alive), self._receiver.turn()]
         if is_engine_alive:
-            deadlines.append(self._renew())
+            deadlines.append(self._dispatch.renew())
         if self._context.staging is not None:
             self._outcomes.slab(self._context.staging.use, self._context.staging.num_waits)
-        if self._outcomes.take_news() and self._identity is not None:
-            self._wake_engine(self._identity)
+        if self._outcomes.take_news():
+            self._wake_own()
         now = self._clock.now_seconds()
-        is_moving = bool(self._context.transfer_queue.is_busy or self._computing)
+        is_moving = bool(self._context.transfer_queue.is_busy or self._dispatch.computing)
         if is_busy or is_moving:
             self._busy_seconds = now
         later_seconds = min((now - self._busy_seconds) * _LONGER_BY, COMPUTING_POLL_SECONDS)
@@ -244,148 +213,6 @@ class TransferThread:
             return 0.0
         return POLL_SECONDS if len(queue) else 2 * POLL_SECONDS
 
-    def _take(self, command: Command) -> None:
-        if isinstance(command, (FetchSpec, Withdraw, UnneededOffer, LeaseRenewal, EndRenewal)):
-            self._take_decodes(command)
-        elif isinstance(command, LocalIdentity):
-            self._identity, self._context.own = command, command.own
-            self._context.incarnation = command.incarnation
-            self._registry.started(command.incarnation)
-        elif isinstance(command, NewWeights):
-            self._context.weights, self._context.weight_names = command.weights, command.names
-        elif isinstance(command, OfferUpdate):
-            self._registry.offer(command)
-        elif isinstance(command, (Computed, Finish, BlocksWritable)):
-            self._computing.append(command)
-        elif isinstance(command, AwaitClaim):
-            self._registry.await_claim(command.request_id, command.number)
-        else:
-            self._take_ends(command)
-
-    def _take_decodes(self, command: DecodeCommand) -> None:
-        receiver = self._receiver
-        if isinstance(command, FetchSpec):
-            receiver.fetch(command)
-        elif isinstance(command, Withdraw):
-            receiver.fail(command.attempt, HandOverFailed(FailureCause.STOPPED, command.reason))
-        elif isinstance(command, UnneededOffer):
-            receiver.release(command)
-        elif isinstance(command, LeaseRenewal):
-            self._renewals.begin(command)
-        else:
-            self._renewals.end(command.request_id)
-
-    def _take_ends(self, command: Stop | Revoke | Preempt) -> None:
-        if isinstance(command, Revoke):
-            # Who has begun to read meanwhile may not be overtaken.
-            self._hear()
-            if self._registry.outlasts(command.request_id, command.revocation):
-                self._outcomes.spared(command.revocation.number)
-                return
-        # Drop updates that still wait for the device. A revoked request keeps its `Finish`: it ends by itself.
-        self._computing = deque(
-            one
-            for one in self._computing
-            if isinstance(one, BlocksWritable)
-            or one.request_id != command.request_id
-            or (isinstance(one, Finish) and isinstance(command, Revoke))
-        )
-        if isinstance(command, Preempt):
-            self._registry.preempt(command.request_id, command.hold)
-        elif isinstance(command, Revoke):
-            self._registry.revoke(command.request_id, command.revocation)
-        else:
-            self._registry.stop(command.request_id, command.reason, is_kept=command.is_kept)
-
-    def _take_reached(self) -> None:
-        """Handle, in order, what the device has finished: a request's `Finish` is never handled before its steps."""
-        while self._computing:
-            head = self._computing[0]
-            if not isinstance(head, Finish) and not head.is_reached():
-                return
-            self._computing.popleft()
-            self._contain(head, self._reach, head)
-
-    def _reach(self, reached: Computed | Finish | BlocksWritable) -> None:
-        if isinstance(reached, Finish):
-            self._registry.finish(reached.request_id)
-        elif isinstance(reached, Computed):
-            self._registry.offer(reached.update)
-        else:
-            for attempt in reached.attempts:
-                self._receiver.begin(attempt)
-
-    def _hear(self) -> bool:
-        """Handle what peers have sent. Returns whether they have sent anything."""
-        has_heard = False
-        listening: list[Transport | WriteGate] = [self._transport, *self._receiver.gates]
-        for one in listening:
-            try:
-                heard = one.received()
-            except TransportError as error:
-                logger.warning("%s", error)
-                continue
-            for agent, notification in heard:
-                has_heard = True
-                self._contain(None, self._take_notification, agent, notification)
-        return has_heard
-
-    def _take_notification(self, agent: str, notification: bytes) -> None:
-        try:
-            if is_heartbeat(notification):
-                names = read_heartbeat(notification)
-                self._registry.renew(names)
-                self._receiver.renew(agent, names)
-                return
-            message = decode(notification)
-        except Malformed as error:
-            if not self._malformed:
-                logger.warning(
-                    "Dropping a malformed notification from %s; later ones are only counted: %s", agent, error
-                )
-            self._malformed += 1
-            return
-        try:
-            if isinstance(message, (StagingRequest, Written, Stopped)):
-                self._receiver.handle(agent, message)
-            else:
-                self._registry.handle(agent, message)
-        except Exception as defect:
-            reason = f"{type(defect).__name__}: {defect}"
-            if isinstance(message, (StagingRequest, Written, Stopped)):
-                self._receiver.fail(message.attempt, HandOverFailed(FailureCause.DEFECT, reason))
-            elif isinstance(message, (Registration, StagingGrant)):
-                self._registry.fail((agent, message.attempt), reason)
-            raise
-
-    def _renew(self) -> float | None:
-        """Send the heartbeats that are due; returns when the next one is, in the clock's seconds."""
-        local = self._context.local
-        for prefill, names in self._renewals.take_due().items():
-            # Sizes that do not divide are reported as a failure when the request gets its blocks.
-            try:
-                ranks = contributors(prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, kv_shares=local.kv_shares)
-            except ValueError:
-                continue
-            for address in peers_of(prefill, (*ranks[0], *ranks[1])):
-                for beat in heartbeats(names):
-                    self._context.peers.send(address, beat)
-        return self._renewals.first_seconds
-
-    def _contain(self, command: Command | None, action: Callable[..., None], *arguments: Any) -> None:
-        """Run ``action``. If it raises, log and count that, and fail the attempts ``command`` names; raise it again
-        for `NewWeights` and prefill's commands."""
-        try:
-            action(*arguments)
-        except Exception as defect:
-            self._defects += 1
-            logger.exception("internal error in kvcached_nixl; this hand-over fails")
-            cause = HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}")
-            if isinstance(command, (FetchSpec, Withdraw)):
-                self._receiver.fail(command.attempt, cause)
-            elif isinstance(command, BlocksWritable):
-                for attempt in command.attempts:
-                    self._receiver.fail(attempt, cause)
-            elif isinstance(command, (OfferUpdate, Computed, Finish, Stop, Revoke, AwaitClaim, Preempt, NewWeights)):
-                # The scheduler must hear when prefill's blocks are free, so half-updated state stops the engine.
-                raise
+    def _wake_own(self) -> None:
+        if self._dispatch.wake_address is not None:
+            self._wake_engine(self._dispatch.wake_address)

@@ -38,8 +38,8 @@ from support.node_cases import (  # noqa: F401 - run here, too
 from support.transports import until
 
 from kvcached_nixl.transport.base import Transport
-from kvcached_nixl.worker.staging import sizing
-from kvcached_nixl.worker.staging.slots import Use
+from kvcached_nixl.worker import memory_registration as sizing
+from kvcached_nixl.worker.staging.slab import Use
 
 pytestmark = pytest.mark.long
 

@@ -34,7 +34,7 @@ from support.node_cases import (  # noqa: F401 - run here, too
 )
 
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.worker.geometry.kv_checksum import Content
+from kvcached_nixl.worker.transfer.checksums import Content
 
 pytestmark = pytest.mark.long
 

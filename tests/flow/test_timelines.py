@@ -11,7 +11,7 @@ from support.flow_engine import Status
 from support.flow_pair import PROMPT, Pair, kind
 
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.step import Step
+from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step
 from kvcached_nixl.wire.timeline import State, Timeline
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
@@ -163,9 +163,9 @@ def test_without_tracing_no_message_has_a_context(mode: TransferMode) -> None:
     pair = Pair(mode)
     told = steps_of(pair)
     traced(pair)
-    assert any(step.fetches for step in told) and any(step.offered for step in told)
-    assert not any(one.is_traced for step in told for one in step.fetches)
-    assert not any(one.trace for step in told for one in step.offered)
+    assert any(step.of(FetchSpec) for step in told) and any(step.of(OfferUpdate) for step in told)
+    assert not any(one.is_traced for step in told for one in step.of(FetchSpec))
+    assert not any(one.trace for step in told for one in step.of(OfferUpdate))
     assert pair.cluster.spans is None and pair.decode.lasted and pair.prefill.lasted
 
 
@@ -179,7 +179,7 @@ def test_a_hostile_context_fails_no_request(mode: TransferMode, context: Any) ->
     pair = Pair(mode, is_traced=True)
     told = steps_of(pair)
     traced(pair, context)
-    assert kept(pair) == [] and not any(one.trace for step in told for one in step.offered)
+    assert kept(pair) == [] and not any(one.trace for step in told for one in step.of(OfferUpdate))
     pair.nothing_is_left()
 
 

@@ -37,7 +37,7 @@ PLANTED = {
     "activation/bootstrap.py": "__import__('torch')",
     "worker/prefill/registry.py": "from kvcached_nixl.worker.decode.receiver import Receiver",
     "worker/decode/read_part.py": "from ..prefill import offer",
-    "worker/transfer/peers.py": "def f():\n    from kvcached_nixl.worker.decode import write_gates",
+    "worker/transfer/peers.py": "def f():\n    from kvcached_nixl.worker.decode import fencing",
     "worker/geometry/descriptors.py": "from kvcached_nixl.worker.transfer.topology import Routes",
     "activation/import_hooks.py": "from kvcached_nixl.activation.bootstrap import install",
     "vllm/adapter/requests.py": "from kvcached_nixl.vllm.patches.step_output import end_requests",

@@ -12,8 +12,7 @@ import torch
 
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.background import Work
-from kvcached_nixl.worker.geometry.kv_checksum import Content
-from kvcached_nixl.worker.transfer.checksums import Checksums
+from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 
 
 @dataclass

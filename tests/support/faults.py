@@ -29,27 +29,27 @@ from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
+from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, Withdraw
 from kvcached_nixl.worker import facade
 from kvcached_nixl.worker.decode import receiver, write_part
-from kvcached_nixl.worker.decode.arrived_writes import ArrivedWrites
+from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow
+from kvcached_nixl.worker.decode.attempt import Stage
+from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.read_part import ReadPart
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.decode.staging_window import StagingWindow
-from kvcached_nixl.worker.decode.write_gates import WriteGates
-from kvcached_nixl.worker.decode.write_part import Access, Comparison, WritePart
+from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
-from kvcached_nixl.worker.geometry.kv_checksum import Content
-from kvcached_nixl.worker.outcome_queue import OutcomeQueue
+from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill import registry
-from kvcached_nixl.worker.prefill.matching import OfferMatcher
-from kvcached_nixl.worker.prefill.offer import Offer
+from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.prefill.source import Staged
 from kvcached_nixl.worker.prefill.writer import Writer
-from kvcached_nixl.worker.staging.slots import Slots
+from kvcached_nixl.worker.staging.slab import Slots
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer import peers
+from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 from kvcached_nixl.worker.transfer.lease import Leases
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTable
@@ -243,14 +243,14 @@ def what_is_given_up_is_taken_for_idle(patch: Patcher) -> None:
 
 def a_read_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
     def stop(self: Any) -> None:
-        self._is_stopping = self.is_idle = True
+        self._is_stopping = self._is_idle = True
 
     patch.setattr(ReadPart, "stop", stop)
 
 
 def a_write_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
     def stop(self: Any) -> None:
-        self._access = Access.HAS_STOPPED
+        self.stage = Stage.ENDED
 
     then(patch, WritePart, "stop", stop)
 
@@ -304,15 +304,14 @@ def an_aborted_requests_offer_waits_for_its_lease(patch: Patcher) -> None:
 
 def nobody_is_told_of_a_request_that_was_aborted(patch: Patcher) -> None:
     def forget(_: Any, __: Any, ___: Any, step: Any) -> None:
-        step.withdrawn.clear()
+        step.commands = [one for one in step.commands if not isinstance(one, Withdraw)]
 
     then(patch, DecodeFetches, "finished", forget)
 
 
 def other_ranks_are_not_told_of_a_failure(patch: Patcher) -> None:
     def forget(_: Any, __: Any, ___: Any, ____: Any, step: Any) -> None:
-        for attempt in [one for one, why in step.withdrawn.items() if "within" not in why]:
-            del step.withdrawn[attempt]
+        step.commands = [one for one in step.commands if not isinstance(one, Withdraw) or "within" in one.reason]
 
     then(patch, DecodeFetches, "collect", forget)
 
@@ -449,20 +448,16 @@ def prefill_does_not_hear_that_it_was_read(patch: Patcher) -> None:
     def release(_: Any, message: Any) -> None:
         return None
 
-    patch.setattr(OfferRegistry, "_release", release)
+    patch.setattr(OfferRegistry, "release", release)
 
 
 def a_renewal_outlives_its_request(patch: Patcher) -> None:
     """A request that arrives and ends in one step: the end is handled first, so its lease is renewed for ever."""
 
     def begin_step(real: Any, self: Any, step: Any) -> None:
-        for request_id in step.unrenewed:
-            if any(one.request_id == request_id for one in step.renewed):
-                step = msgspec.structs.replace(
-                    step,
-                    unrenewed=[one for one in step.unrenewed if one != request_id],
-                )
-        real(self, step)
+        begun = {one.request_id for one in step.of(LeaseRenewal)}
+        told = [one for one in step.commands if not isinstance(one, EndRenewal) or one.request_id not in begun]
+        real(self, msgspec.structs.replace(step, commands=told))
 
     around(patch, WorkerFacade, "begin_step", begin_step)
 
@@ -547,8 +542,8 @@ def no_slot_is_kept_for_what_moves(patch: Patcher) -> None:
 
 
 def decode_s_blocks_are_free_while_they_are_compared(patch: Patcher) -> None:
-    def end(self: Any) -> None:
-        self._comparison = Comparison.DONE
+    def end(self: Any, _: Any) -> None:
+        self.stage = Stage.ENDED
 
     then(patch, WritePart, "_end", end)
 

@@ -45,18 +45,17 @@ from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
-from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress
-from kvcached_nixl.worker import thread_messages as commands
+from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress, Withdraw
+from kvcached_nixl.worker import commands
 from kvcached_nixl.worker.background import Background
-from kvcached_nixl.worker.build import assemble
-from kvcached_nixl.worker.decode import active_writers as writers
+from kvcached_nixl.worker.build import Rank, assemble
+from kvcached_nixl.worker.decode import fencing
 from kvcached_nixl.worker.decode import receiver as receiver
-from kvcached_nixl.worker.decode import write_gates as gates
-from kvcached_nixl.worker.decode.write_gates import WriteGates
-from kvcached_nixl.worker.geometry.kv_checksum import Content
-from kvcached_nixl.worker.transfer.checksums import Checksums
-from kvcached_nixl.worker.transfer.host import Host
+from kvcached_nixl.worker.decode.fencing import WriteGates
+from kvcached_nixl.worker.facade import Device
+from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
+from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
 
 BACKENDS = ["UCX"]
@@ -126,10 +125,22 @@ class Rank:
         nothing = Content((), ())
         settings = Settings(TransferMode.PUSH, kv_lease_duration_seconds=300.0, handover_timeout_seconds=300.0)
         self.side = assemble(
-            transport, clock, place, self.token_table, settings, TAG, self.channel, lambda: lambda: True,
-            Checksums(nothing, nothing, background, 0.0), host, lambda weights: None, threading.Event(), None,
-            self.gates,
-        )  # fmt: skip
+            Rank(
+                transport,
+                place,
+                self.token_table,
+                TAG,
+                Checksums(nothing, nothing, background, 0.0),
+                host,
+                gates=self.gates,
+            ),
+            settings,
+            clock,
+            self.channel,
+            Device(torch.device("cpu")),
+            lambda weights: None,
+            threading.Event(),
+        )
         self.thread = self.side.thread
         self.own = Peer(place.engine_id, role, 1, 1, 0)
         self.thread.submit(commands.LocalIdentity(self.own, WakeAddress(role, 1, "key"), START))
@@ -160,21 +171,18 @@ def prefill(folder: Path) -> None:
     # Reversed, so that each block is a separate descriptor.
     blocks = list(reversed(range(NUM_BLOCKS)))
     rank.thread.submit(
-        commands.Computed(
-            OfferUpdate(PrefillRequestId("p"), NAME, DIGEST, TOKENS, (BlockRange(0, tuple(blocks)),), TOKENS, manifest),
-            lambda: True,
-        )
+        OfferUpdate(PrefillRequestId("p"), NAME, DIGEST, TOKENS, (BlockRange(0, tuple(blocks)),), TOKENS, manifest)
     )
     time.sleep(600)
 
 
 def decode(folder: Path, ending: str, fault: str) -> None:
     for module, name, value in (
-        (writers, "UNHEARD_SECONDS", 1.0),
-        (writers, "LOOK_SECONDS", 0.5),
-        (writers, "DEAD_SECONDS", 0.5),
+        (fencing, "UNHEARD_SECONDS", 1.0),
+        (fencing, "LOOK_SECONDS", 0.5),
+        (fencing, "DEAD_SECONDS", 0.5),
         (receiver, "REPEAT_SECONDS", 0.5),
-        (gates, "DRAIN_SECONDS", 1.0),
+        (fencing, "DRAIN_SECONDS", 1.0),
     ):
         setattr(module, name, value)
     rank = Rank("decode", folder)
@@ -186,7 +194,7 @@ def decode(folder: Path, ending: str, fault: str) -> None:
     groups = (BlockRange(0, tuple(range(NUM_BLOCKS))),)
     where = RemotePrefill("prefill", "prefill", 1, 1)
     wanted = FetchSpec(ATTEMPT, DecodeRequestId("d"), where, None, NAME, DIGEST, TOKENS, 0, TOKENS, groups)
-    rank.thread.submit(wanted, commands.BlocksWritable((ATTEMPT,), lambda: True))
+    rank.thread.submit(wanted, commands.Reached(commands.BlocksWritable((ATTEMPT,))))
     end = time.monotonic() + ARRIVING_SECONDS
     sampled = target[:: NUM_BLOCKS // 64]
     while (sampled == BEFORE).all() and time.monotonic() < end:
@@ -196,7 +204,7 @@ def decode(folder: Path, ending: str, fault: str) -> None:
     rank.channel.is_silent = True
     arrived = int((target == WRITTEN).sum())
     begun = time.monotonic()
-    rank.thread.submit(commands.Withdraw(ATTEMPT, "late"))
+    rank.thread.submit(Withdraw(ATTEMPT, "late"))
     if fault == "reused":
         time.sleep(0.3)
         is_free = True

@@ -23,7 +23,7 @@ from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.messages import Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.timeline import Timeline
-from kvcached_nixl.worker.staging.slots import Use
+from kvcached_nixl.worker.staging.slab import Use
 from support.flow_asker import Asked
 from support.flow_engine import Engine, Kind, Request, Status, Worker
 from support.flow_memory import Shape

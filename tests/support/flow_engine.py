@@ -33,18 +33,18 @@ from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.question import Question
-from kvcached_nixl.wire.step import FAILING, Reports, Step, WakeAddress
+from kvcached_nixl.wire.step import FAILING, FetchSpec, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import Lasted, Reported
-from kvcached_nixl.worker.build import assemble
+from kvcached_nixl.worker.build import Rank, assemble
+from kvcached_nixl.worker.commands import IsReached
+from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.thread_messages import IsReached
 from kvcached_nixl.worker.transfer.checksums import Checksums
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenArray
+from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.digest_fakes import InTurn, as_bytes, content_of
@@ -217,6 +217,9 @@ class Device:
             self._queue.popleft()()
             self.done += 1
 
+    def select(self) -> None:
+        """The test calls the transfer thread's turns."""
+
     def record(self) -> IsReached:
         meant = self.given
         return lambda: self.done >= meant
@@ -366,25 +369,27 @@ class Worker:
         self.channel = Channel(cluster, engine)
         self.gates = WriteGates(lambda: cluster.wire.open_gate(self.agent_name), self.awaiting_checksum, engine.clock)
         self.side: WorkerFacade = assemble(
-            self.agent,
-            engine.clock,
-            place,
-            self.token_table,
-            engine.settings,
-            tag,
-            self.channel,
-            self.device.record,
-            Checksums(
-                content_of(self.moved.planes, as_bytes(self.moved.array)),
-                content_of(self.memory.planes, as_bytes(self.memory.array)),
-                self.awaiting_checksum,
-                engine.settings.verify_fraction,
+            Rank(
+                self.agent,
+                place,
+                self.token_table,
+                tag,
+                Checksums(
+                    content_of(self.moved.planes, as_bytes(self.moved.array)),
+                    content_of(self.memory.planes, as_bytes(self.memory.array)),
+                    self.awaiting_checksum,
+                    engine.settings.verify_fraction,
+                ),
+                self.host,
+                self.staging,
+                self.gates,
             ),
-            self.host,
+            engine.settings,
+            engine.clock,
+            self.channel,
+            self.device,  # type: ignore[arg-type]
             offer,
             threading.Event(),
-            self.staging,
-            self.gates,
         )
         self.side.identify(engine.kind.weights)
         self.context.transfer_queue._budget = engine.kind.transfer_queue
@@ -612,7 +617,7 @@ class Engine:
         step = self.handover.take_step(progress)
         self.pool.is_scheduling = False
         self._finished_ids, self._has_scheduled = False, bool(scheduled)
-        for wanted in step.fetches:
+        for wanted in step.of(FetchSpec):
             self.attempts[wanted.attempt] = self.requests[wanted.request_id]
         for one in scheduled:
             one.request.num_computed = one.end

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcached_nixl.worker.staging.slots import Slots, Use
+from kvcached_nixl.worker.staging.slab import Slots, Use
 from kvcached_nixl.worker.staging.staging import Copy, Staging
 from support.flow_memory import RankMemory
 

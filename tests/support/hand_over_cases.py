@@ -30,10 +30,10 @@ from kvcached_nixl.wire.messages import (
     decode,
     encode,
 )
-from kvcached_nixl.worker.decode.active_writers import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
+from kvcached_nixl.worker.decode.fencing import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS
-from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
-from kvcached_nixl.worker.staging.slots import Use
+from kvcached_nixl.worker.prefill.offers import GRACE_SECONDS
+from kvcached_nixl.worker.staging.slab import Use
 from kvcached_nixl.worker.staging.staging import Held
 from kvcached_nixl.worker.transfer.peers import HANDSHAKE_TRIES
 from kvcached_nixl.worker.transfer.transfer_queue import Budget

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from kvcached_nixl.scheduler.facade import SchedulerFacade
     from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
     from kvcached_nixl.wire.messages import Peer
-    from kvcached_nixl.worker.decode.active_writers import ActiveWriters
+    from kvcached_nixl.worker.commands import Reached
     from kvcached_nixl.worker.decode.attempt import Attempt
+    from kvcached_nixl.worker.decode.fencing import ActiveWriters
     from kvcached_nixl.worker.decode.receiver import Receiver
-    from kvcached_nixl.worker.prefill.matching import OfferMatcher
-    from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
+    from kvcached_nixl.worker.outcomes import Outcome
+    from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
     from kvcached_nixl.worker.prefill.registrations import Registrations
     from kvcached_nixl.worker.prefill.registry import OfferRegistry
     from kvcached_nixl.worker.prefill.writer import Writer
     from kvcached_nixl.worker.staging.staging import Held, Staging
-    from kvcached_nixl.worker.thread_messages import Command, Outcome
     from kvcached_nixl.worker.transfer.context import WorkerContext
     from kvcached_nixl.worker.transfer.lease import Leases, Renewals
     from kvcached_nixl.worker.transfer.ownership_tokens import TokenArray, TokenBuffers, TokenTable
@@ -107,13 +107,13 @@ def outcome_of(thread: TransferThread) -> Outcome:
     return thread._outcomes._outcome
 
 
-def waiting_for_device(thread: TransferThread) -> Collection[Command]:
+def waiting_for_device(thread: TransferThread) -> Collection[Reached]:
     """Returns the commands that wait until the device has finished the steps before them."""
-    return thread._computing
+    return thread._dispatch.computing
 
 
 def renewals_of(thread: TransferThread) -> Renewals:
-    return thread._renewals
+    return thread._dispatch.renewals
 
 
 def attempts_of(receiver: Receiver) -> dict[int, Attempt]:
@@ -131,7 +131,7 @@ def write_tasks_of(registry: OfferRegistry) -> dict[WriteKey, WriteTask]:
 
 
 def registrations_of(registry: OfferRegistry) -> Registrations:
-    return registry._registrations
+    return registry.registrations
 
 
 def matcher_of(registry: OfferRegistry) -> OfferMatcher:

@@ -72,8 +72,8 @@ ROOMS: dict[str, set[str]] = {
     "worker/geometry": set(),
     "worker/staging": {"geometry", "background"},
     "worker/transfer": {"geometry", "staging", "background"},
-    "worker/prefill": {"geometry", "staging", "transfer", "outcome_queue"},
-    "worker/decode": {"geometry", "staging", "transfer", "background", "outcome_queue"},
+    "worker/prefill": {"geometry", "staging", "transfer", "outcomes"},
+    "worker/decode": {"geometry", "staging", "transfer", "background", "outcomes"},
     "activation/autostart.py": {"import_hooks", "bootstrap"},
     "activation/import_hooks.py": set(),
 }

@@ -30,7 +30,7 @@ from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step, WakeAddress
+from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Step, WakeAddress
 from support.engine_fakes import grown
 from support.internals import set_incarnation
 
@@ -127,8 +127,7 @@ class Engine:
                     peer.port,
                     WakeAddress("127.0.0.1", peer.port, "key"),
                     start,
-                    offered=[offered],
-                    finished=[kept],
+                    commands=[offered, Finish(kept)],
                 )
             )
             theirs.end_step()
@@ -138,7 +137,7 @@ class Engine:
         wanted = FetchSpec(1, request_id, prefill, manifest, "name", digest, end, first, end, groups)
         side = side_of(self.worker)
         side.begin_step(
-            Step("127.0.0.1", self.port, WakeAddress("127.0.0.1", self.port, "key"), start, fetches=[wanted])
+            Step("127.0.0.1", self.port, WakeAddress("127.0.0.1", self.port, "key"), start, commands=[wanted])
         )
         failed: set[int] = set()
         deadline = time.monotonic() + TRANSFER_TIMEOUT_SECONDS

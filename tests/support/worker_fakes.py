@@ -22,11 +22,10 @@ from kvcached_nixl.wire.messages import KernelBlockRange, Message, Peer, Reading
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec
-from kvcached_nixl.worker.decode.write_gates import WriteGates
-from kvcached_nixl.worker.prefill.gate_connections import GateConnections
+from kvcached_nixl.worker.decode.fencing import WriteGates
+from kvcached_nixl.worker.prefill.writer import GateConnections
 from kvcached_nixl.worker.staging.staging import Copy
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUCKETS,
     BUFFERS,
@@ -35,7 +34,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
     TokenBuffers,
     TokenTable,
 )
-from kvcached_nixl.worker.transfer.peer_link import Handshaker
+from kvcached_nixl.worker.transfer.peer_link import Handshaker, Host
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferQueue

@@ -27,6 +27,7 @@ from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker import build as starting
 from kvcached_nixl.worker.background import Background, Work
+from kvcached_nixl.worker.facade import Device
 from kvcached_nixl.worker.geometry.layout import Layout, plan
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.staging.slab import Slab
@@ -256,7 +257,7 @@ def test_every_thread_of_a_worker_selects_its_device_first(
 
 def test_an_event_of_the_engines_is_asked_on_a_thread_that_has_selected(platform: Platform) -> None:
     """As a step's end is."""
-    is_reached = starting.record_event(RANK_1)
+    is_reached = Device(RANK_1).record()
     with pytest.raises(AssertionError, match="is device 0's"):
         is_reached()
     found: list[bool] = []

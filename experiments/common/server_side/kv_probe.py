@@ -108,9 +108,11 @@ class Recorder:
                 remote = normalise_block_ids(meta.remote.block_ids)
                 local = normalise_block_ids(meta.local_block_ids)
                 self._await(request_id, Pending(request_id, meta.remote.request_id, local, remote))
-        for wanted in step.fetches if step is not None else ():
+        told = () if step is None else step.commands
+        # By their names: stock servers are probed without the package.
+        for wanted in (one for one in told if type(one).__name__ == "FetchSpec"):
             self._await(str(wanted.attempt), self._wanted(wanted))
-        for one in step.offered if step is not None else ():
+        for one in (one for one in told if type(one).__name__ == "OfferUpdate"):
             if one.ready_tokens:
                 name = one.name if step_pushes(self.connector) else one.request_id
                 self.offered[one.request_id] = (name, [list(group.block_ids) for group in one.groups])

@@ -55,7 +55,7 @@ def prom_metrics(*args: Any) -> Any:
 
 
 def record(account: Any, counted: Any) -> None:
-    """Add a worker's counts (``worker.facade.WorkerCounters``) to ``account``, a stats object."""
+    """Add a worker's counts (``worker.outcomes.WorkerCounters``) to ``account``, a stats object."""
     for num_bytes, descriptors, seconds in counted.moved:
         account.record_transfer(
             SimpleNamespace(xferDuration=seconds * 1e6, postDuration=0, totalBytes=num_bytes, descCount=descriptors)

@@ -16,45 +16,132 @@ thread.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Protocol
+import enum
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import HandOverFailed
-from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.wire.messages import Peer, StagingRequest, Stopped, Written
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.wire.timeline import State, Timeline
-from kvcached_nixl.worker.decode.staging_window import StagingWindow
+from kvcached_nixl.worker.decode.arrived import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
+from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
-__all__ = ["Attempt", "Part"]
-
-logger = logging.getLogger(SERVER_LOGGER)
+__all__ = ["NEXT", "Attempt", "Event", "Part", "Stage"]
 
 
-class Part(Protocol):
-    """What one rank of prefill contributes to an attempt."""
+class Part:
+    """What one rank of prefill contributes to an attempt.
 
-    address: Peer
-    agent: str | None
-    """The agent that may still write; None before it was told of blocks, and for a READ."""
+    Attributes:
+        is_written: the rank WRITEs, and is asked to stop; else this rank READs.
+        agent: the agent that was told of the blocks; None before that, and for a READ.
+        is_abandoned: another engine answers at the rank's address, so the agent can no longer be asked to stop.
+    """
+
+    is_written = False
+
+    def __init__(self, context: WorkerContext, attempt: Attempt, address: Peer) -> None:
+        self._context = context
+        self._attempt = attempt
+        self.address = address
+        self.agent: str | None = None
+        self.is_abandoned = False
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing of it is in flight, and nothing will be."""
-        ...
+        raise NotImplementedError
 
     def begin(self) -> None:
         """Start moving bytes: the device has finished every step that could still write the blocks (rule R8)."""
-        ...
+        raise NotImplementedError
 
     def stop(self) -> None:
         """Move nothing more; ``is_idle`` becomes true when nothing is in flight. A repeated call repeats the request to
         the peer."""
-        ...
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """The attempt is finished."""
+
+    # ------------------------------------------------------------------------------------ only where the rank WRITEs
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the agent was told of blocks and may still write them."""
+        return False
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the agent is a process on this host that has ended."""
+        return False
+
+    def fence(self) -> bool:
+        """The agent does not answer; `fenced` is called once it can no longer write. Returns whether it can be fenced:
+        it writes through a gate, and only over a network."""
+        return False
+
+    def take(self, message: StagingRequest | Written | Stopped) -> None:
+        """Takes a message of the agent about this attempt."""
+
+    def dead(self) -> None:
+        """The agent has ended."""
+
+    def fenced(self) -> None:
+        """The gate that the agent writes through is closed: nothing can be written any more."""
+
+    def cut_off(self) -> None:
+        """The part has taken too long: its gate is about to be closed."""
+
+
+class Stage(enum.Enum):
+    """What a `write_part.WritePart` waits for; `NEXT` alone changes it. Blocks are free in ENDED only, when nothing is
+    copied out of the slab any more."""
+
+    CONNECTING = enum.auto()
+    """The peer was told of no block."""
+    WRITING = enum.auto()
+    """The peer was told of the blocks and may write them."""
+    WITHDRAWN = enum.auto()
+    """The peer may still write blocks that nobody wants, and was asked to stop."""
+    COMPARING = enum.auto()
+    """Everything is written; this rank reads the blocks to compare checksums."""
+    COMPARING_IN_VAIN = enum.auto()
+    """As before, but nobody wants the blocks any more."""
+    ENDED = enum.auto()
+
+
+class Event(enum.Enum):
+    """What moves a part on."""
+
+    TOLD = enum.auto()
+    UNWANTED = enum.auto()
+    STOPPED = enum.auto()
+    """The peer can no longer write: every WRITE has arrived, it says so, it is dead, or it is fenced."""
+    IS_COMPARED = enum.auto()
+    """Begins, when everything is written."""
+    COMPARED = enum.auto()
+
+
+NEXT: Mapping[tuple[Stage, Event], Stage] = MappingProxyType(
+    {
+        (Stage.CONNECTING, Event.TOLD): Stage.WRITING,
+        (Stage.CONNECTING, Event.UNWANTED): Stage.ENDED,
+        (Stage.WRITING, Event.UNWANTED): Stage.WITHDRAWN,
+        (Stage.WRITING, Event.IS_COMPARED): Stage.COMPARING,
+        (Stage.WRITING, Event.STOPPED): Stage.ENDED,
+        (Stage.WITHDRAWN, Event.STOPPED): Stage.ENDED,
+        # The peer has stopped already, and its word does not end what this rank reads.
+        (Stage.COMPARING, Event.UNWANTED): Stage.COMPARING_IN_VAIN,
+        (Stage.COMPARING, Event.COMPARED): Stage.ENDED,
+        (Stage.COMPARING_IN_VAIN, Event.COMPARED): Stage.ENDED,
+    }
+)
+"""Stage and event -> the next stage. An event that is not here changes nothing."""
 
 
 class Attempt:

@@ -9,7 +9,7 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Peer, Reading, Release, encode
 from kvcached_nixl.wire.timeline import State
-from kvcached_nixl.worker.decode.attempt import Attempt
+from kvcached_nixl.worker.decode.attempt import Attempt, Part
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
@@ -18,7 +18,7 @@ from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 __all__ = ["ReadPart"]
 
 
-class ReadPart:
+class ReadPart(Part):
     """Reads the blocks that one rank of prefill keeps, then the ownership token, which shows that they were still kept.
 
     Args:
@@ -34,17 +34,18 @@ class ReadPart:
         manifest: Manifest,
         instead: Callable[[Attempt, ReadPart, bool], None],
     ) -> None:
-        self._context = context
-        self._attempt = attempt
-        self.address = address
-        self.agent: str | None = None
-        self.is_idle = False
+        super().__init__(context, attempt, address)
+        self._is_idle = False
         self._manifest = manifest
         self._instead = instead
         self._known: ConnectedPeer | None = None
         self._job: TransferJob | None = None
         self._buffer: int | None = None
         self._is_stopping = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self._is_idle
 
     def begin(self) -> None:
         self._attempt.reached(self, State.DECODE_HANDSHAKE)
@@ -53,7 +54,7 @@ class ReadPart:
     def stop(self) -> None:
         self._is_stopping = True
         if self._job is None:
-            self.is_idle = True
+            self._is_idle = True
         else:
             self._context.transfer_queue.drop(self._job)
 
@@ -91,7 +92,7 @@ class ReadPart:
     def _read(self, failed: str) -> None:
         self._job = None
         if failed:
-            self.is_idle = True
+            self._is_idle = True
             self._fail(HandOverFailed(FailureCause.LOST, failed))
         elif self._is_stopping:
             self._end()
@@ -121,7 +122,7 @@ class ReadPart:
         self._job = self._buffer = None
         is_kept = not failed and context.token_buffers.holds(buffer, self._manifest.ownership_token)
         context.token_buffers.give_back(buffer)
-        self.is_idle = True
+        self._is_idle = True
         # A loop: a waiting part that was stopped meanwhile takes no buffer.
         while context.waiting_for_buffer and context.token_buffers.has_room:
             context.waiting_for_buffer.pop(0)()
@@ -146,11 +147,11 @@ class ReadPart:
             self._end()
 
     def _end(self) -> None:
-        self.is_idle = True
+        self._is_idle = True
         self._attempt.settle()
 
     def _fail(self, cause: HandOverFailed) -> None:
         self._is_stopping = True
         if self._job is None:
-            self.is_idle = True
+            self._is_idle = True
         self._attempt.fail(cause)

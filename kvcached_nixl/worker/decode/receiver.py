@@ -13,16 +13,15 @@ from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.base import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.messages import Release, StagingRequest, Stopped, Written, encode
+from kvcached_nixl.wire.messages import Peer, Release, StagingRequest, Stopped, Written, encode
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
-from kvcached_nixl.worker.decode.active_writers import ActiveWriters
 from kvcached_nixl.worker.decode.attempt import Attempt
+from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
 from kvcached_nixl.worker.decode.read_part import ReadPart
-from kvcached_nixl.worker.decode.write_gates import WriteGates
 from kvcached_nixl.worker.decode.write_part import WritePart
-from kvcached_nixl.worker.outcome_queue import OutcomeQueue
+from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.topology import contributors, kernel_blocks_of, peers_of
+from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
 __all__ = ["Receiver"]
 
@@ -42,13 +41,12 @@ class Receiver:
     def __init__(
         self,
         context: WorkerContext,
-        clock: Clock,
         mode: TransferMode,
         gates: WriteGates | None,
         outcomes: OutcomeQueue,
     ) -> None:
         self._context = context
-        self._clock = clock
+        self._clock: Clock = context.clock
         self._mode = mode
         self._gates = gates
         self._outcomes = outcomes
@@ -57,7 +55,7 @@ class Receiver:
         self._asked_again = Deadlines[int]()
         self._unanswered: set[int] = set()
         self._unneeded: dict[int, UnneededOffer] = {}
-        self._writers = ActiveWriters(context, clock, self._attempts)
+        self._writers = ActiveWriters(context, self._attempts)
         self.dropped: Counter[str] = Counter()
 
     @property
@@ -86,13 +84,11 @@ class Receiver:
             attempt.fail(HandOverFailed(FailureCause.DEFECT, reason))
             return
         try:
-            ranks, others = contributors(
-                spec.prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, kv_shares=local.kv_shares
-            )
+            writers, others = local.contributors(spec.prefill)
         except ValueError as error:
             attempt.fail(HandOverFailed(FailureCause.REFUSED, str(error)))
             return
-        for address in peers_of(spec.prefill, ranks):
+        for address in writers:
             if self._mode.is_push or (spec.manifest is not None and self._context.staging is not None):
                 attempt.parts.append(WritePart(self._context, self._gates, attempt, address))
             elif spec.manifest is not None:
@@ -102,7 +98,9 @@ class Receiver:
                 HandOverFailed(FailureCause.NO_MANIFEST, "found no manifest; reading prefill's blocks needs one")
             )
             return
-        self._release(spec, others)
+        # Another rank of prefill has the same bytes as these.
+        request_id = "" if spec.manifest is None else spec.manifest.request_id
+        self._release(others, request_id, spec.name, spec.digest)
 
     def begin(self, number: int) -> None:
         """Begin moving: the device has finished every step that could still write the attempt's blocks (rule R8)."""
@@ -110,7 +108,7 @@ class Receiver:
         if attempt is None or attempt.failed is not None:
             return
         for part in attempt.parts:
-            if isinstance(part, WritePart):
+            if part.is_written:
                 self._writers.expect(part, number)
         for part in list(attempt.parts):
             # A part that cannot begin fails the attempt at once.
@@ -125,16 +123,11 @@ class Receiver:
             return
         if released.attempt is not None and self._uses(released.request_id):
             return
-        local = self._context.local
         try:
-            ranks = contributors(
-                released.prefill, tp_rank=local.tp_rank, tp_size=local.tp_size, kv_shares=local.kv_shares
-            )
+            writers, others = self._context.local.contributors(released.prefill)
         except ValueError:
             return
-        message = Release(released.request_id, released.name, released.digest, local.tp_rank, local.tp_size)
-        for address in peers_of(released.prefill, (*ranks[0], *ranks[1])):
-            self._context.peers.send(address, encode(message))
+        self._release((*writers, *others), released.request_id, released.name, released.digest)
 
     def fail(self, number: int, cause: HandOverFailed) -> None:
         """Fail an attempt: its request ended, its deadline passed, or there was an internal error. Idempotent."""
@@ -149,7 +142,7 @@ class Receiver:
             self.dropped["unknown attempt"] += 1
             return
         for part in attempt.parts:
-            if isinstance(part, WritePart) and part.address.tp_rank == message.tp_rank and part.agent == agent:
+            if part.address.tp_rank == message.tp_rank and part.agent == agent:
                 if part.is_idle:
                     self.dropped["after the end"] += 1
                 else:
@@ -177,8 +170,7 @@ class Receiver:
         for attempt in list(self._attempts.values()):
             for part in attempt.parts:
                 if part.agent == agent and not part.is_idle:
-                    if isinstance(part, WritePart):
-                        part.is_abandoned = True
+                    part.is_abandoned = True
                     attempt.fail(
                         HandOverFailed(
                             FailureCause.LOST,
@@ -222,14 +214,11 @@ class Receiver:
         self._writers.expect(other, attempt.number)
         other.begin()
 
-    def _release(self, spec: FetchSpec, others: tuple[int, ...]) -> None:
-        """Release the ranks of prefill whose bytes are not needed, because another rank has the same."""
-        if others:
-            request_id = "" if spec.manifest is None else spec.manifest.request_id
-            local = self._context.local
-            message = Release(request_id, spec.name, spec.digest, local.tp_rank, local.tp_size)
-            for address in peers_of(spec.prefill, others):
-                self._context.peers.send(address, encode(message))
+    def _release(self, addresses: Iterable[Peer], request_id: str, name: str, digest: str) -> None:
+        local = self._context.local
+        message = encode(Release(request_id, name, digest, local.tp_rank, local.tp_size))
+        for address in addresses:
+            self._context.peers.send(address, message)
 
     def _changed(self, attempt: Attempt) -> None:
         number = attempt.number

@@ -1,19 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's side of one part of an attempt that prefill WRITEs. Owned by the transfer thread.
-
-What the peer may do, and what this side still does with the bytes (`Access`, `Comparison`):
-
-    UNTOLD --- the registration is sent ---> MAY_WRITE --- every WRITE has arrived, it says so, --> HAS_STOPPED
-                                                           it is dead, or it is fenced
-
-    DUE ------ every WRITE has arrived ----> RUNNING ----- the checksums are compared ------------> DONE
-
-The part is idle when the peer cannot write (any more), nothing is compared, and nothing is copied out of the slab.
-"""
+"""Decode's side of one part of an attempt that prefill WRITEs. Owned by the transfer thread."""
 
 from __future__ import annotations
-
-import enum
 
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -31,11 +19,9 @@ from kvcached_nixl.wire.messages import (
     encode,
 )
 from kvcached_nixl.wire.timeline import State
-from kvcached_nixl.worker.decode.arrived_writes import ArrivedWrites
-from kvcached_nixl.worker.decode.attempt import Attempt
-from kvcached_nixl.worker.decode.checksum_check import compare
-from kvcached_nixl.worker.decode.staging_window import StagingWindow
-from kvcached_nixl.worker.decode.write_gates import GateUse, WriteGates
+from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow, compare
+from kvcached_nixl.worker.decode.attempt import NEXT, Attempt, Event, Part, Stage
+from kvcached_nixl.worker.decode.fencing import GateUse, WriteGates
 from kvcached_nixl.worker.staging.staging import Held
 from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from kvcached_nixl.worker.transfer.context import WorkerContext
@@ -44,23 +30,7 @@ from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 __all__ = ["WritePart"]
 
 
-class Access(enum.Enum):
-    """What the peer may do with this rank's blocks."""
-
-    UNTOLD = enum.auto()
-    MAY_WRITE = enum.auto()
-    HAS_STOPPED = enum.auto()
-
-
-class Comparison(enum.Enum):
-    """Of the checksums, if the hand-over is verified."""
-
-    DUE = enum.auto()
-    RUNNING = enum.auto()
-    DONE = enum.auto()
-
-
-class WritePart:
+class WritePart(Part):
     """One rank of prefill writes into blocks that this rank has registered. The manifest with its last WRITE says what
     it has written.
 
@@ -68,9 +38,10 @@ class WritePart:
         is_read: this rank has READ the KV already, and prefill only sends the checksums.
 
     Attributes:
-        agent: the peer that was told of the blocks, and may write until it has stopped, is dead or is fenced.
-        is_abandoned: another engine answers at the peer's address, so the peer can no longer be asked to stop.
+        stage: changed by `NEXT` only.
     """
+
+    is_written = True
 
     def __init__(
         self,
@@ -81,37 +52,29 @@ class WritePart:
         *,
         is_read: bool = False,
     ) -> None:
-        self._context = context
+        super().__init__(context, attempt, address)
         self._gates = gates
-        self._attempt = attempt
-        self.address = address
-        self.agent: str | None = None
-        self.is_abandoned = False
-        self._access = Access.UNTOLD
-        self._comparison = Comparison.DUE
-        self._is_wanted = True
+        self.stage = Stage.CONNECTING
         self._is_begun_again = False
         self._is_read = is_read
         self._arrived = ArrivedWrites()
         self._known: ConnectedPeer | None = None
         self._staging_window: StagingWindow | None = None
-        self._passage: GateUse | None = None
+        self._gate_use: GateUse | None = None
         self._process: Process | None = None
         self._is_behind_network = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing of this part is in flight, and nothing will be."""
-        if self._comparison is Comparison.RUNNING:
-            return False
-        if self._access is Access.HAS_STOPPED:
-            return self._staging_window is None or not self._staging_window.is_copying
-        return not self._is_wanted and not self.may_write
+        return self.stage is Stage.ENDED and (self._staging_window is None or not self._staging_window.is_copying)
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self.stage in (Stage.CONNECTING, Stage.WRITING, Stage.COMPARING)
 
     @property
     def may_write(self) -> bool:
-        """Whether the peer was told of blocks and may still write them."""
-        return self._access is Access.MAY_WRITE and not self._is_read
+        return self.stage in (Stage.WRITING, Stage.WITHDRAWN) and not self._is_read
 
     def begin(self) -> None:
         self._reached(State.DECODE_HANDSHAKE)
@@ -120,7 +83,10 @@ class WritePart:
         self._context.meet(self.address, incarnation, self._connected, self._fail)
 
     def stop(self) -> None:
-        self._is_wanted = False
+        self._move(Event.UNWANTED)
+        if self._is_read:
+            # The peer was told of no block, so there is no end to wait for.
+            self._move(Event.STOPPED)
         if self._staging_window is not None:
             self._staging_window.stop()
         if self.agent is not None and self._context.own is not None:
@@ -129,24 +95,18 @@ class WritePart:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the peer that was told of the blocks is a process on this host that has ended."""
         return self._process is not None and self._context.host.is_dead(self._process)
 
     def fence(self) -> bool:
-        """Called when the peer does not answer. `fenced` is called once it can no longer write.
-
-        Returns: whether the peer can be fenced: it writes through a gate, and only over a network.
-        """
-        if self._passage is None or not self._is_behind_network:
+        if self._gate_use is None or not self._is_behind_network:
             return False
-        WriteGates.fence(self, self._passage)
+        WriteGates.fence(self, self._gate_use)
         return True
 
     def fenced(self) -> None:
         self._end_without("does not answer, and is now fenced: it can no longer write here")
 
     def dead(self) -> None:
-        """The peer that was told of the blocks has ended."""
         self._end_without("is dead")
 
     def cut_off(self) -> None:
@@ -154,24 +114,22 @@ class WritePart:
         self._fail(HandOverFailed(FailureCause.LOST, reason))
 
     def finish(self) -> None:
-        """Called when the attempt is finished: leaves the gate."""
-        if self._passage is not None:
-            WriteGates.leave(self, self._passage)
+        if self._gate_use is not None:
+            WriteGates.leave(self, self._gate_use)
 
     def _end_without(self, what: str) -> None:
         if not self.is_idle:
-            self._end()
+            self._end(Event.STOPPED)
             self._fail(HandOverFailed(FailureCause.LOST, f"rank {self.address.tp_rank} of prefill {what}"))
 
     def take(self, message: StagingRequest | Written | Stopped) -> None:
-        """Takes a message of the peer about this attempt."""
         if isinstance(message, StagingRequest):
             if self._staging_window is not None and self._is_wanted:
                 end_token = min(message.end_token, self._attempt.spec.end_token)
                 self._staging_window.ready(self.address.tp_rank, message.first_token, end_token)
             return
         if isinstance(message, Stopped):
-            self._end()
+            self._end(Event.STOPPED)
             cause = FailureCause(message.cause) if message.cause in set(FailureCause) else FailureCause.STOPPED
             if cause is FailureCause.RESTARTED:
                 # The engine at this address has another incarnation than this rank knows.
@@ -201,63 +159,60 @@ class WritePart:
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:
-        """Ends the part if everything has been written, copied out of the slab and compared."""
-        if self.is_idle or self._comparison is Comparison.RUNNING or not self._arrived.is_complete:
+        """Ends the part, or begins to compare, if everything has been written and copied out of the slab."""
+        if self.stage not in (Stage.WRITING, Stage.WITHDRAWN) or not self._arrived.is_complete:
             return
-        if self._access is not Access.HAS_STOPPED and self._is_wanted and not self._is_filled:
+        window = self._staging_window
+        if self._is_wanted and window is not None and not window.is_filled:
             self._reached(State.DECODE_COPYING)
             return
         self._reached(State.DECODE_VERIFYING)
         attempt, context, known = self._attempt, self._context, self._known
-        if self._comparison is Comparison.DUE and self._is_wanted and context.checksums.are_compared(attempt.number):
+        if self._is_wanted and context.checksums.are_compared(attempt.number):
             assert known is not None
-            self._comparison = Comparison.RUNNING
+            self._move(Event.IS_COMPARED)
             asked = ChecksumRequest(known.agent, known.rank.groups, lambda: self._is_wanted)
-            compare(context, attempt, asked, self._arrived.ranges, self._contained)
-            return
-        self._end()
-        doubt = None if known is None or not self._is_wanted else context.distrust_of(self.address, known.incarnation)
-        if doubt is not None:
-            self._fail(doubt)
-        attempt.settle()
+            end_token, written = attempt.spec.end_token, self._arrived.ranges
+            compared = context.contained(self._compared, self._fail)
+            compare(context, attempt.blocks, end_token, asked, written, compared)
+        else:
+            self._conclude(Event.STOPPED)
 
-    def _contained(self, wrong: HandOverFailed | None) -> None:
-        self._context.contained(lambda _: self._compared(wrong), self._fail)("")
+    def _conclude(self, event: Event) -> None:
+        """Everything has been written, and is as it was sent."""
+        known, was_wanted = self._known, self._is_wanted
+        self._end(event)
+        if was_wanted and known is not None:
+            doubt = self._context.distrust_of(self.address, known.incarnation)
+            if doubt is not None:
+                self._fail(doubt)
+        self._attempt.settle()
 
     def _compared(self, wrong: HandOverFailed | None) -> None:
         """Called when the checksums were compared, so the blocks are no longer read."""
-        self._comparison = Comparison.DONE
         if wrong is None:
-            self._settle_or_end()
+            self._conclude(Event.COMPARED)
             return
         if wrong.cause is FailureCause.CHECKSUM and self._known is not None:
             self._context.distrust(self.address, self._known.incarnation)
-        # Every WRITE has arrived, so the peer no longer writes.
-        self._end()
+        self._end(Event.COMPARED)
         self._fail(wrong)
 
-    def _end(self) -> None:
+    def _move(self, event: Event) -> None:
+        self.stage = NEXT.get((self.stage, event), self.stage)
+
+    def _end(self, event: Event) -> None:
         """The peer no longer writes."""
-        self._access = Access.HAS_STOPPED
+        self._move(event)
         if self._staging_window is not None:
             self._staging_window.close(self.address.tp_rank)
 
-    @property
-    def _is_filled(self) -> bool:
-        """Whether everything that is wanted is in its blocks, and not only in the slab."""
-        return self._staging_window is None or self._staging_window.is_filled
-
     def _copied(self, failed: str) -> None:
         """A range was copied from the slab into its blocks, or ``failed`` says why not."""
-        if failed and self._access is not Access.HAS_STOPPED:
-            self._fail(HandOverFailed(FailureCause.DEFECT, failed))
-        else:
-            self._settle_or_end()
-
-    def _settle_or_end(self) -> None:
-        """Called when something on this side has ended that kept the part from being idle."""
-        if self.is_idle or self._access is Access.HAS_STOPPED:
+        if self.stage is Stage.ENDED:
             self._attempt.settle()
+        elif failed:
+            self._fail(HandOverFailed(FailureCause.DEFECT, failed))
         else:
             self._end_if_complete()
 
@@ -280,27 +235,17 @@ class WritePart:
         return None
 
     def _connected(self, known: ConnectedPeer) -> None:
-        attempt, context = self._attempt, self._context
-        if context.own is None or not self._is_wanted:
+        context, spec = self._context, self._attempt.spec
+        if context.own is None or self.stage is not Stage.CONNECTING:
             return
-        self._known, spec = known, attempt.spec
+        self._known = known
         doubt = context.distrust_of(self.address, known.incarnation)
         if doubt is not None:
             self._fail(doubt)
             return
-        groups = tuple(KernelBlockRange(blocks.first_token, tuple(blocks.ids)) for blocks in attempt.blocks)
-        staging = context.staging
-        if staging is not None:
-            step = context.local.step_tokens([group.kernel_block_size for group in known.rank.groups])
-            if attempt.staging_window is None:
-                attempt.staging_window = StagingWindow(
-                    staging, attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
-                )
-            self._staging_window = attempt.staging_window
-            copied = context.contained(self._copied, self._fail)
-            self._staging_window.join(self.address.tp_rank, self._send_grant, copied)
-        if staging is not None or self._is_read:
-            groups = tuple(KernelBlockRange(group.first_token, ()) for group in groups)
+        self._join_window(known)
+        # Slots are granted range by range; of what was read already, only checksums are asked for.
+        has_no_blocks = context.staging is not None or self._is_read
         try:
             gate = self._enter(known)
         except TransportError as error:
@@ -318,18 +263,38 @@ class WritePart:
             first_token=spec.first_token,
             end_token=spec.end_token,
             block_sizes=context.local.kernel_block_sizes,
-            groups=groups,
-            is_staged=staging is not None,
+            groups=tuple(
+                KernelBlockRange(blocks.first_token, () if has_no_blocks else tuple(blocks.ids))
+                for blocks in self._attempt.blocks
+            ),
+            is_staged=context.staging is not None,
             is_verified=context.checksums.are_compared(spec.attempt),
             is_read=self._is_read,
             gate=gate,
         )
+        self._register(known.agent, registration)
+
+    def _join_window(self, known: ConnectedPeer) -> None:
+        attempt, context = self._attempt, self._context
+        if context.staging is None:
+            return
+        if attempt.staging_window is None:
+            step = context.local.step_tokens([group.kernel_block_size for group in known.rank.groups])
+            spec = attempt.spec
+            attempt.staging_window = StagingWindow(
+                context.staging, attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
+            )
+        self._staging_window = attempt.staging_window
+        copied = context.contained(self._copied, self._fail)
+        self._staging_window.join(self.address.tp_rank, self._send_grant, copied)
+
+    def _register(self, agent: str, registration: Registration) -> None:
         try:
-            context.transport.send(known.agent, encode(registration))
+            self._context.transport.send(agent, encode(registration))
         except TransportError as error:
             # The peer was not told of the blocks, so it will not write.
             self.finish()
-            context.peers.lost(known.agent)
+            self._context.peers.lost(agent)
             if self._is_begun_again:
                 reason = f"rank {self.address.tp_rank} of prefill was not reached: {error}"
                 self._fail(HandOverFailed(FailureCause.LOST, reason))
@@ -338,8 +303,8 @@ class WritePart:
                 self._is_begun_again = True
                 self.begin()
             return
-        self.agent = known.agent
-        self._access = Access.MAY_WRITE
+        self.agent = agent
+        self._move(Event.TOLD)
         self._reached(State.DECODE_WAITING)
 
     def _reached(self, state: State) -> None:
@@ -354,10 +319,10 @@ class WritePart:
         process = known.rank.process
         self._process = process if context.host.sees(process) else None
         self._is_behind_network = context.host.is_behind_network(process)
-        self._passage = self._gates.join(self)
-        return self._passage.metadata
+        self._gate_use = self._gates.join(self)
+        return self._gate_use.metadata
 
     def _fail(self, cause: HandOverFailed) -> None:
-        if self._access is Access.UNTOLD:
-            self._is_wanted = False
+        if self.stage is Stage.CONNECTING:
+            self._move(Event.UNWANTED)
         self._attempt.fail(cause)

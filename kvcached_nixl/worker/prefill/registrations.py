@@ -9,16 +9,16 @@ request waits for its turn, or is computed: decode is told so by heartbeats, whi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import INTERVAL, heartbeats
 from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, Withdrawal
-from kvcached_nixl.worker.prefill.matching import OfferMatcher
-from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
+from kvcached_nixl.worker.outcomes import OutcomeQueue
+from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 
@@ -35,11 +35,6 @@ _STARTED_AGAIN = "prefill was restarted, or its weights were changed, since deco
 class Registrations:
     """See the module.
 
-    Args:
-        mode: whether decode registers blocks and prefill writes them; else decode reads, and sends a release.
-        unmatched_seconds: how long a registration waits for prefill's request to appear.
-        claim: called with the offer of each registration that has found one.
-
     Attributes:
         tasks: those that are not finished.
         is_asked_at_once: whether the last one came without the request's id, and so without prefill's answer.
@@ -49,28 +44,25 @@ class Registrations:
     def __init__(
         self,
         context: WorkerContext,
-        clock: Clock,
         matcher: OfferMatcher,
         writer: Writer,
-        *,
-        mode: TransferMode,
-        unmatched_seconds: float,
-        claim: Callable[[Offer], None],
+        outcomes: OutcomeQueue,
+        settings: Settings,
     ) -> None:
         self._context = context
-        self._clock = clock
+        self._clock: Clock = context.clock
         self._matcher = matcher
         self._writer = writer
-        self._mode = mode
-        self._unmatched_seconds = unmatched_seconds
-        self._claim = claim
+        self._outcomes = outcomes
+        self._mode = settings.transfer_mode
+        self._unmatched_seconds = settings.handover_timeout_seconds
         self.tasks: dict[WriteKey, WriteTask] = {}
         self.is_asked_at_once = False
         self.dropped: Counter[str] = Counter()
         self._of_agent: dict[str, dict[WriteKey, WriteTask]] = {}
         self._finished = RecentSet[WriteKey]()
         self._stuck = Deadlines[WriteKey]()
-        self._renew_seconds = min(RENEW_SECONDS, INTERVAL * unmatched_seconds)
+        self._renew_seconds = min(RENEW_SECONDS, INTERVAL * self._unmatched_seconds)
         self._renewed = Deadlines[WriteKey]()
 
     # ----------------------------------------------------------------------------------------------- messages of decode
@@ -112,7 +104,7 @@ class Registrations:
             else:
                 self._matcher.wait(task)
         if task.offer is not None:
-            self._claim(task.offer)
+            task.offer.report_claim(self._outcomes)
             self._writer.follow(task.offer)
         self._writer.connect(task)
 

@@ -2,7 +2,7 @@
 """Prefill's side of hand-overs: the offers, what becomes of them, and what decode says of them. Once per worker.
 
 An *offer* is kept from prefill's first update of it until all ranks of decode have what they need, it is stopped, or
-its lease has expired (`settlement`). In each case its ownership token is removed before its blocks are freed (rule R3).
+its lease has expired. In each case its ownership token is removed before its blocks are freed (rule R3).
 Tokens that are ready and registered (`registrations`) are written at once, so the blocks of one step are transferred
 while the next step computes.
 
@@ -12,23 +12,19 @@ thread.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, earliest
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.lease import INTERVAL
-from kvcached_nixl.wire.messages import Reading, Registration, Release, StagingGrant, Withdrawal
+from kvcached_nixl.wire.messages import Reading, Release
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
-from kvcached_nixl.worker.outcome_queue import OutcomeQueue
-from kvcached_nixl.worker.prefill.gate_connections import GateConnections
-from kvcached_nixl.worker.prefill.matching import OfferMatcher
-from kvcached_nixl.worker.prefill.offer import Offer, WriteKey, WriteTask
+from kvcached_nixl.worker.outcomes import OutcomeQueue
+from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteTask
 from kvcached_nixl.worker.prefill.registrations import Registrations
-from kvcached_nixl.worker.prefill.settlement import Settlement
-from kvcached_nixl.worker.prefill.writer import Writer
+from kvcached_nixl.worker.prefill.writer import GateConnections, Writer
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.lease import Leases
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
@@ -44,58 +40,43 @@ class OfferRegistry:
     """See the module.
 
     Args:
-        mode: whether decode registers blocks and prefill writes them; else decode reads, and sends a release.
-        lease_seconds: how long a finished request's blocks are kept for decode without a heartbeat.
-        unmatched_seconds: how long a registration waits for prefill's request to appear.
         outcomes: told once for each request that its blocks are not needed any more, and for each hold that nothing
             reads its blocks any more.
+
+    Attributes:
+        registrations: those of decode.
     """
 
     def __init__(
         self,
         context: WorkerContext,
         gate_connections: GateConnections,
-        clock: Clock,
         tokens: TokenTable,
         outcomes: OutcomeQueue,
-        *,
-        mode: TransferMode,
-        lease_seconds: float,
-        unmatched_seconds: float,
+        settings: Settings,
     ) -> None:
         self._context = context
-        self._clock = clock
+        self._clock: Clock = context.clock
         self._tokens = tokens
-        self._mode = mode
-        self._lease_seconds = lease_seconds
+        self._settings = settings
         self._outcomes = outcomes
-        self._matcher = OfferMatcher(clock, remembered_seconds=lease_seconds, unmatched_seconds=unmatched_seconds)
-        self._leases = Leases(clock, lease_seconds=lease_seconds)
-        self._writer = Writer(context, gate_connections, self._ended, lambda offer: self._settlement.settle(offer))
-        self._settlement = Settlement(context, tokens, self._matcher, self._leases, self._writer, outcomes)
-        self._registrations = Registrations(
-            context,
-            clock,
-            self._matcher,
-            self._writer,
-            mode=mode,
-            unmatched_seconds=unmatched_seconds,
-            claim=self._settlement.claim,
+        self._matcher = OfferMatcher(
+            context.clock,
+            remembered_seconds=settings.kv_lease_duration_seconds,
+            unmatched_seconds=settings.handover_timeout_seconds,
         )
+        self._leases = Leases(context.clock, lease_seconds=settings.kv_lease_duration_seconds)
+        self._writer = Writer(context, gate_connections, self._ended, self._settle)
+        self.registrations = Registrations(context, self._matcher, self._writer, outcomes, settings)
 
     def __len__(self) -> int:
         """Offers and registrations that are not finished."""
-        return len(self._matcher.offers) + len(self._registrations.tasks)
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Counts messages that were ignored."""
-        return self._registrations.dropped
+        return len(self._matcher.offers) + len(self.registrations.tasks)
 
     @property
     def is_awaiting(self) -> bool:
         """Whether a rank of decode may send something urgent at any moment, or waits for something it has sent."""
-        return bool(self._registrations.tasks) or (self._mode.is_push and bool(self._matcher.offers))
+        return bool(self.registrations.tasks) or (self._settings.transfer_mode.is_push and bool(self._matcher.offers))
 
     @property
     def is_delivering(self) -> bool:
@@ -111,7 +92,7 @@ class OfferRegistry:
         if offer is None:
             offer = Offer(update)
             for tp_rank, tp_size in self._matcher.add(offer).items():
-                self._settlement.settle_rank(offer, tp_rank, tp_size)
+                self._settle_rank(offer, tp_rank, tp_size)
         elif (offer.name, offer.digest, offer.num_tokens) != (update.name, update.digest, update.num_tokens):
             # Its blocks are not what decode was told of. Its end is reported as that of any other.
             self._tokens.remove(update.request_id)
@@ -139,7 +120,7 @@ class OfferRegistry:
         self._leases.grant(request_id)
         for task in list(offer.write_tasks.values()):
             self._writer.advance(task)
-        self._settlement.settle(offer)
+        self._settle(offer)
 
     def await_claim(self, request_id: PrefillRequestId, number: int) -> None:
         """Prefill has not begun this request, and does so when ``claimed`` is called: a rank of decode has registered
@@ -147,7 +128,7 @@ class OfferRegistry:
         registration named a request that had ended. Called again for one that decode may no longer want."""
         offer = self._matcher.offers.get(request_id)
         if (
-            not self._registrations.is_asked_at_once
+            not self.registrations.is_asked_at_once
             or offer is None
             or offer.write_tasks
             or offer.settled
@@ -204,17 +185,12 @@ class OfferRegistry:
                 self._outcomes.revoked(revocation.cause)
             self._let_down(offer, FailureCause.REVOKED, revocation.reason)
 
-    def started(self, incarnation: str) -> None:
-        """The engine has told its incarnation, at start or after its weights have changed: stop registrations that were
-        made for another incarnation."""
-        self._registrations.started(incarnation)
-
     def close(self, reason: str) -> None:
         """The engine ends: revoke all offers, and tell the ranks of decode that wait."""
         self._tokens.clear()
         for offer in list(self._matcher.offers.values()):
             self._let_down(offer, FailureCause.REVOKED, reason)
-        self._registrations.close(reason)
+        self.registrations.close(reason)
 
     def preempt(self, request_id: PrefillRequestId, hold: int) -> None:
         """The request was preempted and starts again in other blocks. Keep the old ones until ``hold_idle``: they may
@@ -230,38 +206,24 @@ class OfferRegistry:
         offer.lose_blocks()
         offer.draining.append(hold)
         self._writer.source.forget(offer)
-        self._settlement.settle(offer)
+        self._settle(offer)
 
     # ----------------------------------------------------------------------------------------------- messages of decode
 
-    def handle(self, agent: str, message: Registration | StagingGrant | Withdrawal | Reading | Release) -> None:
-        """Handle a message of a rank of decode; ``agent`` is the rank's name in the transport."""
-        if isinstance(message, Registration):
-            self._registrations.register(agent, message)
-        elif isinstance(message, StagingGrant):
-            self._registrations.take_grant(agent, message)
-        elif isinstance(message, Withdrawal):
-            self._registrations.withdraw(agent, message)
-        elif isinstance(message, Reading):
-            offer = self._matcher.offers.get(PrefillRequestId(message.request_id))
-            if offer is not None:
-                offer.readers.add(message.tp_rank)
-                self._wanted(offer)
-                self._writer.follow(offer)
-        else:
-            self._release(message)
+    def read(self, message: Reading) -> None:
+        """A rank of decode reads an offer's blocks from now on."""
+        offer = self._matcher.offers.get(PrefillRequestId(message.request_id))
+        if offer is not None:
+            offer.readers.add(message.tp_rank)
+            self._wanted(offer)
+            self._writer.follow(offer)
 
-    def is_writing_to(self, agent: str) -> bool:
-        """Whether an agent has a registration that is not finished."""
-        return self._registrations.is_writing_to(agent)
-
-    def dead(self, agent: str) -> None:
-        """An agent is dead or unreachable: stop its registrations without an answer."""
-        self._registrations.dead(agent)
-
-    def fail(self, key: WriteKey, reason: str) -> None:
-        """An internal error occurred while this registration was served: stop it."""
-        self._registrations.fail(key, reason)
+    def release(self, message: Release) -> None:
+        """A rank of decode needs nothing more of an offer."""
+        offer = self._matcher.released_by(message)
+        if offer is not None:
+            self._settle_rank(offer, message.tp_rank, message.tp_size)
+            self._settle(offer)
 
     def turn(self, *, is_engine_alive: bool = True) -> float | None:
         """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due.
@@ -274,36 +236,71 @@ class OfferRegistry:
             offer = self._matcher.offers.get(request_id)
             # An offer with registrations stays: decode came before the lease expired.
             if offer is not None:
-                self._settlement.settle(offer)
-        self._registrations.turn(now, is_engine_alive=is_engine_alive)
-        return earliest(self._leases.first_seconds, self._registrations.first_seconds)
+                self._settle(offer)
+        self.registrations.turn(now, is_engine_alive=is_engine_alive)
+        return earliest(self._leases.first_seconds, self.registrations.first_seconds)
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
     def _wanted(self, offer: Offer) -> None:
-        seconds = WANTED_INTERVALS * INTERVAL * self._lease_seconds
+        seconds = WANTED_INTERVALS * INTERVAL * self._settings.kv_lease_duration_seconds
         offer.wanted_until_seconds = self._clock.now_seconds() + seconds
-
-    def _release(self, message: Release) -> None:
-        offer = self._matcher.released_by(message)
-        if offer is not None:
-            self._settlement.settle_rank(offer, message.tp_rank, message.tp_size)
-            self._settlement.settle(offer)
 
     def _ended(self, task: WriteTask) -> None:
         """Forget a registration: nothing of it is in flight, and it has been answered if it was stopped."""
-        self._registrations.forget(task)
+        self.registrations.forget(task)
         if task.stopping is None and task.tally.num_bytes:
             self._outcomes.moved(task.tally)
         offer = task.offer
         if offer is not None:
             del offer.write_tasks[task.key]
             decode = task.registration.decode
-            self._settlement.settle_rank(offer, decode.tp_rank, decode.tp_size)
-            self._settlement.settle(offer)
+            self._settle_rank(offer, decode.tp_rank, decode.tp_size)
+            self._settle(offer)
 
     def _let_down(self, offer: Offer, cause: FailureCause, reason: str) -> None:
         self._tokens.remove(offer.request_id)
         offer.stopped = offer.stopped or reason
-        self._registrations.stop_those_of(offer, cause, reason)
-        self._settlement.settle(offer)
+        self.registrations.stop_those_of(offer, cause, reason)
+        self._settle(offer)
+
+    def _settle_rank(self, offer: Offer, tp_rank: int, tp_size: int) -> None:
+        """A rank of decode needs nothing more of an offer."""
+        offer.report_claim(self._outcomes)
+        offer.settled.add(tp_rank)
+        # How many ranks of decode share this rank's heads.
+        offer.awaited = max(1, tp_size // self._context.local.tp_size)
+
+    def _settle(self, offer: Offer) -> None:
+        """Report holds and blocks that nothing reads any more, and remove the offer if decode is done with it."""
+        source = self._writer.source
+        self._writer.follow(offer)
+        is_copying = source.is_copying(offer)
+        if offer.draining and not (is_copying or (offer.is_read and self._context.staging is None)):
+            for hold in offer.draining:
+                self._outcomes.hold_idle(hold)
+            offer.draining = []
+        if offer.finished and offer.is_kept and source.is_free_of_blocks(offer):
+            offer.is_kept, offer.blocks = False, ()
+            self._outcomes.done(offer.request_id)
+        # The end of its last registration may have removed it already.
+        is_known = self._matcher.offers.get(offer.request_id) is offer
+        if not offer.finished or is_copying or offer.write_tasks or not is_known:
+            return
+        if not (offer.is_satisfied or offer.stopped):
+            if offer.request_id in self._leases:
+                return
+            self._outcomes.expired(offer.request_id)
+        self._remove(offer)
+
+    def _remove(self, offer: Offer) -> None:
+        # Rule R3: before the blocks can be freed.
+        self._tokens.remove(offer.request_id)
+        self._leases.pop(offer.request_id, None)
+        self._matcher.remove(offer)
+        self._writer.source.offer_finished(offer)
+        offer.timeline.end(self._clock.now_seconds())
+        if not self._context.local.tp_rank:
+            self._outcomes.timed(offer.timeline.reported(trace=offer.update.trace))
+        if offer.is_kept:
+            self._outcomes.done(offer.request_id)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.prefill.offer import Offer, WriteTask
-from kvcached_nixl.worker.staging.slots import Use
+from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
+from kvcached_nixl.worker.staging.slab import Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
 
 __all__ = ["FromBlocks", "Source", "Staged"]

@@ -4,21 +4,151 @@
 Prefill sends a checksum with each range of tokens; decode compares it with a checksum of what arrived in its blocks,
 before the blocks are used. Decode chooses which hand-overs to verify by the attempt's number, so all of its ranks
 choose the same ones.
+
+A checksum is equal on both sides whatever their memory layouts are. The cells of a plane are hashed in the order token,
+head. For each KV-cache group, the hashes of all planes, in the order in which both sides list them, are hashed into the
+checksum. So block sizes, strides, shares of the heads and block ids do not matter, and the unused rest of the last
+block is not included.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
 
 from kvcached_nixl.wire.messages import MAX_ATTEMPT
-from kvcached_nixl.wire.planes import GroupMemory
+from kvcached_nixl.wire.planes import GroupMemory, Planes, exchanged, moves
 from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.geometry.kv_checksum import Content
 
-__all__ = ["ChecksumRequest", "Checksums", "Range"]
+__all__ = ["ChecksumRequest", "Checksums", "Content", "Range"]
+
+_PIECE_BYTES = 32 << 20
+
+
+_Areas: TypeAlias = list[tuple[torch.Tensor, list[tuple[int, int, int]]]]
+"""Per area with some of a group's planes: its blocks as bytes, (num_blocks, block_bytes), and of each plane (the kind,
+the plane's index in its kind, offset in a block)."""
+
+
+class Content:
+    """The memory of which checksums are computed.
+
+    Args:
+        groups: where the cells of each KV-cache group are.
+        areas: the memory that holds them: each an address and its blocks as bytes, (num_blocks, block_bytes).
+    """
+
+    def __init__(self, groups: Sequence[GroupMemory], areas: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self._memory = tuple(groups)
+        # Both ways in which a group may be exchanged.
+        self._areas: dict[tuple[Planes, ...], _Areas] = {
+            planes: _areas(planes, areas) for group in groups for planes in (group.planes, group.parts) if planes
+        }
+
+    def digest(
+        self,
+        groups: Sequence[tuple[KernelBlocks, int]],
+        end_token: int,
+        other: Sequence[GroupMemory],
+        *,
+        is_prefill: bool,
+    ) -> str:
+        """Returns the checksum of the tokens before ``end_token`` and the heads that prefill's rank moves to decode's:
+        32 hexadecimal digits.
+
+        Args:
+            groups: per KV-cache group its local blocks, and its first token.
+            other: the other side's KV-cache groups.
+            is_prefill: this is prefill's side.
+
+        Threads: any. The blocks are read until it returns.
+        """
+        whole = xxhash.xxh3_128()
+        for (blocks, first_token), here, there in zip(groups, self._memory, other, strict=True):
+            if first_token >= end_token:
+                continue
+            planes, theirs = exchanged(here, there)
+            found = [[xxhash.xxh3_128() for _ in one.bases] for one in planes]
+            moved = [moves(*pair, is_prefill=is_prefill) for pair in zip(planes, theirs, strict=True)]
+            for area, of_area in self._areas[planes]:
+                within = [one for one in of_area if moved[one[0]]]
+                if within:
+                    self._read(area, planes, within, blocks, first_token, end_token, theirs, found)
+            for one in found:
+                for plane in one:
+                    whole.update(plane.digest())
+        return str(whole.hexdigest())
+
+    def _read(
+        self,
+        area: torch.Tensor,
+        planes: Sequence[Planes],
+        within: Sequence[tuple[int, int, int]],
+        blocks: KernelBlocks,
+        first_token: int,
+        end_token: int,
+        other: Sequence[Planes],
+        found: Sequence[Sequence[xxhash.xxh3_128]],
+    ) -> None:
+        """Hash the planes that are in one area, some blocks at a time."""
+        size = planes[0].block_size
+        first, last = (first_token - blocks.first_token) // size, -(-(end_token - blocks.first_token) // size)
+        if first < 0 or last > len(blocks.ids):
+            raise ValueError(
+                f"found {len(blocks.ids)} blocks of {size} tokens from token {blocks.first_token} on; expected them to "
+                f"hold the tokens {first_token} to {end_token - 1}"
+            )
+        ids = torch.tensor(list(blocks.ids[first:last]), dtype=torch.int64, device=area.device)
+        piece = max(1, _PIECE_BYTES // area.shape[1])
+        for begin in range(0, len(ids), piece):
+            rows = area.index_select(0, ids[begin : begin + piece]).cpu().numpy()
+            # The piece's tokens that are in the range.
+            base = blocks.first_token + (first + begin) * size
+            meant = slice(max(0, first_token - base), min(len(rows) * size, end_token - base))
+            for kind, place, offset in within:
+                cells = _cells(rows, planes[kind], offset, other[kind])
+                found[kind][place].update(np.ascontiguousarray(cells[meant]).data)
+
+
+def _cells(rows: npt.NDArray[np.uint8], here: Planes, offset: int, there: Planes) -> npt.NDArray[np.uint8]:
+    """Returns the cells of a plane in some blocks, (tokens, heads that both sides have, bytes)."""
+    first, last = max(here.first_head, there.first_head), min(here.last_head, there.last_head)
+    if first >= last:
+        raise ValueError(
+            f"found the heads {there.first_head} to {there.last_head - 1}; expected some that this rank has"
+        )
+    skipped = (first - here.first_head) * here.head_stride_bytes
+    shape = (len(rows), here.block_size, last - first, here.cell_bytes)
+    strides = (rows.strides[0], here.token_stride_bytes, here.head_stride_bytes, 1)
+    view = np.lib.stride_tricks.as_strided(rows[:, offset + skipped :], shape, strides, writeable=False)
+    return view.reshape(-1, last - first, here.cell_bytes)
+
+
+def _areas(planes: Sequence[Planes], areas: Sequence[tuple[int, torch.Tensor]]) -> _Areas:
+    """Returns the areas that hold some of the planes."""
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for kind, one in enumerate(planes):
+        for place, base in enumerate(one.bases):
+            index, offset = _find(base, areas, one.block_stride_bytes)
+            found.setdefault((index, one.block_stride_bytes), []).append((kind, place, offset))
+    # Where a block is split into kernel blocks, a state lies across all of them.
+    return [(areas[index][1].view(-1, stride), within) for (index, stride), within in found.items()]
+
+
+def _find(base: int, areas: Sequence[tuple[int, torch.Tensor]], block_bytes: int) -> tuple[int, int]:
+    """Returns the index of the area that holds a plane, and the plane's offset in the first block."""
+    for index, (address, _) in enumerate(areas):
+        if 0 <= base - address < block_bytes:
+            return index, base - address
+    raise ValueError(f"found a plane at {base:#x}; expected it in the first block of a region")
+
 
 Range = tuple[Sequence[tuple[KernelBlocks, int]], int]
 """(per KV-cache group its blocks and first token; one past the last token)."""
@@ -36,7 +166,7 @@ class ChecksumRequest(NamedTuple):
 
 
 class Checksums:
-    """See the module. One request is computed at a time, and peers take turns.
+    """Checksums of both sides. One request is computed at a time, and peers take turns.
 
     Args:
         sent: the memory that NIXL touches.

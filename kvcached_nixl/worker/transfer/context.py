@@ -17,9 +17,8 @@ from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.checksums import Checksums
-from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Host
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
@@ -101,24 +100,22 @@ class WorkerContext:
         incarnation: str,
         connected: Callable[[ConnectedPeer], None],
         failed: Callable[[HandOverFailed], None],
+        *,
+        is_doubted: bool = False,
     ) -> None:
-        """Connect to a rank of prefill; fails if it computes with other weights. ``incarnation`` as in `Peers.need`."""
+        """Connect to a rank of prefill; fails if it computes with other weights. Else as `Peers.need`."""
 
         def met(known: ConnectedPeer) -> None:
-            # This may be an old handshake: the weights on either side may have been updated since, so repeat it once.
-            if self.misfit_of(known) is None:
-                connected(known)
-            else:
-                self.peers.need(address, incarnation, met_anew, failed, is_doubted=True)
-
-        def met_anew(known: ConnectedPeer) -> None:
             misfit = self.misfit_of(known)
             if misfit is None:
                 connected(known)
-            else:
+            elif is_doubted:
                 failed(misfit)
+            else:
+                # This may be an old handshake, and weights may have been updated since: repeat it once.
+                self.meet(address, incarnation, connected, failed, is_doubted=True)
 
-        self.peers.need(address, incarnation, met, failed)
+        self.peers.need(address, incarnation, met, failed, is_doubted=is_doubted)
 
     def misfit_of(self, known: ConnectedPeer) -> HandOverFailed | None:
         """Returns why KV of a peer cannot be used: it computes with other weights; None if it can."""
@@ -131,12 +128,12 @@ class WorkerContext:
         return HandOverFailed(FailureCause.REFUSED, f"{reason}. Load the same on both sides, or update the older side.")
 
     @staticmethod
-    def contained(action: Callable[[str], None], failed: Callable[[HandOverFailed], None]) -> Callable[[str], None]:
-        """Wrap a job's ``ended`` callback: an exception in it is logged and fails this hand-over only."""
+    def contained(action: Callable[[T], None], failed: Callable[[HandOverFailed], None]) -> Callable[[T], None]:
+        """Wrap a callback: an exception in it is logged and fails this hand-over only."""
 
-        def ended(reason: str) -> None:
+        def ended(found: T) -> None:
             try:
-                action(reason)
+                action(found)
             except Exception as defect:
                 logger.exception("internal error in kvcached_nixl; this hand-over fails")
                 failed(HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}"))

@@ -24,8 +24,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.base import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.worker.transfer.host import Host
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Handshaker, Link, PeerListener, Waiting
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Handshaker, Host, Link, PeerListener, Waiting
 
 __all__ = ["Ask", "Peers"]
 
@@ -80,7 +79,7 @@ class Peers:
         self._ended: deque[tuple[Link, Future[tuple[str, bytes]]]] = deque()
         self._unused = Deadlines[Peer]()
         self._looked_at = Deadlines[Peer]()
-        self._listener: PeerListener | None = None
+        self._listener = PeerListener()
         self.dropped: Counter[str] = Counter()
 
     def listen(self, listener: PeerListener) -> None:
@@ -164,10 +163,6 @@ class Peers:
             tell(link.known)
         else:
             self.need(address, "", tell, untold)
-
-    def is_known(self, agent: str) -> bool:
-        """Whether there is a connection to an agent."""
-        return self.connection(agent) is not None
 
     def connection(self, agent: str) -> object:
         """Returns an object that stands for the current connection to an agent; once that is lost, another or None."""
@@ -303,7 +298,7 @@ class Peers:
     def _unreachable(self, link: Link, reason: str) -> None:
         agent = link.last_agent
         self._fail(link, FailureCause.UNREACHABLE, reason, is_gone=False)
-        if agent is not None and self._listener is not None:
+        if agent is not None:
             self._listener.unreachable(agent)
 
     def _fail(self, link: Link, cause: FailureCause, reason: str, *, is_gone: bool) -> None:
@@ -311,7 +306,7 @@ class Peers:
         link.tries, link.is_failing = 0, True
         if is_gone:
             self._let_go(link)
-        elif link.known is None or not self._may_write(link.known.agent):
+        elif link.known is None or not self._listener.may_write(link.known.agent):
             # The peer does not answer: taking the connection down ends the transfers in flight to it.
             self._forget(link)
         waiting, link.waiting = link.waiting, []
@@ -330,23 +325,18 @@ class Peers:
         del addresses[link.address]
         if not addresses:
             del self._addresses[agent]
-            if self._listener is not None:
-                self._listener.dead(agent)
+            self._listener.dead(agent)
 
     def _forget(self, link: Link) -> None:
         """Give up this address's use of the connection; the last address of an agent takes the connection down."""
         known, link.known = link.known, None
         if known is not None and all(other.known is None for other in self._links_of(known.agent)):
             self._connections.pop(known.agent, None)
-            if self._listener is not None:
-                self._listener.disconnected(known.agent)
+            self._listener.disconnected(known.agent)
             self._transport.remove_peer(known.agent)
 
     def _is_used(self, agent: str | None) -> bool:
-        return agent is not None and self._listener is not None and self._listener.is_used(agent)
-
-    def _may_write(self, agent: str) -> bool:
-        return self._listener is not None and self._listener.may_write(agent)
+        return agent is not None and self._listener.is_used(agent)
 
     def _links_of(self, agent: str) -> list[Link]:
         """Returns all links to an agent: an engine may be known under several addresses, by IP address and by name."""

@@ -52,6 +52,15 @@ class LocalRank:
         """Per KV-cache group, tokens in a kernel block."""
         return tuple(group.kernel_block_size for group in self.groups)
 
+    def contributors(self, prefill: RemotePrefill) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
+        """Returns the ranks of prefill whose bytes this rank of decode needs, and the ranks it only has to release.
+
+        Raises:
+            ValueError: as `contributors`.
+        """
+        ranks = contributors(prefill, tp_rank=self.tp_rank, tp_size=self.tp_size, kv_shares=self.kv_shares)
+        return peers_of(prefill, ranks[0]), peers_of(prefill, ranks[1])
+
     def step_tokens(self, block_sizes: Sequence[int]) -> int:
         """Ranges of a request that is moved in several parts end at multiples of this many tokens: where blocks of all
         KV-cache groups of both sides end.

@@ -17,6 +17,7 @@ from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.side_channel_address import Endpoint, SideChannelAddress
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
+from kvcached_nixl.wire.step import OfferUpdate
 
 BLOCKS = ([7, 3, 9],)
 ADDRESS = SideChannelAddress(Endpoint("0.0.0.0", 5601), ("0.0.0.0",), Endpoint("10.0.0.1", 5600), "a test")
@@ -49,7 +50,7 @@ def started(stock: Stock, clock: ManualClock | None = None) -> SchedulerFacade:
 def test_an_engine_knows_itself() -> None:
     made = started(Stock({"kv_lease_duration": 12}))
     made.arrived(of_prefill())
-    (offered,) = made.take_step([Progress("p1", BLOCKS, True, 10)]).offered
+    (offered,) = made.take_step([Progress("p1", BLOCKS, True, 10)]).of(OfferUpdate)
     _, params = made.finished(of_prefill(), True, BLOCKS)
     assert params is not None
     expected = {"remote_engine_id": "e", "remote_host": "10.0.0.1", "remote_port": 5600, "tp_size": 2}

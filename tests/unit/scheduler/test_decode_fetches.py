@@ -30,7 +30,7 @@ from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange, digest_of
-from kvcached_nixl.wire.step import Step, WakeAddress
+from kvcached_nixl.wire.step import EndRenewal, FetchSpec, Step, UnneededOffer, WakeAddress
 
 BLOCKS = ([7, 3, 9],)
 ALL = (TOKENS, True)
@@ -80,7 +80,7 @@ class Decode:
         """Lets a request wait for its KV. Returns its attempt."""
         self.arrive(request)
         self.allocate(request, BLOCKS, self.match(request)[0])
-        (wanted,) = self.take().fetches
+        (wanted,) = self.take().of(FetchSpec)
         return wanted.attempt
 
     def fails(self, request: Asked, num_computed: int = 0) -> FailureCause:
@@ -90,7 +90,11 @@ class Decode:
         assert is_waiting and missing > 0
         self.allocate(request, BLOCKS, missing)
         step = self.take()
-        assert (step.fetches, step.released, step.unrenewed) == ([], [], [request.request_id])
+        assert (step.of(FetchSpec), step.of(UnneededOffer), step.of(EndRenewal)) == (
+            [],
+            [],
+            [EndRenewal(DecodeRequestId(request.request_id))],
+        )
         (cause,) = self.failures.counts
         assert self.failures.counts == {cause: 1}
         assert self.failed.has_news
@@ -127,8 +131,8 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_here(pushes: bo
     assert decode.match(request) == (0, False)
     decode.allocate(request, BLOCKS, 0)
     step = decode.take()
-    assert not step.fetches and [one.digest for one in step.released] == [request.digest(TOKENS)]
-    assert step.unrenewed == [D1] and not decode.failures.counts
+    assert not step.of(FetchSpec) and [one.digest for one in step.of(UnneededOffer)] == [request.digest(TOKENS)]
+    assert step.of(EndRenewal) == [EndRenewal(D1)] and not decode.failures.counts
 
 
 def test_a_session_with_parameters_that_are_no_good_is_computed_here() -> None:
@@ -194,7 +198,7 @@ def test_blocks_that_do_not_hold_the_range_are_refused(
     request = of_decode(manifest=manifest_of(prompt(), first_tokens=first_tokens))
     decode.arrive(request)
     decode.allocate(request, blocks, decode.match(request)[0])
-    assert decode.take().fetches == []
+    assert decode.take().of(FetchSpec) == []
     assert decode.failures.counts == {FailureCause.RANGE: 1}
     assert words in caplog.text
     assert decode.collect() == ({D1}, {D1})
@@ -321,7 +325,7 @@ def test_without_a_block_for_a_state_nothing_is_fetched(blocks: tuple[list[int],
     request = of_states(TOKENS, TOKENS - 1)
     decode.arrive(request)
     decode.allocate(request, blocks, decode.match(request)[0])
-    assert decode.take().fetches == []
+    assert decode.take().of(FetchSpec) == []
     assert decode.failures.counts == {FailureCause.RANGE: 1}
 
 
@@ -332,7 +336,7 @@ def test_a_push_is_asked_for_all_tokens_but_the_last() -> None:
     decode.arrive(request)
     assert decode.match(request) == (TOKENS - 1, True)
     decode.allocate(request, ([7, 3, 9], [0, 5]), TOKENS - 1)
-    (fetch,) = decode.take().fetches
+    (fetch,) = decode.take().of(FetchSpec)
     assert (fetch.num_tokens, fetch.digest) == (TOKENS - 1, digest_of(prompt(), TOKENS - 1))
 
 
@@ -357,7 +361,7 @@ def test_a_failed_one_is_forgotten_before_another_server_is_asked() -> None:
     assert failure is not None and failure.cause is FailureCause.DIGEST
     decode.fetching.forget(other, decode.step)
     step = decode.take()
-    assert step.unrenewed == ["d1"] and [one.attempt for one in step.released] == [None]
+    assert step.of(EndRenewal) == [EndRenewal(D1)] and [one.attempt for one in step.of(UnneededOffer)] == [None]
     assert decode.fetching.failure_of(other) is None
     again = of_decode("d1")
     decode.arrive(again)

@@ -29,7 +29,11 @@ from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.headroom import BlockUsage, read_headroom
-from kvcached_nixl.wire.step import finished_attempt_id
+from kvcached_nixl.wire.step import (
+    FetchSpec,
+    Revoke,
+    finished_attempt_id,
+)
 
 BLOCKS = ([7, 3, 9],)
 
@@ -47,7 +51,7 @@ class Engine:
         self.handover.arrived(request)
         self.pool.of[name] = [(name, 7), (name, 3), (name, 9)]
         self.handover.allocated(request, BLOCKS, self.handover.matched(request, 0)[0])
-        (wanted,) = self.handover.take_step([]).fetches
+        (wanted,) = self.handover.take_step([]).of(FetchSpec)
         return wanted.attempt
 
     def sending(self, name: str = "p1", tokens: int = TOKENS) -> Asked:
@@ -83,7 +87,7 @@ def test_kv_of_an_adapter_that_was_replaced_while_decode_had_no_blocks_is_not_fe
         engine.pool.of["d1"] = [("d1", 7), ("d1", 3), ("d1", 9)]
     engine.handover.allocated(request, BLOCKS, missing)
     step = engine.handover.take_step([])
-    assert not step.fetches
+    assert not step.of(FetchSpec)
     engine.handover.collect(told := reports())
     assert told.received == engine.handover.take_failed() == ({"d1"} if missing else set())
     assert step.counts == {FailureCause.REVOKED: 1}
@@ -106,7 +110,7 @@ def test_only_under_its_name_an_adapter_begins_with_nothing_of_another_one(
     monkeypatch.setattr(engine.handover.read, "take_renamed", lambda: {"four"})
     engine.handover.arrived(of_prefill("p3"))
     assert meant(engine) == [("4", True)]
-    assert not engine.handover.take_step([]).revoked
+    assert not engine.handover.take_step([]).of(Revoke)
 
 
 def test_what_is_kept_for_decode_is_not_freed_by_what_another_connector_has_loaded(engine: Engine) -> None:
@@ -182,7 +186,7 @@ def test_blocks_that_a_fetch_fills_in_part_are_zeroed_first(zeroes_blocks: bool)
     engine.pool.of["d1"] = [("d1", 7)]
     engine.handover.allocated(request, ([7, 3, 9], [0, 5]), engine.handover.matched(request, 0)[0])
     step = engine.handover.take_step([])
-    assert len(step.fetches) == 1
+    assert len(step.of(FetchSpec)) == 1
     assert engine.handover.filled_in_part(step) == ([9] if zeroes_blocks else [])
     assert engine.handover.keeps_states and not Engine().handover.keeps_states
 

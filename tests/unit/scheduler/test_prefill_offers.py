@@ -33,11 +33,15 @@ from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
-from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step, WakeAddress
+from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Preempt, Revocation, Revoke, Step, Stop, WakeAddress
 
 P1 = PrefillRequestId("p1")
 BLOCKS = ([7, 3, 9],)
 DIGEST = digest_of(prompt(), TOKENS)
+
+
+def revoked_in(step: Step) -> dict[PrefillRequestId, Revocation]:
+    return {one.request_id: one.revocation for one in step.of(Revoke)}
 
 
 class Prefill:
@@ -73,8 +77,8 @@ class Prefill:
     def preempt(self) -> int:
         self.pool.of["p1"] = ["a block"]
         self.offering.preempted("p1", self.pool, self.step)
-        ((_, hold),) = self.step.preempted
-        return hold
+        (preempted,) = self.step.of(Preempt)
+        return preempted.hold
 
 
 def manifest(groups: tuple[BlockRange, ...] = (BlockRange(0, (7, 3, 9)),)) -> Manifest:
@@ -103,14 +107,14 @@ def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held(
     assert prefill.offering.is_read("p1")
     hold = prefill.preempt()
     assert not prefill.offering.is_read("p1"), "it has no blocks to lose"
-    assert prefill.take().preempted == [(P1, hold)]
+    assert prefill.take().of(Preempt) == [Preempt(P1, hold)]
     assert prefill.holds.num_blocks == 1
     # Not streamed any more: held again, its blocks would make no room the second time either.
-    assert prefill.compute(4, ([5],), replaces=True).offered == []
-    assert prefill.compute(TOKENS, ([6, 2],)).offered == [] and not prefill.offering.is_read("p1")
+    assert prefill.compute(4, ([5],), replaces=True).of(OfferUpdate) == []
+    assert prefill.compute(TOKENS, ([6, 2],)).of(OfferUpdate) == [] and not prefill.offering.is_read("p1")
     again = manifest((BlockRange(0, (5, 6, 2)),))
     assert prefill.finish(request, block_ids=([5, 6, 2],))[0]
-    assert prefill.take().offered == [offered(([5, 6, 2],), TOKENS, again)]
+    assert prefill.take().of(OfferUpdate) == [offered(([5, 6, 2],), TOKENS, again)]
     prefill.offering.drained([hold + 1], prefill.pool)
     assert prefill.pool.freed == []
     prefill.offering.drained([hold], prefill.pool)
@@ -139,17 +143,17 @@ def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
     prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
     prefill.clock.advance(ASK_AGAIN_SECONDS - 0.1)
     prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
-    assert list(prefill.take().revoked) == ["p1"]
+    assert list(revoked_in(prefill.take())) == ["p1"]
     prefill.clock.advance(0.1)
     prefill.kept.give_way(RevocationCause.LIMIT, 6, prefill.step)
-    revoked = prefill.take().revoked
+    revoked = revoked_in(prefill.take())
     assert list(revoked) == ["p2", "p3"] and all(one.spares_wanted for one in revoked.values()), "others give way first"
     assert len({one.number for one in revoked.values()} - {0}) == 2
     prefill.clock.advance(ASK_AGAIN_SECONDS)
     prefill.kept.give_way(RevocationCause.BLOCKS, 9, prefill.step, keeps_wanted=True)
-    assert not prefill.take().revoked, "decode waits for all of them"
+    assert not revoked_in(prefill.take()), "decode waits for all of them"
     prefill.kept.give_way(RevocationCause.LIMIT, 9, prefill.step)
-    revoked = prefill.take().revoked
+    revoked = revoked_in(prefill.take())
     assert list(revoked) == ["p1", "p2", "p3"] and not any(one.spares_wanted for one in revoked.values())
 
 
@@ -177,7 +181,7 @@ def test_a_request_that_has_lost_its_blocks_is_not_handed_over(now: BlockIds, ca
     prefill.compute(TOKENS, BLOCKS, replaces=True)
     assert prefill.finish(request, block_ids=now) == (False, None)
     assert prefill.failures.counts == {FailureCause.RANGE: 1}
-    assert list(prefill.take().stopped) == [P1]
+    assert [one.request_id for one in prefill.take().of(Stop)] == [P1]
     assert "no longer has the blocks of its prompt" in caplog.text
 
 
@@ -192,8 +196,8 @@ def test_offers_of_other_requests_stay_in_the_step_that_revokes_one() -> None:
         prefill.offering.scheduled(progress, prefill.pool, prefill.step)
     prefill.offering.revoke(RevocationCause.WEIGHTS, "an adapter was loaded again", prefill.step, adapter=3)
     step = prefill.take()
-    assert list(step.revoked) == ["p2"]
-    assert [(one.request_id, one.ready_tokens) for one in step.offered if one.ready_tokens] == [("p1", 4)]
+    assert list(revoked_in(step)) == ["p2"]
+    assert [(one.request_id, one.ready_tokens) for one in step.of(OfferUpdate) if one.ready_tokens] == [("p1", 4)]
 
 
 def test_the_blocks_of_a_prompt_of_one_token_are_read_too() -> None:
@@ -214,8 +218,8 @@ def test_an_offer_is_withdrawn_before_a_later_token_overwrites_its_states(mode: 
     request = prefill.arrive(of_prefill())
     prefill.compute(TOKENS, ([7, 3, 9], [5, 6]), replaces=True)
     step = prefill.compute(TOKENS + 1)
-    assert list(step.revoked) == [P1] and "overwritten" in step.revoked[P1].reason
-    assert step.offered == []
+    assert list(revoked_in(step)) == [P1] and "overwritten" in revoked_in(step)[P1].reason
+    assert step.of(OfferUpdate) == []
     assert prefill.finish(request, block_ids=([7, 3, 9], [5, 6]))[1] is None
 
 
@@ -225,9 +229,11 @@ def test_a_prompt_that_stays_whole_is_not_offered() -> None:
     request.whole_because = "a prompt of one token"
     prefill = Prefill(Pool(0, 0), groups=with_states())
     prefill.arrive(request)
-    assert prefill.compute(TOKENS, ([7, 3, 9], [5, 6]), replaces=True).offered == []
+    assert prefill.compute(TOKENS, ([7, 3, 9], [5, 6]), replaces=True).of(OfferUpdate) == []
     assert prefill.finish(request, block_ids=([7, 3, 9], [5, 6])) == (False, None)
     assert prefill.failures.counts == {FailureCause.RANGE: 1}
     without = Prefill()
     without.arrive(request)
-    assert len(without.compute(TOKENS, BLOCKS, replaces=True).offered) == 1, "it matters where there are states only"
+    assert len(without.compute(TOKENS, BLOCKS, replaces=True).of(OfferUpdate)) == 1, (
+        "it matters where there are states only"
+    )

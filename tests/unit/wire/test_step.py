@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import pickle
+import random
 import re
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +16,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import MAX_ATTEMPT
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
     FAILING,
+    ORDER,
+    AwaitClaim,
+    EndRenewal,
     FetchSpec,
+    Finish,
     LeaseRenewal,
     OfferUpdate,
+    Preempt,
+    Revocation,
+    Revoke,
     Step,
+    StepCommand,
+    Stop,
     UnneededOffer,
     WakeAddress,
+    Withdraw,
     claimed_mark,
     failed_mark,
     failure_of,
@@ -78,38 +90,59 @@ def test_marks_of_different_attempts_and_causes_differ() -> None:
     assert len(marks) == 200 * len(FailureCause)
 
 
-NEWS: dict[str, Any] = {
-    "awaited": [(PrefillRequestId("p1"), 1)],
-    "renewed": [LeaseRenewal(DecodeRequestId("d"), PREFILL, "n", 30.0)],
-    "unrenewed": [DecodeRequestId("d")],
-    "fetches": [FetchSpec(1, DecodeRequestId("d"), PREFILL, None, "n", "", 4, 0, 4, (BlockRange(0, (1,)),))],
-    "withdrawn": {1: "why"},
-    "released": [UnneededOffer(PREFILL, "p", "n", "")],
-    "preempted": [(PrefillRequestId("p"), 1)],
-    "finished": [PrefillRequestId("p")],
-    "stopped": {PrefillRequestId("p"): "why"},
-    "revoked": {PrefillRequestId("p"): "why"},
-    "offered": [OfferUpdate(PrefillRequestId("p"), "n", "", 4, (BlockRange(0, (1,)),), 4, None)],
-    "counts": {1: 1},
-    "quarantined_blocks": 0,
-}
+P1, D1 = PrefillRequestId("p"), DecodeRequestId("d")
+EVERY: list[StepCommand] = [
+    Revoke(P1, Revocation(RevocationCause.WEIGHTS, "why")),
+    LeaseRenewal(D1, PREFILL, "n", 30.0),
+    EndRenewal(D1),
+    FetchSpec(1, D1, PREFILL, None, "n", "", 4, 0, 4, (BlockRange(0, (1,)),)),
+    OfferUpdate(P1, "n", "", 4, (BlockRange(0, (1,)),), 4, None),
+    AwaitClaim(P1, 1),
+    Withdraw(1, "why"),
+    UnneededOffer(PREFILL, "p", "n", ""),
+    Preempt(P1, 1),
+    Finish(P1),
+    Stop(P1, "why"),
+]
+"""One of each kind, in the order in which workers take them in."""
 
 
-@pytest.mark.parametrize("field", sorted(NEWS))
-def test_anything_in_a_step_is_news(field: str) -> None:
-    """But for a step's own frame, and for what it computes."""
-    frame = {"host", "port", "wake_address", "incarnation", "is_idle", "is_stalled", "unkept", "lasted"}
-    assert set(Step.__struct_fields__) == {*NEWS, *frame}
-    assert not Step("h", 1, WAKE, "s").has_news
-    assert not Step("h", 1, WAKE, "s", is_idle=False).has_news
-    assert Step("h", 1, WAKE, "s", **{field: NEWS[field]}).has_news
+def test_workers_take_commands_in_in_one_order_however_they_were_told() -> None:
+    """Revocations first; a lease begins before it ends; an offer is made before it is stopped. Of one kind, the order
+    in which they were told counts."""
+    assert [type(one) for one in EVERY] == [*ORDER]
+    assert {*ORDER} == {*typing.get_args(StepCommand)}
+    for seed in range(50):
+        told = random.Random(seed).sample(EVERY, len(EVERY))
+        assert Step("h", 1, WAKE, "s", [*told, *told]).in_order() == [one for one in EVERY for _ in range(2)]
+    withdrawals = [Withdraw(number, "") for number in (3, 1, 2)]
+    assert Step("h", 1, WAKE, "s", [*withdrawals]).in_order() == withdrawals
+
+
+def test_what_is_withheld_is_one_requests_tokens() -> None:
+    """An offer without tokens stays: who has registered for it is told of its end."""
+    empty, full = (msgspec.structs.replace(EVERY[4], ready_tokens=number) for number in (0, 4))
+    other = msgspec.structs.replace(full, request_id=PrefillRequestId("other"))
+    step = Step("h", 1, WAKE, "s", [empty, full, other, Finish(P1)])
+    step.withhold(P1)
+    assert step.commands == [empty, other, Finish(P1)]
+    step.withhold(P1, even_empty=True)
+    assert step.commands == [other, Finish(P1)] and step.of(OfferUpdate) == [other]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, False), ({"is_idle": False}, False), ({"is_stalled": True}, False), ({"lasted": [(1, True, 0.0)]}, False)]
+    + [({"counts": {1: 1}}, True), ({"quarantined_blocks": 0}, True), ({"commands": EVERY[:1]}, True)],
+)
+def test_whatever_workers_act_on_is_news(fields: dict[str, Any], expected: bool) -> None:
+    assert Step("h", 1, WAKE, "s", **fields).has_news == expected
 
 
 def test_a_step_reaches_another_process_as_it_was() -> None:
     """vLLM's executors pickle what they send to workers."""
-    step = Step("h", 1, WAKE, "s", **NEWS)
+    step = Step("h", 1, WAKE, "s", EVERY, {1: 1}, 0)
     assert pickle.loads(pickle.dumps(step)) == step
-    assert msgspec.structs.asdict(step).keys() == set(Step.__struct_fields__)
 
 
 @pytest.mark.parametrize(

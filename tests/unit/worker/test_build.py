@@ -21,8 +21,8 @@ from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.handshake import RankHandshake, Tensors, Weights, read_rank
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.wire.step import OfferUpdate, Step, WakeAddress
-from kvcached_nixl.worker.build import build_worker, record_event
-from kvcached_nixl.worker.facade import WorkerFacade
+from kvcached_nixl.worker.build import build_worker
+from kvcached_nixl.worker.facade import Device, WorkerFacade
 from kvcached_nixl.worker.geometry.layout import plan
 from kvcached_nixl.worker.geometry.planes import layers_digest
 from kvcached_nixl.worker.memory_registration import Registered
@@ -136,14 +136,12 @@ def test_the_device_is_waited_for_where_an_answer_comes_too_early(
 ) -> None:
     """Only decode's READs need it: before a WRITE, prefill waits for an event of the device by itself."""
     waited: list[str] = []
-    monkeypatch.setattr("kvcached_nixl.worker.build.wait_for", lambda device: waited.append(device.type))
+    monkeypatch.setattr(Device, "wait", lambda device: waited.append(device._device.type))
     side, _ = started(Stock(answers_before_drafts=answers_before_drafts), Geometry(num_pools=2), mode)
     update = OfferUpdate(
         PrefillRequestId("p-1"), "transfer:t", DIGEST, TOKENS, grown([7, 3, 9]), TOKENS, manifest(7, 3, 9)
     )
-    side.begin_step(
-        Step("10.0.0.1", 5600, WakeAddress("127.0.0.1", 5601, "key"), "0" * 16, offered=[update], is_idle=False)
-    )
+    side.begin_step(Step("10.0.0.1", 5600, WakeAddress("127.0.0.1", 5601, "key"), "0" * 16, [update], is_idle=False))
     assert not waited
     side.end_step()
     assert waited == (["cpu"] if waits else [])
@@ -240,7 +238,7 @@ def test_a_latent_has_all_heads_on_every_rank() -> None:
 
 def test_a_cpu_has_done_what_it_was_given() -> None:
     """vLLM's CPU worker computes before it returns."""
-    assert record_event(torch.device("cpu"))()
+    assert Device(torch.device("cpu")).record()()
 
 
 def test_another_device_is_asked_by_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +257,7 @@ def test_another_device_is_asked_by_an_event(monkeypatch: pytest.MonkeyPatch) ->
             return self.is_recorded and bool(reached)
 
     monkeypatch.setattr(torch, "Event", Event)
-    is_reached = record_event(torch.device("cuda"))
+    is_reached = Device(torch.device("cuda")).record()
     assert not is_reached()
     reached.append(True)
     assert is_reached()

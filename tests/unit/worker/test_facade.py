@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, cast
 
 import numpy as np
@@ -11,35 +10,32 @@ import pytest
 from support.engine_fakes import grown
 from support.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
 
+from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause, RevocationCause
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
+    EndRenewal,
     FetchSpec,
+    Finish,
     LeaseRenewal,
     OfferUpdate,
+    Preempt,
     Step,
+    StepCommand,
+    Stop,
     UnneededOffer,
     WakeAddress,
+    Withdraw,
     failed_mark,
     finished_attempt_id,
     idle_hold_id,
 )
+from kvcached_nixl.worker.commands import BlocksWritable, Command, Reached
+from kvcached_nixl.worker.facade import Device as FacadeDevice
 from kvcached_nixl.worker.facade import WorkerFacade
-from kvcached_nixl.worker.staging.slots import SlabUse
-from kvcached_nixl.worker.thread_messages import (
-    BlocksWritable,
-    Command,
-    Computed,
-    EndRenewal,
-    Failed,
-    Finish,
-    Outcome,
-    Preempt,
-    Stop,
-    Withdraw,
-)
+from kvcached_nixl.worker.outcomes import Outcome, OutcomeQueue
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
@@ -81,6 +77,10 @@ class Device:
 
     def __init__(self) -> None:
         self.events: list[bool] = []
+        self.waited: Any = None
+
+    def wait(self) -> None:
+        self.waited()
 
     def record(self) -> Any:
         place = len(self.events)
@@ -102,7 +102,8 @@ class Worker:
             cast(TransferThread, self.thread),
             self.local,
             table,
-            self.device.record,
+            OutcomeQueue(ManualClock()),
+            cast(FacadeDevice, self.device),
             self.offered.append,
             is_read=is_read,
             zeroes_blocks=zeroes_blocks,
@@ -116,8 +117,13 @@ class Worker:
 WAKE = WakeAddress("127.0.0.1", 5601, "key")
 
 
-def step(**fields: Any) -> Step:
-    return Step("10.0.0.1", 5600, WAKE, "0" * 16, **fields)
+def step(*commands: StepCommand, **fields: Any) -> Step:
+    return Step("10.0.0.1", 5600, WAKE, "0" * 16, [*commands], **fields)
+
+
+def kinds(commands: list[Command]) -> list[type]:
+    """Of commands; of those that wait for the device, what waits."""
+    return [type(one.command) if isinstance(one, Reached) else type(one) for one in commands]
 
 
 def offered(ready: int = TOKENS, blocks: tuple[list[int], ...] = ([7, 3, 9],), request_id: str = "p-1") -> OfferUpdate:
@@ -128,40 +134,40 @@ def offered(ready: int = TOKENS, blocks: tuple[list[int], ...] = ([7, 3, 9],), r
 def test_a_step_that_is_told_twice_begins_once() -> None:
     """vLLM 0.29 calls it before the forward pass (``handle_preemptions``), and again where loads begin."""
     worker = Worker()
-    one = step(fetches=[wanted(1, MANIFEST)], offered=[offered()], is_idle=False)
+    one = step(wanted(1, MANIFEST), offered(), is_idle=False)
     worker.side.begin_step(one)
-    assert [type(command) for command in worker.thread.take()] == [FetchSpec, BlocksWritable]
+    assert kinds(worker.thread.take()) == [FetchSpec, BlocksWritable]
     worker.side.begin_step(one)
     assert worker.thread.take() == []
     worker.side.end_step()
-    assert [type(command) for command in worker.thread.take()] == [Computed]
+    assert kinds(worker.thread.take()) == [OfferUpdate]
 
 
 @pytest.mark.parametrize("is_told_before", [True, False])
 def test_a_step_that_is_told_behind_the_forward_pass_is_offered(is_told_before: bool) -> None:
     """Another connector around this one may pass on only the call after the forward pass."""
     worker = Worker()
-    one = step(offered=[offered()], is_idle=False)
+    one = step(offered(), is_idle=False)
     if is_told_before:
         worker.side.begin_step(one)
     worker.side.begin_step(one)
     worker.side.end_step()
-    assert [type(command) for command in worker.thread.take()] == [Computed]
+    assert kinds(worker.thread.take()) == [OfferUpdate]
 
 
 def test_where_vllm_zeroes_blocks_they_are_begun_after_that() -> None:
     """Rule R8: vLLM 0.29 begins a step before it zeroes blocks; and a step may raise before it has."""
     worker = Worker(zeroes_blocks=True)
     one, other = (wanted(number, MANIFEST) for number in (1, 2))
-    worker.side.begin_step(step(fetches=[one]))
+    worker.side.begin_step(step(one))
     assert worker.thread.take() == [one] and worker.device.events == []
-    worker.side.begin_step(step(fetches=[other]))
+    worker.side.begin_step(step(other))
     first, second = worker.thread.take()
-    assert isinstance(first, BlocksWritable) and first.attempts == (1,) and second == other
+    assert isinstance(first, Reached) and first.command == BlocksWritable((1,)) and second == other
     worker.side.blocks_zeroed()
     worker.side.blocks_zeroed()
     (begin,) = worker.thread.take()
-    assert isinstance(begin, BlocksWritable) and begin.attempts == (2,)
+    assert isinstance(begin, Reached) and begin.command == BlocksWritable((2,))
     worker.device.events[0] = True
     assert first.is_reached() and not begin.is_reached()
 
@@ -175,16 +181,20 @@ def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_n
         cast(TransferThread, worker.thread),
         worker.local,
         worker.side.tokens,
-        worker.device.record,
+        OutcomeQueue(ManualClock()),
+        cast(FacadeDevice, worker.device),
         worker.offered.append,
-        lambda: seen.append((len(worker.device.events), bool(worker.token_table.any()), worker.thread.take())),
         is_read=is_read,
+        answers_early=True,
     )
-    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
+    worker.device.waited = lambda: seen.append(
+        (len(worker.device.events), bool(worker.token_table.any()), worker.thread.take())
+    )
+    worker.side.begin_step(step(offered(4, ([7],)), is_idle=False))
     worker.side.end_step()
     assert not seen, "there is no answer yet"
     worker.thread.take()
-    worker.side.begin_step(step(offered=[offered()], is_idle=False))
+    worker.side.begin_step(step(offered(), is_idle=False))
     worker.side.end_step()
     assert seen == [(1, False, [])]
     assert bool(worker.token_table.any()) is is_read and len(worker.thread.take()) == 1
@@ -193,9 +203,9 @@ def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_n
 def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
     """A preempted request has other blocks, so its manifest and ownership token are replaced."""
     worker = Worker()
-    worker.side.begin_step(step(offered=[offered()]))
+    worker.side.begin_step(step(offered()))
     again = OfferUpdate(P1, "n", DIGEST, TOKENS, grown([1, 2, 4]), TOKENS, manifest(1, 2, 4))
-    worker.side.begin_step(step(offered=[again]))
+    worker.side.begin_step(step(again))
     worker.side.end_step()
     assert worker.token_table[np.nonzero(worker.token_table)].tolist() == [manifest(1, 2, 4).ownership_token]
 
@@ -203,7 +213,7 @@ def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
 def test_a_token_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker()
     worker.token_table[:] = 1
-    worker.side.begin_step(step(offered=[offered()]))
+    worker.side.begin_step(step(offered()))
     worker.side.end_step()
     assert "The ownership-token table is full, so decode will not use the KV of request p-1" in caplog.text
     assert len(worker.thread.take()) == 1
@@ -215,32 +225,32 @@ def test_a_token_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> 
 def test_a_step_that_was_not_ended_is_offered_before_anything_else(ends: str, is_idle: bool) -> None:
     """vLLM calls ``wait_for_save`` only for a step that computes."""
     worker = Worker(is_read=False)
-    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=is_idle))
+    worker.side.begin_step(step(offered(4, ([7],)), is_idle=is_idle))
     assert worker.thread.engine_computes is not is_idle
     if ends == "begin_step":
-        worker.side.begin_step(step(finished=[P1]))
-        assert [type(one) for one in worker.thread.take()] == [Computed, Finish]
+        worker.side.begin_step(step(Finish(P1)))
+        assert kinds(worker.thread.take()) == [OfferUpdate, Finish]
     else:
         getattr(worker.side, ends)()
-        assert [type(one) for one in worker.thread.take()] == [Computed]
+        assert kinds(worker.thread.take()) == [OfferUpdate]
         assert not worker.thread.engine_computes
 
 
 def test_what_a_draft_model_computes_behind_the_model_is_not_offered_before_it_has() -> None:
     """With a draft model, vLLM calls ``get_finished`` between the two, and ``wait_for_save`` after both."""
     worker = Worker(is_read=False)
-    worker.side.begin_step(step(offered=[offered(4, ([7],))], is_idle=False))
+    worker.side.begin_step(step(offered(4, ([7],)), is_idle=False))
     worker.side.take_ended()
     assert worker.thread.take() == [] and not worker.thread.engine_computes
     worker.side.end_step()
-    assert [type(one) for one in worker.thread.take()] == [Computed]
+    assert kinds(worker.thread.take()) == [OfferUpdate]
 
 
 @pytest.mark.parametrize("is_said", [True, False])
 def test_what_a_step_was_to_compute_that_has_failed_is_not_offered(is_said: bool) -> None:
     """No ownership token is published, and finished requests are freed. The engine may live on (fault tolerance)."""
     worker = Worker(is_read=True)
-    worker.side.begin_step(step(offered=[offered()], finished=[P1], is_idle=False))
+    worker.side.begin_step(step(offered(), Finish(P1), is_idle=False))
     if is_said:
         worker.side.end_step(has_failed=True)
     worker.side.take_ended()
@@ -254,45 +264,32 @@ def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
     worker = Worker()
     d1 = DecodeRequestId("d1")
     renewed, released = LeaseRenewal(d1, PREFILL, "p-1", 30.0), UnneededOffer(PREFILL, "p-1", "n", DIGEST)
-    worker.side.begin_step(
-        step(
-            renewed=[renewed],
-            unrenewed=[d1],
-            fetches=[wanted(1, MANIFEST)],
-            withdrawn={2: "dead"},
-            released=[released],
-            preempted=[(P1, 4)],
-            finished=[P1],
-            stopped={PrefillRequestId("p-2"): "aborted", PrefillRequestId("p-3"): "early"},
-            unkept={PrefillRequestId("p-3")},
-        )
-    )
-    commands = worker.thread.take()
-    assert [type(one) for one in commands] == [
-        LeaseRenewal, EndRenewal, FetchSpec, BlocksWritable, Withdraw, UnneededOffer, Preempt, Finish, Stop, Stop
-    ]  # fmt: skip
-    assert commands[:2] == [renewed, EndRenewal(d1)]
-    assert commands[4:] == [
+    told = [
+        renewed,
+        EndRenewal(d1),
+        wanted(1, MANIFEST),
         Withdraw(2, "dead"),
         released,
         Preempt(P1, 4),
         Finish(P1),
-        Stop(PrefillRequestId("p-2"), "aborted", True),
-        Stop(PrefillRequestId("p-3"), "early", False),
+        Stop(PrefillRequestId("p-2"), "aborted"),
+        Stop(PrefillRequestId("p-3"), "early", is_kept=False),
     ]
+    worker.side.begin_step(step(*reversed(told)))
+    *commands, begin = worker.thread.take()
+    assert commands == [*told[:-2], told[-1], told[-2]] and kinds([begin]) == [BlocksWritable]
 
 
 # ---------------------------------------------------------------------------------------------------- what vLLM is told
 
 
-def test_what_has_ended_is_told_in_text_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_has_ended_is_told_in_test_what_has_ended_is_told_in_text_of_ours() -> None:
     worker = Worker()
     worker.thread.outcome = Outcome(
         finished={5, 6},
-        failed={6: Failed(DecodeRequestId("d6"), FailureCause.LEASE, "prefill does not keep it")},
+        failed={6: HandOverFailed(FailureCause.LEASE, "prefill does not keep it")},
         done={P1},
         idle_holds={4},
-        expired={P1},
     )
     ended = worker.side.take_ended()
     assert ended.sent == {"p-1", idle_hold_id(4)}
@@ -300,41 +297,5 @@ def test_what_has_ended_is_told_in_text_of_ours(caplog: pytest.LogCaptureFixture
     assert worker.side.take_marks() == {failed_mark(6, FailureCause.LEASE)}
     assert worker.side.take_marks() == set()
     assert worker.side.take_counted().reasons == [(6, "prefill does not keep it")]
-    assert "KV was not fetched: cause=lease prefill_request=p-1: " in caplog.text
+    assert worker.side.take_counted().reasons == []
     assert worker.side.take_ended().sent == set()
-
-
-@pytest.mark.parametrize("tp_rank", [0, 1])
-def test_the_engines_own_counts_are_told_by_one_rank(tp_rank: int) -> None:
-    """Each rank reports its transfers and leases; only the first reports the scheduler's counts."""
-    worker = Worker(tp_size=2, tp_rank=tp_rank)
-    for blocks in (3, None):
-        worker.side.begin_step(step(counts={FailureCause.LEASE: 1, FailureCause.LOST: 2}, quarantined_blocks=blocks))
-    revoked = Counter({RevocationCause.LIMIT: 2})
-    worker.thread.outcome = Outcome(moved=[(8, 1, 0.5)], expired={P1}, revoked=revoked)
-    worker.side.take_ended()
-    counted = worker.side.take_counted()
-    assert (counted.moved, counted.expired) == ([(8, 1, 0.5)], 1)
-    is_first = tp_rank == 0
-    assert counted.failures == (Counter({FailureCause.LEASE: 2, FailureCause.LOST: 4}) if is_first else Counter())
-    assert counted.quarantined_blocks == (3 if is_first else None)
-    assert counted.revoked == (revoked if is_first else Counter())
-    counted = worker.side.take_counted()
-    assert (counted.moved, counted.expired, counted.failures, counted.quarantined_blocks) == ([], 0, Counter(), None)
-
-
-def test_bytes_and_the_slab_are_counted_by_route_and_rank() -> None:
-    """Bytes from 0 on, so that the first ones are a rise."""
-    worker = Worker(tp_rank=1, tp_size=2)
-    assert worker.side.take_counted().moved_bytes == 0
-    first, last = SlabUse(1024, 8, 1, 2, 3, 0), SlabUse(1024, 8, 1, 0, 3, 0)
-    worker.thread.outcome = Outcome(moved_bytes=100, slab=first, slab_waits=2)
-    worker.side.take_ended()
-    worker.thread.outcome = Outcome(moved_bytes=20, slab=last, slab_waits=1)
-    worker.side.take_ended()
-    counted = worker.side.take_counted()
-    assert (counted.route, counted.moved_bytes) == (("pull", "direct"), 120)
-    assert (counted.slab, counted.slab_waits) == ((1, last), 3)
-    worker.side.take_ended()
-    counted = worker.side.take_counted()
-    assert (counted.moved_bytes, counted.slab, counted.slab_waits) == (None, None, 0)

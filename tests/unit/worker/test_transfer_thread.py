@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import threading
 import time
+import typing
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.digest_fakes import as_bytes, digests_over
 from support.engine_fakes import grown
 from support.internals import receiver_of, registry_of, waiting_for_device
@@ -41,6 +43,7 @@ from kvcached_nixl.wire.handshake import Process, Weights
 from kvcached_nixl.wire.lease import heartbeats
 from kvcached_nixl.wire.messages import (
     PREFIX,
+    Message,
     Peer,
     Reading,
     Registration,
@@ -51,15 +54,28 @@ from kvcached_nixl.wire.messages import (
 )
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
-from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, Revocation, WakeAddress
-from kvcached_nixl.worker import thread_messages as commands
+from kvcached_nixl.wire.step import (
+    ORDER,
+    Finish,
+    LeaseRenewal,
+    OfferUpdate,
+    Preempt,
+    Revocation,
+    Revoke,
+    Stop,
+    WakeAddress,
+    Withdraw,
+)
+from kvcached_nixl.worker import commands
 from kvcached_nixl.worker import transfer_thread as thread
-from kvcached_nixl.worker.build import assemble
+from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.prefill.matching import OfferMatcher
+from kvcached_nixl.worker.facade import Device
+from kvcached_nixl.worker.outcomes import Outcome
+from kvcached_nixl.worker.prefill.offers import OfferMatcher
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.transfer.host import Host
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
+from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import MOVING_SECONDS, TransferQueue
 from kvcached_nixl.worker.transfer_thread import (
@@ -86,6 +102,10 @@ def never() -> bool:
     return False
 
 
+def writable(attempts: tuple[int, ...], is_reached: Any) -> commands.Reached:
+    return commands.Reached(commands.BlocksWritable(attempts), is_reached)
+
+
 class Worker:
     """All parts of one worker; `turn` is the transfer thread's, called by the test."""
 
@@ -100,10 +120,21 @@ class Worker:
         place = LocalRank(EngineId("local"), 1, 0, (GroupMemory((self.memory.planes,)),), MAX_TP_SIZE)
         made = Settings(mode, **settings)
         self.side = assemble(
-            self.transport, self.clock if clock is None else clock, place, self.reason, made, TAG, self.asking,
-            lambda: always, digests_over(self.memory.planes, as_bytes(self.memory.cells)), Host(Process(), "DRAM"),
-            self.offered.append, threading.Event(),
-        )  # fmt: skip
+            Rank(
+                self.transport,
+                place,
+                self.reason,
+                TAG,
+                digests_over(self.memory.planes, as_bytes(self.memory.cells)),
+                Host(Process(), "DRAM"),
+            ),
+            made,
+            self.clock if clock is None else clock,
+            self.asking,
+            Device(torch.device("cpu")),
+            self.offered.append,
+            threading.Event(),
+        )
         self.thread: TransferThread = self.side.thread
         self.thread.submit(commands.LocalIdentity(OWN, WAKE, START))
         self.side.identify(WEIGHTS)
@@ -114,7 +145,7 @@ class Worker:
         self.asking.answers[made.place] = made.answer()
         return made
 
-    def deliver(self, rounds: int = 6) -> commands.Outcome:
+    def deliver(self, rounds: int = 6) -> Outcome:
         for _ in range(rounds):
             self.thread.turn()
             self.network.deliver_all()
@@ -123,7 +154,7 @@ class Worker:
     def offer(self, is_reached: Any = always, request_id: PrefillRequestId = P1, **more: Any) -> None:
         made = manifest(7, 3, 9, request_id=request_id)
         self.thread.submit(
-            commands.Computed(
+            commands.Reached(
                 OfferUpdate(request_id, "transfer:t", DIGEST, TOKENS, grown([7, 3, 9]), TOKENS, made), is_reached
             )
         )
@@ -142,11 +173,16 @@ def push() -> Worker:
 # --------------------------------------------------------------------------------------------------------- its commands
 
 
+def test_every_command_and_message_is_known() -> None:
+    assert {*ORDER} | {commands.LocalIdentity, commands.NewWeights, commands.Reached} == commands._COMMANDS.keys()
+    assert {*typing.get_args(Message), list} == commands._MESSAGES.keys()
+
+
 def test_steps_are_taken_in_in_order(push: Worker) -> None:
     """A request's `Finish` is never handled before its steps, nor a later step before an earlier one."""
     reached: list[bool] = []
     push.offer(lambda: bool(reached))
-    push.thread.submit(commands.Finish(P1), commands.BlocksWritable((9,), always))
+    push.thread.submit(Finish(P1), writable((9,), always))
     push.thread.turn()
     assert len(registry_of(push.thread)) == 0 and len(waiting_for_device(push.thread)) == 3
     reached.append(True)
@@ -159,19 +195,19 @@ def test_steps_are_taken_in_in_order(push: Worker) -> None:
 def test_what_the_device_has_not_done_of_a_request_that_is_gone_is_not_waited_for(push: Worker, ends: str) -> None:
     """Commands for decode's blocks and for other requests still wait for the device."""
     push.offer(never)
-    push.thread.submit(commands.BlocksWritable((9,), never))
+    push.thread.submit(writable((9,), never))
     push.offer(never, PrefillRequestId("p-2"))
-    push.thread.submit(commands.Stop(P1, "aborted") if ends == "stop" else commands.Preempt(P1, 4))
+    push.thread.submit(Stop(P1, "aborted") if ends == "stop" else Preempt(P1, 4))
     outcome = push.deliver()
     assert (outcome.done, outcome.idle_holds) == (({"p-1"}, set()) if ends == "stop" else (set(), {4}))
     assert len(waiting_for_device(push.thread)) == 2
 
 
 def test_a_withdrawal_may_come_before_its_beginning(pull: Worker) -> None:
-    pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), never), commands.Withdraw(1, "dead"))
+    pull.thread.submit(wanted(1, MANIFEST), writable((1,), never), Withdraw(1, "dead"))
     outcome = pull.deliver()
     assert outcome.finished == {1} and outcome.failed[1].cause is FailureCause.STOPPED
-    assert outcome.failed[1].reason == "dead"
+    assert str(outcome.failed[1]) == "dead"
 
 
 def test_a_prefill_of_which_nothing_can_come_gets_no_heartbeat() -> None:
@@ -187,14 +223,14 @@ def test_a_revocation_does_not_overtake_who_was_there_before_it(pull: Worker, me
     """Both have arrived when the thread wakes up."""
     remote = pull.remote()
     pull.offer()
-    pull.thread.submit(commands.Finish(P1))
+    pull.thread.submit(Finish(P1))
     pull.deliver()
     remote.transport.add_peer(b"local")
     for told in [encode(Reading(P1, 0))] if message == "reading" else heartbeats([P1]):
         remote.transport.send("local", told)
     pull.network.deliver_all()
     revocation = Revocation(RevocationCause.BLOCKS, "memory is short", spares_wanted=message == "heartbeat", number=7)
-    pull.thread.submit(commands.Revoke(P1, revocation))
+    pull.thread.submit(Revoke(P1, revocation))
     pull.thread.turn()
     outcome = pull.thread.take_outcome()
     assert (outcome.spared, outcome.done) == ({7}, set())
@@ -225,7 +261,7 @@ def test_a_message_that_cannot_be_read_is_dropped(pull: Worker, notification: by
         if notification:
             remote.transport.send("local", notification)
     pull.offer()
-    pull.thread.submit(commands.Finish(P1))
+    pull.thread.submit(Finish(P1))
     pull.thread.turn()
     remote.transport.send("local", next(heartbeats(["p-1"])))
     remote.say("local", Release("p-1", "", DIGEST, 0, 1))
@@ -249,7 +285,7 @@ def test_a_defect_in_decodes_command_fails_its_attempts(
         monkeypatch.setattr(Receiver, "_release", defective)
     else:
         monkeypatch.setattr(Receiver, "begin", defective)
-    pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1, 2), always))
+    pull.thread.submit(wanted(1, MANIFEST), writable((1, 2), always))
     outcome = pull.deliver()
     assert {number: one.cause for number, one in outcome.failed.items()}[1] is FailureCause.DEFECT
     assert 1 in outcome.finished and pull.thread.dropped["defect"] == 1
@@ -271,7 +307,7 @@ def test_a_defect_where_a_transfer_ends_fails_what_it_belongs_to(pull: Worker, m
     remote = pull.remote()
     remote.table.publish("p-1", MANIFEST.ownership_token)
     monkeypatch.setattr("kvcached_nixl.worker.transfer.ownership_tokens.TokenBuffers.holds", defective)
-    pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), always))
+    pull.thread.submit(wanted(1, MANIFEST), writable((1,), always))
     outcome = pull.deliver()
     assert outcome.failed[1].cause is FailureCause.DEFECT
     assert outcome.finished == {1}
@@ -291,7 +327,7 @@ def test_an_agent_that_cannot_be_asked_is_asked_again(pull: Worker) -> None:
         return real()
 
     pull.transport.received = failing  # type: ignore[method-assign]
-    pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), always))
+    pull.thread.submit(wanted(1, MANIFEST), writable((1,), always))
     assert pull.deliver().finished == {1}
 
 
@@ -311,7 +347,7 @@ def test_a_defect_with_prefills_blocks_stops_the_engine(push: Worker, monkeypatc
     with pytest.raises(RuntimeError, match="IndexError"):
         push.thread.take_outcome()
     with pytest.raises(RuntimeError, match="IndexError"):
-        push.thread.submit(commands.Finish(P1))
+        push.thread.submit(Finish(P1))
     assert ("127.0.0.1", 5601, "key") in push.asking.woken, "an engine that sleeps must be woken"
     push.thread.close()
 
@@ -327,7 +363,7 @@ def test_it_looks_soon_while_something_is_in_flight_or_awaited(pull: Worker, pus
     pull.remote()
     pull.thread.submit(wanted(1, MANIFEST))
     assert pull.thread.turn() == 2 * POLL_SECONDS
-    pull.thread.submit(commands.BlocksWritable((1,), always))
+    pull.thread.submit(writable((1,), always))
     pull.thread.turn()
     assert pull.thread.turn() == POLL_SECONDS
     pull.thread.engine_computes = True
@@ -340,7 +376,7 @@ def test_what_is_left_to_post_is_posted_soon_while_the_engine_computes(
     pull: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pull.remote()
-    pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), always))
+    pull.thread.submit(wanted(1, MANIFEST), writable((1,), always))
     pull.thread.engine_computes = True
     pull.thread.turn()
     assert pull.thread.turn() == COMPUTING_POLL_SECONDS
@@ -352,7 +388,7 @@ def test_what_is_left_to_post_is_posted_soon_while_the_engine_computes(
 def test_the_end_of_a_hand_over_is_seen_soon_while_the_engine_computes(pull: Worker) -> None:
     remote = pull.remote()
     remote.table.publish("p-1", MANIFEST.ownership_token)
-    pull.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), always))
+    pull.thread.submit(wanted(1, MANIFEST), writable((1,), always))
     pull.thread.engine_computes = True
     pull.thread.turn()
     pull.thread.turn()
@@ -379,7 +415,7 @@ def test_decode_that_waits_for_the_last_write_is_not_kept_waiting_for_a_step(pus
 def test_what_prefill_keeps_for_readers_needs_no_hurry(pull: Worker) -> None:
     """In a pull only a release can arrive, and nobody waits for its effect."""
     pull.offer()
-    pull.thread.submit(commands.Finish(P1))
+    pull.thread.submit(Finish(P1))
     assert pull.thread.turn() == COMPUTING_POLL_SECONDS
 
 
@@ -443,7 +479,7 @@ def test_ten_thousand_attempts_that_wait_cost_a_turn_nothing(mode: TransferMode)
         worker.remote()
     for number in range(10_000):
         worker.thread.submit(wanted(number, MANIFEST))
-    worker.thread.submit(commands.BlocksWritable(tuple(range(10_000)), always))
+    worker.thread.submit(writable(tuple(range(10_000)), always))
     for _ in range(3):
         worker.thread.turn()
     assert len(receiver_of(worker.thread)) == 10_000
@@ -487,7 +523,7 @@ def test_closing_waits_for_what_is_in_flight() -> None:
 
     worker.transport.post = post  # type: ignore[method-assign]
     worker.thread.start()
-    worker.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), always))
+    worker.thread.submit(wanted(1, MANIFEST), writable((1,), always))
     assert posted.wait(JOIN_SECONDS)
     closer = threading.Thread(target=worker.thread.close)
     closer.start()
@@ -506,7 +542,7 @@ def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
     worker.remote()
     worker.network.vanish("remote-0")
     worker.thread.start()
-    worker.thread.submit(wanted(1, MANIFEST), commands.BlocksWritable((1,), always))
+    worker.thread.submit(wanted(1, MANIFEST), writable((1,), always))
     deadline = time.monotonic() + JOIN_SECONDS
     while not worker.network.pending and time.monotonic() < deadline:
         worker.thread.submit()
@@ -523,11 +559,11 @@ def test_a_thread_that_was_not_started_can_be_closed() -> None:
 def test_a_writer_that_says_nothing_does_not_keep_the_thread_awake(push: Worker) -> None:
     """A writer may not answer for long: the thread does not poll for it every millisecond."""
     remote = push.remote()
-    push.thread.submit(wanted(1, None), commands.BlocksWritable((1,), always))
+    push.thread.submit(wanted(1, None), writable((1,), always))
     push.deliver()
     push.network.vanish(remote.transport.name)
     assert push.thread.turn() < IDLE_POLL_SECONDS
-    push.thread.submit(commands.Withdraw(1, "dead"))
+    push.thread.submit(Withdraw(1, "dead"))
     assert push.thread.turn() < IDLE_POLL_SECONDS, "it is about to say that it has stopped"
     for _ in range(20):
         push.clock.advance(5.0)

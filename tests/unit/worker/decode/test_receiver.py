@@ -42,10 +42,15 @@ from kvcached_nixl.wire.messages import (
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.wire.timeline import Reported
-from kvcached_nixl.worker.decode.active_writers import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
+from kvcached_nixl.worker.decode.fencing import (
+    AGAIN_SECONDS,
+    DEAD_SECONDS,
+    DRAIN_SECONDS,
+    LOOK_SECONDS,
+    UNHEARD_SECONDS,
+)
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS, Receiver
-from kvcached_nixl.worker.decode.write_gates import AGAIN_SECONDS, DRAIN_SECONDS
-from kvcached_nixl.worker.staging.slots import Slots
+from kvcached_nixl.worker.staging.slab import Slots
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
@@ -71,7 +76,7 @@ class Decode(Local):
             known=self.known.append,
             timed=self.timed.append,
         )
-        self.receiver = Receiver(self.side, self.clock, mode, self.gates, outcomes)  # type: ignore[arg-type]
+        self.receiver = Receiver(self.side, mode, self.gates, outcomes)  # type: ignore[arg-type]
         self.listener.role, self.listener.may_write = self.receiver, self.receiver.may_be_written_by
 
     def _failed(self, wanted: FetchSpec, cause: HandOverFailed) -> None:
@@ -143,7 +148,7 @@ def test_a_manifest_that_does_not_fit_prefills_memory_costs_only_its_attempt(pul
     pull.want(wanted(1, made))
     pull.deliver()
     assert (pull.over, pull.failed, pull.moved) == ([1], {1: FailureCause.RANGE}, [])
-    assert pull.transport.posted == [] and pull.peers.is_known("remote-0")
+    assert pull.transport.posted == [] and pull.peers.connection("remote-0")
 
 
 def test_a_pull_without_a_manifest_is_refused(pull: Decode) -> None:

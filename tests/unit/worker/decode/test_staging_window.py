@@ -6,9 +6,9 @@ from __future__ import annotations
 from support.worker_fakes import HeldCopies
 
 from kvcached_nixl.ids import KernelBlock
-from kvcached_nixl.worker.decode.staging_window import StagingWindow
+from kvcached_nixl.worker.decode.arrived import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.staging.slots import Slots, Use
+from kvcached_nixl.worker.staging.slab import Slots, Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/decode/write_gates.py: when a gate is opened and closed, and which parts are told that it is."""
+"""worker/decode/fencing.py: when a gate is opened and closed, and which parts are told that it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from support.digest_fakes import InTurn
 from support.worker_fakes import Local
 
 from kvcached_nixl.transport.base import TransportError
-from kvcached_nixl.worker.decode.write_gates import AGAIN_SECONDS, DRAIN_SECONDS, GateUse, WriteGates
+from kvcached_nixl.worker.decode.fencing import AGAIN_SECONDS, DRAIN_SECONDS, GateUse, WriteGates
 
 
 class Part:

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached_nixl.wire.planes import GroupMemory, Planes
-from kvcached_nixl.worker.geometry import kv_checksum as content
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.geometry.kv_checksum import Content
+from kvcached_nixl.worker.transfer import checksums as content
+from kvcached_nixl.worker.transfer.checksums import Content
 
 NUM_BLOCKS, CELL_BYTES, NUM_PLANES, HEADS, TOKENS = 24, 6, 3, 4, 40
 CELLS = np.random.default_rng(5).integers(0, 256, (NUM_PLANES, TOKENS, HEADS, CELL_BYTES), dtype=np.uint8)

@@ -8,7 +8,7 @@ from support.worker_fakes import Local, Remote
 
 from experiments.common.memory_transport import MemoryGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.worker.prefill.gate_connections import GateConnections
+from kvcached_nixl.worker.prefill.writer import GateConnections
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 
 
@@ -72,7 +72,7 @@ def test_a_gate_that_fails_is_removed_and_its_engine_asked_whether_it_answers(
     gate_connections.lost(gate.name)
     assert gate.name not in gate_connections and len(local.asking.asked) == asked + 1
     assert gate_connections.connection(gate.name) is None
-    assert local.peers.is_known("remote-0")
+    assert local.peers.connection("remote-0")
     gate_connections.lost(gate.name)
     gate_connections.used(gate.name)
 
@@ -84,7 +84,7 @@ def test_whatever_is_no_gate_is_a_rank_s_own_agent(
     local.turn()
     assert gate_connections.connection("remote-0") is local.peers.connection("remote-0") is not None
     gate_connections.lost("remote-0")
-    assert not local.peers.is_known("remote-0")
+    assert not local.peers.connection("remote-0")
 
 
 def test_what_is_in_flight_to_a_gate_ends_with_the_connection_to_its_rank(

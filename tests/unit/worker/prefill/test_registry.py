@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/prefill/{registry,matching,offer,writer}.py: what is written for whom, and when blocks are free."""
+"""worker/prefill/{registry,registrations,offers,writer}.py: what is written for whom, and when blocks are free."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from support.worker_fakes import (
 )
 
 from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import Manifest
@@ -43,9 +44,9 @@ from kvcached_nixl.wire.messages import (
 )
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.wire.timeline import Reported, State, Timeline
-from kvcached_nixl.worker.prefill.matching import GRACE_SECONDS
+from kvcached_nixl.worker.prefill.offers import GRACE_SECONDS
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.staging.slots import Slots, Use
+from kvcached_nixl.worker.staging.slab import Slots, Use
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.context import CAPACITY, RecentSet
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
@@ -55,6 +56,21 @@ P1, P2, P3 = map(PrefillRequestId, ("p-1", "p-2", "p-3"))
 BLOCKS = ([7, 3, 9],)
 LEASE, UNMATCHED = 30.0, 60.0
 NAME = "transfer:t"
+
+
+def hear(registry: OfferRegistry, agent: str, message: Message) -> None:
+    """As the transfer thread does when it has read a message."""
+    match message:
+        case Registration():
+            registry.registrations.register(agent, message)
+        case StagingGrant():
+            registry.registrations.take_grant(agent, message)
+        case Withdrawal():
+            registry.registrations.withdraw(agent, message)
+        case Reading():
+            registry.read(message)
+        case Release():
+            registry.release(message)
 
 
 class Prefill(Local):
@@ -88,14 +104,15 @@ class Prefill(Local):
         self.registry = OfferRegistry(
             self.side,
             self.gate_connections,
-            self.clock,
             self.table,
             outcomes,  # type: ignore[arg-type]
-            mode=TransferMode.PUSH if is_push else TransferMode.PULL,
-            lease_seconds=LEASE,
-            unmatched_seconds=unmatched,
+            Settings(
+                TransferMode.PUSH if is_push else TransferMode.PULL,
+                kv_lease_duration_seconds=LEASE,
+                handover_timeout_seconds=unmatched,
+            ),
         )
-        self.listener.role = self.registry
+        self.listener.role = self.registry.registrations
         self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
 
     def _done(self, request_id: PrefillRequestId) -> None:
@@ -120,7 +137,7 @@ class Prefill(Local):
 
     def register(self, remote: Remote, attempt: int = 1, **changed: Any) -> Registration:
         made = registration(attempt, remote.address, **changed)
-        self.registry.handle(remote.transport.name, made)
+        hear(self.registry, remote.transport.name, made)
         return made
 
     def is_clean(self) -> bool:
@@ -271,14 +288,14 @@ def test_a_registration_that_does_not_fit_is_stopped_and_writes_nothing(
     prefill.deliver()
     (stopped,) = said(remote)
     assert isinstance(stopped, Stopped) and stopped.cause == FailureCause.RANGE
-    assert not remote.memory.cells.any() and prefill.peers.is_known("remote-0")
+    assert not remote.memory.cells.any() and prefill.peers.connection("remote-0")
     assert prefill.done == ["p-1"] and prefill.is_clean()
 
 
 def test_who_registers_for_another_is_refused(prefill: Prefill, remote: Remote) -> None:
     """Another agent answers at the registration's address than the one that sent it: nothing is written to either."""
     prefill.offer(is_finished=True)
-    prefill.registry.handle("stranger-0", registration(1, remote.address))
+    hear(prefill.registry, "stranger-0", registration(1, remote.address))
     prefill.deliver()
     assert prefill.transport.posted == [] and said(remote) == []
     assert prefill.done == ["p-1"] and prefill.is_clean()
@@ -330,14 +347,14 @@ def test_decode_is_asked_for_slots_of_what_is_ready_and_grants_them_range_by_ran
         prefill.offer(ready, blocks=([7, 3, 9],))
         prefill.deliver()
     assert said(remote) == [StagingRequest(1, 0, 0, 8)]
-    prefill.registry.handle("remote-0", grant(remote, 0, 4, 20))
+    hear(prefill.registry, "remote-0", grant(remote, 0, 4, 20))
     prefill.deliver()
     assert said(remote) == [StagingRequest(1, 0, 4, 8), written(end_token=4)]
     prefill.offer(is_finished=True)
-    prefill.registry.handle("remote-0", grant(remote, 4, 8, 21))
+    hear(prefill.registry, "remote-0", grant(remote, 4, 8, 21))
     prefill.deliver()
     assert said(remote) == [StagingRequest(1, 0, 8, TOKENS), written(index=1, end_token=8)]
-    prefill.registry.handle("remote-0", grant(remote, 8, TOKENS, 22))
+    hear(prefill.registry, "remote-0", grant(remote, 8, TOKENS, 22))
     prefill.deliver()
     assert said(remote) == [written(LAST, 2)]
     assert is_written(prefill, remote, (7, 3, 9), (20, 21, 22))
@@ -355,11 +372,11 @@ def test_a_grant_that_was_not_asked_for_is_ignored(
     prefill.register(remote, is_staged=True, block_ids=((),))
     prefill.offer(8, blocks=([7, 3],))
     prefill.deliver()
-    prefill.registry.handle(agent, grant(remote, first_token, end_token, 20, 21, 22, attempt=attempt))
+    hear(prefill.registry, agent, grant(remote, first_token, end_token, 20, 21, 22, attempt=attempt))
     prefill.deliver()
     assert said(remote) == [StagingRequest(1, 0, 0, 8)] and not prefill.transport.posted
-    prefill.registry.handle("remote-0", grant(remote, 0, 8, 20, 21))
-    prefill.registry.handle("remote-0", grant(remote, 0, 8, 22, 23))
+    hear(prefill.registry, "remote-0", grant(remote, 0, 8, 20, 21))
+    hear(prefill.registry, "remote-0", grant(remote, 0, 8, 22, 23))
     prefill.deliver()
     assert said(remote) == [written(end_token=8)]
     assert is_written(prefill, remote, (7, 3), (20, 21)) and not remote.memory.cells[:, 22].any()
@@ -413,7 +430,7 @@ def test_what_is_said_about_a_registration_reaches_nobody_but_who_made_it(
     prefill.peers.lost("remote-0")
     prefill.deliver()
     if what == "Stopped":
-        prefill.registry.fail(("remote-0", 1), "IndexError: of ours")
+        prefill.registry.registrations.fail(("remote-0", 1), "IndexError: of ours")
     else:
         prefill.offer(is_finished=True)
     prefill.deliver()
@@ -527,9 +544,9 @@ def test_a_withdrawn_registration_is_answered_when_nothing_is_in_flight(prefill:
     prefill.register(remote)
     prefill.offer(8, blocks=([7, 3],))
     prefill.turn()
-    prefill.registry.handle("remote-0", Withdrawal(1, remote.address))
+    hear(prefill.registry, "remote-0", Withdrawal(1, remote.address))
     prefill.turn()
-    assert len(prefill.in_flight) == 1 and prefill.registry.is_writing_to("remote-0")
+    assert len(prefill.in_flight) == 1 and prefill.registry.registrations.is_writing_to("remote-0")
     prefill.network.deliver(prefill.in_flight[0])
     prefill.clock.advance(1)
     prefill.deliver()
@@ -542,12 +559,13 @@ def test_a_withdrawn_registration_is_answered_when_nothing_is_in_flight(prefill:
 
 def test_a_withdrawal_before_its_registration_is_answered_and_counts(prefill: Prefill, remote: Remote) -> None:
     """Messages may be reordered: the registration that comes after its withdrawal is dropped."""
-    prefill.registry.handle("remote-0", Withdrawal(1, remote.address))
+    hear(prefill.registry, "remote-0", Withdrawal(1, remote.address))
     prefill.offer(is_finished=True)
     prefill.register(remote)
     prefill.deliver()
     assert said(remote) == [Stopped(1, 0, FailureCause.STOPPED, "withdrawn")]
-    assert prefill.transport.posted == [] and prefill.registry.dropped == {"doubled or late registration": 1}
+    assert prefill.transport.posted == []
+    assert prefill.registry.registrations.dropped == {"doubled or late registration": 1}
     prefill.register(remote, 2)
     prefill.deliver()
     assert said(remote) == [written(LAST, attempt=2)], "another attempt of it is served"
@@ -557,7 +575,7 @@ def test_a_withdrawal_that_is_asked_again_is_answered_again(prefill: Prefill, re
     """The first answer may get lost."""
     prefill.register(remote)
     for _ in range(3):
-        prefill.registry.handle("remote-0", Withdrawal(1, remote.address))
+        hear(prefill.registry, "remote-0", Withdrawal(1, remote.address))
     prefill.deliver()
     assert said(remote) == [Stopped(1, 0, FailureCause.STOPPED, "withdrawn")] * 3
 
@@ -570,8 +588,8 @@ def test_a_decode_that_is_gone_is_written_no_more(prefill: Prefill, remote: Remo
     prefill.register(remote, 2, name="transfer:waiting")
     prefill.offer(4, blocks=([7],))
     prefill.turn()
-    prefill.registry.dead("remote-0")
-    prefill.registry.dead("nobody")
+    prefill.registry.registrations.dead("remote-0")
+    prefill.registry.registrations.dead("nobody")
     prefill.deliver()
     assert not [one for one in said(remote) if isinstance(one, Stopped) and one.attempt == 2], "nobody is answered"
     prefill.clock.advance(1)
@@ -584,8 +602,8 @@ def test_a_decode_that_is_gone_is_written_no_more(prefill: Prefill, remote: Remo
 
 def test_a_defect_fails_the_registration_that_it_met(prefill: Prefill, remote: Remote) -> None:
     prefill.register(remote)
-    prefill.registry.fail(("remote-0", 1), "IndexError: of ours")
-    prefill.registry.fail(("remote-0", 2), "unknown")
+    prefill.registry.registrations.fail(("remote-0", 1), "IndexError: of ours")
+    prefill.registry.registrations.fail(("remote-0", 2), "unknown")
     prefill.deliver()
     assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "IndexError: of ours")]
     assert prefill.is_clean()
@@ -626,7 +644,7 @@ def test_an_offer_that_is_fetched_does_not_give_way(by: str, cause: RevocationCa
     if by == "a registration":
         prefill.register(remote)
     elif by != "nobody":
-        prefill.registry.handle(remote.transport.name, Reading(P1 if by == "a reader" else P2, 0))
+        hear(prefill.registry, remote.transport.name, Reading(P1 if by == "a reader" else P2, 0))
     revocation = Revocation(cause, "why", number=7)
     stays = by in ("a reader", "a registration") and cause is RevocationCause.LIMIT
     assert prefill.registry.outlasts(P1, revocation) == stays
@@ -636,7 +654,7 @@ def test_an_offer_that_is_fetched_does_not_give_way(by: str, cause: RevocationCa
         prefill.deliver()
         assert prefill.done == [P1] and prefill.revoked == [cause], "it is counted once"
     elif by == "a reader":
-        prefill.registry.handle(remote.transport.name, Release(P1, "", DIGEST, 0, 1))
+        hear(prefill.registry, remote.transport.name, Release(P1, "", DIGEST, 0, 1))
         assert prefill.done == [P1] and not prefill.revoked
 
 
@@ -674,8 +692,8 @@ def test_a_request_that_nobody_was_told_of_is_done_at_once(prefill: Prefill, end
 
 def test_a_release_by_name_before_its_offer_counts(prefill: Prefill) -> None:
     """A router has asked both sides at once, and decode had the whole prompt in its prefix cache."""
-    prefill.registry.handle("remote-0", Release("", NAME, DIGEST, 0, 1))
-    prefill.registry.handle("remote-0", Release("", NAME, OTHER_DIGEST, 0, 1))
+    hear(prefill.registry, "remote-0", Release("", NAME, DIGEST, 0, 1))
+    hear(prefill.registry, "remote-0", Release("", NAME, OTHER_DIGEST, 0, 1))
     prefill.offer(is_finished=True)
     assert prefill.done == ["p-1"]
     prefill.offer(request_id=P2, is_finished=True)
@@ -688,7 +706,7 @@ def test_a_release_by_name_before_its_offer_counts(prefill: Prefill) -> None:
 
 def test_a_release_by_id_before_its_offer_is_dropped(prefill: Prefill) -> None:
     """A peer learns the id from parameters that prefill returns when it finishes, so an earlier release is forged."""
-    prefill.registry.handle("remote-0", Release("p-1", NAME, DIGEST, 0, 1))
+    hear(prefill.registry, "remote-0", Release("p-1", NAME, DIGEST, 0, 1))
     prefill.offer(is_finished=True)
     assert prefill.done == []
 
@@ -696,19 +714,19 @@ def test_a_release_by_id_before_its_offer_is_dropped(prefill: Prefill) -> None:
 def test_a_release_by_id_for_another_prompt_is_dropped(prefill: Prefill) -> None:
     """A client's parameters may name the offer of another client's request."""
     prefill.offer(is_finished=True)
-    prefill.registry.handle("remote-0", Release("p-1", NAME, OTHER_DIGEST, 0, 1))
+    hear(prefill.registry, "remote-0", Release("p-1", NAME, OTHER_DIGEST, 0, 1))
     assert prefill.done == []
-    prefill.registry.handle("remote-0", Release("p-1", NAME, DIGEST, 0, 1))
+    hear(prefill.registry, "remote-0", Release("p-1", NAME, DIGEST, 0, 1))
     assert prefill.done == ["p-1"]
 
 
 def test_a_release_by_name_means_that_prompt_and_one_that_is_not_settled(prefill: Prefill) -> None:
     for request_id in (P1, P2):
         prefill.offer(request_id=request_id, is_finished=True)
-    prefill.registry.handle("remote-0", Release("", NAME, OTHER_DIGEST, 0, 1))
+    hear(prefill.registry, "remote-0", Release("", NAME, OTHER_DIGEST, 0, 1))
     assert prefill.done == []
     for expected in (["p-1"], ["p-1", "p-2"]):
-        prefill.registry.handle("remote-0", Release("", NAME, DIGEST, 0, 1))
+        hear(prefill.registry, "remote-0", Release("", NAME, DIGEST, 0, 1))
         assert prefill.done == expected
 
 
@@ -720,14 +738,14 @@ def test_a_name_alone_gives_up_the_offer_that_has_it(prefill: Prefill) -> None:
     """A release by name only frees the offer of that name, and no other."""
     prefill.offer(is_finished=True)
     prefill.offer(request_id=P2, name="transfer:another", is_finished=True)
-    prefill.registry.handle("remote-0", WAIVED)
+    hear(prefill.registry, "remote-0", WAIVED)
     assert prefill.done == ["p-1"]
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_name_alone_is_remembered_for_a_moment(is_late: bool, prefill: Prefill) -> None:
     """A release by name only may come before its offer. It is forgotten soon: a later request may have its name."""
-    prefill.registry.handle("remote-0", WAIVED)
+    hear(prefill.registry, "remote-0", WAIVED)
     if is_late:
         prefill.clock.advance(GRACE_SECONDS)
         prefill.registry.turn()
@@ -742,13 +760,13 @@ def test_of_several_offers_a_name_alone_gives_up_none(prefill: Prefill) -> None:
     """Rule R7: with several offers of one name, a release by name only does not say which one is meant."""
     prefill.offer(is_finished=True)
     prefill.offer(request_id=P2, digest=OTHER_DIGEST, is_finished=True)
-    prefill.registry.handle("remote-0", WAIVED)
+    hear(prefill.registry, "remote-0", WAIVED)
     assert not prefill.done
 
 
 def test_a_name_alone_gives_up_the_first_offer_that_comes(prefill: Prefill) -> None:
     prefill.offer(is_finished=True)
-    prefill.registry.handle("remote-0", WAIVED)
+    hear(prefill.registry, "remote-0", WAIVED)
     prefill.offer(request_id=P2, is_finished=True)
     assert prefill.done == ["p-1"]
 
@@ -757,7 +775,7 @@ def test_a_name_alone_gives_up_nothing_that_is_being_written(prefill: Prefill, r
     """A router has retried with another decode server, which has registered."""
     prefill.offer(4, blocks=([7],))
     prefill.register(remote)
-    prefill.registry.handle("another", WAIVED)
+    hear(prefill.registry, "another", WAIVED)
     prefill.offer(is_finished=True)
     assert not prefill.done
     prefill.deliver()
@@ -769,7 +787,7 @@ def test_who_wants_the_prompt_has_it_whatever_a_name_gave_up(when: str, prefill:
     """Rule R7: a registration with the offer's digest is written, although the offer was released by name only."""
     if when == "behind its offer":
         prefill.offer(4, blocks=([7],))
-    prefill.registry.handle("another", WAIVED)
+    hear(prefill.registry, "another", WAIVED)
     prefill.register(remote)
     prefill.offer(is_finished=True)
     assert not prefill.done
@@ -779,7 +797,7 @@ def test_who_wants_the_prompt_has_it_whatever_a_name_gave_up(when: str, prefill:
 
 def test_who_wants_another_prompt_does_not_have_what_a_name_gave_up(prefill: Prefill, remote: Remote) -> None:
     prefill.offer(4, blocks=([7],))
-    prefill.registry.handle("another", WAIVED)
+    hear(prefill.registry, "another", WAIVED)
     prefill.register(remote, digest=OTHER_DIGEST)
     prefill.offer(is_finished=True)
     assert prefill.done == ["p-1"]
@@ -787,17 +805,17 @@ def test_who_wants_another_prompt_does_not_have_what_a_name_gave_up(prefill: Pre
 
 def test_a_name_alone_counts_rank_by_rank() -> None:
     prefill = Prefill()
-    prefill.registry.handle("a", Release("", NAME, "", 0, 2))
+    hear(prefill.registry, "a", Release("", NAME, "", 0, 2))
     prefill.offer(is_finished=True)
     assert not prefill.done
-    prefill.registry.handle("b", Release("", NAME, "", 1, 2))
+    hear(prefill.registry, "b", Release("", NAME, "", 1, 2))
     assert prefill.done == ["p-1"]
 
 
 @pytest.mark.parametrize("digest", [DIGEST, ""])
 def test_ranks_that_have_released_it_before_its_offer_are_counted_one_by_one(prefill: Prefill, digest: str) -> None:
     for rank in (0, 1):
-        prefill.registry.handle("a", Release("", NAME, digest, rank, 2))
+        hear(prefill.registry, "a", Release("", NAME, digest, rank, 2))
     prefill.offer(is_finished=True)
     assert prefill.done == ["p-1"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from support.engine_fakes import grown
 from support.internals import leftovers
@@ -16,9 +17,9 @@ from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.prefill.offer import Offer, WriteTask
+from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import WINDOWS, FromBlocks, Source, Staged
-from kvcached_nixl.worker.staging.slots import Slots, Use
+from kvcached_nixl.worker.staging.slab import Slots, Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
 
 BLOCKS = (7, 3, 9)
@@ -26,7 +27,7 @@ BLOCKS = (7, 3, 9)
 
 def update(offer: Offer, ready_tokens: int, blocks: tuple[tuple[int, ...], ...] = (BLOCKS,)) -> Offer:
     """Prefill has computed so many tokens of an offer, in these kernel blocks per group."""
-    offer.update.ready_tokens, offer.update.groups = ready_tokens, grown(*blocks)
+    offer.update = msgspec.structs.replace(offer.update, ready_tokens=ready_tokens, groups=grown(*blocks))
     offer.blocks = tuple(KernelBlocks([KernelBlock(block) for block in group]) for group in blocks)
     return offer
 

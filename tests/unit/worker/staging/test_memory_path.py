@@ -8,7 +8,7 @@ import pytest
 from kvcached_nixl.errors import MemoryRefused, Unproved
 from kvcached_nixl.proof.result import LaneFound, Proof, Question, Rates
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath
-from kvcached_nixl.worker.staging.sizing import choose
+from kvcached_nixl.worker.memory_registration import choose
 
 AUTO, DIRECT, HOST, DEVICE = MemoryPath
 FAST, SLOW = Rates(8e9, 8e9, 1e6), Rates(1e7, 1e7, 1e3)

@@ -9,7 +9,7 @@ import pytest
 
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.staging.slots import SlabUse, Slots, Use
+from kvcached_nixl.worker.staging.slab import SlabUse, Slots, Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
 
 

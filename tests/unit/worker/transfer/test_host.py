@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/transfer/host.py: processes that live, are stopped, have ended, or belong to others; with real processes."""
+"""worker/transfer/peer_link.py: real processes that live, are stopped, have ended, or belong to others."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from kvcached_nixl.wire.handshake import Process
-from kvcached_nixl.worker.transfer import host
-from kvcached_nixl.worker.transfer.host import Host, own_process
+from kvcached_nixl.worker.transfer import peer_link as host
+from kvcached_nixl.worker.transfer.peer_link import Host, own_process
 
 CHILD = """
 import sys, threading
-from kvcached_nixl.worker.transfer.host import own_process
+from kvcached_nixl.worker.transfer.peer_link import own_process
 own = own_process()
 print(own.boot_id, own.namespaces, own.pid, own.started, sep="|", flush=True)
 sys.stdin.read()
@@ -77,7 +77,7 @@ def test_a_zombie_one_of_whose_threads_lives_is_not_gone(here: Host) -> None:
     """Its first thread has ended, and another one may be writing."""
     program = (
         "import ctypes, sys, threading, time\n"
-        "from kvcached_nixl.worker.transfer.host import own_process\n"
+        "from kvcached_nixl.worker.transfer.peer_link import own_process\n"
         "own = own_process()\n"
         "threading.Thread(target=time.sleep, args=(60,)).start()\n"
         "print(own.started, flush=True)\n"

@@ -113,7 +113,7 @@ def met(local: Local, **more: Any) -> Remote:
     remote = local.remote(**more)
     Needing(local, remote.address)
     local.turn()
-    assert local.peers.is_known(remote.transport.name)
+    assert local.peers.connection(remote.transport.name)
     return remote
 
 
@@ -156,7 +156,7 @@ def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:
     local.asking.answers[remote.place] = ("another tag", b"")
     local.peers.probe(remote.address)
     local.turn()
-    assert local.dead == [] and local.peers.is_known("remote-0")
+    assert local.dead == [] and local.peers.connection("remote-0")
     local.transport.send("remote-0", b"still there")
     local.asking.answers["by.name", 5601, 0] = ("another tag", b"")
     local.peers.probe(where)
@@ -243,7 +243,8 @@ def test_memory_of_a_process_that_has_ended_here_is_let_go_within_seconds(local:
     """Its replacement would not find the accelerator's memory free, and would not start."""
     remote = neighbour(local)
     later(local)
-    assert local.peers.is_known("remote-0") and local.asking.asked == [remote.place], "the kernel is asked, nobody else"
+    assert local.peers.connection("remote-0"), "the kernel is asked, nobody else"
+    assert local.asking.asked == [remote.place]
     local.host.__dict__["living"].clear()
     later(local)
     assert local.transport.peers == set() and local.unreachable == ["remote-0"]
@@ -275,7 +276,7 @@ def test_who_may_write_is_kept_until_it_cannot(local: Local) -> None:
     local.listener.may_write = lambda agent: True
     local.host.__dict__["living"].clear()
     later(local)
-    assert local.peers.is_known("remote-0") and local.unreachable == ["remote-0"]
+    assert local.peers.connection("remote-0") and local.unreachable == ["remote-0"]
     local.listener.may_write = lambda agent: False
     later(local)
     assert local.transport.peers == set()
@@ -306,7 +307,7 @@ def test_who_is_named_no_more_is_forgotten(local: Local) -> None:
     assert local.transport.peers == {"r0-0"}
     Needing(local, remotes[1].address)
     local.turn()
-    assert local.peers.is_known("r1-0")
+    assert local.peers.connection("r1-0")
     local.clock.advance(2 * FORGOTTEN_SECONDS)
     local.turn()
     assert not leftovers(local.peers)

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode: ranks of prefill that may still write, and how that ends (rule R13). Once per worker, on the transfer thread.
+
+The blocks of a failed attempt are held until each of its writers is in one of the first three states:
+
+    heard       it was told to stop, over NIXL and repeatedly, and has answered that it has
+    dead        it was a process of this host, and the kernel says that it has ended, whatever its address answers
+    fenced      it has not answered for UNHEARD_SECONDS, or another engine answers in its place, and it can write over
+                a network only: the gate it writes through is closed
+    held        none of these is possible: it is suspended on this host, and could write past all that can be closed
+
+That its side channel does not answer, refuses or times out says nothing about its workers. If it refuses, the attempt
+fails at once, else at its deadline at the latest; in each case its blocks still wait for one of these states.
+
+All ranks of prefill write through one gate (`transport.base.WriteGate`). To fence one of them, a second gate is opened
+for all later registrations. The first is closed when no other rank writes through it any more, or after DRAIN_SECONDS.
+After that no registration that was made through it can be written.
+
+    present ─► retired ─► closing ─► closed        its parts are told that they are fenced
+                             └──► again after AGAIN_SECONDS, if it was not closed
+
+Gates are opened and closed on a background thread, because NIXL may take long. All else is the transfer thread's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvcached_nixl.deadlines import Clock, Deadlines, earliest
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.transport.base import WriteGate
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.worker.background import Background, Work
+from kvcached_nixl.worker.decode.attempt import Attempt, Part
+from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
+
+__all__ = ["ActiveWriters", "GateUse", "WriteGates"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+LOOK_SECONDS = 5.0
+"""Between two checks whether a writer is alive."""
+UNHEARD_SECONDS = 20.0
+"""A writer that has not answered for so long that it has stopped is fenced."""
+DEAD_SECONDS = 2.0
+"""Wait after a writer's process has ended: NIXL's thread still receives what this host's kernel has buffered of it."""
+STILL_SECONDS = 1.0
+"""If `turn` was not called for so long, this process was stopped, and NIXL's thread with it."""
+
+
+class ActiveWriters:
+    """Ranks that may still write, and whether they are alive.
+
+    Args:
+        attempts: those that are not finished, by number; a view of the receiver's dict.
+    """
+
+    def __init__(self, context: WorkerContext, attempts: Mapping[int, Attempt]) -> None:
+        self._context = context
+        self._clock: Clock = context.clock
+        self._attempts = attempts
+        self._at: defaultdict[Peer, dict[int, None]] = defaultdict(dict)
+        self._looked_at = Deadlines[Peer]()
+        self._failed_at: dict[int, float] = {}
+        self._ended_at = Deadlines[tuple[str, int]]()
+        self._is_put_off: set[tuple[str, int]] = set()
+        self._turned_at_seconds = context.clock.now_seconds()
+        self._said_held = RecentSet[str]()
+
+    def expect(self, part: Part, number: int) -> None:
+        """From now on a rank of prefill may write; check every LOOK_SECONDS whether it is alive."""
+        self._at[part.address][number] = None
+        self._looked_at.setdefault(part.address, self._clock.now_seconds() + LOOK_SECONDS)
+
+    def failed(self, number: int) -> None:
+        """An attempt has failed, so its writers are asked to stop; UNHEARD_SECONDS begin."""
+        self._failed_at[number] = self._clock.now_seconds()
+
+    def finished(self, attempt: Attempt) -> None:
+        """No rank writes for this attempt any more."""
+        number = attempt.number
+        self._failed_at.pop(number, None)
+        for part in attempt.parts:
+            part.finish()
+            waiting = self._at.get(part.address)
+            if waiting is not None:
+                waiting.pop(number, None)
+                if not waiting:
+                    del self._at[part.address]
+                    self._looked_at.pop(part.address, None)
+
+    def may_write(self, agent: str) -> bool:
+        """Whether an agent was told of blocks to write, and has not answered that it has stopped."""
+        parts = (part for attempt in self._attempts.values() for part in attempt.parts)
+        return any(part.may_write and part.agent == agent for part in parts)
+
+    def look_after(self, attempt: Attempt) -> None:
+        """Fence, or wait for the end of, the ranks that may still write for an attempt although they were asked to stop
+        or cannot be asked."""
+        now, number = self._clock.now_seconds(), attempt.number
+        is_unheard = now - self._failed_at.get(number, now) >= UNHEARD_SECONDS
+        for part in attempt.parts:
+            if not part.may_write:
+                continue
+            assert part.agent is not None
+            if part.is_dead:
+                self._ended_at.setdefault((part.agent, number), now + DEAD_SECONDS)
+            elif (is_unheard or part.is_abandoned) and not part.fence():
+                self._say_held(part.agent, part.address)
+
+    def turn(self) -> float | None:
+        """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due."""
+        now = self._clock.now_seconds()
+        if now - self._turned_at_seconds > STILL_SECONDS:
+            late = [one for one in self._ended_at if one not in self._is_put_off]
+            self._ended_at.move(dict.fromkeys(late, now + DEAD_SECONDS))
+            self._is_put_off.update(late)
+        self._turned_at_seconds = now
+        for agent, number in self._ended_at.take_due(now):
+            self._is_put_off.discard((agent, number))
+            attempt = self._attempts.get(number)
+            for part in attempt.parts if attempt is not None else ():
+                if part.agent == agent:
+                    part.dead()
+        for address in self._looked_at.take_due(now):
+            if self._at.get(address):
+                self._looked_at[address] = now + LOOK_SECONDS
+                self._context.peers.probe(address)
+                self._look_for_ends(address)
+        return earliest(self._looked_at.first_seconds, self._ended_at.first_seconds)
+
+    def _look_for_ends(self, address: Peer) -> None:
+        """Find writers whose process on this host has ended, without any message from their engine."""
+        for number in list(self._at[address]):
+            attempt = self._attempts.get(number)
+            for part in attempt.parts if attempt is not None else ():
+                if part.address == address and part.may_write and part.is_dead:
+                    assert attempt is not None
+                    self.look_after(attempt)
+                    reason = f"the process of rank {address.tp_rank} of prefill has ended"
+                    attempt.fail(HandOverFailed(FailureCause.LOST, reason))
+
+    def _say_held(self, agent: str, address: Peer) -> None:
+        if agent in self._said_held:
+            return
+        self._said_held.add(agent)
+        logger.warning(
+            "Rank %d of prefill at %s:%d does not say that it has stopped, and could write from this host through "
+            "shared memory, which decode cannot close. The blocks that it may write stay in quarantine until it "
+            "answers or its process ends: continue the process if it is suspended, or end it. If it runs in another "
+            "PID namespace and the KV is in device memory, its end is not visible here: run both in one PID namespace, "
+            "or set UCX_TLS to network transports only.",
+            address.tp_rank,
+            address.host,
+            address.port,
+        )
+
+
+DRAIN_SECONDS = 60.0
+"""How long registrations through a retired gate may still be written; then they fail and the gate is closed."""
+AGAIN_SECONDS = 10.0
+"""Time between opening two gates, so that only a few are open; and before a failed open or close is retried."""
+
+
+@dataclass(eq=False)
+class GateUse:
+    """A gate, and the parts that are registered through it.
+
+    Attributes:
+        fenced: parts whose writers do not answer.
+        closes_at_seconds: when the gate is closed at the latest, or closing is retried; None for the present gate.
+        is_closing: its notifications are not read any more.
+        is_tried: the background thread is closing it now.
+    """
+
+    gate: WriteGate
+    metadata: bytes
+    parts: dict[Part, None] = field(default_factory=dict)
+    fenced: set[Part] = field(default_factory=set)
+    closes_at_seconds: float | None = None
+    is_closing: bool = False
+    is_tried: bool = False
+
+    @property
+    def has_fenced(self) -> bool:
+        return any(not part.is_idle for part in self.fenced)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a writer that is not fenced may still write through it."""
+        return any(not part.is_idle for part in self.parts if part not in self.fenced)
+
+
+class WriteGates:
+    """The gates of this rank's memory.
+
+    Args:
+        make: opens a gate; called on the background thread, except for the first gate.
+    """
+
+    def __init__(self, make: Callable[[], WriteGate], works: Background, clock: Clock) -> None:
+        self._make = make
+        self._works = works
+        self._clock = clock
+        self._present: GateUse | None = None
+        self._retired: list[GateUse] = []
+        self._is_opening = False
+        self._opens_at_seconds = 0.0
+
+    def __len__(self) -> int:
+        """Number of gates that are not closed."""
+        return (self._present is not None) + len(self._retired)
+
+    def __iter__(self) -> Iterator[WriteGate]:
+        """Gates whose notifications have to be read."""
+        if self._present is not None:
+            yield self._present.gate
+        yield from (one.gate for one in self._retired if not one.is_closing)
+
+    def begin(self) -> GateUse:
+        """Return the present gate; opens the first one. Called at start where ranks of prefill will write for certain;
+        else the first registration has to wait for it.
+
+        Raises:
+            TransportError: the gate cannot be opened.
+        """
+        if self._present is None:
+            gate = self._make()
+            self._present = GateUse(gate, gate.metadata())
+        return self._present
+
+    def join(self, part: Part) -> GateUse:
+        """Return the gate for a part that is about to be registered. Raises `TransportError` as `begin`."""
+        use = self.begin()
+        use.parts[part] = None
+        return use
+
+    @staticmethod
+    def leave(part: Part, use: GateUse) -> None:
+        """The part's attempt is finished, or the part was not registered after all."""
+        use.parts.pop(part, None)
+        use.fenced.discard(part)
+
+    @staticmethod
+    def fence(part: Part, use: GateUse) -> None:
+        """Fence a part whose writer does not answer; calls `Part.fenced` once that cannot write any more."""
+        if part in use.parts:
+            use.fenced.add(part)
+
+    def close(self) -> None:
+        """Close all gates, on the calling thread: the engine ends. `turn` must not be called afterwards."""
+        for one in self._retired if self._present is None else [self._present, *self._retired]:
+            one.gate.close()
+
+    def turn(self) -> float | None:
+        """Open and close gates that are due; returns when to call again, in the clock's seconds, None if never."""
+        now = self._clock.now_seconds()
+        due: list[float] = []
+        if self._present is not None and self._present.has_fenced and not self._is_opening:
+            if now >= self._opens_at_seconds:
+                self._open()
+            else:
+                due.append(self._opens_at_seconds)
+        for one in list(self._retired):
+            assert one.closes_at_seconds is not None
+            is_due = now >= one.closes_at_seconds
+            if one.is_used and not one.is_closing and is_due:
+                self._cut_off(one)
+            if one.is_tried:
+                continue
+            if is_due or not (one.is_used or one.is_closing):
+                self._close(one)
+            else:
+                due.append(one.closes_at_seconds)
+        return min(due, default=None)
+
+    def _open(self) -> None:
+        self._is_opening = True
+        self._opens_at_seconds = self._clock.now_seconds() + AGAIN_SECONDS
+        found: list[GateUse] = []
+
+        def make() -> bool:
+            gate = self._make()
+            found.append(GateUse(gate, gate.metadata()))
+            return True
+
+        def made(_: bool | None, failed: str) -> None:
+            self._is_opening = False
+            if failed:
+                logger.error(
+                    "%s. Blocks that a peer without an answer may still write stay in quarantine; trying again every "
+                    "%g s",
+                    failed,
+                    AGAIN_SECONDS,
+                )
+                return
+            before, self._present = self._present, found[0]
+            assert before is not None
+            before.closes_at_seconds = self._clock.now_seconds() + DRAIN_SECONDS
+            self._retired.append(before)
+
+        self._works.submit(Work("opening another write gate", make, made))
+
+    @staticmethod
+    def _cut_off(use: GateUse) -> None:
+        for part in [one for one in use.parts if not one.is_idle and one not in use.fenced]:
+            use.fenced.add(part)
+            part.cut_off()
+
+    def _close(self, use: GateUse) -> None:
+        use.is_closing = use.is_tried = True
+        gate = use.gate
+        self._works.submit(Work("closing a write gate", gate.close, partial(self._closed, use)))
+
+    def _closed(self, use: GateUse, is_closed: bool | None, failed: str) -> None:
+        use.is_tried = False
+        if not is_closed:
+            use.closes_at_seconds = self._clock.now_seconds() + AGAIN_SECONDS
+            logger.error(
+                "A write gate could not be closed%s. Blocks that a peer without an answer may still write stay in "
+                "quarantine; trying again every %g s",
+                failed and f" ({failed})",
+                AGAIN_SECONDS,
+            )
+            return
+        self._retired.remove(use)
+        for part in list(use.parts):
+            if not part.is_idle:
+                part.fenced()
+            self.leave(part, use)

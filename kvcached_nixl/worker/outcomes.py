@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has ended, from the transfer thread to the engine's thread. Once per worker."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
+from kvcached_nixl.wire.step import FetchSpec, Step
+from kvcached_nixl.wire.timeline import Lasted, Reported
+from kvcached_nixl.worker.staging.slab import SlabUse
+from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
+
+__all__ = ["Outcome", "OutcomeQueue", "WorkerCounters"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+
+@dataclass
+class Outcome:
+    """What has ended since the last `take`. Each attempt, request and hold is named once.
+
+    Attributes:
+        finished: decode's attempts that have nothing in flight any more.
+        failed: decode's attempts that bring no KV, and why; their transfers may still be in flight.
+        done: prefill's requests whose blocks are not needed any more.
+        idle_holds: holds whose blocks nothing reads any more.
+        spared: numbers of revocations whose offers were not taken back.
+        claimed: numbers of `AwaitClaim`.
+        known: decode's attempts whose request waits for its turn at prefill, or is computed there.
+    """
+
+    finished: set[int] = field(default_factory=set)
+    failed: dict[int, HandOverFailed] = field(default_factory=dict)
+    done: set[PrefillRequestId] = field(default_factory=set)
+    idle_holds: set[int] = field(default_factory=set)
+    spared: set[int] = field(default_factory=set)
+    claimed: set[int] = field(default_factory=set)
+    known: set[int] = field(default_factory=set)
+
+
+@dataclass
+class WorkerCounters:
+    """Counts for the metrics since they were last taken.
+
+    Attributes:
+        moved: (bytes, descriptors, seconds) of each hand-over whose bytes this rank has moved.
+        expired: prefill's requests whose lease expired.
+        failures: hand-overs that brought no KV, by `FailureCause`; counted by the scheduler, reported by rank 0.
+        quarantined_blocks: blocks held because a transfer may still touch them; None if the number has not changed.
+        revoked: offers that were taken back, by `RevocationCause`; reported by rank 0.
+        reasons: (attempt, why it failed).
+        route: transfer mode and memory path of this rank.
+        moved_bytes: of KV, also for hand-overs that fail; None if none were moved.
+        slab: this rank, and the use of its slab; None if that has not changed.
+        slab_waits: how often a hand-over has begun to wait for slots.
+        timelines: of hand-overs that have ended on this rank, for the scheduler.
+        lasted: times in states of hand-overs; from the scheduler, reported by rank 0.
+    """
+
+    moved: list[tuple[int, int, float]] = field(default_factory=list)
+    failures: Counter[int] = field(default_factory=Counter)
+    expired: int = 0
+    quarantined_blocks: int | None = None
+    revoked: Counter[int] = field(default_factory=Counter)
+    reasons: list[tuple[int, str]] = field(default_factory=list)
+    route: tuple[str, str] = ("pull", "direct")
+    moved_bytes: int | None = None
+    slab: tuple[int, SlabUse] | None = None
+    slab_waits: int = 0
+    timelines: list[Reported] = field(default_factory=list)
+    lasted: list[Lasted] = field(default_factory=list)
+
+
+TELL_AGAIN_SECONDS = 1.0
+"""How often a wake-up is repeated: one to a sleeping engine may get lost, and its blocks would then not be freed before
+the next request."""
+
+
+class OutcomeQueue:
+    """Passes what has ended from the transfer thread to the engine's thread. Once per worker.
+
+    Args:
+        route: transfer mode and memory path, for the metrics.
+
+    Threads: the engine's thread calls `take`, `take_counted` and `computed`, the transfer thread everything else.
+    """
+
+    def __init__(self, clock: Clock, tp_rank: int = 0, route: tuple[str, str] = ("pull", "direct")) -> None:
+        self._clock = clock
+        self._tp_rank = tp_rank
+        self._lock = threading.Lock()
+        self._outcome = Outcome()
+        # Shown from the start, so that the first bytes are a rise.
+        self._counted = WorkerCounters(route=route, moved_bytes=0)
+        self._tell_at_seconds: float | None = None
+        self._slab: SlabUse | None = None
+        self._num_waits = 0
+
+    def failed(self, spec: FetchSpec, failure: HandOverFailed) -> None:
+        # The scheduler logs what the first rank says. What distrusts an engine from then on is said by each.
+        is_grave = failure.cause in (FailureCause.CHECKSUM, FailureCause.DEFECT)
+        tags = HandOverFailed(failure.cause, "").tags(spec.request_id, attempt=spec.attempt)
+        logger.log(logging.WARNING if is_grave else logging.DEBUG, "%s: %s", tags, failure)
+        with self._lock:
+            self._outcome.failed[spec.attempt] = failure
+            self._has_news()
+
+    def finished(self, spec: FetchSpec) -> None:
+        with self._lock:
+            self._outcome.finished.add(spec.attempt)
+            self._has_news()
+
+    def done(self, request_id: PrefillRequestId) -> None:
+        with self._lock:
+            self._outcome.done.add(request_id)
+            self._has_news()
+
+    def hold_idle(self, hold: int) -> None:
+        with self._lock:
+            self._outcome.idle_holds.add(hold)
+            self._has_news()
+
+    def expired(self, request_id: PrefillRequestId) -> None:
+        tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
+        logger.warning("KV was not fetched: %s: its lease expired", tags)
+        with self._lock:
+            self._counted.expired += 1
+
+    def moved(self, tally: TransferTally) -> None:
+        """A hand-over has succeeded whose bytes this rank has moved."""
+        with self._lock:
+            self._counted.moved.append((tally.num_bytes, tally.descriptors, tally.seconds))
+
+    def timed(self, timeline: Reported) -> None:
+        """A hand-over has ended on this rank: its timeline, before its end is reported.
+
+        An offer that is traced wakes the engine: where KV is staged, its blocks were given back long before.
+        """
+        with self._lock:
+            self._counted.timelines.append(timeline)
+            if timeline[1]:
+                self._has_news()
+
+    def revoked(self, cause: RevocationCause) -> None:
+        if not self._tp_rank:
+            with self._lock:
+                self._counted.revoked[cause] += 1
+
+    def spared(self, number: int) -> None:
+        with self._lock:
+            self._outcome.spared.add(number)
+            self._has_news()
+
+    def claimed(self, number: int) -> None:
+        with self._lock:
+            self._outcome.claimed.add(number)
+            self._has_news()
+
+    def known(self, attempt: int) -> None:
+        with self._lock:
+            self._outcome.known.add(attempt)
+            self._has_news()
+
+    def moved_bytes(self, num_bytes: int) -> None:
+        """A transfer of KV has succeeded."""
+        with self._lock:
+            self._counted.moved_bytes = (self._counted.moved_bytes or 0) + num_bytes
+
+    def slab(self, use: SlabUse, num_waits: int) -> None:
+        """The slab's use now, and how often a hand-over has waited for slots since the start."""
+        if use == self._slab and num_waits == self._num_waits:
+            return
+        with self._lock:
+            self._counted.slab = self._tp_rank, use
+            self._counted.slab_waits += num_waits - self._num_waits
+            if use.is_idle and self._slab is not None:
+                # An engine that is idle, too, would go on showing slots that are free.
+                self._has_news()
+        self._slab, self._num_waits = use, num_waits
+
+    def computed(self, step: Step) -> None:
+        """The first rank reports what the scheduler has counted."""
+        if self._tp_rank:
+            return
+        with self._lock:
+            self._counted.failures.update(step.counts)
+            self._counted.lasted += step.lasted
+            if step.quarantined_blocks is not None:
+                self._counted.quarantined_blocks = step.quarantined_blocks
+
+    def take_counted(self) -> WorkerCounters:
+        """Returns the counts for the metrics since the last call."""
+        with self._lock:
+            counted, self._counted = self._counted, WorkerCounters(route=self._counted.route)
+            return counted
+
+    def take_news(self) -> bool:
+        """Returns whether to wake the engine now: for the first end since `take`, then every TELL_AGAIN_SECONDS until
+        `take` is called."""
+        with self._lock:
+            now = self._clock.now_seconds()
+            if self._tell_at_seconds is None or now < self._tell_at_seconds:
+                return False
+            self._tell_at_seconds = now + TELL_AGAIN_SECONDS
+            return True
+
+    def take(self) -> Outcome:
+        """Returns what has ended since the last call."""
+        with self._lock:
+            outcome, self._outcome = self._outcome, Outcome()
+            self._tell_at_seconds = None
+            return outcome
+
+    def _has_news(self) -> None:
+        if self._tell_at_seconds is None:
+            self._tell_at_seconds = self._clock.now_seconds()
