@@ -72,6 +72,12 @@ What does vLLM's own load generator measure with prefill/decode, beside stock pr
 targets: every request is answered, with KV from prefill. Decode that asks, beside stock: at least as many requests a
   second; first and further tokens as soon, and for as little CPU time of all servers and the router (medians of the
   ratios of the rounds). The speed beside one instance has no target: where all share cores, P/D cannot be faster.""",
+    "asking": """\
+Is a first token later when decode asks prefill than when a router does?
+  One prefill and one decode server. The same requests in turn: to decode, which asks prefill; and as a router sends
+  them, to prefill and with its answer to decode (pull), or to both at once (push). Prompts of 1,024 and 4,096 tokens, 1
+  and 8 at a time. --only names the transfer mode; --rounds is 20.
+targets: the median first token comes no later than with a router""",
     "traces": """\
 Do the spans of a request account for its time to first token?
   A prefill and a decode server that asks it, both with --otlp-traces-endpoint, and a collector. Requests are streamed,
