@@ -43,10 +43,11 @@ targets, for each model, medians:
   a prompt's descriptors, contiguous / non-contiguous     <= 0.5""",
     "handshake_cost": """\
 What does the first hand-over of a pair cost, and does the cost grow with the memory that kvcached reserves?
-  Fresh pairs: stock vLLM, this package in both layouts, and kvcached with its own NIXL patch, with 1, 8 and 60 GiB
-  reserved. The very first hand-over; cold hand-overs, which include a handshake (the first one, and twenty more, each
-  after decode was made to forget its peer); warm ones; decode's resident memory; descriptors per block; and the time
-  that this package's wrappers add to a decode step. --only names arms; --rounds is 2.
+  Fresh pairs, which take turns: this package in both layouts, and kvcached with its own NIXL patch, each with 1, 8 and
+  60 GiB reserved and beside stock vLLM. The very first hand-over; cold hand-overs, which include a handshake (the first
+  one, and twenty more, each after decode was made to forget its peer); warm ones; decode's resident memory;
+  descriptors per block; and the time that this package's wrappers add to a decode step. --only names arms; --rounds
+  is 2.
 targets, for this package (cold figures are first quartiles over all rounds: other load on the machine only adds time):
   cold hand-over at 60 GiB   <= 1.3 x the one at 1 GiB, <= 1.2 x stock
   resident memory            <= 64 MiB more at 60 GiB than at 1 GiB
