@@ -4,52 +4,72 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from experiments.bench.pairs import APART, KVCACHED, Arm, Router, pair_specs
-from experiments.bench.samples import Answer, Column, Run, Samples
+from experiments.bench.pairs import APART, KVCACHED, Arm, Router, in_turn, pair_specs
+from experiments.bench.samples import Answer, Column, Run, Samples, Setting
 from experiments.common.client import AnswerError, Client, http_client
 from experiments.common.model import make_model
-from experiments.common.servers import Server, running
+from experiments.common.servers import Server, ServerSpec, running
 from experiments.common.targets import Verdict
 
 SIZES_GIB = (1, 8, 60)
 ROUNDS = 2
 PROMPT_TOKENS = 512
+PROMPT = [2 + place % 500 for place in range(PROMPT_TOKENS)]
 DECODE_TOKENS = 64
 WARM_HAND_OVERS = 7
 COLD_AGAIN = 20
 """Further hand-overs, each after decode was made to forget its peer: a single one depends on other load."""
-COLD_AGAIN_SECONDS = 30.0
-"""No further cold hand-over begins after this time."""
 TIMED_CALLS = 2000
 MIB = 2**20
 
 STOCK = Arm("stock vLLM")
 OURS = (Arm("this package, contiguous", KVCACHED), Arm("this package, non-contiguous", APART))
 KVCACHED_OWN = Arm("kvcached's own patch", {**APART, "KVCACHED_NIXL": "0"})
-ARMS = (STOCK, *OURS, KVCACHED_OWN)
+ARMS = (*OURS, KVCACHED_OWN)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of pair. ``reserved_gib`` is the device size that kvcached assumes; 0 for stock, which has none."""
+
+    arm: Arm
+    reserved_gib: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.reserved_gib} GiB" if self.reserved_gib else STOCK.name
+
+    def specs(self, beside: Arm) -> list[ServerSpec]:
+        # The cost of reserving is measured; only little of the reserved memory is ever mapped.
+        reserves = {"KVCACHED_HOSTVMM_GIB": str(self.reserved_gib), "KVCACHED_HOSTVMM_OVERCOMMIT": "1"}
+        environment = reserves if self.reserved_gib else {}
+        place = f"{beside.name}-{self.name}"
+        return pair_specs(self.arm, place, environment, model=make_model(), max_num_batched_tokens=1024)
 
 
 def answer(run: Run) -> Answer:
-    """Measure fresh pairs of every arm and reserved size."""
-    samples = Samples(("{} GiB",))
+    """Measure fresh pairs of every arm, of all reserved sizes and stock at the same time."""
+    samples = Samples(("{}",))
     rounds = 1 if run.quick else run.rounds or ROUNDS
-    arms = [arm for arm in ARMS if run.only in arm.name and not (run.quick and arm is KVCACHED_OWN)]
     sizes = (SIZES_GIB[0], SIZES_GIB[-1]) if run.quick else SIZES_GIB
-    for turn in range(rounds):
-        one = dataclasses.replace(run, logs=run.logs / str(turn))
-        for arm in arms:
-            for gib in sizes if arm.environment else (0,):
-                measure(one, samples, arm, gib)
-                cold = samples.median((gib,), arm.name, "cold")
-                run.tell(f"{arm.name}, {gib} GiB: cold {cold * 1e3:.0f} ms")
+    for turn, arm in itertools.product(range(rounds), ARMS):
+        if run.only in arm.name and not (run.quick and arm is KVCACHED_OWN):
+            kinds = [Kind(STOCK, 0), *(Kind(arm, gib) for gib in sizes)]
+            with contextlib.ExitStack() as stack:
+                logs = run.logs / str(turn)
+                pairs = [stack.enter_context(running(kind.specs(arm), logs, run.show)) for kind in kinds]
+                run.tell(f"{arm.name}: {len(pairs)} pairs run")
+                asyncio.run(_measure(samples, (arm.name,), kinds, pairs))
     columns = (
         Column("first, ms", "first"),
         Column("cold, ms", "cold"),
@@ -71,38 +91,32 @@ def first_quartile(values: Sequence[float]) -> float:
     return statistics.quantiles(values)[0]
 
 
-def measure(run: Run, samples: Samples, arm: Arm, reserved_gib: int) -> None:
-    """Start a fresh pair, measure, stop it. ``reserved_gib`` is the device size that kvcached assumes."""
-    # The cost of reserving is measured; only little of the reserved memory is ever mapped.
-    reserves = {"KVCACHED_HOSTVMM_GIB": str(reserved_gib), "KVCACHED_HOSTVMM_OVERCOMMIT": "1"}
-    environment = reserves if reserved_gib else {}
-    specs = pair_specs(arm, f"{reserved_gib}", environment, model=make_model(), max_num_batched_tokens=1024)
-    with running(specs, run.logs, run.show) as (prefill, decode):
-        asyncio.run(_measure(samples, (reserved_gib,), arm, prefill, decode))
-
-
-async def _measure(samples: Samples, setting: tuple[int], arm: Arm, prefill: Server, decode: Server) -> None:
+async def _measure(
+    samples: Samples, setting: Setting, kinds: Sequence[Kind], pairs: Sequence[Sequence[Server]]
+) -> None:
+    """Measure pairs that run at the same time; they take turns."""
     async with http_client(1) as http:
-        router = Router(arm, prefill, decode, http)
-        prompt = [2 + place % 500 for place in range(PROMPT_TOKENS)]
-        for side in (router.prefill, router.decode):
-            # Both sides compute once before, so that only the hand-over happens for the first time.
-            await side.answer(prompt, max_tokens=2, salt="warm", request_id="warm")
-        first = await _first_token_seconds(router)
-        samples.add(setting, arm.name, first=first, cold=first)
-        for _ in range(WARM_HAND_OVERS):
-            samples.add(setting, arm.name, warm=await _first_token_seconds(router))
-        resident, peak = _resident_bytes(decode)
-        begun = time.monotonic()
-        for _ in range(COLD_AGAIN):
-            if time.monotonic() - begun > COLD_AGAIN_SECONDS:
-                break
-            if (await router.decode.probe("forget_peers"))["forgotten"] != 1:
-                raise AnswerError("found decode with no peer or several to forget; expected one, prefill's engine.")
-            samples.add(setting, arm.name, cold=await _first_token_seconds(router))
-        step = await _step_seconds(router.decode, prompt)
-        found = {**await router.decode.probe("registration"), **await router.decode.probe("idle_seconds", TIMED_CALLS)}
-        samples.add(setting, arm.name, resident=resident, peak=peak, step=step, **found)
+        routers = {kind.name: Router(kind.arm, *pair, http) for kind, pair in zip(kinds, pairs, strict=True)}
+        for name, router in routers.items():
+            for side in (router.prefill, router.decode):
+                # Both sides compute once before, so that only the hand-over happens for the first time.
+                await side.answer(PROMPT, max_tokens=2, salt="warm", request_id="warm")
+            first = await _first_token_seconds(router)
+            samples.add(setting, name, first=first, cold=first)
+        for turn in range(WARM_HAND_OVERS):
+            for name, router in in_turn(list(routers.items()), turn):
+                samples.add(setting, name, warm=await _first_token_seconds(router))
+        held = {kind.name: _resident_bytes(decode) for kind, (_, decode) in zip(kinds, pairs, strict=True)}
+        for turn in range(COLD_AGAIN):
+            for name, router in in_turn(list(routers.items()), turn):
+                if (await router.decode.probe("forget_peers"))["forgotten"] != 1:
+                    raise AnswerError("found decode with no peer or several to forget; expected one, prefill's engine.")
+                samples.add(setting, name, cold=await _first_token_seconds(router))
+        for name, router in routers.items():
+            (resident, peak), step = held[name], await _step_seconds(router.decode)
+            samples.add(setting, name, resident=resident, peak=peak, step=step)
+            for method, *more in (("registration",), ("idle_seconds", TIMED_CALLS)):
+                samples.add(setting, name, **await router.decode.probe(method, *more))
 
 
 async def _first_token_seconds(router: Router) -> float:
@@ -111,13 +125,13 @@ async def _first_token_seconds(router: Router) -> float:
     return handed.tokens[0] - handed.offered
 
 
-async def _step_seconds(decode: Client, prompt: list[int]) -> float:
+async def _step_seconds(decode: Client) -> float:
     """Return the time of a decode step: the difference per token between a long and a short answer to a cached
     prompt."""
     spent = []
     for tokens in (1, 1 + DECODE_TOKENS, 1, 1 + DECODE_TOKENS, 1, 1 + DECODE_TOKENS):
         begun = time.perf_counter()
-        await decode.answer(prompt, max_tokens=tokens, salt="steps", request_id=f"steps-{len(spent)}")
+        await decode.answer(PROMPT, max_tokens=tokens, salt="steps", request_id=f"steps-{len(spent)}")
         spent.append(time.perf_counter() - begun)
     return (statistics.median(spent[3::2]) - statistics.median(spent[2::2])) / DECODE_TOKENS
 
@@ -136,28 +150,28 @@ def _resident_bytes(server: Server) -> tuple[int, int]:
 
 
 def judge(samples: Samples) -> list[Verdict]:
-    """Return the targets of this package's arms; none for an arm or a size that was not measured."""
-    small, large, stock = (SIZES_GIB[0],), (SIZES_GIB[-1],), (0,)
+    """Return the targets of this package's arms that were measured."""
+    small, large, stock = f"{SIZES_GIB[0]} GiB", f"{SIZES_GIB[-1]} GiB", STOCK.name
     rows = []
-    for arm in (one.name for one in OURS):
-        if not (samples.values(large, arm, "cold") and samples.values(stock, STOCK.name, "cold")):
+    for setting in samples.settings:
+        if setting[0] == KVCACHED_OWN.name:
             continue
-        cold = first_quartile(samples.values(large, arm, "cold"))
-        growth = cold / first_quartile(samples.values(small, arm, "cold"))
-        against_stock = cold / first_quartile(samples.values(stock, STOCK.name, "cold"))
-        more = (samples.median(large, arm, "resident") - samples.median(small, arm, "resident")) / MIB
-        beside = samples.median(stock, STOCK.name, "idle")
+        rows += samples.compare(
+            *(large, small, "cold", f"cold, {large} / {small}"), most=1.3, of=first_quartile, where=setting.__eq__
+        )
+        rows += samples.compare(
+            *(large, stock, "cold", f"cold, {large} / stock"), most=1.2, of=first_quartile, where=setting.__eq__
+        )
+        more = (samples.median(setting, large, "resident") - samples.median(setting, small, "resident")) / MIB
+        words = f"{samples.words(setting)}: memory, {large} - {small} (<= 64 MiB)"
+        rows.append(Verdict(words, f"{more:+.0f} MiB", more <= 64))
+        beside = samples.median(setting, stock, "idle")
         share = max(
             max(0.0, idle - beside) / step
-            for setting in samples.settings
-            for idle, step in zip(
-                samples.values(setting, arm, "idle"), samples.values(setting, arm, "step"), strict=True
-            )
+            for name in samples.arms
+            if name != stock
+            for idle, step in zip(*(samples.values(setting, name, what) for what in ("idle", "step")), strict=True)
         )
-        rows += [
-            Verdict(f"{arm}: cold, 60 GiB / 1 GiB (<= 1.3)", f"{growth:.2f} x", growth <= 1.3),
-            Verdict(f"{arm}: cold, 60 GiB / stock (<= 1.2)", f"{against_stock:.2f} x", against_stock <= 1.2),
-            Verdict(f"{arm}: memory, 60 GiB - 1 GiB (<= 64 MiB)", f"{more:+.0f} MiB", more <= 64),
-            Verdict(f"{arm}: share of a decode step that wrappers add to stock (< 1 %)", f"{share:.2%}", share < 0.01),
-        ]
+        words = f"{samples.words(setting)}: share of a decode step that wrappers add to stock (< 1 %)"
+        rows.append(Verdict(words, f"{share:.2%}", share < 0.01))
     return rows

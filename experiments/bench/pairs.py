@@ -113,9 +113,7 @@ class Router:
         Args:
             late_seconds: so long after prefill's answer decode gets its request, also where the arm streams.
         """
-        number = next(self.names)
-        name = f"request-{number}"
-        prompt = [2 + (number * 131 + place * 7 + place * place) % 500 for place in range(length)]
+        name, prompt = self._next(length)
         asked = time.perf_counter()
         if self.arm.is_streamed and late_seconds is None:
             params = {**self.coordinates, "do_remote_prefill": True, "transfer_id": name}
@@ -129,6 +127,16 @@ class Router:
         offered = time.perf_counter()
         return Handed(asked, offered, await self._decode(prompt, name, params, tokens))
 
+    async def ask_decode(self, length: int, tokens: int = 1) -> Handed:
+        """Ask decode only, which asks prefill."""
+        name, prompt = self._next(length)
+        asked = time.perf_counter()
+        return Handed(asked, asked, await self._decode(prompt, name, None, tokens))
+
+    def _next(self, length: int) -> tuple[str, list[int]]:
+        number = next(self.names)
+        return f"request-{number}", [2 + (number * 131 + place * 7 + place * place) % 500 for place in range(length)]
+
     async def _prefill(self, prompt: list[int], name: str, params: dict[str, Any]) -> dict[str, Any]:
         answer = await self.prefill.complete(
             prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params=params
@@ -138,7 +146,7 @@ class Router:
             raise AnswerError(f"{name}: found no kv_transfer_params in prefill's answer; nothing was handed over.")
         return dict(offered)
 
-    async def _decode(self, prompt: list[int], name: str, params: dict[str, Any], tokens: int) -> list[float]:
+    async def _decode(self, prompt: list[int], name: str, params: dict[str, Any] | None, tokens: int) -> list[float]:
         return await self.decode.token_times(
             prompt, max_tokens=tokens, salt=name, request_id=name, kv_transfer_params=params
         )

@@ -43,10 +43,11 @@ targets, for each model, medians:
   a prompt's descriptors, contiguous / non-contiguous     <= 0.5""",
     "handshake_cost": """\
 What does the first hand-over of a pair cost, and does the cost grow with the memory that kvcached reserves?
-  Fresh pairs: stock vLLM, this package in both layouts, and kvcached with its own NIXL patch, with 1, 8 and 60 GiB
-  reserved. The very first hand-over; cold hand-overs, which include a handshake (the first one, and twenty more, each
-  after decode was made to forget its peer); warm ones; decode's resident memory; descriptors per block; and the time
-  that this package's wrappers add to a decode step. --only names arms; --rounds is 2.
+  Fresh pairs, which take turns: this package in both layouts, and kvcached with its own NIXL patch, each with 1, 8 and
+  60 GiB reserved and beside stock vLLM. The very first hand-over; cold hand-overs, which include a handshake (the first
+  one, and twenty more, each after decode was made to forget its peer); warm ones; decode's resident memory;
+  descriptors per block; and the time that this package's wrappers add to a decode step. --only names arms; --rounds
+  is 2.
 targets, for this package (cold figures are first quartiles over all rounds: other load on the machine only adds time):
   cold hand-over at 60 GiB   <= 1.3 x the one at 1 GiB, <= 1.2 x stock
   resident memory            <= 64 MiB more at 60 GiB than at 1 GiB
@@ -72,6 +73,12 @@ What does vLLM's own load generator measure with prefill/decode, beside stock pr
 targets: every request is answered, with KV from prefill. Decode that asks, beside stock: at least as many requests a
   second; first and further tokens as soon, and for as little CPU time of all servers and the router (medians of the
   ratios of the rounds). The speed beside one instance has no target: where all share cores, P/D cannot be faster.""",
+    "asking": """\
+Is a first token later when decode asks prefill than when a router does?
+  One prefill and one decode server. The same requests in turn: to decode, which asks prefill; and as a router sends
+  them, to prefill and with its answer to decode (pull), or to both at once (push). Prompts of 1,024 and 4,096 tokens, 1
+  and 8 at a time. --only names the transfer mode; --rounds is 20.
+targets: the median first token comes no later than with a router""",
     "traces": """\
 Do the spans of a request account for its time to first token?
   A prefill and a decode server that asks it, both with --otlp-traces-endpoint, and a collector. Requests are streamed,

@@ -113,7 +113,13 @@ class Client:
         return answer
 
     async def token_times(
-        self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str, kv_transfer_params: dict[str, Any]
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int,
+        salt: str,
+        request_id: str,
+        kv_transfer_params: dict[str, Any] | None,
     ) -> list[float]:
         """Stream one greedy completion; returns each token's arrival time in ``time.perf_counter()`` seconds."""
         asked = self._completion(prompt, max_tokens, salt, request_id, kv_transfer_params)

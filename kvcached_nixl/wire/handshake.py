@@ -10,7 +10,7 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     5: each side names the memory that KV is moved from and to; if a side stages, KV is written, in pull, too.
     6: a registration may ask for checksums of the bytes that are sent, or that were READ already.
     7: weights are identified by their content (`Weights`), which may change; prefill may revoke an offer at any time.
-    8: fields named as in docs/design/glossary.md: incarnation, checksum, ownership token, staging grant.
+    8: fields named as in docs/design/architecture.md: incarnation, checksum, ownership token, staging grant.
     9: memory, manifests and registrations are described by KV-cache group, with a block size of its own for each.
     10: a group may keep states: blocks of one token, the last one, with padding behind their cell.
     11: the tag has no arrangement: planes say where cells are, so peers may lay their blocks out differently. States

@@ -202,14 +202,14 @@ def test_every_metric_that_top_shows_has_a_row() -> None:
 
 
 def test_every_column_of_top_has_a_row() -> None:
-    assert {*COLUMNS} == {*pages.rows(pages.section(page("top.md"), "Columns"))} - {"column"}
+    assert {*COLUMNS} == {*pages.rows(pages.section(page("metrics.md"), "Columns"))} - {"column"}
 
 
 def test_every_flag_of_top_has_a_row() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_top_arguments(parser)
     flags = {max(action.option_strings, key=len) for action in parser._actions if action.option_strings}
-    rows = pages.rows(pages.section(page("top.md"), "Flags"))
+    rows = pages.rows(pages.section(page("metrics.md"), "Flags"))
     assert flags == {name.split()[0] for name in rows if name.startswith("--")}
 
 

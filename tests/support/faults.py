@@ -29,9 +29,9 @@ from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
-from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, Withdraw
+from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, OfferUpdate, Withdraw
 from kvcached_nixl.worker import facade
-from kvcached_nixl.worker.decode import receiver, write_part
+from kvcached_nixl.worker.decode import write_part
 from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow
 from kvcached_nixl.worker.decode.attempt import Stage
 from kvcached_nixl.worker.decode.fencing import WriteGates
@@ -48,7 +48,7 @@ from kvcached_nixl.worker.prefill.source import Staged
 from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.staging.slab import Slots
 from kvcached_nixl.worker.staging.staging import Staging
-from kvcached_nixl.worker.transfer import peers
+from kvcached_nixl.worker.transfer import peers, topology
 from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 from kvcached_nixl.worker.transfer.lease import Leases
@@ -196,13 +196,21 @@ def the_start_is_not_compared(patch: Patcher) -> None:
 
 
 def decode_s_blocks_are_not_fenced(patch: Patcher) -> None:
-    begin = facade.BlocksWritable
-    patch.setattr(facade, "BlocksWritable", lambda attempts, _: begin(attempts, always(True)))
+    at_once(patch, facade.BlocksWritable)
 
 
 def prefill_offers_what_its_device_has_not_ended(patch: Patcher) -> None:
-    computed = facade.Computed
-    patch.setattr(facade, "Computed", lambda update, _: computed(update, always(True)))
+    at_once(patch, OfferUpdate)
+
+
+def at_once(patch: Patcher, kind: type) -> None:
+    """Commands of a kind are taken in whether the device has got there or not."""
+    reached = facade.Reached
+    patch.setattr(
+        facade,
+        "Reached",
+        lambda command, is_reached: reached(command, always(True) if isinstance(command, kind) else is_reached),
+    )
 
 
 # --------------------------------------------------------------------------------------------- when blocks become free
@@ -364,7 +372,7 @@ def another_rank_contributes(patch: Patcher) -> None:
         ranks, others = real(prefill, tp_rank=tp_rank, tp_size=tp_size, kv_shares=kv_shares)
         return tuple((rank + 1) % prefill.tp_size for rank in ranks), others
 
-    around(patch, receiver, "contributors", contributors)
+    around(patch, topology, "contributors", contributors)
 
 
 def one_rank_of_several_contributes(patch: Patcher) -> None:
@@ -372,7 +380,7 @@ def one_rank_of_several_contributes(patch: Patcher) -> None:
         ranks, others = real(*arguments, **named)
         return ranks[:1], (*ranks[1:], *others)
 
-    around(patch, receiver, "contributors", contributors)
+    around(patch, topology, "contributors", contributors)
 
 
 def blocks_of_the_kernel_are_not_counted(patch: Patcher) -> None:

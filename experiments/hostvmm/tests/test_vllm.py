@@ -18,7 +18,7 @@ from hostvmm import is_hostvmm_build
 
 from experiments.common.device import CPU_ENVIRONMENT, runner_environment
 from experiments.common.servers import ENVIRONMENT, SERVER_SIDE, UNIPROC
-from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
+from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED, LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.versions import found_version, row_of
 
 MODEL = """
@@ -113,7 +113,8 @@ class Run:
 
 
 # From 0.29 on attention on a CPU takes no layout with all layers in a block.
-ARRANGEMENTS = ["non-contiguous"] if ROW is not None and ROW.shape.logical_views else ["contiguous", "non-contiguous"]
+LOGICAL_VIEWS = ROW is not None and float(ROW.series) >= float(LOADS_BEHIND.since)
+ARRANGEMENTS = ["non-contiguous"] if LOGICAL_VIEWS else ["contiguous", "non-contiguous"]
 
 
 def laid_out(arrangement: str) -> dict[str, str]:

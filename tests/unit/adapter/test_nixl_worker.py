@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nixl_worker` and `nixl_kv_cache` with stand-ins for vLLM's NIXL connector: values are found by name, or
-refused."""
+"""`nixl_worker` with stand-ins for vLLM's NIXL connector: values are found by name, or refused."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcached_nixl.errors import LayoutRefused
-from kvcached_nixl.vllm.adapter import nixl_kv_cache, nixl_worker
+from kvcached_nixl.vllm.adapter import nixl_worker
 from kvcached_nixl.vllm.adapter import specs as kv_cache_specs
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE, LOADS_BEHIND, Change
@@ -30,8 +29,7 @@ def envs(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
     """A vLLM that knows nothing of ROCm."""
     make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
     monkeypatch.setattr(nixl_worker, "is_rocm", lambda: False)
-    for one in (nixl_worker, nixl_kv_cache):
-        monkeypatch.setattr(one, "dims_first", lambda: False)
+    monkeypatch.setattr(nixl_worker, "dims_first", lambda: False)
 
 
 Install = Callable[..., None]
@@ -42,7 +40,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """install(*changes): a vLLM that has these; at first one that has none."""
 
     def has(*changes: Change) -> None:
-        for one in (nixl_kv_cache, kv_cache_specs):
+        for one in (nixl_worker, kv_cache_specs):
             monkeypatch.setattr(one, "installed_has", changes.__contains__)
 
     has()

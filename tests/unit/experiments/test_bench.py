@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -238,16 +237,15 @@ def test_each_verdict_on_a_cold_pair_falls_on_its_own_figure(
     changed: dict[str, list[float]], missed: list[int]
 ) -> None:
     """A hand-over that the machine held up (3 s) changes none."""
-    samples = Samples(("{} GiB",))
-    ours = handshake_cost.OURS[0].name
-    for gib, arm in ((0, handshake_cost.STOCK.name), *((gib, ours) for gib in handshake_cost.SIZES_GIB)):
+    samples = Samples(("{}",))
+    sizes = [f"{gib} GiB" for gib in handshake_cost.SIZES_GIB]
+    for name in (handshake_cost.STOCK.name, *sizes):
         figures: dict[str, list[float]] = {"cold": [0.2, 0.1, 0.1, 0.1, 3.0], "resident": [2**30]}
         figures |= {"step": [0.003], "idle": [2e-6]}
-        samples.figures[(gib,), arm] = figures | (changed if gib == handshake_cost.SIZES_GIB[-1] else {})
+        samples.figures[("ours",), name] = figures | (changed if name == sizes[-1] else {})
     verdicts = handshake_cost.judge(samples)
     assert [place for place, one in enumerate(verdicts) if not one.reached] == missed
-    assert len(verdicts) == 4, "the other layout was not measured"
-    assert statistics.median(samples.values((1,), ours, "cold")) == 0.1
+    assert len(verdicts) == 4
 
 
 # --------------------------------------------------------------------------------------------------------- bench_serve
