@@ -15,6 +15,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from kvcached_nixl.ids import PrefillRequestId
@@ -271,38 +272,44 @@ def _withdraw(taker: Dispatch, command: Withdraw) -> None:
     taker._receiver.fail(command.attempt, HandOverFailed(FailureCause.STOPPED, command.reason))
 
 
-_COMMANDS: Mapping[type[Command], _Rule] = {
-    LocalIdentity: _Rule(Dispatch._identify, _nobody),
-    NewWeights: _Rule(Dispatch._change_weights),
-    Revoke: _Rule(Dispatch._revoke),
-    LeaseRenewal: _Rule(lambda taker, one: taker.renewals.begin(one), _nobody),
-    EndRenewal: _Rule(lambda taker, one: taker.renewals.end(one.request_id), _nobody),
-    FetchSpec: _Rule(lambda taker, one: taker._receiver.fetch(one), lambda one: (one.attempt,)),
-    OfferUpdate: _Rule(lambda taker, one: taker._registry.offer(one)),
-    AwaitClaim: _Rule(lambda taker, one: taker._registry.await_claim(one.request_id, one.number)),
-    Withdraw: _Rule(_withdraw, lambda one: (one.attempt,)),
-    UnneededOffer: _Rule(lambda taker, one: taker._receiver.release(one), _nobody),
-    Preempt: _Rule(Dispatch._preempt),
-    Finish: _Rule(lambda taker, one: taker.computing.append(Reached(one))),
-    Stop: _Rule(Dispatch._stop),
-    Reached: _Rule(lambda taker, one: taker.computing.append(one)),
-}
+_COMMANDS: Mapping[type[Command], _Rule] = MappingProxyType(
+    {
+        LocalIdentity: _Rule(Dispatch._identify, _nobody),
+        NewWeights: _Rule(Dispatch._change_weights),
+        Revoke: _Rule(Dispatch._revoke),
+        LeaseRenewal: _Rule(lambda taker, one: taker.renewals.begin(one), _nobody),
+        EndRenewal: _Rule(lambda taker, one: taker.renewals.end(one.request_id), _nobody),
+        FetchSpec: _Rule(lambda taker, one: taker._receiver.fetch(one), lambda one: (one.attempt,)),
+        OfferUpdate: _Rule(lambda taker, one: taker._registry.offer(one)),
+        AwaitClaim: _Rule(lambda taker, one: taker._registry.await_claim(one.request_id, one.number)),
+        Withdraw: _Rule(_withdraw, lambda one: (one.attempt,)),
+        UnneededOffer: _Rule(lambda taker, one: taker._receiver.release(one), _nobody),
+        Preempt: _Rule(Dispatch._preempt),
+        Finish: _Rule(lambda taker, one: taker.computing.append(Reached(one))),
+        Stop: _Rule(Dispatch._stop),
+        Reached: _Rule(lambda taker, one: taker.computing.append(one)),
+    }
+)
 
-_REACHED: Mapping[type, _Rule] = {
-    OfferUpdate: _COMMANDS[OfferUpdate],
-    Finish: _Rule(lambda taker, one: taker._registry.finish(one.request_id)),
-    BlocksWritable: _Rule(_begin, lambda one: one.attempts),
-}
+_REACHED: Mapping[type, _Rule] = MappingProxyType(
+    {
+        OfferUpdate: _COMMANDS[OfferUpdate],
+        Finish: _Rule(lambda taker, one: taker._registry.finish(one.request_id)),
+        BlocksWritable: _Rule(_begin, lambda one: one.attempts),
+    }
+)
 """Of a `Reached` that the device has reached."""
 
-_MESSAGES: Mapping[type[Message | list[str]], Callable[[Dispatch, str, Any], None]] = {
-    list: Dispatch._take_heartbeat,
-    Registration: lambda taker, agent, one: taker._registry.registrations.register(agent, one),
-    StagingGrant: lambda taker, agent, one: taker._registry.registrations.take_grant(agent, one),
-    Withdrawal: lambda taker, agent, one: taker._registry.registrations.withdraw(agent, one),
-    Reading: lambda taker, _, one: taker._registry.read(one),
-    Release: lambda taker, _, one: taker._registry.release(one),
-    StagingRequest: lambda taker, agent, one: taker._receiver.handle(agent, one),
-    Written: lambda taker, agent, one: taker._receiver.handle(agent, one),
-    Stopped: lambda taker, agent, one: taker._receiver.handle(agent, one),
-}
+_MESSAGES: Mapping[type[Message | list[str]], Callable[[Dispatch, str, Any], None]] = MappingProxyType(
+    {
+        list: Dispatch._take_heartbeat,
+        Registration: lambda taker, agent, one: taker._registry.registrations.register(agent, one),
+        StagingGrant: lambda taker, agent, one: taker._registry.registrations.take_grant(agent, one),
+        Withdrawal: lambda taker, agent, one: taker._registry.registrations.withdraw(agent, one),
+        Reading: lambda taker, _, one: taker._registry.read(one),
+        Release: lambda taker, _, one: taker._registry.release(one),
+        StagingRequest: lambda taker, agent, one: taker._receiver.handle(agent, one),
+        Written: lambda taker, agent, one: taker._receiver.handle(agent, one),
+        Stopped: lambda taker, agent, one: taker._receiver.handle(agent, one),
+    }
+)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.wire.causes import HandOverFailed
@@ -126,18 +127,20 @@ class Event(enum.Enum):
     COMPARED = enum.auto()
 
 
-NEXT: Mapping[tuple[Stage, Event], Stage] = {
-    (Stage.CONNECTING, Event.TOLD): Stage.WRITING,
-    (Stage.CONNECTING, Event.UNWANTED): Stage.ENDED,
-    (Stage.WRITING, Event.UNWANTED): Stage.WITHDRAWN,
-    (Stage.WRITING, Event.IS_COMPARED): Stage.COMPARING,
-    (Stage.WRITING, Event.STOPPED): Stage.ENDED,
-    (Stage.WITHDRAWN, Event.STOPPED): Stage.ENDED,
-    # The peer has stopped already, and its word does not end what this rank reads.
-    (Stage.COMPARING, Event.UNWANTED): Stage.COMPARING_IN_VAIN,
-    (Stage.COMPARING, Event.COMPARED): Stage.ENDED,
-    (Stage.COMPARING_IN_VAIN, Event.COMPARED): Stage.ENDED,
-}
+NEXT: Mapping[tuple[Stage, Event], Stage] = MappingProxyType(
+    {
+        (Stage.CONNECTING, Event.TOLD): Stage.WRITING,
+        (Stage.CONNECTING, Event.UNWANTED): Stage.ENDED,
+        (Stage.WRITING, Event.UNWANTED): Stage.WITHDRAWN,
+        (Stage.WRITING, Event.IS_COMPARED): Stage.COMPARING,
+        (Stage.WRITING, Event.STOPPED): Stage.ENDED,
+        (Stage.WITHDRAWN, Event.STOPPED): Stage.ENDED,
+        # The peer has stopped already, and its word does not end what this rank reads.
+        (Stage.COMPARING, Event.UNWANTED): Stage.COMPARING_IN_VAIN,
+        (Stage.COMPARING, Event.COMPARED): Stage.ENDED,
+        (Stage.COMPARING_IN_VAIN, Event.COMPARED): Stage.ENDED,
+    }
+)
 """Stage and event -> the next stage. An event that is not here changes nothing."""
 
 
