@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvcached_nixl.deadlines import Clock
@@ -108,24 +110,20 @@ class OutcomeQueue:
         is_grave = failure.cause in (FailureCause.CHECKSUM, FailureCause.DEFECT)
         tags = HandOverFailed(failure.cause, "").tags(spec.request_id, attempt=spec.attempt)
         logger.log(logging.WARNING if is_grave else logging.DEBUG, "%s: %s", tags, failure)
-        with self._lock:
-            self._outcome.failed[spec.attempt] = failure
-            self._has_news()
+        with self._news() as outcome:
+            outcome.failed[spec.attempt] = failure
 
     def finished(self, spec: FetchSpec) -> None:
-        with self._lock:
-            self._outcome.finished.add(spec.attempt)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.finished.add(spec.attempt)
 
     def done(self, request_id: PrefillRequestId) -> None:
-        with self._lock:
-            self._outcome.done.add(request_id)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.done.add(request_id)
 
     def hold_idle(self, hold: int) -> None:
-        with self._lock:
-            self._outcome.idle_holds.add(hold)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.idle_holds.add(hold)
 
     def expired(self, request_id: PrefillRequestId) -> None:
         tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
@@ -154,19 +152,16 @@ class OutcomeQueue:
                 self._counted.revoked[cause] += 1
 
     def spared(self, number: int) -> None:
-        with self._lock:
-            self._outcome.spared.add(number)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.spared.add(number)
 
     def claimed(self, number: int) -> None:
-        with self._lock:
-            self._outcome.claimed.add(number)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.claimed.add(number)
 
     def known(self, attempt: int) -> None:
-        with self._lock:
-            self._outcome.known.add(attempt)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.known.add(attempt)
 
     def moved_bytes(self, num_bytes: int) -> None:
         """A transfer of KV has succeeded."""
@@ -217,6 +212,13 @@ class OutcomeQueue:
             outcome, self._outcome = self._outcome, Outcome()
             self._tell_at_seconds = None
             return outcome
+
+    @contextlib.contextmanager
+    def _news(self) -> Iterator[Outcome]:
+        """What is added wakes the engine."""
+        with self._lock:
+            yield self._outcome
+            self._has_news()
 
     def _has_news(self) -> None:
         if self._tell_at_seconds is None:

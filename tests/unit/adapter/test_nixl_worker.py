@@ -22,9 +22,8 @@ from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.series import Shape
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import KVGroup
-from kvcached_nixl.worker.build import StockWorker
 from kvcached_nixl.worker.geometry.layout import Axes
-from kvcached_nixl.worker.memory_registration import NixlRegistrar
+from kvcached_nixl.worker.memory_registration import StockWorker
 
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 
@@ -247,8 +246,8 @@ def worker(**changed: Any) -> WorkerView:
 
 def test_a_workers_half_is_what_our_worker_asks_for() -> None:
     view = worker()
-    asked: tuple[StockWorker | None, NixlRegistrar] = (None, view)
-    assert asked[1] is view
+    asked: StockWorker = view
+    assert asked is view
     assert (view.engine_id, view.tp_size, view.tp_rank, view.kv_shares) == ("e", 2, 1, 8)
     assert (view.num_blocks, view.num_pools, view.kernel_blocks_per_block) == (7, 3, 2)
     assert (view.memory_type, view.backends, view.device_id, view.extra_config) == ("DRAM", ["UCX"], 0, {"a": 1})
