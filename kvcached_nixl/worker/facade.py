@@ -25,12 +25,9 @@ from kvcached_nixl.wire.step import (
     Finish,
     OfferUpdate,
     Step,
-    claimed_mark,
     failed_mark,
     finished_attempt_id,
     idle_hold_id,
-    known_mark,
-    spared_mark,
 )
 from kvcached_nixl.worker.commands import BlocksWritable, Command, IsReached, LocalIdentity, NewWeights, Reached
 from kvcached_nixl.worker.outcomes import OutcomeQueue, WorkerCounters
@@ -192,8 +189,7 @@ class WorkerFacade:
         outcome = self.thread.take_outcome()
         self._marks.update(failed_mark(attempt, failed.cause) for attempt, failed in outcome.failed.items())
         self._reasons += ((attempt, str(failed)) for attempt, failed in outcome.failed.items())
-        self._marks.update(map(spared_mark, outcome.spared), map(claimed_mark, outcome.claimed))
-        self._marks.update(map(known_mark, outcome.known))
+        self._marks |= outcome.marks
         sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}
         return StepOutcome(sent, set(map(finished_attempt_id, outcome.finished)))
 

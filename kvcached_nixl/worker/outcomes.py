@@ -14,7 +14,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.step import FetchSpec, Step
+from kvcached_nixl.wire.step import FetchSpec, Mark, Step, mark
 from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.staging.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
@@ -33,18 +33,14 @@ class Outcome:
         failed: decode's attempts that bring no KV, and why; their transfers may still be in flight.
         done: prefill's requests whose blocks are not needed any more.
         idle_holds: holds whose blocks nothing reads any more.
-        spared: numbers of revocations whose offers were not taken back.
-        claimed: numbers of `AwaitClaim`.
-        known: decode's attempts whose request waits for its turn at prefill, or is computed there.
+        marks: what else a rank has found (`wire.step.Mark`).
     """
 
     finished: set[int] = field(default_factory=set)
     failed: dict[int, HandOverFailed] = field(default_factory=dict)
     done: set[PrefillRequestId] = field(default_factory=set)
     idle_holds: set[int] = field(default_factory=set)
-    spared: set[int] = field(default_factory=set)
-    claimed: set[int] = field(default_factory=set)
-    known: set[int] = field(default_factory=set)
+    marks: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -153,15 +149,15 @@ class OutcomeQueue:
 
     def spared(self, number: int) -> None:
         with self._news() as outcome:
-            outcome.spared.add(number)
+            outcome.marks.add(mark(Mark.SPARED, number))
 
     def claimed(self, number: int) -> None:
         with self._news() as outcome:
-            outcome.claimed.add(number)
+            outcome.marks.add(mark(Mark.CLAIMED, number))
 
     def known(self, attempt: int) -> None:
         with self._news() as outcome:
-            outcome.known.add(attempt)
+            outcome.marks.add(mark(Mark.KNOWN, attempt))
 
     def moved_bytes(self, num_bytes: int) -> None:
         """A transfer of KV has succeeded."""

@@ -46,6 +46,7 @@ from kvcached_nixl.wire.step import (
     FAILING,
     FetchSpec,
     Finish,
+    Mark,
     OfferUpdate,
     Preempt,
     Revoke,
@@ -55,7 +56,7 @@ from kvcached_nixl.wire.step import (
     failed_mark,
     finished_attempt_id,
     idle_hold_id,
-    known_mark,
+    mark,
 )
 
 BLOCKS = ([7, 3, 9],)
@@ -317,7 +318,7 @@ def test_only_hand_overs_that_have_kept_others_waiting_all_the_time_are_given_up
     young = engine.waiting("d4")
     for _ in range(round(RING_TIMEOUTS * TIMEOUT)):
         engine.clock.advance(1)
-        engine.handover.collect(reports(invalid={known_mark(one) for one in (*attempts, young)}))
+        engine.handover.collect(reports(invalid={mark(Mark.KNOWN, one) for one in (*attempts, young)}))
     assert {one.attempt for one in engine.handover.take_step([]).of(Withdraw)} == set(attempts[1:])
     assert engine.handover.num_quarantined_blocks == 6
 

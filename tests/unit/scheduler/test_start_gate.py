@@ -28,7 +28,7 @@ from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.kept_offers import UNCLAIMED_SECONDS
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.step import AwaitClaim, Step, claimed_mark
+from kvcached_nixl.wire.step import AwaitClaim, Mark, Step, mark
 
 LONGEST_SECONDS = 30.0
 START, WAIT = (0, False), (None, False)
@@ -66,7 +66,7 @@ class Prefill:
         return self.side.take_step([Progress(one, ([90, 91, 92],), True, TOKENS) for one in begun])
 
     def hear(self, *numbers: int, sent: tuple[str, ...] = ()) -> None:
-        self.side.collect(reported(set(sent), set(), set(map(claimed_mark, numbers))))
+        self.side.collect(reported(set(sent), set(), {mark(Mark.CLAIMED, one) for one in numbers}))
 
 
 def test_a_prompt_begins_at_once_while_decode_takes_what_it_gets() -> None:

@@ -11,7 +11,7 @@ from support.worker_fakes import manifest, wanted
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.step import Step, WakeAddress
+from kvcached_nixl.wire.step import Mark, Step, WakeAddress, mark
 from kvcached_nixl.worker.outcomes import TELL_AGAIN_SECONDS, Outcome, OutcomeQueue, WorkerCounters
 from kvcached_nixl.worker.staging.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
@@ -30,7 +30,7 @@ def test_everything_is_taken_once(caplog: pytest.LogCaptureFixture) -> None:
     outcomes.hold_idle(4)
     outcomes.spared(3)
     outcomes.claimed(7)
-    assert outcomes.take() == Outcome({1}, {1: failure}, {P1}, {4}, {3}, {7})
+    assert outcomes.take() == Outcome({1}, {1: failure}, {P1}, {4}, {mark(Mark.SPARED, 3), mark(Mark.CLAIMED, 7)})
     assert outcomes.take() == Outcome()
     assert not caplog.text, "the scheduler logs it"
     outcomes.failed(wanted(2), HandOverFailed(FailureCause.CHECKSUM, "other bytes"))

@@ -58,6 +58,7 @@ from kvcached_nixl.wire.step import (
     ORDER,
     Finish,
     LeaseRenewal,
+    Mark,
     OfferUpdate,
     Preempt,
     Revocation,
@@ -65,6 +66,7 @@ from kvcached_nixl.wire.step import (
     Stop,
     WakeAddress,
     Withdraw,
+    mark,
 )
 from kvcached_nixl.worker import commands
 from kvcached_nixl.worker import transfer_thread as thread
@@ -233,7 +235,7 @@ def test_a_revocation_does_not_overtake_who_was_there_before_it(pull: Worker, me
     pull.thread.submit(Revoke(P1, revocation))
     pull.thread.turn()
     outcome = pull.thread.take_outcome()
-    assert (outcome.spared, outcome.done) == ({7}, set())
+    assert (outcome.marks, outcome.done) == ({mark(Mark.SPARED, 7)}, set())
 
 
 # ---------------------------------------------------------------------------------------------------------- containment
