@@ -14,7 +14,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.step import FetchSpec, Mark, Step, mark
+from kvcached_nixl.wire.step import FetchSpec, Mark, Step, failed_mark, finished_attempt_id, idle_hold_id, mark
 from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.staging.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
@@ -26,21 +26,20 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 @dataclass
 class Outcome:
-    """What has ended since the last `take`. Each attempt, request and hold is named once.
+    """What has ended since the last `take`, in the words in which vLLM is told. Each attempt, request and hold is named
+    once.
 
     Attributes:
-        finished: decode's attempts that have nothing in flight any more.
-        failed: decode's attempts that bring no KV, and why; their transfers may still be in flight.
-        done: prefill's requests whose blocks are not needed any more.
-        idle_holds: holds whose blocks nothing reads any more.
-        marks: what else a rank has found (`wire.step.Mark`).
+        sent: prefill's requests whose blocks are not needed any more, and `idle_hold_id` of holds.
+        received: `finished_attempt_id` of decode's attempts that have nothing in flight any more.
+        marks: `failed_mark` of attempts that bring no KV, whose transfers may still be in flight; and each `Mark`.
+        reasons: (attempt, why it failed).
     """
 
-    finished: set[int] = field(default_factory=set)
-    failed: dict[int, HandOverFailed] = field(default_factory=dict)
-    done: set[PrefillRequestId] = field(default_factory=set)
-    idle_holds: set[int] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
     marks: set[int] = field(default_factory=set)
+    reasons: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -107,19 +106,20 @@ class OutcomeQueue:
         tags = HandOverFailed(failure.cause, "").tags(spec.request_id, attempt=spec.attempt)
         logger.log(logging.WARNING if is_grave else logging.DEBUG, "%s: %s", tags, failure)
         with self._news() as outcome:
-            outcome.failed[spec.attempt] = failure
+            outcome.marks.add(failed_mark(spec.attempt, failure.cause))
+            outcome.reasons.append((spec.attempt, str(failure)))
 
     def finished(self, spec: FetchSpec) -> None:
         with self._news() as outcome:
-            outcome.finished.add(spec.attempt)
+            outcome.received.add(finished_attempt_id(spec.attempt))
 
     def done(self, request_id: PrefillRequestId) -> None:
         with self._news() as outcome:
-            outcome.done.add(request_id)
+            outcome.sent.add(request_id)
 
     def hold_idle(self, hold: int) -> None:
         with self._news() as outcome:
-            outcome.idle_holds.add(hold)
+            outcome.sent.add(idle_hold_id(hold))
 
     def expired(self, request_id: PrefillRequestId) -> None:
         tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)

@@ -197,7 +197,7 @@ def test_blocks_of_a_preempted_request_are_held_while_a_write_reads_them(
     assert not set(lost) & set(again) and prefill.free_blocks == USABLE - len(lost) - len(again)
 
     gate.closed = False
-    until(lambda: outcome_of(prefill.thread).idle_holds)
+    until(lambda: outcome_of(prefill.thread).sent)
     assert prefill.free_blocks == USABLE - len(lost) - len(again)
     prefill.step()
     assert PREFILL_ID in prefill.transfer_params
