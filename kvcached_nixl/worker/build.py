@@ -23,7 +23,7 @@ from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device, WorkerFacade
-from kvcached_nixl.worker.geometry.planes import group_memory, layers_digest
+from kvcached_nixl.worker.geometry.layout import group_memory, layers_digest
 from kvcached_nixl.worker.memory_registration import Registered, StockWorker, num_kept
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry

@@ -18,8 +18,8 @@ from kvcached_nixl.proof.result import Proof
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.wire.handshake import MemoryType
 from kvcached_nixl.wire.planes import HeadShare
-from kvcached_nixl.worker.geometry.layout import Axes, Layout, Page, plan
-from kvcached_nixl.worker.geometry.states import StatePart
+from kvcached_nixl.worker.geometry.layout import Layout, Page, plan
+from kvcached_nixl.worker.geometry.planes import Axes, StatePart
 from kvcached_nixl.worker.staging.slab import Slab
 
 __all__ = [

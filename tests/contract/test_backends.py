@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcached_nixl.vllm.adapter.versions import installed_row
-from kvcached_nixl.worker.geometry.layout import Axes
+from kvcached_nixl.worker.geometry.planes import Axes
 
 pytestmark = pytest.mark.skipif(installed_row().shape.logical_views, reason="vLLM 0.29 asks no backend for a shape")
 NAMES = ("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "TRITON_MLA", "FLASHMLA", "CPU_ATTN")

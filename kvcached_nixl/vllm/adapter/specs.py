@@ -166,7 +166,7 @@ def keeps_draft_kv(speculative_config: Any) -> bool:
 # -------------------------------------------------------------------------------------------------- parts of a state
 
 Part: TypeAlias = tuple[int, int, int, int, int, int, int, int]
-"""As `worker.geometry.states.StatePart`."""
+"""As `worker.geometry.planes.StatePart`."""
 
 
 class _Share(NamedTuple):

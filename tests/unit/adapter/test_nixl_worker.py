@@ -22,7 +22,7 @@ from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.series import Shape
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import KVGroup
-from kvcached_nixl.worker.geometry.layout import Axes
+from kvcached_nixl.worker.geometry.planes import Axes
 from kvcached_nixl.worker.memory_registration import StockWorker
 
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
