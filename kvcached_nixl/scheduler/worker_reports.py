@@ -17,14 +17,13 @@ from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.step import (
     FAILING,
+    Mark,
     Reports,
     Step,
     failure_of,
     finished_attempts_of,
     idle_holds_of,
-    take_claimed,
-    take_known,
-    take_spared,
+    take_marked,
 )
 from kvcached_nixl.wire.timeline import attempt_of
 
@@ -58,12 +57,12 @@ class WorkerReports:
         Returns: requests whose KV has failed to arrive.
         """
         self._take_timelines(reports)
-        if self._kept.spared(take_spared(reports.invalid)):
+        if self._kept.spared(take_marked(Mark.SPARED, reports.invalid)):
             # Others may give way instead.
             self._giving_way.look_soon()
-        self._gate.claimed(take_claimed(reports.invalid))
+        self._gate.claimed(take_marked(Mark.CLAIMED, reports.invalid))
         # Before it is looked what is late.
-        self._attempts.known(take_known(reports.invalid))
+        self._attempts.known(take_marked(Mark.KNOWN, reports.invalid))
         failed = self._take_of_decode(reports, blocks, step)
         self._take_of_prefill(reports, blocks)
         return failed

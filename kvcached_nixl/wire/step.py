@@ -13,6 +13,7 @@ reported under its own id, because a ``MultiConnector`` counts its connectors by
 
 from __future__ import annotations
 
+import enum
 import re
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
@@ -34,6 +35,7 @@ __all__ = [
     "FetchSpec",
     "Finish",
     "LeaseRenewal",
+    "Mark",
     "OfferUpdate",
     "Preempt",
     "Reports",
@@ -45,18 +47,14 @@ __all__ = [
     "UnneededOffer",
     "WakeAddress",
     "Withdraw",
-    "claimed_mark",
     "failed_mark",
     "failure_of",
     "finished_attempt_id",
     "finished_attempts_of",
     "idle_hold_id",
     "idle_holds_of",
-    "known_mark",
-    "spared_mark",
-    "take_claimed",
-    "take_known",
-    "take_spared",
+    "mark",
+    "take_marked",
 ]
 
 BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
@@ -65,10 +63,19 @@ BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
 FAILING = -1
 """A block id that no block has. Reported as invalid, it makes vLLM ask which requests failed; our patch answers."""
 _CAUSES = 64
-_SPARED, _CLAIMED, _KNOWN = _CAUSES - 1, _CAUSES - 2, _CAUSES - 3
-"""In place of a cause."""
 _IDLE_HOLD, _FINISHED = "kvcached-nixl:quiet:", "kvcached-nixl:over:"
 _OWN_ID = re.compile(rf"({_IDLE_HOLD}|{_FINISHED})([0-9]{{1,20}})", re.ASCII)
+
+
+class Mark(enum.IntEnum):
+    """What a rank reports of a number; in place of a cause."""
+
+    SPARED = _CAUSES - 1
+    """It has not taken the offer of this `Revocation` back."""
+    CLAIMED = _CAUSES - 2
+    """A rank of decode has registered for the request of this `AwaitClaim`."""
+    KNOWN = _CAUSES - 3
+    """Prefill's request of this attempt still waits for its turn, or is computed."""
 
 
 def idle_hold_id(hold: int) -> str:
@@ -86,40 +93,16 @@ def failed_mark(attempt: int, cause: FailureCause) -> int:
     return -(attempt * _CAUSES + cause + 2)
 
 
-def spared_mark(number: int) -> int:
-    """Reported among the invalid blocks: a rank has not taken the offer of this `Revocation` back."""
-    return -(number * _CAUSES + _SPARED + 2)
+def mark(what: Mark, number: int) -> int:
+    """Reported among the invalid blocks, as soon as one rank knows it."""
+    return -(number * _CAUSES + what + 2)
 
 
-def claimed_mark(number: int) -> int:
-    """Reported among the invalid blocks: a rank of decode has registered for the request of an `AwaitClaim`."""
-    return -(number * _CAUSES + _CLAIMED + 2)
-
-
-def known_mark(attempt: int) -> int:
-    """Reported among the invalid blocks: prefill's request of this attempt still waits for its turn, or is computed."""
-    return -(attempt * _CAUSES + _KNOWN + 2)
-
-
-def take_spared(marks: set[int]) -> list[int]:
-    """Removes the numbers of `spared_mark` from a set, and returns those of their revocations."""
-    return _marked(marks, _SPARED)
-
-
-def take_claimed(marks: set[int]) -> list[int]:
-    """Removes the numbers of `claimed_mark` from a set, and returns those of `AwaitClaim`."""
-    return _marked(marks, _CLAIMED)
-
-
-def take_known(marks: set[int]) -> list[int]:
-    """Removes the numbers of `known_mark` from a set, and returns those of their attempts."""
-    return _marked(marks, _KNOWN)
-
-
-def _marked(marks: set[int], what: int) -> list[int]:
-    found = {mark for mark in marks if mark < FAILING and (-mark - 2) % _CAUSES == what}
+def take_marked(what: Mark, marks: set[int]) -> list[int]:
+    """Removes the numbers of `mark` from a set, and returns what they mark."""
+    found = {one for one in marks if one < FAILING and (-one - 2) % _CAUSES == what}
     marks -= found
-    return [(-mark - 2) // _CAUSES for mark in found]
+    return [(-one - 2) // _CAUSES for one in found]
 
 
 def idle_holds_of(names: set[str]) -> list[int]:
@@ -245,7 +228,7 @@ class Revocation(msgspec.Struct, frozen=True):
 
     Attributes:
         spares_wanted: it stays, too, if decode sends heartbeats for it.
-        number: reported if it stays (`spared_mark`); 0 where it cannot stay.
+        number: reported if it stays (`Mark.SPARED`); 0 where it cannot stay.
     """
 
     cause: RevocationCause

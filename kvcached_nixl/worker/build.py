@@ -17,15 +17,14 @@ from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.transport.agent import open_gate, register_host_memory
 from kvcached_nixl.transport.base import Transport, WriteGate
-from kvcached_nixl.wire.handshake import MemoryType, RankHandshake, Tag, Weights
-from kvcached_nixl.wire.planes import HeadShare
+from kvcached_nixl.wire.handshake import RankHandshake, Tag, Weights
 from kvcached_nixl.wire.step import WakeAddress
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device, WorkerFacade
-from kvcached_nixl.worker.geometry.planes import group_memory, layers_digest
-from kvcached_nixl.worker.memory_registration import Registered, num_kept
+from kvcached_nixl.worker.geometry.layout import group_memory, layers_digest
+from kvcached_nixl.worker.memory_registration import Registered, StockWorker, num_kept
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.prefill.writer import GateConnections
@@ -47,7 +46,7 @@ from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
-__all__ = ["Channel", "Rank", "StockWorker", "assemble", "build_worker"]
+__all__ = ["Channel", "Rank", "assemble", "build_worker"]
 
 
 class Channel(Protocol):
@@ -56,38 +55,6 @@ class Channel(Protocol):
     def ask(self, host: str, port: int, tp_rank: int) -> Any: ...
     def wake(self, host: str, port: int, key: str) -> None: ...
     def close(self) -> None: ...
-
-
-class StockWorker(Protocol):
-    """What this module uses of vLLM's NIXL worker; implemented by ``adapter.nixl_worker.WorkerView``."""
-
-    @property
-    def agent(self) -> Any: ...
-    @property
-    def backends(self) -> list[str]: ...
-    @property
-    def memory_type(self) -> MemoryType: ...
-    @property
-    def device_id(self) -> int: ...
-    @property
-    def engine_id(self) -> str: ...
-    @property
-    def tp_size(self) -> int: ...
-    @property
-    def tp_rank(self) -> int: ...
-    @property
-    def kernel_blocks_per_block(self) -> int: ...
-    def share_of(self, num_heads: int) -> HeadShare: ...
-    @property
-    def kv_shares(self) -> int: ...
-    @property
-    def answers_before_drafts(self) -> bool: ...
-    @property
-    def zeroes_blocks(self) -> bool: ...
-    @property
-    def facts(self) -> tuple[tuple[str, str], ...]: ...
-    def keep_registered(self, descriptors: Any) -> None: ...
-    def offer_handshake(self, compatibility: str, metadata: bytes) -> None: ...
 
 
 def build_worker(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -25,35 +24,16 @@ from kvcached_nixl.wire.step import (
     Finish,
     OfferUpdate,
     Step,
-    claimed_mark,
-    failed_mark,
-    finished_attempt_id,
-    idle_hold_id,
-    known_mark,
-    spared_mark,
 )
 from kvcached_nixl.worker.commands import BlocksWritable, Command, IsReached, LocalIdentity, NewWeights, Reached
-from kvcached_nixl.worker.outcomes import OutcomeQueue, WorkerCounters
+from kvcached_nixl.worker.outcomes import Outcome, OutcomeQueue, WorkerCounters
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
-__all__ = ["Device", "StepOutcome", "WorkerFacade"]
+__all__ = ["Device", "WorkerFacade"]
 
 logger = logging.getLogger(SERVER_LOGGER)
-
-
-@dataclass
-class StepOutcome:
-    """What vLLM is told after a step.
-
-    Attributes:
-        sent: ids of prefill's requests, and of holds, whose blocks are free.
-        received: ids of decode's attempts that are finished.
-    """
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
 
 
 class Device:
@@ -181,7 +161,7 @@ class WorkerFacade:
         self._offer_handshake(weights)
         self.thread.submit(NewWeights(weights, names))
 
-    def take_ended(self) -> StepOutcome:
+    def take_ended(self) -> Outcome:
         """Returns what has finished since the last call.
 
         Does not end a step that computes: a draft model may still compute its part of it. vLLM reports that end itself.
@@ -190,12 +170,9 @@ class WorkerFacade:
         if self._step is not None and self._step.is_idle:
             self.end_step()
         outcome = self.thread.take_outcome()
-        self._marks.update(failed_mark(attempt, failed.cause) for attempt, failed in outcome.failed.items())
-        self._reasons += ((attempt, str(failed)) for attempt, failed in outcome.failed.items())
-        self._marks.update(map(spared_mark, outcome.spared), map(claimed_mark, outcome.claimed))
-        self._marks.update(map(known_mark, outcome.known))
-        sent = {*outcome.done, *map(idle_hold_id, outcome.idle_holds)}
-        return StepOutcome(sent, set(map(finished_attempt_id, outcome.finished)))
+        self._marks |= outcome.marks
+        self._reasons += outcome.reasons
+        return outcome
 
     def take_marks(self) -> set[int]:
         """Returns the marks of attempts that failed since the last call; they travel among vLLM's invalid blocks."""

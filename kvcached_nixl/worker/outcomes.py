@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.step import FetchSpec, Step
+from kvcached_nixl.wire.step import FetchSpec, Mark, Step, failed_mark, finished_attempt_id, idle_hold_id, mark
 from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.staging.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
@@ -24,25 +26,20 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 @dataclass
 class Outcome:
-    """What has ended since the last `take`. Each attempt, request and hold is named once.
+    """What has ended since the last `take`, in the words in which vLLM is told. Each attempt, request and hold is named
+    once.
 
     Attributes:
-        finished: decode's attempts that have nothing in flight any more.
-        failed: decode's attempts that bring no KV, and why; their transfers may still be in flight.
-        done: prefill's requests whose blocks are not needed any more.
-        idle_holds: holds whose blocks nothing reads any more.
-        spared: numbers of revocations whose offers were not taken back.
-        claimed: numbers of `AwaitClaim`.
-        known: decode's attempts whose request waits for its turn at prefill, or is computed there.
+        sent: prefill's requests whose blocks are not needed any more, and `idle_hold_id` of holds.
+        received: `finished_attempt_id` of decode's attempts that have nothing in flight any more.
+        marks: `failed_mark` of attempts that bring no KV, whose transfers may still be in flight; and each `Mark`.
+        reasons: (attempt, why it failed).
     """
 
-    finished: set[int] = field(default_factory=set)
-    failed: dict[int, HandOverFailed] = field(default_factory=dict)
-    done: set[PrefillRequestId] = field(default_factory=set)
-    idle_holds: set[int] = field(default_factory=set)
-    spared: set[int] = field(default_factory=set)
-    claimed: set[int] = field(default_factory=set)
-    known: set[int] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    marks: set[int] = field(default_factory=set)
+    reasons: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -108,24 +105,21 @@ class OutcomeQueue:
         is_grave = failure.cause in (FailureCause.CHECKSUM, FailureCause.DEFECT)
         tags = HandOverFailed(failure.cause, "").tags(spec.request_id, attempt=spec.attempt)
         logger.log(logging.WARNING if is_grave else logging.DEBUG, "%s: %s", tags, failure)
-        with self._lock:
-            self._outcome.failed[spec.attempt] = failure
-            self._has_news()
+        with self._news() as outcome:
+            outcome.marks.add(failed_mark(spec.attempt, failure.cause))
+            outcome.reasons.append((spec.attempt, str(failure)))
 
     def finished(self, spec: FetchSpec) -> None:
-        with self._lock:
-            self._outcome.finished.add(spec.attempt)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.received.add(finished_attempt_id(spec.attempt))
 
     def done(self, request_id: PrefillRequestId) -> None:
-        with self._lock:
-            self._outcome.done.add(request_id)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.sent.add(request_id)
 
     def hold_idle(self, hold: int) -> None:
-        with self._lock:
-            self._outcome.idle_holds.add(hold)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.sent.add(idle_hold_id(hold))
 
     def expired(self, request_id: PrefillRequestId) -> None:
         tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
@@ -154,19 +148,16 @@ class OutcomeQueue:
                 self._counted.revoked[cause] += 1
 
     def spared(self, number: int) -> None:
-        with self._lock:
-            self._outcome.spared.add(number)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.marks.add(mark(Mark.SPARED, number))
 
     def claimed(self, number: int) -> None:
-        with self._lock:
-            self._outcome.claimed.add(number)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.marks.add(mark(Mark.CLAIMED, number))
 
     def known(self, attempt: int) -> None:
-        with self._lock:
-            self._outcome.known.add(attempt)
-            self._has_news()
+        with self._news() as outcome:
+            outcome.marks.add(mark(Mark.KNOWN, attempt))
 
     def moved_bytes(self, num_bytes: int) -> None:
         """A transfer of KV has succeeded."""
@@ -217,6 +208,13 @@ class OutcomeQueue:
             outcome, self._outcome = self._outcome, Outcome()
             self._tell_at_seconds = None
             return outcome
+
+    @contextlib.contextmanager
+    def _news(self) -> Iterator[Outcome]:
+        """What is added wakes the engine."""
+        with self._lock:
+            yield self._outcome
+            self._has_news()
 
     def _has_news(self) -> None:
         if self._tell_at_seconds is None:

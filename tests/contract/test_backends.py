@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcached_nixl.vllm.adapter.series import LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.versions import installed_has
-from kvcached_nixl.worker.geometry.layout import Axes
+from kvcached_nixl.worker.geometry.planes import Axes
 
 pytestmark = pytest.mark.skipif(installed_has(LOADS_BEHIND), reason="vLLM 0.29 asks no backend for a shape")
 NAMES = ("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "TRITON_MLA", "FLASHMLA", "CPU_ATTN")

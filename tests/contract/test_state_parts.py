@@ -28,7 +28,7 @@ from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.geometry.states import StatePart, part_planes, state_planes
+from kvcached_nixl.worker.geometry.planes import StatePart, part_planes, state_planes
 from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.topology import PeerRoutes, contributors
 

@@ -152,7 +152,7 @@ class Rank:
         unfinished.rename(folder / role)
 
     def is_over(self) -> bool:
-        self.over = getattr(self, "over", False) or bool(self.thread.take_outcome().finished)
+        self.over = getattr(self, "over", False) or bool(self.thread.take_outcome().received)
         return self.over
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvcached_nixl.worker.geometry.layout import Axes, Page
+from kvcached_nixl.worker.geometry.layout import Page
+from kvcached_nixl.worker.geometry.planes import Axes
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def test_what_is_under_way_when_its_sender_is_found_out_is_not_used(
     spoil(pair, verified)
     pair.decode.workers[0].awaiting_checksum.run()
     pair.turn()
-    assert pair.causes() or outcome_of(pair.decode.workers[0].side.thread).failed
+    assert pair.causes() or outcome_of(pair.decode.workers[0].side.thread).reasons
     pair.settle()
     assert is_right(verified, 0) and all(is_right(one, 0) for one in others)
     assert pair.causes() == {"checksum": 3}

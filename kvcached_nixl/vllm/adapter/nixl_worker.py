@@ -41,7 +41,7 @@ from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import MemoryType
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker.geometry.layout import Page
-from kvcached_nixl.worker.geometry.states import StatePart
+from kvcached_nixl.worker.geometry.planes import StatePart
 
 _PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
 """Sizes that no other dimension of a cache has, so that each dimension of a shape can be identified by its size."""

@@ -27,7 +27,7 @@ from kvcached_nixl.vllm.adapter.attributes import optional
 from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
 from kvcached_nixl.vllm.adapter.versions import found_version, installed_has
 from kvcached_nixl.wire.kv_groups import Keeps
-from kvcached_nixl.worker.geometry.states import StatePart
+from kvcached_nixl.worker.geometry.planes import StatePart
 
 
 def specs_of(kv_cache_spec: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the regions that NIXL transfers in kvcached's tensors. Once per process, byte arithmetic only.
+"""Finds the regions that NIXL transfers in kvcached's tensors, and describes the KV-cache groups in them. Once per
+process, byte arithmetic only.
 
 kvcached reserves far more addresses than vLLM plans to use, and a block id is always below
 ``kv_cache_config.num_blocks``. So every view is narrowed to the planned blocks before anything is
@@ -20,62 +21,25 @@ a transfer would hit the bytes between blocks and nothing would report it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from kvcached_nixl.errors import LayoutRefused
-from kvcached_nixl.worker.geometry.states import StatePart, pages_of_state
+from kvcached_nixl.wire.planes import GroupMemory, HeadShare
+from kvcached_nixl.worker.geometry.planes import (
+    Axes,
+    StatePart,
+    cell_bytes_of,
+    pages_of_state,
+    part_planes,
+    planes_of,
+    state_planes,
+)
 
-__all__ = ["Arrangement", "Axes", "Layout", "Page", "Region", "plan"]
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The meaning of each dimension of a backend's KV cache shape, by index.
-
-    Attributes:
-        kv: the dimension of size 2 that separates K from V; None where they are packed, or there is no V.
-        head: None for a latent, which all heads share.
-        ndim: number of dimensions of one layer's cache.
-    """
-
-    token: int
-    head: int | None
-    kv: int | None
-    ndim: int
-
-    @classmethod
-    def from_probe(cls, shape: Sequence[int], *, num_blocks: int, block_size: int, num_heads: int) -> Axes:
-        """Read the axes from the shape that a backend returned for three sizes that no other dimension can have.
-
-        Raises:
-            LayoutRefused: blocks do not come first, tokens are not found, or a dimension is left that is not K/V.
-        """
-        left = dict(enumerate(shape))
-        found: list[int | None] = []
-        for number in (num_blocks, block_size, num_heads):
-            places = [place for place, size in left.items() if size == number]
-            found.append(places[0] if len(places) == 1 else None)
-            for place in places[:1]:
-                del left[place]
-        block, token, head = found
-        # The last dimension is the elements of a cell; one of size 1 has no meaning.
-        left.pop(len(shape) - 1, None)
-        left = {place: size for place, size in left.items() if size != 1}
-        kv = next(iter(left), None)
-        if block != 0 or token is None or len(left) > 1 or (kv is not None and (left[kv] != 2 or head is None)):
-            raise LayoutRefused(
-                found=f"an attention backend with the KV cache shape {tuple(shape)} for {num_blocks} blocks of "
-                f"{block_size} tokens and {num_heads} heads",
-                expected="blocks first, one dimension each for tokens, heads, and K/V if they are separate, and the "
-                "head size last",
-                consequence="Blocks, K and V, tokens or heads cannot be told apart, so no transfer would be right; the "
-                "engine stops.",
-                remedy="Choose another attention backend (--attention-backend), or run without ENABLE_KVCACHED.",
-            )
-        return cls(token=token, head=head, kv=kv, ndim=len(shape))
+__all__ = ["Arrangement", "Layout", "Page", "Region", "group_memory", "layers_digest", "plan"]
 
 
 class Arrangement(enum.Enum):
@@ -349,3 +313,44 @@ def _across_layers(
             f"{num_pools} layers side by side, {page} bytes apart, in every block; found offsets {offsets}",
         )
     return Region(base, page * num_pools)
+
+
+def group_memory(
+    layout: Layout, layers: Collection[str], kernel_blocks_per_block: int, share_of: Callable[[int], HeadShare]
+) -> GroupMemory:
+    """Describe a KV-cache group.
+
+    Args:
+        layers: names of its layers.
+        kernel_blocks_per_block: kernel blocks in one of its logical blocks.
+        share_of: number of KV heads that a layer has on this rank -> which of the model's heads they are; 0 stands for
+            layers that keep a state.
+
+    Raises:
+        LayoutRefused: as `planes_of`.
+    """
+    views = _views(layout, layers)
+    if all(layer in layout.state_bytes for layer in views):
+        whole = state_planes(views, layout.state_bytes, share_of(0).first_head)
+        return GroupMemory(whole, parts=part_planes(views, layout.state_parts))
+    return GroupMemory(planes_of(views, layout.axes, share_of), kernel_blocks_per_block)
+
+
+def layers_digest(layout: Layout, layers_of_groups: Sequence[Collection[str]]) -> str:
+    """Returns a digest of which layers are in which group, in which order, with which cells.
+
+    Planes are matched by their position. Two engines may have the same planes of other layers, e.g. if they keep
+    different layers in another data type (``--kv-cache-dtype-skip-layers``).
+    """
+    found = hashlib.blake2b(digest_size=8)
+    for layers in layers_of_groups:
+        states = layout.state_bytes
+        # A state's bytes depend on the tensor-parallel size.
+        cells = [(layer, layer in states or cell_bytes_of(view)) for layer, view in _views(layout, layers).items()]
+        found.update(repr(cells).encode())
+    return found.hexdigest()
+
+
+def _views(layout: Layout, layers: Collection[str]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of these layers, in the order in which both sides list their planes."""
+    return {layer: view for layer, view in layout.device_views.items() if layer in layers}

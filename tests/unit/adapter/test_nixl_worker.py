@@ -18,8 +18,8 @@ from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE, LOADS_BEHIND, Change
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import Keeps
-from kvcached_nixl.worker.geometry.layout import Axes, Page
-from kvcached_nixl.worker.geometry.states import StatePart
+from kvcached_nixl.worker.geometry.layout import Page
+from kvcached_nixl.worker.geometry.planes import Axes, StatePart
 
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 

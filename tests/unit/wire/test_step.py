@@ -7,7 +7,6 @@ import pickle
 import random
 import re
 import typing
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ from kvcached_nixl.wire.step import (
     FetchSpec,
     Finish,
     LeaseRenewal,
+    Mark,
     OfferUpdate,
     Preempt,
     Revocation,
@@ -38,18 +38,14 @@ from kvcached_nixl.wire.step import (
     UnneededOffer,
     WakeAddress,
     Withdraw,
-    claimed_mark,
     failed_mark,
     failure_of,
     finished_attempt_id,
     finished_attempts_of,
     idle_hold_id,
     idle_holds_of,
-    known_mark,
-    spared_mark,
-    take_claimed,
-    take_known,
-    take_spared,
+    mark,
+    take_marked,
 )
 
 PREFILL = RemotePrefill("p", "h", 1, 1)
@@ -146,22 +142,13 @@ def test_a_step_reaches_another_process_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mark", "other", "take", "take_other"),
-    [
-        (spared_mark, claimed_mark, take_spared, take_claimed),
-        (claimed_mark, known_mark, take_claimed, take_known),
-        (known_mark, spared_mark, take_known, take_spared),
-    ],
+    ("what", "other"), [(Mark.SPARED, Mark.CLAIMED), (Mark.CLAIMED, Mark.KNOWN), (Mark.KNOWN, Mark.SPARED)]
 )
-def test_marks_of_offers_are_told_from_blocks_and_from_failures(
-    mark: Callable[[int], int],
-    other: Callable[[int], int],
-    take: Callable[[set[int]], list[int]],
-    take_other: Callable[[set[int]], list[int]],
-) -> None:
+def test_marks_of_offers_are_told_from_blocks_and_from_failures(what: Mark, other: Mark) -> None:
     marks = {5, FAILING, failed_mark(1, FailureCause.MEDIA), failed_mark(2**62 - 1, FailureCause.LOST)}
     kept = set(marks)
-    marks |= {mark(1), mark(77), other(77)}
-    assert sorted(take(marks)) == [1, 77] and marks == {*kept, other(77)}
-    assert not take(marks)
-    assert take_other(marks) == [77] and marks == kept
+    marks |= {mark(what, 1), mark(what, 77), mark(other, 77)}
+    assert sorted(take_marked(what, marks)) == [1, 77] and marks == {*kept, mark(other, 77)}
+    assert not take_marked(what, marks)
+    assert take_marked(other, marks) == [77] and marks == kept
+    assert not {*Mark} & {*FailureCause}

@@ -23,8 +23,7 @@ from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.wire.step import OfferUpdate, Step, WakeAddress
 from kvcached_nixl.worker.build import build_worker
 from kvcached_nixl.worker.facade import Device, WorkerFacade
-from kvcached_nixl.worker.geometry.layout import plan
-from kvcached_nixl.worker.geometry.planes import layers_digest
+from kvcached_nixl.worker.geometry.layout import layers_digest, plan
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 

@@ -12,7 +12,7 @@ from support.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
 
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
@@ -286,14 +286,14 @@ def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
 def test_what_has_ended_is_told_in_test_what_has_ended_is_told_in_text_of_ours() -> None:
     worker = Worker()
     worker.thread.outcome = Outcome(
-        finished={5, 6},
-        failed={6: HandOverFailed(FailureCause.LEASE, "prefill does not keep it")},
-        done={P1},
-        idle_holds={4},
+        {"p-1", idle_hold_id(4)},
+        {finished_attempt_id(6)},
+        {failed_mark(6, FailureCause.LEASE)},
+        [(6, "prefill does not keep it")],
     )
     ended = worker.side.take_ended()
     assert ended.sent == {"p-1", idle_hold_id(4)}
-    assert ended.received == {finished_attempt_id(5), finished_attempt_id(6)}
+    assert ended.received == {finished_attempt_id(6)}
     assert worker.side.take_marks() == {failed_mark(6, FailureCause.LEASE)}
     assert worker.side.take_marks() == set()
     assert worker.side.take_counted().reasons == [(6, "prefill does not keep it")]

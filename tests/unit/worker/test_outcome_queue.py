@@ -11,7 +11,7 @@ from support.worker_fakes import manifest, wanted
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.step import Step, WakeAddress
+from kvcached_nixl.wire.step import Mark, Step, WakeAddress, failed_mark, finished_attempt_id, idle_hold_id, mark
 from kvcached_nixl.worker.outcomes import TELL_AGAIN_SECONDS, Outcome, OutcomeQueue, WorkerCounters
 from kvcached_nixl.worker.staging.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
@@ -23,14 +23,18 @@ WAKE = WakeAddress("127.0.0.1", 1, "k")
 def test_everything_is_taken_once(caplog: pytest.LogCaptureFixture) -> None:
     outcomes = OutcomeQueue(ManualClock())
     assert outcomes.take() == Outcome()
-    failure = HandOverFailed(FailureCause.LEASE, "token_table")
-    outcomes.failed(wanted(1, manifest(7, 3, 9)), failure)
+    outcomes.failed(wanted(1, manifest(7, 3, 9)), HandOverFailed(FailureCause.LEASE, "token_table"))
     outcomes.finished(wanted(1))
     outcomes.done(P1)
     outcomes.hold_idle(4)
     outcomes.spared(3)
     outcomes.claimed(7)
-    assert outcomes.take() == Outcome({1}, {1: failure}, {P1}, {4}, {3}, {7})
+    assert outcomes.take() == Outcome(
+        {P1, idle_hold_id(4)},
+        {finished_attempt_id(1)},
+        {failed_mark(1, FailureCause.LEASE), mark(Mark.SPARED, 3), mark(Mark.CLAIMED, 7)},
+        [(1, "token_table")],
+    )
     assert outcomes.take() == Outcome()
     assert not caplog.text, "the scheduler logs it"
     outcomes.failed(wanted(2), HandOverFailed(FailureCause.CHECKSUM, "other bytes"))

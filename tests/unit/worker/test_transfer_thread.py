@@ -58,6 +58,7 @@ from kvcached_nixl.wire.step import (
     ORDER,
     Finish,
     LeaseRenewal,
+    Mark,
     OfferUpdate,
     Preempt,
     Revocation,
@@ -65,6 +66,10 @@ from kvcached_nixl.wire.step import (
     Stop,
     WakeAddress,
     Withdraw,
+    failed_mark,
+    finished_attempt_id,
+    idle_hold_id,
+    mark,
 )
 from kvcached_nixl.worker import commands
 from kvcached_nixl.worker import transfer_thread as thread
@@ -188,7 +193,7 @@ def test_steps_are_taken_in_in_order(push: Worker) -> None:
     reached.append(True)
     push.thread.turn()
     assert len(registry_of(push.thread)) == 1 and not waiting_for_device(push.thread)
-    assert push.thread.take_outcome().done == set()
+    assert push.thread.take_outcome().sent == set()
 
 
 @pytest.mark.parametrize("ends", ["stop", "preempt"])
@@ -199,15 +204,15 @@ def test_what_the_device_has_not_done_of_a_request_that_is_gone_is_not_waited_fo
     push.offer(never, PrefillRequestId("p-2"))
     push.thread.submit(Stop(P1, "aborted") if ends == "stop" else Preempt(P1, 4))
     outcome = push.deliver()
-    assert (outcome.done, outcome.idle_holds) == (({"p-1"}, set()) if ends == "stop" else (set(), {4}))
+    assert outcome.sent == ({"p-1"} if ends == "stop" else {idle_hold_id(4)})
     assert len(waiting_for_device(push.thread)) == 2
 
 
 def test_a_withdrawal_may_come_before_its_beginning(pull: Worker) -> None:
     pull.thread.submit(wanted(1, MANIFEST), writable((1,), never), Withdraw(1, "dead"))
     outcome = pull.deliver()
-    assert outcome.finished == {1} and outcome.failed[1].cause is FailureCause.STOPPED
-    assert str(outcome.failed[1]) == "dead"
+    assert outcome.received == {finished_attempt_id(1)} and outcome.reasons == [(1, "dead")]
+    assert outcome.marks == {failed_mark(1, FailureCause.STOPPED)}
 
 
 def test_a_prefill_of_which_nothing_can_come_gets_no_heartbeat() -> None:
@@ -233,7 +238,7 @@ def test_a_revocation_does_not_overtake_who_was_there_before_it(pull: Worker, me
     pull.thread.submit(Revoke(P1, revocation))
     pull.thread.turn()
     outcome = pull.thread.take_outcome()
-    assert (outcome.spared, outcome.done) == ({7}, set())
+    assert (outcome.marks, outcome.sent) == ({mark(Mark.SPARED, 7)}, set())
 
 
 # ---------------------------------------------------------------------------------------------------------- containment
@@ -266,7 +271,7 @@ def test_a_message_that_cannot_be_read_is_dropped(pull: Worker, notification: by
     remote.transport.send("local", next(heartbeats(["p-1"])))
     remote.say("local", Release("p-1", "", DIGEST, 0, 1))
     outcome = pull.deliver()
-    assert outcome.done == {"p-1"}
+    assert outcome.sent == {"p-1"}
     assert pull.thread.dropped["malformed"] == (3 if notification else 0)
     assert pull.thread.dropped["defect"] == 0
 
@@ -287,8 +292,8 @@ def test_a_defect_in_decodes_command_fails_its_attempts(
         monkeypatch.setattr(Receiver, "begin", defective)
     pull.thread.submit(wanted(1, MANIFEST), writable((1, 2), always))
     outcome = pull.deliver()
-    assert {number: one.cause for number, one in outcome.failed.items()}[1] is FailureCause.DEFECT
-    assert 1 in outcome.finished and pull.thread.dropped["defect"] == 1
+    assert failed_mark(1, FailureCause.DEFECT) in outcome.marks
+    assert finished_attempt_id(1) in outcome.received and pull.thread.dropped["defect"] == 1
     assert "IndexError: of ours" in caplog.text and "internal error in kvcached_nixl" in caplog.text
 
 
@@ -309,8 +314,8 @@ def test_a_defect_where_a_transfer_ends_fails_what_it_belongs_to(pull: Worker, m
     monkeypatch.setattr("kvcached_nixl.worker.transfer.ownership_tokens.TokenBuffers.holds", defective)
     pull.thread.submit(wanted(1, MANIFEST), writable((1,), always))
     outcome = pull.deliver()
-    assert outcome.failed[1].cause is FailureCause.DEFECT
-    assert outcome.finished == {1}
+    assert outcome.marks == {failed_mark(1, FailureCause.DEFECT)}
+    assert outcome.received == {finished_attempt_id(1)}
 
 
 def test_an_agent_that_cannot_be_asked_is_asked_again(pull: Worker) -> None:
@@ -328,7 +333,7 @@ def test_an_agent_that_cannot_be_asked_is_asked_again(pull: Worker) -> None:
 
     pull.transport.received = failing  # type: ignore[method-assign]
     pull.thread.submit(wanted(1, MANIFEST), writable((1,), always))
-    assert pull.deliver().finished == {1}
+    assert pull.deliver().received == {finished_attempt_id(1)}
 
 
 def test_a_defect_with_prefills_blocks_stops_the_engine(push: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +403,7 @@ def test_the_end_of_a_hand_over_is_seen_soon_while_the_engine_computes(pull: Wor
     assert pull.thread.turn() == COMPUTING_POLL_SECONDS, "prefill stands still"
     pull.network.deliver_all()
     pull.thread.turn()
-    assert pull.thread.take_outcome().finished == {1}
+    assert pull.thread.take_outcome().received == {finished_attempt_id(1)}
 
 
 def test_decode_that_waits_for_the_last_write_is_not_kept_waiting_for_a_step(push: Worker) -> None:

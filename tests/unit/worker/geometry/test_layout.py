@@ -14,7 +14,8 @@ from support.kvcached_memory import Geometry
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.worker.geometry import layout as module
-from kvcached_nixl.worker.geometry.layout import Arrangement, Axes, Layout
+from kvcached_nixl.worker.geometry.layout import Arrangement, Layout
+from kvcached_nixl.worker.geometry.planes import Axes
 
 
 def plan(geometry: Geometry, caches: dict[str, torch.Tensor], num_blocks: int | None = None) -> Layout:

@@ -14,8 +14,8 @@ from support.kvcached_memory import Geometry
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.wire.planes import HeadShare
-from kvcached_nixl.worker.geometry.layout import Axes, plan
-from kvcached_nixl.worker.geometry.planes import layers_digest, planes_of
+from kvcached_nixl.worker.geometry.layout import layers_digest, plan
+from kvcached_nixl.worker.geometry.planes import Axes, planes_of
 
 NUMBERS = {"num_blocks": 1_000_003, "block_size": 48, "num_heads": 7}
 geometries = st.builds(

@@ -16,9 +16,8 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.geometry.layout import Arrangement, Layout, Page, plan
-from kvcached_nixl.worker.geometry.planes import group_memory, layers_digest
-from kvcached_nixl.worker.geometry.states import pages_of_state
+from kvcached_nixl.worker.geometry.layout import Arrangement, Layout, Page, group_memory, layers_digest, plan
+from kvcached_nixl.worker.geometry.planes import pages_of_state
 from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.topology import PeerRoutes
 

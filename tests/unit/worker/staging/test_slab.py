@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from support.kvcached_memory import Geometry
 
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
-from kvcached_nixl.worker.geometry.layout import Layout, plan
-from kvcached_nixl.worker.geometry.planes import group_memory
+from kvcached_nixl.worker.geometry.layout import Layout, group_memory, plan
 from kvcached_nixl.worker.staging.slab import Slab
 
 CPU = torch.device("cpu")
