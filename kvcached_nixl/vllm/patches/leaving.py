@@ -218,8 +218,9 @@ def serve_http(call: Call) -> Any:
     state = scope["app"].state if scope["type"] in ("http", "lifespan") and "app" in scope else None
     client = optional(state, "engine_client")
     if scope["type"] == "lifespan":
-        if client is not None and optional(state, "server") is not None:
-            setattr(client, _LISTENING, (asyncio.get_running_loop(), state.server))
+        server = optional(state, "server")
+        if client is not None and server is not None:
+            setattr(client, _LISTENING, (asyncio.get_running_loop(), server))
         return call.proceed()
     if refuses(client) and scope["path"] not in _SERVED:
         return _refuse(scope, receive, send)
