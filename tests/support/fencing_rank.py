@@ -46,9 +46,8 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress, Withdraw
-from kvcached_nixl.worker import commands
+from kvcached_nixl.worker import build, commands
 from kvcached_nixl.worker.background import Background
-from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode import fencing
 from kvcached_nixl.worker.decode import receiver as receiver
 from kvcached_nixl.worker.decode.fencing import WriteGates
@@ -124,8 +123,8 @@ class Rank:
         self.gates = WriteGates(lambda: open_gate(BACKENDS, [(address, self.memory.nbytes)], "DRAM"), background, clock)
         nothing = Content((), ())
         settings = Settings(TransferMode.PUSH, kv_lease_duration_seconds=300.0, handover_timeout_seconds=300.0)
-        self.side = assemble(
-            Rank(
+        self.side = build.assemble(
+            build.Rank(
                 transport,
                 place,
                 self.token_table,

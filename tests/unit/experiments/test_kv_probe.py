@@ -177,16 +177,24 @@ def test_a_corruption_strikes_once(probe: ModuleType, logical: Any) -> None:
     assert [record["planted"] for record in recorder.records] == ["zero_a_block", None]
 
 
+class FetchSpec(SimpleNamespace):
+    """As `wire.step.FetchSpec`."""
+
+
+class OfferUpdate(SimpleNamespace):
+    """As `wire.step.OfferUpdate`."""
+
+
 def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> None:
     """Prefill's blocks when the request was sent, as its last step named them; decode's under the transfer's name."""
     source = logical.transpose(2, 3).contiguous()
     connector = FakeConnector(source, source, "push")
     recorder = recorder_of(probe, connector)
-    wanted = SimpleNamespace(
+    wanted = FetchSpec(
         attempt=7, request_id="on d", name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=None
     )
     announced, first, last = (
-        SimpleNamespace(
+        OfferUpdate(
             request_id="on p",
             name="u",
             groups=[SimpleNamespace(block_ids=one) for one in blocks],
@@ -194,10 +202,10 @@ def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> No
         )
         for blocks in ((), ([0],), ([0, 3],))
     )
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(fetches=[wanted], offered=[announced])})
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[wanted, announced])})
     assert not recorder.offered
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(fetches=[], offered=[first])})
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(fetches=[], offered=[last])})
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[first])})
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[last])})
     assert [one.transfer for one in recorder.pending.values()] == ["t"]
     connector.finished_sending = {"on p", "of another kind"}
     recorder.finish()
@@ -215,10 +223,10 @@ def test_a_pull_of_ours_is_recorded_under_the_number_of_its_attempt(probe: Modul
     connector = FakeConnector(source, source, "pull")
     recorder = recorder_of(probe, connector)
     manifest = SimpleNamespace(request_id="on p", groups=(SimpleNamespace(block_ids=(0, 3)),))
-    wanted = SimpleNamespace(
+    wanted = FetchSpec(
         attempt=7, request_id="on d", name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=manifest
     )
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(fetches=[wanted], offered=[])})
+    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[wanted])})
     connector.moved = {f"{probe.OVER}7": None}
     recorder.finish()
     (record,) = recorder.records
