@@ -35,7 +35,7 @@ PREAMBLE = """
 import kvcached.vmm_ops, nixl._api
 from kvcached_nixl.proof.lanes import transports_of
 from kvcached_nixl.proof.member import Remote
-from kvcached_nixl.proof.prover import prove_one
+from kvcached_nixl.proof.__main__ import prove_one
 from kvcached_nixl.proof.result import Question
 
 QUESTION = Question("cpu", 0, "DRAM", ("UCX",))

@@ -30,7 +30,7 @@ PLANTED = {
     "patching/registry.py": "import importlib\nimportlib.import_module('vllm.config')",
     "patching/record.py": "from ..vllm.adapter import locate",
     "worker/push.py": "from nixl._api import nixl_agent",
-    "transport/base.py": "import nixl",
+    "transport/side_channel.py": "import nixl",
     "wire/push.py": "if TYPE_CHECKING:\n    from kvcached_nixl.worker.push import Offer",
     "wire/lease.py": "from vllm.config import VllmConfig",
     "errors.py": "from . import ids",
@@ -55,7 +55,7 @@ def test_the_check_sees_a_planted_violation(tmp_path: Path, file: str) -> None:
 
 
 ALLOWED = {
-    "transport/agent.py": "from nixl._api import nixl_agent",
+    "transport/base.py": "from nixl._api import nixl_agent",
     "vllm/patches/worker.py": "from kvcached_nixl.worker import layout\nfrom kvcached_nixl.scheduler import lease",
     "worker/geometry/layout.py": "import torch\nfrom . import regions\nfrom kvcached_nixl.errors import LayoutRefused",
     "worker/prefill/registry.py": "from kvcached_nixl.worker.transfer.lease import Leases\nfrom . import offer",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcached_nixl.proof import prover
-from kvcached_nixl.proof.prover import LANES_SECONDS, prove_lanes
+from kvcached_nixl.proof import __main__ as prover
+from kvcached_nixl.proof.__main__ import LANES_SECONDS, prove_lanes
 from kvcached_nixl.proof.result import AS_CONFIGURED, LaneFound, Question, Rates, Ucx
 
 QUESTION = Question("cuda", 0, "VRAM", ("UCX",))
