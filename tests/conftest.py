@@ -22,10 +22,14 @@ hypothesis.settings.load_profile("default without deadline")
 
 @pytest.fixture
 def make_module(request: pytest.FixtureRequest) -> Iterator[Callable[..., types.ModuleType]]:
-    """Creates modules from source text in ``sys.modules`` for one test: ``make_module("name", source)``."""
+    """Creates modules from source text in ``sys.modules`` for one test: ``make_module("name", source)``. Makes
+    the packages around it, too, that are not there."""
     made: list[str] = []
 
     def make(name: str, source: str = "") -> types.ModuleType:
+        parent = name.rpartition(".")[0]
+        if parent and parent not in sys.modules:
+            make(parent).__path__ = []
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         sys.modules[name] = module

@@ -99,9 +99,6 @@ def forget_classes() -> None:
 
 @pytest.fixture
 def stock(make_module: Callable[..., ModuleType]) -> Iterator[ModuleType]:
-    parts = STATS_MODULE.split(".")
-    for end in range(1, len(parts)):
-        make_module(".".join(parts[:end])).__path__ = []
     forget_classes()
     yield make_module(STATS_MODULE, STOCK)
     forget_classes()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -95,15 +94,7 @@ class UniformTypeKVCacheSpecs:
 def attention_backends(make_module: Callable[..., ModuleType]) -> list[list[str]]:
     """Has vLLM say which backends some layers have; the names of the layers that it was asked about."""
     asked: list[list[str]] = []
-    for name in (
-        "vllm",
-        "vllm.distributed",
-        "vllm.distributed.kv_transfer",
-        "vllm.distributed.kv_transfer.kv_connector",
-    ):
-        if name not in sys.modules:
-            make_module(name).__path__ = []
-    found = make_module("vllm.distributed.kv_transfer.kv_connector.utils")
+    found = make_module(_UTILS)
 
     def get_current_attn_backends(config: object, layers: list[str]) -> list[SimpleNamespace]:
         asked.append(layers)
@@ -332,9 +323,6 @@ def kernel_tokens(make_module: Callable[..., ModuleType]) -> Callable[[int], Non
     """Sets how many tokens of a block vLLM's kernels take at most."""
 
     def at_most(num_tokens: int) -> None:
-        for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
-            if name not in sys.modules:
-                make_module(name).__path__ = []
         source = f"def select_common_block_size(size, backends): return min(size, {num_tokens})"
         make_module("vllm.v1.worker.utils", source)
 
@@ -364,9 +352,6 @@ def test_a_kernel_may_split_blocks_of_one_size_by_their_spec(
     tokens_of_wide: int, is_served: bool, install: Install, make_module: Callable[..., ModuleType]
 ) -> None:
     """vLLM 0.33: FlashAttention 4 takes blocks of another size where heads are wide."""
-    for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.distributed", "vllm.distributed.kv_transfer", _UTILS[:-6]):
-        if name not in sys.modules:
-            make_module(name).__path__ = []
     source = "def select_common_block_size(size, backends, specs): return specs[0].kernel_tokens"
     make_module("vllm.v1.worker.utils", source)
     source = "def get_current_attn_backends_and_specs(config, cache, fallback): return fallback, cache.kv_cache_groups"

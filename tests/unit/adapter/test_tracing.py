@@ -31,7 +31,6 @@ def instrument_manual(span_name, start_time, end_time=None, attributes=None, con
 
 @pytest.fixture
 def vllm(make_module: Callable[..., ModuleType]) -> ModuleType:
-    make_module("vllm").__path__ = []
     return make_module("vllm.tracing", VLLM)
 
 

@@ -14,6 +14,7 @@ from support.engine_fakes import TOKENS
 from kvcached_nixl.naming.wants import Want
 from kvcached_nixl.vllm.adapter import queues
 from kvcached_nixl.vllm.adapter.attributes import attach
+from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
 from kvcached_nixl.vllm.patches.step_output import (
     is_whole,
@@ -301,10 +302,7 @@ def test_a_connector_is_told_of_an_end_with_every_block(
     make_module: Callable[..., ModuleType], knows_groups: bool
 ) -> None:
     """A connector of another package, with NIXL's inside it, may know one KV-cache group."""
-    parts = ["vllm", "distributed", "kv_transfer", "kv_connector", "v1", "base"]
-    for end in range(1, len(parts)):
-        make_module(".".join(parts[:end])).__path__ = []
-    base = make_module(".".join(parts), "class SupportsHMA:\n    pass").SupportsHMA
+    base = make_module(CONNECTOR_BASE.module, "class SupportsHMA:\n    pass").SupportsHMA
     told: list[Any] = []
 
     class Connector(base if knows_groups else object):  # type: ignore[misc]
@@ -337,8 +335,6 @@ class KVConnectorOutput:
 
 @pytest.fixture
 def outputs(make_module: Callable[..., ModuleType]) -> ModuleType:
-    for name in ("vllm", "vllm.v1"):
-        make_module(name).__path__ = []
     return make_module("vllm.v1.outputs", OUTPUTS)
 
 
