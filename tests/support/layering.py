@@ -9,11 +9,10 @@ from pathlib import Path, PurePosixPath
 
 PACKAGE = "kvcached_nixl"
 
-BASICS = {"errors", "ids", "clock", "deadlines", "transfer_mode"}
+BASICS = {"errors", "ids", "deadlines", "transfer_mode"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ids": set(),
-    "clock": set(),
     "deadlines": set(),
     "version": set(),
     "current_device": set(),
