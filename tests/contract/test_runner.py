@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what `adapter.model_runner_policy` says about kvcached and vLLM with both, and with vLLM's own answer."""
+"""Compares what `adapter.versions` says about kvcached and vLLM with both, and with vLLM's own answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`model_runner_policy` and `model_runner_query`: what kvcached accepts, and vLLM's own answer, without vLLM."""
+"""`versions` and `platform`: which model runners kvcached accepts, and vLLM's own answer, without vLLM."""
 
 from __future__ import annotations
 
