@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shutil
 from pathlib import Path
 
@@ -66,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
             "began": began,
             "prometheus": prometheus.version(),
             "alerts_fired": prometheus.fired(),
-            "loads": [dataclasses.asdict(one) for one in loads],
+            "loads": [vars(one) for one in loads],
             "queries": [one.as_json() for one in found],
         }
     draw(found, loads, logs / "dashboard.png" if options.pair else REPOSITORY / PICTURE)

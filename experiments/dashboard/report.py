@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PLANTED = Query("planted", "a metric that does not exist", "sum(rate(kvcached_nixl:no_such_metric_total[10s]))")
+COLOURS = 96
 MOST_NAMES = 6
 """Series that a panel's legend names: those with the largest values."""
 
@@ -83,6 +84,8 @@ def table_of(found: Sequence[Answer]) -> Table:
 
 def draw(found: Sequence[Answer], loads: Sequence[Load], path: Path) -> None:
     """Draw the dashboard's panels in its order."""
+    from PIL import Image
+
     panels: dict[str, list[Answer]] = {}
     for one in found:
         if one.query is not PLANTED and one.query.row != "alerts":
@@ -101,4 +104,7 @@ def draw(found: Sequence[Answer], loads: Sequence[Load], path: Path) -> None:
         if series:
             axes.legend(fontsize=5)
     began = ", ".join(f"{load.pair} from {load.began_seconds:.0f} s" for load in loads)
-    save(figure, f"seconds since the start: {began}", path)
+    figure.supxlabel(f"seconds since the start: {began}", fontsize=9)
+    save(figure, "", path)
+    # A quarter of the size.
+    Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
