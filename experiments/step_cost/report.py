@@ -19,16 +19,21 @@ HAND_OVER_FORMS = ("{}", "{}", "{} waiting")
 SCHEDULE_FORMS = ("{}", "more may run: {}", "{} waiting")
 
 
-def _columns(*figures: str) -> list[Column]:
-    return [Column(figure.replace("_", " "), figure, 1, 3) for figure in figures]
+def _columns(**figures: str) -> list[Column]:
+    """Figure -> heading."""
+    return [Column(heading, figure, 1, 3) for figure, heading in figures.items()]
 
 
 HAND_OVER_COLUMNS = (
-    *_columns("step_p50", "step_p99", "scheduler_p50", "pickled_p50", "worker_p50", "idle_turn_p50", "idle_turn_p99"),
-    *_columns("arrival_p50", "arrival_p99", "beat_turn_p50", "beat_turn_p99"),
-    Column("heartbeats", "most_beats", 1),
+    *_columns(step_p50="step", step_p99="p99", scheduler_p50="engine", pickled_p50="pickle", worker_p50="worker"),
+    *_columns(idle_turn_p50="idle", idle_turn_p99="p99", arrival_p50="arrival", arrival_p99="p99"),
+    *_columns(beat_turn_p50="beats", beat_turn_p99="p99"),
+    Column("number", "most_beats", 1),
 )
-SCHEDULE_COLUMNS = _columns("step_p50", "step_p99", "schedule_p50", "connector_p50", "update_p50", "arrival_p50")
+SCHEDULE_COLUMNS = (
+    *_columns(step_p50="step p50", step_p99="p99", schedule_p50="schedule", connector_p50="connector"),
+    *_columns(update_p50="update", arrival_p50="with an arrival"),
+)
 
 
 def judge(samples: Samples) -> list[Verdict]:
