@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from packaging.specifiers import SpecifierSet
-from support import attention_engines, engine_node
+from support import attention_engines, engine_node, handover_node
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, same
 from support.handover_node import (
     BLOCK_SIZE,
@@ -37,20 +37,6 @@ from support.handover_node import (
     until_both,
 )
 from support.internals import addresses_of
-from support.node_cases import (  # noqa: F401
-    POLICIES,
-    SHORT_SECONDS,
-    direction,
-    node,
-    pair,
-    test_a_peer_that_was_forgotten_is_met_again,
-    test_a_prompt_that_prefill_computed_in_chunks_arrives,
-    test_decodes_request_aborted_in_its_queue_frees_prefills_blocks,
-    test_parameters_from_before_prefills_restart_give_no_bytes,
-    test_parameters_of_a_lease_that_has_ended_give_no_bytes,
-    test_prefill_lets_go_of_what_decode_has_cached_altogether,
-    test_the_missing_blocks_arrive_and_no_other_changes,
-)
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
@@ -60,6 +46,9 @@ from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
+direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
+SHORT_SECONDS = 0.4
+POLICIES = ["fail", "recompute"]
 
 
 def test_an_idle_transfer_thread_uses_no_processor_time(pair: tuple[Node, Node]) -> None:

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand-overs between two engines on the installed vLLM, over real NIXL, for every direction and way through memory.
+
+Decode's blocks hold the right bytes and every other block those that filled it, whichever side stages. NIXL never gets
+an address of a staged cache. Of verified hand-overs both sides find the same checksums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+import torch
+from support import attention_engines, engine_node, handover_node
+from support.attention_engines import ERAS
+from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, nodes, same
+from support.handover_node import (
+    ANOTHER_REQUESTS,
+    BLOCK_SIZE,
+    CHUNK,
+    DECODE_FILLING,
+    PREFILL_FILLING,
+    RESERVED,
+    SEND,
+    Node,
+    asked,
+    computed_alone,
+    ends_by_policy,
+    prefilled,
+    rest,
+    served,
+    until_both,
+)
+from support.internals import leftovers
+from support.transports import until
+from vllm.v1.request import RequestStatus
+
+from kvcached_nixl.transport.base import Transport
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.worker import memory_registration as sizing
+from kvcached_nixl.worker.staging.slab import Use
+from kvcached_nixl.worker.transfer import peers
+from kvcached_nixl.worker.transfer.checksums import Content
+
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
+direction, pair = handover_node.direction, handover_node.pair
+SHORT_SECONDS = 0.4
+POLICIES = ["fail", "recompute"]
+
+
+class Paths(NamedTuple):
+    """The memory paths of prefill and of decode, and whether hand-overs are verified."""
+
+    prefill: str
+    decode: str
+    is_verified: bool = False
+
+
+STAGED = {
+    "P staged": Paths("host", "direct"),
+    "D staged": Paths("direct", "device"),
+    "both staged": Paths("device", "host"),
+}
+VERIFIED = {
+    "verified": Paths("direct", "direct", True),
+    "P staged, verified": Paths("host", "direct", True),
+    "D staged, verified": Paths("direct", "device", True),
+}
+LONG = [pytest.param(one, id=name, marks=pytest.mark.long) for name, one in {**STAGED, **VERIFIED}.items()]
+
+
+@pytest.fixture(params=[pytest.param(Paths("direct", "direct"), id="direct"), *LONG])
+def paths(request: pytest.FixtureRequest) -> Paths:
+    found: Paths = request.param
+    return found
+
+
+@pytest.fixture
+def node(
+    direction: str, paths: Paths, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Node]]:
+    """Creates nodes, and fails if NIXL gets an address of a staged cache, or if bytes move that are not verified."""
+    caches: dict[int, list[range]] = {}
+    finders, moved = set[int](), list[int]()
+    post, digest = Transport.post, Content.digest
+
+    def watched(self: Transport, operation: Any, peer: str, local: Any, *arguments: Any, **named: Any) -> Any:
+        if not named.get("is_host"):
+            moved.append(len(local))
+            for storage in caches.get(id(self._agent), ()):
+                assert not any(begin in storage for begin in local[:, 0].tolist()), "a staged cache is named to NIXL"
+        return post(self, operation, peer, local, *arguments, **named)
+
+    def noted(self: Content, *arguments: Any, **options: Any) -> str:
+        finders.add(id(self))
+        return digest(self, *arguments, **options)
+
+    monkeypatch.setattr(Transport, "post", watched)
+    monkeypatch.setattr(Content, "digest", noted)
+    with nodes(Node, tmp_path, log) as make:
+
+        def made(filling: int, geometry: Any = RESERVED, **options: Any) -> Node:
+            path = paths.prefill if filling == PREFILL_FILLING else paths.decode
+            given = {"transfer_mode": direction, "memory_path": path, "verify_fraction": float(paths.is_verified)}
+            found = make(filling, geometry, **given, **options)
+            if path != "direct":
+                storages = [cache.untyped_storage() for cache in found.caches.values()]
+                caches[id(found.agent)] = [range(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
+            return found
+
+        yield made
+        assert not moved or (len(finders) >= 2) is paths.is_verified
+
+
+@pytest.mark.parametrize(
+    ("era", "contiguous"),
+    [(era, contiguous) for era in ERAS if era not in ("mla", "latent") for contiguous in (False, True)],
+)
+def test_the_missing_blocks_arrive_and_no_other_changes(era: str, contiguous: bool, node: Callable[..., Node]) -> None:
+    geometry = dataclasses.replace(RESERVED, era=era, contiguous=contiguous)
+    prefill, decode = node(PREFILL_FILLING, geometry), node(DECODE_FILLING, geometry)
+    # Makes the block ids of the two sides differ.
+    decode.add("cmpl-y-0-dddddddd", None, first_token=200, num_tokens=PROMPT - 8)
+    decode.step()
+    others = decode.blocks("cmpl-y-0-dddddddd")
+    params = prefilled(prefill, PREFILL_ID)
+    blocks = prefill.blocks(PREFILL_ID)
+    local = asked(decode, params)
+    before = decode.content(others)
+    assert not set(local) & {*blocks, *others}
+
+    prefill.step_until(lambda: PREFILL_ID in prefill.sent)
+    until(lambda: decode.moved)
+    assert prefill.holds(blocks) and decode.holds(local)
+    assert same(decode.content(local), prefill.content(blocks))
+    assert same(decode.content(others), before)
+    assert decode.are_filled(decode.all_but([*local, *others]), DECODE_FILLING)
+    assert prefill.are_filled(prefill.all_but(blocks), PREFILL_FILLING)
+    decode.step_until(lambda: DECODE_ID in decode.ended)
+    assert decode.ended[DECODE_ID] == "length"
+    rest(prefill, decode)
+
+
+def test_prefill_lets_go_of_what_decode_has_cached_altogether(pair: tuple[Node, Node]) -> None:
+    """Prefill frees its blocks long before the lease ends: decode tells it that it needs nothing (vllm#41269)."""
+    prefill, decode = pair
+    decode.add("cmpl-y-0-dddddddd", None, num_tokens=PROMPT + 1)
+    decode.step_until(lambda: "cmpl-y-0-dddddddd" in decode.ended)
+    params = prefilled(prefill, PREFILL_ID)
+    assert prefill.free_blocks == USABLE - BLOCKS
+    decode.add(DECODE_ID, params, num_tokens=PROMPT + 4)
+    decode.step()
+    assert decode.status(DECODE_ID) == RequestStatus.RUNNING
+    assert decode.holds(decode.blocks(DECODE_ID), end=PROMPT + 4)
+    until_both(prefill, decode, lambda: PREFILL_ID in prefill.sent)
+    rest(prefill, decode)
+
+
+def test_a_prompt_that_prefill_computed_in_chunks_arrives(node: Callable[..., Node]) -> None:
+    """Chunks end inside blocks, and prefill is preempted once and starts again without its prefix cache."""
+    prefill = node(PREFILL_FILLING, tokens_a_step=CHUNK, prefix_caching=False)
+    decode = node(DECODE_FILLING, tokens_a_step=CHUNK)
+    prefill.add(PREFILL_ID, SEND, 1)
+    prefill.step()
+    prefill.preempt(PREFILL_ID)
+    params = None
+    prefill.step_until(lambda: PREFILL_ID in prefill.transfer_params)
+    params = prefill.transfer_params[PREFILL_ID]
+    local = asked(decode, params)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(local)
+    rest(prefill, decode)
+
+
+def test_decodes_request_aborted_in_its_queue_frees_prefills_blocks(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    params = prefilled(prefill, PREFILL_ID)
+    assert prefill.free_blocks == USABLE - BLOCKS
+    decode.add(DECODE_ID, params)
+    decode.abort(DECODE_ID)
+    assert decode.scheduler.has_requests()
+    decode.step()
+    prefill.step_until(lambda: PREFILL_ID in prefill.sent)
+    rest(prefill, decode)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("known", [False, True], ids=["strangers", "peers"])
+def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
+    policy: str, known: bool, node: Callable[..., Node]
+) -> None:
+    """The blocks hold another request's KV by then."""
+    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING, policy=policy)
+    if known:
+        served(prefill, decode)
+    params = prefilled(prefill, PREFILL_ID)
+    blocks = prefill.blocks(PREFILL_ID)
+    rest(prefill)
+    assert PREFILL_ID in prefill.sent
+    # A staged offer keeps no blocks, so its lease may end after the last step.
+    until(lambda: prefill.step() and prefill.account["num_kv_expired_reqs"] == [1])
+    prefill.fill(blocks, ANOTHER_REQUESTS)
+    decode.add(DECODE_ID, params)
+    ends_by_policy(policy, decode, prefill)
+    assert decode.account["kvcached_nixl_failures"] == [FailureCause.LEASE]
+    served(prefill, decode, 8)
+
+
+def test_a_peer_that_was_forgotten_is_met_again(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request has named the peer for a while, and neither side keeps any state of it (finding C5)."""
+    prefill, decode = pair
+    monkeypatch.setattr(peers, "FORGOTTEN_SECONDS", 0.3)
+    served(prefill, decode)
+    until(lambda: not any(len(one.context.peers) for one in pair))
+    until(lambda: not leftovers(*(one.context.peers for one in pair)))
+    served(prefill, decode, 8)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("known", [False, True], ids=["strangers", "peers"])
+def test_parameters_from_before_prefills_restart_give_no_bytes(
+    known: bool, policy: str, node: Callable[..., Node]
+) -> None:
+    """The restarted engine has the same id and address and, in the same blocks, another request."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy, handover_timeout=10)
+    if known:
+        served(prefill, decode)
+    params = prefilled(prefill, PREFILL_ID)
+    prefill.die()
+    again = node(ANOTHER_REQUESTS, replaces=prefill, kv_lease_duration=SHORT_SECONDS)
+    assert again.engine.engine_id == params["remote_engine_id"]
+    prefilled(again, PREFILL_ID, 200)
+    decode.add(DECODE_ID, params)
+    ends_by_policy(policy, decode, again)
+    (cause,) = decode.account["kvcached_nixl_failures"]
+    assert cause in (FailureCause.RESTARTED, FailureCause.LOST) if known else cause == FailureCause.RESTARTED
+    served(again, decode, 8)
+
+
+# ------------------------------------------------------------------------------------------------ staged, verified
+
+ONLY_STAGED, ONLY_VERIFIED = (
+    pytest.mark.parametrize("paths", [pytest.param(one, id=name, marks=pytest.mark.long) for name, one in of.items()])
+    for of in (STAGED, VERIFIED)
+)
+
+
+@ONLY_STAGED
+def test_prefills_blocks_are_free_long_before_decode_comes(node: Callable[..., Node], paths: Paths) -> None:
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    params = prefilled(prefill, PREFILL_ID)
+    if paths.prefill == "direct":
+        prefill.step()
+        assert PREFILL_ID not in prefill.sent
+    else:
+        prefill.step_until(lambda: PREFILL_ID in prefill.sent)
+        assert prefill.context.staging.slots.used(Use.PARKED)
+        # Somebody else has them now.
+        prefill.fill(list(range(1, RESERVED.num_blocks)), 0x55)
+    local = asked(decode, params)
+    until(lambda: prefill.step() and decode.step() and DECODE_ID in decode.received)
+    assert decode.holds(local)
+    rest(prefill, decode)
+
+
+@ONLY_STAGED
+def test_a_request_that_no_slab_could_hold_goes_through_range_by_range(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "_LARGEST_BLOCK_TOKENS", BLOCK_SIZE)
+    monkeypatch.setattr(sizing, "num_slots", lambda layout, load, _, **__: load.fewest_slots)
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    slabs = [one.context.staging for one in (prefill, decode)]
+    assert {slab.slots.count for slab in slabs if slab is not None} == {4}
+    params = prefilled(prefill, PREFILL_ID)
+    local = asked(decode, params)
+    until(lambda: prefill.step() and decode.step() and DECODE_ID in decode.received)
+    assert decode.holds(local)
+    served(prefill, decode)
+    assert not any(slab.slots.used(use) for slab in slabs if slab is not None for use in Use)
+
+
+@ONLY_VERIFIED
+@pytest.mark.parametrize("policy", POLICIES)
+def test_other_bytes_end_the_request_by_policy_and_are_not_used(
+    policy: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte of one head of the last token that was moved has become another since it was sent."""
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
+    received = decode.context.checksums._received
+    digest = received.digest
+    params = prefilled(prefill, PREFILL_ID)
+    local = asked(decode, params)
+
+    def changed(*arguments: Any, **options: Any) -> str:
+        cache = list(decode.caches.values())[-1]
+        block = cache[local[-1]].view(torch.uint8)
+        block[(-1,) * block.dim()] ^= 1
+        return digest(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(received, "digest", changed)
+        ends_by_policy(policy, decode, prefill)
+    assert [FailureCause(one) for one in decode.account["kvcached_nixl_failures"]] == [FailureCause.CHECKSUM]
+    assert "is not what prefill sent" in decode.log.text
+    computed_alone(decode)
+    # That engine is not believed again.
+    params = prefilled(prefill, "cmpl-w-0-aaaaaaaa", 100)
+    decode.ended.clear()
+    decode.add(DECODE_ID, params, first_token=100)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    assert decode.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
+    assert "memory_path" in decode.log.text
+    rest(prefill, decode)
