@@ -333,7 +333,7 @@ class KvProbe:
             return held
         thread = vars(get_kv_transfer_group())["_kvcached_nixl"].thread
         gates = list(thread._receiver.gates)
-        return {**held, "NIXL peers": len(thread._transport._peers), "NIXL agents": 1 + len(gates)}
+        return {**held, "NIXL peers": len(thread._context.transport._peers), "NIXL agents": 1 + len(gates)}
 
     def kv_probe_plant(self, kind: str, index: int, group: int = ALL_GROUPS) -> dict[str, Any]:
         """Damage the blocks of the next received request. ``index`` is a position in its list of received blocks."""
