@@ -211,7 +211,8 @@ class Dispatch:
                 )
             self._malformed += 1
             return
-        with self._contained(lambda failure: self._fail_message(agent, message, failure)):
+        # Twice: nothing that a peer sends stops the engine, not even where its hand-over cannot be failed.
+        with self._contained(_ignore), self._contained(lambda failure: self._fail_message(agent, message, failure)):
             _MESSAGES[type(message)](self, agent, message)
 
     def _fail_message(self, agent: str, message: Message | list[str], failure: HandOverFailed) -> None:
@@ -257,6 +258,10 @@ class _Rule(NamedTuple):
 
     apply: Callable[[Dispatch, Any], None]
     fails: Callable[[Any], Sequence[int]] | None = None
+
+
+def _ignore(_: HandOverFailed) -> None:
+    """It is logged and counted."""
 
 
 def _nobody(_: object) -> Sequence[int]:

@@ -78,6 +78,7 @@ from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device
 from kvcached_nixl.worker.outcomes import Outcome
 from kvcached_nixl.worker.prefill.offers import OfferMatcher
+from kvcached_nixl.worker.prefill.registrations import Registrations
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 from kvcached_nixl.worker.transfer.peer_link import Host
@@ -297,15 +298,20 @@ def test_a_defect_in_decodes_command_fails_its_attempts(
     assert "IndexError: of ours" in caplog.text and "internal error in kvcached_nixl" in caplog.text
 
 
-def test_a_defect_in_a_message_has_no_further_effect(push: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt that the message names fails, and its sender is answered."""
+@pytest.mark.parametrize("fails_twice", [False, True])
+def test_a_defect_in_a_message_has_no_further_effect(
+    fails_twice: bool, push: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt that the message names fails, and its sender is answered; if that fails, too, the engine goes on."""
     remote = push.remote()
     monkeypatch.setattr(OfferMatcher, "wanted_by", defective)
+    if fails_twice:
+        monkeypatch.setattr(Registrations, "fail", defective)
     remote.say("local", registration(1, remote.address))
     push.deliver()
-    (stopped,) = remote.heard()
-    assert isinstance(stopped, Stopped) and (stopped.attempt, stopped.cause) == (1, FailureCause.DEFECT)
-    assert push.thread.dropped["defect"] == 1
+    told = [(type(one), one.attempt, one.cause) for one in remote.heard()]
+    assert told == ([] if fails_twice else [(Stopped, 1, FailureCause.DEFECT)])
+    assert push.thread.dropped["defect"] == 1 + fails_twice
 
 
 def test_a_defect_where_a_transfer_ends_fails_what_it_belongs_to(pull: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
