@@ -12,13 +12,14 @@ from support import FOLDER
 from support.environments import Environment
 
 COMMAND = ("-m", "kvcached_nixl")
+Tree = Callable[..., Path]
 
 
 @pytest.mark.parametrize(
     "environ", [{}, {"ENABLE_KVCACHED": "1"}, {"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": "0"}], ids=str
 )
 def test_a_supported_environment_exits_with_zero_whatever_the_gate(
-    installed: Environment, tree: Callable[..., Path], environ: dict[str, str]
+    installed: Environment, tree: Tree, environ: dict[str, str]
 ) -> None:
     """The command says what would happen with the gate open, and what the gate is now."""
     done = installed.run(*COMMAND, path=(tree("0.28.0"),), **environ)
@@ -31,7 +32,7 @@ def test_a_supported_environment_exits_with_zero_whatever_the_gate(
 
 @pytest.mark.parametrize(("version", "options"), [("0.25.1", ()), ("0.28.0", ("--no-nixl",))])
 def test_an_environment_that_would_be_refused_exits_with_one(
-    with_wheel: Environment, tree: Callable[..., Path], version: str, options: tuple[str, ...]
+    with_wheel: Environment, tree: Tree, version: str, options: tuple[str, ...]
 ) -> None:
     """Each refusal is printed with its message."""
     done = with_wheel.run(*COMMAND, path=(tree(version, *options),))
@@ -46,9 +47,7 @@ def test_without_vllm_it_says_so_and_exits_with_one(with_wheel: Environment) -> 
     assert "no vLLM in this environment" in done.stdout and "Traceback" not in done.stderr
 
 
-def test_a_vllm_that_cannot_be_imported_is_a_refusal(
-    with_wheel: Environment, tree: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_vllm_that_cannot_be_imported_is_a_refusal(with_wheel: Environment, tree: Tree, tmp_path: Path) -> None:
     """The import error is in the report."""
     (tmp_path / "vllm.py").write_text("raise OSError('no libcuda')")
     done = with_wheel.run(*COMMAND, path=(tmp_path, tree("0.28.0")))
@@ -56,7 +55,7 @@ def test_a_vllm_that_cannot_be_imported_is_a_refusal(
     assert "no libcuda" in done.stdout
 
 
-def test_json_has_the_same_content(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+def test_json_has_the_same_content(with_wheel: Environment, tree: Tree) -> None:
     """For programs: nothing else is on standard output."""
     report = json.loads(with_wheel.run(*COMMAND, "--json", path=(tree("0.28.0"),)).stdout)
     assert report["versions"]["vllm"] == "0.28.0"
@@ -95,7 +94,7 @@ ADVERTISE = "KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE"
     ids=["vLLM's default", "everywhere", "no address of this host", "NAT", "only loopback"],
 )
 def test_the_side_channels_addresses_are_shown(
-    with_wheel: Environment, tree: Callable[..., Path], environ: dict[str, str], lines: list[str]
+    with_wheel: Environment, tree: Tree, environ: dict[str, str], lines: list[str]
 ) -> None:
     """And what speaks against other hosts reaching it."""
     done = with_wheel.run(*COMMAND, "--json", path=(tree("0.28.0"),), **environ)
@@ -122,7 +121,7 @@ def test_the_side_channels_addresses_are_shown(
     ],
 )
 def test_a_side_channel_that_nobody_could_reach_is_refused(
-    with_wheel: Environment, tree: Callable[..., Path], environ: dict[str, str]
+    with_wheel: Environment, tree: Tree, environ: dict[str, str]
 ) -> None:
     done = with_wheel.run(*COMMAND, path=(tree("0.28.0"),), **environ)
     assert done.returncode == 1
@@ -141,7 +140,7 @@ def test_a_side_channel_that_nobody_could_reach_is_refused(
     ],
 )
 def test_the_model_runner_has_a_line_and_one_that_kvcached_refuses_exits_with_one(
-    with_wheel: Environment, tree: Callable[..., Path], version: str, environ: dict[str, str], line: str
+    with_wheel: Environment, tree: Tree, version: str, environ: dict[str, str], line: str
 ) -> None:
     """Without a model nothing of vLLM has to be asked."""
     done = with_wheel.run(*COMMAND, path=(tree(version),), **environ)
@@ -150,9 +149,7 @@ def test_the_model_runner_has_a_line_and_one_that_kvcached_refuses_exits_with_on
     assert done.returncode == (1 if environ else 0) and ("refused: runner" in shown) == bool(environ)
 
 
-def test_a_model_that_cannot_be_read_is_refused_in_four_lines(
-    with_wheel: Environment, tree: Callable[..., Path]
-) -> None:
+def test_a_model_that_cannot_be_read_is_refused_in_four_lines(with_wheel: Environment, tree: Tree) -> None:
     """The stand-in for vLLM has no models at all."""
     done = with_wheel.run(*COMMAND, "--model", "some/model", path=(tree("0.28.0"),))
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -168,7 +165,7 @@ def test_help_teaches_and_wrong_usage_exits_with_two(with_wheel: Environment) ->
     assert with_wheel.run(*COMMAND, "--colour").returncode == 2
 
 
-def test_the_summary_is_logged_once_per_process(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+def test_the_summary_is_logged_once_per_process(with_wheel: Environment, tree: Tree) -> None:
     """Two connectors, one summary, through vLLM's logger."""
     code = (
         "import logging, sys; logging.basicConfig(level='INFO', format='%(name)s %(message)s')\n"

@@ -15,6 +15,8 @@ VERSIONS = ("0.26.0", "0.30.0")
 ORDERS = tuple(itertools.permutations(("vllm", "kvcached", "install", "plugins")))
 CREATE = ("create=NixlConnector", "create=MultiConnector:NixlConnector", "create=OtherConnector")
 ON = {"ENABLE_KVCACHED": "True"}
+Tree = Callable[..., Path]
+Reference = Callable[[str], dict[str, Any]]
 
 
 def final(state: dict[str, Any]) -> dict[str, Any]:
@@ -23,7 +25,7 @@ def final(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def reference(with_wheel: Environment, tree: Callable[..., Path]) -> Callable[[str], dict[str, Any]]:
+def reference(with_wheel: Environment, tree: Tree) -> Reference:
     """The state after the plain way in: the .pth, then vLLM. Checked by itself below."""
     made: dict[str, dict[str, Any]] = {}
 
@@ -36,7 +38,7 @@ def reference(with_wheel: Environment, tree: Callable[..., Path]) -> Callable[[s
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_plain_way_in_applies_every_patch_once(reference: Callable[[str], dict[str, Any]], version: str) -> None:
+def test_the_plain_way_in_applies_every_patch_once(reference: Reference, version: str) -> None:
     """Nothing pending, nothing refused, no attribute wrapped twice, no trace of kvcached's own patch."""
     state = reference(version)
     assert {outcome for outcome, _ in state["outcomes"].values()} <= {"applied", "skipped"}
@@ -53,11 +55,7 @@ def test_the_plain_way_in_applies_every_patch_once(reference: Callable[[str], di
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_in_a_script_every_order_ends_in_the_same_state(
-    with_wheel: Environment,
-    tree: Callable[..., Path],
-    reference: Callable[[str], dict[str, Any]],
-    order: tuple[str, ...],
-    version: str,
+    with_wheel: Environment, tree: Tree, reference: Reference, order: tuple[str, ...], version: str
 ) -> None:
     """ENABLE_KVCACHED set in the script: kvcached's own patch may already be on vLLM, and comes off."""
     state = with_wheel.probe("enable", *order, *CREATE, path=(tree(version),))
@@ -66,10 +64,7 @@ def test_in_a_script_every_order_ends_in_the_same_state(
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_at_interpreter_start_every_order_ends_in_the_same_state(
-    with_wheel: Environment,
-    tree: Callable[..., Path],
-    reference: Callable[[str], dict[str, Any]],
-    order: tuple[str, ...],
+    with_wheel: Environment, tree: Tree, reference: Reference, order: tuple[str, ...]
 ) -> None:
     """The .pth came first; what follows adds nothing."""
     assert final(with_wheel.probe(*order, *CREATE, path=(tree("0.28.0"),), **ON)) == reference("0.28.0")
@@ -77,19 +72,14 @@ def test_at_interpreter_start_every_order_ends_in_the_same_state(
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("vllm", "kvcached", "install"))), ids="-".join)
 def test_the_folder_on_pythonpath_ends_in_the_same_state_without_installing(
-    bare: Environment,
-    tree: Callable[..., Path],
-    reference: Callable[[str], dict[str, Any]],
-    order: tuple[str, ...],
+    bare: Environment, tree: Tree, reference: Reference, order: tuple[str, ...]
 ) -> None:
     """Nothing of the package is in the environment."""
     state = bare.probe(*order, *CREATE, path=(SITECUSTOMIZE, tree("0.28.0")), **ON)
     assert final(state) == reference("0.28.0")
 
 
-def test_all_doors_at_once_end_in_the_same_state(
-    installed: Environment, tree: Callable[..., Path], reference: Callable[[str], dict[str, Any]]
-) -> None:
+def test_all_doors_at_once_end_in_the_same_state(installed: Environment, tree: Tree, reference: Reference) -> None:
     """Installed normally or editable, with the folder on PYTHONPATH and the plugin loader on top."""
     state = installed.probe("plugins", "install", "kvcached", *CREATE, path=(SITECUSTOMIZE, tree("0.28.0")), **ON)
     assert final(state) == reference("0.28.0")
@@ -98,11 +88,7 @@ def test_all_doors_at_once_end_in_the_same_state(
 @pytest.mark.parametrize("child", ["spawn", "fork"])
 @pytest.mark.parametrize("before", [(), ("vllm",), ("plugins", "create=NixlConnector")], ids=["early", "vllm", "late"])
 def test_children_end_in_the_same_state(
-    installed: Environment,
-    tree: Callable[..., Path],
-    reference: Callable[[str], dict[str, Any]],
-    child: str,
-    before: tuple[str, ...],
+    installed: Environment, tree: Tree, reference: Reference, child: str, before: tuple[str, ...]
 ) -> None:
     """A spawned child installs again, a forked one inherits; both may import the rest in any order."""
     state = installed.probe("enable", *before, child, "kvcached", "plugins", *CREATE, path=(tree("0.28.0"),))
@@ -111,7 +97,7 @@ def test_children_end_in_the_same_state(
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_uninstalling_leaves_no_wrapper_and_a_later_installation_is_complete(
-    with_wheel: Environment, tree: Callable[..., Path], reference: Callable[[str], dict[str, Any]], version: str
+    with_wheel: Environment, tree: Tree, reference: Reference, version: str
 ) -> None:
     """Out and in again is the same as in; the rest of the first installation is inert."""
     path = (tree(version),)
@@ -121,9 +107,7 @@ def test_uninstalling_leaves_no_wrapper_and_a_later_installation_is_complete(
     assert final(again) == reference(version) | {"created": [again["created"][0], *reference(version)["created"]]}
 
 
-def test_the_superseded_patch_is_reported_whichever_way_it_came(
-    with_wheel: Environment, tree: Callable[..., Path]
-) -> None:
+def test_the_superseded_patch_is_reported_whichever_way_it_came(with_wheel: Environment, tree: Tree) -> None:
     """Loaded later it did nothing; applied before, it was taken off; the report says which."""
     later = with_wheel.probe("kvcached", "vllm", path=(tree("0.28.0"),), **ON)["notes"]["kvcached.patch_connector"]
     before = with_wheel.probe("enable", "kvcached", "plugins", path=(tree("0.28.0"),))["notes"]

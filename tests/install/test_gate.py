@@ -18,12 +18,13 @@ ON = {"ENABLE_KVCACHED": "1"}
 OFF = [{}, {"ENABLE_KVCACHED": "0"}, {"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": "0"}]
 KV = "vllm.distributed.kv_transfer.kv_connector"
 PTH = (REPOSITORY / "kvcached_nixl" / "kvcached_nixl.pth").read_text()
+Tree = Callable[..., Path]
 
 
 @pytest.mark.parametrize("environ", OFF, ids=str)
 @pytest.mark.parametrize("version", ["0.26.0", "0.28.0", "0.33.0"])
 def test_when_off_nothing_is_wrapped_and_connectors_are_stock(
-    installed: Environment, tree: Callable[..., Path], environ: dict[str, str], version: str
+    installed: Environment, tree: Tree, environ: dict[str, str], version: str
 ) -> None:
     """Every door is tried; vLLM is untouched all the same."""
     path = (SITECUSTOMIZE, tree(version))
@@ -85,7 +86,7 @@ def test_the_start_file_is_one_line_that_python_executes() -> None:
     ids=["vllm", "kvcached", "nixl", "signature", "push-signature", "push-connector"],
 )
 def test_a_refusal_stops_nixl_connectors_in_words_and_no_others(
-    with_wheel: Environment, tree: Callable[..., Path], version: str, options: tuple[str, ...], words: list[str]
+    with_wheel: Environment, tree: Tree, version: str, options: tuple[str, ...], words: list[str]
 ) -> None:
     """Directly, inside a MultiConnector, and a second time: never constructed. Other connectors are not disturbed."""
     nixl = ["create=NixlConnector", "create=MultiConnector:NixlConnector", "create=NixlConnector"]
@@ -99,7 +100,7 @@ def test_a_refusal_stops_nixl_connectors_in_words_and_no_others(
 @pytest.mark.parametrize("change", ["create_connector(cls, config, role", "create_connector(cls, request"])
 @pytest.mark.parametrize("connector", ["NixlConnector", "MultiConnector:NixlConnector"])
 def test_a_changed_factory_does_not_open_the_gate(
-    with_wheel: Environment, tree: Callable[..., Path], tmp_path: Path, change: str, connector: str
+    with_wheel: Environment, tree: Tree, tmp_path: Path, change: str, connector: str
 ) -> None:
     """The constructor of the connector raises what the factory cannot."""
     source = tree("0.28.0")
@@ -121,7 +122,7 @@ def test_a_changed_factory_does_not_open_the_gate(
 
 
 def test_a_constructor_that_cannot_be_wrapped_does_not_open_the_gate(
-    with_wheel: Environment, tree: Callable[..., Path], tmp_path: Path
+    with_wheel: Environment, tree: Tree, tmp_path: Path
 ) -> None:
     """The factory raises what the constructor of the connector cannot."""
     target = tmp_path / "tree"
@@ -135,59 +136,46 @@ def test_a_constructor_that_cannot_be_wrapped_does_not_open_the_gate(
     assert other == "OtherConnector"
 
 
-def test_extra_configuration_that_cannot_be_served_is_refused(
-    with_wheel: Environment, tree: Callable[..., Path]
-) -> None:
-    """An operator who asks for something else must not get pull."""
-    action = 'create=NixlConnector{"transfer_mode": "both"}'
-    (created,) = with_wheel.probe("vllm", action, path=(tree("0.28.0"),), **ON)["created"]
-    assert created.startswith("SettingsError") and "transfer_mode='both'" in created
-
-
-def test_push_is_a_mode_of_the_nixl_connector(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+def test_push_is_a_mode_of_the_nixl_connector(with_wheel: Environment, tree: Tree) -> None:
     """Under the class name that routers match."""
-    action = 'create=NixlConnector{"transfer_mode": "push"}'
-    (created,) = with_wheel.probe("vllm", action, path=(tree("0.28.0"),), **ON)["created"]
+    (created,) = with_wheel.probe("vllm", f"create=NixlConnector{PUSH}", path=(tree("0.28.0"),), **ON)["created"]
     assert created == "NixlPullConnector"
 
 
-@pytest.mark.parametrize("extra", ["", '{"transfer_mode": "push"}'])
-def test_the_push_connector_of_vllm_is_refused_and_the_remedy_is_ours(
-    with_wheel: Environment, tree: Callable[..., Path], extra: str
+PUSH = '{"transfer_mode": "push"}'
+INSTEAD = ['"kv_connector": "NixlConnector"', '"transfer_mode": "push"']
+RANDOM_IDS, RUST = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "VLLM_USE_RUST_FRONTEND"
+
+
+@pytest.mark.parametrize(
+    ("connector", "variables", "words", "remedy"),
+    [
+        # An operator who asks for something else must not get pull.
+        ('NixlConnector{"transfer_mode": "both"}', {}, ["transfer_mode='both'"], []),
+        # tests/contract/test_stock_push_defects.py shows what vLLM's own does wrong.
+        ("NixlPushConnector", {}, ["NixlPushConnector"], INSTEAD),
+        (f"NixlPushConnector{PUSH}", {}, ["NixlPushConnector"], INSTEAD),
+        # What decode asks prefill's memory about a request would be answered of its successor.
+        ("NixlConnector", {RANDOM_IDS: "1"}, [RANDOM_IDS], ["Unset"]),
+        (f"NixlConnector{PUSH}", {RANDOM_IDS: "1"}, [RANDOM_IDS], ["Unset"]),
+        # Nothing of this package runs in it: `/inference/v1/generate` says 200 of a hand-over that has failed.
+        ("NixlConnector", {RUST: "1"}, [f"{RUST}=1", "200"], []),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    with_wheel: Environment, tree: Tree, connector: str, variables: dict[str, str], words: list[str], remedy: list[str]
 ) -> None:
-    """tests/contract/test_stock_push_defects.py shows what it does wrong."""
-    action = f"create=NixlPushConnector{extra}"
-    (created,) = with_wheel.probe("vllm", action, path=(tree("0.28.0"),), **ON)["created"]
-    assert created.startswith("SettingsError") and "NixlPushConnector" in created
-    remedy = created.partition("remedy:")[2]
-    assert '"kv_connector": "NixlConnector"' in remedy and '"transfer_mode": "push"' in remedy
-
-
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_request_ids_that_may_come_again_are_refused(
-    with_wheel: Environment, tree: Callable[..., Path], mode: str
-) -> None:
-    """What decode asks prefill's memory about a request would be answered of its successor."""
-    action = f'create=NixlConnector{{"transfer_mode": "{mode}"}}'
-    variable = {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
-    (created,) = with_wheel.probe("vllm", action, path=(tree("0.28.0"),), **ON, **variable)["created"]
-    assert created.startswith("SettingsError") and "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION" in created
-    assert "Unset" in created.partition("remedy:")[2]
-
-
-def test_the_rust_frontend_is_refused(with_wheel: Environment, tree: Callable[..., Path]) -> None:
-    """Nothing of this package runs in it: `/inference/v1/generate` says 200 of a hand-over that has failed."""
-    started = {"VLLM_USE_RUST_FRONTEND": "1"}
-    nixl, other = with_wheel.probe(
-        "vllm", "create=NixlConnector", "create=OtherConnector", path=(tree("0.28.0"),), **ON, **started
-    )["created"]
-    assert nixl.startswith("SettingsError") and "VLLM_USE_RUST_FRONTEND=1" in nixl and "200" in nixl
+    """In words. Other connectors are not disturbed."""
+    actions = (f"create={connector}", "create=OtherConnector")
+    created, other = with_wheel.probe("vllm", *actions, path=(tree("0.28.0"),), **ON, **variables)["created"]
+    assert created.startswith("SettingsError") and all(one in created for one in words)
+    assert all(one in created.partition("remedy:")[2] for one in remedy)
     assert other == "OtherConnector"
 
 
 @pytest.mark.parametrize("order", [("NixlConnector", "OtherConnector"), ("OtherConnector", "NixlConnector")])
 def test_a_connector_beside_nixl_s_that_was_not_shown_to_be_safe_is_refused(
-    with_wheel: Environment, tree: Callable[..., Path], order: tuple[str, str]
+    with_wheel: Environment, tree: Tree, order: tuple[str, str]
 ) -> None:
     """In both orders, before either is constructed. Without NIXL's it is not disturbed."""
     connectors = ", ".join(f'{{"kv_connector": "{name}"}}' for name in order)
@@ -197,9 +185,7 @@ def test_a_connector_beside_nixl_s_that_was_not_shown_to_be_safe_is_refused(
     assert alone == "MultiConnector"
 
 
-def test_seams_that_cannot_be_loaded_are_refused(
-    with_wheel: Environment, tree: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_seams_that_cannot_be_loaded_are_refused(with_wheel: Environment, tree: Tree, tmp_path: Path) -> None:
     """Without seams there is no gate either; then the connector cannot be imported, and the error says why."""
     broken = tmp_path / "torch.py"
     broken.write_text("raise ImportError('this torch is broken')")
@@ -211,9 +197,7 @@ def test_seams_that_cannot_be_loaded_are_refused(
 
 
 @pytest.mark.parametrize("missing", ["wrapt", "packaging"])
-def test_a_missing_dependency_of_ours_does_not_open_the_gate(
-    tree: Callable[..., Path], tmp_path: Path, missing: str
-) -> None:
+def test_a_missing_dependency_of_ours_does_not_open_the_gate(tree: Tree, tmp_path: Path, missing: str) -> None:
     """Without wrapt not even the gate can be hooked; then the connector cannot be imported at all."""
     environment = make_environment(tmp_path / "env", without=missing)
     path = (SITECUSTOMIZE, tree("0.28.0"))
@@ -225,9 +209,7 @@ def test_a_missing_dependency_of_ours_does_not_open_the_gate(
     assert other == "OtherConnector"
 
 
-def test_a_connector_that_was_imported_before_a_failed_start_is_refused_as_well(
-    tree: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_connector_that_was_imported_before_a_failed_start_is_refused_as_well(tree: Tree, tmp_path: Path) -> None:
     """The gate is opened in a script, after the connector was used; wrapt is missing."""
     environment = make_environment(tmp_path / "env", without="wrapt")
     actions = ("vllm", "create=NixlConnector", "enable", "install", "create=NixlConnector")
@@ -236,7 +218,7 @@ def test_a_connector_that_was_imported_before_a_failed_start_is_refused_as_well(
     assert after.startswith("ImportError") and "wrapt" in after
 
 
-def test_an_unclear_switch_is_refused(with_wheel: Environment, tree: Callable[..., Path]) -> None:
+def test_an_unclear_switch_is_refused(with_wheel: Environment, tree: Tree) -> None:
     """KVCACHED_NIXL=off is not a known value; either guess would be wrong for some users."""
     environ = {**ON, "KVCACHED_NIXL": "off"}
     (created,) = with_wheel.probe("vllm", "create=NixlConnector", path=(tree("0.28.0"),), **environ)["created"]
