@@ -55,7 +55,7 @@ READ_SECONDS = 5.0
 DEFAULT_DELAY_SECONDS = 5.0
 _MESSAGE = "This server is shutting down. Use another one."
 _SERVED = ("/health", "/metrics", "/ping")
-"""Paths that answer until the end; ``/health`` with 503."""
+"""Paths that answer until the end, on connections that are open; ``/health`` with 503."""
 
 _LEAVES = "a server that is shut down would abort new requests with status 200, and leave some without an end."
 _LEAVES_UPSTREAM = "vllm/entrypoints/launcher.py: handle_shutdown stops the engine before the HTTP server"
