@@ -27,7 +27,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.base import Operation, Ranges, Transport, register_host_memory
+from kvcached_nixl.transport.agent import Operation, Ranges, Transport, register_host_memory
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.common.server_side.few_cores import BINDINGS, wait_for_events
-from kvcached_nixl.transport.base import Operation, Ranges, descriptors, peer_name
+from kvcached_nixl.transport.agent import Operation, Ranges, descriptors, peer_name
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, Transport
+from kvcached_nixl.transport.agent import Handle, Operation, Ranges, TransferState, Transport
 
 PIECE_SECONDS = 0.002
 """Time of a piece of Python work, and of the pause after it: similar to an engine between two layers of device work."""

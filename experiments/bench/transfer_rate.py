@@ -19,7 +19,7 @@ from experiments.common.command_line import MODES
 from experiments.common.plots import finish, make_panels, save
 from experiments.common.servers import ServerError
 from experiments.common.targets import Verdict
-from kvcached_nixl.transport.base import Operation
+from kvcached_nixl.transport.agent import Operation
 
 ANSWER_SECONDS = 180.0
 TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shared memory": {}, "TCP": {"UCX_TLS": "tcp"}}

@@ -24,7 +24,7 @@ from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.side_channel import answers_of
 from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.settings import Settings
-from kvcached_nixl.transport.base import Transport, WriteGate
+from kvcached_nixl.transport.agent import Transport, WriteGate
 from kvcached_nixl.wire.handshake import Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups

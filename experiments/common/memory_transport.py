@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 
-from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, TransportError
+from kvcached_nixl.transport.agent import Handle, Operation, Ranges, TransferState, TransportError
 
 __all__ = ["MemoryGate", "MemoryTransport", "Network", "Posted"]
 
@@ -138,7 +138,7 @@ class Network:
 
 
 class MemoryTransport:
-    """`transport.base.Transport` in memory; made by :meth:`Network.agent`. ``refuse_posts``: posting raises."""
+    """`transport.agent.Transport` in memory; made by :meth:`Network.agent`. ``refuse_posts``: posting raises."""
 
     def __init__(self, network: Network, name: str) -> None:
         self.network = network
@@ -227,7 +227,7 @@ class MemoryTransport:
 
 
 class MemoryGate:
-    """See `kvcached_nixl.transport.base.WriteGate`; made by :meth:`Network.open_gate`.
+    """See `kvcached_nixl.transport.agent.WriteGate`; made by :meth:`Network.open_gate`.
 
     Attributes:
         is_held: `close` fails.

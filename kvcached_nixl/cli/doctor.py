@@ -15,7 +15,7 @@ import msgspec
 from kvcached_nixl.proof.find import find
 from kvcached_nixl.proof.peer import PeerFound, read_from
 from kvcached_nixl.proof.result import SLOW, LaneFound, Proof, Question
-from kvcached_nixl.transport.base import TransportError
+from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.version import __version__
 from kvcached_nixl.vllm.adapter.platform import Platform, platform

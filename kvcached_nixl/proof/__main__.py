@@ -21,7 +21,7 @@ import msgspec
 from kvcached_nixl.proof.lanes import carriers, is_never_chosen, only_copies, transports_of
 from kvcached_nixl.proof.member import MIXED, PAGE_BYTES, PAGES, SMALL_BYTES, MemberAnswer, Place, Remote
 from kvcached_nixl.proof.result import AS_CONFIGURED, LaneFound, Question, Rates, Said, Ucx
-from kvcached_nixl.transport.base import Operation
+from kvcached_nixl.transport.agent import Operation
 
 LANES_SECONDS = 150.0
 """No lane is begun after this time. The caller's timeout would discard the results of all lanes."""

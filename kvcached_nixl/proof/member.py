@@ -24,7 +24,7 @@ import numpy as np
 from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.lanes import ucx_of_this_process
 from kvcached_nixl.proof.result import Question, Ucx
-from kvcached_nixl.transport.base import Operation, Ranges, TransferState, Transport, make_agent
+from kvcached_nixl.transport.agent import Operation, Ranges, TransferState, Transport, make_agent
 
 PAGE_BYTES = 2 << 20
 PAGES = 4

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.result import Question
-from kvcached_nixl.transport.base import Ranges, TransferState, Transport, TransportError, make_agent
+from kvcached_nixl.transport.agent import Ranges, TransferState, Transport, TransportError, make_agent
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.handshake import RankHandshake, read_answer, read_rank
 from kvcached_nixl.wire.planes import Planes

@@ -118,7 +118,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         is_staged: decode grants slots of a slab range by range (`StagingGrant`); the groups have no blocks.
         is_verified: prefill sends a checksum with each range.
         is_read: nothing is to be written; decode has read the tokens, and asks for their checksums.
-        gate: NIXL metadata of the agent to write through (`transport.base.WriteGate`); empty if nothing is written.
+        gate: NIXL metadata of the agent to write through (`transport.agent.WriteGate`); empty if nothing is written.
     """
 
     decode_request_id: DecodeRequestId

@@ -15,7 +15,7 @@ import numpy as np
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import MemoryPath, Settings
-from kvcached_nixl.transport.base import Transport, WriteGate, open_gate, register_host_memory
+from kvcached_nixl.transport.agent import Transport, WriteGate, open_gate, register_host_memory
 from kvcached_nixl.wire.handshake import RankHandshake, Tag, Weights
 from kvcached_nixl.wire.step import WakeAddress
 from kvcached_nixl.worker.background import Background

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.base import Transport, TransportError, WriteGate
+from kvcached_nixl.transport.agent import Transport, TransportError, WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.handshake import Weights

@@ -24,7 +24,7 @@ import numpy as np
 from support.fencing_rank import NUM_BLOCKS
 from support.transports import until
 
-from kvcached_nixl.transport.base import TransferState, Transport, WriteGate, make_agent, open_gate
+from kvcached_nixl.transport.agent import TransferState, Transport, WriteGate, make_agent, open_gate
 
 SECONDS = 120.0
 TRIES = 3

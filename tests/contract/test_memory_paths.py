@@ -40,7 +40,7 @@ from support.internals import leftovers
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.transport.base import Transport
+from kvcached_nixl.transport.agent import Transport
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.worker import memory_registration as sizing
 from kvcached_nixl.worker.staging.slab import Use

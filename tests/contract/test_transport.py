@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.transports import MEMORY_BYTES, Side, sides, until  # noqa: F401
 
-from kvcached_nixl.transport.base import TransferState, Transport, TransportError
+from kvcached_nixl.transport.agent import TransferState, Transport, TransportError
 
 UNASKED_SECONDS = 0.3
 

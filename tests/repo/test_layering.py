@@ -55,7 +55,7 @@ def test_the_check_sees_a_planted_violation(tmp_path: Path, file: str) -> None:
 
 
 ALLOWED = {
-    "transport/base.py": "from nixl._api import nixl_agent",
+    "transport/agent.py": "from nixl._api import nixl_agent",
     "vllm/patches/worker.py": "from kvcached_nixl.worker import layout\nfrom kvcached_nixl.scheduler import lease",
     "worker/geometry/layout.py": "import torch\nfrom . import regions\nfrom kvcached_nixl.errors import LayoutRefused",
     "worker/prefill/registry.py": "from kvcached_nixl.worker.transfer.lease import Leases\nfrom . import offer",

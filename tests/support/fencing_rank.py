@@ -38,7 +38,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.base import Transport, WriteGate, make_agent, open_gate, register_host_memory
+from kvcached_nixl.transport.agent import Transport, WriteGate, make_agent, open_gate, register_host_memory
 from kvcached_nixl.wire.handshake import Answer, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer

@@ -17,7 +17,7 @@ from experiments.common.memory_transport import GATE, MemoryTransport, Network, 
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.base import Ranges, TransferState
+from kvcached_nixl.transport.agent import Ranges, TransferState
 from kvcached_nixl.vllm.adapter.tracing import traceparent_of
 from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.messages import Written, decode

@@ -82,7 +82,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "kvcached": ("vllm", "proof"),
     "torch": ("vllm", "identity/memory.py", "worker", "proof", "current_device.py"),
-    "nixl": ("transport/base.py", "proof/__main__.py"),
+    "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
     "psutil": ("this_host.py",),
     "aiohttp": ("cli/top.py", "scheduler/asking/asker.py"),

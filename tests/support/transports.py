@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.common.memory_transport import Network
-from kvcached_nixl.transport.base import Transport
+from kvcached_nixl.transport.agent import Transport
 
 ARRIVAL_SECONDS = 20.0
 

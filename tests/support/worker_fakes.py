@@ -14,7 +14,7 @@ import numpy as np
 from experiments.common.memory_transport import MemoryTransport, Network, Posted
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
-from kvcached_nixl.transport.base import TransferState
+from kvcached_nixl.transport.agent import TransferState
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest

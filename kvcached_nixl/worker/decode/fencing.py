@@ -12,7 +12,7 @@ The blocks of a failed attempt are held until each of its writers is in one of t
 That its side channel does not answer, refuses or times out says nothing about its workers. If it refuses, the attempt
 fails at once, else at its deadline at the latest; in each case its blocks still wait for one of these states.
 
-All ranks of prefill write through one gate (`transport.base.WriteGate`). To fence one of them, a second gate is opened
+All ranks of prefill write through one gate (`transport.agent.WriteGate`). To fence one of them, a second gate is opened
 for all later registrations. The first is closed when no other rank writes through it any more, or after DRAIN_SECONDS.
 After that no registration that was made through it can be written.
 
@@ -32,7 +32,7 @@ from functools import partial
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.base import WriteGate
+from kvcached_nixl.transport.agent import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.background import Background, Work

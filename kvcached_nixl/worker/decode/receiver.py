@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.base import WriteGate
+from kvcached_nixl.transport.agent import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer, Release, StagingRequest, Stopped, Written, encode
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvcached_nixl.transport.base import TransportError
+from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import Manifest

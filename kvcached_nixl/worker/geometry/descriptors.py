@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached_nixl.ids import KernelBlock
-from kvcached_nixl.transport.base import Ranges
+from kvcached_nixl.transport.agent import Ranges
 from kvcached_nixl.wire.planes import Planes
 
 __all__ = ["KernelBlocks", "Descriptors", "Route", "misfit"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill: makes the WRITEs for decode's registrations, ends them, and keeps the connections to the gates that they go
-through (`transport.base.WriteGate`). Once per worker, on the transfer thread.
+through (`transport.agent.WriteGate`). Once per worker, on the transfer thread.
 
 A registration is finished when none of its WRITEs is in flight; only then is it answered, and only then are the blocks
 on both sides free (rule R2).
@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.base import Transport, TransportError
+from kvcached_nixl.transport.agent import Transport, TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer, StagingGrant, StagingRequest, Stopped, Written, encode
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.base import Transport
+from kvcached_nixl.transport.agent import Transport
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer

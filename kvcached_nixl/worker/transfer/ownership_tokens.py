@@ -19,7 +19,7 @@ from collections.abc import Hashable
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_nixl.transport.base import Ranges
+from kvcached_nixl.transport.agent import Ranges
 
 __all__ = ["BUCKETS", "BUFFERS", "TOKENS_PER_BUCKET", "TokenArray", "TokenBuffers", "TokenTable", "bucket_of"]
 

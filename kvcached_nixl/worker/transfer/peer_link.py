@@ -5,7 +5,7 @@ is a process of this host, and whether that has ended.
 On the same host a peer may write this process's memory through the kernel or a device (``process_vm_writev``, CUDA
 IPC), without any endpoint, key or socket of this process; but there the kernel also tells whether the process has
 ended. A peer on another host has to write over a network, and the gate it writes through can be closed
-(`transport.base.WriteGate`).
+(`transport.agent.WriteGate`).
 
 Nothing here blocks: ``/proc`` is served from kernel memory. Linux only, as NIXL is.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcached_nixl.transport.base import Transport
+from kvcached_nixl.transport.agent import Transport
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import MemoryType, Process, RankHandshake, differences, read_answer, read_rank
 from kvcached_nixl.wire.messages import Peer

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.base import TransportError
+from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Handshaker, Host, Link, PeerListener, Waiting

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.transport.base import Handle, Operation, Ranges, TransferState, Transport, TransportError
+from kvcached_nixl.transport.agent import Handle, Operation, Ranges, TransferState, Transport, TransportError
 from kvcached_nixl.wire.timeline import Timeline
 
 __all__ = ["TransferTally", "Budget", "TransferJob", "TransferQueue"]

@@ -19,7 +19,7 @@ from experiments.bench.timing import TimedTransport, longest_hold
 from experiments.bench.transfer_rate import ARMS, MOST_HOLD_SECONDS, OURS, OURS_COMPUTING, PLAIN, PLAIN_COMPUTING, judge
 from experiments.common.memory_transport import Network
 from kvcached_nixl.deadlines import ManualClock
-from kvcached_nixl.transport.base import TransferState
+from kvcached_nixl.transport.agent import TransferState
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferJob, TransferQueue
 

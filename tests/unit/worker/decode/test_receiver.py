@@ -26,7 +26,7 @@ from support.worker_fakes import (
 )
 
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.base import TransportError
+from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import BlockRange, Manifest

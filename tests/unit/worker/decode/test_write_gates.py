@@ -7,7 +7,7 @@ import pytest
 from support.digest_fakes import InTurn
 from support.worker_fakes import Local
 
-from kvcached_nixl.transport.base import TransportError
+from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.worker.decode.fencing import AGAIN_SECONDS, DRAIN_SECONDS, GateUse, WriteGates
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.internals import leftovers
 from support.worker_fakes import OTHER_START, START, TAG, Local, Memory, Remote, address
 
-from kvcached_nixl.transport.base import TransportError
+from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Answer, Process
 from kvcached_nixl.wire.messages import Peer

@@ -15,7 +15,7 @@ from support.internals import leftovers
 
 from experiments.common.memory_transport import Network, Posted
 from kvcached_nixl.deadlines import Clock, ManualClock
-from kvcached_nixl.transport.base import TransferState
+from kvcached_nixl.transport.agent import TransferState
 from kvcached_nixl.worker.transfer.transfer_queue import (
     DROPPED_POLL_SECONDS,
     MOVING_SECONDS,
