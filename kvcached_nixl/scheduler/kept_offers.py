@@ -162,9 +162,8 @@ class KeptOffers:
         Args:
             adapter: only those computed with this LoRA adapter, or with any adapter (`ANY_ADAPTER`); None for all.
         """
-        for request_id, one in self._kept.items():
-            if is_meant(adapter, one.adapter):
-                self._take_back(request_id, one, revocation, step)
+        meant = [request_id for request_id, one in self._kept.items() if is_meant(adapter, one.adapter)]
+        self._take_back(meant, revocation, step)
 
     def close(self, reason: str, step: Step, *, grace_seconds: float) -> None:
         """Revokes requests that have ended, or end before `reopen` is called; each after ``grace_seconds``."""
@@ -185,18 +184,20 @@ class KeptOffers:
 
     def turn(self, step: Step) -> None:
         """Revokes the offers whose grace has passed."""
-        for request_id in self._revoked_at.take_due(self._clock.now_seconds()):
-            revocation = Revocation(RevocationCause.PAUSED, self._closed or "")
-            self._take_back(request_id, self._kept[request_id], revocation, step)
+        due = self._revoked_at.take_due(self._clock.now_seconds())
+        self._take_back(due, Revocation(RevocationCause.PAUSED, self._closed or ""), step)
 
-    def _take_back(self, request_id: PrefillRequestId, one: _Kept, revocation: Revocation, step: Step) -> None:
-        self._revoked_at.pop(request_id, None)
-        if one.is_taken_back:
-            return
-        one.is_taken_back = True
-        step.tell(Revoke(request_id, revocation))
-        # An offer that the workers were not told of yet must not reach them before its revocation.
-        step.withhold(request_id, even_empty=True)
+    def _take_back(self, request_ids: Iterable[PrefillRequestId], revocation: Revocation, step: Step) -> None:
+        taken = []
+        for request_id in request_ids:
+            self._revoked_at.pop(request_id, None)
+            if not self._kept[request_id].is_taken_back:
+                self._kept[request_id].is_taken_back = True
+                step.tell(Revoke(request_id, revocation))
+                taken.append(request_id)
+        if taken:
+            # An offer that the workers were not told of yet must not reach them before its revocation.
+            step.withhold(*taken, even_empty=True)
 
     # ------------------------------------------------------------------------------------------------------ giving way
 

@@ -372,12 +372,13 @@ class Step(msgspec.Struct):
         """Returns the commands of one kind."""
         return [one for one in self.commands if isinstance(one, kind)]
 
-    def withhold(self, request_id: PrefillRequestId, *, even_empty: bool = False) -> None:
-        """Drops what the step being built offers of a request's tokens; ``even_empty``: and an offer without tokens."""
+    def withhold(self, *request_ids: PrefillRequestId, even_empty: bool = False) -> None:
+        """Drops what the step being built offers of requests' tokens; ``even_empty``: and offers without tokens."""
+        named = set(request_ids)
         self.commands = [
             one
             for one in self.commands
-            if not isinstance(one, OfferUpdate) or one.request_id != request_id or not (even_empty or one.ready_tokens)
+            if not isinstance(one, OfferUpdate) or one.request_id not in named or not (even_empty or one.ready_tokens)
         ]
 
     def in_order(self) -> list[StepCommand]:
