@@ -84,7 +84,8 @@ class FlowAsker(Asker):
 
     def cancel(self, number: int) -> None:
         for one in [one for one in self.engine.cluster.asked if one.asker is self and one.number == number]:
-            one.hang_up()
+            # An answer that is on its way is taken all the same.
+            one.deliver() if one.is_ready else one.hang_up()
 
     def check(self, server: Server) -> None:
         running = self.engine.cluster.running

@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -33,6 +35,8 @@ CHECK_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 """For an answer's body, which vLLM sends when it has computed the prompt."""
 CLOSE_SECONDS = 5.0
+_SOCKETS = ContextVar[list[socket.socket]]("_SOCKETS")
+"""Of the question that a task asks."""
 PIECE_BYTES = 1 << 18
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A host that has vanished is noticed after 20 s."""
@@ -53,6 +57,8 @@ class Asker:
         self._answers: deque[tuple[int, dict[str, Any] | Outcome]] = deque()
         self._checked: deque[tuple[Server, bool]] = deque()
         self._tasks: dict[object, asyncio.Task[None]] = {}
+        # By question.
+        self._sockets: dict[int, list[socket.socket]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         self._session: aiohttp.ClientSession | None = None
@@ -70,7 +76,8 @@ class Asker:
         return [self._checked.popleft() for _ in range(len(self._checked))]
 
     def cancel(self, number: int) -> None:
-        """Closes the connection of a question, so that prefill stops computing its prompt."""
+        """Nobody waits for the answer any more: prefill is told to stop computing the prompt. What it has answered by
+        then may still be taken, within 5 s."""
         self._called(self._end, number)
 
     def take(self) -> list[tuple[int, dict[str, Any] | Outcome]]:
@@ -119,7 +126,10 @@ class Asker:
             await self._session.close()
 
     def _begin(self, number: int, url: str, address: str, question: Question) -> None:
-        self._tasks[number] = asyncio.ensure_future(self._ask(number, url, address, question))
+        self._sockets[number] = []
+        task = self._tasks[number] = asyncio.ensure_future(self._ask(number, url, address, question))
+        # It may be cancelled before it begins.
+        task.add_done_callback(lambda _: (self._tasks.pop(number, None), self._sockets.pop(number, None)))
 
     def _begin_check(self, server: Server) -> None:
         if server not in self._tasks:
@@ -144,31 +154,43 @@ class Asker:
         self._woken()
 
     def _end(self, number: int) -> None:
-        task = self._tasks.pop(number, None)
-        if task is not None:
+        task, is_told = self._tasks.get(number), False
+        if task is None:
+            return
+        # vLLM ends a request whose client sends no more, and an answer that is on its way here can still be read.
+        for one in self._sockets.pop(number, ()):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_WR)
+                is_told = True
+        if is_told:
+            asyncio.get_running_loop().call_later(CLOSE_SECONDS, task.cancel)
+        else:
             task.cancel()
 
     async def _ask(self, number: int, url: str, address: str, question: Question) -> None:
+        _SOCKETS.set(self._sockets[number])
+        found = await self._found(url, address, question)
+        if number in self._sockets or not isinstance(found, Outcome):
+            self._answers.append((number, found))
+            self._woken()
+
+    async def _found(self, url: str, address: str, question: Question) -> dict[str, Any] | Outcome:
         import aiohttp
 
-        found: dict[str, Any] | Outcome
         try:
-            found = await self._post(url, address, question)
+            return await self._post(url, address, question)
         except AskFailed as error:
-            found = error.outcome
+            return error.outcome
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             reason = f"{type(error).__name__}: {error}"
             if self._api_key:
                 # What is no HTTP is shown as it came, and may repeat what was sent.
                 reason = reason.replace(self._api_key.decode(), "***")
-            found = Outcome(reason, is_of_server=True)
+            return Outcome(reason, is_of_server=True)
         except Exception as error:
             # Without an answer the request would wait for ever.
             logger.exception("A prefill server could not be asked; expected no such error")
-            found = Outcome(f"a defect: {type(error).__name__}: {error}")
-        self._tasks.pop(number, None)
-        self._answers.append((number, found))
-        self._woken()
+            return Outcome(f"a defect: {type(error).__name__}: {error}")
 
     async def _post(self, url: str, address: str, question: Question) -> dict[str, Any]:
         import aiohttp
@@ -180,11 +202,14 @@ class Asker:
             async with self._opened().post(target, data=sent, allow_redirects=False, **more) as response:
                 body = await _answer_of(response)
         except aiohttp.ClientConnectionError as error:
-            if sent.is_begun and sent.rest:
+            if not sent.is_begun:
+                raise
+            if sent.rest:
                 # Its answer may be lost with the connection: it may refuse this prompt for its size.
-                reason = f"it has closed the connection while the prompt was sent: {error}"
-                raise AskFailed(Outcome(reason)) from error
-            raise
+                outcome = Outcome(f"it has closed the connection while the prompt was sent: {error}")
+            else:
+                outcome = Outcome(f"it has closed the connection: {error}", is_of_server=True, has_prompt=True)
+            raise AskFailed(outcome) from error
         if self._api_key and response.status != 200:
             # What the log shows of it: some servers repeat a key that they do not accept.
             body = body.replace(self._api_key, b"***")
@@ -248,6 +273,8 @@ async def _answer_of(response: aiohttp.ClientResponse) -> bytes:
 def _socket(address: Any) -> socket.socket:
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
+    if (sockets := _SOCKETS.get(None)) is not None:
+        sockets.append(made)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
         made.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -45,6 +45,8 @@ from kvcached_nixl.wire.timeline import State
 __all__ = ["Asking"]
 
 MOST_TRIES = 2
+MOST_LOST = 2
+"""Servers that may end with a prompt before it is taken for the reason."""
 MOST_PASSED = 16
 PASSING_SECONDS = 10.0
 """For how long others may be asked for before one that finds no room."""
@@ -66,7 +68,7 @@ class Stage(Enum):
     FETCHING = auto()
     """It goes on with ``kv_transfer_params``, until a step computes it."""
     FAILED = auto()
-    """Its KV does not come. When vLLM asks how much there is for it, it waits again."""
+    """Its KV does not come. When vLLM asks how much there is for it, it is held again."""
     LOCAL = auto()
     """No server gives its KV."""
 
@@ -84,6 +86,7 @@ class _Wanted:
         named: the engine that was named before the answer (push).
         outcome: of the last question.
         tried: the servers that were asked, and were not busy.
+        num_lost: servers that have ended with its prompt.
         passed_since_seconds: when it first found no room; 0 if it never did.
     """
 
@@ -98,6 +101,7 @@ class _Wanted:
     named: RemotePrefill | None = None
     outcome: Outcome = Outcome("none may be asked now", is_of_server=True)
     tried: list[Server] = field(default_factory=list)
+    num_lost: int = 0
     passed_since_seconds: float = 0.0
 
 
@@ -230,8 +234,8 @@ class Asking:
             self.local.computed(one.request_id, one.num_computed_tokens)
 
     def may_ask_again(self, request_id: str) -> bool:
-        """The KV of a request does not come. Returns whether another server is asked for it, so that it is neither
-        computed here nor fails yet; `holds_again` follows. Idempotent until then."""
+        """The KV of a request does not come. Returns whether another server is asked for it, or it is computed here
+        when it is its turn, so that it neither begins nor fails yet; `holds_again` follows. Idempotent until then."""
         wanted = self._wanted.get(request_id)
         if wanted is not None and wanted.stage is Stage.FETCHING:
             failure = self._fetching.failure_of(wanted.request)
@@ -244,14 +248,19 @@ class Asking:
         return wanted is not None and wanted.stage is Stage.FAILED
 
     def holds_again(self, request: Request, step: Step) -> bool:
-        """Called where vLLM asks how much KV there is for a request. Returns whether it waits for an answer once
-        more; `turn` holds it."""
+        """Called where vLLM asks how much KV there is for a request. Returns whether it waits once more; `turn` holds
+        it."""
         request_id = request.request_id
         if not self.may_ask_again(request_id):
             return False
         self.window.settle(request_id)
-        self._fetching.forget(request, step)
-        self._wait(self._wanted[request_id])
+        wanted = self._wanted[request_id]
+        server, _ = self.servers.choose(wanted.tried, wanted.hashes)
+        if self._has_tries(wanted) and not self._replaces(server):
+            self._fetching.forget(request, step)
+            self._wait(wanted)
+        else:
+            self._wait_locally(wanted)
         self._to_hold.append(request_id)
         return True
 
@@ -384,7 +393,7 @@ class Asking:
         if not rests and not self.window.has_room(num_blocks, *room):
             return False
         server, num_cached = self.servers.choose(wanted.tried, wanted.hashes)
-        if rests and (server.is_busy or not self._computes):
+        if rests and not self._replaces(server):
             self._rested_at_seconds = server.rests_until_seconds
             return False
         if self._is_cached(wanted, blocks):
@@ -472,7 +481,8 @@ class Asking:
         still_fetches = wanted.stage is Stage.FETCHING and self._wanted.get(wanted.request.request_id) is wanted
         if wanted.stage is Stage.ASKED:
             self.window.settle(wanted.request.request_id)
-            if self._is_tried_again(wanted, outcome):
+            self._learn(wanted, outcome)
+            if self._has_tries(wanted):
                 self._wait(wanted)
             else:
                 self._compute_here(wanted)
@@ -481,26 +491,34 @@ class Asking:
 
     def _fetched_in_vain(self, wanted: _Wanted, outcome: Outcome) -> None:
         """The KV of a request that goes on does not come."""
-        is_tried_again = self._is_tried_again(wanted, outcome)
-        server, _ = self.servers.choose(wanted.tried, wanted.hashes)
-        waits = server.is_busy or not (self.servers.rests(server) and self._computes)
-        wanted.stage = Stage.FAILED if is_tried_again and waits else Stage.LOCAL
-        if wanted.stage is Stage.LOCAL:
-            self.figures.computed[outcome.computed] += self._computes
+        self._learn(wanted, outcome)
+        wanted.stage = Stage.FAILED if self._computes or self._has_tries(wanted) else Stage.LOCAL
 
-    def _is_tried_again(self, wanted: _Wanted, outcome: Outcome) -> bool:
+    def _learn(self, wanted: _Wanted, outcome: Outcome) -> None:
         wanted.outcome = outcome
-        if outcome.is_busy or (outcome.is_of_server and self._is_required):
+        wanted.num_lost += outcome.has_prompt
+        if outcome.is_busy or (outcome.is_of_server and self._is_required and wanted.num_lost <= MOST_LOST):
             wanted.tried.clear()
-        asks_another = not outcome.is_final or any(one not in wanted.tried for one in self.servers.all)
+
+    def _has_tries(self, wanted: _Wanted) -> bool:
+        """Whether a server is asked for it once more."""
+        asks_another = not wanted.outcome.is_final or any(one not in wanted.tried for one in self.servers.all)
         return asks_another and len(wanted.tried) < MOST_TRIES
+
+    def _replaces(self, server: Server) -> bool:
+        """Whether decode computes what this server, the best one, cannot be asked for now."""
+        return self.servers.rests(server) and self._computes and not server.is_busy
 
     def _compute_here(self, wanted: _Wanted) -> None:
         """No server gives the KV of a held request: it is computed here, or fails."""
         wanted.stage = Stage.LOCAL
         if self._fetching.refuse(wanted.request, _failure(wanted.outcome), computes=not self._is_required):
-            self.figures.computed[wanted.outcome.computed] += 1
-            self.local.add(wanted.request, wanted.order)
+            self._wait_locally(wanted)
+
+    def _wait_locally(self, wanted: _Wanted) -> None:
+        wanted.stage = Stage.LOCAL
+        self.figures.computed[wanted.outcome.computed] += 1
+        self.local.add(wanted.request, wanted.order)
 
     def _withdraw(self, wanted: _Wanted, ended: Ended) -> None:
         """Nobody waits for the answer any more."""

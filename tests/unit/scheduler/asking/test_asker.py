@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from support.internals import leftovers
+from support.transports import until
 
 from kvcached_nixl.scheduler.asking import asker as module
 from kvcached_nixl.scheduler.asking.asker import Asker
@@ -356,6 +358,50 @@ def test_prefill_notices_that_nobody_waits_any_more(decode: Decode, serve: Serve
     decode.asker.cancel(1)
     assert prefill.left.wait(10)
     assert not decode.asker.has_answers
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_what_a_server_has_answered_by_then_is_taken(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch, is_answered: bool
+) -> None:
+    """Its answer is on its way when it hears that nobody waits for it: its KV can be given back."""
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 10.0 if is_answered else 0.05)
+    body = json.dumps({"kv_transfer_params": PARAMS}).encode()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        decode.asker.ask(1, Server(f"http://127.0.0.1:{listening.getsockname()[1]}"), Question("r", [1]))
+        connection, _ = listening.accept()
+        with connection:
+            connection.settimeout(10)
+            while not connection.recv(1 << 16).endswith(b"}"):
+                pass
+            decode.asker.cancel(1)
+            assert connection.recv(1) == b""
+            if is_answered:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+                assert decode.answer() == PARAMS
+            else:
+                # Nothing is sent on a connection that is closed.
+                while not is_closed(connection):
+                    pass
+                assert not decode.asker.has_answers
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        connection.sendall(b"H")
+    except OSError:
+        return True
+    return False
+
+
+def test_one_that_is_cancelled_before_it_begins_leaves_nothing(decode: Decode, serve: Serve) -> None:
+    prefill = asked_in_vain(decode, serve)
+    for number in range(2, 50):
+        decode.asker.ask(number, prefill.server, Question("r", [1]))
+        decode.asker.cancel(number)
+    decode.asker.cancel(1)
+    assert prefill.left.wait(10)
+    until(lambda: not leftovers(decode.asker, but=("_headers",)))
 
 
 def test_closing_ends_what_is_asked(decode: Decode, serve: Serve) -> None:
