@@ -31,7 +31,7 @@ from kvcached_nixl.wire.kv_groups import KVGroup, KVGroups
 from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
-from kvcached_nixl.wire.step import Reports, WakeAddress
+from kvcached_nixl.wire.step import Report, Reports, WakeAddress
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.build import Channel, Rank, assemble
 from kvcached_nixl.worker.decode.fencing import WriteGates
@@ -267,9 +267,8 @@ class Engine:
         self.side.begin_step(step)
         compute()
         self.side.end_step()
-        ended = self.side.take_ended()
-        counted = self.side.take_counted()
-        reports = Reports(ended.sent, ended.received, self.side.take_marks(), timelines=counted.timelines)
+        reports = Reports(self.side.take_sent(), timelines=self.side.take_counted().timelines)
+        reports.report.add(self.side.take_report() or Report())
         self.handover.collect(reports)
         self.handover.take_told()
         return Ended(reports.sent, reports.received, self.handover.take_failed())

@@ -12,7 +12,7 @@ from experiments.common.engines import Ended
 from experiments.step_cost.sides import ARRIVING_BLOCKS, SIDES, Side
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.step import Reports
+from kvcached_nixl.wire.step import Report, Reports
 
 RUNNING = 32
 """Requests that each step computes; none of them is handed over."""
@@ -85,11 +85,10 @@ def _step(side: Side) -> tuple[float, float, float]:
     read = time.perf_counter()
     worker.begin_step(step)
     worker.end_step()
-    ended = worker.take_ended()
-    marks = worker.take_marks()
-    counted = worker.take_counted()
+    reports = Reports(worker.take_sent(), timelines=worker.take_counted().timelines)
+    report = worker.take_report()
     told = time.perf_counter()
-    reports = Reports(ended.sent, ended.received, marks, timelines=counted.timelines)
+    reports.report.add(report or Report())
     handover.collect(reports)
     found = Ended(reports.sent, reports.received, handover.take_failed())
     over = time.perf_counter()

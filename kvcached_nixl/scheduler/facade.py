@@ -106,7 +106,9 @@ class SchedulerFacade:
         self.asking = None if asks is None else self._build_asking(asks, asker)
         figures = None if self.asking is None else self.asking.figures
         self._headroom = ToldHeadroom(clock, terms.groups.tokens_per_block, self._kept, self._fetching, figures)
-        self._reports = WorkerReports(self._fetching, self._offering, self._gate, self._giving_way, self.timelines)
+        self._reports = WorkerReports(
+            *(own.tp_size, self._fetching, self._offering), self._gate, self._giving_way, self.timelines
+        )
         self.revocations = Revocations(self._link, clock, read, self._holds, self._offering, self._fetching)
         self.side_channel = OwnSideChannel(self._link, self._offering, self.revocations, self._headroom)
         self._accepts_params = asks is None or asks.accepts_params
@@ -363,7 +365,7 @@ class SchedulerFacade:
             self._fetching.kept(request_id)
 
     def collect(self, reports: Reports) -> None:
-        """Takes what all ranks have reported: replaces this package's ids and marks by the requests that they mean."""
+        """Takes what workers have reported after a step, and adds to it the requests that are meant."""
         # Before the reports: of what they name, vLLM frees the blocks afterwards.
         self.relieve()
         self._failed |= self._reports.take(reports, self._link.bound(), self._link.step)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes what an engine's workers report to those whom it concerns. One per engine, on its thread.
 
-Reports come in vLLM's own sets, in which this package's strings and numbers stand for attempts, holds, offers and
-claims (`wire.step`). They are taken out, and the requests that they mean are put in.
+What frees blocks counts when every rank has reported it, everything else as soon as one has. For vLLM, the requests
+that are meant are put into its own sets.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
@@ -15,21 +17,29 @@ from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import HandOverFailed
-from kvcached_nixl.wire.step import (
-    FAILING,
-    Mark,
-    Reports,
-    Step,
-    failure_of,
-    finished_attempts_of,
-    idle_holds_of,
-    take_marked,
-)
+from kvcached_nixl.wire.step import FAILING, Reports, Step
 from kvcached_nixl.wire.timeline import attempt_of
 
 __all__ = ["WorkerReports"]
 
-NO_REASON = "the worker did not say why"
+
+class _AllRanks:
+    """Numbers that not every rank has reported yet."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._ranks: dict[int, set[int]] = {}
+
+    def take(self, reported: Iterable[tuple[int, int]]) -> list[int]:
+        """Takes (number, rank) pairs, and returns the numbers that every rank has reported now."""
+        found = []
+        for number, rank in reported:
+            ranks = self._ranks.setdefault(number, set())
+            ranks.add(rank)
+            if len(ranks) == self._num_ranks:
+                del self._ranks[number]
+                found.append(number)
+        return found
 
 
 class WorkerReports:
@@ -37,6 +47,7 @@ class WorkerReports:
 
     def __init__(
         self,
+        num_ranks: int,
         fetching: DecodeFetches,
         offering: PrefillOffers,
         gate: StartGate,
@@ -50,28 +61,28 @@ class WorkerReports:
         self._gate = gate
         self._giving_way = giving_way
         self._timelines = timelines
+        self._ended, self._idle = _AllRanks(num_ranks), _AllRanks(num_ranks)
 
     def take(self, reports: Reports, blocks: BlockPool, step: Step) -> set[DecodeRequestId]:
-        """Takes what all ranks have reported: replaces this package's ids and marks by the requests that they mean.
+        """Takes what has been reported after a step, and adds to it the requests that are meant.
 
         Returns: requests whose KV has failed to arrive.
         """
         self._take_timelines(reports)
-        if self._kept.spared(take_marked(Mark.SPARED, reports.invalid)):
+        report = reports.report
+        if self._kept.spared(report.spared):
             # Others may give way instead.
             self._giving_way.look_soon()
-        self._gate.claimed(take_marked(Mark.CLAIMED, reports.invalid))
+        self._gate.claimed(report.claimed)
         # Before it is looked what is late.
-        self._attempts.known(take_marked(Mark.KNOWN, reports.invalid))
+        self._attempts.known(report.known)
         failed = self._take_of_decode(reports, blocks, step)
         self._take_of_prefill(reports, blocks)
         return failed
 
     def _take_of_decode(self, reports: Reports, blocks: BlockPool, step: Step) -> set[DecodeRequestId]:
-        marked = [found for mark in reports.invalid if (found := failure_of(mark)) is not None]
-        failures = [(number, HandOverFailed(cause, reports.reasons.get(number, NO_REASON))) for number, cause in marked]
-        reports.invalid = {block_id for block_id in reports.invalid if failure_of(block_id) is None}
-        finished = finished_attempts_of(reports.received)
+        failures = [(number, HandOverFailed(*why)) for number, why in reports.report.failed.items()]
+        finished = self._ended.take(reports.report.ended)
         # Other connectors have released the blocks of these requests.
         self._attempts.let_go(map(DecodeRequestId, reports.sent), blocks)
         received, failed = self._fetching.collect(failures, finished, blocks, step)
@@ -82,7 +93,7 @@ class WorkerReports:
         return failed
 
     def _take_of_prefill(self, reports: Reports, blocks: BlockPool) -> None:
-        self._offering.drained(idle_holds_of(reports.sent), blocks)
+        self._offering.drained(self._idle.take(reports.report.idle), blocks)
         num_fetched, num_owed = self._kept.ended(reports.sent, blocks)
         self._giving_way.owe(num_owed)
         if num_fetched:

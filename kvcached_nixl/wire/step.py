@@ -5,16 +5,12 @@ A `Step` travels in the connector's metadata, so every rank gets the same one, i
 what has changed. Block ids are logical ones (those of vLLM's scheduler); tokens are counted from the start of the
 prompt.
 
-Workers report in vLLM's ``KVConnectorOutput``, which combines all ranks: a string in one of its two sets arrives when
-every rank has reported it, a number among its invalid blocks as soon as one rank has. The strings and (negative)
-numbers of this package are taken out again before vLLM sees them. A prefill request whose blocks no peer needs is
-reported under its own id, because a ``MultiConnector`` counts its connectors by that id.
+Workers report with a `Report` in vLLM's ``KVConnectorWorkerMetadata``. A prefill request whose blocks no peer needs is
+reported in vLLM's own set instead, under its own id, because a ``MultiConnector`` counts its connectors by that id.
 """
 
 from __future__ import annotations
 
-import enum
-import re
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -35,9 +31,9 @@ __all__ = [
     "FetchSpec",
     "Finish",
     "LeaseRenewal",
-    "Mark",
     "OfferUpdate",
     "Preempt",
+    "Report",
     "Reports",
     "Revocation",
     "Revoke",
@@ -47,103 +43,62 @@ __all__ = [
     "UnneededOffer",
     "WakeAddress",
     "Withdraw",
-    "failed_mark",
-    "failure_of",
-    "finished_attempt_id",
-    "finished_attempts_of",
-    "idle_hold_id",
-    "idle_holds_of",
-    "mark",
-    "take_marked",
 ]
 
 BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
 """Logical block ids per KV-cache group."""
 
 FAILING = -1
-"""A block id that no block has. Reported as invalid, it makes vLLM ask which requests failed; our patch answers."""
-_CAUSES = 64
-_IDLE_HOLD, _FINISHED = "kvcached-nixl:quiet:", "kvcached-nixl:over:"
-_OWN_ID = re.compile(rf"({_IDLE_HOLD}|{_FINISHED})([0-9]{{1,20}})", re.ASCII)
+"""A block id that no block has. Among the invalid blocks it makes vLLM ask which requests failed; our patch answers."""
 
 
-class Mark(enum.IntEnum):
-    """What a rank reports of a number; in place of a cause."""
+@dataclass
+class Report:
+    """What workers report to their scheduler after a step, beside the requests that prefill has sent.
 
-    SPARED = _CAUSES - 1
-    """It has not taken the offer of this `Revocation` back."""
-    CLAIMED = _CAUSES - 2
-    """A rank of decode has registered for the request of this `AwaitClaim`."""
-    KNOWN = _CAUSES - 3
-    """Prefill's request of this attempt still waits for its turn, or is computed."""
+    Attributes:
+        ended: (attempt, rank): nothing of the attempt is in flight on the rank any more, whether it failed or not.
+        idle: (hold, rank): the rank does not use the blocks of the hold any more.
+        failed: attempt -> why it has failed, by the first rank that saw it. Transfers of it may still be in flight.
+        spared: numbers of `Revocation` whose offers a rank has not taken back.
+        claimed: numbers of `AwaitClaim` for whose requests a rank of decode has registered.
+        known: attempts whose requests still wait for their turn on prefill, or are computed.
+    """
 
+    ended: set[tuple[int, int]] = field(default_factory=set)
+    idle: set[tuple[int, int]] = field(default_factory=set)
+    failed: dict[int, tuple[FailureCause, str]] = field(default_factory=dict)
+    spared: set[int] = field(default_factory=set)
+    claimed: set[int] = field(default_factory=set)
+    known: set[int] = field(default_factory=set)
 
-def idle_hold_id(hold: int) -> str:
-    """Reported among the sent requests: no rank uses the blocks of this hold any more."""
-    return f"{_IDLE_HOLD}{hold}"
-
-
-def finished_attempt_id(attempt: int) -> str:
-    """Reported among the received requests: nothing of this attempt is in flight any more, whether it failed or not."""
-    return f"{_FINISHED}{attempt}"
-
-
-def failed_mark(attempt: int, cause: FailureCause) -> int:
-    """Reported among the invalid blocks: an attempt has failed. Transfers of it may still be in flight."""
-    return -(attempt * _CAUSES + cause + 2)
-
-
-def mark(what: Mark, number: int) -> int:
-    """Reported among the invalid blocks, as soon as one rank knows it."""
-    return -(number * _CAUSES + what + 2)
-
-
-def take_marked(what: Mark, marks: set[int]) -> list[int]:
-    """Removes the numbers of `mark` from a set, and returns what they mark."""
-    found = {one for one in marks if one < FAILING and (-one - 2) % _CAUSES == what}
-    marks -= found
-    return [(-one - 2) // _CAUSES for one in found]
-
-
-def idle_holds_of(names: set[str]) -> list[int]:
-    """Removes the strings of `idle_hold_id` from a set, and returns their holds."""
-    return _taken(names, _IDLE_HOLD)
-
-
-def finished_attempts_of(names: set[str]) -> list[int]:
-    """Removes the strings of `finished_attempt_id` from a set, and returns their attempts."""
-    return _taken(names, _FINISHED)
-
-
-def failure_of(mark: int) -> tuple[int, FailureCause] | None:
-    """(attempt, cause) of a `failed_mark`; None for a block id."""
-    return None if mark > FAILING - 1 else (((-mark - 2) // _CAUSES), FailureCause((-mark - 2) % _CAUSES))
-
-
-def _taken(names: set[str], prefix: str) -> list[int]:
-    # A client may give a request an id with this prefix, but one without a number does not match.
-    found = {name: int(match[2]) for name in names if (match := _OWN_ID.fullmatch(name)) and match[1] == prefix}
-    names.difference_update(found)
-    return list(found.values())
+    def add(self, other: Report) -> None:
+        """Takes in what another rank reports, or the same one later."""
+        self.ended |= other.ended
+        self.idle |= other.idle
+        self.failed = other.failed | self.failed
+        self.spared |= other.spared
+        self.claimed |= other.claimed
+        self.known |= other.known
 
 
 @dataclass
 class Reports:
-    """What vLLM has combined from all workers after a step. `SchedulerFacade.collect` changes it in place.
+    """What all workers have reported after a step. `SchedulerFacade.collect` changes it in place.
 
     Attributes:
-        sent: requests whose blocks vLLM may free; `idle_hold_id` strings among them.
-        received: requests that no longer wait; `finished_attempt_id` strings among them.
-        invalid: block ids that hold no valid KV; `failed_mark` numbers among them.
-        reasons: failed attempt -> reason, from the first rank that saw the failure.
+        sent: requests whose blocks vLLM may free.
+        received: requests that no longer wait.
+        invalid: block ids that hold no valid KV.
+        report: of all ranks.
         timelines: of hand-overs that have ended on a rank.
         lasted: set by `SchedulerFacade.collect`, for the metrics.
     """
 
-    sent: set[str]
-    received: set[str]
-    invalid: set[int]
-    reasons: dict[int, str] = field(default_factory=dict)
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    invalid: set[int] = field(default_factory=set)
+    report: Report = field(default_factory=Report)
     timelines: list[Reported] = field(default_factory=list)
     lasted: list[Lasted] = field(default_factory=list)
 
@@ -228,7 +183,7 @@ class Revocation(msgspec.Struct, frozen=True):
 
     Attributes:
         spares_wanted: it stays, too, if decode sends heartbeats for it.
-        number: reported if it stays (`Mark.SPARED`); 0 where it cannot stay.
+        number: reported if it stays (`Report.spared`); 0 where it cannot stay.
     """
 
     cause: RevocationCause

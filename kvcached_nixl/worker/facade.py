@@ -19,14 +19,9 @@ from kvcached_nixl.current_device import select
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.wire.step import (
-    FetchSpec,
-    Finish,
-    OfferUpdate,
-    Step,
-)
+from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Report, Step
 from kvcached_nixl.worker.commands import BlocksWritable, Command, IsReached, LocalIdentity, NewWeights, Reached
-from kvcached_nixl.worker.outcomes import Outcome, OutcomeQueue, WorkerCounters
+from kvcached_nixl.worker.outcomes import OutcomeQueue, WorkerCounters
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer_thread import TransferThread
@@ -105,8 +100,7 @@ class WorkerFacade:
         self._offered: list[OfferUpdate] = []
         self._finished: list[Finish] = []
         self._incarnation = ""
-        self._marks: set[int] = set()
-        self._reasons: list[tuple[int, str]] = []
+        self._report = Report()
 
     def begin_step(self, step: Step) -> None:
         """Called before the step is submitted to the device. Idempotent: vLLM 0.29 and later call this twice a step."""
@@ -161,30 +155,26 @@ class WorkerFacade:
         self._offer_handshake(weights)
         self.thread.submit(NewWeights(weights, names))
 
-    def take_ended(self) -> Outcome:
-        """Returns what has finished since the last call.
+    def take_sent(self) -> set[str]:
+        """Returns prefill's requests, since the last call, whose blocks are not needed any more.
 
         Does not end a step that computes: a draft model may still compute its part of it. vLLM reports that end itself.
         """
         self.thread.engine_computes = False
         if self._step is not None and self._step.is_idle:
             self.end_step()
-        outcome = self.thread.take_outcome()
-        self._marks |= outcome.marks
-        self._reasons += outcome.reasons
-        return outcome
+        sent, report = self.thread.take_outcome()
+        self._report.add(report)
+        return sent
 
-    def take_marks(self) -> set[int]:
-        """Returns the marks of attempts that failed since the last call; they travel among vLLM's invalid blocks."""
-        marks, self._marks = self._marks, set()
-        return marks
+    def take_report(self) -> Report | None:
+        """Returns what else has ended until the last `take_sent`, since the last call; None if nothing has."""
+        found, self._report = self._report, Report()
+        return None if found == Report() else found
 
     def take_counted(self) -> WorkerCounters:
         """Returns the counts for the metrics since the last call."""
-        counted = self._outcomes.take_counted()
-        # Together with the marks: the scheduler looks for both at once.
-        counted.reasons, self._reasons = self._reasons, []
-        return counted
+        return self._outcomes.take_counted()
 
     def close(self) -> None:
         """Stop the transfer thread."""

@@ -14,32 +14,17 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.step import FetchSpec, Mark, Step, failed_mark, finished_attempt_id, idle_hold_id, mark
+from kvcached_nixl.wire.step import FetchSpec, Report, Step
 from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.staging.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
-__all__ = ["Outcome", "OutcomeQueue", "WorkerCounters"]
+__all__ = ["OutcomeQueue", "WorkerCounters"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
-
-@dataclass
-class Outcome:
-    """What has ended since the last `take`, in the words in which vLLM is told. Each attempt, request and hold is named
-    once.
-
-    Attributes:
-        sent: prefill's requests whose blocks are not needed any more, and `idle_hold_id` of holds.
-        received: `finished_attempt_id` of decode's attempts that have nothing in flight any more.
-        marks: `failed_mark` of attempts that bring no KV, whose transfers may still be in flight; and each `Mark`.
-        reasons: (attempt, why it failed).
-    """
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-    marks: set[int] = field(default_factory=set)
-    reasons: list[tuple[int, str]] = field(default_factory=list)
+MOST_REASON = 1000
+"""Characters."""
 
 
 @dataclass
@@ -52,7 +37,6 @@ class WorkerCounters:
         failures: hand-overs that brought no KV, by `FailureCause`; counted by the scheduler, reported by rank 0.
         quarantined_blocks: blocks held because a transfer may still touch them; None if the number has not changed.
         revoked: offers that were taken back, by `RevocationCause`; reported by rank 0.
-        reasons: (attempt, why it failed).
         route: transfer mode and memory path of this rank.
         moved_bytes: of KV, also for hand-overs that fail; None if none were moved.
         slab: this rank, and the use of its slab; None if that has not changed.
@@ -66,7 +50,6 @@ class WorkerCounters:
     expired: int = 0
     quarantined_blocks: int | None = None
     revoked: Counter[int] = field(default_factory=Counter)
-    reasons: list[tuple[int, str]] = field(default_factory=list)
     route: tuple[str, str] = ("pull", "direct")
     moved_bytes: int | None = None
     slab: tuple[int, SlabUse] | None = None
@@ -93,7 +76,7 @@ class OutcomeQueue:
         self._clock = clock
         self._tp_rank = tp_rank
         self._lock = threading.Lock()
-        self._outcome = Outcome()
+        self._sent, self._report = set[str](), Report()
         # Shown from the start, so that the first bytes are a rise.
         self._counted = WorkerCounters(route=route, moved_bytes=0)
         self._tell_at_seconds: float | None = None
@@ -105,21 +88,20 @@ class OutcomeQueue:
         is_grave = failure.cause in (FailureCause.CHECKSUM, FailureCause.DEFECT)
         tags = HandOverFailed(failure.cause, "").tags(spec.request_id, attempt=spec.attempt)
         logger.log(logging.WARNING if is_grave else logging.DEBUG, "%s: %s", tags, failure)
-        with self._news() as outcome:
-            outcome.marks.add(failed_mark(spec.attempt, failure.cause))
-            outcome.reasons.append((spec.attempt, str(failure)))
+        with self._news() as report:
+            report.failed.setdefault(spec.attempt, (failure.cause, str(failure)[:MOST_REASON]))
 
     def finished(self, spec: FetchSpec) -> None:
-        with self._news() as outcome:
-            outcome.received.add(finished_attempt_id(spec.attempt))
+        with self._news() as report:
+            report.ended.add((spec.attempt, self._tp_rank))
 
     def done(self, request_id: PrefillRequestId) -> None:
-        with self._news() as outcome:
-            outcome.sent.add(request_id)
+        with self._news():
+            self._sent.add(request_id)
 
     def hold_idle(self, hold: int) -> None:
-        with self._news() as outcome:
-            outcome.sent.add(idle_hold_id(hold))
+        with self._news() as report:
+            report.idle.add((hold, self._tp_rank))
 
     def expired(self, request_id: PrefillRequestId) -> None:
         tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
@@ -148,16 +130,16 @@ class OutcomeQueue:
                 self._counted.revoked[cause] += 1
 
     def spared(self, number: int) -> None:
-        with self._news() as outcome:
-            outcome.marks.add(mark(Mark.SPARED, number))
+        with self._news() as report:
+            report.spared.add(number)
 
     def claimed(self, number: int) -> None:
-        with self._news() as outcome:
-            outcome.marks.add(mark(Mark.CLAIMED, number))
+        with self._news() as report:
+            report.claimed.add(number)
 
     def known(self, attempt: int) -> None:
-        with self._news() as outcome:
-            outcome.marks.add(mark(Mark.KNOWN, attempt))
+        with self._news() as report:
+            report.known.add(attempt)
 
     def moved_bytes(self, num_bytes: int) -> None:
         """A transfer of KV has succeeded."""
@@ -202,18 +184,19 @@ class OutcomeQueue:
             self._tell_at_seconds = now + TELL_AGAIN_SECONDS
             return True
 
-    def take(self) -> Outcome:
-        """Returns what has ended since the last call."""
+    def take(self) -> tuple[set[str], Report]:
+        """Returns what has ended since the last call: prefill's requests whose blocks are not needed any more, and the
+        rest. Each attempt, request and hold is named once."""
         with self._lock:
-            outcome, self._outcome = self._outcome, Outcome()
+            found, self._sent, self._report = (self._sent, self._report), set(), Report()
             self._tell_at_seconds = None
-            return outcome
+            return found
 
     @contextlib.contextmanager
-    def _news(self) -> Iterator[Outcome]:
+    def _news(self) -> Iterator[Report]:
         """What is added wakes the engine."""
         with self._lock:
-            yield self._outcome
+            yield self._report
             self._has_news()
 
     def _has_news(self) -> None:

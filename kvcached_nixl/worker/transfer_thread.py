@@ -29,10 +29,10 @@ from collections.abc import Callable
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.step import WakeAddress
+from kvcached_nixl.wire.step import Report, WakeAddress
 from kvcached_nixl.worker.commands import Command, Dispatch
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.outcomes import Outcome, OutcomeQueue
+from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.context import WorkerContext
 
@@ -133,8 +133,8 @@ class TransferThread:
         """The engine takes a step, and does not stand still."""
         self._moved_at_seconds = self._clock.now_seconds()
 
-    def take_outcome(self) -> Outcome:
-        """Returns what has ended since the last call.
+    def take_outcome(self) -> tuple[set[str], Report]:
+        """As `OutcomeQueue.take`.
 
         Raises:
             RuntimeError: an internal error has stopped the transfer thread.

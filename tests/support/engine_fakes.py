@@ -15,7 +15,7 @@ from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
-from kvcached_nixl.wire.step import Reports, WakeAddress
+from kvcached_nixl.wire.step import Report, Reports, WakeAddress
 
 BLOCK_SIZE = 4
 TOKENS = 10
@@ -238,5 +238,6 @@ def of_prefill(name: str = "p1", tokens: list[int] | None = None, **more: Any) -
     return Asked(name, {"do_remote_decode": True, "transfer_id": "t", **more}, prompt() if tokens is None else tokens)
 
 
-def reports(sent: set[str] | None = None, received: set[str] | None = None, invalid: set[int] | None = None) -> Reports:
-    return Reports(sent or set(), received or set(), invalid or set())
+def reports(*ended: int, **found: Any) -> Reports:
+    """With attempts that all ranks have ended."""
+    return Reports(**found, report=Report({(attempt, rank) for attempt in ended for rank in range(OWN.tp_size)}))

@@ -201,11 +201,16 @@ class Node:
             worker.wait_for_save()
         sent, received = worker.get_finished(output.finished_req_ids)
         invalid, stats = worker.get_block_ids_with_load_errors(), worker.get_kv_connector_stats()
+        meta = worker.build_connector_worker_meta()
         if output.num_scheduled_tokens and self.drafts:
             worker.wait_for_save()
         worker.clear_connector_metadata()
         return KVConnectorOutput(
-            finished_sending=sent, finished_recving=received, invalid_block_ids=invalid, kv_connector_stats=stats
+            finished_sending=sent,
+            finished_recving=received,
+            invalid_block_ids=invalid,
+            kv_connector_stats=stats,
+            kv_connector_worker_meta=meta,
         )
 
     def take(self, output: Any, result: ModelRunnerOutput) -> None:

@@ -150,7 +150,7 @@ class Rank:
         unfinished.rename(folder / role)
 
     def is_over(self) -> bool:
-        self.over = getattr(self, "over", False) or bool(self.thread.take_outcome().received)
+        self.over = getattr(self, "over", False) or bool(self.thread.take_outcome()[1].ended)
         return self.over
 
 

@@ -34,9 +34,9 @@ from support.internals import (
     holds_of,
     leftovers,
     offering_of,
-    outcome_of,
     registrations_of,
     renewals_of,
+    report_of,
     unfinished_handshakes,
     writer_of,
 )
@@ -403,7 +403,7 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
     )
     yield from leftovers(context, context.transfer_queue, context.checksums, worker.awaiting_checksum)
     # What is counted is reported with the next step, which may never come.
-    yield from leftovers(outcome_of(thread))
+    yield from leftovers(report_of(thread))
     if writer.num_final or context.transfer_queue.num_bytes:
         yield f"posting counts {writer.num_final} {context.transfer_queue.num_bytes}"
     if len(free_buffers_of(context.token_buffers)) != worker.engine.kind.token_buffers:

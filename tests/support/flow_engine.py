@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import pickle
 import random
 import threading
 import zlib
@@ -33,7 +34,7 @@ from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.question import Question
-from kvcached_nixl.wire.step import FAILING, FetchSpec, Reports, Step, WakeAddress
+from kvcached_nixl.wire.step import FAILING, FetchSpec, Report, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.commands import IsReached
@@ -450,15 +451,13 @@ class Output:
     scheduled: list[Scheduled]
     marks: list[int]
     sent: list[set[str]] = field(default_factory=list)
-    received: list[set[str]] = field(default_factory=list)
-    invalid: set[int] = field(default_factory=set)
-    reasons: dict[int, str] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
     timelines: list[Reported] = field(default_factory=list)
 
     @property
     def tells(self) -> bool:
         """Whether handling this output changes any state."""
-        return bool(self.scheduled or self.invalid or any(self.sent) or any(self.received) or self.timelines)
+        return bool(self.scheduled or any(self.sent) or self.report != Report() or self.timelines)
 
 
 class Listening:
@@ -544,7 +543,7 @@ class Engine:
         self._finished_ids = self._has_scheduled = False
         self.finished_receiving: set[str] = set()
         self._failed_receiving: set[str] = set()
-        self.reported: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self.reported: Counter[str] = Counter()
 
     # ------------------------------------------------------------------------------- called by the API server
 
@@ -769,17 +768,13 @@ class Engine:
             if scheduled:
                 worker.device.give(self._work(worker, scheduled))
                 side.end_step()
-            ended = side.take_ended()
-            output.sent.append(ended.sent)
-            output.received.append(ended.received)
-            output.invalid |= side.take_marks()
+            output.sent.append(side.take_sent())
+            output.report.add(pickle.loads(pickle.dumps(side.take_report())) or Report())
             counted = side.take_counted()
             output.timelines += counted.timelines
             self.lasted += counted.lasted
             self.failures += counted.failures
             self.revoked += counted.revoked
-            for attempt, reason in counted.reasons:
-                output.reasons.setdefault(attempt, reason)
             if counted.quarantined_blocks is not None:
                 self.quarantined = counted.quarantined_blocks
             output.marks.append(worker.device.given)
@@ -855,13 +850,8 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- outputs
 
     def _update(self, output: Output) -> None:
-        reports = Reports(
-            self._sum_up(self.reported[0], output.sent),
-            self._sum_up(self.reported[1], output.received),
-            set(output.invalid),
-            output.reasons,
-            output.timelines,
-        )
+        sent = self._sum_up(self.reported, output.sent)
+        reports = Reports(sent, report=output.report, timelines=output.timelines)
         self.handover.collect(reports)
         self.lasted += reports.lasted
         starved = self.handover.take_ending()

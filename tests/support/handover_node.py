@@ -32,10 +32,10 @@ from support.internals import (
     fetching_of,
     leases_of,
     matcher_of,
-    outcome_of,
     receiver_of,
     registrations_of,
     registry_of,
+    report_of,
     write_tasks_of,
 )
 from support.transports import until
@@ -127,13 +127,13 @@ class Node(engine_node.Node):
     @property
     def moved(self) -> bool:
         """Whether an attempt has finished on the transfer thread, and the engine does not know it yet."""
-        return bool(outcome_of(self.thread).received)
+        return bool(report_of(self.thread).ended)
 
     @property
     def has_failed(self) -> bool:
         """Whether an attempt has failed on the transfer thread, and is not finished or not known to the engine yet."""
         unfinished = list(attempts_of(self.receiver).values())
-        return any(one.failed is not None for one in unfinished) or bool(outcome_of(self.thread).reasons)
+        return any(one.failed is not None for one in unfinished) or bool(report_of(self.thread).failed)
 
     @property
     def tag(self) -> str:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kvcached_nixl.scheduler.facade import SchedulerFacade
     from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
     from kvcached_nixl.wire.messages import Peer
+    from kvcached_nixl.wire.step import Report
     from kvcached_nixl.worker.commands import Reached
     from kvcached_nixl.worker.decode.attempt import Attempt
     from kvcached_nixl.worker.decode.fencing import ActiveWriters
     from kvcached_nixl.worker.decode.receiver import Receiver
-    from kvcached_nixl.worker.outcomes import Outcome
     from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
     from kvcached_nixl.worker.prefill.registrations import Registrations
     from kvcached_nixl.worker.prefill.registry import OfferRegistry
@@ -102,9 +102,9 @@ def registry_of(thread: TransferThread) -> OfferRegistry:
     return thread._registry
 
 
-def outcome_of(thread: TransferThread) -> Outcome:
+def report_of(thread: TransferThread) -> Report:
     """Returns what has ended, and was not taken yet."""
-    return thread._outcomes._outcome
+    return thread._outcomes._report
 
 
 def waiting_for_device(thread: TransferThread) -> Collection[Reached]:

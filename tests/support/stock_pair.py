@@ -30,7 +30,7 @@ from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Step, WakeAddress
+from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Report, Step, WakeAddress
 from support.engine_fakes import grown
 from support.internals import set_incarnation
 
@@ -139,13 +139,13 @@ class Engine:
         side.begin_step(
             Step("127.0.0.1", self.port, WakeAddress("127.0.0.1", self.port, "key"), start, commands=[wanted])
         )
-        failed: set[int] = set()
+        report = Report()
         deadline = time.monotonic() + TRANSFER_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
-            ended = side.take_ended()
-            failed |= side.take_marks()
-            if ended.received:
-                return not failed
+            side.take_sent()
+            report.add(side.take_report() or Report())
+            if report.ended:
+                return not report.failed
             time.sleep(0.001)
         raise TimeoutError(f"{request_id} was neither received nor failed in {TRANSFER_TIMEOUT_SECONDS} s")
 

@@ -22,7 +22,7 @@ from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status, Worker
 from support.flow_pair import PROMPT, Pair, kind
 from support.flow_schedule import SHAPES
-from support.internals import attempts_of, offers_of, outcome_of
+from support.internals import attempts_of, offers_of, report_of
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 SLOTS = (12, 3)
@@ -260,7 +260,7 @@ def test_what_is_under_way_when_its_sender_is_found_out_is_not_used(
     spoil(pair, verified)
     pair.decode.workers[0].awaiting_checksum.run()
     pair.turn()
-    assert pair.causes() or outcome_of(pair.decode.workers[0].side.thread).reasons
+    assert pair.causes() or report_of(pair.decode.workers[0].side.thread).failed
     pair.settle()
     assert is_right(verified, 0) and all(is_right(one, 0) for one in others)
     assert pair.causes() == {"checksum": 3}

@@ -2,11 +2,13 @@
 """Attributes of vLLM's objects: private ones that this package reads, and those that it attaches.
 
 A private name that is missing is a refusal, unless some supported vLLM lacks it. What is attached lives as long as its
-object: the facade of a connector, its side channel's address, our `Step` of a step, and the engine core of a scheduler.
+object: the facade of a connector, its side channel's address, our `Step` and `Report` of a step, and the engine core of
+a scheduler.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,7 @@ from typing import Any
 
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.side_channel_address import SideChannelAddress
+from kvcached_nixl.wire.step import Report
 
 
 def private(owner: Any, name: str) -> Any:
@@ -75,6 +78,7 @@ def is_rocm() -> bool:
 _SIDE = "_kvcached_nixl"
 _ADDRESS = "_kvcached_nixl_address"
 _STEP = "kvcached_nixl_step"
+_REPORT = "kvcached_nixl_report"
 _CORE = "_kvcached_nixl_core"
 
 
@@ -118,6 +122,43 @@ def attach_step(metadata: Any, step: Any) -> Any:
 def step_on(metadata: Any) -> Any:
     """The `Step` on the connector metadata that a worker has got."""
     return private(metadata, _STEP)
+
+
+def carry(report: Report) -> Any:
+    """vLLM's container for what a worker reports to its scheduler."""
+    return _carrier()(report)
+
+
+def reports_in(worker_meta: Any) -> Iterator[Report]:
+    """The reports in ``KVConnectorOutput.kv_connector_worker_meta``; a ``MultiConnector`` has one for each of its
+    connectors."""
+    waiting = [worker_meta]
+    while waiting:
+        one = waiting.pop()
+        found = optional(one, _REPORT)
+        if found is not None:
+            yield found
+        several = optional(one, "metadata")
+        waiting += several if isinstance(several, tuple) else ()
+
+
+@functools.cache
+def _carrier() -> Any:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+    class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+        def __init__(self, report: Report) -> None:
+            setattr(self, _REPORT, report)
+
+        def aggregate(self, other: Any) -> Any:
+            getattr(self, _REPORT).add(getattr(other, _REPORT))
+            return self
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            # A worker sends it to its engine, where this class is a different object.
+            return carry, (getattr(self, _REPORT),)
+
+    return WorkerReport
 
 
 def remember(core: Any) -> None:

@@ -24,12 +24,11 @@ from kvcached_nixl.wire.kind import Kind
 from kvcached_nixl.wire.timeline import Lasted, Reported, State
 
 _FAILURES, _QUARANTINED = "kvcached_nixl_failures", "kvcached_nixl_quarantined_blocks"
-_REASONS, _REVOKED = "kvcached_nixl_failure_reasons", "kvcached_nixl_revoked_offers"
+_REVOKED = "kvcached_nixl_revoked_offers"
 _MOVED, _SLABS = "kvcached_nixl_moved_bytes", "kvcached_nixl_slabs"
 _TIMELINES, _LASTED = "kvcached_nixl_timelines", "kvcached_nixl_state_seconds"
-_OURS = (_FAILURES, _QUARANTINED, _REASONS, _REVOKED, _MOVED, _SLABS, _TIMELINES, _LASTED)
+_OURS = (_FAILURES, _QUARANTINED, _REVOKED, _MOVED, _SLABS, _TIMELINES, _LASTED)
 """Lists in vLLM's statistics, which are joined over ranks and steps."""
-MAX_REASON = 1000
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Seconds: from a READ within a host to the default of ``handover_timeout``."""
 _KINDS = (  # in the order of `Kind`
@@ -67,7 +66,6 @@ def record(account: Any, counted: Any) -> None:
     for _ in range(counted.expired):
         account.record_kv_expired_req()
     account.data[_REVOKED] += counted.revoked.elements()
-    account.data[_REASONS] += [[attempt, reason[:MAX_REASON]] for attempt, reason in counted.reasons]
     account.data[_TIMELINES] += counted.timelines
     account.data[_LASTED] += map(list, counted.lasted)
     if counted.quarantined_blocks is not None:
@@ -79,21 +77,12 @@ def record(account: Any, counted: Any) -> None:
         account.data[_SLABS].append([rank, *use, counted.slab_waits])
 
 
-def take_reasons(account: Any) -> dict[int, str]:
-    """Remove the reasons of failed attempts from an engine's stats and return them, for its log instead of its metrics.
+def take_timelines(account: Any) -> list[Reported]:
+    """Remove the timelines of ranks from an engine's stats and return them.
 
     Args:
         account: ``KVConnectorOutput.kv_connector_stats``; a ``MultiConnector`` has one for each of its connectors.
     """
-    found: dict[int, str] = {}
-    for one in _all_data_of(account):
-        for attempt, reason in one.pop(_REASONS, ()):
-            found.setdefault(attempt, reason)
-    return found
-
-
-def take_timelines(account: Any) -> list[Reported]:
-    """Remove the timelines of ranks from an engine's stats and return them. Args as in `take_reasons`."""
     return [line for one in _all_data_of(account) for line in one.pop(_TIMELINES, ())]
 
 

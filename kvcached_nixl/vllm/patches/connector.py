@@ -25,7 +25,7 @@ from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.handshake_watch import HandshakeWatch
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.vllm.adapter import metrics
-from kvcached_nixl.vllm.adapter.attributes import address_of, attach, attach_step, private, side_of, step_on
+from kvcached_nixl.vllm.adapter.attributes import address_of, attach, attach_step, carry, private, side_of, step_on
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.platform import side_channel_address
@@ -299,7 +299,6 @@ def get_finished(call: Call) -> tuple[set[str], set[str]]:
 
 @_of_connector("worker", ("finished_req_ids",), _FINISHED_IN_VAIN, versions=ASKS_FOR_RESULTS.later)
 def get_transfer_results(call: Call) -> Any:
-    """A failed receive is reported as invalid blocks, as before."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
     sent, received = _ended(call)
@@ -308,15 +307,25 @@ def get_transfer_results(call: Call) -> Any:
 
 def _ended(call: Call) -> tuple[set[str], set[str]]:
     side = side_of(call.instance)
-    ended = side.take_ended()
+    sent = side.take_sent()
     metrics.record(WorkerView(call.instance).stats, side.take_counted())
-    return ended.sent, ended.received
+    return sent, set()
 
 
-@_of_connector("worker", (), "a hand-over that has failed would be taken for one that has succeeded.")
+@_of_connector(
+    "worker", (), "the scheduler would not be told which hand-overs have ended, or failed.", target=CONNECTOR_BASE
+)
+def build_connector_worker_meta(call: Call) -> Any:
+    side = side_of(call.instance)
+    if side is None:
+        return call.proceed()
+    report = side.take_report()
+    return None if report is None else carry(report)
+
+
+@_of_connector("worker", (), "vLLM's own worker would be asked, which moves no KV.")
 def get_block_ids_with_load_errors(call: Call) -> set[int]:
-    marks: set[int] = side_of(call.instance).take_marks()
-    return marks
+    return set()
 
 
 _REGISTERED_AGAIN = "vLLM would take memory from NIXL that the transfer thread is using, and could not give it back."

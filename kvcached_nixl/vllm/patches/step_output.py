@@ -14,9 +14,9 @@ from typing import Any
 
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.vllm.adapter.attributes import private, sides
+from kvcached_nixl.vllm.adapter.attributes import private, reports_in, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_SCHEDULER
-from kvcached_nixl.vllm.adapter.metrics import add_lasted, take_reasons, take_timelines
+from kvcached_nixl.vllm.adapter.metrics import add_lasted, take_timelines
 from kvcached_nixl.vllm.adapter.queues import bring_forward, waits_for_kv
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.wire.step import FAILING, Reports
@@ -71,11 +71,15 @@ def update_from_output(call: Call) -> Any:
 
 def reports_of(model_runner_output: Any) -> Reports:
     found = model_runner_output.kv_connector_output
-    if found is None:
-        return Reports(set(), set(), set())
-    sent, received = set(found.finished_sending or ()), set(found.finished_recving or ())
-    stats = found.kv_connector_stats
-    return Reports(sent, received, set(found.invalid_block_ids), take_reasons(stats), take_timelines(stats))
+    reports = Reports()
+    if found is not None:
+        reports.sent |= found.finished_sending or set()
+        reports.received |= found.finished_recving or set()
+        reports.invalid |= found.invalid_block_ids
+        reports.timelines += take_timelines(found.kv_connector_stats)
+        for one in reports_in(found.kv_connector_worker_meta):
+            reports.report.add(one)
+    return reports
 
 
 def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Reports) -> Any:

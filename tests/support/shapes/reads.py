@@ -102,7 +102,9 @@ READS = (
     ),
     _of(STATS_MODULE, "NixlPromMetrics", "observe _counter_cls _gauge_cls _histogram_cls"),
     _of(f"{KV_TRANSFER}.v1.multi_connector", "MultiConnector", "_connectors"),
+    _of(f"{KV_TRANSFER}.v1.multi_connector", "MultiKVConnectorWorkerMetadata", "metadata"),
     _of(f"{KV_TRANSFER}.v1.base", "SupportsHMA", "request_finished_all_groups"),
+    _of(f"{KV_TRANSFER}.v1.base", "KVConnectorWorkerMetadata", "aggregate"),
     _of(
         f"{KV_TRANSFER}.v1.base",
         "KVConnectorTransferResults",
@@ -202,7 +204,7 @@ READS = (
     _of(
         "vllm.v1.outputs",
         "KVConnectorOutput",
-        "finished_sending finished_recving invalid_block_ids kv_connector_stats",
+        "finished_sending finished_recving invalid_block_ids kv_connector_stats kv_connector_worker_meta",
     ),
     _of(
         "vllm.v1.engine",

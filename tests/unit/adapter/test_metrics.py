@@ -131,7 +131,6 @@ def test_what_a_worker_has_counted_is_in_vllms_account() -> None:
         "expired": [1, 1],
         "kvcached_nixl_failures": [FailureCause.LEASE, FailureCause.LEASE, FailureCause.DIGEST],
         "kvcached_nixl_quarantined_blocks": [3],
-        "kvcached_nixl_failure_reasons": [],
         "kvcached_nixl_revoked_offers": [],
         "kvcached_nixl_moved_bytes": [["push", "host", 72]],
         "kvcached_nixl_slabs": [[1, 1024, 8, 1, 2, 3, 4, 5]],
@@ -285,22 +284,9 @@ def test_the_api_server_shows_how_long_hand_overs_were_in_each_state(stock: Modu
     }
 
 
-@pytest.mark.usefixtures("stock")
-@pytest.mark.parametrize("is_one_of_several", [False, True])
-def test_reasons_are_taken_out_for_the_engines_log(is_one_of_several: bool) -> None:
-    """The first rank's of an attempt; the metrics of the API server are not given any. Bounded."""
-    account = metrics.stats()
-    metrics.record(account, counted(reasons=[(7, "gone"), (7, "another rank's"), (8, "x" * 5000)]))
-    assert not account.is_empty()
-    several = SimpleNamespace(data={"0": account, "1": SimpleNamespace(data={})})
-    found = metrics.take_reasons(several if is_one_of_several else account)
-    assert found == {7: "gone", 8: "x" * metrics.MAX_REASON}
-    assert account.is_empty() and metrics.take_reasons(account) == metrics.take_reasons(None) == {}
-
-
 def test_the_stats_of_another_connector_are_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the engine's loop: whatever they are, nothing is imported for them and nothing is raised."""
     monkeypatch.setattr(metrics, "_stats_class", lambda: pytest.fail("looked for NIXL's class"))
     for data in ({"hits": [1], "0": object()}, [1], None, "text"):
-        assert metrics.take_reasons(SimpleNamespace(data=data)) == {}
-    assert metrics.take_reasons(object()) == {}
+        assert metrics.take_timelines(SimpleNamespace(data=data)) == []
+    assert metrics.take_timelines(object()) == []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
@@ -12,8 +13,8 @@ import pytest
 from support.engine_fakes import TOKENS
 
 from kvcached_nixl.naming.wants import Want
-from kvcached_nixl.vllm.adapter import queues
-from kvcached_nixl.vllm.adapter.attributes import attach
+from kvcached_nixl.vllm.adapter import attributes, queues
+from kvcached_nixl.vllm.adapter.attributes import attach, carry
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
 from kvcached_nixl.vllm.patches.step_output import (
@@ -26,7 +27,7 @@ from kvcached_nixl.vllm.patches.step_output import (
     tell_reasons,
     with_reports,
 )
-from kvcached_nixl.wire.step import Reports
+from kvcached_nixl.wire.step import Report, Reports
 
 
 class Pause(IntEnum):
@@ -329,7 +330,7 @@ class KVConnectorOutput:
     def __init__(self):
         self.finished_sending = self.finished_recving = None
         self.invalid_block_ids = set()
-        self.kv_connector_stats = None
+        self.kv_connector_stats = self.kv_connector_worker_meta = None
 """
 
 
@@ -340,13 +341,31 @@ def outputs(make_module: Callable[..., ModuleType]) -> ModuleType:
 
 def test_what_all_ranks_have_reported_is_read_and_not_changed(outputs: ModuleType) -> None:
     found = outputs.KVConnectorOutput()
-    found.finished_sending, found.invalid_block_ids = {"a", "gone"}, {4, -70}
+    found.finished_sending, found.invalid_block_ids = {"a", "gone"}, {4}
     reports = reports_of(SimpleNamespace(kv_connector_output=found))
-    assert reports == Reports({"a", "gone"}, set(), {4, -70})
+    assert reports == Reports({"a", "gone"}, set(), {4})
     reports.sent.clear()
     reports.invalid.clear()
-    assert (found.finished_sending, found.invalid_block_ids) == ({"a", "gone"}, {4, -70})
-    assert reports_of(SimpleNamespace(kv_connector_output=None)) == Reports(set(), set(), set())
+    assert (found.finished_sending, found.invalid_block_ids) == ({"a", "gone"}, {4})
+    assert reports_of(SimpleNamespace(kv_connector_output=None)) == Reports()
+
+
+@pytest.mark.parametrize("is_one_of_several", [False, True])
+def test_what_ranks_have_reported_reaches_the_engine(
+    outputs: ModuleType, make_module: Callable[..., ModuleType], is_one_of_several: bool
+) -> None:
+    """Through pickle, and in a ``MultiConnector`` beside what other connectors report."""
+    make_module("vllm.distributed.kv_transfer.kv_connector.v1.base", "class KVConnectorWorkerMetadata: pass")
+    attributes._carrier.cache_clear()
+    ranks = [pickle.loads(pickle.dumps(carry(Report({(1, rank)})))) for rank in range(2)]
+    found = outputs.KVConnectorOutput()
+    found.kv_connector_worker_meta = ranks[0].aggregate(ranks[1])
+    if is_one_of_several:
+        others = SimpleNamespace(metadata=object())
+        found.kv_connector_worker_meta = SimpleNamespace(metadata=(others, None, found.kv_connector_worker_meta))
+    reports = reports_of(SimpleNamespace(kv_connector_output=found))
+    assert reports == Reports(report=Report({(1, 0), (1, 1)}))
+    attributes._carrier.cache_clear()
 
 
 def reported(**statuses: str) -> SimpleNamespace:
@@ -419,11 +438,11 @@ def test_a_step_without_reports_is_left_as_it_is(outputs: ModuleType) -> None:
     """Nearly every step: its statistics need no copy of it. One that has reports of its own is never left."""
     for found in (None, outputs.KVConnectorOutput()):
         step = SimpleNamespace(kv_connector_output=found)
-        assert with_reports(SimpleNamespace(requests={}), step, Reports(set(), set(), set())) is step
+        assert with_reports(SimpleNamespace(requests={}), step, Reports()) is step
     for name, value in (("finished_sending", {"a"}), ("finished_recving", {"a"}), ("invalid_block_ids", {1})):
         step = SimpleNamespace(kv_connector_output=outputs.KVConnectorOutput())
         setattr(step.kv_connector_output, name, value)
-        made = with_reports(SimpleNamespace(requests={}), step, Reports(set(), set(), set()))
+        made = with_reports(SimpleNamespace(requests={}), step, Reports())
         assert not getattr(made.kv_connector_output, name)
 
 

@@ -121,6 +121,7 @@ NO_REPORTS: dict[str, Any] = {
     "finished_recving": None,
     "invalid_block_ids": set(),
     "kv_connector_stats": None,
+    "kv_connector_worker_meta": None,
 }
 
 

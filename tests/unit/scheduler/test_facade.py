@@ -32,7 +32,6 @@ from kvcached_nixl.wire.headroom import BlockUsage, read_headroom
 from kvcached_nixl.wire.step import (
     FetchSpec,
     Revoke,
-    finished_attempt_id,
 )
 
 BLOCKS = ([7, 3, 9],)
@@ -131,7 +130,7 @@ def test_a_request_that_is_aborted_while_another_connector_keeps_it_is_told_by_t
     attempt = engine.waiting()
     engine.handover.finished(of_decode(), False, BLOCKS)
     engine.handover.kept("d1")
-    told = reports(received={finished_attempt_id(attempt)})
+    told = reports(attempt)
     engine.handover.collect(told)
     assert not told.received and not engine.pool.freed
     engine.handover.collect(reports(sent={"d1"}))
@@ -143,11 +142,11 @@ def test_ids_and_blocks_of_others_pass_untouched(engine: Engine) -> None:
     attempt = engine.waiting()
     others = Engine()
     other_attempt = others.waiting("d2")
-    told = reports({"s1", "p9"}, {"r1", finished_attempt_id(other_attempt)}, {4, 0})
+    told = reports(other_attempt, sent={"s1", "p9"}, received={"r1"}, invalid={4, 0})
     engine.handover.collect(told)
     # Ours of no meaning here are taken out: vLLM ends at an id that it does not know.
     assert (told.sent, told.received, told.invalid) == ({"s1", "p9"}, {"r1"}, {4, 0})
-    told = reports(set(), {finished_attempt_id(attempt), "r2"}, {4})
+    told = reports(attempt, received={"r2"}, invalid={4})
     engine.handover.collect(told)
     assert (told.sent, told.received, told.invalid) == (set(), {"d1", "r2"}, {4})
 
@@ -196,7 +195,7 @@ def test_its_blocks_are_bound_once(engine: Engine) -> None:
     engine.handover.bind(Pool())
     attempt = engine.waiting()
     engine.handover.finished(of_decode(), False, BLOCKS)
-    engine.handover.collect(reports(received={finished_attempt_id(attempt)}))
+    engine.handover.collect(reports(attempt))
     assert len(engine.pool.freed) == 3
 
 

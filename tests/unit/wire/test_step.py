@@ -1,35 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/step.py: this package's entries in vLLM's sets come back unchanged, and other entries are not touched."""
+"""wire/step.py: what goes to the workers of an engine, and comes back."""
 
 from __future__ import annotations
 
 import pickle
 import random
-import re
 import typing
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import BlockRange
-from kvcached_nixl.wire.messages import MAX_ATTEMPT
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
-    FAILING,
     ORDER,
     AwaitClaim,
     EndRenewal,
     FetchSpec,
     Finish,
     LeaseRenewal,
-    Mark,
     OfferUpdate,
     Preempt,
+    Report,
     Revocation,
     Revoke,
     Step,
@@ -38,52 +33,18 @@ from kvcached_nixl.wire.step import (
     UnneededOffer,
     WakeAddress,
     Withdraw,
-    failed_mark,
-    failure_of,
-    finished_attempt_id,
-    finished_attempts_of,
-    idle_hold_id,
-    idle_holds_of,
-    mark,
-    take_marked,
 )
 
 PREFILL = RemotePrefill("p", "h", 1, 1)
 WAKE = WakeAddress("127.0.0.1", 1, "k")
-ATTEMPTS = st.integers(0, MAX_ATTEMPT - 1)
-# Hypothesis also draws strings that the source has.
-OTHERS = st.text().filter(lambda text: not re.fullmatch(r"kvcached-nixl:\w+:[0-9]+", text))
 
 
-@given(attempts=st.sets(ATTEMPTS), holds=st.sets(st.integers(0, 2**61)), others=st.sets(OTHERS))
-def test_each_name_is_taken_out_by_its_own_reader_and_no_other(
-    attempts: set[int], holds: set[int], others: set[str]
-) -> None:
-    received = {*map(finished_attempt_id, attempts), *others}
-    assert sorted(finished_attempts_of(received)) == sorted(attempts)
-    assert received == others
-    sent = {*map(idle_hold_id, holds), *others}
-    assert sorted(idle_holds_of(sent)) == sorted(holds)
-    assert sent == others
-
-
-@given(ATTEMPTS, st.sampled_from(FailureCause))
-def test_a_failure_comes_back_with_its_cause(attempt: int, cause: FailureCause) -> None:
-    """It is below every block id there is, and is not the sign that tells vLLM to ask."""
-    mark = failed_mark(attempt, cause)
-    assert failure_of(mark) == (attempt, cause)
-    assert mark < FAILING < 0
-
-
-@given(st.integers(0, 2**31))
-def test_a_block_is_no_failure(block_id: int) -> None:
-    assert failure_of(block_id) is None
-    assert failure_of(FAILING) is None
-
-
-def test_marks_of_different_attempts_and_causes_differ() -> None:
-    marks = {failed_mark(attempt, cause) for attempt in range(200) for cause in FailureCause}
-    assert len(marks) == 200 * len(FailureCause)
+def test_what_ranks_report_is_joined() -> None:
+    """Whatever is said twice counts once; of a failure, the first reason."""
+    one = Report({(1, 0)}, {(4, 0)}, {1: (FailureCause.LOST, "first")}, {7})
+    one.add(Report({(1, 1)}, {(4, 0)}, {1: (FailureCause.LEASE, "second"), 2: (FailureCause.LEASE, "")}, {7}, {8}, {9}))
+    failed = {1: (FailureCause.LOST, "first"), 2: (FailureCause.LEASE, "")}
+    assert one == Report({(1, 0), (1, 1)}, {(4, 0)}, failed, {7}, {8}, {9})
 
 
 P1, D1 = PrefillRequestId("p"), DecodeRequestId("d")
@@ -139,16 +100,3 @@ def test_a_step_reaches_another_process_as_it_was() -> None:
     """vLLM's executors pickle what they send to workers."""
     step = Step("h", 1, WAKE, "s", EVERY, {1: 1}, 0)
     assert pickle.loads(pickle.dumps(step)) == step
-
-
-@pytest.mark.parametrize(
-    ("what", "other"), [(Mark.SPARED, Mark.CLAIMED), (Mark.CLAIMED, Mark.KNOWN), (Mark.KNOWN, Mark.SPARED)]
-)
-def test_marks_of_offers_are_told_from_blocks_and_from_failures(what: Mark, other: Mark) -> None:
-    marks = {5, FAILING, failed_mark(1, FailureCause.MEDIA), failed_mark(2**62 - 1, FailureCause.LOST)}
-    kept = set(marks)
-    marks |= {mark(what, 1), mark(what, 77), mark(other, 77)}
-    assert sorted(take_marked(what, marks)) == [1, 77] and marks == {*kept, mark(other, 77)}
-    assert not take_marked(what, marks)
-    assert take_marked(other, marks) == [77] and marks == kept
-    assert not {*Mark} & {*FailureCause}

@@ -12,7 +12,6 @@ from support.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
 
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
@@ -22,20 +21,18 @@ from kvcached_nixl.wire.step import (
     LeaseRenewal,
     OfferUpdate,
     Preempt,
+    Report,
     Step,
     StepCommand,
     Stop,
     UnneededOffer,
     WakeAddress,
     Withdraw,
-    failed_mark,
-    finished_attempt_id,
-    idle_hold_id,
 )
 from kvcached_nixl.worker.commands import BlocksWritable, Command, Reached
 from kvcached_nixl.worker.facade import Device as FacadeDevice
 from kvcached_nixl.worker.facade import WorkerFacade
-from kvcached_nixl.worker.outcomes import Outcome, OutcomeQueue
+from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
@@ -49,7 +46,7 @@ class Thread:
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
-        self.outcome = Outcome()
+        self.outcome = set[str](), Report()
         self.engine_computes = False
         self.is_closed = False
         self.num_moves = 0
@@ -60,8 +57,8 @@ class Thread:
     def submit(self, *commands: Command) -> None:
         self.commands += commands
 
-    def take_outcome(self) -> Outcome:
-        outcome, self.outcome = self.outcome, Outcome()
+    def take_outcome(self) -> tuple[set[str], Report]:
+        outcome, self.outcome = self.outcome, (set(), Report())
         return outcome
 
     def close(self) -> None:
@@ -220,7 +217,7 @@ def test_a_token_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize(
-    ("ends", "is_idle"), [("end_step", False), ("end_step", True), ("begin_step", True), ("take_ended", True)], ids=str
+    ("ends", "is_idle"), [("end_step", False), ("end_step", True), ("begin_step", True), ("take_sent", True)], ids=str
 )
 def test_a_step_that_was_not_ended_is_offered_before_anything_else(ends: str, is_idle: bool) -> None:
     """vLLM calls ``wait_for_save`` only for a step that computes."""
@@ -240,7 +237,7 @@ def test_what_a_draft_model_computes_behind_the_model_is_not_offered_before_it_h
     """With a draft model, vLLM calls ``get_finished`` between the two, and ``wait_for_save`` after both."""
     worker = Worker(is_read=False)
     worker.side.begin_step(step(offered(4, ([7],)), is_idle=False))
-    worker.side.take_ended()
+    worker.side.take_sent()
     assert worker.thread.take() == [] and not worker.thread.engine_computes
     worker.side.end_step()
     assert kinds(worker.thread.take()) == [OfferUpdate]
@@ -253,7 +250,7 @@ def test_what_a_step_was_to_compute_that_has_failed_is_not_offered(is_said: bool
     worker.side.begin_step(step(offered(), Finish(P1), is_idle=False))
     if is_said:
         worker.side.end_step(has_failed=True)
-    worker.side.take_ended()
+    worker.side.take_sent()
     worker.side.begin_step(step())
     assert worker.thread.take() == [Finish(P1)]
     assert not worker.token_table.any()
@@ -283,19 +280,11 @@ def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
 # ---------------------------------------------------------------------------------------------------- what vLLM is told
 
 
-def test_what_has_ended_is_told_in_test_what_has_ended_is_told_in_text_of_ours() -> None:
+def test_what_has_ended_is_told_once() -> None:
+    """vLLM asks for both after each step; where it asks for one only, nothing is lost."""
     worker = Worker()
-    worker.thread.outcome = Outcome(
-        {"p-1", idle_hold_id(4)},
-        {finished_attempt_id(6)},
-        {failed_mark(6, FailureCause.LEASE)},
-        [(6, "prefill does not keep it")],
-    )
-    ended = worker.side.take_ended()
-    assert ended.sent == {"p-1", idle_hold_id(4)}
-    assert ended.received == {finished_attempt_id(6)}
-    assert worker.side.take_marks() == {failed_mark(6, FailureCause.LEASE)}
-    assert worker.side.take_marks() == set()
-    assert worker.side.take_counted().reasons == [(6, "prefill does not keep it")]
-    assert worker.side.take_counted().reasons == []
-    assert worker.side.take_ended().sent == set()
+    for number in (6, 7):
+        worker.thread.outcome = {f"p-{number}"}, Report({(number, 0)})
+        assert worker.side.take_sent() == {f"p-{number}"}
+    assert worker.side.take_report() == Report({(6, 0), (7, 0)}) and worker.side.take_report() is None
+    assert worker.side.take_sent() == set()

@@ -11,8 +11,8 @@ from support.worker_fakes import manifest, wanted
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.step import Mark, Step, WakeAddress, failed_mark, finished_attempt_id, idle_hold_id, mark
-from kvcached_nixl.worker.outcomes import TELL_AGAIN_SECONDS, Outcome, OutcomeQueue, WorkerCounters
+from kvcached_nixl.wire.step import Report, Step, WakeAddress
+from kvcached_nixl.worker.outcomes import MOST_REASON, TELL_AGAIN_SECONDS, OutcomeQueue, WorkerCounters
 from kvcached_nixl.worker.staging.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
@@ -21,23 +21,21 @@ WAKE = WakeAddress("127.0.0.1", 1, "k")
 
 
 def test_everything_is_taken_once(caplog: pytest.LogCaptureFixture) -> None:
-    outcomes = OutcomeQueue(ManualClock())
-    assert outcomes.take() == Outcome()
+    outcomes = OutcomeQueue(ManualClock(), 3)
+    assert outcomes.take() == (set(), Report())
     outcomes.failed(wanted(1, manifest(7, 3, 9)), HandOverFailed(FailureCause.LEASE, "token_table"))
     outcomes.finished(wanted(1))
     outcomes.done(P1)
     outcomes.hold_idle(4)
     outcomes.spared(3)
     outcomes.claimed(7)
-    assert outcomes.take() == Outcome(
-        {P1, idle_hold_id(4)},
-        {finished_attempt_id(1)},
-        {failed_mark(1, FailureCause.LEASE), mark(Mark.SPARED, 3), mark(Mark.CLAIMED, 7)},
-        [(1, "token_table")],
-    )
-    assert outcomes.take() == Outcome()
+    outcomes.known(8)
+    expected = Report({(1, 3)}, {(4, 3)}, {1: (FailureCause.LEASE, "token_table")}, {3}, {7}, {8})
+    assert outcomes.take() == ({P1}, expected)
+    assert outcomes.take() == (set(), Report())
     assert not caplog.text, "the scheduler logs it"
-    outcomes.failed(wanted(2), HandOverFailed(FailureCause.CHECKSUM, "other bytes"))
+    outcomes.failed(wanted(2), HandOverFailed(FailureCause.CHECKSUM, "other bytes" * 1000))
+    assert len(outcomes.take()[1].failed[2][1]) == MOST_REASON
     assert "cause=checksum" in caplog.text and "other bytes" in caplog.text
 
 

@@ -58,25 +58,20 @@ from kvcached_nixl.wire.step import (
     ORDER,
     Finish,
     LeaseRenewal,
-    Mark,
     OfferUpdate,
     Preempt,
+    Report,
     Revocation,
     Revoke,
     Stop,
     WakeAddress,
     Withdraw,
-    failed_mark,
-    finished_attempt_id,
-    idle_hold_id,
-    mark,
 )
 from kvcached_nixl.worker import commands
 from kvcached_nixl.worker import transfer_thread as thread
 from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device
-from kvcached_nixl.worker.outcomes import Outcome
 from kvcached_nixl.worker.prefill.offers import OfferMatcher
 from kvcached_nixl.worker.prefill.registrations import Registrations
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
@@ -151,7 +146,7 @@ class Worker:
         self.asking.answers[made.place] = made.answer()
         return made
 
-    def deliver(self, rounds: int = 6) -> Outcome:
+    def deliver(self, rounds: int = 6) -> tuple[set[str], Report]:
         for _ in range(rounds):
             self.thread.turn()
             self.network.deliver_all()
@@ -194,7 +189,7 @@ def test_steps_are_taken_in_in_order(push: Worker) -> None:
     reached.append(True)
     push.thread.turn()
     assert len(registry_of(push.thread)) == 1 and not waiting_for_device(push.thread)
-    assert push.thread.take_outcome().sent == set()
+    assert push.thread.take_outcome()[0] == set()
 
 
 @pytest.mark.parametrize("ends", ["stop", "preempt"])
@@ -204,16 +199,15 @@ def test_what_the_device_has_not_done_of_a_request_that_is_gone_is_not_waited_fo
     push.thread.submit(writable((9,), never))
     push.offer(never, PrefillRequestId("p-2"))
     push.thread.submit(Stop(P1, "aborted") if ends == "stop" else Preempt(P1, 4))
-    outcome = push.deliver()
-    assert outcome.sent == ({"p-1"} if ends == "stop" else {idle_hold_id(4)})
+    sent, report = push.deliver()
+    assert (sent, report.idle) == (({"p-1"}, set()) if ends == "stop" else (set(), {(4, 0)}))
     assert len(waiting_for_device(push.thread)) == 2
 
 
 def test_a_withdrawal_may_come_before_its_beginning(pull: Worker) -> None:
     pull.thread.submit(wanted(1, MANIFEST), writable((1,), never), Withdraw(1, "dead"))
-    outcome = pull.deliver()
-    assert outcome.received == {finished_attempt_id(1)} and outcome.reasons == [(1, "dead")]
-    assert outcome.marks == {failed_mark(1, FailureCause.STOPPED)}
+    _, report = pull.deliver()
+    assert report.ended == {(1, 0)} and report.failed == {1: (FailureCause.STOPPED, "dead")}
 
 
 def test_a_prefill_of_which_nothing_can_come_gets_no_heartbeat() -> None:
@@ -238,8 +232,7 @@ def test_a_revocation_does_not_overtake_who_was_there_before_it(pull: Worker, me
     revocation = Revocation(RevocationCause.BLOCKS, "memory is short", spares_wanted=message == "heartbeat", number=7)
     pull.thread.submit(Revoke(P1, revocation))
     pull.thread.turn()
-    outcome = pull.thread.take_outcome()
-    assert (outcome.marks, outcome.sent) == ({mark(Mark.SPARED, 7)}, set())
+    assert pull.thread.take_outcome() == (set(), Report(spared={7}))
 
 
 # ---------------------------------------------------------------------------------------------------------- containment
@@ -271,8 +264,8 @@ def test_a_message_that_cannot_be_read_is_dropped(pull: Worker, notification: by
     pull.thread.turn()
     remote.transport.send("local", next(heartbeats(["p-1"])))
     remote.say("local", Release("p-1", "", DIGEST, 0, 1))
-    outcome = pull.deliver()
-    assert outcome.sent == {"p-1"}
+    sent, _ = pull.deliver()
+    assert sent == {"p-1"}
     assert pull.thread.dropped["malformed"] == (3 if notification else 0)
     assert pull.thread.dropped["defect"] == 0
 
@@ -292,9 +285,9 @@ def test_a_defect_in_decodes_command_fails_its_attempts(
     else:
         monkeypatch.setattr(Receiver, "begin", defective)
     pull.thread.submit(wanted(1, MANIFEST), writable((1, 2), always))
-    outcome = pull.deliver()
-    assert failed_mark(1, FailureCause.DEFECT) in outcome.marks
-    assert finished_attempt_id(1) in outcome.received and pull.thread.dropped["defect"] == 1
+    _, report = pull.deliver()
+    assert report.failed[1][0] is FailureCause.DEFECT
+    assert (1, 0) in report.ended and pull.thread.dropped["defect"] == 1
     assert "IndexError: of ours" in caplog.text and "internal error in kvcached_nixl" in caplog.text
 
 
@@ -319,9 +312,8 @@ def test_a_defect_where_a_transfer_ends_fails_what_it_belongs_to(pull: Worker, m
     remote.table.publish("p-1", MANIFEST.ownership_token)
     monkeypatch.setattr("kvcached_nixl.worker.transfer.ownership_tokens.TokenBuffers.holds", defective)
     pull.thread.submit(wanted(1, MANIFEST), writable((1,), always))
-    outcome = pull.deliver()
-    assert outcome.marks == {failed_mark(1, FailureCause.DEFECT)}
-    assert outcome.received == {finished_attempt_id(1)}
+    _, report = pull.deliver()
+    assert [cause for cause, _ in report.failed.values()] == [FailureCause.DEFECT] and report.ended == {(1, 0)}
 
 
 def test_an_agent_that_cannot_be_asked_is_asked_again(pull: Worker) -> None:
@@ -339,7 +331,7 @@ def test_an_agent_that_cannot_be_asked_is_asked_again(pull: Worker) -> None:
 
     pull.transport.received = failing  # type: ignore[method-assign]
     pull.thread.submit(wanted(1, MANIFEST), writable((1,), always))
-    assert pull.deliver().received == {finished_attempt_id(1)}
+    assert pull.deliver()[1].ended == {(1, 0)}
 
 
 def test_a_defect_with_prefills_blocks_stops_the_engine(push: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +401,7 @@ def test_the_end_of_a_hand_over_is_seen_soon_while_the_engine_computes(pull: Wor
     assert pull.thread.turn() == COMPUTING_POLL_SECONDS, "prefill stands still"
     pull.network.deliver_all()
     pull.thread.turn()
-    assert pull.thread.take_outcome().received == {finished_attempt_id(1)}
+    assert pull.thread.take_outcome()[1].ended == {(1, 0)}
 
 
 def test_decode_that_waits_for_the_last_write_is_not_kept_waiting_for_a_step(push: Worker) -> None:
