@@ -8,15 +8,15 @@ for every address or the operator names another one.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.this_host import own_addresses
 
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -165,6 +165,22 @@ class SideChannelAddress:
             # Something before this host forwards to one of its addresses, but hardly to its loopback.
             return not all(map(_is_loopback, self.listening))
         return any(_receives(listening, one) for listening in self.listening for one in here)
+
+
+def own_addresses() -> frozenset[str]:
+    """The addresses of this host's interfaces; empty if they are not known."""
+    found: set[str] = set()
+    interfaces: dict[str, list[Any]] = {}
+    with contextlib.suppress(OSError, ImportError):
+        # Comes with vLLM, which the report runs without, too.
+        import psutil
+
+        interfaces = psutil.net_if_addrs()
+    for addresses in interfaces.values():
+        for one in addresses:
+            with contextlib.suppress(ValueError):
+                found.add(str(ipaddress.ip_address(one.address.partition("%")[0])))
+    return frozenset(found)
 
 
 def look_up(host: str) -> list[str]:

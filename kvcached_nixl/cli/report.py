@@ -12,8 +12,7 @@ from typing import Any
 from kvcached_nixl.errors import Refused, SettingsError
 from kvcached_nixl.patching import PatchOutcome, PatchState, Registry
 from kvcached_nixl.settings import read_gate
-from kvcached_nixl.side_channel_address import look_up
-from kvcached_nixl.this_host import own_addresses
+from kvcached_nixl.side_channel_address import look_up, own_addresses
 from kvcached_nixl.version import __version__
 from kvcached_nixl.vllm.adapter.platform import ask, side_channel_address
 from kvcached_nixl.vllm.adapter.versions import RunnerFound, environment_refusals, found_version, outlook

@@ -30,12 +30,10 @@ from kvcached_nixl.side_channel_address import (
     ADVERTISE_PORT,
     HOST,
     PORT,
-    Endpoint,
     SideChannelAddress,
     look_up,
-    reached,
+    own_addresses,
 )
-from kvcached_nixl.this_host import PortHolder, own_addresses, port_holders
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.handshake import Answer, Weights, is_tagged, read_answer, read_rank
 from kvcached_nixl.wire.headroom import encode_headroom
@@ -187,9 +185,8 @@ def start(
     try:
         listener = listen()
     except OSError as error:
-        refusal = _cannot_listen(address, error, asking)
         asking.close()
-        raise refusal from error
+        raise _cannot_listen(address, error) from error
     logger.info("The side channel %s.", address)
     verdict: Future[SettingsError | None] = Future()
     arguments = (address, answers, asking, verdict)
@@ -285,15 +282,10 @@ def _name_of(compatibility: str, metadata: bytes) -> str:
     return f"engine {rank.engine_id} answers"
 
 
-def _cannot_listen(address: SideChannelAddress, error: OSError, asking: Asking) -> SettingsError:
+def _cannot_listen(address: SideChannelAddress, error: OSError) -> SettingsError:
     if error.errno == errno.EADDRINUSE:
-        holders = port_holders(address.bound.port, address.listening)
-        who = (
-            "; ".join(_held(one, address, asking) for one in holders[:3])
-            or "a process that has ended, or that this one may not see"
-        )
         return SettingsError(
-            found=f"port {address.bound.port} of {address.bound.host} is taken by {who}",
+            found=f"port {address.bound.port} of {address.bound.host} is taken by {_holder(address.bound.port)}",
             expected=f"a free port for the side channel: {PORT}, plus the index of the data-parallel rank",
             consequence="Peers would reach the other process. The engine does not start.",
             remedy=f"Give this engine another {PORT}, at least as far from its neighbours' as it has data-parallel "
@@ -316,13 +308,15 @@ def _cannot_listen(address: SideChannelAddress, error: OSError, asking: Asking) 
     )
 
 
-def _held(holder: PortHolder, address: SideChannelAddress, asking: Asking) -> str:
-    text = f"{holder.process}, at {Endpoint(holder.address, address.bound.port)}"
-    # A stock listener ends at a question in another vLLM's form, so only engines of this package are asked.
-    if not holder.is_engine:
-        return text
+def _holder(port: int) -> str:
+    """The process that has a TCP port."""
+    # Comes with vLLM.
+    import psutil
+
     try:
-        name = _name_of(*asking.ask(reached(holder.address), address.bound.port, 0).result())
-    except (OSError, ValueError, CancelledError) as error:
-        name = f"an engine with this package, which does not answer: {error}"
-    return f"{text}; {name}"
+        sockets = [one for one in psutil.net_connections("tcp") if one.laddr and one.laddr.port == port and one.pid]
+        pid = min(sockets, key=lambda one: bool(one.status != psutil.CONN_LISTEN)).pid
+        process = psutil.Process(pid)
+        return f"process {pid} ({process.name()}) of {process.username()}"
+    except (OSError, ValueError, psutil.Error):
+        return f"a process that has ended, or that this one may not see (`ss -ltnp sport = :{port}` as root shows it)"
