@@ -19,10 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import uuid
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -32,13 +29,14 @@ from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.limits import LocalPrefills, QueueLimit, Window
 from kvcached_nixl.scheduler.asking.resolver import Resolver
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
+from kvcached_nixl.scheduler.asking.wanted import Queue, Stage, Wanted
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import AskingFigures, Computed, Ended
-from kvcached_nixl.wire.params import KvTransferParams, RemotePrefill
-from kvcached_nixl.wire.question import Outcome, Question, engine_in, queued_tokens_in
+from kvcached_nixl.wire.params import KvTransferParams
+from kvcached_nixl.wire.question import Outcome, engine_in, queued_tokens_in
 from kvcached_nixl.wire.step import Step
 from kvcached_nixl.wire.timeline import State
 
@@ -56,53 +54,6 @@ _OF_PREFILL = (
     *(FailureCause.PROTOCOL, FailureCause.CHECKSUM),
 )
 """Prefill may be to blame, or this prompt."""
-
-
-class Stage(Enum):
-    """Of a request whose KV is wanted; see the module."""
-
-    WAITING = auto()
-    """In the queue of those to be asked for, or for another request with the same prompt."""
-    ASKED = auto()
-    """Held until the answer."""
-    FETCHING = auto()
-    """It goes on with ``kv_transfer_params``, until a step computes it."""
-    FAILED = auto()
-    """Its KV does not come. When vLLM asks how much there is for it, it is held again."""
-    LOCAL = auto()
-    """No server gives its KV."""
-
-
-@dataclass(eq=False)
-class _Wanted:
-    """A request whose KV is wanted.
-
-    Attributes:
-        order: its place among those that wait.
-        hashes: of its full blocks, as vLLM's prefix cache has them.
-        prefix: of equal prompts only one is asked for at a time; None if nothing of it can be cached.
-        followers: others with its prefix, which wait for it.
-        number: of the question without an answer; 0 if there is none.
-        named: the engine that was named before the answer (push).
-        outcome: of the last question.
-        tried: the servers that were asked, and were not busy.
-        num_lost: servers that have ended with its prompt.
-        passed_since_seconds: when it first found no room; 0 if it never did.
-    """
-
-    request: Request
-    question: Question
-    order: tuple[int, int]
-    hashes: Sequence[bytes]
-    prefix: bytes | None
-    stage: Stage = Stage.WAITING
-    followers: list[_Wanted] = field(default_factory=list)
-    number: int = 0
-    named: RemotePrefill | None = None
-    outcome: Outcome = Outcome("none may be asked now", is_of_server=True)
-    tried: list[Server] = field(default_factory=list)
-    num_lost: int = 0
-    passed_since_seconds: float = 0.0
 
 
 class Asking:
@@ -152,14 +103,9 @@ class Asking:
         self._pushes = pushes
         self._computes = recomputes and not is_required
         self._is_required = is_required
-        self._wanted: dict[str, _Wanted] = {}
-        # Yet to be looked up in the prefix cache.
-        self._fresh: list[_Wanted] = []
-        # In the order in which they are asked for.
-        self._waiting: list[_Wanted] = []
-        # By prefix: the request that is asked for.
-        self._leaders: dict[bytes, _Wanted] = {}
-        self._questions: dict[int, _Wanted] = {}
+        self._wanted: dict[str, Wanted] = {}
+        self._queue = Queue()
+        self._questions: dict[int, Wanted] = {}
         # Requests that vLLM has in its queue, and that are to be held.
         self._to_hold: list[str] = []
         self._num_arrived = 0
@@ -173,7 +119,7 @@ class Asking:
     @property
     def num_waiting(self) -> int:
         """Requests that nobody is asked for yet."""
-        return len(self._fresh) + len(self._waiting) + sum(len(one.followers) for one in self._leaders.values())
+        return len(self._queue)
 
     @property
     def num_asked(self) -> int:
@@ -183,7 +129,7 @@ class Asking:
     @property
     def has_news(self) -> bool:
         """Whether `turn` has an answer to take, or a request to look at."""
-        return self._asker.has_answers or bool(self._fresh)
+        return self._asker.has_answers or self._queue.has_fresh
 
     @property
     def due_at_seconds(self) -> float | None:
@@ -203,7 +149,7 @@ class Asking:
         order = request.priority if blocks.goes_by_priority else 0, self._num_arrived
         hashes = request.block_hashes
         prefix = hashes[-1] if hashes and blocks.caches_prefixes else None
-        self._wait(_Wanted(request, question, order, hashes, prefix))
+        self._wait(Wanted(request, question, order, hashes, prefix))
         return True
 
     def gone(self, request_id: str) -> None:
@@ -215,8 +161,9 @@ class Asking:
         if wanted is None:
             return
         self._withdraw(wanted, Ended.LEFT)
-        self._leave_queue(wanted)
-        self._land(wanted, is_cached=False)
+        self._queue.remove(wanted)
+        wanted.stage = Stage.OVER
+        self._queue.land(wanted, is_cached=False)
 
     def allocated(self, request_id: str) -> None:
         """A request was given blocks."""
@@ -230,7 +177,8 @@ class Asking:
                 del self._wanted[one.request_id]
                 if wanted.stage is Stage.FETCHING:
                     self.servers.served(wanted.tried[-1])
-                self._land(wanted, is_cached=True)
+                wanted.stage = Stage.OVER
+                self._queue.land(wanted, is_cached=True)
             self.local.computed(one.request_id, one.num_computed_tokens)
 
     def may_ask_again(self, request_id: str) -> bool:
@@ -305,44 +253,35 @@ class Asking:
 
     # -------------------------------------------------------------------------------------------------------- asking
 
-    def _wait(self, wanted: _Wanted) -> None:
-        wanted.stage = Stage.WAITING
+    def _wait(self, wanted: Wanted) -> None:
         self._wanted[wanted.request.request_id] = wanted
         self._limit.waits(wanted.request.request_id)
         self._timelines.begin(wanted.request, State.DECODE_HELD)
-        self._fresh.append(wanted)
+        self._queue.add(wanted)
 
     def _look_up_fresh(self, blocks: BlockPool) -> bool:
         """Lets those go on that are cached here, whatever others wait for. Returns whether there are any."""
-        fresh, self._fresh, may_begin = self._fresh, [], False
-        for wanted in fresh:
-            if wanted.stage is not Stage.WAITING or self._wanted.get(wanted.request.request_id) is not wanted:
-                continue
+        may_begin = False
+        for wanted in self._queue.take_fresh():
             if self._is_cached(wanted, blocks):
                 may_begin = True
             else:
-                insort(self._waiting, wanted, key=_order)
+                self._queue.push(wanted)
         return may_begin
 
-    def _is_cached(self, wanted: _Wanted, blocks: BlockPool) -> bool:
+    def _is_cached(self, wanted: Wanted, blocks: BlockPool) -> bool:
         """Whether too little of a prompt is missing to ask for it. Then it goes on."""
         request_id = wanted.request.request_id
         if wanted.request.num_prompt_tokens - blocks.num_cached_tokens(request_id) > self._block_tokens:
             return False
         del self._wanted[request_id]
-        self._land(wanted, is_cached=True)
+        wanted.stage = Stage.OVER
+        self._queue.land(wanted, is_cached=True)
         self._limit.gone(request_id)
         self.figures.computed[Computed.CACHED] += 1
         blocks.release(request_id, None)
         self._timelines.end(request_id)
         return True
-
-    def _leave_queue(self, wanted: _Wanted) -> None:
-        leader = self._leaders.get(wanted.prefix or b"")
-        for waiting in (self._waiting, [] if leader is None else leader.followers):
-            place = bisect_left(waiting, wanted.order, key=_order)
-            if waiting[place : place + 1] == [wanted]:
-                del waiting[place]
 
     def _refuse_late(self) -> None:
         """Ends those that have waited to be asked for as long as they may."""
@@ -350,25 +289,25 @@ class Asking:
             wanted = self._wanted.get(request_id)
             if wanted is None or wanted.stage is not Stage.WAITING:
                 continue
-            if self._leaders.get(wanted.prefix or b"", wanted).stage is not Stage.WAITING:
+            if self._queue.leader_of(wanted).stage is not Stage.WAITING:
                 # Its prompt is computed for an equal one.
                 self._limit.waits(request_id)
                 continue
-            self._leave_queue(wanted)
+            self._queue.remove(wanted)
             wanted.stage = Stage.LOCAL
             # At once: its equals may be late in this turn, too.
-            self._land(wanted, is_cached=False)
+            self._queue.land(wanted, is_cached=False)
             self._fetching.refuse(wanted.request, self._limit.refusal(), computes=False)
 
     def _ask_all(self, blocks: BlockPool, step: Step) -> bool:
         """Asks for those that wait, in their order. Others pass one that finds no room, for a while. Returns whether
         one goes on."""
-        passed, may_begin = 0, False
-        while len(self._waiting) > passed < MOST_PASSED:
-            wanted = self._waiting[passed]
+        passed, may_begin, waiting = 0, False, self._queue.waiting
+        while len(waiting) > passed < MOST_PASSED:
+            wanted = waiting[passed]
             if self._waits_no_longer(wanted, blocks, step):
-                del self._waiting[passed]
-                may_begin |= wanted.stage is Stage.FETCHING or wanted.request.request_id not in self._wanted
+                del waiting[passed]
+                may_begin |= wanted.stage in (Stage.FETCHING, Stage.OVER)
                 continue
             now = self._clock.now_seconds()
             wanted.passed_since_seconds = wanted.passed_since_seconds or now
@@ -377,15 +316,10 @@ class Asking:
             passed += 1
         return may_begin
 
-    def _waits_no_longer(self, wanted: _Wanted, blocks: BlockPool, step: Step) -> bool:
+    def _waits_no_longer(self, wanted: Wanted, blocks: BlockPool, step: Step) -> bool:
         """Asks for one that waits, or lets it go on here, or wait for another one."""
         request = wanted.request
-        leader = wanted if wanted.prefix is None else self._leaders.get(wanted.prefix, wanted)
-        if leader.order[0] > wanted.order[0]:
-            # It would wait for one that others go before.
-            wanted.prefix = None
-        elif leader is not wanted:
-            insort(leader.followers, wanted, key=_order)
+        if self._queue.follows(wanted):
             return True
         rests, num_blocks = self.servers.all_rest, blocks.num_needed(request.request_id)
         room = blocks.num_free, blocks.num_used, blocks.most_running
@@ -405,14 +339,13 @@ class Asking:
             self._ask(wanted, server, num_cached * self._block_tokens, blocks, step)
         return True
 
-    def _ask(self, wanted: _Wanted, server: Server, num_cached_tokens: int, blocks: BlockPool, step: Step) -> None:
+    def _ask(self, wanted: Wanted, server: Server, num_cached_tokens: int, blocks: BlockPool, step: Step) -> None:
         self._num_asked += 1
         wanted.number, wanted.stage = self._num_asked, Stage.ASKED
         wanted.tried.append(server)
         self._questions[wanted.number] = wanted
         self._limit.asked(wanted.request.request_id)
-        if wanted.prefix is not None:
-            self._leaders[wanted.prefix] = wanted
+        self._queue.leads(wanted)
         self._timelines.enter(wanted.request.request_id, State.DECODE_ASKING)
         # While prefill computes others, this one's blocks are better used here.
         is_next = not server.num_tokens(self._clock.now_seconds())
@@ -427,7 +360,7 @@ class Asking:
             self._go_on(wanted, msgspec.to_builtins(params), blocks, step)
         self._asker.ask(wanted.number, server, question)
 
-    def _go_on(self, wanted: _Wanted, params: Mapping[str, Any], blocks: BlockPool, step: Step) -> None:
+    def _go_on(self, wanted: Wanted, params: Mapping[str, Any], blocks: BlockPool, step: Step) -> None:
         wanted.stage = Stage.FETCHING
         blocks.release(wanted.request.request_id, params)
         self._fetching.arrived(wanted.request, step, computes=not self._is_required)
@@ -459,7 +392,7 @@ class Asking:
         self._go_on(wanted, params, blocks, step)
         return True
 
-    def _unusable(self, params: Mapping[str, Any], wanted: _Wanted) -> str:
+    def _unusable(self, params: Mapping[str, Any], wanted: Wanted) -> str:
         """Why an answer cannot be used; "" if it can."""
         if params.get("do_remote_prefill") is not True:
             return "it offers no KV; expected do_remote_prefill in kv_transfer_params"
@@ -477,8 +410,6 @@ class Asking:
         wanted.number = 0
         self.figures.ended[outcome.ended] += 1
         self.servers.failed(wanted.tried[-1], number, outcome)
-        # Its KV may have come before the answer.
-        still_fetches = wanted.stage is Stage.FETCHING and self._wanted.get(wanted.request.request_id) is wanted
         if wanted.stage is Stage.ASKED:
             self.window.settle(wanted.request.request_id)
             self._learn(wanted, outcome)
@@ -486,21 +417,21 @@ class Asking:
                 self._wait(wanted)
             else:
                 self._compute_here(wanted)
-        elif still_fetches and self._fetching.end(wanted.request, _failure(outcome), blocks, step):
+        elif wanted.stage is Stage.FETCHING and self._fetching.end(wanted.request, _failure(outcome), blocks, step):
             self._fetched_in_vain(wanted, outcome)
 
-    def _fetched_in_vain(self, wanted: _Wanted, outcome: Outcome) -> None:
+    def _fetched_in_vain(self, wanted: Wanted, outcome: Outcome) -> None:
         """The KV of a request that goes on does not come."""
         self._learn(wanted, outcome)
         wanted.stage = Stage.FAILED if self._computes or self._has_tries(wanted) else Stage.LOCAL
 
-    def _learn(self, wanted: _Wanted, outcome: Outcome) -> None:
+    def _learn(self, wanted: Wanted, outcome: Outcome) -> None:
         wanted.outcome = outcome
         wanted.num_lost += outcome.has_prompt
         if outcome.is_busy or (outcome.is_of_server and self._is_required and wanted.num_lost <= MOST_LOST):
             wanted.tried.clear()
 
-    def _has_tries(self, wanted: _Wanted) -> bool:
+    def _has_tries(self, wanted: Wanted) -> bool:
         """Whether a server is asked for it once more."""
         asks_another = not wanted.outcome.is_final or any(one not in wanted.tried for one in self.servers.all)
         return asks_another and len(wanted.tried) < MOST_TRIES
@@ -509,18 +440,18 @@ class Asking:
         """Whether decode computes what this server, the best one, cannot be asked for now."""
         return self.servers.rests(server) and self._computes and not server.is_busy
 
-    def _compute_here(self, wanted: _Wanted) -> None:
+    def _compute_here(self, wanted: Wanted) -> None:
         """No server gives the KV of a held request: it is computed here, or fails."""
         wanted.stage = Stage.LOCAL
         if self._fetching.refuse(wanted.request, _failure(wanted.outcome), computes=not self._is_required):
             self._wait_locally(wanted)
 
-    def _wait_locally(self, wanted: _Wanted) -> None:
+    def _wait_locally(self, wanted: Wanted) -> None:
         wanted.stage = Stage.LOCAL
         self.figures.computed[wanted.outcome.computed] += 1
         self.local.add(wanted.request, wanted.order)
 
-    def _withdraw(self, wanted: _Wanted, ended: Ended) -> None:
+    def _withdraw(self, wanted: Wanted, ended: Ended) -> None:
         """Nobody waits for the answer any more."""
         if wanted.number:
             self.figures.ended[ended] += 1
@@ -528,25 +459,6 @@ class Asking:
             self.servers.withdrawn(wanted.tried[-1], wanted.number)
             self._asker.cancel(wanted.number)
             wanted.number = 0
-
-    def _land(self, wanted: _Wanted, *, is_cached: bool) -> None:
-        """A request fetches its prefix no longer: those with the same one have it cached here, or may ask for it."""
-        if self._leaders.get(wanted.prefix or b"") is not wanted:
-            return
-        del self._leaders[wanted.prefix or b""]
-        found, wanted.followers = wanted.followers, []
-        for one in found if is_cached else ():
-            # If it does not find its prompt cached, those like it would not either.
-            one.prefix = None
-        if found and not is_cached:
-            # The others wait for the next one: no step looks at all of them.
-            found, found[0].followers = found[:1], found[1:]
-            self._leaders[wanted.prefix or b""] = found[0]
-        self._fresh += found
-
-
-def _order(wanted: _Wanted) -> tuple[int, int]:
-    return wanted.order
 
 
 def _failure(outcome: Outcome) -> HandOverFailed:

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose KV is wanted, and the order in which they are asked for. Used on the engine's thread only.
+
+Of equal prompts one is asked for, the leader; the others follow it, and find its prompt in the prefix cache when it was
+computed. If the leader gets no KV, the first of its followers leads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvcached_nixl.scheduler.asking.servers import Server
+from kvcached_nixl.scheduler.engine import Request
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.question import Outcome, Question
+
+__all__ = ["Queue", "Stage", "Wanted"]
+
+
+class Stage(Enum):
+    """Of a request whose KV is wanted; see `asking.asking`."""
+
+    WAITING = auto()
+    """In the queue of those to be asked for, or for another request with the same prompt."""
+    ASKED = auto()
+    """Held until the answer."""
+    FETCHING = auto()
+    """It goes on with ``kv_transfer_params``, until a step computes it."""
+    FAILED = auto()
+    """Its KV does not come. When vLLM asks how much there is for it, it is held again."""
+    LOCAL = auto()
+    """No server gives its KV."""
+    OVER = auto()
+    """A step computes it, or it has ended."""
+
+
+@dataclass(eq=False)
+class Wanted:
+    """A request whose KV is wanted.
+
+    Attributes:
+        order: its place among those that wait.
+        hashes: of its full blocks, as vLLM's prefix cache has them.
+        prefix: of equal prompts only one is asked for at a time; None if nothing of it can be cached.
+        followers: others with its prefix, which wait for it.
+        number: of the question without an answer; 0 if there is none.
+        named: the engine that was named before the answer (push).
+        outcome: of the last question.
+        tried: the servers that were asked, and were not busy.
+        num_lost: servers that have ended with its prompt.
+        passed_since_seconds: when it first found no room; 0 if it never did.
+    """
+
+    request: Request
+    question: Question
+    order: tuple[int, int]
+    hashes: Sequence[bytes]
+    prefix: bytes | None
+    stage: Stage = Stage.WAITING
+    followers: list[Wanted] = field(default_factory=list)
+    number: int = 0
+    named: RemotePrefill | None = None
+    outcome: Outcome = Outcome("none may be asked now", is_of_server=True)
+    tried: list[Server] = field(default_factory=list)
+    num_lost: int = 0
+    passed_since_seconds: float = 0.0
+
+
+class Queue:
+    """Those that nobody is asked for yet.
+
+    Attributes:
+        waiting: in the order in which they are asked for.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Wanted] = []
+        # Yet to be looked up in the prefix cache.
+        self._fresh: list[Wanted] = []
+        # By prefix: the request that is asked for.
+        self._leaders: dict[bytes, Wanted] = {}
+
+    def __len__(self) -> int:
+        return len(self._fresh) + len(self.waiting) + sum(len(one.followers) for one in self._leaders.values())
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether `take_fresh` returns any."""
+        return bool(self._fresh)
+
+    def add(self, wanted: Wanted) -> None:
+        """A request begins to wait; `take_fresh` returns it once."""
+        wanted.stage = Stage.WAITING
+        self._fresh.append(wanted)
+
+    def take_fresh(self) -> list[Wanted]:
+        """Returns those to be looked up in the prefix cache, since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return [one for one in fresh if one.stage is Stage.WAITING]
+
+    def push(self, wanted: Wanted) -> None:
+        """It is not cached, and has to be asked for."""
+        insort(self.waiting, wanted, key=_order)
+
+    def remove(self, wanted: Wanted) -> None:
+        """It waits no longer."""
+        leader = self._leaders.get(wanted.prefix or b"")
+        for waiting in (self.waiting, [] if leader is None else leader.followers):
+            place = bisect_left(waiting, wanted.order, key=_order)
+            if waiting[place : place + 1] == [wanted]:
+                del waiting[place]
+
+    def leader_of(self, wanted: Wanted) -> Wanted:
+        """The request with the same prompt that is asked for; itself if there is none."""
+        return self._leaders.get(wanted.prefix or b"", wanted)
+
+    def follows(self, wanted: Wanted) -> bool:
+        """Whether it waits for an equal one from now on, and not for its own turn."""
+        leader = self.leader_of(wanted)
+        if leader.order[0] > wanted.order[0]:
+            # It would wait for one that others go before.
+            wanted.prefix = None
+        elif leader is not wanted:
+            insort(leader.followers, wanted, key=_order)
+            return True
+        return False
+
+    def leads(self, wanted: Wanted) -> None:
+        """It is asked for: equal ones follow it."""
+        if wanted.prefix is not None:
+            self._leaders[wanted.prefix] = wanted
+
+    def land(self, wanted: Wanted, *, is_cached: bool) -> None:
+        """A request fetches its prefix no longer: those with the same one have it cached here, or may ask for it."""
+        if self._leaders.get(wanted.prefix or b"") is not wanted:
+            return
+        del self._leaders[wanted.prefix or b""]
+        found, wanted.followers = wanted.followers, []
+        for one in found if is_cached else ():
+            # If it does not find its prompt cached, those like it would not either.
+            one.prefix = None
+        if found and not is_cached:
+            # The others wait for the next one: no step looks at all of them.
+            found, found[0].followers = found[:1], found[1:]
+            self._leaders[wanted.prefix or b""] = found[0]
+        self._fresh += found
+
+
+def _order(wanted: Wanted) -> tuple[int, int]:
+    return wanted.order
