@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 
 from kvcached_nixl.current_device import select
+from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
@@ -29,6 +30,10 @@ from kvcached_nixl.worker.transfer_thread import TransferThread
 __all__ = ["Device", "WorkerFacade"]
 
 logger = logging.getLogger(SERVER_LOGGER)
+
+
+MOST_UNTAKEN = 3
+"""Steps with a report that vLLM has not asked for."""
 
 
 class Device:
@@ -100,7 +105,7 @@ class WorkerFacade:
         self._offered: list[OfferUpdate] = []
         self._finished: list[Finish] = []
         self._incarnation = ""
-        self._report = Report()
+        self._report, self._num_untaken = Report(), 0
 
     def begin_step(self, step: Step) -> None:
         """Called before the step is submitted to the device. Idempotent: vLLM 0.29 and later call this twice a step."""
@@ -159,17 +164,28 @@ class WorkerFacade:
         """Returns prefill's requests, since the last call, whose blocks are not needed any more.
 
         Does not end a step that computes: a draft model may still compute its part of it. vLLM reports that end itself.
+
+        Raises:
+            ContractChanged: `take_report` was not called for the last steps.
         """
         self.thread.engine_computes = False
         if self._step is not None and self._step.is_idle:
             self.end_step()
+        self._num_untaken += self._report != Report()
+        if self._num_untaken > MOST_UNTAKEN:
+            raise ContractChanged(
+                found=f"the reports of {self._num_untaken} steps, which vLLM has not asked for",
+                expected="a call of build_connector_worker_meta in each step, behind get_finished",
+                consequence="The engine would not hear which hand-overs have ended, and never free their blocks.",
+                remedy="If another connector is around NixlConnector, have it pass that call on.",
+            )
         sent, report = self.thread.take_outcome()
         self._report.add(report)
         return sent
 
     def take_report(self) -> Report | None:
         """Returns what else has ended until the last `take_sent`, since the last call; None if nothing has."""
-        found, self._report = self._report, Report()
+        found, self._report, self._num_untaken = self._report, Report(), 0
         return None if found == Report() else found
 
     def take_counted(self) -> WorkerCounters:

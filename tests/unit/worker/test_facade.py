@@ -11,6 +11,7 @@ from support.engine_fakes import grown
 from support.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
 
 from kvcached_nixl.deadlines import ManualClock
+from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.params import RemotePrefill
@@ -30,8 +31,8 @@ from kvcached_nixl.wire.step import (
     Withdraw,
 )
 from kvcached_nixl.worker.commands import BlocksWritable, Command, Reached
+from kvcached_nixl.worker.facade import MOST_UNTAKEN, WorkerFacade
 from kvcached_nixl.worker.facade import Device as FacadeDevice
-from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer_thread import TransferThread
@@ -288,3 +289,15 @@ def test_what_has_ended_is_told_once() -> None:
         assert worker.side.take_sent() == {f"p-{number}"}
     assert worker.side.take_report() == Report({(6, 0), (7, 0)}) and worker.side.take_report() is None
     assert worker.side.take_sent() == set()
+
+
+def test_a_connector_around_it_that_asks_for_no_report_ends_the_engine() -> None:
+    """Blocks of what has ended would be held for ever."""
+    worker = Worker()
+    worker.thread.outcome = set(), Report({(1, 0)})
+    for _ in range(1 + MOST_UNTAKEN):
+        worker.side.take_sent()
+    with pytest.raises(ContractChanged, match="build_connector_worker_meta"):
+        worker.side.take_sent()
+    assert worker.side.take_report() == Report({(1, 0)})
+    worker.side.take_sent()
