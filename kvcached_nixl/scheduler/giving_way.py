@@ -169,7 +169,7 @@ class GivingWay:
     def watches(self, blocks: BlockPool) -> bool:
         """Whether an engine that has nothing to compute has to look all the same: it has something to give."""
         waits = self._is_push and (self._fetching.num_waiting or self._fetching.num_queued)
-        return bool(self._offering.num_kept or waits or blocks.num_cached or blocks.has_reserve)
+        return bool(self._offering.kept.num_kept or waits or blocks.num_cached or blocks.has_reserve)
 
     @property
     def yields(self) -> bool:
@@ -235,7 +235,7 @@ class GivingWay:
         first_seconds = now if self._stalled_seconds is None else self._stalled_seconds[0]
         self._stalled_seconds = first_seconds, now
         # Offers and the prefix cache go first.
-        is_last = not self._offering.num_kept and not blocks.num_cached
+        is_last = not self._offering.kept.num_kept and not blocks.num_cached
         if not (self.yields and is_last and now >= first_seconds + self._patience_seconds):
             return False
         reason = "another engine on decode's device waits for memory, and its KV has not come yet"
@@ -262,7 +262,7 @@ class GivingWay:
             if has_given or num_wanted <= 0:
                 blocks.neighbours_served()
         # Blocks of its own prefix cache vLLM takes by itself.
-        starved, num_missing = (blocks.starved if self._offering.num_kept else None) or ("", 0)
+        starved, num_missing = (blocks.starved if self._offering.kept.num_kept else None) or ("", 0)
         missing = {
             RevocationCause.BLOCKS: num_missing,
             RevocationCause.LIMIT: blocks.blocks_over_limit,
@@ -284,7 +284,7 @@ class GivingWay:
                 num_dropped, num_blocks = num_dropped + dropped, num_blocks - dropped
                 if dropped:
                     self._steps_to_trim = _STEPS_TO_TRIM
-            self._offering.give_way(cause, num_blocks, step, keeps_wanted=keeps_wanted)
+            self._offering.kept.give_way(cause, num_blocks, step, keeps_wanted=keeps_wanted)
         return num_dropped
 
     def _give_back(self, blocks: BlockPool) -> int:

@@ -11,7 +11,7 @@ from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID, KVGroups
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
-from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Revoke, Step
+from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Step
 
 __all__ = ["OfferRequest"]
 
@@ -149,15 +149,3 @@ class OfferRequest:
                 trace,
             )
         )
-
-    def revoke(self, revocation: Revocation, step: Step) -> None:
-        """Takes back what was offered of it, and offers no more. It is still computed."""
-        if not self.is_revoked:
-            self.is_revoked, self.manifest = True, None
-            self.withhold(step)
-            step.tell(Revoke(self.request_id, revocation))
-
-    def withhold(self, step: Step) -> None:
-        """Drops what the step being built offers of its tokens. An offer without tokens stays, so that ranks of decode
-        that have registered for it are told that it has ended."""
-        step.withhold(self.request_id)

@@ -21,7 +21,7 @@ from kvcached_nixl.scheduler.terms import Terms, is_meant
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.params import RemotePrefill, asks, prefill_params, read_offer
-from kvcached_nixl.wire.step import BlockIds, Finish, Preempt, Revocation, Step, Stop
+from kvcached_nixl.wire.step import BlockIds, Finish, Preempt, Revocation, Revoke, Step, Stop
 from kvcached_nixl.wire.timeline import State
 
 __all__ = ["PrefillOffers"]
@@ -165,9 +165,8 @@ class PrefillOffers:
         """
         revocation = Revocation(cause, reason)
         self.kept.revoke(revocation, step, adapter=adapter)
-        for one in self._running.values():
-            if is_meant(adapter, one.request.adapter) and (one.has_computed or one.request_id in outdated):
-                one.revoke(revocation, step)
+        running = (one for one in self._running.values() if is_meant(adapter, one.request.adapter))
+        self._revoke([one for one in running if one.has_computed or one.request_id in outdated], revocation, step)
 
     def finished(
         self, request: Request, is_whole: bool, block_ids: BlockIds, blocks: BlockPool, step: Step
@@ -190,7 +189,7 @@ class PrefillOffers:
             lost = HandOverFailed(FailureCause.RANGE, "it no longer has the blocks of its prompt")
             self._failures.not_offered(one.request_id, one.refused or lost)
         # It may have arrived since the last step.
-        one.withhold(step)
+        step.withhold(one.request_id)
         if one.is_offered:
             reason = "prefill's request ended before it was computed"
             step.tell(Stop(one.request_id, reason, is_kept=one.is_read))
@@ -199,17 +198,6 @@ class PrefillOffers:
             return True, None
         return False, None
 
-    # --------------------------------------------------------------------------------- kept offers, for `GivingWay`
-
-    @property
-    def num_kept(self) -> int:
-        """As `KeptOffers.num_kept`."""
-        return self.kept.num_kept
-
-    def give_way(self, cause: RevocationCause, num_blocks: int, step: Step, *, keeps_wanted: bool = False) -> None:
-        """As `KeptOffers.give_way`."""
-        self.kept.give_way(cause, num_blocks, step, keeps_wanted=keeps_wanted)
-
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _advance(self, one: OfferRequest, computed: Progress, blocks: BlockPool, step: Step) -> None:
@@ -217,7 +205,7 @@ class PrefillOffers:
         if one.is_past_prompt(computed):
             if self._terms.groups.have_states:
                 reason = "its states are about to be overwritten by those of later tokens"
-                one.revoke(Revocation(RevocationCause.STATES, reason), step)
+                self._revoke([one], Revocation(RevocationCause.STATES, reason), step)
             return
         one.take_blocks(computed)
         if one.is_revoked:
@@ -227,6 +215,15 @@ class PrefillOffers:
         is_held = self.is_read_early and one.is_streamed and not blocks.are_shared
         if is_held or (one.manifest is not None and not self._terms.mode.is_push):
             self._offer(one, step, is_held=is_held)
+
+    def _revoke(self, running: Iterable[OfferRequest], revocation: Revocation, step: Step) -> None:
+        """Takes back what was offered of requests, which are still computed, and offers no more of them."""
+        revoked = [one for one in running if not one.is_revoked]
+        for one in revoked:
+            one.is_revoked, one.manifest = True, None
+        request_ids = [one.request_id for one in revoked]
+        step.withhold(*request_ids)
+        step.tell(*(Revoke(request_id, revocation) for request_id in request_ids))
 
     def _offer(self, one: OfferRequest, step: Step, *, is_held: bool = False) -> None:
         one.offer(step, self._terms.groups, self._timelines.trace_of(one.request_id), is_held=is_held)

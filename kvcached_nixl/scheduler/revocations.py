@@ -156,4 +156,4 @@ class Revocations:
     @property
     def _keeps_blocks(self) -> bool:
         """Whether there are blocks that no running request has, and that transfers may use."""
-        return bool(self._holds.num_blocks or self._offering.num_kept)
+        return bool(self._holds.num_blocks or self._offering.kept.num_kept)

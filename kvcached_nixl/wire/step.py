@@ -328,7 +328,8 @@ class Step(msgspec.Struct):
         return [one for one in self.commands if isinstance(one, kind)]
 
     def withhold(self, *request_ids: PrefillRequestId, even_empty: bool = False) -> None:
-        """Drops what the step being built offers of requests' tokens; ``even_empty``: and offers without tokens."""
+        """Drops what the step being built offers of requests' tokens. An offer without tokens stays, so that ranks of
+        decode that have registered for it are told that it has ended; ``even_empty``: not that, either."""
         named = set(request_ids)
         self.commands = [
             one

@@ -142,7 +142,7 @@ REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
         # An idle engine would not step again, and the pages of its last offer would not be given back.
         "what_is_owed_waits_for_the_next_request": (GivingWay, "owes", False),
         # What its prefix cache keeps would come back with its next request only.
-        "an_idle_engine_does_not_look": (GivingWay, "watches", lambda self, blocks: bool(self._offering.num_kept)),
+        "an_idle_engine_does_not_look": (GivingWay, "watches", lambda self, blocks: bool(self._offering.kept.num_kept)),
         "decode_never_yields": (GivingWay, "_hear", nothing),
         "every_prompt_begins_at_once": (StartGate, "may_start", always(True)),
         "nobody_says_that_decode_has_registered": (OutcomeQueue, "claimed", nothing),
