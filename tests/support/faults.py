@@ -15,8 +15,8 @@ import pytest
 from experiments.common.memory_transport import MemoryGate, MemoryTransport
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.scheduler import fetch_attempts
-from kvcached_nixl.scheduler.asking.asking import Asking
 from kvcached_nixl.scheduler.asking.limits import LocalPrefills, Window
+from kvcached_nixl.scheduler.asking.wanted import Queue
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
@@ -147,7 +147,7 @@ REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
         "every_prompt_begins_at_once": (StartGate, "may_start", always(True)),
         "nobody_says_that_decode_has_registered": (OutcomeQueue, "claimed", nothing),
         # Decode asks prefill.
-        "who_waits_for_an_equal_prompt_is_forgotten": (Asking, "_land", nothing),
+        "who_waits_for_an_equal_prompt_is_forgotten": (Queue, "land", nothing),
         "what_was_promised_stays_promised": (Window, "settle", nothing),
         "a_client_that_left_is_still_computed_for": (LocalPrefills, "gone", nothing),
     }
