@@ -25,10 +25,10 @@ class InTurn:
 
     held: bool = False
     fails: int = 0
-    asked: deque[Work[list[str] | None]] = field(default_factory=deque)
-    ended: deque[tuple[Work[list[str] | None], list[str] | None, str]] = field(default_factory=deque)
+    asked: deque[Work[Any]] = field(default_factory=deque)
+    ended: deque[tuple[Work[Any], Any, str]] = field(default_factory=deque)
 
-    def submit(self, work: Work[list[str] | None]) -> None:
+    def submit(self, work: Work[Any]) -> None:
         self.asked.append(work)
 
     def run(self) -> None:

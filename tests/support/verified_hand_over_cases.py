@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
+from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.scheduler import fetch_attempts as fetching
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.messages import MAX_ATTEMPT, Registration, Withdrawal, Written, decode, encode
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
+from kvcached_nixl.worker.transfer.checksums import Range
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status, Worker
 from support.flow_pair import PROMPT, Pair, kind
@@ -300,24 +301,16 @@ def test_ranges_that_cannot_be_cost_no_digest(ends: tuple[int, ...]) -> None:
     pair.nothing_is_left()
 
 
-def test_peers_take_turns(made: Made) -> None:
-    """A peer with many requests does not block the others, and checksums that are no longer needed are skipped."""
-    pair = made()
-    checksums, runs = pair.decode.workers[0].context.checksums, pair.decode.workers[0].awaiting_checksum
-    told: list[tuple[str, str]] = []
-    wanted = {"a": True, "b": True}
-    groups = (GroupMemory((pair.decode.workers[0].memory.planes,)),)
-    for agent in ("a", "a", "a", "b"):
-        asked = ChecksumRequest(agent, groups, lambda agent=agent: wanted[agent])  # type: ignore[misc]
-        checksums.of_sent(
-            asked, ([(KernelBlocks([1]), 0)], 4), lambda _, failed, agent=agent: told.append((agent, failed))
-        )  # type: ignore[misc]
+def test_checksums_that_are_no_longer_needed_are_not_computed(made: Made) -> None:
+    worker = made().decode.workers[0]
+    told: list[str] = []
+    wanted = [True]
+    groups = (GroupMemory((worker.memory.planes,)),)
     for _ in range(2):
-        runs.run()
-        checksums.turn()
-    assert [agent for agent, _ in told] == ["a", "b"] and len(runs.asked) == 1
-    wanted["a"] = False
-    for _ in range(2):
-        runs.run()
-        checksums.turn()
-    assert told[2:] == [("a", "the checksum is not needed any more")] * 2
+        sent: Range = [(KernelBlocks([KernelBlock(1)]), 0)], 4
+        worker.context.checksums.of_sent(sent, groups, lambda: wanted[0], lambda _, failed: told.append(failed))
+    worker.awaiting_checksum.run()
+    wanted[0] = False
+    worker.awaiting_checksum.run()
+    worker.context.checksums.turn()
+    assert told == ["", "the checksum is not needed any more"]

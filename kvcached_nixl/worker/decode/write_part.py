@@ -19,11 +19,10 @@ from kvcached_nixl.wire.messages import (
     encode,
 )
 from kvcached_nixl.wire.timeline import State
-from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow, compare
+from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow
 from kvcached_nixl.worker.decode.attempt import NEXT, Attempt, Event, Part, Stage
 from kvcached_nixl.worker.decode.fencing import GateUse, WriteGates
 from kvcached_nixl.worker.staging.staging import Held
-from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 
@@ -171,10 +170,14 @@ class WritePart(Part):
         if self._is_wanted and context.checksums.are_compared(attempt.number):
             assert known is not None
             self._move(Event.IS_COMPARED)
-            asked = ChecksumRequest(known.agent, known.rank.groups, lambda: self._is_wanted)
-            end_token, written = attempt.spec.end_token, self._arrived.ranges
-            compared = context.contained(self._compared, self._fail)
-            compare(context, attempt.blocks, end_token, asked, written, compared)
+            context.checksums.compare(
+                attempt.blocks,
+                attempt.spec.end_token,
+                known.rank.groups,
+                self._arrived.ranges,
+                lambda: self._is_wanted,
+                context.contained(self._compared, self._fail),
+            )
         else:
             self._conclude(Event.STOPPED)
 

@@ -26,7 +26,6 @@ from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import FromBlocks, Source, Staged
 from kvcached_nixl.worker.staging.staging import Held
-from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.peers import Peers
@@ -311,8 +310,8 @@ class Writer:
 
         # In `jobs` already: the checksum reads the bytes, so the blocks must not be freed before it has ended.
         task.jobs[job] = False
-        asked = ChecksumRequest(known.agent, memory, lambda: task.stopping is None)
-        context.checksums.of_sent(asked, ([(here, first) for here, _, first in groups], end), digested)
+        sent = [(here, first) for here, _, first in groups], end
+        context.checksums.of_sent(sent, memory, lambda: task.stopping is None, digested)
         task.awaiting_checksum.add(job)
 
     def _submit(self, task: WriteTask, job: TransferJob, is_final: bool) -> None:
