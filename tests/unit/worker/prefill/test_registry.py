@@ -22,6 +22,7 @@ from support.worker_fakes import (
     Remote,
     manifest,
     registration,
+    staging_over,
 )
 
 from kvcached_nixl.ids import PrefillRequestId
@@ -47,7 +48,6 @@ from kvcached_nixl.wire.timeline import Reported, State, Timeline
 from kvcached_nixl.worker.prefill.offers import GRACE_SECONDS
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.staging.slab import Slots, Use
-from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.context import CAPACITY, RecentSet
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferTally
@@ -83,7 +83,7 @@ class Prefill(Local):
         super().__init__(**more)
         self.copies = HeldCopies()
         if slots is not None:
-            self.side.staging = Staging(slots, self.copies, (BLOCK_SIZE,))
+            self.side.staging = staging_over(slots, self.copies, (BLOCK_SIZE,))
         self.done: list[str] = []
         self.quiet: list[int] = []
         self.expired: list[str] = []
