@@ -12,20 +12,18 @@ thread.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.messages import Written
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.staging.slab import Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
+from kvcached_nixl.worker.transfer.peers import contained
 
 __all__ = ["ArrivedWrites", "StagingWindow"]
-
-logger = logging.getLogger(SERVER_LOGGER)
 
 
 class ArrivedWrites:
@@ -184,13 +182,13 @@ class StagingWindow:
         return True
 
     def _give_late(self) -> bool:
-        try:
-            return self._give()
-        except Exception as defect:
-            logger.exception("internal error in kvcached_nixl; this hand-over fails")
+        def failed(failure: HandOverFailed) -> None:
             for writer in list(self._writers.values()):
-                writer.changed(f"no slots were granted: {type(defect).__name__}: {defect}")
-            return True
+                writer.changed(f"no slots were granted: {failure}")
+
+        with contained(failed):
+            return self._give()
+        return True
 
     def _copied(self, held: Held, failed: str) -> None:
         self._given.remove(held)

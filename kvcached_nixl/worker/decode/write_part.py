@@ -25,6 +25,7 @@ from kvcached_nixl.worker.decode.fencing import GateUse, WriteGates
 from kvcached_nixl.worker.staging.staging import Held
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
+from kvcached_nixl.worker.transfer.peers import contained
 
 __all__ = ["WritePart"]
 
@@ -176,7 +177,7 @@ class WritePart(Part):
                 known.rank.groups,
                 self._arrived.ranges,
                 lambda: self._is_wanted,
-                context.contained(self._compared, self._fail),
+                contained(self._fail)(self._compared),
             )
         else:
             self._conclude(Event.STOPPED)
@@ -288,7 +289,7 @@ class WritePart(Part):
                 context.staging, attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
             )
         self._staging_window = attempt.staging_window
-        copied = context.contained(self._copied, self._fail)
+        copied = contained(self._fail)(self._copied)
         self._staging_window.join(self.address.tp_rank, self._send_grant, copied)
 
     def _register(self, agent: str, registration: Registration) -> None:

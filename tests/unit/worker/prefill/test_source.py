@@ -77,7 +77,10 @@ class Side:
         self.settled: list[Offer] = []
         self.failed: list[tuple[WriteTask, str]] = []
         self.staged = Staged(
-            self.staging, self.advanced.append, self.settled.append, lambda task, why: self.failed.append((task, why))
+            self.staging,
+            self.advanced.append,
+            self.settled.append,
+            lambda task, why: self.failed.append((task, str(why))),
         )
 
     @property
@@ -487,7 +490,7 @@ def test_a_registration_that_needs_no_slots_any_more_keeps_nobody_waiting(why: s
     taken, (first, second) = waiting(narrow)
     assert first.offer is not None
     if why == "stopped":
-        first.stopping = FailureCause.STOPPED, "withdrawn"
+        first.stopping = HandOverFailed(FailureCause.STOPPED, "withdrawn")
     elif why == "no offer":
         first.offer = None
     elif why == "computed again":
