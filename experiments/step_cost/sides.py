@@ -22,7 +22,7 @@ from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_o
 from kvcached_nixl.wire.messages import KernelBlockRange, Peer, Registration, draw_attempt, encode
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
 from kvcached_nixl.wire.planes import Planes
-from kvcached_nixl.worker.transfer.lease import MOST_DUE
+from kvcached_nixl.worker.decode.receiver import MOST_DUE
 
 BLOCK_SIZE = 16
 LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 480.0

@@ -62,7 +62,6 @@ class Background:
         self._wake = wake
         self._asked: queue.SimpleQueue[Work[object] | None] = queue.SimpleQueue()
         self._ended: deque[Callable[[], None]] = deque()
-        self._under_way = 0
         self._defect: BaseException | None = None
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -71,13 +70,8 @@ class Background:
         self._is_ready.wait()
         self.turn()
 
-    def __len__(self) -> int:
-        """Submitted work whose ``ended`` was not called yet."""
-        return self._under_way
-
     def submit(self, work: Work[Result]) -> None:
         """Queue work behind all that was submitted before."""
-        self._under_way += 1
         self._asked.put(work)  # type: ignore[arg-type]
 
     def turn(self) -> None:
@@ -89,9 +83,7 @@ class Background:
         if self._defect is not None:
             raise RuntimeError(f"{self._name} has stopped: {self._defect!r}") from self._defect
         while self._ended:
-            tell = self._ended.popleft()
-            self._under_way -= 1
-            tell()
+            self._ended.popleft()()
 
     def close(self, *, is_dropping: bool = False) -> None:
         """Stop the thread after all submitted work; ``is_dropping``: after the piece that has begun."""

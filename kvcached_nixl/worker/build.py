@@ -28,7 +28,7 @@ from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.prefill.writer import GateConnections
 from kvcached_nixl.worker.staging.slab import Slots
-from kvcached_nixl.worker.staging.staging import Copier, Staging
+from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import (
@@ -114,10 +114,10 @@ def build_worker(
     wake = threading.Event()
     staging = None
     if slab is not None:
-        copier = Copier(slab, layout.device, wake.set)
+        copier = Background("kvcached-nixl-copies", layout.device, wake.set)
         slots = Slots(slab.num_slots, num_kept(slab.num_slots))
         in_slot = tuple(group.planes[0].num_blocks // slab.num_slots for group in groups)
-        staging = Staging(slots, copier, local.kernel_block_sizes, in_slot, slab.extent[1])
+        staging = Staging(slots, slab, copier, local.kernel_block_sizes, in_slot)
     blocks = Content(own_groups, layout.areas())
     background = Background("kvcached-nixl-checksums", layout.device, wake.set)
     checksums = Checksums(

@@ -10,10 +10,9 @@ left prefill's blocks without an owner stops the engine.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -24,7 +23,7 @@ from kvcached_nixl.transport.agent import Transport, TransportError, WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.handshake import Weights
-from kvcached_nixl.wire.lease import heartbeats, is_heartbeat, read_heartbeat
+from kvcached_nixl.wire.lease import is_heartbeat, read_heartbeat
 from kvcached_nixl.wire.messages import (
     Message,
     Peer,
@@ -57,7 +56,7 @@ from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.lease import Renewals
+from kvcached_nixl.worker.transfer.peers import contained
 
 __all__ = ["BlocksWritable", "Command", "Dispatch", "IsReached", "LocalIdentity", "NewWeights", "Reached"]
 
@@ -110,7 +109,6 @@ class Dispatch:
     Attributes:
         wake_address: under which the engine is woken; None before its first step.
         computing: commands that wait for the device, in order.
-        renewals: leases that decode renews.
     """
 
     def __init__(
@@ -122,7 +120,6 @@ class Dispatch:
         self._outcomes = outcomes
         self.wake_address: WakeAddress | None = None
         self.computing: deque[Reached] = deque()
-        self.renewals = Renewals(context.clock)
         self._malformed = 0
         self._defects = 0
 
@@ -155,19 +152,6 @@ class Dispatch:
             for agent, notification in heard:
                 self._read(agent, notification)
         return has_heard
-
-    def renew(self) -> float | None:
-        """Send the heartbeats that are due; returns when the next one is, in the clock's seconds."""
-        for prefill, names in self.renewals.take_due().items():
-            # Sizes that do not divide are reported as a failure when the request gets its blocks.
-            try:
-                writers, others = self._context.local.contributors(prefill)
-            except ValueError:
-                continue
-            for address in (*writers, *others):
-                for beat in heartbeats(names):
-                    self._context.peers.send(address, beat)
-        return self.renewals.first_seconds
 
     def _identify(self, command: LocalIdentity) -> None:
         self.wake_address, self._context.own = command.wake_address, command.own
@@ -212,14 +196,15 @@ class Dispatch:
             self._malformed += 1
             return
         # Twice: nothing that a peer sends stops the engine, not even where its hand-over cannot be failed.
-        with self._contained(_ignore), self._contained(lambda failure: self._fail_message(agent, message, failure)):
+        with contained(self._count_defect), contained(lambda failure: self._fail_message(agent, message, failure)):
             _MESSAGES[type(message)](self, agent, message)
 
     def _fail_message(self, agent: str, message: Message | list[str], failure: HandOverFailed) -> None:
+        self._count_defect(failure)
         if isinstance(message, (StagingRequest, Written, Stopped)):
             self._receiver.fail(message.attempt, failure)
         elif isinstance(message, (Registration, StagingGrant)):
-            self._registry.registrations.fail((agent, message.attempt), str(failure))
+            self._registry.registrations.fail((agent, message.attempt), failure)
 
     def _take_heartbeat(self, agent: str, names: list[str]) -> None:
         self._registry.renew(names)
@@ -227,25 +212,21 @@ class Dispatch:
 
     def _take(self, command: Command | BlocksWritable, rules: Mapping[type, _Rule]) -> None:
         rule = rules[type(command)]
-        fails = rule.fails
-        with self._contained(None if fails is None else lambda failure: self._fail(fails(command), failure)):
+        if rule.fails is None:
+            rule.apply(self, command)
+            return
+        attempts = rule.fails(command)
+
+        def fail(failure: HandOverFailed) -> None:
+            self._count_defect(failure)
+            for attempt in attempts:
+                self._receiver.fail(attempt, failure)
+
+        with contained(fail):
             rule.apply(self, command)
 
-    def _fail(self, attempts: Sequence[int], failure: HandOverFailed) -> None:
-        for attempt in attempts:
-            self._receiver.fail(attempt, failure)
-
-    @contextlib.contextmanager
-    def _contained(self, fail: Callable[[HandOverFailed], None] | None) -> Iterator[None]:
-        """Log and count an exception, and call ``fail`` with it; raise it again without."""
-        try:
-            yield
-        except Exception as defect:
-            self._defects += 1
-            logger.exception("internal error in kvcached_nixl; this hand-over fails")
-            if fail is None:
-                raise
-            fail(HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}"))
+    def _count_defect(self, _: HandOverFailed) -> None:
+        self._defects += 1
 
 
 class _Rule(NamedTuple):
@@ -258,10 +239,6 @@ class _Rule(NamedTuple):
 
     apply: Callable[[Dispatch, Any], None]
     fails: Callable[[Any], Sequence[int]] | None = None
-
-
-def _ignore(_: HandOverFailed) -> None:
-    """It is logged and counted."""
 
 
 def _nobody(_: object) -> Sequence[int]:
@@ -282,8 +259,8 @@ _COMMANDS: Mapping[type[Command], _Rule] = MappingProxyType(
         LocalIdentity: _Rule(Dispatch._identify, _nobody),
         NewWeights: _Rule(Dispatch._change_weights),
         Revoke: _Rule(Dispatch._revoke),
-        LeaseRenewal: _Rule(lambda taker, one: taker.renewals.begin(one), _nobody),
-        EndRenewal: _Rule(lambda taker, one: taker.renewals.end(one.request_id), _nobody),
+        LeaseRenewal: _Rule(lambda taker, one: taker._receiver.renewals.begin(one), _nobody),
+        EndRenewal: _Rule(lambda taker, one: taker._receiver.renewals.end(one.request_id), _nobody),
         FetchSpec: _Rule(lambda taker, one: taker._receiver.fetch(one), lambda one: (one.attempt,)),
         OfferUpdate: _Rule(lambda taker, one: taker._registry.offer(one)),
         AwaitClaim: _Rule(lambda taker, one: taker._registry.await_claim(one.request_id, one.number)),

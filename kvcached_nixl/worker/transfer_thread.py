@@ -190,7 +190,7 @@ class TransferThread:
         is_engine_alive = self._clock.now_seconds() < self._moved_at_seconds + STANDING_SECONDS
         deadlines = [self._registry.turn(is_engine_alive=is_engine_alive), self._receiver.turn()]
         if is_engine_alive:
-            deadlines.append(self._dispatch.renew())
+            deadlines.append(self._receiver.send_heartbeats())
         if self._context.staging is not None:
             self._outcomes.slab(self._context.staging.use, self._context.staging.num_waits)
         if self._outcomes.take_news():

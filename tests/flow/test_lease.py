@@ -15,7 +15,8 @@ from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.lease import EXTENSION, INTERVAL, heartbeats, read_heartbeat
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import LeaseRenewal
-from kvcached_nixl.worker.transfer.lease import Leases, Renewals
+from kvcached_nixl.worker.decode.receiver import Renewals
+from kvcached_nixl.worker.prefill.registry import Leases
 
 LEASE_SECONDS = 30.0
 LONGEST_STEP_SECONDS = (EXTENSION - INTERVAL) * LEASE_SECONDS

@@ -58,7 +58,7 @@ ALLOWED = {
     "transport/agent.py": "from nixl._api import nixl_agent",
     "vllm/patches/worker.py": "from kvcached_nixl.worker import layout\nfrom kvcached_nixl.scheduler import lease",
     "worker/geometry/layout.py": "import torch\nfrom . import regions\nfrom kvcached_nixl.errors import LayoutRefused",
-    "worker/prefill/registry.py": "from kvcached_nixl.worker.transfer.lease import Leases\nfrom . import offer",
+    "worker/prefill/registry.py": "from kvcached_nixl.worker.transfer.peers import Peers\nfrom . import offer",
     "worker/build.py": "from kvcached_nixl.worker.prefill import registry\nfrom kvcached_nixl.worker import decode",
 }
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of memory that a test lays out, computed when the test says so."""
+"""Checksums of memory that a test lays out, computed when the test says so; and copies that it can look at."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,10 +25,10 @@ class InTurn:
 
     held: bool = False
     fails: int = 0
-    asked: deque[Work[list[str] | None]] = field(default_factory=deque)
-    ended: deque[tuple[Work[list[str] | None], list[str] | None, str]] = field(default_factory=deque)
+    asked: deque[Work[Any]] = field(default_factory=deque)
+    ended: deque[tuple[Work[Any], Any, str]] = field(default_factory=deque)
 
-    def submit(self, work: Work[list[str] | None]) -> None:
+    def submit(self, work: Work[Any]) -> None:
         self.asked.append(work)
 
     def run(self) -> None:
@@ -53,6 +53,31 @@ class InTurn:
 
     def close(self, *, is_dropping: bool) -> None:
         """There is no thread to stop."""
+
+
+class StubSlab:
+    """Stands in for `Slab`, of whose methods only the names are used (`Copy`)."""
+
+    extent = (0, 4096)
+
+    def gather(self, blocks: Any, staged: Any) -> None: ...
+    def scatter(self, staged: Any, blocks: Any) -> None: ...
+
+
+class Copy(NamedTuple):
+    """A copy that was submitted: its blocks of the cache and of the slab, and what to call at its end."""
+
+    is_gather: bool
+    blocks: Sequence[int]
+    staged: Sequence[int]
+    ended: Callable[[str], None]
+
+    @classmethod
+    def of(cls, work: Work[Any]) -> Copy:
+        do: Any = work.do
+        is_gather = do.func.__name__ == "gather"
+        blocks, staged = do.args if is_gather else do.args[::-1]
+        return cls(is_gather, blocks, staged, lambda failed: work.ended(None, failed))
 
 
 def content_of(planes: Planes, memory: torch.Tensor, num_groups: int = 1) -> Content:

@@ -31,7 +31,6 @@ from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
 from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, OfferUpdate, Withdraw
 from kvcached_nixl.worker import facade
-from kvcached_nixl.worker.decode import write_part
 from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow
 from kvcached_nixl.worker.decode.attempt import Stage
 from kvcached_nixl.worker.decode.fencing import WriteGates
@@ -43,15 +42,14 @@ from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill import registry
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
-from kvcached_nixl.worker.prefill.registry import OfferRegistry
+from kvcached_nixl.worker.prefill.registry import Leases, OfferRegistry
 from kvcached_nixl.worker.prefill.source import Staged
 from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.staging.slab import Slots
 from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer import peers, topology
-from kvcached_nixl.worker.transfer.checksums import Content
+from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
-from kvcached_nixl.worker.transfer.lease import Leases
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTable
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.topology import PeerRoutes
@@ -134,7 +132,7 @@ REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
         "slots_are_never_free_again": (Slots, "give_back", nothing),
         "who_waits_for_slots_is_forgotten": (Staging, "wait", nothing),
         # Verified hand-overs.
-        "what_has_come_is_not_compared": (write_part, "compare", lambda *arguments: arguments[-1](None)),
+        "what_has_come_is_not_compared": (Checksums, "compare", lambda *arguments: arguments[-1](None)),
         "an_engine_that_lied_is_believed_again": (WorkerContext, "distrust_of", nothing),
         # Want of memory.
         "offers_never_give_way": (MemoryPressure, "turn", always({})),
@@ -217,10 +215,10 @@ def at_once(patch: Patcher, kind: type) -> None:
 
 
 def stopped_is_said_before_it_is_idle(patch: Patcher) -> None:
-    def stop(real: Any, self: Any, writing: Any, cause: Any, reason: str, *, is_answered: bool = True) -> None:
+    def stop(real: Any, self: Any, writing: Any, cause: Any, *, is_answered: bool = True) -> None:
         if writing.stopping is None and is_answered:
-            self.answer(writing.agent, writing.registration.decode, writing.registration.attempt, cause, reason)
-        real(self, writing, cause, reason, is_answered=is_answered)
+            self.answer(writing.agent, writing.registration.decode, writing.registration.attempt, cause)
+        real(self, writing, cause, is_answered=is_answered)
 
     around(patch, Writer, "stop", stop)
 

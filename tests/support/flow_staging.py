@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.staging.slab import Slots, Use
-from kvcached_nixl.worker.staging.staging import Copy, Staging
+from kvcached_nixl.worker.staging.staging import Staging
+from support.digest_fakes import Copy, StubSlab
 from support.flow_memory import RankMemory
 
 if TYPE_CHECKING:
@@ -78,7 +80,8 @@ class LateCopier:
     def close(self) -> None:
         """There is no thread to stop."""
 
-    def submit(self, copy: Copy) -> None:
+    def submit(self, work: Work[None]) -> None:
+        copy = Copy.of(work)
         asked = _Asked(copy, self.slots.takings(set(copy.staged)), self._holders(copy))
         assert asked.requests, "a copy touches blocks that are not one request's"
         self._watch(asked)
@@ -127,4 +130,4 @@ def slab_of(worker: Worker, num_slots: int, kept: int) -> tuple[Staging, LateCop
     slab = RankMemory(one, worker.tp_rank)
     slots = WatchedSlots(num_slots, kept, slab)
     copier = LateCopier(worker, slab, slots)
-    return Staging(slots, copier, (worker.memory.tokens,)), copier
+    return Staging(slots, StubSlab(), copier, (worker.memory.tokens,)), copier  # type: ignore[arg-type]

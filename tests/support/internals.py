@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     from kvcached_nixl.worker.commands import Reached
     from kvcached_nixl.worker.decode.attempt import Attempt
     from kvcached_nixl.worker.decode.fencing import ActiveWriters
-    from kvcached_nixl.worker.decode.receiver import Receiver
+    from kvcached_nixl.worker.decode.receiver import Receiver, Renewals
     from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
     from kvcached_nixl.worker.prefill.registrations import Registrations
-    from kvcached_nixl.worker.prefill.registry import OfferRegistry
+    from kvcached_nixl.worker.prefill.registry import Leases, OfferRegistry
     from kvcached_nixl.worker.prefill.writer import Writer
     from kvcached_nixl.worker.staging.staging import Held, Staging
     from kvcached_nixl.worker.transfer.context import WorkerContext
-    from kvcached_nixl.worker.transfer.lease import Leases, Renewals
     from kvcached_nixl.worker.transfer.ownership_tokens import TokenArray, TokenBuffers, TokenTable
     from kvcached_nixl.worker.transfer.peers import Peers
     from kvcached_nixl.worker.transfer_thread import TransferThread
@@ -113,7 +112,7 @@ def waiting_for_device(thread: TransferThread) -> Collection[Reached]:
 
 
 def renewals_of(thread: TransferThread) -> Renewals:
-    return thread._dispatch.renewals
+    return thread._receiver.renewals
 
 
 def attempts_of(receiver: Receiver) -> dict[int, Attempt]:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
+from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.scheduler import fetch_attempts as fetching
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.messages import MAX_ATTEMPT, Registration, Withdrawal, Written, decode, encode
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
+from kvcached_nixl.worker.transfer.checksums import Range
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status, Worker
 from support.flow_pair import PROMPT, Pair, kind
@@ -302,16 +303,17 @@ def test_ranges_that_cannot_be_cost_no_digest(ends: tuple[int, ...]) -> None:
 
 def test_peers_take_turns(made: Made) -> None:
     """A peer with many requests does not block the others, and checksums that are no longer needed are skipped."""
-    pair = made()
-    checksums, runs = pair.decode.workers[0].context.checksums, pair.decode.workers[0].awaiting_checksum
+    worker = made().decode.workers[0]
+    checksums, runs = worker.context.checksums, worker.awaiting_checksum
     told: list[tuple[str, str]] = []
     wanted = {"a": True, "b": True}
-    groups = (GroupMemory((pair.decode.workers[0].memory.planes,)),)
+    groups = (GroupMemory((worker.memory.planes,)),)
     for agent in ("a", "a", "a", "b"):
-        asked = ChecksumRequest(agent, groups, lambda agent=agent: wanted[agent])  # type: ignore[misc]
+        sent: Range = [(KernelBlocks([KernelBlock(1)]), 0)], 4
         checksums.of_sent(
-            asked, ([(KernelBlocks([1]), 0)], 4), lambda _, failed, agent=agent: told.append((agent, failed))
-        )  # type: ignore[misc]
+            *(agent, sent, groups, lambda agent=agent: wanted[agent]),  # type: ignore[misc]
+            lambda _, failed, agent=agent: told.append((agent, failed)),  # type: ignore[misc]
+        )
     for _ in range(2):
         runs.run()
         checksums.turn()

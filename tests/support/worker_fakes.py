@@ -22,9 +22,11 @@ from kvcached_nixl.wire.messages import KernelBlockRange, Message, Peer, Reading
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec
+from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.prefill.writer import GateConnections
-from kvcached_nixl.worker.staging.staging import Copy
+from kvcached_nixl.worker.staging.slab import Slots
+from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUCKETS,
@@ -38,7 +40,7 @@ from kvcached_nixl.worker.transfer.peer_link import Handshaker, Host
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferQueue
-from support.digest_fakes import InTurn, as_bytes, digests_over
+from support.digest_fakes import Copy, InTurn, StubSlab, as_bytes, digests_over
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32
@@ -184,7 +186,7 @@ class Remote:
 
 
 class HeldCopies:
-    """Stands in for `Copier`: a copy moves nothing, and ends when the test says so."""
+    """Stands in for the copier: a copy moves nothing, and ends when the test says so."""
 
     def __init__(self) -> None:
         self.asked: deque[Copy] = deque()
@@ -208,14 +210,19 @@ class HeldCopies:
         while self.asked:
             self.end()
 
-    def submit(self, copy: Copy) -> None:
-        self.asked.append(copy)
+    def submit(self, work: Work[None]) -> None:
+        self.asked.append(Copy.of(work))
 
     def turn(self) -> None:
         """Copies end in `end`."""
 
     def close(self) -> None:
         """There is no thread to stop."""
+
+
+def staging_over(slots: Slots, copier: Any, *sizes: Any) -> Staging:
+    """Returns the `Staging` over a slab that holds nothing."""
+    return Staging(slots, StubSlab(), copier, *sizes)  # type: ignore[arg-type]
 
 
 def address(engine_id: str = "remote", *, port: int = 5601, tp_size: int = 1, tp_rank: int = 0) -> Peer:

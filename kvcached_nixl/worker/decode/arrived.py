@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: what has arrived of an attempt: WRITEs by their numbers, ranges of tokens in slots, and whether the bytes are
-what prefill has sent. Owned by the transfer thread.
+"""Decode: what has arrived of an attempt: WRITEs by their numbers, and ranges of tokens in slots. Owned by the transfer
+thread.
 
 * A rank numbers its WRITEs from 0, and the last one says that it is the last. Notifications may overtake each other, so
   a WRITE counts only when all before it have arrived (`ArrivedWrites`, one per part).
@@ -8,28 +8,22 @@ what prefill has sent. Owned by the transfer thread.
   (`StagingWindow`, one per attempt). Each rank says which tokens are ready. Slots are taken only for tokens that are
   ready on all of them, so no slot waits for tokens that are not computed yet. They are copied when all ranks have
   written them, because one block may have heads of several ranks.
-* `compare` compares checksums of a part with those that its rank has sent.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.messages import Written
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.staging.slab import Use
 from kvcached_nixl.worker.staging.staging import Held, Staging
-from kvcached_nixl.worker.transfer.checksums import ChecksumRequest, Range
-from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.peers import contained
 
-__all__ = ["ArrivedWrites", "StagingWindow", "compare"]
-
-logger = logging.getLogger(SERVER_LOGGER)
+__all__ = ["ArrivedWrites", "StagingWindow"]
 
 
 class ArrivedWrites:
@@ -188,13 +182,13 @@ class StagingWindow:
         return True
 
     def _give_late(self) -> bool:
-        try:
-            return self._give()
-        except Exception as defect:
-            logger.exception("internal error in kvcached_nixl; this hand-over fails")
+        def failed(failure: HandOverFailed) -> None:
             for writer in list(self._writers.values()):
-                writer.changed(f"no slots were granted: {type(defect).__name__}: {defect}")
-            return True
+                writer.changed(f"no slots were granted: {failure}")
+
+        with contained(failed):
+            return self._give()
+        return True
 
     def _copied(self, held: Held, failed: str) -> None:
         self._given.remove(held)
@@ -208,48 +202,3 @@ class StagingWindow:
             for held in [one for one in self._given if not one.copies]:
                 self._given.remove(held)
                 self._staging.give_back(held)
-
-
-def compare(
-    context: WorkerContext,
-    blocks: Sequence[KernelBlocks],
-    end_token: int,
-    asked: ChecksumRequest,
-    written: Sequence[Written],
-    ended: Callable[[HandOverFailed | None], None],
-) -> None:
-    """Compare checksums, range by range.
-
-    Args:
-        blocks: per KV-cache group those that were filled, up to ``end_token``.
-        asked: the rank, its planes, and whether the result is still wanted.
-        written: the rank's notification of the last WRITE of each range, in order.
-        ended: called with the failure, or None if all are equal. The blocks are being read until then.
-    """
-    begin = min(group.first_token for group in blocks)
-    ranges: list[Range] = []
-    for one in written:
-        if not begin < one.end_token <= end_token:
-            # Ranges must grow: else each short message of a peer could make this rank read the whole request again.
-            break
-        ranges.append(([(here, max(begin, here.first_token)) for here in blocks], one.end_token))
-        begin = one.end_token
-    said = [one.digest for one in written]
-    if begin != end_token or len(ranges) != len(written) or None in said:
-        ended(HandOverFailed(FailureCause.PROTOCOL, "prefill did not send the checksums that it was asked for"))
-        return
-
-    def found(checksums: list[str], failed: str) -> None:
-        if failed:
-            ended(HandOverFailed(FailureCause.DEFECT, failed))
-        elif checksums != said:
-            local = next(i for i, pair in enumerate(zip(checksums, said, strict=True)) if pair[0] != pair[1])
-            reason = (
-                f"the KV of the tokens before {written[local].end_token} is not what prefill sent: found checksum "
-                f"{checksums[local]}; expected {said[local]}"
-            )
-            ended(HandOverFailed(FailureCause.CHECKSUM, reason))
-        else:
-            ended(None)
-
-    context.checksums.of_received(asked, ranges, found)

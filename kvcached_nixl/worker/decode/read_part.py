@@ -12,6 +12,7 @@ from kvcached_nixl.wire.timeline import State
 from kvcached_nixl.worker.decode.attempt import Attempt, Part
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
+from kvcached_nixl.worker.transfer.peers import contained
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 
@@ -84,7 +85,7 @@ class ReadPart(Part):
             self._fail(HandOverFailed(FailureCause.RANGE, str(error)))
             return
         context.peers.send(self.address, encode(Reading(manifest.request_id, context.local.tp_rank)))
-        ended = context.contained(self._read, self._fail)
+        ended = contained(self._fail)(self._read)
         self._job = TransferJob("READ", known.agent, found.local, found.remote, ended, tally=self._attempt.tally)
         self._attempt.reached(self, State.DECODE_MOVING)
         context.transfer_queue.submit(self._job)
@@ -112,7 +113,7 @@ class ReadPart(Part):
         ranges = context.token_buffers.ranges(
             self._buffer, known.rank.token_table_address, self._manifest.ownership_token
         )
-        self._job = TransferJob("READ", known.agent, *ranges, context.contained(self._looked, self._fail), is_host=True)
+        self._job = TransferJob("READ", known.agent, *ranges, contained(self._fail)(self._looked), is_host=True)
         context.transfer_queue.submit(self._job, is_urgent=True)
 
     def _looked(self, failed: str) -> None:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's side of hand-overs: begins, fails and finishes attempts. Once per worker, on the transfer thread.
+"""Decode's side of hand-overs: begins, fails and finishes attempts, and renews leases. Once per worker, on the transfer
+thread.
 
-The cost of a turn depends on what is due in it, not on how many attempts wait.
+A request may wait in decode's queue for longer than a lease before its blocks are allocated (vllm#38027). So decode
+renews the lease from the request's arrival until it has the KV. The cost of a turn depends on what is due in it, not on
+how many attempts wait.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
+from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.lease import INTERVAL, heartbeats
 from kvcached_nixl.wire.messages import Peer, Release, StagingRequest, Stopped, Written, encode
-from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
+from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, UnneededOffer
 from kvcached_nixl.worker.decode.attempt import Attempt
 from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
 from kvcached_nixl.worker.decode.read_part import ReadPart
@@ -23,14 +29,79 @@ from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
-__all__ = ["Receiver"]
+__all__ = ["Receiver", "Renewals"]
 
 REPEAT_SECONDS = 5.0
 """How often a rank that may still write is asked again to stop."""
 
 
+SHORTEST_INTERVAL_SECONDS = 0.05
+"""Shortest time between two heartbeats, whatever lease the client's parameters name."""
+MOST_DUE = 256
+"""Most leases that are renewed in one turn, to bound its cost; the others follow in the next turn."""
+
+
+class Renewals:
+    """Decode: which leases to renew, and when the next heartbeat of each is due.
+
+    Several requests may want the same request of prefill; its lease is renewed once, as long as one of them wants it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lease_of: dict[DecodeRequestId, tuple[RemotePrefill, str]] = {}
+        self._wanted_by: dict[tuple[RemotePrefill, str], set[DecodeRequestId]] = {}
+        self._interval_seconds: dict[tuple[RemotePrefill, str], float] = {}
+        self._due = Deadlines[tuple[RemotePrefill, str]]()
+
+    def __len__(self) -> int:
+        """Number of requests whose leases are renewed."""
+        return len(self._lease_of)
+
+    @property
+    def first_seconds(self) -> float | None:
+        """When the next heartbeat is due, in the clock's seconds; None if none is."""
+        return self._due.first_seconds
+
+    def begin(self, renewal: LeaseRenewal) -> None:
+        """A request has arrived. Its first heartbeat is due at once: how long it took to arrive is unknown."""
+        request_id, lease_seconds = renewal.request_id, renewal.lease_seconds
+        if request_id in self._lease_of:
+            return
+        lease = self._lease_of[request_id] = renewal.prefill, renewal.name
+        wanting = self._wanted_by.setdefault(lease, set())
+        if not wanting:
+            self._due[lease] = self._clock.now_seconds()
+            self._interval_seconds[lease] = max(INTERVAL * lease_seconds, SHORTEST_INTERVAL_SECONDS)
+        wanting.add(request_id)
+
+    def end(self, request_id: DecodeRequestId) -> None:
+        """The request has its KV, or has ended. Idempotent."""
+        lease = self._lease_of.pop(request_id, None)
+        if lease is None:
+            return
+        wanting = self._wanted_by[lease]
+        wanting.discard(request_id)
+        if not wanting:
+            del self._wanted_by[lease], self._interval_seconds[lease]
+            self._due.pop(lease, None)
+
+    def take_due(self) -> dict[RemotePrefill, list[str]]:
+        """Returns the names whose leases are to be renewed now, by the engine that holds them."""
+        now = self._clock.now_seconds()
+        found: dict[RemotePrefill, list[str]] = {}
+        due = self._due.take_due(now, MOST_DUE)
+        self._due.move({lease: now + self._interval_seconds[lease] for lease in due})
+        for prefill, name in due:
+            found.setdefault(prefill, []).append(name)
+        return found
+
+
 class Receiver:
     """See the module.
+
+    Attributes:
+        renewals: leases that are renewed.
 
     Args:
         gates: write gates of this rank's memory; None: peers write through this rank's own agent, which cannot be
@@ -56,6 +127,7 @@ class Receiver:
         self._unanswered: set[int] = set()
         self._unneeded: dict[int, UnneededOffer] = {}
         self._writers = ActiveWriters(context, self._attempts)
+        self.renewals = Renewals(context.clock)
         self.dropped: Counter[str] = Counter()
 
     @property
@@ -155,6 +227,19 @@ class Receiver:
         for attempt in (self._attempts.get(int(name)) for name in names if name.isdecimal()):
             if attempt is not None and attempt.failed is None and any(part.agent == agent for part in attempt.parts):
                 self._outcomes.known(attempt.number)
+
+    def send_heartbeats(self) -> float | None:
+        """Send the heartbeats that are due; returns when the next one is, in the clock's seconds."""
+        for prefill, names in self.renewals.take_due().items():
+            # Sizes that do not divide are reported as a failure when the request gets its blocks.
+            try:
+                writers, others = self._context.local.contributors(prefill)
+            except ValueError:
+                continue
+            for address in (*writers, *others):
+                for beat in heartbeats(names):
+                    self._context.peers.send(address, beat)
+        return self.renewals.first_seconds
 
     def is_waiting_for(self, agent: str) -> bool:
         """Whether a part of an attempt still depends on an agent."""

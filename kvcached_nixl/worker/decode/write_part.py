@@ -19,13 +19,13 @@ from kvcached_nixl.wire.messages import (
     encode,
 )
 from kvcached_nixl.wire.timeline import State
-from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow, compare
+from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow
 from kvcached_nixl.worker.decode.attempt import NEXT, Attempt, Event, Part, Stage
 from kvcached_nixl.worker.decode.fencing import GateUse, WriteGates
 from kvcached_nixl.worker.staging.staging import Held
-from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
+from kvcached_nixl.worker.transfer.peers import contained
 
 __all__ = ["WritePart"]
 
@@ -171,10 +171,15 @@ class WritePart(Part):
         if self._is_wanted and context.checksums.are_compared(attempt.number):
             assert known is not None
             self._move(Event.IS_COMPARED)
-            asked = ChecksumRequest(known.agent, known.rank.groups, lambda: self._is_wanted)
-            end_token, written = attempt.spec.end_token, self._arrived.ranges
-            compared = context.contained(self._compared, self._fail)
-            compare(context, attempt.blocks, end_token, asked, written, compared)
+            context.checksums.compare(
+                known.agent,
+                attempt.blocks,
+                attempt.spec.end_token,
+                known.rank.groups,
+                self._arrived.ranges,
+                lambda: self._is_wanted,
+                contained(self._fail)(self._compared),
+            )
         else:
             self._conclude(Event.STOPPED)
 
@@ -285,7 +290,7 @@ class WritePart(Part):
                 context.staging, attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
             )
         self._staging_window = attempt.staging_window
-        copied = context.contained(self._copied, self._fail)
+        copied = contained(self._fail)(self._copied)
         self._staging_window.join(self.address.tp_rank, self._send_grant, copied)
 
     def _register(self, agent: str, registration: Registration) -> None:

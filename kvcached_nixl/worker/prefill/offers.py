@@ -21,7 +21,7 @@ import msgspec
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Registration, Release, StagingGrant
 from kvcached_nixl.wire.step import OfferUpdate
@@ -66,7 +66,7 @@ class WriteTask:
     asked: tuple[int, int] = (-1, -1)
     jobs: dict[TransferJob, bool] = field(default_factory=dict)
     awaiting_checksum: set[TransferJob] = field(default_factory=set)
-    stopping: tuple[FailureCause, str] | None = None
+    stopping: HandOverFailed | None = None
     tally: TransferTally = field(default_factory=TransferTally)
     is_finished: bool = False
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import Settings
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import INTERVAL, heartbeats
 from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, Withdrawal
 from kvcached_nixl.worker.outcomes import OutcomeQueue
@@ -29,7 +29,10 @@ PROBE_SECONDS = 5.0
 RENEW_SECONDS = 5.0
 """How often decode is told of registrations whose request is not computed yet, at least."""
 
-_STARTED_AGAIN = "prefill was restarted, or its weights were changed, since decode's handshake with it"
+_STARTED_AGAIN = HandOverFailed(
+    FailureCause.RESTARTED, "prefill was restarted, or its weights were changed, since decode's handshake with it"
+)
+_WITHDRAWN = HandOverFailed(FailureCause.STOPPED, "withdrawn")
 
 
 class Registrations:
@@ -80,23 +83,21 @@ class Registrations:
         self._stuck[key] = self._clock.now_seconds() + self._unmatched_seconds + PROBE_SECONDS
         self._renewed[key] = self._clock.now_seconds() + self._renew_seconds
         if self._context.incarnation not in ("", registration.incarnation):
-            self._writer.stop(task, FailureCause.RESTARTED, _STARTED_AGAIN)
+            self._writer.stop(task, _STARTED_AGAIN)
         elif registration.request_id:
             offer = self._matcher.offers.get(PrefillRequestId(registration.request_id))
             if offer is None or offer.stopped:
                 why = "" if offer is None else f": {offer.stopped}"
-                self._writer.stop(task, FailureCause.LEASE, f"prefill does not keep this request any more{why}")
+                reason = f"prefill does not keep this request any more{why}"
+                self._writer.stop(task, HandOverFailed(FailureCause.LEASE, reason))
             elif (offer.digest, offer.num_tokens) != (registration.digest, registration.num_tokens):
-                self._writer.stop(task, FailureCause.DIGEST, "prefill computed another prompt")
+                self._writer.stop(task, HandOverFailed(FailureCause.DIGEST, "prefill computed another prompt"))
             else:
                 self._matcher.join(task, offer)
         elif not self._mode.is_push:
             # In pull only an ended request may be written: before that vLLM may give its blocks to another one.
-            self._writer.stop(
-                task,
-                FailureCause.PROTOCOL,
-                "found a pull without a request id; expected that of a request that has ended",
-            )
+            reason = "found a pull without a request id; expected that of a request that has ended"
+            self._writer.stop(task, HandOverFailed(FailureCause.PROTOCOL, reason))
         else:
             offer = self._matcher.wanted_by(registration)
             if offer is not None:
@@ -119,11 +120,11 @@ class Registrations:
         key = agent, message.attempt
         task = self.tasks.get(key)
         if task is not None:
-            self._writer.stop(task, FailureCause.STOPPED, "withdrawn")
+            self._writer.stop(task, _WITHDRAWN)
             return
         # It is finished, or its registration is still on its way: remember it, so that it is dropped when it arrives.
         self._finished.add(key)
-        self._writer.answer(agent, message.decode, message.attempt, FailureCause.STOPPED, "withdrawn")
+        self._writer.answer(agent, message.decode, message.attempt, _WITHDRAWN)
 
     # ---------------------------------------------------------------------------------------------------- how they end
 
@@ -134,26 +135,27 @@ class Registrations:
     def dead(self, agent: str) -> None:
         """An agent is dead or unreachable: stop its registrations without an answer."""
         for task in list(self._of_agent.get(agent, {}).values()):
-            self._writer.stop(task, FailureCause.LOST, "the peer is dead or unreachable", is_answered=False)
+            cause = HandOverFailed(FailureCause.LOST, "the peer is dead or unreachable")
+            self._writer.stop(task, cause, is_answered=False)
 
-    def fail(self, key: WriteKey, reason: str) -> None:
+    def fail(self, key: WriteKey, failure: HandOverFailed) -> None:
         """An internal error occurred while this registration was served: stop it."""
         task = self.tasks.get(key)
         if task is not None:
-            self._writer.stop(task, FailureCause.DEFECT, reason)
+            self._writer.stop(task, failure)
 
     def started(self, incarnation: str) -> None:
         """Stop registrations that were made for another incarnation of this engine."""
         for task in list(self.tasks.values()):
             if task.registration.incarnation != incarnation:
-                self._writer.stop(task, FailureCause.RESTARTED, _STARTED_AGAIN)
+                self._writer.stop(task, _STARTED_AGAIN)
 
-    def stop_those_of(self, offer: Offer, cause: FailureCause, reason: str) -> None:
+    def stop_those_of(self, offer: Offer, cause: HandOverFailed) -> None:
         """Nothing more of this offer is written."""
         for task in list(offer.write_tasks.values()):
             # Otherwise a decode that has vanished silently would be probed only at its deadline.
             self._stuck[task.key] = self._clock.now_seconds() + PROBE_SECONDS
-            self._writer.stop(task, cause, reason)
+            self._writer.stop(task, cause)
 
     def _renew(self, keys: Iterable[WriteKey], now_seconds: float) -> None:
         names: dict[tuple[Peer, str], list[str]] = {}
@@ -169,7 +171,7 @@ class Registrations:
     def close(self, reason: str) -> None:
         """The engine ends: tell the ranks of decode that wait."""
         for task in list(self.tasks.values()):
-            self._writer.stop(task, FailureCause.REVOKED, reason)
+            self._writer.stop(task, HandOverFailed(FailureCause.REVOKED, reason))
 
     def forget(self, task: WriteTask) -> None:
         """It is finished: nothing of it is in flight, and it has been answered if it was stopped."""
@@ -198,12 +200,13 @@ class Registrations:
         for key in self._matcher.take_due(now_seconds):
             task = self.tasks.get(key)
             if task is not None:
-                self._writer.stop(task, FailureCause.DEADLINE, "prefill has no request of this name and prompt")
+                reason = "prefill has no request of this name and prompt"
+                self._writer.stop(task, HandOverFailed(FailureCause.DEADLINE, reason))
         for key in self._stuck.take_due(now_seconds):
             task = self.tasks.get(key)
             if task is not None:
                 # Decode has given up by now. If it does not answer the probe, its connection is taken down, which ends
                 # what is in flight to it.
                 self._stuck[key] = now_seconds + PROBE_SECONDS
-                self._writer.stop(task, FailureCause.DEADLINE, "prefill did not write it in time")
+                self._writer.stop(task, HandOverFailed(FailureCause.DEADLINE, "prefill did not write it in time"))
                 self._context.peers.probe(task.registration.decode)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvcached_nixl.deadlines import Clock, earliest
+from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import Settings
-from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.lease import INTERVAL
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.lease import EXTENSION, INTERVAL
 from kvcached_nixl.wire.messages import Reading, Release
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.worker.outcomes import OutcomeQueue
@@ -26,14 +26,40 @@ from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteTask
 from kvcached_nixl.worker.prefill.registrations import Registrations
 from kvcached_nixl.worker.prefill.writer import GateConnections, Writer
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.lease import Leases
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
-__all__ = ["OfferRegistry"]
+__all__ = ["Leases", "OfferRegistry"]
 
 WANTED_INTERVALS = 2
 """For so many intervals between heartbeats after the last one, decode counts as waiting for an offer."""
+
+
+class Leases(Deadlines[PrefillRequestId]):
+    """When each lease ends, in the clock's seconds.
+
+    Args:
+        lease_seconds: how long a request's blocks are kept for decode after it has ended.
+    """
+
+    def __init__(self, clock: Clock, *, lease_seconds: float) -> None:
+        super().__init__()
+        self._clock = clock
+        self._lease_seconds = lease_seconds
+
+    def grant(self, request_id: PrefillRequestId) -> None:
+        """The request has ended: its lease begins."""
+        self[request_id] = self._clock.now_seconds() + self._lease_seconds
+
+    def renew(self, request_ids: Iterable[PrefillRequestId]) -> None:
+        """Handle a heartbeat: extends leases that exist, never shortens one, and never revives one that was removed.
+
+        A lease exists until `take_due` removes it, even if its time has passed. Heartbeats are read before `take_due`
+        is called, so a step of prefill may take any time if decode has sent heartbeats meanwhile.
+        """
+        extended = self._clock.now_seconds() + EXTENSION * self._lease_seconds
+        ends = self._at_seconds.get
+        self.move({request_id: extended for request_id in request_ids if ends(request_id, extended) < extended})
 
 
 class OfferRegistry:
@@ -96,12 +122,13 @@ class OfferRegistry:
         elif (offer.name, offer.digest, offer.num_tokens) != (update.name, update.digest, update.num_tokens):
             # Its blocks are not what decode was told of. Its end is reported as that of any other.
             self._tokens.remove(update.request_id)
-            self._let_down(offer, FailureCause.REVOKED, "another request came under its id")
+            self._let_down(offer, HandOverFailed(FailureCause.REVOKED, "another request came under its id"))
             return
         if update.ready_tokens < offer.ready_tokens:
             for task in list(offer.write_tasks.values()):
                 if task.next_token > update.ready_tokens:
-                    self._writer.stop(task, FailureCause.STOPPED, "prefill computes some of its tokens again")
+                    reason = "prefill computes some of its tokens again"
+                    self._writer.stop(task, HandOverFailed(FailureCause.STOPPED, reason))
         # An offer without tokens has no blocks yet.
         blocks = kernel_blocks_of(update.groups, self._context.local.groups) if update.groups else ()
         offer.update, offer.blocks = update, blocks
@@ -162,7 +189,7 @@ class OfferRegistry:
                 self._outcomes.done(request_id)
             return
         offer.finished, offer.is_kept = True, offer.is_kept and is_kept
-        self._let_down(offer, FailureCause.STOPPED, reason)
+        self._let_down(offer, HandOverFailed(FailureCause.STOPPED, reason))
 
     def outlasts(self, request_id: PrefillRequestId, revocation: Revocation) -> bool:
         """Whether an offer is not taken back for lack of memory: a rank of decode has begun to fetch it, so its blocks
@@ -183,13 +210,13 @@ class OfferRegistry:
         if offer is not None:
             if not offer.stopped:
                 self._outcomes.revoked(revocation.cause)
-            self._let_down(offer, FailureCause.REVOKED, revocation.reason)
+            self._let_down(offer, HandOverFailed(FailureCause.REVOKED, revocation.reason))
 
     def close(self, reason: str) -> None:
         """The engine ends: revoke all offers, and tell the ranks of decode that wait."""
         self._tokens.clear()
         for offer in list(self._matcher.offers.values()):
-            self._let_down(offer, FailureCause.REVOKED, reason)
+            self._let_down(offer, HandOverFailed(FailureCause.REVOKED, reason))
         self.registrations.close(reason)
 
     def preempt(self, request_id: PrefillRequestId, hold: int) -> None:
@@ -258,10 +285,10 @@ class OfferRegistry:
             self._settle_rank(offer, decode.tp_rank, decode.tp_size)
             self._settle(offer)
 
-    def _let_down(self, offer: Offer, cause: FailureCause, reason: str) -> None:
+    def _let_down(self, offer: Offer, cause: HandOverFailed) -> None:
         self._tokens.remove(offer.request_id)
-        offer.stopped = offer.stopped or reason
-        self.registrations.stop_those_of(offer, cause, reason)
+        offer.stopped = offer.stopped or str(cause)
+        self.registrations.stop_those_of(offer, cause)
         self._settle(offer)
 
     def _settle_rank(self, offer: Offer, tp_rank: int, tp_size: int) -> None:

@@ -73,7 +73,7 @@ class Staged(FromBlocks):
     Args:
         advance: called with a registration whose next tokens may be in slots now.
         settle: called with an offer when a copy out of its blocks has ended or failed.
-        fail: called with a registration whose tokens cannot be copied, and the reason.
+        stop: called with a registration whose tokens cannot be copied, and the reason.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Staged(FromBlocks):
         staging: Staging,
         advance: Callable[[WriteTask], None],
         settle: Callable[[Offer], None],
-        fail: Callable[[WriteTask, str], None],
+        stop: Callable[[WriteTask, HandOverFailed], None],
     ) -> None:
         self._block_sizes = staging.block_sizes
         self._staging = staging
         self._advance = advance
         self._settle = settle
-        self._fail = fail
+        self._stop = stop
         self._parked: dict[Offer, Held] = {}
         self._windows: dict[WriteTask, list[Held]] = {}
         self._copying: dict[Offer, int] = {}
@@ -234,7 +234,7 @@ class Staged(FromBlocks):
             if held not in self._windows.get(task, ()):
                 self._let_go(held)
             elif failed:
-                self._fail(task, failed)
+                self._stop(task, HandOverFailed(FailureCause.DEFECT, failed))
             else:
                 self._advance(task)
             self._settle(offer)
@@ -251,7 +251,7 @@ class Staged(FromBlocks):
         try:
             return self._open(task, end_token)
         except (ValueError, HandOverFailed) as error:
-            self._fail(task, str(error))
+            self._stop(task, HandOverFailed(FailureCause.DEFECT, str(error)))
             return True
 
     def _copied(self, offer: Offer) -> None:

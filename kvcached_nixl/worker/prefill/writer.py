@@ -12,13 +12,12 @@ the gate or is dead.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
-from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.agent import Transport, TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer, StagingGrant, StagingRequest, Stopped, Written, encode
@@ -26,15 +25,12 @@ from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import FromBlocks, Source, Staged
 from kvcached_nixl.worker.staging.staging import Held
-from kvcached_nixl.worker.transfer.checksums import ChecksumRequest
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
-from kvcached_nixl.worker.transfer.peers import Peers
+from kvcached_nixl.worker.transfer.peers import Peers, contained
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 
 __all__ = ["GateConnections", "Writer"]
-
-logger = logging.getLogger(SERVER_LOGGER)
 
 
 class GateConnections:
@@ -148,7 +144,7 @@ class Writer:
         self._settle = settle
         self.source = FromBlocks()
         if context.staging is not None:
-            self.source = Staged(context.staging, self.advance, settle, self._not_copied)
+            self.source = Staged(context.staging, self.advance, settle, self.stop)
         self.num_final = 0
 
     def connect(self, task: WriteTask) -> None:
@@ -157,8 +153,8 @@ class Writer:
             self._context.peers.need(
                 task.registration.decode,
                 "",
-                lambda known: self._connected(task, known),
-                lambda cause: self.stop(task, cause.cause, str(cause), is_answered=False),
+                partial(self._connected, task),
+                partial(self.stop, task, is_answered=False),
                 is_doubted=task.is_doubted,
             )
 
@@ -169,17 +165,15 @@ class Writer:
             return
         if offer.finished and offer.ready_tokens < registration.end_token:
             reason = f"prefill computed {offer.ready_tokens} of {registration.end_token} tokens"
-            self.stop(task, FailureCause.STOPPED, reason)
+            self.stop(task, HandOverFailed(FailureCause.STOPPED, reason))
             return
-        try:
-            while self._advance(task, offer):
-                pass
-        except (ValueError, HandOverFailed) as error:
-            what = error.cause if isinstance(error, HandOverFailed) else FailureCause.RANGE
-            self.stop(task, what, f"no WRITE was made: {error}")
-        except Exception as defect:
-            logger.exception("internal error in kvcached_nixl; this hand-over fails")
-            self.stop(task, FailureCause.DEFECT, f"{type(defect).__name__}: {defect}")
+        with contained(partial(self.stop, task)):
+            try:
+                while self._advance(task, offer):
+                    pass
+            except (ValueError, HandOverFailed) as error:
+                what = error.cause if isinstance(error, HandOverFailed) else FailureCause.RANGE
+                self.stop(task, HandOverFailed(what, f"no WRITE was made: {error}"))
 
     def take_grant(self, task: WriteTask, grant: StagingGrant) -> None:
         """Decode grants slots for the tokens that prefill has asked for; a late or repeated grant is ignored."""
@@ -218,20 +212,20 @@ class Writer:
         """Note in the timeline of an offer what state it is in now."""
         offer.follow(self._context.clock.now_seconds(), is_copied=self.source.is_copying(offer))
 
-    def stop(self, task: WriteTask, cause: FailureCause, reason: str, *, is_answered: bool = True) -> None:
+    def stop(self, task: WriteTask, cause: HandOverFailed, *, is_answered: bool = True) -> None:
         """Stop a registration: post nothing more of it, and answer it once it is idle. Only the first reason counts."""
         if task.stopping is not None:
             return
-        task.stopping = cause, reason
+        task.stopping = cause
         for job in [job for job in task.jobs if job not in task.awaiting_checksum]:
             self._context.transfer_queue.drop(job)
         if not is_answered:
             task.known = None
         self._end_if_idle(task, is_answered)
 
-    def answer(self, agent: str, decode: Peer, attempt: int, cause: FailureCause, reason: str) -> None:
+    def answer(self, agent: str, decode: Peer, attempt: int, cause: HandOverFailed) -> None:
         """Tell a rank of decode that nothing of its attempt is in flight, or will be; ``agent``: the one that asked."""
-        message = Stopped(attempt, self._context.local.tp_rank, int(cause), reason[:1000])
+        message = Stopped(attempt, self._context.local.tp_rank, int(cause.cause), str(cause)[:1000])
         self._context.peers.send(decode, encode(message), only=agent)
 
     def _connected(self, task: WriteTask, known: ConnectedPeer) -> None:
@@ -240,7 +234,8 @@ class Writer:
             task.is_doubted = True
             self.connect(task)
         elif known.agent != task.agent:
-            self.stop(task, FailureCause.LOST, "another engine answers at decode's address", is_answered=False)
+            cause = HandOverFailed(FailureCause.LOST, "another engine answers at decode's address")
+            self.stop(task, cause, is_answered=False)
         elif task.stopping is None:
             task.known = known
             if task.offer is not None:
@@ -287,10 +282,10 @@ class Writer:
             task.next_index += 1
             return encode(said)
 
-        ended: Callable[[str], None] = context.contained(
-            lambda failed: self._written(task, job, source.held, failed),
-            lambda cause: self.stop(task, cause.cause, str(cause)),
-        )
+        @contained(partial(self.stop, task))
+        def ended(failed: str) -> None:
+            self._written(task, job, source.held, failed)
+
         # Without a gate, or where nothing is written, the notification goes to the rank's own agent.
         target = self._gate_connections.use(known, registration.gate) if registration.gate else known.agent
         job = TransferJob("WRITE", target, found.local, found.remote, ended, notify, tally=task.tally)
@@ -300,19 +295,16 @@ class Writer:
             self._submit(task, job, is_final)
             return
 
+        @contained(partial(self.stop, task))
         def digested(found_digest: str, failed: str) -> None:
             nonlocal digest
             digest = found_digest
-            checksummed: Callable[[str], None] = context.contained(
-                lambda failed: self._checksummed(task, job, failed, is_final),
-                lambda cause: self.stop(task, cause.cause, str(cause)),
-            )
-            checksummed(failed)
+            self._checksummed(task, job, failed, is_final)
 
         # In `jobs` already: the checksum reads the bytes, so the blocks must not be freed before it has ended.
         task.jobs[job] = False
-        asked = ChecksumRequest(known.agent, memory, lambda: task.stopping is None)
-        context.checksums.of_sent(asked, ([(here, first) for here, _, first in groups], end), digested)
+        sent = [(here, first) for here, _, first in groups], end
+        context.checksums.of_sent(known.agent, sent, memory, lambda: task.stopping is None, digested)
         task.awaiting_checksum.add(job)
 
     def _submit(self, task: WriteTask, job: TransferJob, is_final: bool) -> None:
@@ -326,7 +318,7 @@ class Writer:
     def _checksummed(self, task: WriteTask, job: TransferJob, failed: str, is_final: bool) -> None:
         task.awaiting_checksum.discard(job)
         if failed:
-            self.stop(task, FailureCause.DEFECT, failed)
+            self.stop(task, HandOverFailed(FailureCause.DEFECT, failed))
         if task.stopping is not None:
             self._context.transfer_queue.drop(job)
             return
@@ -338,7 +330,7 @@ class Writer:
         if task.registration.gate:
             self._gate_connections.used(job.peer)
         if failed:
-            self.stop(task, FailureCause.LOST, failed)
+            self.stop(task, HandOverFailed(FailureCause.LOST, failed))
         self._end_if_idle(task, True)
         if not task.is_finished:
             # A staging window may be free now for the tokens that follow.
@@ -346,14 +338,11 @@ class Writer:
             if task.offer is not None:
                 self._settle(task.offer)
 
-    def _not_copied(self, task: WriteTask, failed: str) -> None:
-        self.stop(task, FailureCause.DEFECT, failed)
-
     def _end_if_idle(self, task: WriteTask, is_answered: bool) -> None:
         if task.is_finished or task.jobs or (task.stopping is None and not task.is_complete):
             return
         task.is_finished = True
         if task.stopping is not None and is_answered:
-            self.answer(task.agent, task.registration.decode, task.registration.attempt, *task.stopping)
+            self.answer(task.agent, task.registration.decode, task.registration.attempt, task.stopping)
         self.source.task_finished(task)
         self._ended(task)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging of a worker: takes slots for ranges of tokens, copies, and queues whatever waits for slots. On the transfer
-thread.
+"""Staging of a worker: takes slots for ranges of tokens, copies on a thread of its own, and queues whatever waits for
+slots. On the transfer thread.
 """
 
 from __future__ import annotations
@@ -11,65 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.staging.slab import Slab, SlabUse, Slots, Use
 
-__all__ = ["Copier", "Copier", "Copy", "Held", "Staging"]
-
-
-@dataclass(frozen=True, eq=False)
-class Copy:
-    """Attributes:
-    is_gather: copy blocks of the cache into blocks of the slab; else back.
-    blocks, staged: kernel blocks of the cache, and of the slab.
-    ended: called once by `Copier.turn`, with the error text, or "".
-    """
-
-    is_gather: bool
-    blocks: Sequence[int]
-    staged: Sequence[int]
-    ended: Callable[[str], None]
-
-
-class Copier:
-    """Copier KV between blocks and slots, on its own thread. One per worker that stages.
-
-    Args:
-        device: where the KV cache is.
-        wake: called on the copier's thread when a copy has ended; does not block.
-    """
-
-    def __init__(self, slab: Slab, device: torch.device, wake: Callable[[], None]) -> None:
-        self._slab = slab
-        self._background = Background("kvcached-nixl-copies", device, wake)
-
-    def __len__(self) -> int:
-        """Submitted copies whose ``ended`` was not called yet."""
-        return len(self._background)
-
-    def submit(self, copy: Copy) -> None:
-        """Queue a copy behind those submitted before. Called on the transfer thread, as `turn` is."""
-        what = f"a copy of {len(copy.blocks)} blocks"
-        self._background.submit(Work(what, partial(self._do, copy), lambda _, failed: copy.ended(failed)))
-
-    def turn(self) -> None:
-        """Call ``ended`` of copies that have ended; raises as `Background.turn`."""
-        self._background.turn()
-
-    def close(self) -> None:
-        """Stop the thread after all submitted copies."""
-        self._background.close()
-
-    def _do(self, copy: Copy) -> None:
-        if copy.is_gather:
-            self._slab.gather(copy.blocks, copy.staged)
-        else:
-            self._slab.scatter(copy.staged, copy.blocks)
+__all__ = ["Held", "Staging"]
 
 
 WINDOW_BLOCKS = 512
@@ -112,18 +60,18 @@ class Staging:
     """See the module.
 
     Attributes:
+        copier: its thread copies between blocks and slots.
         num_waits: how often a hand-over has begun to wait for slots.
-        num_bytes: of the slab.
         block_sizes: per KV-cache group, tokens in a kernel block.
         blocks_in_slot: per KV-cache group, its blocks that a slot has room for; 1 for each where it is left out. Of a
             group with states it is one, which is split into as many kernel blocks as a slot has.
     """
 
     slots: Slots
-    copier: Copier
+    slab: Slab
+    copier: Background
     block_sizes: tuple[int, ...]
     blocks_in_slot: tuple[int, ...] = ()
-    num_bytes: int = 0
     num_waits: int = 0
     _waiting: dict[tuple[Use, str], dict[object, Callable[[], bool]]] = field(default_factory=dict)
     _owned: Counter[str] = field(default_factory=Counter)
@@ -204,7 +152,7 @@ class Staging:
     @property
     def use(self) -> SlabUse:
         return SlabUse(
-            num_bytes=self.num_bytes,
+            num_bytes=self.slab.extent[1],
             num_slots=self.slots.count,
             parked=self.slots.used(Use.PARKED),
             sending=self.slots.used(Use.SENDING),
@@ -296,11 +244,12 @@ class Staging:
                     found += _split(within, most // room)
         held.copies += 1
 
-        def copied(failed: str) -> None:
+        def copied(_: object, failed: str) -> None:
             held.copies -= 1
             ended(failed)
 
-        self.copier.submit(Copy(is_gather, sources, staged, copied))
+        do = partial(self.slab.gather, sources, staged) if is_gather else partial(self.slab.scatter, staged, sources)
+        self.copier.submit(Work(f"a copy of {len(sources)} blocks", do, copied))
 
 
 def _split(ids: Sequence[int], number: int) -> Sequence[int]:

@@ -14,27 +14,28 @@ block is not included.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from kvcached_nixl.wire.messages import MAX_ATTEMPT
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.messages import MAX_ATTEMPT, Written
 from kvcached_nixl.wire.planes import GroupMemory, Planes, exchanged, moves
 from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 
-__all__ = ["ChecksumRequest", "Checksums", "Content", "Range"]
+__all__ = ["Checksums", "Content", "Range"]
 
 _PIECE_BYTES = 32 << 20
 
+Result = TypeVar("Result")
 
-_Areas: TypeAlias = list[tuple[torch.Tensor, list[tuple[int, int, int]]]]
-"""Per area with some of a group's planes: its blocks as bytes, (num_blocks, block_bytes), and of each plane (the kind,
-the plane's index in its kind, offset in a block)."""
+Range = tuple[Sequence[tuple[KernelBlocks, int]], int]
+"""(per KV-cache group its blocks and first token; one past the last token)."""
 
 
 class Content:
@@ -48,8 +49,10 @@ class Content:
     def __init__(self, groups: Sequence[GroupMemory], areas: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._memory = tuple(groups)
         # Both ways in which a group may be exchanged.
-        self._areas: dict[tuple[Planes, ...], _Areas] = {
-            planes: _areas(planes, areas) for group in groups for planes in (group.planes, group.parts) if planes
+        self._cells = {
+            planes: [_cells(planes, base, areas) for base in planes.bases]
+            for group in groups
+            for planes in (*group.planes, *group.parts)
         }
 
     def digest(
@@ -74,106 +77,61 @@ class Content:
         for (blocks, first_token), here, there in zip(groups, self._memory, other, strict=True):
             if first_token >= end_token:
                 continue
-            planes, theirs = exchanged(here, there)
-            found = [[xxhash.xxh3_128() for _ in one.bases] for one in planes]
-            moved = [moves(*pair, is_prefill=is_prefill) for pair in zip(planes, theirs, strict=True)]
-            for area, of_area in self._areas[planes]:
-                within = [one for one in of_area if moved[one[0]]]
-                if within:
-                    self._read(area, planes, within, blocks, first_token, end_token, theirs, found)
-            for one in found:
-                for plane in one:
-                    whole.update(plane.digest())
+            for planes, theirs in zip(*exchanged(here, there), strict=True):
+                is_moved = moves(planes, theirs, is_prefill=is_prefill)
+                for cells in self._cells[planes]:
+                    found = xxhash.xxh3_128()
+                    for piece in _pieces(cells, planes, theirs, blocks, first_token, end_token) if is_moved else ():
+                        found.update(piece.data)
+                    whole.update(found.digest())
         return str(whole.hexdigest())
 
-    def _read(
-        self,
-        area: torch.Tensor,
-        planes: Sequence[Planes],
-        within: Sequence[tuple[int, int, int]],
-        blocks: KernelBlocks,
-        first_token: int,
-        end_token: int,
-        other: Sequence[Planes],
-        found: Sequence[Sequence[xxhash.xxh3_128]],
-    ) -> None:
-        """Hash the planes that are in one area, some blocks at a time."""
-        size = planes[0].block_size
-        first, last = (first_token - blocks.first_token) // size, -(-(end_token - blocks.first_token) // size)
-        if first < 0 or last > len(blocks.ids):
-            raise ValueError(
-                f"found {len(blocks.ids)} blocks of {size} tokens from token {blocks.first_token} on; expected them to "
-                f"hold the tokens {first_token} to {end_token - 1}"
-            )
-        ids = torch.tensor(list(blocks.ids[first:last]), dtype=torch.int64, device=area.device)
-        piece = max(1, _PIECE_BYTES // area.shape[1])
-        for begin in range(0, len(ids), piece):
-            rows = area.index_select(0, ids[begin : begin + piece]).cpu().numpy()
-            # The piece's tokens that are in the range.
-            base = blocks.first_token + (first + begin) * size
-            meant = slice(max(0, first_token - base), min(len(rows) * size, end_token - base))
-            for kind, place, offset in within:
-                cells = _cells(rows, planes[kind], offset, other[kind])
-                found[kind][place].update(np.ascontiguousarray(cells[meant]).data)
 
-
-def _cells(rows: npt.NDArray[np.uint8], here: Planes, offset: int, there: Planes) -> npt.NDArray[np.uint8]:
-    """Returns the cells of a plane in some blocks, (tokens, heads that both sides have, bytes)."""
-    first, last = max(here.first_head, there.first_head), min(here.last_head, there.last_head)
-    if first >= last:
-        raise ValueError(
-            f"found the heads {there.first_head} to {there.last_head - 1}; expected some that this rank has"
-        )
-    skipped = (first - here.first_head) * here.head_stride_bytes
-    shape = (len(rows), here.block_size, last - first, here.cell_bytes)
-    strides = (rows.strides[0], here.token_stride_bytes, here.head_stride_bytes, 1)
-    view = np.lib.stride_tricks.as_strided(rows[:, offset + skipped :], shape, strides, writeable=False)
-    return view.reshape(-1, last - first, here.cell_bytes)
-
-
-def _areas(planes: Sequence[Planes], areas: Sequence[tuple[int, torch.Tensor]]) -> _Areas:
-    """Returns the areas that hold some of the planes."""
-    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for kind, one in enumerate(planes):
-        for place, base in enumerate(one.bases):
-            index, offset = _find(base, areas, one.block_stride_bytes)
-            found.setdefault((index, one.block_stride_bytes), []).append((kind, place, offset))
-    # Where a block is split into kernel blocks, a state lies across all of them.
-    return [(areas[index][1].view(-1, stride), within) for (index, stride), within in found.items()]
-
-
-def _find(base: int, areas: Sequence[tuple[int, torch.Tensor]], block_bytes: int) -> tuple[int, int]:
-    """Returns the index of the area that holds a plane, and the plane's offset in the first block."""
-    for index, (address, _) in enumerate(areas):
-        if 0 <= base - address < block_bytes:
-            return index, base - address
+def _cells(planes: Planes, base: int, areas: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """View the cells of a plane as bytes, (blocks, tokens, heads, bytes)."""
+    for address, area in areas:
+        if 0 <= base - address < planes.block_stride_bytes:
+            size = (planes.num_blocks, planes.block_size, planes.num_heads, planes.cell_bytes)
+            strides = (planes.block_stride_bytes, planes.token_stride_bytes, planes.head_stride_bytes, 1)
+            return area.as_strided(size, strides, area.storage_offset() + base - address)
     raise ValueError(f"found a plane at {base:#x}; expected it in the first block of a region")
 
 
-Range = tuple[Sequence[tuple[KernelBlocks, int]], int]
-"""(per KV-cache group its blocks and first token; one past the last token)."""
-
-
-class ChecksumRequest(NamedTuple):
-    """What checksums are computed for: the other rank's agent and KV-cache groups, and whether the result is wanted.
-
-    ``is_wanted`` is called on the background thread, before the checksums are computed.
-    """
-
-    agent: str
-    groups: Sequence[GroupMemory]
-    is_wanted: Callable[[], bool]
+def _pieces(
+    cells: torch.Tensor, here: Planes, there: Planes, blocks: KernelBlocks, first_token: int, end_token: int
+) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yields the cells of a range of tokens and of the heads that both sides have, some blocks at a time."""
+    size = here.block_size
+    first, last = (first_token - blocks.first_token) // size, -(-(end_token - blocks.first_token) // size)
+    if first < 0 or last > len(blocks.ids):
+        raise ValueError(
+            f"found {len(blocks.ids)} blocks of {size} tokens from token {blocks.first_token} on; expected them to "
+            f"hold the tokens {first_token} to {end_token - 1}"
+        )
+    first_head, last_head = max(here.first_head, there.first_head), min(here.last_head, there.last_head)
+    if first_head >= last_head:
+        raise ValueError(
+            f"found the heads {there.first_head} to {there.last_head - 1}; expected some that this rank has"
+        )
+    cells = cells[:, :, first_head - here.first_head : last_head - here.first_head]
+    ids = torch.tensor(list(blocks.ids[first:last]), dtype=torch.int64, device=cells.device)
+    for some in ids.split(max(1, _PIECE_BYTES // cells[0].numel())):
+        rows = cells.index_select(0, some).flatten(0, 1).cpu().numpy()
+        base = blocks.first_token + first * size
+        first += len(some)
+        yield rows[max(0, first_token - base) : end_token - base]
 
 
 class Checksums:
-    """Checksums of both sides. One request is computed at a time, and peers take turns.
+    """Checksums of both sides. One is computed at a time, and peers take turns.
 
     Args:
         sent: the memory that NIXL touches.
         received: the KV cache; the same object as ``sent`` where nothing is staged.
         fraction: how many of the hand-overs that this side fetches are verified, from 0 to 1.
 
-    Threads: the transfer thread only.
+    Threads: the transfer thread only. ``is_wanted`` of its methods is called on the background thread, before the
+    checksums are computed.
     """
 
     def __init__(self, sent: Content, received: Content, background: Background, fraction: float) -> None:
@@ -181,23 +139,69 @@ class Checksums:
         self._received = received
         self._background = background
         self._below = fraction * MAX_ATTEMPT
-        self._lanes: dict[str, deque[Work[list[str] | None]]] = {}
-        self._is_busy = False
-        self._served = ""
+        # By agent of the other rank.
+        self._waiting: dict[str, deque[Work[Any]]] = {}
+        self._served, self._is_busy = "", False
 
     def are_compared(self, attempt: int) -> bool:
         """Whether this attempt's hand-over is verified."""
         return attempt < self._below
 
-    def of_sent(self, asked: ChecksumRequest, sent: Range, ended: Callable[[str, str], None]) -> None:
-        """Compute the checksum of what is sent to another rank. ``ended``: called with it, and the error text or ""."""
-        self._submit(self._sent, asked, [sent], lambda found, failed: ended("".join(found), failed), is_prefill=True)
-
-    def of_received(
-        self, asked: ChecksumRequest, received: Sequence[Range], ended: Callable[[list[str], str], None]
+    def of_sent(
+        self,
+        agent: str,
+        sent: Range,
+        other: Sequence[GroupMemory],
+        is_wanted: Callable[[], bool],
+        ended: Callable[[str, str], None],
     ) -> None:
-        """Compute a checksum of each range that arrived from another rank."""
-        self._submit(self._received, asked, received, ended, is_prefill=False)
+        """Compute the checksum of what is sent to the rank of ``agent``. ``ended``: called with it, and the error text
+        or ""."""
+
+        def do() -> str | None:
+            return self._sent.digest(*sent, other, is_prefill=True) if is_wanted() else None
+
+        self._submit(agent, do, lambda found, failed: ended(found or "", failed))
+
+    def compare(
+        self,
+        agent: str,
+        blocks: Sequence[KernelBlocks],
+        end_token: int,
+        other: Sequence[GroupMemory],
+        written: Sequence[Written],
+        is_wanted: Callable[[], bool],
+        ended: Callable[[HandOverFailed | None], None],
+    ) -> None:
+        """Compare checksums of what has arrived with those that the rank of ``agent`` has sent, range by range.
+
+        Args:
+            blocks: per KV-cache group those that were filled, up to ``end_token``.
+            written: the rank's notification of the last WRITE of each range, in order.
+            ended: called with the failure, or None if all are equal. The blocks are being read until then.
+        """
+        begin = min(group.first_token for group in blocks)
+        ranges: list[Range] = []
+        for one in written:
+            if not begin < one.end_token <= end_token:
+                # Ranges must grow: else each short message of a peer could make this rank read the whole request again.
+                break
+            ranges.append(([(here, max(begin, here.first_token)) for here in blocks], one.end_token))
+            begin = one.end_token
+        said = [one.digest for one in written]
+        if begin != end_token or len(ranges) != len(written) or None in said:
+            ended(HandOverFailed(FailureCause.PROTOCOL, "prefill did not send the checksums that it was asked for"))
+            return
+
+        def do() -> list[str] | None:
+            if not is_wanted():
+                return None
+            return [self._received.digest(*one, other, is_prefill=False) for one in ranges]
+
+        def found(checksums: list[str] | None, failed: str) -> None:
+            ended(HandOverFailed(FailureCause.DEFECT, failed) if checksums is None else _difference(checksums, written))
+
+        self._submit(agent, do, found)
 
     def turn(self) -> None:
         """Deliver the results of finished work."""
@@ -207,38 +211,33 @@ class Checksums:
         """Stop; work that has not begun is dropped."""
         self._background.close(is_dropping=True)
 
-    def _submit(
-        self,
-        content: Content,
-        asked: ChecksumRequest,
-        ranges: Sequence[Range],
-        ended: Callable[[list[str], str], None],
-        *,
-        is_prefill: bool,
-    ) -> None:
-        def do() -> list[str] | None:
-            if not asked.is_wanted():
-                return None
-            return [
-                content.digest(groups, end_token, asked.groups, is_prefill=is_prefill) for groups, end_token in ranges
-            ]
-
-        def told(found: list[str] | None, failed: str) -> None:
+    def _submit(self, agent: str, do: Callable[[], Result | None], ended: Callable[[Result | None, str], None]) -> None:
+        def told(found: Result | None, failed: str) -> None:
             self._is_busy = False
             self._begin_next()
-            ended(found or [], failed or ("" if found is not None else "the checksum is not needed any more"))
+            ended(found, failed or ("" if found is not None else "the checksum is not needed any more"))
 
-        self._lanes.setdefault(asked.agent, deque()).append(Work("computing a checksum", do, told))
+        self._waiting.setdefault(agent, deque()).append(Work("computing a checksum", do, told))
         self._begin_next()
 
     def _begin_next(self) -> None:
-        if self._is_busy or not self._lanes:
+        if self._is_busy or not self._waiting:
             return
-        agent = next((one for one in self._lanes if one != self._served), self._served)
-        self._served = agent
-        lane = self._lanes.pop(agent)
-        work = lane.popleft()
-        if lane:
-            self._lanes[agent] = lane
+        self._served = agent = next((one for one in self._waiting if one != self._served), self._served)
+        waiting = self._waiting.pop(agent)
         self._is_busy = True
-        self._background.submit(work)
+        self._background.submit(waiting.popleft())
+        if waiting:
+            self._waiting[agent] = waiting
+
+
+def _difference(found: Sequence[str], written: Sequence[Written]) -> HandOverFailed | None:
+    """Returns the failure of the first range whose checksum is not the one that was sent; None if there is none."""
+    for checksum, one in zip(found, written, strict=True):
+        if checksum != one.digest:
+            reason = (
+                f"the KV of the tokens before {one.end_token} is not what prefill sent: found checksum {checksum}; "
+                f"expected {one.digest}"
+            )
+            return HandOverFailed(FailureCause.CHECKSUM, reason)
+    return None

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.agent import Transport
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
@@ -24,8 +22,6 @@ from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 
 __all__ = ["RecentSet", "WorkerContext"]
-
-logger = logging.getLogger(SERVER_LOGGER)
 
 T = TypeVar("T")
 
@@ -126,16 +122,3 @@ class WorkerContext:
             return None
         reason = f"prefill (engine {known.rank.engine_id}) computes with other weights: {misfit}"
         return HandOverFailed(FailureCause.REFUSED, f"{reason}. Load the same on both sides, or update the older side.")
-
-    @staticmethod
-    def contained(action: Callable[[T], None], failed: Callable[[HandOverFailed], None]) -> Callable[[T], None]:
-        """Wrap a callback: an exception in it is logged and fails this hand-over only."""
-
-        def ended(found: T) -> None:
-            try:
-                action(found)
-            except Exception as defect:
-                logger.exception("internal error in kvcached_nixl; this hand-over fails")
-                failed(HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}"))
-
-        return ended

@@ -13,9 +13,10 @@ by the transfer thread; once per worker.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeAlias
 
@@ -26,7 +27,7 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Handshaker, Host, Link, PeerListener, Waiting
 
-__all__ = ["Ask", "Peers"]
+__all__ = ["Ask", "Peers", "contained"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -42,6 +43,16 @@ LOOK_SECONDS = 5.0
 """A connected peer that is not used for so long is looked after; multiplied if there are many."""
 LOOKS = 8
 """Peers that are looked after in LOOK_SECONDS, at most about."""
+
+
+@contextlib.contextmanager
+def contained(failed: Callable[[HandOverFailed], None]) -> Iterator[None]:
+    """An exception is logged and fails this hand-over only. As a decorator: of a callback."""
+    try:
+        yield
+    except Exception as defect:
+        logger.exception("internal error in kvcached_nixl; this hand-over fails")
+        failed(HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}"))
 
 
 _STARTED_AGAIN = "prefill was restarted, or its weights were changed, since it made the parameters"
@@ -284,16 +295,10 @@ class Peers:
         waiting, link.waiting = link.waiting, []
         for one in waiting:
             if one.incarnation in ("", known.incarnation):
-                self._tell(one, known)
+                with contained(one.failed):
+                    one.known(known)
             else:
                 one.failed(HandOverFailed(FailureCause.RESTARTED, _STARTED_AGAIN))
-
-    def _tell(self, one: Waiting, known: ConnectedPeer) -> None:
-        try:
-            one.known(known)
-        except Exception as defect:
-            logger.exception("internal error in kvcached_nixl; this hand-over fails")
-            one.failed(HandOverFailed(FailureCause.DEFECT, f"{type(defect).__name__}: {defect}"))
 
     def _unreachable(self, link: Link, reason: str) -> None:
         agent = link.last_agent

@@ -22,7 +22,7 @@ from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, spacing
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
 
-__all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_blocks_of", "peers_of"]
+__all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_blocks_of"]
 
 
 GroupRoutes: TypeAlias = tuple[tuple[Route, ...], ...]
@@ -58,8 +58,10 @@ class LocalRank:
         Raises:
             ValueError: as `contributors`.
         """
-        ranks = contributors(prefill, tp_rank=self.tp_rank, tp_size=self.tp_size, kv_shares=self.kv_shares)
-        return peers_of(prefill, ranks[0]), peers_of(prefill, ranks[1])
+        found = contributors(prefill, tp_rank=self.tp_rank, tp_size=self.tp_size, kv_shares=self.kv_shares)
+        where = EngineId(prefill.engine_id), prefill.host, prefill.port, prefill.tp_size
+        writers, others = (tuple(Peer(*where, rank) for rank in ranks) for ranks in found)
+        return writers, others
 
     def step_tokens(self, block_sizes: Sequence[int]) -> int:
         """Ranges of a request that is moved in several parts end at multiples of this many tokens: where blocks of all
@@ -199,12 +201,6 @@ def _of_more_ranks(
     copies = 1 if prefill_size % kv_shares else prefill_size // kv_shares
     writers = tuple(rank for rank in ranks if rank == ranks.start or rank % copies == 0)
     return writers, tuple(rank for rank in ranks if rank not in writers)
-
-
-def peers_of(prefill: RemotePrefill, ranks: Sequence[int]) -> tuple[Peer, ...]:
-    """Returns the addresses of some ranks of an engine."""
-    engine_id = EngineId(prefill.engine_id)
-    return tuple(Peer(engine_id, prefill.host, prefill.port, prefill.tp_size, rank) for rank in ranks)
 
 
 def fits(local: LocalRank, rank: RankHandshake) -> str:

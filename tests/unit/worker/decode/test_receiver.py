@@ -22,6 +22,7 @@ from support.worker_fakes import (
     Remote,
     address,
     manifest,
+    staging_over,
     wanted,
 )
 
@@ -361,7 +362,7 @@ def test_one_failure_asks_the_others_to_stop_and_waits_for_them() -> None:
 def staged() -> tuple[Decode, HeldCopies, Staging]:
     """Decode that stages: KV arrives in 16 of 24 slots, which are all its memory, and is copied into blocks."""
     push, copies = Decode(TransferMode.PUSH), HeldCopies()
-    push.side.staging = Staging(Slots(24, 8), copies, (BLOCK_SIZE,))
+    push.side.staging = staging_over(Slots(24, 8), copies, (BLOCK_SIZE,))
     return push, copies, push.side.staging
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from support.worker_fakes import HeldCopies
+from support.worker_fakes import HeldCopies, staging_over
 
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.worker.decode.arrived import StagingWindow
@@ -21,7 +21,7 @@ def window(staging: Staging) -> tuple[StagingWindow, list[Held]]:
 
 
 def test_a_request_for_slots_that_begins_elsewhere_is_ignored() -> None:
-    made, granted = window(Staging(Slots(64, 8), HeldCopies(), (4,)))
+    made, granted = window(staging_over(Slots(64, 8), HeldCopies(), (4,)))
     made.ready(0, 4, 8)
     assert granted == []
     made.ready(0, 0, 8)
@@ -32,7 +32,7 @@ def test_a_request_for_slots_that_begins_elsewhere_is_ignored() -> None:
 
 
 def test_nothing_is_granted_after_the_end() -> None:
-    made, granted = window(Staging(Slots(64, 8), HeldCopies(), (4,)))
+    made, granted = window(staging_over(Slots(64, 8), HeldCopies(), (4,)))
     made.stop()
     made.ready(0, 0, 8)
     assert granted == []
@@ -40,7 +40,7 @@ def test_nothing_is_granted_after_the_end() -> None:
 
 def test_slots_that_cannot_be_granted_when_they_are_free_cost_this_hand_over_only() -> None:
     """The thread's turn goes on, and the next one in the queue gets its slots."""
-    staging = Staging(Slots(16, 4), HeldCopies(), (4,))
+    staging = staging_over(Slots(16, 4), HeldCopies(), (4,))
     others = staging.take(Use.RECEIVING, [0], 0, 1000, 4, is_whole=False)
     taken = [others]
     while (others := staging.take(Use.RECEIVING, [0], 0, 1000, 4)) is not None:

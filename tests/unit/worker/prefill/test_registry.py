@@ -22,12 +22,13 @@ from support.worker_fakes import (
     Remote,
     manifest,
     registration,
+    staging_over,
 )
 
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.causes import FailureCause, RevocationCause
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import (
     KernelBlockRange,
@@ -47,7 +48,6 @@ from kvcached_nixl.wire.timeline import Reported, State, Timeline
 from kvcached_nixl.worker.prefill.offers import GRACE_SECONDS
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.staging.slab import Slots, Use
-from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.context import CAPACITY, RecentSet
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferTally
@@ -83,7 +83,7 @@ class Prefill(Local):
         super().__init__(**more)
         self.copies = HeldCopies()
         if slots is not None:
-            self.side.staging = Staging(slots, self.copies, (BLOCK_SIZE,))
+            self.side.staging = staging_over(slots, self.copies, (BLOCK_SIZE,))
         self.done: list[str] = []
         self.quiet: list[int] = []
         self.expired: list[str] = []
@@ -430,7 +430,7 @@ def test_what_is_said_about_a_registration_reaches_nobody_but_who_made_it(
     prefill.peers.lost("remote-0")
     prefill.deliver()
     if what == "Stopped":
-        prefill.registry.registrations.fail(("remote-0", 1), "IndexError: of ours")
+        prefill.registry.registrations.fail(("remote-0", 1), HandOverFailed(FailureCause.DEFECT, "IndexError: of ours"))
     else:
         prefill.offer(is_finished=True)
     prefill.deliver()
@@ -602,8 +602,8 @@ def test_a_decode_that_is_gone_is_written_no_more(prefill: Prefill, remote: Remo
 
 def test_a_defect_fails_the_registration_that_it_met(prefill: Prefill, remote: Remote) -> None:
     prefill.register(remote)
-    prefill.registry.registrations.fail(("remote-0", 1), "IndexError: of ours")
-    prefill.registry.registrations.fail(("remote-0", 2), "unknown")
+    prefill.registry.registrations.fail(("remote-0", 1), HandOverFailed(FailureCause.DEFECT, "IndexError: of ours"))
+    prefill.registry.registrations.fail(("remote-0", 2), HandOverFailed(FailureCause.DEFECT, "unknown"))
     prefill.deliver()
     assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "IndexError: of ours")]
     assert prefill.is_clean()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.engine_fakes import grown
 from support.internals import leftovers
-from support.worker_fakes import BLOCK_SIZE, DIGEST, TOKENS, HeldCopies, manifest, registration
+from support.worker_fakes import BLOCK_SIZE, DIGEST, TOKENS, HeldCopies, manifest, registration, staging_over
 
 from kvcached_nixl.ids import KernelBlock, PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -20,7 +20,7 @@ from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import WINDOWS, FromBlocks, Source, Staged
 from kvcached_nixl.worker.staging.slab import Slots, Use
-from kvcached_nixl.worker.staging.staging import Held, Staging
+from kvcached_nixl.worker.staging.staging import Held
 
 BLOCKS = (7, 3, 9)
 
@@ -72,12 +72,15 @@ class Side:
     def __init__(self, count: int = 24, kept: int = 8, block_sizes: tuple[int, ...] = (BLOCK_SIZE,)) -> None:
         self.slots = Slots(count, kept)
         self.copies = HeldCopies()
-        self.staging = Staging(self.slots, self.copies, block_sizes)
+        self.staging = staging_over(self.slots, self.copies, block_sizes)
         self.advanced: list[WriteTask] = []
         self.settled: list[Offer] = []
         self.failed: list[tuple[WriteTask, str]] = []
         self.staged = Staged(
-            self.staging, self.advanced.append, self.settled.append, lambda task, why: self.failed.append((task, why))
+            self.staging,
+            self.advanced.append,
+            self.settled.append,
+            lambda task, why: self.failed.append((task, str(why))),
         )
 
     @property
@@ -487,7 +490,7 @@ def test_a_registration_that_needs_no_slots_any_more_keeps_nobody_waiting(why: s
     taken, (first, second) = waiting(narrow)
     assert first.offer is not None
     if why == "stopped":
-        first.stopping = FailureCause.STOPPED, "withdrawn"
+        first.stopping = HandOverFailed(FailureCause.STOPPED, "withdrawn")
     elif why == "no offer":
         first.offer = None
     elif why == "computed again":

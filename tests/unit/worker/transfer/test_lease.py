@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/transfer/lease.py on a clock that the test moves: every transition, and comparison with a simple model."""
+"""Leases and their renewals on a clock that the test moves: every transition, and comparison with a simple model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import LeaseRenewal
-from kvcached_nixl.worker.transfer.lease import MOST_DUE, Leases, Renewals
+from kvcached_nixl.worker.decode.receiver import MOST_DUE, Renewals
+from kvcached_nixl.worker.prefill.registry import Leases
 
 LEASE = 30.0
 EXTENSION = 20.0

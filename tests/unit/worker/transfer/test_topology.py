@@ -10,6 +10,7 @@ from support.worker_fakes import Local, Memory
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes, moves
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
@@ -19,7 +20,6 @@ from kvcached_nixl.worker.transfer.topology import (
     fits,
     kernel_blocks,
     kernel_blocks_of,
-    peers_of,
 )
 
 MAX_RANKS = 12
@@ -109,11 +109,8 @@ def test_each_head_of_a_rank_is_written_by_one_rank_that_has_it() -> None:
 
 
 def test_ranks_are_at_their_engines_address() -> None:
-    found = peers_of(RemotePrefill("e", "h", 7, 4), (1, 3))
-    assert [(one.engine_id, one.host, one.port, one.tp_size, one.tp_rank) for one in found] == [
-        ("e", "h", 7, 4, 1),
-        ("e", "h", 7, 4, 3),
-    ]
+    found = LocalRank(EngineId("d"), 2, 0, (), 2).contributors(RemotePrefill("e", "h", 7, 4))
+    assert found == ((Peer(EngineId("e"), "h", 7, 4, 0),), (Peer(EngineId("e"), "h", 7, 4, 1),))
 
 
 def group_of(planes: Planes) -> tuple[GroupMemory, ...]:
