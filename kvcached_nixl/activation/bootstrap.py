@@ -2,8 +2,8 @@
 """Steps from the start of the interpreter until the patches are applied.
 
     interpreter start   autostart.watch(): one entry on sys.meta_path; nothing more of this package is imported
-    import vllm begins  (or kvcached's NIXL patch) install(): hooks on both imports; imports no seam and no torch
-    import vllm ends    the seams are loaded and hook the modules they target, the factory gate first
+    import vllm begins  (or kvcached's NIXL patch) install(): hooks on both imports; imports no patch and no torch
+    import vllm ends    the patches are loaded and hook the modules they target, the factory gate first
     import of a target  its patches are decided
     construction        patches/factory.py decides the rest, and stops a NIXL connector if anything was refused
 
@@ -43,24 +43,24 @@ class Installation:
     """
 
     registry: Registry
-    seams_loaded: bool = False
+    patches_loaded: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def on_root_import(self, module: types.ModuleType) -> None:
-        """Called when vLLM or kvcached's patch was just imported. Loads the seams and hooks their targets."""
+        """Called when vLLM or kvcached's patch was just imported. Loads the patches and hooks their targets."""
         with self.lock:
-            first, self.seams_loaded = not self.seams_loaded, True
+            first, self.patches_loaded = not self.patches_loaded, True
         if first:
-            self._load_seams()
+            self._load_patches()
         # To the import system this module is still being imported, so add() has left its patches pending.
         self.registry.imported(module)
 
-    def _load_seams(self) -> None:
+    def _load_patches(self) -> None:
         try:
             from kvcached_nixl.vllm.patches import PATCHES
         except Exception as error:  # noqa: BLE001 - turned into a refusal at the import of the connector
             refusal = not_importable("the patches of kvcached_nixl cannot be loaded", error)
-            self.registry.refuse("seams", refusal)
+            self.registry.refuse("patches", refusal)
             raise_barrier(refusal)
             return
         self.registry.add(PATCHES)

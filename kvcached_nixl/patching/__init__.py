@@ -7,7 +7,7 @@ inserts and removes its wrapper. `registry` applies patches in order and keeps t
 
 from __future__ import annotations
 
-from kvcached_nixl.patching.record import ANY_PARAMETERS, Call, Patch, PatchOutcome, PatchState, Seam, Target
+from kvcached_nixl.patching.record import ANY_PARAMETERS, Call, Patch, PatchOutcome, PatchState, Target, parameter_lists
 from kvcached_nixl.patching.registry import Judge, Registry
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "PatchOutcome",
     "Patch",
     "Registry",
-    "Seam",
     "PatchState",
     "Target",
+    "parameter_lists",
 ]

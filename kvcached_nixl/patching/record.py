@@ -3,11 +3,11 @@
 
 A module of patches has
 
-    @Patch(target=WORKER, attribute="register_kv_caches", process="worker", ...).around
+    @Patch(WORKER, "register_kv_caches", "worker", ("self", "kv_caches")).because("...", remove_when="...")
     def register_kv_caches(call: Call) -> None:
         call.proceed(kv_caches=narrow(call.argument("kv_caches")))
 
-after which ``register_kv_caches`` is a `Seam`: the record together with its wrapper, ready for a `Registry`.
+after which ``register_kv_caches`` is a `Patch`, ready for a `Registry`. Calling it calls that function, as tests do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal
@@ -137,8 +137,16 @@ class Call:
 Kind = Literal["method", "classmethod", "staticmethod", "property", "function"]
 Process = Literal["scheduler", "worker", "frontend", "every"]
 
-ANY_PARAMETERS: tuple[str, ...] = ("...",)
+ANY_PARAMETERS = "..."
 """For a wrapper that neither reads nor overrides arguments by name: every parameter list is accepted."""
+
+
+def parameter_lists(text: str) -> tuple[tuple[str, ...], ...]:
+    """The parameter lists that a text stands for. Its names with a question mark are in all of them, or in none."""
+    names = text.split()
+    always = tuple(name for name in names if not name.endswith("?"))
+    everything = tuple(name.rstrip("?") for name in names)
+    return (always,) if always == everything else (always, everything)
 
 
 @dataclass(frozen=True)
@@ -166,63 +174,50 @@ class Target:
         return module.startswith(self.scope) if self.scope else module == self.module
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Patch:
-    """One attribute of one target, and why it has to be wrapped.
+    """One attribute of one target, why it has to be wrapped, and what runs in its place.
 
     Args:
         target: see `Target`.
         attribute: name of the method or function.
         process: where in vLLM it runs: "scheduler" (engine core), "worker" (one per device), "frontend" (API server) or
             "every".
-        parameters: the exact parameter names, ``self`` or ``cls`` included. Another list is refused before wrapping.
-        why: what would go wrong without it.
-        upstream: the issue, pull request or file that explains it.
-        remove_when: the event after which this patch can be removed.
+        parameters: the exact parameter names, ``self`` or ``cls`` included, as `parameter_lists` takes them. Others are
+            refused before anything is wrapped.
         kind: what the attribute is.
-        also_accepts: further exact parameter lists, for other supported versions.
         versions: version specifier of the patched library; empty for every supported one. Read only by `Judge`.
         when_unsupported: apply even if the library's version is not supported. For the gate, which raises the refusal.
         when_absent: whether to refuse or to skip if the target does not exist.
         prepare: runs before the contract is checked; returns notes for the report, may raise `Refused`.
+        why, remove_when, wrapper: see `because`.
     """
 
     target: Target
     attribute: str
     process: Process
-    parameters: tuple[str, ...]
-    why: str
-    upstream: str
-    remove_when: str
+    parameters: str
     kind: Kind = "method"
-    also_accepts: tuple[tuple[str, ...], ...] = ()
     versions: str = ""
     when_unsupported: bool = False
     when_absent: Literal["refuse", "skip"] = "refuse"
     prepare: Callable[[], tuple[str, ...]] | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        for name in ("attribute", "why", "upstream", "remove_when"):
-            if not getattr(self, name).strip():
-                raise ValueError(f"patch {self.name!r} has an empty {name!r}")
-        if not self.parameters and self.kind in ("method", "classmethod", "property"):
-            raise ValueError(f"patch {self.name!r}: a {self.kind} has at least one parameter")
+    why: str = ""
+    remove_when: str = ""
+    wrapper: Callable[[Call], Any] = Call.proceed
 
     @property
     def name(self) -> str:
         return f"{self.target.name}.{self.attribute}"
 
-    def around(self, wrapper: Callable[[Call], Any]) -> Seam:
-        """Decorator for the function that runs in place of the attribute. It decides whether to call the original."""
-        return Seam(patch=self, wrapper=wrapper)
+    def because(self, why: str, *, remove_when: str) -> Callable[[Callable[[Call], Any]], Patch]:
+        """Decorator for the function that runs in place of the attribute. It decides whether to call the original.
 
-
-@dataclass(frozen=True)
-class Seam:
-    """A `Patch` and its wrapper function. Calling a seam calls that function, as tests do."""
-
-    patch: Patch
-    wrapper: Callable[[Call], Any]
+        Args:
+            why: what would go wrong without it.
+            remove_when: the event after which this patch can be removed.
+        """
+        return lambda wrapper: replace(self, why=why, remove_when=remove_when, wrapper=wrapper)
 
     def __call__(self, call: Call) -> Any:
         return self.wrapper(call)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import wrapt
 
 from kvcached_nixl.errors import ContractChanged, Refused
-from kvcached_nixl.patching.record import Call, Patch, PatchOutcome, PatchState, Seam, Target, positions_of
+from kvcached_nixl.patching.record import Call, Patch, PatchOutcome, PatchState, Target, positions_of
 from kvcached_nixl.patching.seat import Attachment, attach, find_seat, locate, way_around
 
 Judge = Callable[[Patch], "str | None"]
@@ -31,7 +31,7 @@ Judge = Callable[[Patch], "str | None"]
 
 @dataclass
 class _Entry:
-    seam: Seam
+    patch: Patch
     state: PatchState = PatchState.PENDING
     reason: str = "its module is not imported yet"
     cause: Refused | None = None
@@ -63,14 +63,14 @@ class Registry:
         self._active = True
         self._lock = threading.RLock()
 
-    def add(self, seams: Iterable[Seam]) -> None:
+    def add(self, patches: Iterable[Patch]) -> None:
         """Register patches in order; those whose module is imported already are decided at once. Never raises."""
-        for seam in seams:
+        for patch in patches:
             with self._lock:
-                if any(entry.seam == seam for entry in self._entries):
+                if any(entry.patch == patch for entry in self._entries):
                     continue
-                self._entries.append(_Entry(seam))
-            self._watch(seam.patch.target.module)
+                self._entries.append(_Entry(patch))
+            self._watch(patch.target.module)
 
     def imported(self, module: types.ModuleType) -> None:
         """Called when ``module`` was just imported. Decides every pending patch of it. Never raises."""
@@ -104,12 +104,12 @@ class Registry:
         with self._lock:
             return tuple(
                 PatchOutcome(
-                    name=entry.seam.patch.name,
+                    name=entry.patch.name,
                     state=entry.state,
                     reason=entry.reason,
                     cause=entry.cause,
                     notes=tuple(entry.notes),
-                    process=entry.seam.patch.process,
+                    process=entry.patch.process,
                 )
                 for entry in self._entries
             )
@@ -117,7 +117,7 @@ class Registry:
     def refusals(self) -> tuple[tuple[str, Refused], ...]:
         """Everything that was refused, by name: first what `refuse` recorded, then patches."""
         with self._lock:
-            patches = [(e.seam.patch.name, e.cause) for e in self._entries if e.cause is not None]
+            patches = [(e.patch.name, e.cause) for e in self._entries if e.cause is not None]
             return (*self._refusals, *patches)
 
     def bypassed(self, cls: type, *targets: Target) -> tuple[tuple[str, Refused], ...]:
@@ -127,7 +127,7 @@ class Registry:
         """
         found: list[tuple[str, Refused]] = []
         with self._lock:
-            applied = [(e.seam.patch, e.attachment) for e in self._entries if e.seam.patch.target in targets]
+            applied = [(e.patch, e.attachment) for e in self._entries if e.patch.target in targets]
         for patch, attachment in applied:
             way = way_around(cls, attachment.seat) if attachment is not None else ""
             if way:
@@ -163,7 +163,7 @@ class Registry:
         wrapt.register_post_import_hook(self.imported, name)
 
     def _decide(self, entry: _Entry, module: types.ModuleType) -> None:
-        patch = entry.seam.patch
+        patch = entry.patch
         container = locate(patch.target, module) if patch.target.module == module.__name__ else None
         if container is None:
             return
@@ -183,7 +183,7 @@ class Registry:
                 registry=self,
                 note=entry.note,
             )
-            entry.attachment = attach(entry.seam, seat, call)
+            entry.attachment = attach(patch, seat, call)
             entry.state, entry.reason = PatchState.APPLIED, seat.where
         except Refused as error:
             entry.refuse(error)
@@ -191,7 +191,7 @@ class Registry:
             entry.refuse(_unforeseen(patch, error))
 
     def _seek(self, entry: _Entry) -> None:
-        patch = entry.seam.patch
+        patch = entry.patch
         try:
             self.imported(importlib.import_module(patch.target.module))
         except ModuleNotFoundError as error:
@@ -206,7 +206,7 @@ class Registry:
                 self._absent(entry)
 
     def _absent(self, entry: _Entry) -> None:
-        patch = entry.seam.patch
+        patch = entry.patch
         if not self._active:
             return
         try:
@@ -234,7 +234,7 @@ class Registry:
                 ContractChanged(
                     found=f"{entry.attachment.name} was replaced after this package had wrapped it",
                     expected="this package's wrapper, or another one around it with __wrapped__ set",
-                    consequence=f"The patch may no longer run. {entry.seam.patch.why}",
+                    consequence=f"The patch may no longer run. {entry.patch.why}",
                     remedy="Remove what replaced it, or let it run before this package is installed.",
                 )
             )

@@ -14,7 +14,7 @@ from typing import Any
 import wrapt
 
 from kvcached_nixl.errors import ContractChanged
-from kvcached_nixl.patching.record import ANY_PARAMETERS, Call, Kind, Patch, Seam, Target
+from kvcached_nixl.patching.record import ANY_PARAMETERS, Call, Kind, Patch, Target, parameter_lists
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def find_seat(patch: Patch, container: type | types.ModuleType) -> Seat:
         return Seat(owner, patch.attribute, entry, function, None)
     signature = inspect.signature(function)
     found = tuple(signature.parameters)
-    accepted = (patch.parameters, *patch.also_accepts)
+    accepted = parameter_lists(patch.parameters)
     if found not in accepted:
         expected = " or ".join(f"({', '.join(names)})" for names in accepted)
         raise _changed(patch, owner, f"parameters ({', '.join(found)})", expected)
@@ -175,15 +175,15 @@ class Attachment:
         return is_there
 
 
-def attach(seam: Seam, seat: Seat, make_call: Callable[..., Call]) -> Attachment:
+def attach(patch: Patch, seat: Seat, make_call: Callable[..., Call]) -> Attachment:
     attachment = Attachment(seat)
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return seam.wrapper(make_call(wrapped, instance, args, kwargs))
+        return patch.wrapper(make_call(wrapped, instance, args, kwargs))
 
     def getter_wrapper(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A property passes the instance to its getter as a plain argument.
-        return seam.wrapper(make_call(functools.partial(wrapped, args[0]), args[0], args[1:], kwargs))
+        return patch.wrapper(make_call(functools.partial(wrapped, args[0]), args[0], args[1:], kwargs))
 
     if isinstance(seat.entry, property):
         getter = wrapt.FunctionWrapper(seat.function, getter_wrapper, enabled=attachment.is_enabled)

@@ -13,4 +13,4 @@ NIXL_PREFIX = f"{KV_TRANSFER}.v1.nixl"
 KVCACHED_NIXL_COMPAT = "kvcached.integration.vllm.nixl_compat"
 
 ROOTS = ("vllm", KVCACHED_NIXL_COMPAT)
-"""The seams are loaded when either is imported. Until then an interpreter start only pays for the import hooks."""
+"""The patches are loaded when either is imported. Until then an interpreter start only pays for the import hooks."""

@@ -35,7 +35,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.vllm.adapter.attributes import first_bound
-from kvcached_nixl.vllm.patches import answering, frontend, seams_in
+from kvcached_nixl.vllm.patches import answering, frontend, patches_in
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_SENT_BYTES, Prompt, encode
 from kvcached_nixl.wire.question import Question
 
@@ -48,7 +48,7 @@ PRODUCER = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    with applied((*seams_in(frontend), *seams_in(answering))) as registry:
+    with applied((*patches_in(frontend), *patches_in(answering))) as registry:
         yield registry
 
 

@@ -32,7 +32,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from kvcached_nixl.patching import Call, Registry
 from kvcached_nixl.vllm.adapter.attributes import first_bound
 from kvcached_nixl.vllm.adapter.locate import ERROR_MODULES
-from kvcached_nixl.vllm.patches import frontend, leaving, seams_in
+from kvcached_nixl.vllm.patches import frontend, leaving, patches_in
 
 ERROR_RESPONSES = (
     "vllm.entrypoints.serve.exception_handling.error_response",
@@ -42,7 +42,7 @@ ERROR_RESPONSES = (
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    with applied((*seams_in(frontend), *seams_in(leaving))) as registry:
+    with applied((*patches_in(frontend), *patches_in(leaving))) as registry:
         yield registry
 
 

@@ -23,12 +23,12 @@ from vllm.v1.request import RequestStatus
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
 from kvcached_nixl.vllm.adapter.versions import installed_has
-from kvcached_nixl.vllm.patches import pausing, seams_in
+from kvcached_nixl.vllm.patches import patches_in, pausing
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    with applied(seams_in(pausing)) as registry:
+    with applied(patches_in(pausing)) as registry:
         yield registry
 
 

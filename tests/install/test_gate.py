@@ -185,15 +185,15 @@ def test_a_connector_beside_nixl_s_that_was_not_shown_to_be_safe_is_refused(
     assert alone == "MultiConnector"
 
 
-def test_seams_that_cannot_be_loaded_are_refused(with_wheel: Environment, tree: Tree, tmp_path: Path) -> None:
-    """Without seams there is no gate either; then the connector cannot be imported, and the error says why."""
+def test_patches_that_cannot_be_loaded_are_refused(with_wheel: Environment, tree: Tree, tmp_path: Path) -> None:
+    """Without patches there is no gate either; then the connector cannot be imported, and the error says why."""
     broken = tmp_path / "torch.py"
     broken.write_text("raise ImportError('this torch is broken')")
     actions = ("vllm", "create=NixlConnector", "create=OtherConnector")
     state = with_wheel.probe(*actions, path=(tmp_path, tree("0.28.0")), **ON)
     assert state["created"][0].startswith("ImportError") and state["created"][1] == "OtherConnector"
     assert all(word in state["created"][0] for word in ("this torch is broken", "found", "remedy"))
-    assert list(state["refusals"]) == ["seams"]
+    assert list(state["refusals"]) == ["patches"]
 
 
 @pytest.mark.parametrize("missing", ["wrapt", "packaging"])

@@ -112,10 +112,10 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 
 def patches() -> list[Any]:
-    pytest.importorskip("torch", reason="the worker's seams need torch")
+    pytest.importorskip("torch", reason="the worker's patches need torch")
     from kvcached_nixl.vllm.patches import PATCHES
 
-    return [seam.patch for seam in PATCHES]
+    return list(PATCHES)
 
 
 def test_experiments_take_the_newest_vllm_that_servers_were_tested_with() -> None:

@@ -40,7 +40,7 @@ def __getattr__(name):
 """
 
 STUBS = {"torch": STUB_TORCH, "zmq": ""}
-"""Dependencies of vLLM that the seams import. Nothing in them is used before a connector works."""
+"""Dependencies of vLLM that the patches import. Nothing in them is used before a connector works."""
 
 SKELETON = {
     f"{KV}.v1.base": """
@@ -243,10 +243,10 @@ def base_pull_push() -> tuple[Classes, dict[str, str]]:
 
 def add_patched_members(classes: Classes, changes: Mapping[str, str]) -> None:
     """Adds the members that patches expect to every class. ``changes``: "Class.method" -> other parameters."""
-    from kvcached_nixl.patching import ANY_PARAMETERS
+    from kvcached_nixl.patching import ANY_PARAMETERS, parameter_lists
     from kvcached_nixl.vllm.patches import PATCHES
 
-    for patch in (seam.patch for seam in PATCHES):
+    for patch in PATCHES:
         module, qualname = patch.target.module, patch.target.qualname
         if module.startswith(f"{KV}.v1.nixl") and module not in classes:
             continue
@@ -257,7 +257,11 @@ def add_patched_members(classes: Classes, changes: Mapping[str, str]) -> None:
         if any(f"def {patch.attribute}(" in member for member in container[1]) and name not in changes:
             continue
         decorator = f"@{patch.kind}\n" if patch.kind in ("classmethod", "staticmethod", "property") else ""
-        any_of = "self, *args, **kwargs" if patch.parameters == ANY_PARAMETERS else ", ".join(patch.parameters)
+        any_of = (
+            "self, *args, **kwargs"
+            if patch.parameters == ANY_PARAMETERS
+            else ", ".join(parameter_lists(patch.parameters)[0])
+        )
         parameters = changes.get(name, any_of)
         container[1][:] = [member for member in container[1] if f"def {patch.attribute}(" not in member]
         container[1].append(f"{decorator}def {patch.attribute}({parameters}):\n    return None")

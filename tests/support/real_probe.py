@@ -24,7 +24,7 @@ def entries() -> dict[str, Any]:
     from kvcached_nixl.vllm.patches import PATCHES
 
     found: dict[str, Any] = {}
-    for patch in (seam.patch for seam in PATCHES):
+    for patch in PATCHES:
         owner = owner_of(patch.target)
         if owner is not None:
             classes = owner.__mro__ if isinstance(owner, type) else (owner,)

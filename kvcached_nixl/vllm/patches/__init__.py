@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where vLLM calls this package: one module a subject, in which a patch and what it does stand together.
 
-A function below ``@Patch(...).around`` runs in place of what the record names. It decides whether to call the original.
+A function below ``@Patch(...).because(...)`` runs in place of what the record names, and decides whether to call the
+original.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from kvcached_nixl.patching import Seam
+from kvcached_nixl.patching import Patch
 from kvcached_nixl.vllm.patches import (
     answering,
     arrival,
@@ -25,7 +26,7 @@ from kvcached_nixl.vllm.patches import (
     windows,
 )
 
-__all__ = ["PATCHES", "seams_in"]
+__all__ = ["PATCHES", "patches_in"]
 
 _SUBJECTS = (
     factory,
@@ -44,10 +45,10 @@ _SUBJECTS = (
 )
 
 
-def seams_in(subject: ModuleType) -> tuple[Seam, ...]:
+def patches_in(subject: ModuleType) -> tuple[Patch, ...]:
     """The patches of one of these modules, in the order of its text."""
-    return tuple(one for one in vars(subject).values() if isinstance(one, Seam))
+    return tuple(one for one in vars(subject).values() if isinstance(one, Patch))
 
 
-PATCHES = tuple(seam for subject in _SUBJECTS for seam in seams_in(subject))
+PATCHES = tuple(patch for subject in _SUBJECTS for patch in patches_in(subject))
 """Everything that is patched, in the order in which it is decided: the gate, kvcached's own patch, then the others."""

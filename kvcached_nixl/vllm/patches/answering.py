@@ -31,17 +31,12 @@ MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
 READ_SECONDS = 60.0
 
 
-@Patch(
-    target=API_ROUTES,
-    attribute="register_scale_out_api_routers",
-    kind="function",
-    process="frontend",
-    parameters=("app", "supported_tasks"),
-    why="decode would have to compute prompts with images, sounds, ..., and of embeddings.",
-    upstream="vllm/entrypoints/scale_out: /inference/v1/generate drops kv_transfer_params up to 0.32, and says 403 "
-    "from 0.33 on without --enable-scale-out; it loses which tokens of an image are embeddings",
+@Patch(API_ROUTES, "register_scale_out_api_routers", "frontend", "app supported_tasks", kind="function").because(
+    "decode would have to compute prompts with images, sounds, ..., and of embeddings: /inference/v1/generate drops "
+    "kv_transfer_params up to 0.32, says 403 from 0.33 on without --enable-scale-out, and loses which tokens of an "
+    "image are embeddings.",
     remove_when="/inference/v1/generate takes all that a prompt has, and is served without --enable-scale-out",
-).around
+)
 def register_scale_out_api_routers(call: Call) -> None:
     """Add the endpoint to an API server that hands over KV."""
     from starlette.routing import Route

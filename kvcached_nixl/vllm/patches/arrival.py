@@ -8,7 +8,7 @@ that prefill samples behind the shortened prompt is dropped.
 Runs in: the engine-core process.
 Sources: ``entrypoints/generate/base/serving.py`` (``_with_kv_transfer_rejection_cleanup``), ``v1/engine/core.py``,
 ``Scheduler.add_request``, ``v1/sample/logits_processor/builtin.py``, ``lora/worker_manager.py``,
-``v1/nixl/base_scheduler.py`` (``_truncate_mamba_request_for_prefill``).
+``v1/nixl/base_scheduler.py`` (``_truncate_mamba_request_for_prefill``), ``platforms/cpu.py``; vllm#41383, vllm#38027.
 """
 
 from __future__ import annotations
@@ -31,15 +31,10 @@ from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, Keeps
 
 
-@Patch(
-    target=ENGINE_SCHEDULER,
-    attribute="add_request",
-    process="scheduler",
-    parameters=("self", "request"),
-    why="the lease of a request that waits to be allocated would end, and prefill would reuse its blocks.",
-    upstream="vllm#41383, vllm#38027; vLLM tells the connector alone (on_new_request)",
+@Patch(ENGINE_SCHEDULER, "add_request", "scheduler", "self request").because(
+    "the lease of a request that waits to be allocated would end, and prefill would reuse its blocks.",
     remove_when="every supported vLLM tells the connector of a request's arrival, and of the scheduler",
-).around
+)
 def add_request(call: Call) -> None:
     request = call.argument("request")
     drop_unless_mapping(request)
@@ -87,22 +82,15 @@ def arrival_of(engine_scheduler: Any, request: Any) -> Arrival:
     return Arrival.MORE if is_session and is_its_client and not is_stand_in(request) else Arrival.REPEATED
 
 
-@Patch(
-    target=ENGINE_CORE_BASE,
-    attribute="preprocess_add_request",
-    process="scheduler",
-    parameters=("self", "request"),
-    why="the request that vLLM adds for one that it has rejected has an id that the client chose. If a request whose "
+@Patch(ENGINE_CORE_BASE, "preprocess_add_request", "scheduler", "self request").because(
+    "the request that vLLM adds for one that it has rejected has an id that the client chose. If a request whose "
     "blocks are kept has that id, the engine would end. So would it for stop tokens that the model does not have, and "
     "for an adapter whose files are incomplete. And prefill would hand over states behind a prompt's last token, "
     "from which decode cannot go back, or on a CPU cached states of other tokens than those of their blocks. "
     "Embeddings would be hashed on the engine's thread.",
-    upstream="vllm/entrypoints/generate/base/serving.py: notify_kv_transfer_request_rejected; "
-    "vllm/v1/sample/logits_processor/builtin.py: MinTokensLogitsProcessor; vllm/lora/worker_manager.py: load_inplace; "
-    "v1/nixl/base_scheduler.py: _truncate_mamba_request_for_prefill; vllm/platforms/cpu.py: check_and_update_config",
     remove_when="vLLM gives such a request a unique id, checks stop tokens, loads an adapter once, asks its "
     "connector where prefill stops, and keeps the block size that its scheduler was made with",
-).around
+)
 def preprocess_add_request(call: Call) -> Any:
     request = call.argument("request")
     give_own_id(request)

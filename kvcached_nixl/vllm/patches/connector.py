@@ -5,6 +5,9 @@ The stock connector is still constructed: it provides the NIXL agent, the side c
 model. None of its own methods handles a request.
 
 Runs in: every process (configuration); the engine core (scheduler methods) or the worker (the others).
+Sources: ``kv_connector/v1/base.py``, ``v1/nixl/base_worker.py`` (``is_conv_state_dim_first``),
+``v1/core/kv_cache_manager.py`` (``get_computed_blocks_for_connector``), 0.33's ``config/vllm.py``
+(``_verify_kv_transfer_compat``) and ``v1/worker/gpu_worker.py`` (``wake_up``); vllm#50558, vllm#48633, vllm#52234.
 """
 
 from __future__ import annotations
@@ -12,13 +15,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.patching import Call, Patch, Seam, Target
-from kvcached_nixl.patching.record import Kind, Process
+from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.proof.find import find_here
 from kvcached_nixl.scheduler.side_channel import Answers, HandshakeListener, start
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
@@ -38,75 +40,47 @@ from kvcached_nixl.worker.memory_registration import choose
 
 logger = logging.getLogger(SERVER_LOGGER)
 
+_REMOVE_WHEN = "vLLM's own hand-over describes what it moves (as the manifest does), and checks it"
+
 
 @Patch(
-    target=PULL_FACADE,
-    attribute="supports_sleep_mode",
+    PULL_FACADE,
+    "supports_sleep_mode",
+    "every",
+    "cls kv_transfer_config",
     kind="classmethod",
-    process="every",
-    parameters=("cls", "kv_transfer_config"),
     versions=HASHES_AHEAD.later,
-    why="vLLM would unpin KV memory before it sleeps, and publish another registration when it wakes up, of which this "
+).because(
+    "vLLM would unpin KV memory before it sleeps, and publish another registration when it wakes up, of which this "
     "package's peers are not told.",
-    upstream="vLLM 0.33, vllm/config/vllm.py: _verify_kv_transfer_compat; vllm/v1/worker/gpu_worker.py: wake_up",
     remove_when="sleep and wake-up were run on a GPU with this vLLM",
-).around
+)
 def supports_sleep_mode(call: Call) -> bool:
     return False
-
-
-def _of_connector(
-    process: Process,
-    parameters: tuple[str, ...],
-    why: str,
-    *,
-    target: Target = FACADE,
-    versions: str = "",
-    kind: Kind = "method",
-) -> Callable[[Callable[[Call], Any]], Seam]:
-    """Decorator: the function runs in place of the connector's method of the same name."""
-
-    def bind(wrapper: Callable[[Call], Any]) -> Seam:
-        patch = Patch(
-            target=target,
-            attribute=wrapper.__name__,
-            kind=kind,
-            process=process,
-            parameters=("cls" if kind == "classmethod" else "self", *parameters),
-            versions=versions,
-            why=why,
-            upstream="vllm/distributed/kv_transfer/kv_connector/v1/base.py; vllm#50558, vllm#48633, vllm#52234",
-            remove_when="vLLM's own hand-over describes what it moves (as the manifest does), and checks it",
-        )
-        return patch.around(wrapper)
-
-    return bind
 
 
 # ------------------------------------------------------------------------------------------------------- in the engine
 
 
-@_of_connector(
-    "scheduler",
-    ("request", "num_computed_tokens"),
-    "the blocks to read would be taken unchecked from what a client sends.",
+@Patch(FACADE, "get_num_new_matched_tokens", "scheduler", "self request num_computed_tokens").because(
+    "the blocks to read would be taken unchecked from what a client sends.", remove_when=_REMOVE_WHEN
 )
 def get_num_new_matched_tokens(call: Call) -> Any:
     side = side_of(call.instance)
     return side.matched(side.read(call.argument("request")), call.argument("num_computed_tokens"))
 
 
-@_of_connector(
-    "scheduler",
-    ("request", "blocks", "num_external_tokens"),
-    "decode's blocks would be matched with prefill's by their position in a list.",
+@Patch(FACADE, "update_state_after_alloc", "scheduler", "self request blocks num_external_tokens").because(
+    "decode's blocks would be matched with prefill's by their position in a list.", remove_when=_REMOVE_WHEN
 )
 def update_state_after_alloc(call: Call) -> None:
     side, blocks = side_of(call.instance), call.argument("blocks").get_block_ids()
     side.allocated(side.read(call.argument("request")), blocks, call.argument("num_external_tokens"))
 
 
-@_of_connector("scheduler", ("scheduler_output",), "the workers would not be told of any hand-over.")
+@Patch(FACADE, "build_connector_meta", "scheduler", "self scheduler_output").because(
+    "the workers would not be told of any hand-over.", remove_when=_REMOVE_WHEN
+)
 def build_connector_meta(call: Call) -> Any:
     side, scheduler_output = side_of(call.instance), call.argument("scheduler_output")
     step = side.take_step(scheduled(scheduler_output))
@@ -130,12 +104,14 @@ def zero_first(scheduler_output: Any, block_ids: Sequence[int]) -> None:
 _REUSED = "blocks would be reused while decode reads them."
 
 
-@_of_connector("scheduler", ("request", "block_ids"), _REUSED)
+@Patch(FACADE, "request_finished", "scheduler", "self request block_ids").because(_REUSED, remove_when=_REMOVE_WHEN)
 def request_finished(call: Call) -> Any:
     return _finished(call, (call.argument("block_ids"),))
 
 
-@_of_connector("scheduler", ("request", "block_ids"), _REUSED)
+@Patch(FACADE, "request_finished_all_groups", "scheduler", "self request block_ids").because(
+    _REUSED, remove_when=_REMOVE_WHEN
+)
 def request_finished_all_groups(call: Call) -> Any:
     return _finished(call, call.argument("block_ids"))
 
@@ -145,26 +121,24 @@ def _finished(call: Call, block_ids: Any) -> Any:
     return side.finished(side.read(request), is_whole(request), block_ids)
 
 
-@_of_connector(
-    "scheduler", ("request",), "vLLM's own worker would send heartbeats for leases that this package manages."
+@Patch(FACADE, "on_new_request", "scheduler", "self request").because(
+    "vLLM's own worker would send heartbeats for leases that this package manages.", remove_when=_REMOVE_WHEN
 )
 def on_new_request(call: Call) -> None:
     """Does nothing: `arrival.add_request` is called for new requests."""
 
 
-@_of_connector(
-    "scheduler",
-    (),
+@Patch(FACADE, "has_pending_push_work", "scheduler", "self").because(
     "an engine with nothing to compute would sleep, and not free the blocks that its workers have released.",
+    remove_when=_REMOVE_WHEN,
 )
 def has_pending_push_work(call: Call) -> bool:
     return bool(side_of(call.instance).pending)
 
 
-@_of_connector(
-    "scheduler",
-    ("metadata",),
+@Patch(FACADE, "set_xfer_handshake_metadata_pp_aware", "scheduler", "self metadata").because(
     "one request that cannot be answered would end vLLM's listener, and every later handshake would fail.",
+    remove_when=_REMOVE_WHEN,
 )
 def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
     side, address = side_of(call.instance), address_of(call.instance)
@@ -188,17 +162,12 @@ def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
 
 
 @Patch(
-    target=FACADE,
-    attribute="supports_divergent_local_hybrid_hits",
-    kind="property",
-    process="scheduler",
-    parameters=("self",),
-    versions=HITS_DIVERGE.later,
-    why="vLLM would count tokens as computed that only full attention has in decode's prefix cache; sliding windows "
+    FACADE, "supports_divergent_local_hybrid_hits", "scheduler", "self", kind="property", versions=HITS_DIVERGE.later
+).because(
+    "vLLM would count tokens as computed that only full attention has in decode's prefix cache; sliding windows "
     "would see whatever is in their blocks.",
-    upstream="vllm/v1/core/kv_cache_manager.py: get_computed_blocks_for_connector",
     remove_when="a hand-over begins at each KV-cache group's own prefix hit",
-).around
+)
 def supports_divergent_local_hybrid_hits(call: Call) -> bool:
     """Decode fetches the tokens behind one prefix, the same for all groups."""
     return False
@@ -207,15 +176,10 @@ def supports_divergent_local_hybrid_hits(call: Call) -> bool:
 # ------------------------------------------------------------------------------------------------------- in the worker
 
 
-@Patch(
-    target=WORKER,
-    attribute="__init__",
-    process="worker",
-    parameters=("self", "vllm_config", "engine_id", "kv_cache_config"),
-    why="vLLM's own worker would end the engine, because it moves states in parts, and only those of some layouts.",
-    upstream="vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py: is_conv_state_dim_first",
+@Patch(WORKER, "__init__", "worker", "self vllm_config engine_id kv_cache_config").because(
+    "vLLM's own worker would end the engine, because it moves states in parts, and only those of some layouts.",
     remove_when="vLLM's own worker leaves the layout of states to the methods that move them",
-).around
+)
 def make_nixl_worker(call: Call) -> None:
     """It knows the KV-cache groups with attention only. `nixl_worker.WorkerView` knows all of them."""
     kv_cache_config = call.argument("kv_cache_config")
@@ -237,11 +201,10 @@ def config_without_states(kv_cache_config: Any) -> Any:
     return dataclasses.replace(kv_cache_config, kv_cache_groups=groups)
 
 
-@_of_connector(
-    "worker",
-    ("kv_caches",),
+@Patch(FACADE, "register_kv_caches", "worker", "self kv_caches").because(
     "kvcached reserves more blocks than vLLM planned, and keeps K, V or layers apart although the stock worker assumes "
     "that they are dense; it would move other blocks' bytes.",
+    remove_when=_REMOVE_WHEN,
 )
 def register_kv_caches(call: Call) -> None:
     view = WorkerView(call.instance)
@@ -256,13 +219,9 @@ def register_kv_caches(call: Call) -> None:
     call.note(f"memory path {path.value}: {registered}")
 
 
-@_of_connector(
-    "worker",
-    ("kv_connector_metadata",),
-    "the transfer thread would be told of a step only after it was computed.",
-    target=CONNECTOR_BASE,
-    versions=LOADS_BEHIND.later,
-)
+@Patch(
+    CONNECTOR_BASE, "handle_preemptions", "worker", "self kv_connector_metadata", versions=LOADS_BEHIND.later
+).because("the transfer thread would be told of a step only after it was computed.", remove_when=_REMOVE_WHEN)
 def handle_preemptions(call: Call) -> None:
     """vLLM calls this before each step, whether a request was preempted or not."""
     side = side_of(call.instance)
@@ -271,11 +230,8 @@ def handle_preemptions(call: Call) -> None:
     call.proceed()
 
 
-@_of_connector(
-    "worker",
-    ("forward_context", "kwargs"),
-    "the transfer thread would not be told of any step.",
-    target=PULL_FACADE,
+@Patch(PULL_FACADE, "start_load_kv", "worker", "self forward_context kwargs").because(
+    "the transfer thread would not be told of any step.", remove_when=_REMOVE_WHEN
 )
 def start_load_kv(call: Call) -> None:
     side = side_of(call.instance)
@@ -283,7 +239,9 @@ def start_load_kv(call: Call) -> None:
     side.blocks_zeroed()
 
 
-@_of_connector("worker", (), "the KV that a step has computed would not be offered.")
+@Patch(FACADE, "wait_for_save", "worker", "self").because(
+    "the KV that a step has computed would not be offered.", remove_when=_REMOVE_WHEN
+)
 def wait_for_save(call: Call) -> None:
     # vLLM calls this in a `finally`: the step may have raised.
     side_of(call.instance).end_step(has_failed=sys.exc_info()[0] is not None)
@@ -292,12 +250,16 @@ def wait_for_save(call: Call) -> None:
 _FINISHED_IN_VAIN = "the stock worker would take the transfer thread's notifications, and requests would wait forever."
 
 
-@_of_connector("worker", ("finished_req_ids",), _FINISHED_IN_VAIN, versions=ASKS_FOR_RESULTS.earlier)
+@Patch(FACADE, "get_finished", "worker", "self finished_req_ids", versions=ASKS_FOR_RESULTS.earlier).because(
+    _FINISHED_IN_VAIN, remove_when=_REMOVE_WHEN
+)
 def get_finished(call: Call) -> tuple[set[str], set[str]]:
     return _ended(call)
 
 
-@_of_connector("worker", ("finished_req_ids",), _FINISHED_IN_VAIN, versions=ASKS_FOR_RESULTS.later)
+@Patch(FACADE, "get_transfer_results", "worker", "self finished_req_ids", versions=ASKS_FOR_RESULTS.later).because(
+    _FINISHED_IN_VAIN, remove_when=_REMOVE_WHEN
+)
 def get_transfer_results(call: Call) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -312,8 +274,8 @@ def _ended(call: Call) -> tuple[set[str], set[str]]:
     return sent, set()
 
 
-@_of_connector(
-    "worker", (), "the scheduler would not be told which hand-overs have ended, or failed.", target=CONNECTOR_BASE
+@Patch(CONNECTOR_BASE, "build_connector_worker_meta", "worker", "self").because(
+    "the scheduler would not be told which hand-overs have ended, or failed.", remove_when=_REMOVE_WHEN
 )
 def build_connector_worker_meta(call: Call) -> Any:
     side = side_of(call.instance)
@@ -323,7 +285,9 @@ def build_connector_worker_meta(call: Call) -> Any:
     return None if report is None else carry(report)
 
 
-@_of_connector("worker", (), "vLLM's own worker would be asked, which moves no KV.")
+@Patch(FACADE, "get_block_ids_with_load_errors", "worker", "self").because(
+    "vLLM's own worker would be asked, which moves no KV.", remove_when=_REMOVE_WHEN
+)
 def get_block_ids_with_load_errors(call: Call) -> set[int]:
     return set()
 
@@ -331,17 +295,23 @@ def get_block_ids_with_load_errors(call: Call) -> set[int]:
 _REGISTERED_AGAIN = "vLLM would take memory from NIXL that the transfer thread is using, and could not give it back."
 
 
-@_of_connector("worker", (), _REGISTERED_AGAIN, target=PULL_FACADE, versions=HASHES_AHEAD.later)
+@Patch(PULL_FACADE, "unregister_kv_caches", "worker", "self", versions=HASHES_AHEAD.later).because(
+    _REGISTERED_AGAIN, remove_when=_REMOVE_WHEN
+)
 def unregister_kv_caches(call: Call) -> None:
     """Does nothing: kvcached's pages stay where they are while vLLM sleeps, and so does the slab."""
 
 
-@_of_connector("worker", (), _REGISTERED_AGAIN, target=PULL_FACADE, versions=HASHES_AHEAD.later)
+@Patch(PULL_FACADE, "restore_kv_caches", "worker", "self", versions=HASHES_AHEAD.later).because(
+    _REGISTERED_AGAIN, remove_when=_REMOVE_WHEN
+)
 def restore_kv_caches(call: Call) -> None:
     """Does nothing, as `unregister_kv_caches`."""
 
 
-@_of_connector("every", (), "the transfer thread would use an agent that has been destroyed.")
+@Patch(FACADE, "shutdown", "every", "self").because(
+    "the transfer thread would use an agent that has been destroyed.", remove_when=_REMOVE_WHEN
+)
 def shutdown(call: Call) -> None:
     side = side_of(call.instance)
     if side is not None:
@@ -352,22 +322,20 @@ def shutdown(call: Call) -> None:
 # ------------------------------------------------------------------------------------------------------------- metrics
 
 
-@_of_connector(
-    "every",
-    ("data",),
-    "vLLM's own statistics would not accept this package's figures.",
-    kind="classmethod",
+@Patch(FACADE, "build_kv_connector_stats", "every", "cls data", kind="classmethod").because(
+    "vLLM's own statistics would not accept this package's figures.", remove_when=_REMOVE_WHEN
 )
 def build_kv_connector_stats(call: Call) -> Any:
     return metrics.stats(call.argument("data"))
 
 
-@_of_connector(
+@Patch(
+    FACADE,
+    "build_prom_metrics",
     "every",
-    ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
-    "no metric would say why hand-overs bring no KV.",
+    "cls vllm_config metric_types labelnames per_engine_labelvalues",
     kind="classmethod",
-)
+).because("no metric would say why hand-overs bring no KV.", remove_when=_REMOVE_WHEN)
 def build_prom_metrics(call: Call) -> Any:
     names = ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
     made = metrics.prom_metrics(*map(call.argument, names))

@@ -53,16 +53,8 @@ _REMOVE_WHEN = "this package no longer patches anything"
 
 
 @Patch(
-    target=FACTORY,
-    attribute="create_connector",
-    kind="classmethod",
-    process="every",
-    parameters=("cls", "config", "role", "kv_cache_config"),
-    why=_WHY,
-    upstream="vllm/distributed/kv_transfer/kv_connector/factory.py",
-    remove_when=_REMOVE_WHEN,
-    when_unsupported=True,
-).around
+    FACTORY, "create_connector", "every", "cls config role kv_cache_config", kind="classmethod", when_unsupported=True
+).because(_WHY, remove_when=_REMOVE_WHEN)
 def create_connector(call: Call) -> Any:
     vllm_config = call.argument("config")
     config = vllm_config.kv_transfer_config
@@ -83,17 +75,8 @@ def create_connector(call: Call) -> Any:
     return connector
 
 
-@Patch(
-    target=FACADE,
-    attribute="__init__",
-    process="every",
-    # No parameter list: a changed signature would refuse this patch, and so leave the gate open.
-    parameters=ANY_PARAMETERS,
-    why=_WHY,
-    upstream="vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py constructs children itself",
-    remove_when=_REMOVE_WHEN,
-    when_unsupported=True,
-).around
+# Any parameters: a changed signature would refuse this patch, and so leave the gate open.
+@Patch(FACADE, "__init__", "every", ANY_PARAMETERS, when_unsupported=True).because(_WHY, remove_when=_REMOVE_WHEN)
 def construct(call: Call) -> None:
     cls = type(call.instance)
     require_complete(call.registry, cls.__name__)
@@ -258,15 +241,10 @@ def _require_startable(cls: type) -> None:
 _NAME, _MODULE, _EXTRA = "kv_connector", "kv_connector_module_path", "kv_connector_extra_config"
 
 
-@Patch(
-    target=TRANSFER_CONFIG,
-    attribute="__post_init__",
-    process="every",
-    parameters=("self",),
-    why="A manifest that names vLLM's push connector would be refused: vLLM's own leaves requests waiting for ever.",
-    upstream="vllm/distributed/kv_transfer/kv_connector/v1/nixl/connector.py, NixlPushConnector",
+@Patch(TRANSFER_CONFIG, "__post_init__", "every", "self").because(
+    "A manifest that names vLLM's push connector would be refused: vLLM's own leaves requests waiting for ever.",
     remove_when="vLLM's own push connector passes tests/contract/test_stock_push_defects.py, and serves kvcached",
-).around
+)
 def post_init(call: Call) -> None:
     """Replace ``NixlPushConnector``, also among the children of a ``MultiConnector``.
 

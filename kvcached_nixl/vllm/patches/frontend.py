@@ -3,7 +3,7 @@
 
 Runs in: the API server's process.
 Sources: ``v1/engine/input_processor.py``, ``v1/engine/output_processor.py``, ``v1/engine/async_llm.py``,
-``renderers/base.py``.
+``renderers/base.py``, ``multimodal/processing/context.py`` (a path identifies media).
 """
 
 from __future__ import annotations
@@ -47,16 +47,10 @@ _OF_RESPONSES = "resp_"
 _ABORTED = "The server has aborted this request before its end. Try again."
 
 
-@Patch(
-    target=INPUT_PROCESSOR,
-    attribute="assign_request_id",
-    kind="staticmethod",
-    process="frontend",
-    parameters=("request",),
-    why="a body whose priority is no number would end the engine's input thread, and all requests would wait forever.",
-    upstream="vllm/v1/engine/core.py: process_input_sockets decodes a request outside of its try",
+@Patch(INPUT_PROCESSOR, "assign_request_id", "frontend", "request", kind="staticmethod").because(
+    "a body whose priority is no number would end the engine's input thread, and all requests would wait forever.",
     remove_when="vLLM's engine answers requests that it cannot decode",
-).around
+)
 def assign_request_id(call: Call) -> None:
     require_readable(call.argument("request"))
     call.proceed()
@@ -98,15 +92,11 @@ def _refusal(reason: str) -> Exception:
 
 
 @Patch(
-    target=OUTPUT_PROCESSOR,
-    attribute="_update_stats_from_finished",
-    process="frontend",
-    parameters=("self", "req_state", "finish_reason", "iteration_stats"),
-    why="a request whose hand-over has failed would be answered with status 200 and no token.",
-    upstream="vllm/entrypoints: some endpoints check finish_reason, others do not; streams skip outputs without tokens "
-    "before they could",
+    OUTPUT_PROCESSOR, "_update_stats_from_finished", "frontend", "self req_state finish_reason iteration_stats"
+).because(
+    "a request whose hand-over has failed would be answered with status 200 and no token.",
     remove_when="vLLM raises for a request that ends with an error, whatever endpoint it came through",
-).around
+)
 def update_stats_from_finished(call: Call) -> None:
     call.proceed()
     let_fail(call.argument("req_state"), call.argument("finish_reason"), is_leaving=is_leaving(call.instance))
@@ -184,15 +174,10 @@ def _told(request_state: Any) -> str:
     return next((one for one in said if isinstance(one, str) and one.startswith((FAILED, STARVED))), "")
 
 
-@Patch(
-    target=OUTPUT_PROCESSOR,
-    attribute="do_tracing",
-    process="frontend",
-    parameters=("self", "engine_core_output", "req_state", "iteration_stats"),
-    why="a trace would not say how long the API server had a request, and its first token.",
-    upstream="vllm/v1/engine/output_processor.py: do_tracing makes one span of a whole request",
+@Patch(OUTPUT_PROCESSOR, "do_tracing", "frontend", "self engine_core_output req_state iteration_stats").because(
+    "a trace would not say how long the API server had a request, and its first token.",
     remove_when="vLLM's own spans say when a request has entered its engine, and when its first token was there",
-).around
+)
 def do_tracing(call: Call) -> None:
     """Called where requests are traced only, once a request has ended."""
     call.proceed()
@@ -202,16 +187,12 @@ def do_tracing(call: Call) -> None:
 _OTHER_MEDIA = "two servers would identify different images, sounds, ... as equal, or equal ones as different."
 
 
-@Patch(
-    target=RENDERER,
-    attribute="_process_mm_uuids",
-    process="frontend",
-    parameters=("self", "mm_data", "mm_data_items", "mm_uuid_items", "mm_req_id"),
-    why=_OTHER_MEDIA,
-    upstream="vllm/renderers/base.py: identifies media by counting, not by content, where both caches are off",
+@Patch(RENDERER, "_process_mm_uuids", "frontend", "self mm_data mm_data_items mm_uuid_items mm_req_id").because(
+    _OTHER_MEDIA,
     remove_when="vLLM identifies media by their content, with and without caches",
-).around
+)
 def process_mm_uuids(call: Call) -> Any:
+    # vLLM identifies media by counting, not by content, where both caches are off.
     found = call.proceed()
     media = private(call.instance, "model_config").multimodal_config
     caches = bool(call.instance.config.cache_config.enable_prefix_caching)
@@ -220,16 +201,10 @@ def process_mm_uuids(call: Call) -> Any:
     return {} if are_counted else found
 
 
-@Patch(
-    target=MEDIA_PROCESSING,
-    attribute="model_id",
-    kind="property",
-    process="frontend",
-    parameters=("self",),
-    why=_OTHER_MEDIA,
-    upstream="vllm/multimodal/processing/context.py: a model's path is part of what identifies its media",
+@Patch(MEDIA_PROCESSING, "model_id", "frontend", "self", kind="property").because(
+    _OTHER_MEDIA,
     remove_when="vLLM identifies media by their content alone",
-).around
+)
 def model_id(call: Call) -> str:
     # An engine has one model, and the handshake compares models by their content.
     return "the model of this engine"

@@ -16,6 +16,8 @@ Each of them patches a module, and what it put there is wrapped. What kvcached d
 before, is not wrapped again.
 
 Runs in: every process, while vLLM is being imported, as kvcached patches it.
+Sources: kvcached 0.1.6, ``integration/vllm/{nixl_compat,patches,allocation_attempt}.py``; ``v1/core/block_pool.py``,
+0.32's ``v1/worker/utils.py`` and ``v1/worker/gpu_worker.py``.
 """
 
 from __future__ import annotations
@@ -77,17 +79,11 @@ def take_off() -> tuple[str, ...]:
 
 
 @Patch(
-    target=KVCACHED_PATCH,
-    attribute="patch_connector",
-    process="every",
-    parameters=("self",),
-    why="kvcached's own patch inflates num_blocks to the whole reservation and refuses the contiguous layout.",
-    upstream="kvcached 0.1.6, kvcached/integration/vllm/nixl_compat.py",
+    KVCACHED_PATCH, "patch_connector", "every", "self", when_unsupported=True, when_absent="skip", prepare=take_off
+).because(
+    "kvcached's own patch inflates num_blocks to the whole reservation and refuses the contiguous layout.",
     remove_when="kvcached no longer has NixlConnectorPatch",
-    when_unsupported=True,
-    when_absent="skip",
-    prepare=take_off,
-).around
+)
 def patch_connector(call: Call) -> bool:
     call.note("kvcached asked to patch NixlConnector: superseded, nothing was changed")
     return True
@@ -147,22 +143,21 @@ def _cannot_undo(owner: type, attribute: str, found: str) -> ContractChanged:
 
 # ---------------------------------------------------------------------------------------------------------- completed
 
-_UPSTREAM = "kvcached 0.1.6, kvcached/integration/vllm/patches.py; vLLM"
 _REMOVE_WHEN = "kvcached accepts this version itself"
 _LOOKAHEAD = "num_hash_lookahead_tokens"
 """Of the pool and of the constructor, from vLLM 0.33 on. Read by ``vllm/v1/core/single_type_kv_cache_manager.py``."""
 
 
 @Patch(
-    target=KVCACHED_GPU_WORKER,
-    attribute="patch_worker_init_device",
-    process="every",
-    parameters=("self", "gpuworker_mod"),
+    KVCACHED_GPU_WORKER,
+    "patch_worker_init_device",
+    "every",
+    "self gpuworker_mod",
     versions=COUNTS_EXTERNAL_WEIGHTS.later,
-    why="kvcached's request_memory has two parameters, and vLLM passes three: no worker on a GPU would start.",
-    upstream=f"{_UPSTREAM} 0.32, vllm/v1/worker/utils.py",
+).because(
+    "kvcached's request_memory has two parameters, and vLLM passes three: no worker on a GPU would start.",
     remove_when=_REMOVE_WHEN,
-).around
+)
 def patch_worker_init_device(call: Call) -> bool:
     """The third argument is the bytes of weights that another process holds on the device. As in vLLM's own, they are
     not the engine's to use. With 0.32.0 it was run on an H200."""
@@ -190,15 +185,15 @@ def _without_external(
 
 
 @Patch(
-    target=KVCACHED_GPU_WORKER,
-    attribute="patch_worker_determine_available_memory",
-    process="every",
-    parameters=("self", "gpuworker_mod"),
+    KVCACHED_GPU_WORKER,
+    "patch_worker_determine_available_memory",
+    "every",
+    "self gpuworker_mod",
     versions=COUNTS_EXTERNAL_WEIGHTS.later,
-    why="kvcached runs the model without vLLM's current configuration to find out what memory it needs.",
-    upstream=f"{_UPSTREAM} 0.32, vllm/v1/worker/gpu_worker.py",
+).because(
+    "kvcached runs the model without vLLM's current configuration to find out what memory it needs.",
     remove_when=_REMOVE_WHEN,
-).around
+)
 def patch_worker_determine_available_memory(call: Call) -> bool:
     """With 0.32.0 it was run on an H200."""
     gpu_worker = call.argument("gpuworker_mod")
@@ -210,16 +205,11 @@ def patch_worker_determine_available_memory(call: Call) -> bool:
     return _completed(call, gpu_worker.Worker, "determine_available_memory", determine)
 
 
-@Patch(
-    target=KVCACHED_COORDINATOR,
-    attribute="patch_coordinator",
-    process="every",
-    parameters=("self", "kvcoord_mod"),
-    why="kvcached's block pool reports no KV events, so routers that follow them see an empty cache; with vLLM 0.33 it "
+@Patch(KVCACHED_COORDINATOR, "patch_coordinator", "every", "self kvcoord_mod").because(
+    "kvcached's block pool reports no KV events, so routers that follow them see an empty cache; with vLLM 0.33 it "
     "lacks an attribute that vLLM reads where layers have states.",
-    upstream=f"{_UPSTREAM}, vllm/v1/core/block_pool.py",
     remove_when="kvcached's own pool does both",
-).around
+)
 def patch_coordinator(call: Call) -> bool:
     """kvcached replaces vLLM's block pool when a coordinator is constructed. Its own gets what the constructor is asked
     for: KV events (``--kv-events-config``), and ``num_hash_lookahead_tokens``."""
@@ -274,16 +264,12 @@ def report_blocks(pool: Any) -> None:
 
 
 @Patch(
-    target=KVCACHED_ALLOCATION,
-    attribute="patch_allocate_slots",
-    process="every",
-    parameters=("self", "kvcache_manager_mod"),
-    versions=HITS_DIVERGE.earlier,
-    why="the engine would end one step after another engine on its device has taken the memory that a request with "
+    KVCACHED_ALLOCATION, "patch_allocate_slots", "every", "self kvcache_manager_mod", versions=HITS_DIVERGE.earlier
+).because(
+    "the engine would end one step after another engine on its device has taken the memory that a request with "
     "cached tokens was about to get.",
-    upstream="kvcached 0.1.6, kvcached/integration/vllm/allocation_attempt.py",
     remove_when="vLLM 0.27 is no longer supported",
-).around
+)
 def patch_allocate_slots(call: Call) -> bool:
     """Undo an allocation that fails half way, because another engine has taken the memory meanwhile.
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -58,17 +57,10 @@ _SERVED = ("/health", "/metrics", "/ping")
 """Paths that answer until the end, on connections that are open; ``/health`` with 503."""
 
 _LEAVES = "a server that is shut down would abort new requests with status 200, and leave some without an end."
-_LEAVES_UPSTREAM = "vllm/entrypoints/launcher.py: handle_shutdown stops the engine before the HTTP server"
 _LEAVES_UNTIL = "vLLM refuses new requests from SIGTERM on, and ends those that its engine has not ended"
-_patch = functools.partial(Patch, process="frontend", upstream=_LEAVES_UPSTREAM, remove_when=_LEAVES_UNTIL)
 
 
-@_patch(
-    target=ENGINE_CLIENT,
-    attribute="shutdown",
-    parameters=("self", "timeout"),
-    why=_LEAVES,
-).around
+@Patch(ENGINE_CLIENT, "shutdown", "frontend", "self timeout").because(_LEAVES, remove_when=_LEAVES_UNTIL)
 def shut_down(call: Call) -> Any:
     """Wait for the requests of an API server, then stop its engines.
 
@@ -176,12 +168,9 @@ def refuses(client: Any) -> bool:
     return since_seconds is not None and time.monotonic() >= since_seconds
 
 
-@_patch(
-    target=ENGINE_CLIENT,
-    attribute="check_health",
-    parameters=("self",),
-    why="load balancers would send requests to a server that is shut down.",
-).around
+@Patch(ENGINE_CLIENT, "check_health", "frontend", "self").because(
+    "load balancers would send requests to a server that is shut down.", remove_when=_LEAVES_UNTIL
+)
 def check_health(call: Call) -> Any:
     if is_leaving(call.instance):
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -191,12 +180,7 @@ def check_health(call: Call) -> Any:
     return call.proceed()
 
 
-@_patch(
-    target=ENGINE_CLIENT,
-    attribute="add_request",
-    parameters=ANY_PARAMETERS,
-    why=_LEAVES,
-).around
+@Patch(ENGINE_CLIENT, "add_request", "frontend", ANY_PARAMETERS).because(_LEAVES, remove_when=_LEAVES_UNTIL)
 def add_request(call: Call) -> Any:
     """Of a request that has come before, and reaches the engine only now."""
     if refuses(call.instance):
@@ -206,12 +190,10 @@ def add_request(call: Call) -> Any:
     return call.proceed()
 
 
-@_patch(
-    target=HTTP_MIDDLEWARE,
-    attribute="__call__",
-    parameters=("self", "scope", "receive", "send"),
-    why=f"{_LEAVES[:-1]}; clients of requests that waited too long would not be told when to try again.",
-).around
+@Patch(HTTP_MIDDLEWARE, "__call__", "frontend", "self scope receive send").because(
+    f"{_LEAVES[:-1]}; clients of requests that waited too long would not be told when to try again.",
+    remove_when=_LEAVES_UNTIL,
+)
 def serve_http(call: Call) -> Any:
     """A load balancer tries another server when it gets 503."""
     scope, receive, send = map(call.argument, ("scope", "receive", "send"))

@@ -10,6 +10,7 @@ The environment is not changed: an engine that is started from this process asks
 One name per process, because kvcached's state exists once per process.
 
 Runs in: the engine core and every worker process; with any connector and with none.
+Sources: kvcached 0.1.6, ``utils.py`` (``_obtain_default_ipc_name``), ``tp_ipc_util.py``; kvcached#476, kvcached#477.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ DYING_SECONDS = 2.0
 """How long a process that ends waits for workers whose engine core was killed."""
 
 _WHY = "two engines with one KVCACHED_IPC_NAME, or the data-parallel ranks of one server, would map each other's pages."
-_UPSTREAM = "kvcached/utils.py _obtain_default_ipc_name, kvcached/tp_ipc_util.py SOCKET_DIR"
 _REMOVE = "kvcached gives each engine a unique name, and passes it to its workers"
 
 
@@ -75,16 +75,7 @@ def withdraw_name() -> tuple[str, ...]:
     return (f"every engine makes a unique kvcached name from {wish!r}",)
 
 
-@Patch(
-    target=EXECUTOR,
-    attribute="__init__",
-    process="scheduler",
-    parameters=("self", "vllm_config"),
-    why=_WHY,
-    upstream=_UPSTREAM,
-    remove_when=_REMOVE,
-    prepare=withdraw_name,
-).around
+@Patch(EXECUTOR, "__init__", "scheduler", "self vllm_config", prepare=withdraw_name).because(_WHY, remove_when=_REMOVE)
 def make_executor(call: Call) -> None:
     own_engine(call.instance, call.argument("vllm_config"))
     try:
@@ -120,14 +111,8 @@ def own_engine(executor: Any, config: Any) -> None:
 
 
 @Patch(
-    target=WORKER_BASE,
-    attribute="__init__",
-    process="worker",
-    parameters=("self", "vllm_config", "local_rank", "rank", "distributed_init_method", "is_driver_worker"),
-    why=_WHY,
-    upstream=_UPSTREAM,
-    remove_when=_REMOVE,
-).around
+    WORKER_BASE, "__init__", "worker", "self vllm_config local_rank rank distributed_init_method is_driver_worker"
+).because(_WHY, remove_when=_REMOVE)
 def make_worker(call: Call) -> None:
     join_engine(call.argument("vllm_config"))
     call.proceed()
@@ -157,16 +142,9 @@ def join_engine(config: Any) -> None:
     _set(held.claim.name)
 
 
-@Patch(
-    target=KVCACHED_INTERFACES,
-    attribute="shutdown_kvcached",
-    kind="function",
-    process="scheduler",
-    parameters=(),
-    why="an engine's directory of sockets would not be removed.",
-    upstream="kvcached#476, kvcached#477",
-    remove_when=_REMOVE,
-).around
+@Patch(KVCACHED_INTERFACES, "shutdown_kvcached", "scheduler", "", kind="function").because(
+    "an engine's directory of sockets would not be removed.", remove_when=_REMOVE
+)
 def shut_down(call: Call) -> Any:
     is_over = call.proceed()
     if is_over:

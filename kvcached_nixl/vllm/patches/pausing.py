@@ -3,7 +3,7 @@
 returned to the caller.
 
 Runs in: the engine-core process.
-Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``, ``v1/core/sched/interface.py``.
+Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``, ``v1/core/sched/interface.py``; llm-d#927.
 """
 
 from __future__ import annotations
@@ -30,19 +30,15 @@ from kvcached_nixl.vllm.patches.resting import due_in_seconds, wait_relieving
 logger = logging.getLogger(SERVER_LOGGER)
 
 _REMOVE_WHEN = "vLLM tells its connector that an engine is paused, and the caller that its cache was not cleared"
-_patch = functools.partial(Patch, process="scheduler", remove_when=_REMOVE_WHEN)
 _LOOK_SECONDS = 0.01
 """Longest wait for input: while requests wait in the input queue, messages of workers are queued behind them."""
 
 
-@_patch(
-    target=ENGINE_CORE,
-    attribute="pause_scheduler",
-    parameters=("self", "mode", "clear_cache"),
-    why="a pause (/pause, /sleep) would wait until other engines have fetched the KV kept for them, and these engines "
+@Patch(ENGINE_CORE, "pause_scheduler", "scheduler", "self mode clear_cache").because(
+    "a pause (/pause, /sleep) would wait until other engines have fetched the KV kept for them, and these engines "
     "may be paused, too.",
-    upstream="vllm/v1/engine/core.py: kept requests count as work",
-).around
+    remove_when=_REMOVE_WHEN,
+)
 def pause_scheduler(call: Call) -> Any:
     scheduler = call.instance.scheduler
     grace_seconds = GRACE_SECONDS if call.argument("mode") == "wait" else 0.0
@@ -58,13 +54,9 @@ def pause_scheduler(call: Call) -> Any:
         raise
 
 
-@_patch(
-    target=ENGINE_CORE_BASE,
-    attribute="resume_scheduler",
-    parameters=("self",),
-    why="an engine that was paused would revoke every later offer, too.",
-    upstream="vllm/v1/engine/core.py",
-).around
+@Patch(ENGINE_CORE_BASE, "resume_scheduler", "scheduler", "self").because(
+    "an engine that was paused would revoke every later offer, too.", remove_when=_REMOVE_WHEN
+)
 def resume_scheduler(call: Call) -> Any:
     found = call.proceed()
     for side in bound_sides(call.instance.scheduler):
@@ -72,14 +64,11 @@ def resume_scheduler(call: Call) -> Any:
     return found
 
 
-@_patch(
-    target=ENGINE_SCHEDULER,
-    attribute="reset_prefix_cache",
-    parameters=("self", "reset_running_requests", "reset_connector"),
-    why="KV that is in flight would enter a cache that has just been cleared, and blocks kept for decode would prevent "
+@Patch(ENGINE_SCHEDULER, "reset_prefix_cache", "scheduler", "self reset_running_requests reset_connector").because(
+    "KV that is in flight would enter a cache that has just been cleared, and blocks kept for decode would prevent "
     "clearing it at all.",
-    upstream="vllm/v1/core/sched/scheduler.py: reset_prefix_cache",
-).around
+    remove_when=_REMOVE_WHEN,
+)
 def reset_prefix_cache(call: Call) -> bool:
     """Clear the prefix cache, with no block held for peers meanwhile, and none written by them later."""
     found = list(bound_sides(call.instance))
@@ -115,14 +104,11 @@ def _drained(core: Any) -> bool:
     return not any(side.revocations.has_blocks for side in sides(scheduler.connector))
 
 
-@_patch(
-    target=ENGINE_CORE,
-    attribute="_notify_idle_state_callbacks",
-    parameters=("self",),
-    why="a pause (/pause, /sleep) clears the cache of an idle engine; this fails while blocks are held for transfers "
+@Patch(ENGINE_CORE, "_notify_idle_state_callbacks", "scheduler", "self").because(
+    "a pause (/pause, /sleep) clears the cache of an idle engine; this fails while blocks are held for transfers "
     "in flight, and the error would end the engine.",
-    upstream="vllm/v1/engine/core.py: pause_scheduler",
-).around
+    remove_when=_REMOVE_WHEN,
+)
 def notify_idle_state_callbacks(call: Call) -> None:
     tell_who_waits(call.instance)
     if not held_back(call.instance):
@@ -196,14 +182,11 @@ def wait_until_due(core: Any) -> None:
         wake_of(core)()
 
 
-@_patch(
-    target=ENGINE_CORE,
-    attribute="_handle_shutdown",
-    parameters=("self",),
-    why="an engine that shuts down without grace would end without revoking its offers, and decode would notice late; "
+@Patch(ENGINE_CORE, "_handle_shutdown", "scheduler", "self").because(
+    "an engine that shuts down without grace would end without revoking its offers, and decode would notice late; "
     "it would answer the beginning of a response as a complete one (/v1/responses).",
-    upstream="vllm/v1/engine/core.py; llm-d#927",
-).around
+    remove_when=_REMOVE_WHEN,
+)
 def handle_shutdown(call: Call) -> bool:
     core = call.instance
     # Without time for peers to fetch the blocks that it holds.

@@ -6,7 +6,7 @@ an abort, a call, a worker's wake-up), a deadline is due, or another engine free
 memory. If the engine has other work that vLLM polls for in its steps, it keeps stepping.
 
 Runs in: the engine-core process.
-Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``.
+Sources: ``v1/engine/core.py``, ``v1/core/sched/scheduler.py``; vllm#45168.
 """
 
 from __future__ import annotations
@@ -38,16 +38,11 @@ _SHARED_SECONDS = 1.0
 """Longest rest beside another connector, because the end of its transfers is found in steps only."""
 
 
-@Patch(
-    target=ENGINE_CORE,
-    attribute="_process_input_queue",
-    process="scheduler",
-    parameters=("self",),
-    why="a sleeping engine would not be told that its workers have released blocks, and one that waits for KV would "
+@Patch(ENGINE_CORE, "_process_input_queue", "scheduler", "self").because(
+    "a sleeping engine would not be told that its workers have released blocks, and one that waits for KV would "
     "step a thousand times a second.",
-    upstream="vllm#45168; vllm/v1/engine/core.py",
     remove_when="vLLM lets a connector wake its engine",
-).around
+)
 def process_input_queue(call: Call) -> None:
     remember(call.instance)
     for side in bound_sides(call.instance.scheduler):

@@ -3,7 +3,8 @@
 have failed, were preempted, or have ended.
 
 Runs in: the engine-core process.
-Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/outputs.py``.
+Sources: ``v1/core/sched/scheduler.py``, ``v1/core/sched/output.py``, ``v1/outputs.py``; vllm#52234 (failed receives
+of several KV-cache groups).
 """
 
 from __future__ import annotations
@@ -39,16 +40,11 @@ def scheduled(scheduler_output: Any) -> Iterator[Progress]:
         yield Progress(request_id, block_ids or (), replaces, before + tokens[request_id], before)
 
 
-@Patch(
-    target=ENGINE_SCHEDULER,
-    attribute="update_from_output",
-    process="scheduler",
-    parameters=("self", "scheduler_output", "model_runner_output"),
-    why="vLLM would take this package's reports for request ids and block ids, and a failed hand-over for a successful "
+@Patch(ENGINE_SCHEDULER, "update_from_output", "scheduler", "self scheduler_output model_runner_output").because(
+    "vLLM would take this package's reports for request ids and block ids, and a failed hand-over for a successful "
     "one.",
-    upstream="vllm#52234 (failed receives of several KV-cache groups); vllm/v1/core/sched/scheduler.py",
     remove_when="vLLM's connectors can end a receive without its blocks",
-).around
+)
 def update_from_output(call: Call) -> Any:
     output = call.argument("model_runner_output")
     reports = reports_of(output)
@@ -167,15 +163,10 @@ def stood_still(engine_scheduler: Any) -> bool:
     return bool(vars(engine_scheduler).get(_STOOD_STILL))
 
 
-@Patch(
-    target=ENGINE_SCHEDULER,
-    attribute="_handle_invalid_blocks",
-    process="scheduler",
-    parameters=("self", "invalid_block_ids", "num_scheduled_tokens"),
-    why="a hand-over that has failed would be taken for one that has succeeded.",
-    upstream="vllm#52234: the stock method unpacks one KV-cache group and raises for more",
+@Patch(ENGINE_SCHEDULER, "_handle_invalid_blocks", "scheduler", "self invalid_block_ids num_scheduled_tokens").because(
+    "a hand-over that has failed would be taken for one that has succeeded.",
     remove_when="vLLM's connectors can name the requests whose load has failed",
-).around
+)
 def handle_invalid_blocks(call: Call) -> Any:
     others = call.argument("invalid_block_ids") - {FAILING}
     failed = set(call.proceed(invalid_block_ids=others)) if others else set()
@@ -206,33 +197,22 @@ def let_load_fail(engine_scheduler: Any, request_ids: set[str], starts_again: Ca
     return ending
 
 
-@Patch(
-    target=ENGINE_SCHEDULER,
-    attribute="_preempt_request",
-    process="scheduler",
-    parameters=("self", "request", "timestamp"),
-    also_accepts=(("self", "request", "timestamp", "drop_stale_output"),),
-    why="blocks of a preempted request would be reused while a WRITE reads them, and decode would get another "
-    "request's KV.",
-    upstream="nixl#2067: a posted transfer cannot be cancelled",
+@Patch(ENGINE_SCHEDULER, "_preempt_request", "scheduler", "self request timestamp drop_stale_output?").because(
+    "blocks of a preempted request would be reused while a WRITE reads them, and decode would get another "
+    "request's KV (nixl#2067: a posted transfer cannot be cancelled).",
     remove_when="vLLM asks its connector before it frees the blocks of a preempted request",
-).around
+)
 def preempt_request(call: Call) -> None:
     for side in sides(call.instance.connector):
         side.preempted(call.argument("request").request_id)
     call.proceed()
 
 
-@Patch(
-    target=ENGINE_SCHEDULER,
-    attribute="_connector_finished",
-    process="scheduler",
-    parameters=("self", "request"),
-    why="vLLM would first free the blocks that have left a sliding window: decode's while they are written, and "
+@Patch(ENGINE_SCHEDULER, "_connector_finished", "scheduler", "self request").because(
+    "vLLM would first free the blocks that have left a sliding window: decode's while they are written, and "
     "prefill's that its manifest names.",
-    upstream="vllm/v1/core/sched/scheduler.py: remove_skipped_blocks counts tokens that were generated",
     remove_when="vLLM tells its connector before it frees any block of a request",
-).around
+)
 def connector_finished(call: Call) -> Any:
     request = call.argument("request")
     is_spared = any(side.spares(request.request_id) for side in sides(call.instance.connector))

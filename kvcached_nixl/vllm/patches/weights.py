@@ -3,7 +3,7 @@
 
 Runs in: the worker (files and identity) and the engine core (calls from outside that may change weights).
 Sources: ``v1/engine/core.py``, ``v1/engine/async_llm.py`` (``update_weights`` and its like are collective RPCs),
-``v1/worker/gpu_worker.py``, ``distributed/kv_transfer/kv_transfer_state.py``.
+``v1/worker/gpu_worker.py``, ``distributed/kv_transfer/kv_transfer_state.py``; vllm#55776.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvcached_nixl.patching import Call, Patch, Target
+from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import core_of, private, sides
 from kvcached_nixl.vllm.adapter.locate import (
@@ -29,25 +29,16 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 # ------------------------------------------------------------------------------------------------------- in the worker
 
-
-def _of_worker(target: Target, attribute: str, parameters: tuple[str, ...], upstream: str) -> Patch:
-    return Patch(
-        target=target,
-        attribute=attribute,
-        process="worker",
-        parameters=("self", *parameters),
-        why="KV of other weights would be taken for this model's, with HTTP 200.",
-        upstream=upstream,
-        remove_when="vLLM's compatibility hash includes the content of the weights",
-    )
+_OTHER = "KV of other weights would be taken for this model's, with HTTP 200."
+_UNTIL_HASHED = "vLLM's compatibility hash includes the content of the weights"
 
 
-@_of_worker(
+@Patch(
     MODEL_LOADER,
     "_prepare_weights",
-    ("model_name_or_path", "subfolder", "revision", "fall_back_to_pt", "allow_patterns_overrides"),
-    "vllm#55776; vllm/model_executor/model_loader/default_loader.py",
-).around
+    "worker",
+    "self model_name_or_path subfolder revision fall_back_to_pt allow_patterns_overrides",
+).because(_OTHER, remove_when=_UNTIL_HASHED)
 def prepare_weights(call: Call) -> Any:
     found = call.proceed()
     # vLLM 0.31 returns the name of an index file, too.
@@ -56,36 +47,24 @@ def prepare_weights(call: Call) -> Any:
     return found
 
 
-@_of_worker(
-    STREAMING_LOADER,
-    "_prepare_weights",
-    ("model_name_or_path", "revision"),
-    "vllm/model_executor/model_loader/runai_streamer_loader.py",
-).around
+@Patch(STREAMING_LOADER, "_prepare_weights", "worker", "self model_name_or_path revision").because(
+    _OTHER, remove_when=_UNTIL_HASHED
+)
 def stream_weights(call: Call) -> Any:
     files = call.proceed()
     note_files(call.instance, call.argument("model_name_or_path"), None, files)
     return files
 
 
-@_of_worker(
-    LOADER_BASE,
-    "__init__",
-    ("load_config",),
-    "vllm/model_executor/model_loader/base_loader.py: load_model calls load_weights, then has kernels rewrite what was "
-    "loaded, and delete parameters",
-).around
+@Patch(LOADER_BASE, "__init__", "worker", "self load_config").because(_OTHER, remove_when=_UNTIL_HASHED)
 def make_loader(call: Call) -> None:
     call.proceed()
     watch_loading(call.instance)
 
 
-@_of_worker(
-    WORKER_PROCESS,
-    "get_kv_connector_handshake_metadata",
-    (),
-    "vllm/v1/worker/gpu_worker.py; called by the engine core when every worker has its KV cache",
-).around
+@Patch(WORKER_PROCESS, "get_kv_connector_handshake_metadata", "worker", "self").because(
+    _OTHER, remove_when=_UNTIL_HASHED
+)
 def get_kv_connector_handshake_metadata(call: Call) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -133,26 +112,13 @@ _HARMLESS = frozenset(
 _LOOKING = frozenset({"list_loras", "pin_lora"})
 _DUE = "_kvcached_nixl_calls_to_look_at"
 _MISSED = "_kvcached_nixl_calls_not_looked_at"
+_UNTIL_TOLD = "vLLM tells its connector that the weights of an engine have changed"
 
 
-def _of_engine(attribute: str, parameters: tuple[str, ...], why: str, upstream: str) -> Patch:
-    return Patch(
-        target=ENGINE_CORE_BASE,
-        attribute=attribute,
-        process="scheduler",
-        parameters=("self", *parameters),
-        why=why,
-        upstream=f"vllm/v1/engine/core.py; {upstream}",
-        remove_when="vLLM tells its connector that the weights of an engine have changed",
-    )
-
-
-@_of_engine(
-    "collective_rpc",
-    ("method", "timeout", "args", "kwargs"),
+@Patch(ENGINE_CORE_BASE, "collective_rpc", "scheduler", "self method timeout args kwargs").because(
     "parts of one prompt, or the two servers of one hand-over, would be computed with different weights.",
-    "every weight update is a collective_rpc (update_weights, reload_weights, methods of worker extensions)",
-).around
+    remove_when=_UNTIL_TOLD,
+)
 def collective_rpc(call: Call) -> Any:
     method, has_failed = call.argument("method"), True
     try:
@@ -167,12 +133,10 @@ def collective_rpc(call: Call) -> Any:
         identify_again(call.instance, method, has_failed=has_failed)
 
 
-@_of_engine(
-    "wake_up",
-    ("tags",),
+@Patch(ENGINE_CORE_BASE, "wake_up", "scheduler", "self tags").because(
     "an engine that was put to sleep at level 2 would wake up without valid weights and still hand over KV.",
-    "sleep mode discards weights",
-).around
+    remove_when=_UNTIL_TOLD,
+)
 def wake_up(call: Call) -> Any:
     try:
         return call.proceed()
@@ -247,7 +211,7 @@ def _identify(core: Any) -> None:
 _ADAPTER = "KV of an adapter that was replaced under the same name would be taken for the new adapter's."
 
 
-@_of_engine("add_lora", ("lora_request",), _ADAPTER, "load_inplace").around
+@Patch(ENGINE_CORE_BASE, "add_lora", "scheduler", "self lora_request").because(_ADAPTER, remove_when=_UNTIL_TOLD)
 def add_lora(call: Call) -> Any:
     request = call.argument("lora_request")
     for side in bound_sides(call.instance.scheduler):
@@ -267,7 +231,7 @@ def add_lora(call: Call) -> Any:
     return found
 
 
-@_of_engine("remove_lora", ("lora_id",), _ADAPTER, "unload_lora_adapter").around
+@Patch(ENGINE_CORE_BASE, "remove_lora", "scheduler", "self lora_id").because(_ADAPTER, remove_when=_UNTIL_TOLD)
 def remove_lora(call: Call) -> Any:
     try:
         return call.proceed()

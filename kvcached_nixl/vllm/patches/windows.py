@@ -24,42 +24,27 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from kvcached_nixl.errors import UnsupportedVersion
-from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.patching import Call, Patch, parameter_lists
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.locate import KVCACHED_PATCH_MANAGER, KVCACHED_VERSION_RANGE
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
 from kvcached_nixl.vllm.adapter.versions import KVCACHED, found_version
 
-_UPSTREAM = "kvcached 0.1.6, kvcached/integration/version_utils.py and vllm/autopatch.py"
 _REMOVE_WHEN = "kvcached accepts these versions itself"
 _SPECIFIERS = frozenset({">=0.26.0,<0.31.0", ">=0.28.0,<0.31.0", ">=0.29.0,<0.31.0"})
 """kvcached's windows that end below 0.31. Its other ranges have no end, or end earlier."""
 
 
-@Patch(
-    target=KVCACHED_VERSION_RANGE,
-    attribute="contains",
-    process="every",
-    parameters=("self", "ver"),
-    versions=BEYOND_KVCACHED.later,
-    why="kvcached refuses vLLM from 0.31 on by its number, though its patches fit.",
-    upstream=_UPSTREAM,
-    remove_when=_REMOVE_WHEN,
-).around
+@Patch(KVCACHED_VERSION_RANGE, "contains", "every", "self ver", versions=BEYOND_KVCACHED.later).because(
+    "kvcached refuses vLLM from 0.31 on by its number, though its patches fit.", remove_when=_REMOVE_WHEN
+)
 def contains(call: Call) -> bool:
     return bool(call.proceed()) or WINDOWS.contains(call.instance, call.argument("ver"))
 
 
-@Patch(
-    target=KVCACHED_PATCH_MANAGER,
-    attribute="apply_all_patches",
-    process="every",
-    parameters=("self",),
-    versions=BEYOND_KVCACHED.later,
-    why="kvcached only warns when one of its patches fails, and its windows would stay open.",
-    upstream=_UPSTREAM,
-    remove_when=_REMOVE_WHEN,
-).around
+@Patch(KVCACHED_PATCH_MANAGER, "apply_all_patches", "every", "self", versions=BEYOND_KVCACHED.later).because(
+    "kvcached only warns when one of its patches fails, and its windows would stay open.", remove_when=_REMOVE_WHEN
+)
 def apply_all_patches(call: Call) -> dict[str, bool]:
     found = WINDOWS.while_patched(call.instance.library_name, call.proceed, logging.getLogger(SERVER_LOGGER))
     call.note("kvcached's version windows are open" if WINDOWS.is_open else "kvcached's version windows stay shut")
@@ -143,13 +128,12 @@ class Contact(NamedTuple):
     """A function or method of vLLM.
 
     Attributes:
-        parameters: names, in order; several lists where supported versions differ.
+        accepted: names of parameters, in order; several lists where supported versions differ.
     """
 
     module: str
     qualname: str
-    parameters: tuple[str, ...]
-    also: tuple[tuple[str, ...], ...] = ()
+    accepted: tuple[tuple[str, ...], ...]
 
     def __str__(self) -> str:
         return f"{self.module}.{self.qualname}"
@@ -204,10 +188,7 @@ def _contacts() -> Iterator[Contact]:
             module = line
             continue
         qualname, _, words = line.strip().partition(": ")
-        names = words.split()
-        always = tuple(name for name in names if not name.endswith("?"))
-        with_others = tuple(name.rstrip("?") for name in names)
-        yield Contact(module, qualname, always, (with_others,) if with_others != always else ())
+        yield Contact(module, qualname, parameter_lists(words))
 
 
 CONTACTS = tuple(_contacts())
@@ -227,6 +208,6 @@ def _difference(contact: Contact) -> str:
         parameters = tuple(inspect.signature(function).parameters)
     except Exception as error:  # noqa: BLE001 - recorded as a difference; raised here, it would keep kvcached from patching
         return f"{type(error).__name__}: {error}"
-    if parameters in (contact.parameters, *contact.also):
+    if parameters in contact.accepted:
         return ""
-    return f"parameters ({', '.join(parameters)}); expected ({', '.join(contact.parameters)})"
+    return f"parameters ({', '.join(parameters)}); expected ({', '.join(contact.accepted[0])})"

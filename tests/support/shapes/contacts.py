@@ -27,7 +27,7 @@ def _difference(source: Source, contact: Contact) -> str:
     names = [one.arg for one in (*of.posonlyargs, *of.args)]
     names += [of.vararg.arg] if of.vararg else []
     names += [one.arg for one in of.kwonlyargs] + ([of.kwarg.arg] if of.kwarg else [])
-    return "" if tuple(names) in (contact.parameters, *contact.also) else f"parameters ({', '.join(names)})"
+    return "" if tuple(names) in contact.accepted else f"parameters ({', '.join(names)})"
 
 
 def _find(source: Source, module: str, names: list[str]) -> _Function | None:

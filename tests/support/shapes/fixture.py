@@ -27,7 +27,7 @@ __all__ = ["SERIES", "VLLM_PATCHES", "load", "make", "save"]
 
 SERIES = Path(__file__).parents[2] / "shapes/series"
 
-VLLM_PATCHES: tuple[Patch, ...] = tuple(seam.patch for seam in PATCHES if seam.patch.target.module.startswith("vllm."))
+VLLM_PATCHES: tuple[Patch, ...] = tuple(patch for patch in PATCHES if patch.target.module.startswith("vllm."))
 """All patches except that of kvcached, of which only one version is supported."""
 
 _CONNECTOR = frozenset(

@@ -255,7 +255,7 @@ READS = (
     _of(
         f"{_CONFIG}.vllm",
         "VllmConfig",
-        "cache_config model_config parallel_config scheduler_config speculative_config kv_transfer_config load_config "
+        "cache_config model_config parallel_config scheduler_config speculative_config kv_transfer_config "
         "lora_config observability_config shutdown_timeout use_v2_model_runner",
     ),
     _of(f"{_CONFIG}.observability", "ObservabilityConfig", "otlp_traces_endpoint"),

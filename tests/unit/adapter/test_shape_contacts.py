@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.shapes.contacts import differing
 
+from kvcached_nixl.patching import parameter_lists
 from kvcached_nixl.vllm.patches.windows import Contact
 
 FILES = {
@@ -40,7 +41,7 @@ class Source:
 )
 def test_a_difference_is_found(qualname: str, parameters: str, found: str | None) -> None:
     source: Any = Source()
-    said = differing(source, [Contact("vllm.one", qualname, tuple(parameters.split()))])
+    said = differing(source, [Contact("vllm.one", qualname, parameter_lists(parameters))])
     assert said == ([] if found is None else [f"vllm.one.{qualname}: {found}"])
 
 
@@ -49,5 +50,5 @@ def test_a_name_that_is_imported_is_read_where_it_is_defined() -> None:
     for text in ("from vllm.other import moved", "from .other import moved"):
         FILES["vllm/two.py"] = f"{text}\n"
         source.paths = frozenset(FILES)
-        assert differing(source, [Contact("vllm.two", "moved", ("x", "y"))]) == []
+        assert differing(source, [Contact("vllm.two", "moved", (("x", "y"),))]) == []
     assert differing(source, [Contact("vllm.three", "moved", ("x", "y"))]) == ["vllm.three.moved: not there"]

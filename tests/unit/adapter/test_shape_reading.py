@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="the worker's seams need torch")
+pytest.importorskip("torch", reason="the worker's patches need torch")
 
 from support.script_loading import load_script
 from support.shapes import fixture as shape_fixture

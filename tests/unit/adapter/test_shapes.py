@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="the worker's seams need torch")
+pytest.importorskip("torch", reason="the worker's patches need torch")
 
 from packaging.version import Version
 from support.shapes.fixture import SERIES, VLLM_PATCHES, load

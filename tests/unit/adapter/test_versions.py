@@ -27,9 +27,8 @@ def patch(**changes: Any) -> Patch:
         "target": FACADE,
         "attribute": "load",
         "process": "every",
-        "parameters": ("self",),
+        "parameters": "self",
         "why": "w",
-        "upstream": "u",
         "remove_when": "r",
     }
     return Patch(**{**fields, **changes})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcached_nixl.errors import Refused
-from kvcached_nixl.patching import Call, Seam
+from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.vllm.patches.kvcached_quirks import (
     patch_allocate_slots,
     patch_coordinator,
@@ -22,9 +22,9 @@ GIB = 1 << 30
 SNAPSHOT, CACHE = SimpleNamespace(total_memory=80 * GIB), SimpleNamespace(gpu_memory_utilization=0.5)
 
 
-def patched(seam: Seam, target: Any, apply: Callable[[], bool]) -> Any:
+def patched(patch: Patch, target: Any, apply: Callable[[], bool]) -> Any:
     """As where kvcached patches a module of vLLM: ``apply``."""
-    return seam(Call(lambda gpuworker_mod=None, kvcoord_mod=None: apply(), None, (target, target), {}))
+    return patch(Call(lambda gpuworker_mod=None, kvcoord_mod=None: apply(), None, (target, target), {}))
 
 
 def module(**contents: Any) -> Any:
