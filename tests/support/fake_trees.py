@@ -52,6 +52,8 @@ SKELETON = {
                 return None
             def handle_preemptions(self, kv_connector_metadata):
                 return None
+            def build_connector_worker_meta(self):
+                return None
     """,
     f"{KV}.v1.other_connector": """
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
