@@ -20,8 +20,8 @@ from experiments.common.asking import asking
 from experiments.common.command_line import MODES
 from experiments.common.counted import hand_overs
 from experiments.common.model import ModelShape, make_model
+from experiments.common.report import Verdict
 from experiments.common.servers import ENVIRONMENT, Server, ServerSpec, prefill_and_decode, running
-from experiments.common.targets import Verdict
 from experiments.common.transfer_config import nixl
 from experiments.stacks.routers import vllm_router
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from experiments.common.servers import Running, Server, ServerSpec
 from experiments.common.transfer_config import with_extra
 
-__all__ = ["Asking", "asking", "asks"]
-
 
 def asks(decode: ServerSpec, prefills: Sequence[Server]) -> ServerSpec:
     """Return the configuration of a decode server that asks ``prefills``."""

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+import psutil
 
 from experiments.common import device
 from experiments.common.transfer_config import role
@@ -224,6 +225,15 @@ class Server:
             "tp_size": self.spec.tensor_parallel_size,
         }
 
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes of the server's session."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(process.pid) == self.process.pid:
+                    found.append(process)
+        return found
+
     def tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -336,7 +346,7 @@ class Running:
                 )
             if self.on_wait is not None:
                 self.on_wait(f"starting {names}: {seconds:.0f} s")
-            time.sleep(0.5)
+            time.sleep(0.2)
         return self.servers
 
     def replace(self, index: int, spec: ServerSpec | None = None) -> Server:

@@ -14,8 +14,8 @@ from pathlib import Path
 from experiments.common.client import Answer, Client, http_client
 from experiments.common.model import CACHE
 from experiments.common.servers import Running, Server, ServerError, ServerSpec
-from experiments.shared_device.load import LENGTHS, MAX_TOKENS, draw_prompts
-from experiments.shared_device.models import MAX_MODEL_LEN, Device
+from experiments.shared_device.arms import MAX_MODEL_LEN, Device
+from experiments.shared_device.clients import LENGTHS, MAX_TOKENS, draw_prompts
 from kvcached_nixl.vllm.adapter.versions import found_version
 
 KEPT, DRAWN = 18, 42

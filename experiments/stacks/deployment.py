@@ -1,62 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a measurement needs of a running stack, and the forms of it: servers, and most with a router before them."""
+"""The forms of a stack that serves: servers, and most with a router before them."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
 
 from experiments.common.asking import Asking
 from experiments.common.counted import Counters, counters
-from experiments.common.servers import Running, Server, ServerError, ServerSpec
+from experiments.common.servers import Running, Server, ServerSpec
+from experiments.stacks.environments import Say
 
-RESTART_SECONDS = 180.0
 ENDING_SECONDS = 60.0
 
-Say = Callable[[str], None]
 Router = Callable[[Sequence[Server], Sequence[Server], Path, Say], AbstractContextManager[str]]
 """(prefill servers, decode servers, log, progress) -> the URL that clients use, without a path, while it runs."""
 
 
-class Deployment(Protocol):
-    """A stack that serves.
+class Servers:
+    """A stack that serves, of servers that are started one by one.
 
     Attributes:
         url: that clients use, without a path.
         engines: names of what `restart` takes.
     """
-
-    url: str
-    engines: Sequence[str]
-
-    def hand_overs(self) -> Counters:
-        """Return how many requests' KV was moved, by each counter of the engines that run now."""
-        ...
-
-    def kill(self, engine: str) -> None:
-        """End an engine's processes like a machine that fails."""
-        ...
-
-    def restart(self, engine: str) -> None:
-        """End an engine as an operator does, where the stack can; `restore` brings it back."""
-        ...
-
-    def restore(self, engine: str) -> None:
-        """Return when a new engine serves in place of the one that was ended last.
-
-        Raises:
-            ServerError: none came.
-        """
-        ...
-
-
-class Servers:
-    """A deployment of servers that are started one by one. See `Deployment`."""
 
     def __init__(self, launched: Running, url: str) -> None:
         self.url = url
@@ -64,12 +34,15 @@ class Servers:
         self._launched = launched
 
     def hand_overs(self) -> Counters:
+        """Return how many requests' KV was moved, by each counter of the engines that run now."""
         return counters(f"{one.base_url}/metrics" for one in self._launched.servers)
 
     def kill(self, engine: str) -> None:
+        """End an engine's processes like a machine that fails."""
         self._launched.servers[self.engines.index(engine)].kill()
 
     def restart(self, engine: str) -> None:
+        """End an engine as an operator does, where the stack can; `restore` brings it back."""
         server = self._launched.servers[self.engines.index(engine)]
         # To the process that was started, as a container's runtime does; `stop` would tell its engine as well.
         server.process.terminate()
@@ -78,11 +51,9 @@ class Servers:
         server.stop()
 
     def restore(self, engine: str) -> None:
-        successor = self._launched.replace(self.engines.index(engine))
-        while not successor.is_ready():
-            if time.monotonic() - successor.started_at > RESTART_SECONDS:
-                raise ServerError(f"found {successor.spec.name} not ready; its log ends with:\n{successor.tail()}")
-            time.sleep(0.1)
+        """Return when a new engine serves in place of the one that was ended last; raises ServerError if none came."""
+        self._launched.replace(self.engines.index(engine))
+        self._launched.ready()
 
 
 @contextlib.contextmanager
