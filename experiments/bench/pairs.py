@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 
 from experiments.common.client import AnswerError, Client, offered_blocks
+from experiments.common.device import nixl
 from experiments.common.servers import SERVER_SIDE, Server, ServerSpec, prefill_and_decode, running
-from experiments.common.transfer_config import nixl
 
 PROBE = Path(__file__).resolve().parent / "server_side"
 KVCACHED: Mapping[str, str] = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true"}

@@ -22,11 +22,10 @@ import httpx
 from experiments.bench.pairs import KVCACHED, Arm
 from experiments.bench.samples import Answer, Column, Run, Samples
 from experiments.common import model as models
-from experiments.common.asking import Asking
 from experiments.common.command_line import MODES
+from experiments.common.device import nixl
 from experiments.common.report import Verdict, make_panels, save
-from experiments.common.servers import GIVES_BACK, REPOSITORY, ServerSpec, prefill_and_decode
-from experiments.common.transfer_config import nixl
+from experiments.common.servers import GIVES_BACK, REPOSITORY, Asking, ServerSpec, prefill_and_decode
 
 REQUESTS, QUICK_REQUESTS, PROMPT_TOKENS = 8, 3, 4000
 PICTURE = REPOSITORY / "docs" / "trace.png"

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from experiments.common.command_line import add_mode, add_word, make_parser, run_main
 
@@ -49,28 +48,7 @@ and last-VERSION.json (last-VERSION-quick.json) with the rows of the table."""
 KEEPS_ROWS = "last-VERSION.json keeps its rows of the other arms"
 
 
-@dataclass(frozen=True)
-class Options:
-    """The parsed command line."""
-
-    vllm: str
-    mode: str | None
-    size: Literal["full", "quick", "brief"]
-    arms: tuple[str, ...]
-    model: str | None = None
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether only some arms were chosen."""
-        return bool(self.arms or self.mode)
-
-    def wants(self, name: str, mode: str) -> bool:
-        """Whether an arm was chosen."""
-        fits = not self.arms or any(word.lower() in name.lower() for word in self.arms)
-        return fits and self.mode in (None, mode)
-
-
-def parse(arguments: Sequence[str] | None = None) -> Options:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse ``arguments`` (``sys.argv`` if None); exits for ``--help`` and for invalid arguments (status 2)."""
     parser = make_parser(DESCRIPTION, EPILOG)
     add_mode(parser, KEEPS_ROWS)
@@ -97,8 +75,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         help="a family of experiments/common/families.py (gemma4, nemotron-h, ...) in place of the model with "
         "grouped-query attention; writes last-VERSION-FAMILY.json",
     )
-    found = parser.parse_args(arguments)
-    return Options(vllm=found.vllm, mode=found.mode, size=found.size, arms=tuple(found.arm), model=found.model)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

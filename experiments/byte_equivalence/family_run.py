@@ -28,12 +28,11 @@ from experiments.byte_equivalence.compare import (
 )
 from experiments.byte_equivalence.comparison import Comparison, NotCaught, count_received
 from experiments.byte_equivalence.prompts import Prompt, damage_prompts, fewest_received, fixed_prompts
-from experiments.common.asking import Asking
 from experiments.common.client import Answer
+from experiments.common.device import with_extra
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.report import Narrator
-from experiments.common.servers import Running, Server
-from experiments.common.transfer_config import with_extra
+from experiments.common.servers import Asking, Running, Server
 
 BLOCK_SIZE = 32
 """Unit of the prompts' lengths, in tokens; groups have blocks of 32 to 256."""

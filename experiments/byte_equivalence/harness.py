@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from experiments.byte_equivalence.arm_run import CORRUPTIONS, PairRun
@@ -39,12 +38,11 @@ from experiments.byte_equivalence.compare import (
 )
 from experiments.byte_equivalence.comparison import Comparison, count_received
 from experiments.byte_equivalence.prompts import damage_prompts, fewest_received, fixed_prompts
-from experiments.common.asking import Asking
 from experiments.common.client import Answer
 from experiments.common.model import GQA, make_model
 from experiments.common.pages import PageCount, PageWatch
 from experiments.common.report import Narrator
-from experiments.common.servers import Running, Server
+from experiments.common.servers import Asking, Running, Server
 
 
 @dataclass
@@ -247,9 +245,7 @@ class PoolMemory:
             self._stack.enter_context(watch)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     async def settle(self) -> None:

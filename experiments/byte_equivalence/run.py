@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.byte_equivalence.__main__ import Options
 from experiments.byte_equivalence.arms import SINGLE, Arm, Phase, of_size, phases
 from experiments.byte_equivalence.checks import VERDICTS, Checks, exit_status
 from experiments.byte_equivalence.comparison import NotCaught
@@ -22,10 +22,12 @@ from experiments.common.report import Narrator, begin, last_name, stdout_console
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def main(options: Options) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit status."""
-    every = [one for one in of_size("full" if options.arms else options.size, options.vllm) if one.mode != SINGLE]
-    arms = [one for one in every if options.wants(one.name, one.mode)]
+    every = [one for one in of_size("full" if options.arm else options.size, options.vllm) if one.mode != SINGLE]
+    words = [word.lower() for word in options.arm] or [""]
+    arms = [one for one in every if any(word in one.name.lower() for word in words)]
+    arms = [one for one in arms if options.mode in (None, one.mode)]
     if options.model is not None:
         if options.model not in FAMILIES:
             sys.stderr.write(f"found --model {options.model!r}; expected one of {', '.join(FAMILIES)}.\n")
@@ -33,10 +35,11 @@ def main(options: Options) -> int:
         arms = [one for one in arms if one.kvcached and one.servers == one.ranks == 1 and not one.has_own_runner]
     if not arms:
         names = "; ".join(one.name for one in of_size("full", options.vllm) if one.mode != SINGLE)
-        sys.stderr.write(f"found no arm that fits --arm {' or '.join(options.arms)!r}; there are: {names}.\n")
+        sys.stderr.write(f"found no arm that fits --arm {' or '.join(options.arm)!r}; there are: {names}.\n")
         return 2
 
     began, stamp = begin(options.vllm)
+    is_partial = bool(options.arm or options.mode)
     kind = options.model or ("" if options.size == "full" else options.size)
     checks, not_caught = Checks(), None
     with Narrator(f"byte equivalence, vLLM {options.vllm}{f', {kind}' if kind else ''}") as narrator:
@@ -50,7 +53,7 @@ def main(options: Options) -> int:
     if not_caught:
         console.print(f"{not_caught}: was not caught. Nothing was compared: the harness would miss real corruptions.")
     console.print(f"{VERDICTS[status]} (exit status {status}); details: {RESULTS / stamp}.json")
-    asked = {"vllm": options.vllm, "mode": options.mode, "size": options.size, "arms": options.arms}
+    asked = {"vllm": options.vllm, "mode": options.mode, "size": options.size, "arms": options.arm}
     content = {
         "began": began,
         "seconds": round(narrator.seconds, 1),
@@ -61,12 +64,12 @@ def main(options: Options) -> int:
     if options.model is not None:
         name = "".join(letter if letter.isalnum() else "-" for letter in options.model)
         last = RESULTS / f"last-{options.vllm}-{name}.json"
-        rows = with_kept(checks.summary(), last if options.is_partial else None)
+        rows = with_kept(checks.summary(), last if is_partial else None)
         write_json(last, {**content, "verdict": VERDICTS[status or exit_status(rows)], "checks": rows})
     elif options.size != "brief":
         is_quick = options.size == "quick"
         last = RESULTS / f"{last_name(options.vllm, quick=is_quick)}.json"
-        kept = last if options.is_partial else None
+        kept = last if is_partial else None
         found = summary(checks.summary(), kept, of_size(options.size, options.vllm), phases(GQA, quick=is_quick))
         if found["missing"]:
             missing = "; ".join(found["missing"])
@@ -75,7 +78,7 @@ def main(options: Options) -> int:
     return status
 
 
-def _run(options: Options, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks) -> None:
+def _run(options: argparse.Namespace, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks) -> None:
     """Compare with the usual model, or with that of a family; raises `NotCaught`."""
     if options.model is not None:
         FamilyRun(options.model, arms, logs, narrator, checks).run()

@@ -34,6 +34,12 @@ class Answer:
     logprobs: list[float]
     top_logprobs: list[dict[str, float]] = field(default_factory=list)
 
+    @property
+    def lead(self) -> float:
+        """The least lead of any token before the second best one, in nats."""
+        ranked = [sorted(one.values(), reverse=True) for one in self.top_logprobs]
+        return min((best - second for best, second, *_ in ranked), default=0.0)
+
 
 @dataclass(frozen=True)
 class HandOver:

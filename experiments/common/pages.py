@@ -15,7 +15,6 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 _Sampler = TypeVar("_Sampler", bound="Sampler")
@@ -38,9 +37,7 @@ class Sampler(ABC):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
 

@@ -18,13 +18,20 @@ from typing import Any
 import httpx
 import yaml
 
-from experiments.common.asking import Asking
 from experiments.common.client import Client, http_client
-from experiments.common.device import FOLLOWS
+from experiments.common.device import FOLLOWS, nixl
 from experiments.common.model import GQA, make_model
 from experiments.common.pages import own_names
-from experiments.common.servers import GIVES_BACK, HOST, Server, ServerError, ServerSpec, free_ports, prefill_and_decode
-from experiments.common.transfer_config import nixl
+from experiments.common.servers import (
+    GIVES_BACK,
+    HOST,
+    Asking,
+    Server,
+    ServerError,
+    ServerSpec,
+    free_ports,
+    prefill_and_decode,
+)
 from experiments.dashboard.queries import FOLDER
 from experiments.stacks.routers import running_router
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import httpx
 from rich.table import Table
 
-from experiments.common.asking import asks
 from experiments.common.command_line import MODES
 from experiments.common.counted import count
 from experiments.common.report import (
@@ -35,7 +34,7 @@ from experiments.common.report import (
 from experiments.common.report import (
     Verdict as Target,
 )
-from experiments.common.servers import Running, ServerError, ServerSpec
+from experiments.common.servers import Running, ServerError, ServerSpec, asks
 from experiments.fleet_change.__main__ import BEFORE
 from experiments.stacks import measure as stacks
 from experiments.stacks import traffic

@@ -24,7 +24,7 @@ import httpx
 from experiments.common.client import AnswerError, Client, Pair, http_client
 from experiments.common.command_line import MODES
 from experiments.common.counted import samples
-from experiments.common.device import layout
+from experiments.common.device import layout, nixl
 from experiments.common.model import PADDED, make_model
 from experiments.common.report import Narrator, Verdict, begin, conclude, last_name
 from experiments.common.servers import (
@@ -36,7 +36,6 @@ from experiments.common.servers import (
     prefill_and_decode,
     running,
 )
-from experiments.common.transfer_config import nixl
 from experiments.fuzzed_parameters.endpoints import ENDPOINTS, TEMPLATE, TOKENS, Endpoint, Failed, Prompt, read
 from experiments.fuzzed_parameters.faults import Asked, change_body, draw
 from kvcached_nixl.wire.params import MANIFEST_KEY

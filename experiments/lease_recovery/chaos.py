@@ -13,12 +13,13 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 
 from experiments.common.client import Client, http_client
 from experiments.common.servers import Running
-from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
+from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS, Arm
 from experiments.lease_recovery.memory import (
     GIVE_UP_SECONDS,
     IdleMemory,
@@ -35,6 +36,8 @@ from experiments.lease_recovery.traffic import (
     Traffic,
 )
 
+Inflict = Callable[[], Awaitable[None]]
+SIDES = ("prefill", "decode")
 CLIENTS = 4
 STALE_REQUESTS = 50
 # A lease must not end when a heartbeat is late by up to half of the lease.
@@ -76,31 +79,22 @@ class Chaos:
 
     Args:
         running: the pair, P and D.
-        is_operated: whether an operator also pauses them, resets their caches and changes their weights.
-        is_short: instead of that, memory comes and goes, and servers are shut down.
+        arm: of the pair. An operator pauses those over kvcached, resets their caches and changes their weights; for
+            stock, answers after a change of weights, or from caches of other weights, would only be wrong.
 
     Attributes:
         told: every request of the operator.
     """
 
-    def __init__(
-        self,
-        running: Running,
-        traffic: Traffic,
-        say: Callable[[str], None],
-        *,
-        is_operated: bool,
-        is_short: bool = False,
-    ) -> None:
+    def __init__(self, running: Running, traffic: Traffic, arm: Arm, say: Callable[[str], None]) -> None:
         self.running = running
+        self.arm = arm
         self.traffic = traffic
         self.say = say
         self.draw = random.Random(11)
         self.recoveries: list[Recovery] = []
         self.told: list[Told] = []
         self._idle = IdleMemory(running)
-        self._is_operated = is_operated
-        self._is_short = is_short
 
     async def run(self, rounds: int, least_requests: int) -> None:
         """Inflict every fault ``rounds`` times in random order; end after at least ``least_requests`` requests."""
@@ -121,7 +115,7 @@ class Chaos:
                 self.say(f"no fault; so far {_said(self.traffic)}")
                 await asyncio.sleep(LOOK_SECONDS)
 
-    async def _one(self, name: str, inflict: Callable[[], Awaitable[None]]) -> None:
+    async def _one(self, name: str, inflict: Inflict) -> None:
         traffic = self.traffic
         traffic.fault = name
         prefill = self.running.servers[0]
@@ -158,48 +152,50 @@ class Chaos:
 
     # ------------------------------------------------------------------------------------------ faults
 
-    def _kinds(self) -> dict[str, Callable[[], Awaitable[None]]]:
+    def _kinds(self) -> dict[str, Inflict]:
         """Return name -> function for each kind of fault."""
-        if self._is_short:
+        if self.arm.is_short:
             return self._shortages()
-        return {
-            "prefill is killed": lambda: self._kill(0),
-            "decode is killed": lambda: self._kill(1),
-            f"prefill stands still, {SHORTER}": lambda: self._stand_still(0, SHORTER_SECONDS),
-            f"prefill stands still, {LONGER}": lambda: self._stand_still(0, LONGER_SECONDS),
-            f"decode stands still, {SHORTER}": lambda: self._stand_still(1, SHORTER_SECONDS),
-            f"decode stands still, {LONGER}": lambda: self._stand_still(1, LONGER_SECONDS),
+        still = {SHORTER: SHORTER_SECONDS, LONGER: LONGER_SECONDS}
+        kinds: dict[str, Inflict] = {
+            f"{name} stands still, {words}": partial(self._stand_still, side, seconds)
+            for side, name in enumerate(SIDES)
+            for words, seconds in still.items()
+        }
+        kinds |= {f"{name} is killed": partial(self._kill, side) for side, name in enumerate(SIDES)}
+        kinds |= {
             "clients go away": self._clients_go_away,
             "clients go away while they wait": self._clients_of_a_burst_go_away,
             "stale parameters": self._stale,
             GONE: self._prefill_is_gone,
-        } | (self._operations() if self._is_operated else {})
+        }
+        return kinds | (self._operations() if self.arm.kvcached else {})
 
-    def _shortages(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        prefill, decode = range(2)
-        return {
+    def _shortages(self) -> dict[str, Inflict]:
+        still = f"limits change, prefill stands still, {SHORTER}"
+        kinds: dict[str, Inflict] = {
             "limits change": lambda: change_limits(self.running.servers, self.draw),
-            "a neighbour of prefill": lambda: be_a_neighbour(self.running.servers[prefill], self.draw),
-            "a neighbour of decode": lambda: be_a_neighbour(self.running.servers[decode], self.draw),
             "limits and both neighbours": self._everything_is_short,
-            f"limits change, prefill stands still, {SHORTER}": lambda: self._short_and(
-                self._stand_still, SHORTER_SECONDS
-            ),
+            still: lambda: self._short_and(self._stand_still, SHORTER_SECONDS),
             "limits change, prefill is paused": lambda: self._short_and(self._pause),
             "clients go away while they wait": self._clients_of_a_burst_go_away,
-            "prefill is shut down": lambda: self._shut_down(prefill),
-            "decode is shut down": lambda: self._shut_down(decode),
             "memory changes, prefill is killed": lambda: self._short_and(self._kill),
         }
+        for side, name in enumerate(SIDES):
+            kinds[f"a neighbour of {name}"] = partial(self._neighbour, side)
+            kinds[f"{name} is shut down"] = partial(self._shut_down, side)
+        return kinds
 
-    def _operations(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        return {
-            "prefill is paused": lambda: self._pause(0),
-            "decode is paused": lambda: self._pause(1),
+    def _operations(self) -> dict[str, Inflict]:
+        kinds: dict[str, Inflict] = {f"{name} is paused": partial(self._pause, side) for side, name in enumerate(SIDES)}
+        return kinds | {
             "both are paused": lambda: self._pause(*self.draw.sample([0, 1], 2)),
             "caches are reset": self._reset,
             "weights change": self._change_weights,
         }
+
+    async def _neighbour(self, side: int) -> None:
+        await be_a_neighbour(self.running.servers[side], self.draw)
 
     async def _kill(self, side: int) -> None:
         self.running.servers[side].kill()

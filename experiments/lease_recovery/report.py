@@ -134,8 +134,7 @@ def _outcome(arm: Arm, options: argparse.Namespace, stamp: str, narrator: Narrat
         await traffic.learn()
         if arm.kvcached:
             await traffic.learn_other()
-        # Not for stock: its answers after a change of weights, or from caches of other weights, would only be wrong.
-        chaos = Chaos(running, traffic, narrator.update, is_operated=arm.kvcached, is_short=arm.is_short)
+        chaos = Chaos(running, traffic, arm, narrator.update)
         await chaos.run(options.rounds, LEAST_REQUESTS)
         return Outcome(arm.name, arm.kvcached, traffic.ended, chaos.recoveries, chaos.told)
 

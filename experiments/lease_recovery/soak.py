@@ -114,8 +114,7 @@ async def learn(server: Server, asked: Sequence[list[int]]) -> list[Known]:
         client = Client(server.base_url, http)
         for place, prompt in enumerate(asked):
             said = await client.answer(prompt, max_tokens=TOKENS, salt=f"{place}", request_id=f"alone-{place}")
-            best = (sorted(one.values(), reverse=True) for one in said.top_logprobs)
-            if all(first - second > TIE_NATS for first, second, *_ in best):
+            if said.lead > TIE_NATS:
                 known.append(Known(prompt, said.token_ids))
     return known
 

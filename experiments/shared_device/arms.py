@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.common.device import layout
+from experiments.common.device import layout, nixl
 from experiments.common.families import FAMILIES, Family, make_family
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, ServerSpec
-from experiments.common.transfer_config import nixl
 
 MAX_MODEL_LEN = 1792
 _ELEMENT_BYTES = 4

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import httpx
 
-from experiments.common.asking import asking, asks
+from experiments.common.device import with_extra
 from experiments.common.report import Narrator
-from experiments.common.servers import Running, ServerError
-from experiments.common.transfer_config import with_extra
+from experiments.common.servers import Running, ServerError, asking, asks
 from experiments.shared_device.arms import FULL_ATTENTION, PULL, Arm, Device
 from experiments.shared_device.clients import Arrival, Outcome, Received, Swell, Target, arrivals, ask, nudge, offered
 from experiments.shared_device.counts import Counts, DeviceWatch, Engines, Sample, settled_counts

@@ -106,7 +106,7 @@ def chosen(prompts: list[list[int]], answers: list[Answer], count: int = KEPT) -
         clear = [
             number
             for number, prompt in enumerate(prompts)
-            if len(prompt) == length and lead(answers[number]) >= LEAST_LEAD
+            if len(prompt) == length and answers[number].lead >= LEAST_LEAD
         ]
         if len(clear) < wanted:
             raise ServerError(
@@ -115,9 +115,3 @@ def chosen(prompts: list[list[int]], answers: list[Answer], count: int = KEPT) -
             )
         kept += clear[:wanted]
     return Asked([prompts[one] for one in kept], [answers[one].token_ids for one in kept])
-
-
-def lead(answer: Answer) -> float:
-    """Return the least lead of any token of an answer before the second best one, in nats."""
-    ranked = [sorted(one.values(), reverse=True) for one in answer.top_logprobs]
-    return min((best - second for best, second, *_ in ranked), default=0.0)

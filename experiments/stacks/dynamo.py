@@ -26,9 +26,8 @@ from experiments.common.servers import (
     inherited,
 )
 from experiments.stacks import traffic
-from experiments.stacks.deployment import Servers, behind
 from experiments.stacks.environments import Say, overlay
-from experiments.stacks.routers import running_router
+from experiments.stacks.routers import Servers, behind, running_router
 
 STAND_INS = SERVER_SIDE.parent / "stand_ins"
 """Its module of Qwen's images imports torchvision, of which no build fits the installed torch."""

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.counted import settled, since
-from experiments.common.device import layout
+from experiments.common.device import layout, nixl
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, Running, ServerSpec
-from experiments.common.transfer_config import nixl
 from experiments.stacks import traffic
 from experiments.stacks.environments import Say
 from experiments.stacks.stacks import Deployment, Stack

@@ -21,8 +21,8 @@ import psutil
 
 from experiments.bench.samples import Samples
 from experiments.common import model as models
+from experiments.common.device import nixl
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
-from experiments.common.transfer_config import nixl
 
 EMPTY = "no requests"
 SETTLE_SECONDS = 2.0

@@ -56,7 +56,7 @@ from experiments.shared_device.clients import (
 from experiments.shared_device.counts import Counts, Sample, moved_tokens
 from experiments.shared_device.measure import ASKS, Overloaded, Ran
 from experiments.shared_device.measure import BEHIND as BEHIND_ROUTER
-from experiments.shared_device.reference import chosen, lead
+from experiments.shared_device.reference import chosen
 from experiments.shared_device.report import (
     FIRST_TOKEN_SECONDS,
     TOKEN_SECONDS,
@@ -209,7 +209,7 @@ def answer(lead_nats: float, tokens: int = 2) -> Answer:
 
 
 def test_prompts_with_a_close_decision_are_left_out() -> None:
-    assert lead(answer(0.5)) == 0.5 and lead(answer(2.0)) == 1.0
+    assert answer(0.5).lead == 0.5 and answer(2.0).lead == 1.0
     prompts = draw_prompts(2 * len(LENGTHS), seed=1)
     answers = [answer(0.0001 if number < len(LENGTHS) else 0.5) for number in range(len(prompts))]
     found = chosen(prompts, answers, count=len(LENGTHS))
