@@ -4,13 +4,93 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-from pathlib import Path
+from types import MappingProxyType
 
-from experiments.bench.questions import QUESTIONS
 from experiments.common.command_line import KEEPS_LAST, add_quick, add_rounds, add_word, make_parser, run_main
 
-RESULTS = Path(__file__).resolve().parent / "results"
+QUESTIONS = MappingProxyType(
+    {
+        "push_vs_pull": """\
+How much sooner does a client get its first token when prefill pushes KV than when decode pulls it?
+  Stock pull; stock push (vLLM 0.28); and over kvcached's contiguous memory: pull, push of whole requests, and push
+  streamed chunk by chunk while prefill computes. Over shared memory; TCP; and, where a network namespace can be made,
+  TCP over a link that carries KV 1.2 times as fast as prefill computes it here. Prompts of 128 to 8,192 tokens, 1, 2, 4
+  and 8 at a time. Time to first token, time per output token, and how long the transfer goes on after prefill's last
+  step. --only names transports.
+targets, medians:
+  over TCP, time to first token, pull / streamed push: >= 1.5 from 1,024 tokens up, never below 1
+  streamed push: the transfer time left after the last step is <= 1.1 x that of a prompt of one chunk
+  time to first token, stock push / streamed push: >= 1.2 from 2,048 tokens up""",
+        "memory_path": """\
+What does staging cost, and how much memory does it free sooner? The direct path, and a slab in host memory:
+  memory       a server's resident memory besides kvcached's pages, with 1, 8 and 60 GiB reserved; and the size that
+               vLLM's own host buffer would have
+  first-token  time to first token over TCP and shared memory; also for a pull whose every hand-over is verified
+  pages        how long prefill's blocks stay in use after its last step, and their pages mapped; and how much of its
+               pool is mapped under load, when decode gets a request half a second after prefill's answer
+  --only names parts.
+targets:
+  resident memory beyond the direct path's: at most 1.05 x the slab, whatever the reserved size
+  time to first token over TCP: at most 1.15 x the direct path's (over shared memory it has no target)
+  prefill's blocks stay in use for at most 1.2 x the time of the copy""",
+        "family_cost": """\
+What does it cost to hand over a model that keeps KV in several KV-cache groups?
+  Gemma 4 (full attention and sliding windows, with blocks of their own size), Nemotron-H (Mamba2 states and full
+  attention), and a model with one group. Stock pull (with the layout of states that it wants), and this package's pull
+  in both layouts and streamed push. Time to first token, and descriptors and bytes a prompt, which both servers count
+  (vllm:nixl_*). --only names models; --rounds is 10.
+targets, for each model, medians:
+  time to first token, pull contiguous / stock pull       <= 1.15
+  a prompt's descriptors, contiguous / non-contiguous     <= 0.5""",
+        "handshake_cost": """\
+What does the first hand-over of a pair cost, and does the cost grow with the memory that kvcached reserves?
+  Fresh pairs, which take turns: this package in both layouts, and kvcached with its own NIXL patch, each with 1, 8 and
+  60 GiB reserved and beside stock vLLM. The very first hand-over; cold hand-overs, which include a handshake (the first
+  one, and twenty more, each after decode was made to forget its peer); decode's resident memory; descriptors per block;
+  and the time that this package's wrappers add to a decode step. --only names arms; --rounds is 2.
+targets, for this package (cold figures are first quartiles over all rounds: other load on the machine only adds time):
+  cold hand-over at 60 GiB   <= 1.3 x the one at 1 GiB, <= 1.2 x stock
+  resident memory            <= 64 MiB more at 60 GiB than at 1 GiB
+  wrappers                   <  1 % of a decode step""",
+        "transfer_rate": """\
+Which fraction of plain NIXL's rate does a long hand-over reach, with the same bytes in the same descriptors?
+  Two processes with real agents hand over 64k tokens, 1 GiB: 32 layers with K and V of 256 bytes a token each, in
+  blocks of 16 tokens that are scattered over the pool, so that none can be joined. A block is one descriptor of 256 KiB
+  (contiguous) or 64 of 4 KiB (non-contiguous). A hand-over is timed from the step that passes the request to decode's
+  worker until the engine is told that the KV has arrived. Plain NIXL is one transfer, polled without a pause. With idle
+  engines, and with engines that compute: a thread on each side that uses Python's interpreter for 2 ms and then leaves
+  it for 2 ms. --only names settings; --rounds is 5.
+targets, over shared memory and TCP, in both directions and layouts:
+  with idle engines >= 0.9 of plain NIXL's rate, with engines that compute >= 0.8 (medians)
+  the engine's pieces of work take <= 1.02 times as long as beside plain NIXL (means)
+  posting one batch of this package blocks the interpreter for <= 1 ms (median of 20)""",
+        "bench_serve": """\
+What does vLLM's own load generator measure with prefill/decode, beside stock prefill/decode?
+  `vllm bench serve` with random prompts of 512 to 1,536 tokens and answers of 32 to 96, against one prefill and one
+  decode server, pull and push: decode that asks prefill, over kvcached; the same behind vllm-router; vLLM's own
+  connectors without kvcached, behind vllm-router; and one instance with as many threads as both servers together.
+  --only names transfer modes; --rounds is 3.
+targets: every request is answered, with KV from prefill. Decode that asks, beside stock: at least as many requests a
+  second; first and further tokens as soon, and for as little CPU time of all servers and the router (medians of the
+  ratios of the rounds). The speed beside one instance has no target: where all share cores, P/D cannot be faster.""",
+        "asking": """\
+Is a first token later when decode asks prefill than when a router does?
+  One prefill and one decode server. The same requests in turn: to decode, which asks prefill; and as a router sends
+  them, to prefill and with its answer to decode (pull), or to both at once (push). Prompts of 1,024 and 4,096 tokens, 1
+  and 8 at a time. --only names the transfer mode; --rounds is 20.
+targets: the median first token comes no later than with a router""",
+        "traces": """\
+Do the spans of a request account for its time to first token?
+  A prefill and a decode server that asks it, both with --otlp-traces-endpoint, and a collector. Requests are streamed,
+  one after the other, each with a W3C trace context of its own. Pull, push, and both where KV is staged through host
+  memory. Decode's spans before the first token, and prefill's while decode asks, are added up. --only names arms. A
+  whole run draws docs/trace.png from a request of the first two arms.
+targets, for each arm:
+  the spans of prefill and decode have the client's trace, and every state of the hand-over is there
+  they add up to the time to first token: within 5 % for the median request, within 10 % for any""",
+    }
+)
+"""What each question asks, and its targets; the module of the same name answers it."""
 
 DESCRIPTION = """\
 What does a hand-over cost? Each question compares arms, whose servers run at the same time and take turns.
@@ -31,23 +111,5 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main(options: argparse.Namespace) -> int:
-    """Measure and return the exit status."""
-    # Imported here, not at the top: --help has to work without an environment.
-    from experiments.bench.samples import Run
-    from experiments.common.report import Narrator, begin, conclude, last_name
-
-    began, stamp = begin(options.vllm)
-    with Narrator(f"{options.question}, vLLM {options.vllm}") as narrator:
-        logs = RESULTS / f"{stamp}-{options.question}"
-        run = Run(options.vllm, logs, narrator.update, narrator.say, options.quick, options.rounds, options.only)
-        found = importlib.import_module(f"experiments.bench.{options.question}").answer(run)
-    name = logs.name if options.only else last_name(f"{options.vllm}-{options.question}", quick=options.quick)
-    status = conclude(found.tables, found.verdicts, RESULTS / f"{name}.json", {"began": began, **found.content})
-    if found.plot is not None:
-        found.plot(RESULTS / f"{name}.png")
-    return status
-
-
 if __name__ == "__main__":
-    run_main(main, parse())
+    run_main("bench.samples", parse())

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 from experiments.bench.pairs import KVCACHED, Arm, Router, in_turn, pair_specs
 from experiments.bench.samples import Answer, Column, Run, Samples, percentile
-from experiments.common.asking import Asking
 from experiments.common.client import http_client
+from experiments.common.device import with_extra
 from experiments.common.model import ModelShape, make_model
-from experiments.common.servers import GIVES_BACK, Server, ServerSpec
-from experiments.common.transfer_config import with_extra
+from experiments.common.servers import GIVES_BACK, Asking, Server, ServerSpec
 
 ASKS, ROUTER = "decode asks", "a router asks"
 ARMS = (

@@ -16,13 +16,12 @@ import psutil
 
 from experiments.bench.pairs import KVCACHED, in_turn
 from experiments.bench.samples import Answer, Column, Run, Samples
-from experiments.common.asking import asking
 from experiments.common.command_line import MODES
 from experiments.common.counted import hand_overs
+from experiments.common.device import nixl
 from experiments.common.model import ModelShape, make_model
-from experiments.common.servers import ENVIRONMENT, Server, ServerSpec, prefill_and_decode, running
-from experiments.common.targets import Verdict
-from experiments.common.transfer_config import nixl
+from experiments.common.report import Verdict
+from experiments.common.servers import ENVIRONMENT, Server, ServerSpec, asking, prefill_and_decode, running
 from experiments.stacks.routers import vllm_router
 
 MODEL = ModelShape(layers=8, kv_heads=8, max_positions=4096)

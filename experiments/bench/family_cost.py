@@ -12,8 +12,8 @@ from experiments.common.client import AnswerError, http_client
 from experiments.common.counted import counters
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import GQA, make_model
+from experiments.common.report import Verdict
 from experiments.common.servers import Server, ServerSpec
-from experiments.common.targets import Verdict
 
 ONE_GROUP = "one group"
 """A model with grouped-query attention in all layers, to compare with."""

@@ -10,23 +10,19 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from experiments.bench.pairs import APART, KVCACHED, Arm, Router, in_turn, pair_specs
 from experiments.bench.samples import Answer, Column, Run, Samples, Setting
 from experiments.common.client import AnswerError, Client, http_client
 from experiments.common.model import make_model
+from experiments.common.report import Verdict
 from experiments.common.servers import Server, ServerSpec, running
-from experiments.common.targets import Verdict
 
 SIZES_GIB = (1, 8, 60)
 ROUNDS = 2
 PROMPT_TOKENS = 512
 PROMPT = [2 + place % 500 for place in range(PROMPT_TOKENS)]
 DECODE_TOKENS = 64
-WARM_HAND_OVERS = 7
 COLD_AGAIN = 20
 """Further hand-overs, each after decode was made to forget its peer: a single one depends on other load."""
 TIMED_CALLS = 2000
@@ -74,9 +70,7 @@ def answer(run: Run) -> Answer:
         Column("first, ms", "first"),
         Column("cold, ms", "cold"),
         Column("cold q1", "cold", of=first_quartile),
-        Column("warm, ms", "warm"),
         Column("MiB", "resident", 1 / MIB),
-        Column("peak", "peak", 1 / MIB),
         Column("descriptors", "descriptors", 1),
         Column("per block", "a_block", 1),
         Column("step, ms", "step", digits=2),
@@ -103,9 +97,6 @@ async def _measure(
                 await side.answer(PROMPT, max_tokens=2, salt="warm", request_id="warm")
             first = await _first_token_seconds(router)
             samples.add(setting, name, first=first, cold=first)
-        for turn in range(WARM_HAND_OVERS):
-            for name, router in in_turn(list(routers.items()), turn):
-                samples.add(setting, name, warm=await _first_token_seconds(router))
         held = {kind.name: _resident_bytes(decode) for kind, (_, decode) in zip(kinds, pairs, strict=True)}
         for turn in range(COLD_AGAIN):
             for name, router in in_turn(list(routers.items()), turn):
@@ -113,8 +104,7 @@ async def _measure(
                     raise AnswerError("found decode with no peer or several to forget; expected one, prefill's engine.")
                 samples.add(setting, name, cold=await _first_token_seconds(router))
         for name, router in routers.items():
-            (resident, peak), step = held[name], await _step_seconds(router.decode)
-            samples.add(setting, name, resident=resident, peak=peak, step=step)
+            samples.add(setting, name, resident=held[name], step=await _step_seconds(router.decode))
             for method, *more in (("registration",), ("idle_seconds", TIMED_CALLS)):
                 samples.add(setting, name, **await router.decode.probe(method, *more))
 
@@ -136,17 +126,14 @@ async def _step_seconds(decode: Client) -> float:
     return (statistics.median(spent[3::2]) - statistics.median(spent[2::2])) / DECODE_TOKENS
 
 
-def _resident_bytes(server: Server) -> tuple[int, int]:
-    """Return the current and the peak resident memory of the server's largest engine or worker process."""
-    processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+def _resident_bytes(server: Server) -> int:
+    """Return the resident memory of the server's largest engine or worker process."""
+    processes = server.processes()
     engines = [process for process in processes if any(word in process.name() for word in ("Engine", "Worker"))]
     if not engines:
         names = ", ".join(process.name() for process in processes)
         raise AnswerError(f"found the processes {names}; expected one named after vLLM's engine core or worker.")
-    largest = max(engines, key=lambda process: process.memory_info().rss)
-    status = Path(f"/proc/{largest.pid}/status").read_text()
-    peak_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-    return largest.memory_info().rss, peak_kib * 1024
+    return max(process.memory_info().rss for process in engines)
 
 
 def judge(samples: Samples) -> list[Verdict]:

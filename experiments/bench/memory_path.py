@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
+from rich.table import Table
 
 from experiments.bench import push_vs_pull
 from experiments.bench.pairs import KVCACHED, Arm, Router, pair_specs
@@ -22,13 +22,8 @@ from experiments.bench.samples import Answer, Column, Run, Samples
 from experiments.common.client import AnswerError, http_client
 from experiments.common.model import make_model
 from experiments.common.pages import PageWatch
-from experiments.common.plots import finish, line, make_panels, save
+from experiments.common.report import Verdict, finish, line, make_panels, make_table, save
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
-from experiments.common.tables import make_table
-from experiments.common.targets import Verdict
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 PARTS = ("memory", "first-token", "pages")
 PAGE_GROUP_BYTES = 2 * MODEL.layers * (2 << 20)
@@ -145,14 +140,11 @@ async def _serve(arm: Arm, prefill: Server, decode: Server) -> None:
 def anonymous_bytes(server: Server) -> int:
     """Return the anonymous resident memory of all processes of the server's session."""
     total = 0
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == server.process.pid:
-                found = process.memory_info()
-                total += found.rss - found.shared
-        except (psutil.Error, ProcessLookupError):
-            # The process has ended meanwhile.
-            continue
+    for process in server.processes():
+        # It may have ended meanwhile.
+        with contextlib.suppress(psutil.Error):
+            found = process.memory_info()
+            total += found.rss - found.shared
     return total
 
 

@@ -6,6 +6,7 @@ The parent calls `Node`'s methods by name, over a pipe.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 import mmap
@@ -13,21 +14,21 @@ import os
 import statistics
 import threading
 import time
+import uuid
 from collections.abc import Mapping
-from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from experiments.bench.plain import Plain, agent, cut, share_cores
-from experiments.bench.timing import Computing, TimedTransport, longest_hold
-from experiments.common.engines import Engine, Pool, Request, asks_prefill, host_words
+from experiments.bench.timing import Computing, longest_hold
+from experiments.common.engines import Channel, Engine, Pool, Request, asks_prefill, host_words
+from experiments.common.server_side.few_cores import BINDINGS, wait_for_events
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.agent import Operation, Ranges, Transport, register_host_memory
+from kvcached_nixl.transport.agent import Operation, Ranges, Transport, descriptors, peer_name, register_host_memory
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
@@ -57,23 +58,75 @@ def planes(address: int, num_blocks: int, layout: str) -> Planes:
     return Planes(bases, stride, CELL_BYTES, CELL_BYTES, CELL_BYTES, num_blocks, BLOCK_SIZE, num_heads=1)
 
 
-class _Channel:
+def agent(memory_address: int, memory_bytes: int) -> Any:
+    """Return a NIXL agent that has registered this memory."""
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    made = nixl_agent(str(uuid.uuid4()), nixl_agent_config(backends=["UCX"]))
+    found = made.get_reg_descs([(memory_address, memory_bytes, 0, "")], "DRAM")
+    made.register_memory(found, backends=["UCX"])
+    return made
+
+
+def share_cores() -> None:
+    """Make agents created later wait for events: on few cores their polling threads would take each other's time."""
+    for name in BINDINGS:
+        try:
+            bindings = importlib.import_module(name)
+        except ImportError:
+            continue
+        wait_for_events(bindings)
+
+
+def cut(lengths: Any, budget: Budget) -> list[slice]:
+    """Return the rows of each transfer, cut as `TransferQueue` cuts them."""
+    until = np.concatenate(([0], np.cumsum(lengths)))
+    found, row = [], 0
+    while row < len(lengths):
+        end = int(np.searchsorted(until, until[row] + budget.batch_bytes, side="right")) - 1
+        end = min(max(end, row + 1), row + budget.descriptors, len(lengths))
+        found.append(slice(row, end))
+        row = end
+    return found
+
+
+class Plain:
+    """Plain NIXL on one side. ``meet`` takes the other side's metadata."""
+
+    def __init__(self, memory_address: int, memory_bytes: int) -> None:
+        self._agent = agent(memory_address, memory_bytes)
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def meet(self, far: bytes) -> None:
+        self._peer = peer_name(self._agent.add_remote_agent(far))
+
+    def finish(self, handle: Any) -> None:
+        """Poll a transfer without a pause until it has ended, and release its handle."""
+        while (state := self._agent.check_xfer_state(handle)) == "PROC":
+            continue
+        if state != "DONE":
+            raise RuntimeError(f"found a transfer {state}; expected it to be done")
+        self._agent.release_xfer_handle(handle)
+
+    def post(self, operation: Operation, local: Ranges, remote: Ranges) -> Any:
+        """Post one transfer; returns its handle."""
+        sides = (descriptors(self._agent, one, "DRAM") for one in (local, remote))
+        handle = self._agent.initialize_xfer(operation, *sides, self._peer, b"")
+        self._agent.transfer(handle)
+        return handle
+
+
+class _Channel(Channel):
     def __init__(self, woken: threading.Event) -> None:
-        self.answers: Mapping[int, tuple[str, bytes]] = {}
+        super().__init__()
         self.woken_at = 0.0
         self._woken = woken
-
-    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
-        future: Future[tuple[str, bytes]] = Future()
-        future.set_result(self.answers[tp_rank])
-        return future
 
     def wake(self, host: str, port: int, key: str) -> None:
         self.woken_at = time.perf_counter()
         self._woken.set()
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 class Node:
@@ -94,19 +147,16 @@ class Node:
         self._registered = register_host_memory(self._agent, words, ["UCX"])
         self._woken = threading.Event()
         self._channel = _Channel(self._woken)
-        self._transport = TimedTransport(Transport(self._agent, "DRAM"))
         self._engine = Engine(
             RemotePrefill(name, "127.0.0.1", 5600, 1),
             Settings(TransferMode(direction)),
             Clock(),
-            self._transport,
+            Transport(self._agent, "DRAM"),
             self._channel,
             self._planes,
             Pool(order.tolist()),
             words,
         )
-        routes = self._engine.side.thread._context.routes
-        routes.ranges = self._transport.timed("descriptors", PeerRoutes.ranges)  # type: ignore[method-assign]
         self._engine.side.thread.start()
         self._engine.step()
         self._computing = Computing()
@@ -186,10 +236,6 @@ class Node:
         del self._requests[name]
         self._engine.pool.free(name)
 
-    def take_parts(self) -> dict[str, float]:
-        """Return what this side's seconds were spent on since the last call."""
-        return self._transport.take()
-
     def draw(self, name: str) -> list[int]:
         """Return blocks as a request would get them, for plain NIXL."""
         blocks = self._allocate(name)
@@ -199,10 +245,12 @@ class Node:
         free[:] = free[len(blocks) // 3 :] + free[: len(blocks) // 3]
         return blocks
 
-    def move(self, operation: Operation, local: list[int], remote: list[int], batched: bool) -> float:
-        """Transfer with plain NIXL. Returns seconds."""
+    def move(self, operation: Operation, local: list[int], remote: list[int]) -> float:
+        """Transfer with plain NIXL. Returns the seconds from making descriptors to the end."""
         here, there = self._ranges(local, remote)
-        return self._plain.move(operation, here, there, Budget() if batched else None)
+        begun = time.perf_counter()
+        self._plain.finish(self._plain.post(operation, here, there))
+        return time.perf_counter() - begun
 
     def hold(self, operation: Operation, local: list[int], remote: list[int]) -> float:
         """Return how long posting one of this package's batches blocks the interpreter for all other threads.

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 
 from experiments.common.client import AnswerError, Client, offered_blocks
+from experiments.common.device import nixl
 from experiments.common.servers import SERVER_SIDE, Server, ServerSpec, prefill_and_decode, running
-from experiments.common.transfer_config import nixl
 
 PROBE = Path(__file__).resolve().parent / "server_side"
 KVCACHED: Mapping[str, str] = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true"}
@@ -118,9 +118,9 @@ class Router:
         if self.arm.is_streamed and late_seconds is None:
             params = {**self.coordinates, "do_remote_prefill": True, "transfer_id": name}
             decoding = asyncio.create_task(self._decode(prompt, name, params, tokens))
-            await self._prefill(prompt, name, {"do_remote_decode": True, "transfer_id": name})
+            await self.prefill.offer(prompt, salt=name, request_id=name, transfer_id=name)
             return Handed(asked, time.perf_counter(), await decoding)
-        params = await self._prefill(prompt, name, {"do_remote_decode": True, "do_remote_prefill": False})
+        params = await self.prefill.offer(prompt, salt=name, request_id=name)
         if not offered_blocks(params) and self.arm.connector == "NixlConnector":
             raise AnswerError(f"{name}: found no blocks in prefill's answer; expected a hand-over. See prefill's log.")
         await asyncio.sleep(late_seconds or 0.0)
@@ -136,15 +136,6 @@ class Router:
     def _next(self, length: int) -> tuple[str, list[int]]:
         number = next(self.names)
         return f"request-{number}", [2 + (number * 131 + place * 7 + place * place) % 500 for place in range(length)]
-
-    async def _prefill(self, prompt: list[int], name: str, params: dict[str, Any]) -> dict[str, Any]:
-        answer = await self.prefill.complete(
-            prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params=params
-        )
-        offered = answer.get("kv_transfer_params")
-        if not offered:
-            raise AnswerError(f"{name}: found no kv_transfer_params in prefill's answer; nothing was handed over.")
-        return dict(offered)
 
     async def _decode(self, prompt: list[int], name: str, params: dict[str, Any] | None, tokens: int) -> list[float]:
         return await self.decode.token_times(

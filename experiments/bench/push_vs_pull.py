@@ -5,25 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from experiments.bench.network import enter, limit
+from rich.table import Table
+
 from experiments.bench.pairs import KVCACHED, Arm, Router, in_turn, pair_specs, running_pairs
 from experiments.bench.samples import Answer, Column, Run, Samples, Setting, percentile
 from experiments.common.client import http_client
 from experiments.common.model import ModelShape, make_model
-from experiments.common.plots import finish, line, make_panels, save
+from experiments.common.report import Verdict, finish, line, make_panels, save
 from experiments.common.servers import Server, ServerSpec
-from experiments.common.targets import Verdict
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 MODEL = ModelShape(
     layers=8,
@@ -281,3 +279,44 @@ def plot(samples: Samples, vllm: str, path: Path) -> None:
         panel.minorticks_off()
     panels[0].set_ylabel("time to first token, s (p50, shaded to p90)")
     save(figure, f"prefill to decode, vLLM {vllm}, 16 KiB of KV a token", path)
+
+
+# ------------------------------------------------------------------------------------------ a link between two machines
+# A network namespace whose loopback has a rate limit. Linux only. Needs the right to make one (CAP_SYS_ADMIN),
+# ``unshare``, ``ip`` and ``tc``.
+
+
+INSIDE = "EXPERIMENT_OWN_NETWORK"
+APART = ("unshare", "--net", "--mount")
+
+
+def enter(arguments: Sequence[str]) -> bool:
+    """Restart this program in a new network namespace. Returns True inside it, False if it cannot be made."""
+    if os.environ.get(INSIDE):
+        return True
+    commands = (
+        # UCX looks for interfaces in /sys and needs one besides the loopback. Its traffic still uses the loopback.
+        "mount -t sysfs none /sys",
+        "ip link set lo up",
+        "ip link add link0 type veth peer name link1",
+        "ip addr add 192.0.2.1/24 dev link0",
+        "ip link set link0 up",
+        "ip link set link1 up",
+        "tc qdisc add dev lo root pfifo",
+    )
+    set_up = " && ".join(commands)
+    try:
+        possible = subprocess.run([*APART, "bash", "-c", set_up], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        possible = False
+    if possible:
+        again = [sys.executable, "-m", "experiments.bench", *arguments]
+        os.environ[INSIDE] = "1"
+        os.execvp(APART[0], [*APART, "bash", "-c", f'{set_up} && exec "$@"', "bash", *again])
+    return False
+
+
+def limit(gbit_per_second: float | None) -> None:
+    """Set the loopback's rate limit, or remove it (None). Call it only inside the namespace."""
+    rate = ["pfifo"] if gbit_per_second is None else f"tbf rate {gbit_per_second}gbit burst 256kb latency 20ms".split()
+    subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *rate], check=True)

@@ -3,20 +3,35 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from experiments.common.tables import make_table
-from experiments.common.targets import Verdict
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from experiments.common.report import Narrator, Verdict, begin, conclude, last_name, make_table
 
+RESULTS = Path(__file__).resolve().parent / "results"
 Setting = tuple[Any, ...]
 Statistic = Callable[[Sequence[float]], float]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    began, stamp = begin(options.vllm)
+    with Narrator(f"{options.question}, vLLM {options.vllm}") as narrator:
+        logs = RESULTS / f"{stamp}-{options.question}"
+        run = Run(options.vllm, logs, narrator.update, narrator.say, options.quick, options.rounds, options.only)
+        found = importlib.import_module(f"experiments.bench.{options.question}").answer(run)
+    name = logs.name if options.only else last_name(f"{options.vllm}-{options.question}", quick=options.quick)
+    status = conclude(found.tables, found.verdicts, RESULTS / f"{name}.json", {"began": began, **found.content})
+    if found.plot is not None:
+        found.plot(RESULTS / f"{name}.png")
+    return status
 
 
 @dataclass(frozen=True)

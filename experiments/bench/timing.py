@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the parts of a hand-over, and how much the engine's thread is delayed meanwhile."""
+"""Times how much an engine's thread is delayed by hand-overs."""
 
 from __future__ import annotations
 
@@ -7,80 +7,13 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from kvcached_nixl.transport.agent import Handle, Operation, Ranges, TransferState, Transport
 
 PIECE_SECONDS = 0.002
 """Time of a piece of Python work, and of the pause after it: similar to an engine between two layers of device work."""
-
-
 LEAST_GAP_SECONDS = 0.00003
 """Shorter gaps do not count as waiting for the interpreter."""
-
-
-class TimedTransport:
-    """A transport that records how long its calls take. The owner of the inner transport closes it."""
-
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-        self.spent: defaultdict[str, float] = defaultdict(float)
-        self._word: tuple[Handle, float] | None = None
-        self.add_peer = inner.add_peer
-        self.metadata = inner.metadata
-        self.received = inner.received
-        self.remove_peer = inner.remove_peer
-        self.release = inner.release
-        self.send = inner.send
-
-    def post(
-        self,
-        operation: Operation,
-        peer: str,
-        local: Ranges,
-        remote: Ranges,
-        notification: bytes = b"",
-        *,
-        is_host: bool = False,
-    ) -> Handle:
-        begun = time.perf_counter()
-        handle = self._inner.post(operation, peer, local, remote, notification, is_host=is_host)
-        if is_host:
-            self._word = handle, begun
-        else:
-            self.spent["posting"] += time.perf_counter() - begun
-            self.spent["transfers"] += 1
-        return handle
-
-    def state(self, handle: Handle) -> TransferState:
-        begun = time.perf_counter()
-        found = self._inner.state(handle)
-        ended = time.perf_counter()
-        if self._word is None or handle is not self._word[0]:
-            self.spent["looking"] += ended - begun
-        elif found is not TransferState.IN_FLIGHT:
-            self.spent["word"] += ended - self._word[1]
-        return found
-
-    def timed(self, name: str, action: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``action`` wrapped so that its time is added to ``name``."""
-
-        def act(*arguments: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return action(*arguments)
-            finally:
-                self.spent[name] += time.perf_counter() - begun
-
-        return act
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds since the last call, by what they were spent on."""
-        found, self.spent = self.spent, defaultdict(float)
-        return dict(found)
 
 
 class Computing:
@@ -89,7 +22,7 @@ class Computing:
     def __init__(self) -> None:
         self._count = 1000
         # Calibrated in CPU time: other load on the machine must not make the pieces smaller.
-        while (spent := _seconds(self._count, time.thread_time)) < PIECE_SECONDS:
+        while (spent := _seconds(self._count)) < PIECE_SECONDS:
             self._count = int(self._count * min(2.0, 1.1 * PIECE_SECONDS / max(spent, 1e-6))) + 1
         self._pieces: list[float] = []
         self._stop = threading.Event()
@@ -115,7 +48,7 @@ class Computing:
                 due, before = time.perf_counter() + PIECE_SECONDS, waited()
                 if self._stop.wait(PIECE_SECONDS):
                     return
-                worked = _seconds(self._count, time.thread_time)
+                worked = _seconds(self._count)
                 # A piece that waits for the interpreter before it begins is as late as one that loses it. A wait for a
                 # core before it was due must not make it shorter.
                 self._pieces.append(max(worked, time.perf_counter() - due - (waited() - before)))
@@ -164,9 +97,10 @@ def longest_hold(action: Callable[[], object]) -> float:
     return longest
 
 
-def _seconds(count: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    begun = clock()
+def _seconds(count: int) -> float:
+    """Return the CPU time of some Python work."""
+    begun = time.thread_time()
     total = 0
     for number in range(count):
         total += number
-    return clock() - begun
+    return time.thread_time() - begun

@@ -3,26 +3,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
+from typing import Any
 
 import httpx
 
-from experiments.bench.pairs import KVCACHED
+from experiments.bench.pairs import KVCACHED, Arm
 from experiments.bench.samples import Answer, Column, Run, Samples
 from experiments.common import model as models
-from experiments.common.asking import Asking
-from experiments.common.otlp import ENVIRONMENT, Span, collecting
-from experiments.common.plots import make_panels, save
-from experiments.common.servers import GIVES_BACK, REPOSITORY, ServerSpec, prefill_and_decode
-from experiments.common.targets import Verdict
-from experiments.common.transfer_config import nixl
+from experiments.common.command_line import MODES
+from experiments.common.device import nixl
+from experiments.common.report import Verdict, make_panels, save
+from experiments.common.servers import GIVES_BACK, REPOSITORY, Asking, ServerSpec, prefill_and_decode
 
 REQUESTS, QUICK_REQUESTS, PROMPT_TOKENS = 8, 3, 4000
 PICTURE = REPOSITORY / "docs" / "trace.png"
@@ -33,16 +36,11 @@ WEB_FRAMEWORK = "fastapi"
 """The scope of spans that FastAPI makes by itself from 0.165 on, once vLLM has set a provider of tracers."""
 
 
-@dataclass(frozen=True)
-class Arm:
-    """How KV is handed over."""
-
-    name: str
-    mode: str
-    is_staged: bool = False
-
-
-ARMS = (Arm("pull", "pull"), Arm("push", "push"), Arm("pull, staged", "pull", True), Arm("push, staged", "push", True))
+ARMS = tuple(
+    Arm(f"{mode}{', staged' if path else ''}", extra={"transfer_mode": mode, **path})
+    for path in ({}, {"memory_path": "host"})
+    for mode in MODES
+)
 
 
 @dataclass(frozen=True)
@@ -96,33 +94,32 @@ _ALWAYS = {
 
 def answer(run_: Run) -> Answer:
     """Trace requests of each arm, one after the other."""
-    found: dict[Arm, list[Traced]] = {}
+    found: list[tuple[Arm, list[Traced]]] = []
     count = QUICK_REQUESTS if run_.quick else REQUESTS
     for arm in ARMS:
         if run_.only in arm.name:
             logs = run_.logs / arm.name.replace(", ", "-")
-            found[arm] = run(arm, count, PROMPT_TOKENS, logs, run_.show)
+            found.append((arm, run(arm, count, PROMPT_TOKENS, logs, run_.show)))
             run_.tell(f"{arm.name}: {count} requests")
     samples = Samples(("{}", "{}"))
-    for arm, traced in found.items():
+    for arm, traced in found:
         for one in traced:
             for process, name in dict.fromkeys((_process(span), span.name) for span in one.leaves):
                 spent = sum(span.seconds for span in one.leaves if (_process(span), span.name) == (process, name))
                 samples.add((process, name), arm.name, seconds=spent)
             samples.add(("client", "time to first token"), arm.name, seconds=one.first_token_seconds, share=one.share)
     table = samples.table("median milliseconds before the first token", [Column("ms", "seconds", digits=2)])
-    verdicts = [verdict for arm, traced in found.items() for verdict in judge(arm, traced)]
+    verdicts = [verdict for arm, traced in found for verdict in judge(arm, traced)]
     if not (run_.only or run_.quick):
-        plot({arm: traced[-1] for arm, traced in list(found.items())[:2]}, PICTURE)
+        plot([(arm, traced[-1]) for arm, traced in found[:2]], PICTURE)
     return Answer([table], verdicts, {"prompt_tokens": PROMPT_TOKENS, "spans": samples.as_json()})
 
 
 def specs(arm: Arm, endpoint: str) -> list[ServerSpec]:
     """Return a prefill and a decode server that send spans to ``endpoint``; none if it is ""."""
-    extra = {"transfer_mode": arm.mode, **({"memory_path": "host"} if arm.is_staged else {})}
     made = prefill_and_decode(
         arm.name,
-        nixl("", extra, kv_load_failure_policy="fail"),
+        nixl("", arm.extra, kv_load_failure_policy="fail"),
         model=models.make_model(models.ModelShape(max_positions=8192)),
         dtype="float32",
         max_model_len=8192,
@@ -183,11 +180,12 @@ def ask(url: str, prompt_tokens: int) -> tuple[str, float]:
 def states_of(arm: Arm) -> set[str]:
     """Return the states that a hand-over goes through."""
     found = set(_ALWAYS)
-    if arm.mode == "pull":
+    is_push, is_staged = arm.extra["transfer_mode"] == "push", "memory_path" in arm.extra
+    if not is_push:
         found.add("prefill_offered")
-    if arm.mode == "push" or arm.is_staged:
+    if is_push or is_staged:
         found.add("decode_waiting")
-    if arm.is_staged:
+    if is_staged:
         found.add("decode_copying")
     return found
 
@@ -206,11 +204,11 @@ def judge(arm: Arm, traced: Sequence[Traced]) -> list[Verdict]:
     ]
 
 
-def plot(found: Mapping[Arm, Traced], path: Path) -> None:
+def plot(found: Sequence[tuple[Arm, Traced]], path: Path) -> None:
     """Draw the spans of one request of each arm until shortly after its first token, a line each."""
     figure, panels = make_panels(len(found), 13, 7)
     colours = dict(zip(PROCESSES, ("tab:orange", "tab:blue"), strict=True))
-    for panel, (arm, one) in zip(panels, found.items(), strict=True):
+    for panel, (arm, one) in zip(panels, found, strict=True):
         begun = one.spans[0].begin
         spans = [span for span in one.parts if span.begin < one.first_token + 0.02]
         lines = list(dict.fromkeys((_process(span), span.name) for span in spans))
@@ -228,3 +226,124 @@ def plot(found: Mapping[Arm, Traced], path: Path) -> None:
     handles = [panels[0].barh(0, 0, color=colour, label=name) for name, colour in colours.items()]
     panels[0].legend(handles=handles, fontsize=8, loc="lower left")
     save(figure, "", path)
+
+
+# ---------------------------------------------------------------------------------------------------------- a collector
+# It takes OpenTelemetry's spans over HTTP on the loopback address, and keeps them.
+
+
+WAIT_SECONDS = 20.0
+ENVIRONMENT = MappingProxyType(
+    {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        # Otherwise a span is sent up to 5 s after its end.
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+        "NO_PROXY": "127.0.0.1",
+    }
+)
+"""Of a process that sends to `Collector`."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One span. Times are in seconds since the epoch; ``parent_id`` is "" for the first one of a trace.
+
+    ``scope`` is OpenTelemetry's: the name of the library that made the span.
+    """
+
+    trace_id: str
+    span_id: str
+    parent_id: str
+    name: str
+    scope: str
+    begin: float
+    end: float
+    is_error: bool
+    attributes: dict[str, Any]
+    resource: dict[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass
+class Collector:
+    """What has been received. Filled on the threads of its HTTP server."""
+
+    endpoint: str = ""
+    spans: list[Span] = field(default_factory=list)
+    _received: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, body: bytes) -> None:
+        """Keep the spans of one request."""
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        said = ExportTraceServiceRequest.FromString(body)
+        found = [
+            Span(
+                trace_id=span.trace_id.hex(),
+                span_id=span.span_id.hex(),
+                parent_id=span.parent_span_id.hex(),
+                name=span.name,
+                scope=of_scope.scope.name,
+                begin=span.start_time_unix_nano / 1e9,
+                end=span.end_time_unix_nano / 1e9,
+                is_error=span.status.code == 2,
+                attributes=_plain(span.attributes),
+                resource=_plain(of_resource.resource.attributes),
+            )
+            for of_resource in said.resource_spans
+            for of_scope in of_resource.scope_spans
+            for span in of_scope.spans
+        ]
+        with self._received:
+            self.spans += found
+            self._received.notify_all()
+
+    def of_trace(self, trace_id: str, is_whole: Callable[[list[Span]], bool]) -> list[Span]:
+        """Return the spans of a trace in the order of their begin, waiting until they are whole, or for 20 s."""
+        until = time.monotonic() + WAIT_SECONDS
+        with self._received:
+            while True:
+                found = [span for span in self.spans if span.trace_id == trace_id]
+                left = until - time.monotonic()
+                if is_whole(found) or left <= 0:
+                    return sorted(found, key=lambda span: span.begin)
+                self._received.wait(left)
+
+
+def _plain(attributes: Any) -> dict[str, Any]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value") or "string_value") for one in attributes}
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Collector]:
+    """Receive spans on a free port until the block ends."""
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                import gzip
+
+                body = gzip.decompress(body)
+            collector.take(body)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: one line for each request would hide what is measured."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    serving = threading.Thread(target=server.serve_forever, daemon=True)
+    serving.start()
+    collector.endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()

@@ -9,16 +9,14 @@ import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from experiments.bench.node import BLOCK_BYTES, BLOCK_SIZE, LAYOUTS, serve
 from experiments.bench.pairs import in_turn
 from experiments.bench.samples import Answer, Column, Run, Samples, Setting, percentile
 from experiments.common.command_line import MODES
-from experiments.common.plots import finish, make_panels, save
+from experiments.common.report import Verdict
 from experiments.common.servers import ServerError
-from experiments.common.targets import Verdict
 from kvcached_nixl.transport.agent import Operation
 
 ANSWER_SECONDS = 180.0
@@ -26,24 +24,19 @@ TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shared memory": {}, "TCP": {"UCX
 """By environment variables that UCX reads."""
 TOKENS, ROUNDS, QUICK_TOKENS, QUICK_ROUNDS = 65_536, 5, 8_192, 3
 LEAST_SHARE, LEAST_COMPUTING_SHARE, MOST_PIECE_RATIO, MOST_HOLD_SECONDS = 0.9, 0.8, 1.02, 0.001
-PARTS = {"descriptors": "descriptors", "posting": "posting", "looking": "polling", "word": "token"}
-"""What a hand-over's time is spent on, and its heading; the rest is waiting."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm. ``batched``: plain NIXL with the descriptors cut into transfers as this package cuts them."""
-
     name: str
     is_ours: bool = False
-    batched: bool = False
     computing: bool = False
 
 
 PLAIN, OURS = Arm("plain NIXL"), Arm("hand-over", is_ours=True)
 PLAIN_COMPUTING = Arm("plain NIXL, engine computing", computing=True)
 OURS_COMPUTING = Arm("hand-over, engine computing", is_ours=True, computing=True)
-ARMS = (PLAIN, OURS, Arm("plain NIXL, in batches", batched=True), OURS_COMPUTING, PLAIN_COMPUTING)
+ARMS = (PLAIN, OURS, OURS_COMPUTING, PLAIN_COMPUTING)
 
 
 def answer(run: Run) -> Answer:
@@ -61,8 +54,6 @@ def answer(run: Run) -> Answer:
     columns = (
         Column("GB/s", "seconds", 1, 2, lambda seconds: num_bytes / statistics.median(seconds) / 1e9),
         Column("ms", "seconds"),
-        *(Column(heading, part, digits=1) for part, heading in PARTS.items()),
-        Column("transfers", "transfers", 1),
         Column("engine, mean", "piece", digits=1, of=statistics.fmean),
         Column("p99", "piece", digits=1, of=percentile(99)),
     )
@@ -71,7 +62,7 @@ def answer(run: Run) -> Answer:
         "held_seconds": {", ".join(setting): seconds for setting, seconds in held.items()},
     }
     table = samples.table(f"{title}; ms, medians of {rounds}", columns)
-    return Answer([table], judge(samples, held), content, lambda path: plot(samples, num_bytes, title, path))
+    return Answer([table], judge(samples, held), content)
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
@@ -125,21 +116,19 @@ class Pair:
     def sample(self, samples: Samples, setting: Setting, arm: Arm, number: int, *, counts: bool) -> None:
         """Transfer everything once, with ``arm``."""
         name = f"cmpl-{number:08x}-0-{number:08x}"
-        found: dict[str, float] = {}
         if arm.is_ours:
             params = self.prefill("offer", name)
-            self.mover("take_parts")
             with self._computing(arm) as pieces:
                 begun, reported = self.decode("fetch", f"decode-{name}", params, arm.computing)
-            found = {**self.mover("take_parts"), "seconds": reported - begun}
+            seconds = reported - begun
             self.prefill("end", name)
         else:
             here, there, ours, theirs = self._drawn(name)
             with self._computing(arm) as pieces:
-                found["seconds"] = self.mover("move", self.operation, here, there, arm.batched)
+                seconds = self.mover("move", self.operation, here, there)
             self.decode("check", ours, theirs)
         if counts:
-            samples.add(setting, arm.name, **found)
+            samples.add(setting, arm.name, seconds=seconds)
             for piece in pieces:
                 samples.add(setting, arm.name, piece=piece)
 
@@ -228,18 +217,3 @@ def judge(samples: Samples, held: Mapping[Setting, float]) -> list[Verdict]:
         target = f"{', '.join(setting)}: one post blocks the interpreter (<= {MOST_HOLD_SECONDS * 1e3:g} ms)"
         rows.append(Verdict(target, f"{seconds * 1e3:.2f} ms", seconds <= MOST_HOLD_SECONDS))
     return rows
-
-
-def plot(samples: Samples, num_bytes: int, title: str, path: Path) -> None:
-    """Plot rates: a panel per transport, a group of bars per direction and layout, a bar per arm."""
-    transports = list(dict.fromkeys(transport for transport, *_ in samples.settings))
-    figure, panels = make_panels(len(transports), 6.4 * len(transports), 4)
-    for panel, transport in zip(panels, transports, strict=True):
-        settings = [setting for setting in samples.settings if setting[0] == transport]
-        for place, arm in enumerate(samples.arms):
-            rates = [num_bytes / samples.median(setting, arm, "seconds") / 1e9 for setting in settings]
-            panel.bar([at + 0.16 * (place - 2) for at in range(len(settings))], rates, 0.15, label=arm)
-        panel.set_xticks(range(len(settings)), [f"{direction}\n{layout}" for _, direction, layout in settings])
-        finish(panel, title=transport)
-    panels[0].set_ylabel("GB/s")
-    save(figure, title, path)

@@ -3,95 +3,80 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from experiments.byte_equivalence import cli
-from experiments.common.command_line import run_main
+from experiments.common.command_line import add_mode, add_word, make_parser, run_main
 
-if TYPE_CHECKING:
-    from experiments.byte_equivalence.arms import Arm
-    from experiments.byte_equivalence.checks import Checks
-    from experiments.common.report import Narrator
+DESCRIPTION = """\
+Is the output of prefill/decode disaggregation over kvcached identical to that of one stock vLLM instance?
 
-RESULTS = Path(__file__).resolve().parent / "results"
+Sets up everything (environment, a small model with random weights), starts real servers, and compares token ids,
+log-probabilities and the SHA-256 of every transferred KV block, on the sending and on the receiving side.
+Before anything is called equal, planted corruptions must be caught, and zeroing a KV block must change the output.
+The first arm of a full run zeroes each block, the other arms every twentieth."""
 
+EPILOG = """\
+arms:
+  single instance, stock               the reference
+  stock P/D                            the same connector without kvcached
+  kvcached P/D, non-contiguous         one region per layer, K and V apart
+  kvcached P/D, contiguous             all layers of a block side by side
+  kvcached P/D, staged                 through a slab, because registrations do not follow kvcached's pages
+  The kvcached arms run with pull and with push. Clients ask decode alone, and decode asks prefill. Some arms are also
+  driven as by a router that names each server to the other: P first (all blocks are transferred when P has computed
+  the whole prompt), and with push D first (they are transferred while P computes, chunk by chunk).
+  A full run adds: direct to staged, and staged to direct; a slab on the device; tensor parallel 2; two P and two D;
+  vLLM's model runner V2 where kvcached accepts it (0.28).
 
-def main(options: cli.Options) -> int:
-    """Run the comparison and return the exit status."""
-    # Imported here, not at the top: --help has to work without an environment.
-    from experiments.byte_equivalence.arms import SINGLE, of_size
-    from experiments.byte_equivalence.checks import VERDICTS, Checks, exit_status
-    from experiments.byte_equivalence.comparison import NotCaught
-    from experiments.byte_equivalence.last import summary, with_kept
-    from experiments.byte_equivalence.phases import phases
-    from experiments.common.families import FAMILIES
-    from experiments.common.model import GQA
-    from experiments.common.report import Narrator, begin, last_name, stdout_console, versions, write_json
+exit status:
+  0  everything equal, every corruption caught, and kvcached did unmap and remap pages during the run
+  1  a difference, or a corruption that was not caught
+  2  setup failed: the environment, a server
 
-    every = [one for one in of_size("full" if options.arms else options.size, options.vllm) if one.mode != SINGLE]
-    arms = [one for one in every if options.wants(one.name, one.mode)]
-    if options.model is not None:
-        if options.model not in FAMILIES:
-            sys.stderr.write(f"found --model {options.model!r}; expected one of {', '.join(FAMILIES)}.\n")
-            return 2
-        arms = [one for one in arms if one.kvcached and one.servers == one.ranks == 1 and not one.has_own_runner]
-    if not arms:
-        names = "; ".join(one.name for one in of_size("full", options.vllm) if one.mode != SINGLE)
-        sys.stderr.write(f"found no arm that fits --arm {' or '.join(options.arms)!r}; there are: {names}.\n")
-        return 2
+examples:
+  bash experiments/byte_equivalence/run.sh                    all arms, one request at a time and 32 at a time
+  bash experiments/byte_equivalence/run.sh --quick            the same in float32 only, ten minutes
+  bash experiments/byte_equivalence/run.sh --brief            the same with one arm per transfer mode, three minutes
+  bash experiments/byte_equivalence/run.sh --vllm 0.28.0
+  bash experiments/byte_equivalence/run.sh --arm contiguous   only arms whose name contains this (and the reference)
+  bash experiments/byte_equivalence/run.sh --model nemotron-h --quick     states beside attention
 
-    began, stamp = begin(options.vllm)
-    kind = options.model or ("" if options.size == "full" else options.size)
-    checks, not_caught = Checks(), None
-    with Narrator(f"byte equivalence, vLLM {options.vllm}{f', {kind}' if kind else ''}") as narrator:
-        try:
-            _run(options, arms, RESULTS / stamp, narrator, checks)
-        except NotCaught as error:
-            not_caught = error
-    console = stdout_console()
-    console.print(checks.table(f"byte equivalence, vLLM {versions()['vllm']}, {kind} {narrator.seconds:.0f} s"))
-    status = 1 if not_caught else checks.exit_status
-    if not_caught:
-        console.print(f"{not_caught}: was not caught. Nothing was compared: the harness would miss real corruptions.")
-    console.print(f"{VERDICTS[status]} (exit status {status}); details: {RESULTS / stamp}.json")
-    asked = {"vllm": options.vllm, "mode": options.mode, "size": options.size, "arms": options.arms}
-    content = {
-        "began": began,
-        "seconds": round(narrator.seconds, 1),
-        "verdict": VERDICTS[status],
-        "options": {**asked, **({} if options.model is None else {"model": options.model})},
-    }
-    write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
-    if options.model is not None:
-        name = "".join(letter if letter.isalnum() else "-" for letter in options.model)
-        last = RESULTS / f"last-{options.vllm}-{name}.json"
-        rows = with_kept(checks.summary(), last if options.is_partial else None)
-        write_json(last, {**content, "verdict": VERDICTS[status or exit_status(rows)], "checks": rows})
-    elif options.size != "brief":
-        is_quick = options.size == "quick"
-        last = RESULTS / f"{last_name(options.vllm, quick=is_quick)}.json"
-        kept = last if options.is_partial else None
-        found = summary(checks.summary(), kept, of_size(options.size, options.vllm), phases(GQA, quick=is_quick))
-        if found["missing"]:
-            missing = "; ".join(found["missing"])
-            console.print(f"{last.name} does not cover all arms of such a run yet. Missing: {missing}")
-        write_json(last, {**content, **found})
-    return status
+Results: a table on the terminal; in experiments/byte_equivalence/results/ one JSON file per run with every difference,
+and last-VERSION.json (last-VERSION-quick.json) with the rows of the table."""
+
+KEEPS_ROWS = "last-VERSION.json keeps its rows of the other arms"
 
 
-def _run(options: cli.Options, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks) -> None:
-    """Compare with the usual model, or with that of a family; raises `NotCaught`."""
-    from experiments.byte_equivalence.family_run import FamilyRun
-    from experiments.byte_equivalence.harness import Harness
-
-    if options.model is not None:
-        FamilyRun(options.model, arms, logs, narrator, checks).run()
-    else:
-        Harness(arms, logs, narrator, checks, quick=options.size != "full").run()
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse ``arguments`` (``sys.argv`` if None); exits for ``--help`` and for invalid arguments (status 2)."""
+    parser = make_parser(DESCRIPTION, EPILOG)
+    add_mode(parser, KEEPS_ROWS)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--quick",
+        dest="size",
+        action="store_const",
+        const="quick",
+        default="full",
+        help="float32 only, fewer zeroed blocks, forked engines",
+    )
+    size.add_argument(
+        "--brief",
+        dest="size",
+        action="store_const",
+        const="brief",
+        help="as --quick, with one arm per transfer mode; does not write last-VERSION.json",
+    )
+    add_word(parser, "--arm", "arms", f"repeatable; {KEEPS_ROWS}", action="append", default=[])
+    parser.add_argument(
+        "--model",
+        metavar="FAMILY",
+        help="a family of experiments/common/families.py (gemma4, nemotron-h, ...) in place of the model with "
+        "grouped-query attention; writes last-VERSION-FAMILY.json",
+    )
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    run_main(main, cli.parse())
+    run_main("byte_equivalence.run", parse())

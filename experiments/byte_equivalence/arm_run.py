@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.byte_equivalence.arms import Order
+from experiments.byte_equivalence.arms import Arm, Order
 from experiments.byte_equivalence.compare import Observation, largest_logprob_gap, match_records
 from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt
 from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client, of_all_ranks
@@ -66,25 +66,6 @@ class Dependence:
     def proved(self) -> bool:
         """Whether repeating changed nothing and zeroing any tried block changed something."""
         return self.control_gap == 0.0 and bool(self.gaps) and min(self.gaps.values()) > 0.0
-
-
-class SingleRun:
-    """The reference: one instance, no connector."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-
-    async def sequential(self, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Answer]:
-        """Answer the prompts one at a time, in order."""
-        answers = []
-        for place, prompt in enumerate(prompts):
-            progress(f"{run}: {place + 1} of {len(prompts)}, {prompt.name}")
-            answers.append(
-                await self.client.answer(
-                    list(prompt.token_ids), max_tokens=MAX_TOKENS, salt=prompt.salt(run), request_id=f"{run}-{place}"
-                )
-            )
-        return answers
 
 
 class PairRun:
@@ -274,28 +255,25 @@ class _Sent:
         ]
 
 
-def with_clients(
-    prefills: Sequence[Server],
-    decodes: Sequence[Server],
-    work: Callable[[SingleRun | PairRun], Any],
-    concurrency: int = CONCURRENCY,
-    *,
-    writes: bool = False,
-    keeps_blocks: bool = True,
-    order: Order = "P first",
-) -> Any:
-    """Run the coroutine function ``work`` against P and D, or against one server alone, in a new event loop."""
+async def answers_alone(server: Server, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Answer]:
+    """Return a server's answers to the prompts, one at a time, in order, without a hand-over."""
+    answers = []
+    async with http_client(1) as http:
+        client = Client(server.base_url, http)
+        for place, one in enumerate(prompts):
+            progress(f"{run}: {place + 1} of {len(prompts)}, {one.name}")
+            names = {"salt": one.salt(run), "request_id": f"{run}-{place}"}
+            answers.append(await client.answer(list(one.token_ids), max_tokens=MAX_TOKENS, **names))
+    return answers
 
-    async def run() -> Any:
-        async with http_client(concurrency) as http:
-            sources, targets = ([Client(one.base_url, http) for one in side] for side in (prefills, decodes))
-            if not targets:
-                return await work(SingleRun(*sources))
-            pairs = [
-                Pair(source, target, server.coordinates, keeps_blocks)
-                for server, source in zip(prefills, sources, strict=True)
-                for target in targets
-            ]
-            return await work(PairRun(*pairs, writes=writes, order=order))
 
-    return asyncio.run(run())
+async def with_pairs(arm: Arm, servers: Sequence[Server], work: Callable[[PairRun], Awaitable[None]]) -> None:
+    """Run ``work`` against the servers of an arm, every P with every D."""
+    async with http_client(CONCURRENCY) as http:
+        clients = [Client(one.base_url, http) for one in servers]
+        pairs = [
+            Pair(source, target, server.coordinates, keeps_blocks=not arm.is_staged)
+            for server, source in zip(servers[: arm.servers], clients, strict=False)
+            for target in clients[arm.servers :]
+        ]
+        await work(PairRun(*pairs, writes=arm.writes, order=arm.orders[0]))

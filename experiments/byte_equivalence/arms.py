@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from experiments.common import device
-from experiments.common.device import FOLLOWS, PINNED, RUNNERS, runner_of
+from experiments.common.device import FOLLOWS, PINNED, RUNNERS, role, runner_of, with_extra
+from experiments.common.model import ModelShape
 from experiments.common.servers import GIVES_BACK, ServerSpec
-from experiments.common.transfer_config import role, with_extra
 from kvcached_nixl.vllm.adapter.versions import accepted
 
 SINGLE = "single"
@@ -44,10 +44,6 @@ class Arm:
     ranks: int = 1
     in_runs: Size = "quick"
 
-    def with_connector(self, connector: Mapping[str, object]) -> Arm:
-        """Return the arm with another ``--kv-transfer-config``."""
-        return replace(self, connector=connector)
-
     @property
     def has_own_runner(self) -> bool:
         """Whether this arm sets its model runner. The other arms all use the default one of the vLLM under test."""
@@ -79,125 +75,89 @@ def _connector(**extra: object) -> dict[str, object]:
     return with_extra({"kv_connector": "NixlConnector"}, {"num_threads": 0, **extra})
 
 
-def _kvcached(*, contiguous: bool) -> dict[str, str]:
-    return {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true" if contiguous else "false", **FOLLOWS}
-
-
+FLAT: Mapping[str, str] = {"ENABLE_KVCACHED": "true", device.LAYOUT: "false", **FOLLOWS}
+"""kvcached's non-contiguous layout."""
+CONTIGUOUS: Mapping[str, str] = {**FLAT, device.LAYOUT: "true"}
+FLAT_PINNED, CONTIGUOUS_PINNED = {**FLAT, **PINNED}, {**CONTIGUOUS, **PINNED}
 SMALL_SLAB_GIB = 0.005
 """40 slots of 32 tokens in float32: requests queue for slots, and long ones are transferred one range at a time."""
 VERIFIED: Mapping[str, object] = {"verify_fraction": 1.0}
 """In these arms D also compares every hand-over with the checksums that P sends."""
-PUSH = _connector(transfer_mode="push")
-FLAT = _kvcached(contiguous=False)
+PULL, PUSH = _connector(), _connector(transfer_mode="push")
 ASKED_AND_D_FIRST: tuple[Order, ...] = ("asked", "D first")
 REFERENCE = Arm("single instance, stock", SINGLE, orders=())
-STOCK_PULL = Arm("stock P/D, pull", "pull", _connector(), orders=("P first",))
+STOCK_PULL = Arm("stock P/D, pull", "pull", PULL, orders=("P first",))
 ARMS: tuple[Arm, ...] = (
     REFERENCE,
     STOCK_PULL,
-    Arm(
-        "kvcached P/D, non-contiguous, pull",
-        "pull",
-        _connector(),
-        _kvcached(contiguous=False),
-        ("asked", "P first"),
-    ),
-    Arm("kvcached P/D, contiguous, pull", "pull", _connector(**VERIFIED), _kvcached(contiguous=True), in_runs="brief"),
-    Arm(
-        "kvcached P/D, non-contiguous, push",
-        "push",
-        PUSH,
-        _kvcached(contiguous=False),
-        ASKED_AND_D_FIRST,
-        in_runs="brief",
-    ),
-    Arm(
-        "kvcached P/D, contiguous, push",
-        "push",
-        PUSH,
-        _kvcached(contiguous=True),
-        ("asked", "P first", "D first"),
-    ),
+    Arm("kvcached P/D, non-contiguous, pull", "pull", PULL, FLAT, ("asked", "P first")),
+    Arm("kvcached P/D, contiguous, pull", "pull", _connector(**VERIFIED), CONTIGUOUS, in_runs="brief"),
+    Arm("kvcached P/D, non-contiguous, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, in_runs="brief"),
+    Arm("kvcached P/D, contiguous, push", "push", PUSH, CONTIGUOUS, ("asked", "P first", "D first")),
     # These two set no memory_path: the proof at start must find that registrations do not follow kvcached's pages.
-    Arm("kvcached P/D, staged, pull", "pull", _connector(), {**_kvcached(contiguous=False), **PINNED}, is_staged=True),
+    Arm("kvcached P/D, staged, pull", "pull", PULL, FLAT_PINNED, is_staged=True),
     Arm(
         "kvcached P/D, staged, push",
         "push",
         _connector(transfer_mode="push", staging_gib=SMALL_SLAB_GIB, **VERIFIED),
-        {**_kvcached(contiguous=True), **PINNED},
+        CONTIGUOUS_PINNED,
         ASKED_AND_D_FIRST,
         is_staged=True,
     ),
-    Arm(
-        "kvcached P/D, staged, contiguous, pull",
-        "pull",
-        _connector(staging_gib=SMALL_SLAB_GIB),
-        {**_kvcached(contiguous=True), **PINNED},
-        is_staged=True,
-        in_runs="full",
+    *(
+        replace(one, in_runs="full")
+        for one in (
+            Arm(
+                "kvcached P/D, staged, contiguous, pull",
+                "pull",
+                _connector(staging_gib=SMALL_SLAB_GIB),
+                CONTIGUOUS_PINNED,
+                is_staged=True,
+            ),
+            Arm("kvcached P/D, staged, non-contiguous, push", "push", PUSH, FLAT_PINNED, ASKED_AND_D_FIRST, True),
+            Arm(
+                "kvcached P/D, device slab, contiguous, pull",
+                "pull",
+                _connector(memory_path="device", staging_gib=SMALL_SLAB_GIB),
+                CONTIGUOUS,
+                is_staged=True,
+            ),
+            Arm("kvcached P/D, direct to staged, pull", "pull", PULL, FLAT, decode=PINNED),
+            Arm("kvcached P/D, direct to staged, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, decode=PINNED),
+            # P is staged by its config, not by pinned registrations: on host memory, a server with pinned registrations
+            # takes its peer's for pinned, too.
+            Arm(
+                "kvcached P/D, staged to direct, pull",
+                "pull",
+                PULL,
+                FLAT,
+                is_staged=True,
+                prefill={"memory_path": "host"},
+            ),
+            Arm(
+                "kvcached P/D, device slab, push",
+                "push",
+                _connector(transfer_mode="push", memory_path="device"),
+                FLAT,
+                ASKED_AND_D_FIRST,
+                is_staged=True,
+            ),
+            Arm("kvcached P/D, tensor parallel 2, pull", "pull", PULL, FLAT, ranks=2),
+            Arm("kvcached P/D, tensor parallel 2, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, ranks=2),
+            Arm("kvcached P/D, tensor parallel 2, staged, push", "push", PUSH, FLAT_PINNED, is_staged=True, ranks=2),
+            Arm("kvcached P/D, runner V2, pull", "pull", PULL, {**FLAT, **RUNNERS["V2"]}),
+            Arm(
+                "kvcached P/D, runner V2, contiguous, push",
+                "push",
+                PUSH,
+                {**CONTIGUOUS, **RUNNERS["V2"]},
+                ASKED_AND_D_FIRST,
+            ),
+            Arm("kvcached 2P/2D, pull", "pull", PULL, FLAT, has_both_roles=True, servers=2),
+            Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, has_both_roles=True, servers=2),
+            Arm("kvcached 2P/2D, staged, push", "push", PUSH, FLAT_PINNED, is_staged=True, servers=2),
+        )
     ),
-    Arm(
-        "kvcached P/D, staged, non-contiguous, push",
-        "push",
-        PUSH,
-        {**FLAT, **PINNED},
-        ASKED_AND_D_FIRST,
-        is_staged=True,
-        in_runs="full",
-    ),
-    Arm(
-        "kvcached P/D, device slab, contiguous, pull",
-        "pull",
-        _connector(memory_path="device", staging_gib=SMALL_SLAB_GIB),
-        _kvcached(contiguous=True),
-        is_staged=True,
-        in_runs="full",
-    ),
-    Arm("kvcached P/D, direct to staged, pull", "pull", _connector(), FLAT, decode=PINNED, in_runs="full"),
-    Arm("kvcached P/D, direct to staged, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, decode=PINNED, in_runs="full"),
-    Arm(
-        # P is staged by its config, not by pinned registrations: on host memory, a server with pinned registrations
-        # takes its peer's for pinned, too.
-        "kvcached P/D, staged to direct, pull",
-        "pull",
-        _connector(),
-        FLAT,
-        is_staged=True,
-        prefill={"memory_path": "host"},
-        in_runs="full",
-    ),
-    Arm(
-        "kvcached P/D, device slab, push",
-        "push",
-        _connector(transfer_mode="push", memory_path="device"),
-        FLAT,
-        ASKED_AND_D_FIRST,
-        is_staged=True,
-        in_runs="full",
-    ),
-    Arm("kvcached P/D, tensor parallel 2, pull", "pull", _connector(), FLAT, ranks=2, in_runs="full"),
-    Arm("kvcached P/D, tensor parallel 2, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, ranks=2, in_runs="full"),
-    Arm(
-        "kvcached P/D, tensor parallel 2, staged, push",
-        "push",
-        PUSH,
-        {**FLAT, **PINNED},
-        is_staged=True,
-        ranks=2,
-        in_runs="full",
-    ),
-    Arm("kvcached P/D, runner V2, pull", "pull", _connector(), {**FLAT, **RUNNERS["V2"]}, in_runs="full"),
-    Arm(
-        "kvcached P/D, runner V2, contiguous, push",
-        "push",
-        PUSH,
-        {**_kvcached(contiguous=True), **RUNNERS["V2"]},
-        ASKED_AND_D_FIRST,
-        in_runs="full",
-    ),
-    Arm("kvcached 2P/2D, pull", "pull", _connector(), FLAT, has_both_roles=True, servers=2, in_runs="full"),
-    Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, has_both_roles=True, servers=2, in_runs="full"),
-    Arm("kvcached 2P/2D, staged, push", "push", PUSH, {**FLAT, **PINNED}, is_staged=True, servers=2, in_runs="full"),
 )
 
 
@@ -279,4 +239,47 @@ def specs(
             **executor,
         )
         for name in (["single"] if arm.mode == SINGLE else names)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- phases
+
+
+BLOCK_SIZE = 32
+MAX_BATCHED_TOKENS = 512
+MAX_PROMPT_TOKENS = 1900
+KVCACHED_PAGE_BYTES = 2 << 20
+SMALL_POOL_PAGE_GROUPS = 5
+SAMPLED_EVERY_NTH_BLOCK = 20
+HELD_PAGES = 1.5
+"""P keeps blocks of this many page groups before D begins: more than one, so that P's pool has to grow."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One start of every arm: its data type, kvcached's pool, and what is compared.
+
+    ``exact_between_arms`` also compares the P/D arms with each other, bit for bit: possible only where every arm
+    caches the same prefixes, so not with a small pool. In the first arm every ``every_nth_block``-th block is
+    zeroed. The concurrent part has at least two ``rounds``: the second maps again what the first has unmapped.
+    """
+
+    name: str
+    dtype: str
+    pool: Mapping[str, str]
+    sequential: bool
+    concurrent: bool
+    exact_between_arms: bool
+    every_nth_block: int = 1
+    rounds: int = 3
+
+
+def phases(shape: ModelShape, *, quick: bool) -> list[Phase]:
+    """Return the phases: bfloat16 one at a time then float32 32 at a time, or ``quick``: float32 for both at once."""
+    small = small_pool(KVCACHED_PAGE_BYTES * shape.layers * 2, SMALL_POOL_PAGE_GROUPS)
+    if quick:
+        return [Phase("quick", "float32", small, True, True, False, every_nth_block=SAMPLED_EVERY_NTH_BLOCK, rounds=2)]
+    return [
+        Phase("one at a time", "bfloat16", AMPLE_POOL, True, False, True),
+        Phase("32 at a time", "float32", small, False, True, False),
     ]

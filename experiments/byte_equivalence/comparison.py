@@ -3,18 +3,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import httpx
 
-from experiments.byte_equivalence.arm_run import Corruption, PairRun, SingleRun, with_clients
-from experiments.byte_equivalence.arms import Arm
-from experiments.byte_equivalence.checks import Check, Checks
-from experiments.byte_equivalence.compare import Aspect, Observation
-from experiments.common.client import AnswerError
+from experiments.byte_equivalence.arm_run import Corruption, PairRun, answers_alone, with_pairs
+from experiments.byte_equivalence.arms import REFERENCE, Arm
+from experiments.byte_equivalence.checks import Check, Checks, compared
+from experiments.byte_equivalence.compare import (
+    LOGPROB_TOLERANCE,
+    Aspect,
+    Difference,
+    Observation,
+    compare_answers,
+    largest_logprob_gap,
+    until_tie,
+)
+from experiments.byte_equivalence.prompts import Prompt
+from experiments.common.client import Answer, AnswerError
 from experiments.common.report import Narrator
 from experiments.common.servers import Running, Server, ServerError
+
+Learned = list[list[Answer]] | None
 
 
 class NotCaught(Exception):
@@ -64,20 +76,48 @@ class Comparison:
         """As `_serve`, with clients of P and D."""
 
         def with_servers(servers: list[Server]) -> None:
-            async def with_run(run: SingleRun | PairRun) -> None:
-                assert isinstance(run, PairRun)
-                await work(run, servers)
-
-            with_clients(
-                servers[: arm.servers],
-                servers[arm.servers :],
-                with_run,
-                writes=arm.writes,
-                keeps_blocks=not arm.is_staged,
-                order=arm.orders[0],
-            )
+            asyncio.run(with_pairs(arm, servers, lambda run: work(run, servers)))
 
         self._serve(arm, phase, dtype, launched, with_servers)
+
+    def _learn(self, phase: str, dtype: str, launched: Running, fewest: int, **prompts: Sequence[Prompt]) -> Learned:
+        """Return the single instance's answers to each set of prompts; None if it did not answer.
+
+        Adds a row: of the first set, at least ``fewest`` answers differ from each other.
+        """
+        found: list[list[Answer]] = []
+
+        def work(servers: list[Server]) -> None:
+            for name, some in prompts.items():
+                found.append(asyncio.run(answers_alone(servers[0], some, name, self.narrator.update)))
+
+        self._serve(REFERENCE, phase, dtype, launched, work)
+        if len(found) < len(prompts):
+            return None
+        distinct, longest = (
+            len({tuple(one.token_ids) for one in found[0]}),
+            max(len(one.token_ids) for one in next(iter(prompts.values()))),
+        )
+        outcome = f"{len(found[0])} prompts of 1 to {longest} tokens, {distinct} distinct answers"
+        self._row(Check(REFERENCE.name, f"{phase}: answers ({dtype})", distinct >= fewest, outcome))
+        return found
+
+    def _compare_answers(
+        self, arm: Arm, name: str, dtype: str, seen: Sequence[tuple[Prompt, Answer, Observation]]
+    ) -> None:
+        """Add the row of the answers beside those expected."""
+        tolerance = LOGPROB_TOLERANCE[dtype]
+        differences: list[Difference] = []
+        gap, ties = 0.0, 0
+        for prompt, expected, observed in seen:
+            found = observed.hand_over.answer
+            differences += compare_answers(prompt.name, expected, found, tolerance)
+            until = until_tie(expected, found, tolerance)
+            gap, ties = max(gap, largest_logprob_gap(*until)), ties + (until[0] is not expected)
+        what = f"{name}: tokens and log-probabilities ({dtype})"
+        outcome = f"{len(seen)} prompts, log-probabilities within {gap:.3g} nats of the single instance"
+        outcome += f", {ties} of them up to a tie" if ties else ""
+        self._row(compared(arm.name, what, differences, outcome, largest_gap_nats=gap, ties=ties))
 
     def _must_be_caught(
         self, arm: Arm, phase: str, corruption: Corruption, by_bytes: Sequence[Aspect], by_output: Sequence[Aspect]

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.byte_equivalence.arm_run import Corruption, PairRun, SingleRun, with_clients
+from experiments.byte_equivalence.arm_run import Corruption, PairRun
 from experiments.byte_equivalence.arms import REFERENCE, Arm, specs
 from experiments.byte_equivalence.checks import Check, Checks, compared
 from experiments.byte_equivalence.compare import (
-    LOGPROB_TOLERANCE,
     Difference,
     Expected,
     Observation,
@@ -26,16 +25,14 @@ from experiments.byte_equivalence.compare import (
     compare_answers,
     compare_groups,
     largest_logprob_gap,
-    until_tie,
 )
 from experiments.byte_equivalence.comparison import Comparison, NotCaught, count_received
 from experiments.byte_equivalence.prompts import Prompt, damage_prompts, fewest_received, fixed_prompts
-from experiments.common.asking import Asking
 from experiments.common.client import Answer
+from experiments.common.device import with_extra
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.report import Narrator
-from experiments.common.servers import Running, Server
-from experiments.common.transfer_config import with_extra
+from experiments.common.servers import Asking, Running, Server
 
 BLOCK_SIZE = 32
 """Unit of the prompts' lengths, in tokens; groups have blocks of 32 to 256."""
@@ -83,7 +80,6 @@ class FamilyRun(Comparison):
         )
         self.prompts = [one for one in prompts if len(one.token_ids) >= self.family.fewest_tokens]
         self.vocabulary = vocabulary
-        self.tolerance = LOGPROB_TOLERANCE[self.family.dtype]
 
     @property
     def has_states(self) -> bool:
@@ -96,11 +92,13 @@ class FamilyRun(Comparison):
         for caching in self._caching():
             phase = "prefix caching" if caching else "no prefix caching"
             flags = (HYBRID, *self.family.arguments, *(() if caching else ("--no-enable-prefix-caching",)))
-            baseline = self._reference(phase, model, flags)
-            if baseline is None:
+            fewest = len(self.prompts) // 2 + 1
+            with self._launch(REFERENCE, model, flags) as launched:
+                found = self._learn(phase, self.family.dtype, launched, fewest, reference=self.prompts)
+            if found is None:
                 return
             for arm in self.arms:
-                self._pair(phase, arm, model, flags, baseline)
+                self._pair(phase, arm, model, flags, found[0])
 
     def _caching(self) -> tuple[bool, ...]:
         """Whether servers cache prefixes, run by run."""
@@ -115,8 +113,8 @@ class FamilyRun(Comparison):
         # Slots are as large as these models' blocks, so a slab of the size that is enough for others may be too small.
         connector = with_extra(arm.connector, {"staging_gib": None}) if arm.connector else {}
         extra = {key: value for key, value in (connector.get("kv_connector_extra_config") or {}).items() if value}
-        plain = arm.with_connector({**connector, "kv_connector_extra_config": extra} if connector else {})
-        plain = replace(plain, environment={**plain.environment, **self.family.environment})
+        config = {**connector, "kv_connector_extra_config": extra} if connector else {}
+        plain = replace(arm, connector=config, environment={**arm.environment, **self.family.environment})
         made = specs(
             plain,
             model,
@@ -128,29 +126,6 @@ class FamilyRun(Comparison):
             arguments=flags,
         )
         return (Asking if plain.asks else Running)(made, self.logs, self.narrator.update)
-
-    def _reference(self, phase: str, model: Path, flags: tuple[str, ...]) -> list[Answer] | None:
-        found: list[list[Answer]] = []
-
-        async def work(run: SingleRun | PairRun) -> None:
-            assert isinstance(run, SingleRun)
-            found.append(await run.sequential(self.prompts, f"reference-{phase}", self.narrator.update))
-
-        with self._launch(REFERENCE, model, flags) as launched:
-            dtype = self.family.dtype
-            self._serve(REFERENCE, phase, dtype, launched, lambda servers: with_clients(servers, [], work))
-        if found:
-            distinct = len({tuple(answer.token_ids) for answer in found[0]})
-            outcome = f"{len(self.prompts)} prompts up to {MAX_PROMPT_TOKENS} tokens, {distinct} distinct answers"
-            self._row(
-                Check(
-                    REFERENCE.name,
-                    f"{phase}: answers ({self.family.dtype})",
-                    distinct > len(self.prompts) // 2,
-                    outcome,
-                )
-            )
-        return found[0] if found else None
 
     def _damaged(self, count: int) -> list[Prompt]:
         made = damage_prompts(count, block_size=BLOCK_SIZE * 8, vocabulary=self.vocabulary)
@@ -236,43 +211,21 @@ class FamilyRun(Comparison):
         baseline: list[Answer],
     ) -> None:
         expected = dict(zip((prompt.name for prompt in self.prompts), baseline, strict=True))
-        answers: list[Difference] = []
+        answered = [(prompt, expected[prompt.name], observed) for prompt, observed in seen]
+        self._compare_answers(arm, name, self.family.dtype, answered)
         blocks: list[Difference] = []
-        gap, ties = 0.0, 0
         for prompt, observed in seen:
-            answer, found = expected[prompt.name], observed.hand_over.answer
-            answers += compare_answers(prompt.name, answer, found, self.tolerance)
-            until = until_tie(answer, found, self.tolerance)
-            gap, ties = max(gap, largest_logprob_gap(*until)), ties + (until[0] is not answer)
             # Another prompt of its family may have been there before.
             shared = len(prompt.token_ids) - 1 if prompt.family else 0
             fewest = fewest_received(prompt, self.prompts, min(group.block_size for group in groups))
             if observed.record is None and (may_be_cached(prompt, groups) or run.may_be_computed(fewest)):
                 continue
             blocks += compare_groups(prompt.name, observed, self._expected(prompt, shared, groups))
-        ties_said = f", {ties} of them up to a tie" if ties else ""
-        self._row(
-            compared(
-                arm.name,
-                f"{name}: tokens and log-probabilities ({self.family.dtype})",
-                answers,
-                f"{len(seen)} prompts, log-probabilities within {gap:.3g} nats of the single instance{ties_said}",
-                largest_gap_nats=gap,
-                ties=ties,
-            )
-        )
         states = sum(group.is_state for group in groups) * len(seen)
         received = count_received([one for _, one in seen])
-        self._row(
-            compared(
-                arm.name,
-                f"{name}: SHA-256 of blocks and states, sent and received",
-                blocks,
-                f"{received - states} blocks and {states} states travelled",
-                blocks=received - states,
-                states=states,
-            )
-        )
+        what = f"{name}: SHA-256 of blocks and states, sent and received"
+        outcome = f"{received - states} blocks and {states} states travelled"
+        self._row(compared(arm.name, what, blocks, outcome, blocks=received - states, states=states))
 
 
 def may_be_cached(prompt: Prompt, groups: Sequence[Group]) -> bool:

@@ -3,14 +3,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.byte_equivalence.arm_run import CORRUPTIONS, PairRun, SingleRun, with_clients
-from experiments.byte_equivalence.arms import REFERENCE, Arm, specs
+from experiments.byte_equivalence.arm_run import CORRUPTIONS, PairRun
+from experiments.byte_equivalence.arms import (
+    BLOCK_SIZE,
+    HELD_PAGES,
+    KVCACHED_PAGE_BYTES,
+    MAX_BATCHED_TOKENS,
+    MAX_PROMPT_TOKENS,
+    REFERENCE,
+    SAMPLED_EVERY_NTH_BLOCK,
+    Arm,
+    Phase,
+    phases,
+    specs,
+)
 from experiments.byte_equivalence.checks import Check, Checks, compared
 from experiments.byte_equivalence.compare import (
     LOGPROB_TOLERANCE,
@@ -21,27 +35,14 @@ from experiments.byte_equivalence.compare import (
     compare_answers,
     compare_blocks,
     compare_senders,
-    largest_logprob_gap,
-    until_tie,
 )
 from experiments.byte_equivalence.comparison import Comparison, count_received
-from experiments.byte_equivalence.phases import (
-    BLOCK_SIZE,
-    HELD_PAGES,
-    KVCACHED_PAGE_BYTES,
-    MAX_BATCHED_TOKENS,
-    MAX_PROMPT_TOKENS,
-    SAMPLED_EVERY_NTH_BLOCK,
-    Phase,
-    phases,
-)
-from experiments.byte_equivalence.pool import PoolMemory, came_back, remapped
 from experiments.byte_equivalence.prompts import damage_prompts, fewest_received, fixed_prompts
-from experiments.common.asking import Asking
 from experiments.common.client import Answer
 from experiments.common.model import GQA, make_model
+from experiments.common.pages import PageCount, PageWatch
 from experiments.common.report import Narrator
-from experiments.common.servers import Running, Server
+from experiments.common.servers import Asking, Running, Server
 
 
 @dataclass
@@ -92,27 +93,10 @@ class Harness(Comparison):
         return (Asking if arm.asks else Running)(made, self.logs, self.narrator.update)
 
     def _reference(self, phase: Phase, launched: Running) -> Baseline | None:
-        baseline: Baseline | None = None
-
-        async def work(run: SingleRun | PairRun) -> None:
-            nonlocal baseline
-            assert isinstance(run, SingleRun)
-            answers = await run.sequential(self.prompts, "reference", self.narrator.update)
-            baseline = Baseline(answers, await run.sequential(self.damage, "damaged", self.narrator.update))
-
-        self._serve(REFERENCE, phase.name, phase.dtype, launched, lambda servers: with_clients(servers, [], work))
-        if baseline is not None:
-            distinct = len({tuple(answer.token_ids) for answer in baseline.answers})
-            self._row(
-                Check(
-                    REFERENCE.name,
-                    f"{phase.name}: answers ({phase.dtype})",
-                    # One prompt is in the set twice, so one answer may occur twice.
-                    distinct >= len(self.prompts) - 1,
-                    f"{len(self.prompts)} prompts of 1 to {MAX_PROMPT_TOKENS} tokens, {distinct} distinct answers",
-                )
-            )
-        return baseline
+        # One prompt is in the set twice, so one answer may occur twice.
+        fewest = len(self.prompts) - 1
+        found = self._learn(phase.name, phase.dtype, launched, fewest, reference=self.prompts, damaged=self.damage)
+        return None if found is None else Baseline(*found)
 
     def _pair(self, arm: Arm, phase: Phase, launched: Running, baseline: Baseline) -> None:
         async def work(run: PairRun, servers: list[Server]) -> None:
@@ -150,32 +134,22 @@ class Harness(Comparison):
         every = phase.every_nth_block if arm is self.arms[0] else SAMPLED_EVERY_NTH_BLOCK
         found = await run.dependence(prompt, BLOCK_SIZE, every, "dependence", self.narrator.update)
         changed = sum(gap > 0 for gap in found.gaps.values())
-        self._row(
-            Check(
-                arm.name,
-                f"{phase.name}: output depends on every block"
-                if every == 1
-                else f"{phase.name}: output depends on blocks",
-                found.proved,
-                f"{changed} of {len(found.gaps)} zeroed blocks (of {found.blocks}) change the log-probabilities, by "
-                f"{min(found.gaps.values()):.3g} nats or more; repeating changes them by {found.control_gap:.3g}",
-            )
+        what = f"{phase.name}: output depends on {'every block' if every == 1 else 'blocks'}"
+        outcome = (
+            f"{changed} of {len(found.gaps)} zeroed blocks (of {found.blocks}) change the log-probabilities, by "
+            f"{min(found.gaps.values()):.3g} nats or more; repeating changes them by {found.control_gap:.3g}"
         )
+        self._row(Check(arm.name, what, found.proved, outcome))
 
     async def _sequential(
         self, arm: Arm, phase: Phase, run: PairRun, baseline: Baseline, geometry: Mapping[str, Any]
     ) -> None:
         name = named(phase, arm, run)
         seen = await run.sequential(self.prompts, f"sequential-{run.slug}", self.narrator.update)
-        tolerance = LOGPROB_TOLERANCE[phase.dtype]
-        answers: list[Difference] = []
+        self._compare_answers(arm, name, phase.dtype, list(zip(self.prompts, baseline.answers, seen, strict=True)))
         blocks: list[Difference] = []
         exact: list[Difference] = []
-        gap, ties = 0.0, 0
-        for place, (prompt, answer, observed) in enumerate(zip(self.prompts, baseline.answers, seen, strict=True)):
-            answers += compare_answers(prompt.name, answer, observed.hand_over.answer, tolerance)
-            until = until_tie(answer, observed.hand_over.answer, tolerance)
-            gap, ties = max(gap, largest_logprob_gap(*until)), ties + (until[0] is not answer)
+        for place, (prompt, observed) in enumerate(zip(self.prompts, seen, strict=True)):
             fewest = fewest_received(prompt, self.prompts[:place], BLOCK_SIZE)
             if observed.record is not None or not run.may_be_computed(fewest):
                 num_blocks = prompt.blocks(BLOCK_SIZE)
@@ -185,29 +159,11 @@ class Harness(Comparison):
                 exact += compare_answers(prompt.name, stock.answer, observed.hand_over.answer, 0.0)
                 exact += compare_senders(prompt.name, stock, observed.hand_over, len(prompt.token_ids) // BLOCK_SIZE)
         shape = geometry["groups"][0]
-        self._row(
-            compared(
-                arm.name,
-                f"{name}: tokens and log-probabilities ({phase.dtype})",
-                answers,
-                f"{len(seen)} prompts, log-probabilities within {gap:.3g} nats of the single instance"
-                + (f", {ties} of them up to a tie" if ties else ""),
-                largest_gap_nats=gap,
-                ties=ties,
-            )
-        )
         received = count_received(seen)
-        self._row(
-            compared(
-                arm.name,
-                f"{name}: SHA-256 of KV blocks, sent and received",
-                blocks,
-                f"{received} blocks of {shape['block_bytes']} bytes travelled, KV tensor {shape['shape'][0]}",
-                blocks=received,
-                kv_shape=shape["shape"][0],
-                kv_stride=shape["stride"][0],
-            )
-        )
+        what = f"{name}: SHA-256 of KV blocks, sent and received"
+        outcome = f"{received} blocks of {shape['block_bytes']} bytes travelled, KV tensor {shape['shape'][0]}"
+        figures = {"blocks": received, "kv_shape": shape["shape"][0], "kv_stride": shape["stride"][0]}
+        self._row(compared(arm.name, what, blocks, outcome, **figures))
         if not phase.exact_between_arms or not arm.computes_as_stock:
             return
         if baseline.stock:
@@ -246,24 +202,11 @@ class Harness(Comparison):
             if observed.record is None and run.may_be_computed(least):
                 continue
             blocks += compare_blocks(prompt.name, observed, blocks=prompt.blocks(BLOCK_SIZE), fewest_received=least)
-        self._row(
-            compared(
-                arm.name,
-                f"{name}: tokens, 32 at a time ({phase.dtype})",
-                answers,
-                f"{len(seen)} shuffled requests",
-            )
-        )
+        what = f"{name}: tokens, 32 at a time ({phase.dtype})"
+        self._row(compared(arm.name, what, answers, f"{len(seen)} shuffled requests"))
         received = count_received([observed for _, observed in seen])
-        self._row(
-            compared(
-                arm.name,
-                f"{name}: SHA-256 of KV blocks, 32 at a time",
-                blocks,
-                f"{received} blocks travelled",
-                blocks=received,
-            )
-        )
+        what = f"{name}: SHA-256 of KV blocks, 32 at a time"
+        self._row(compared(arm.name, what, blocks, f"{received} blocks travelled", blocks=received))
         for server, pages, resting in zip(servers, memory.counts(), memory.resting(), strict=False):
             side = server.spec.name.rsplit("-", 1)[-1]
             # When D is asked, or P stages, P may keep a request only while computing it: its pool needs one page group,
@@ -277,3 +220,76 @@ class Harness(Comparison):
 def named(phase: Phase, arm: Arm, run: PairRun) -> str:
     """Return the first part of a row's name: the phase, and the order if the arm has several."""
     return phase.name if len(arm.orders) == 1 else f"{phase.name}, {run.order}"
+
+
+# ------------------------------------------------------------------------------------------------------ pools of memory
+
+
+SETTLE_SECONDS = 20.0
+
+
+class PoolMemory:
+    """Samples kvcached's memory counters of ``ipc_names`` during a ``with`` block.
+
+    ``resting_bytes`` is what may stay mapped while the server is idle: the page group of vLLM's null block.
+    """
+
+    def __init__(self, ipc_names: Sequence[str], resting_bytes: int) -> None:
+        self.resting_bytes = resting_bytes
+        self._watches = [PageWatch(name) for name in ipc_names]
+        self._resting: list[list[int]] = [[] for _ in ipc_names]
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> PoolMemory:
+        for watch in self._watches:
+            self._stack.enter_context(watch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    async def settle(self) -> None:
+        """Wait at most ``SETTLE_SECONDS`` until every pool is down to its idle size; record the size reached."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < deadline and any(level > self.resting_bytes for level in self._levels()):
+            await asyncio.sleep(0.05)
+        for reached, level in zip(self._resting, self._levels(), strict=True):
+            reached.append(level)
+
+    def _levels(self) -> list[int]:
+        return [watch.mapped_bytes() or 0 for watch in self._watches]
+
+    def counts(self) -> list[PageCount]:
+        """Return how much each pool mapped and unmapped; call it after the ``with`` block."""
+        return [watch.count() for watch in self._watches]
+
+    def resting(self) -> list[list[int]]:
+        """Return the bytes each pool had mapped after each round."""
+        return self._resting
+
+
+def remapped(arm: str, what: str, pages: PageCount) -> Check:
+    """Return the row that checks that kvcached unmapped pages and then mapped some again."""
+    mib = {
+        name: round(getattr(pages, f"{name}_bytes") / 2**20, 1)
+        for name in ("limit", "lowest", "highest", "mapped", "unmapped", "remapped")
+    }
+    return Check(
+        arm,
+        what,
+        pages.unmapped_bytes > 0 and pages.remapped_bytes > 0,
+        f"at least {mib['unmapped']} MiB unmapped and {mib['remapped']} MiB mapped again, between "
+        f"{mib['lowest']} and {mib['highest']} MiB mapped of {mib['limit']} MiB",
+        {f"{name}_mib": value for name, value in mib.items()},
+    )
+
+
+def came_back(arm: str, what: str, resting: Sequence[int], page_group_bytes: int) -> Check:
+    """Return the row that checks that at most one page group (bytes) was mapped after each round."""
+    return Check(
+        arm,
+        what,
+        bool(resting) and max(resting) <= page_group_bytes,
+        f"{max(resting, default=0) / 2**20:.0f} MiB mapped at rest, a page group is {page_group_bytes / 2**20:.0f} MiB",
+        {"resting_mib": [level / 2**20 for level in resting]},
+    )

@@ -34,6 +34,12 @@ class Answer:
     logprobs: list[float]
     top_logprobs: list[dict[str, float]] = field(default_factory=list)
 
+    @property
+    def lead(self) -> float:
+        """The least lead of any token before the second best one, in nats."""
+        ranked = [sorted(one.values(), reverse=True) for one in self.top_logprobs]
+        return min((best - second for best, second, *_ in ranked), default=0.0)
+
 
 @dataclass(frozen=True)
 class HandOver:
@@ -154,6 +160,19 @@ class Client:
             body["kv_transfer_params"] = params
         return {"url": f"{self.base_url}/v1/completions", "json": body, "headers": {"X-Request-Id": request_id}}
 
+    async def offer(self, prompt: list[int], *, salt: str, request_id: str, **more: Any) -> dict[str, Any]:
+        """Prefill ``prompt``, as a router asks for it, with ``more`` parameters; returns those for decode.
+
+        Raises:
+            AnswerError: there are none.
+        """
+        params = {"do_remote_decode": True, "do_remote_prefill": False, **more}
+        answer = await self.complete(prompt, max_tokens=1, salt=salt, request_id=request_id, kv_transfer_params=params)
+        offered: dict[str, Any] | None = answer.get("kv_transfer_params")
+        if not offered:
+            raise AnswerError(f"{request_id}: found no kv_transfer_params in prefill's answer; nothing is handed over.")
+        return offered
+
     async def answer(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> Answer:
         """Complete ``prompt`` on this server, without a hand-over."""
         return read_answer(
@@ -229,20 +248,10 @@ class Pair:
 
     async def prefill_only(self, prompt: list[int], *, salt: str, request_id: str) -> Offer:
         """Prefill on P and read the digests of the blocks that it now keeps for D."""
-        asked = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        }
-        prefilled = await self.prefill.complete(
-            prompt, max_tokens=1, salt=salt, request_id=request_id, kv_transfer_params=asked
-        )
-        offered = prefilled.get("kv_transfer_params")
-        block_ids = offered_blocks(offered or {})
-        if not offered or not block_ids:
+        unknown = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        offered = await self.prefill.offer(prompt, salt=salt, request_id=request_id, **unknown)
+        block_ids = offered_blocks(offered)
+        if not block_ids:
             raise AnswerError(
                 f"{request_id}: found no blocks in P's answer ({offered!r}); expected kv_transfer_params with "
                 "a manifest or remote_block_ids. D would silently compute the prompt itself. See P's log."

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from experiments.common.default_vllm import DEFAULT_VLLM
-
+DEFAULT_VLLM = (os.environ.get("KVCACHED_NIXL_VLLM") or "0.28.0").split()[-1]
+"""Without ``--vllm``; must be the same as in experiments/run.sh."""
 MODES = ("pull", "push")
 KEEPS_LAST = "does not write last-VERSION files"
-
-Options = TypeVar("Options")
 
 
 def make_parser(description: str, epilog: str) -> argparse.ArgumentParser:
@@ -66,8 +65,9 @@ def add_word(parser: argparse.ArgumentParser, option: str, things: str, files: s
     parser.add_argument(option, metavar="WORD", help=f"only {things} whose name contains WORD; {files}", **more)
 
 
-def run_main(main: Callable[[Options], int], options: Options) -> NoReturn:
-    """Run an experiment and exit with its status; with 2 if a server failed, so that nothing can be judged."""
+def run_main(module: str, options: argparse.Namespace) -> NoReturn:
+    """Call ``main(options)`` of a module of experiments, and exit with its status; with 2 if a server failed, so that
+    nothing can be judged."""
     # Imported here, not at the top: --help has to work without an environment.
     import httpx
 
@@ -75,7 +75,7 @@ def run_main(main: Callable[[Options], int], options: Options) -> NoReturn:
     from experiments.common.servers import ServerError
 
     try:
-        status = main(options)
+        status = importlib.import_module(f"experiments.{module}").main(options)
     except (ServerError, AnswerError, httpx.HTTPError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         status = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import httpx
 
@@ -17,6 +18,7 @@ COUNTED_SECONDS = 1.0
 PAGE_SECONDS = 30.0
 """A server that waits for a core answers late."""
 
+Counts = TypeVar("Counts")
 Counters = Mapping[str, int]
 """Page and labels -> value."""
 
@@ -38,7 +40,7 @@ def moved(before: Counters, after: Counters) -> int:
     return sum(max(0, value - before.get(name, 0)) for name, value in after.items())
 
 
-def settled(read: Callable[[], Counters], is_enough: Callable[[Counters], bool] = lambda _: True) -> Counters:
+def settled(read: Callable[[], Counts], is_enough: Callable[[Counts], bool] = lambda _: True) -> Counts:
     """Return counters when they are enough and nothing is added any more, or after `COUNT_SECONDS`.
 
     Engines report what they have counted with their next step.

@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import Report, Reports, WakeAddress
 from kvcached_nixl.worker.background import Work
-from kvcached_nixl.worker.build import Channel, Rank, assemble
+from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.facade import Device
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
@@ -135,9 +136,6 @@ class Pool:
     def drop_cached(self, num_blocks: int) -> int:
         return 0
 
-    def forget_prefixes(self) -> bool:
-        return True
-
     def take(self, request_id: str) -> list[Any]:
         return self.tables.pop(request_id, [])
 
@@ -164,6 +162,24 @@ class _AtOnce:
 
     def close(self, *, is_dropping: bool) -> None:
         """Nothing to stop."""
+
+
+class Channel:
+    """Side channel of an engine in this process, answered at once with the ``answers`` of the engine opposite."""
+
+    def __init__(self) -> None:
+        self.answers: Mapping[int, tuple[str, bytes]] = {}
+
+    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+        future: Future[tuple[str, bytes]] = Future()
+        future.set_result(self.answers[tp_rank])
+        return future
+
+    def wake(self, host: str, port: int, key: str) -> None:
+        """Nothing to wake: no engine sleeps."""
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 class Ended(NamedTuple):
@@ -288,7 +304,3 @@ def asks_decode(prefill: RemotePrefill, name: str) -> dict[str, Any]:
     """Return ``kv_transfer_params`` of a decode request whose transfer id is ``name``."""
     fields: dict[str, Any] = msgspec.to_builtins(prefill)
     return {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name, **fields}
-
-
-def _reached() -> bool:
-    return True

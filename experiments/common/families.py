@@ -8,23 +8,18 @@ Their configurations are those of transformers, with a few small layers. The wei
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
-import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from experiments.common import device
-from experiments.common.model import CACHE, FORMAT, ModelShape, write_tokenizer
+from experiments.common.model import CACHE, FORMAT, ModelShape, made_once
 from experiments.common.servers import REPOSITORY, SERVER_SIDE
 from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS
 from kvcached_nixl.vllm.adapter.versions import installed_has
-
-__all__ = ["FAMILIES", "Family", "make_family", "stand_ins"]
 
 STAND_INS = Path(__file__).resolve().parent / "stand_ins"
 
@@ -259,23 +254,10 @@ def make_family(name: str, *, cache: Path = CACHE) -> Path:
         KeyError: there is no such family.
     """
     family = FAMILIES[name]
-    words = [FORMAT, family.config, family.architecture, dict(family.values), family.seed, family.deviation]
-    key = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:12]
-    folder = cache / f"{''.join(letter if letter.isalnum() else '-' for letter in name)}-{key}"
-    if (folder / "complete").is_file():
-        return folder
-    partial = cache / f".{folder.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write(family, partial)
-    write_tokenizer(
-        ModelShape(vocabulary=family.values["vocab_size"], max_positions=family.values["max_position_embeddings"]),
-        partial,
-    )
-    (partial / "complete").touch()
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    return folder
+    key = [FORMAT, family.config, family.architecture, dict(family.values), family.seed, family.deviation]
+    tag = "".join(letter if letter.isalnum() else "-" for letter in name)
+    shape = ModelShape(vocabulary=family.values["vocab_size"], max_positions=family.values["max_position_embeddings"])
+    return made_once(cache, tag, key, lambda folder: _write(family, folder), shape)
 
 
 def _write(family: Family, folder: Path) -> None:

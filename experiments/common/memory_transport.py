@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 
 from kvcached_nixl.transport.agent import Handle, Operation, Ranges, TransferState, TransportError
 
-__all__ = ["MemoryGate", "MemoryTransport", "Network", "Posted"]
-
-
 GATE = "#"
 """Between an agent's name and a number, in the name of a gate to its memory."""
 

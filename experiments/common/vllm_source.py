@@ -18,8 +18,6 @@ from pathlib import Path
 from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
-__all__ = ["Source", "open_source"]
-
 _CHUNK_BYTES = 4 << 20
 
 

@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-from pathlib import Path
 
 from experiments.common.command_line import KEEPS_LAST, add_word, make_parser, run_main
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PICTURE = "docs/deploy/prometheus/dashboard.png"
 
 DESCRIPTION = """\
@@ -40,38 +37,5 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main(options: argparse.Namespace) -> int:
-    """Measure and return the exit status."""
-    # Imported here, not at the top: --help has to work without an environment.
-    from experiments.common.report import REPOSITORY, Narrator, begin, conclude, last_name
-    from experiments.common.servers import ServerError
-    from experiments.dashboard.pairs import PAIRS, load_pair
-    from experiments.dashboard.prometheus import scraping
-    from experiments.dashboard.queries import FOLDER, read_alerts, read_dashboard
-    from experiments.dashboard.report import draw, judge, run_queries, table_of
-
-    program = shutil.which("prometheus")
-    if program is None:
-        raise ServerError("found no prometheus on the PATH. No query can be run. apt-get install prometheus")
-    began, stamp = begin(options.vllm)
-    logs = RESULTS / stamp
-    title = f"queries of the dashboard and of the alerts, vLLM {options.vllm}"
-    with Narrator(title) as narrator, scraping(program, logs) as prometheus:
-        loads = [load_pair(one, prometheus, logs, narrator.say) for one in PAIRS if options.pair in one]
-        narrator.say("asking Prometheus")
-        queries = [*read_dashboard(FOLDER / "dashboard.json"), *read_alerts(FOLDER / "alerts.yaml")]
-        found = run_queries(prometheus, queries)
-        content = {
-            "began": began,
-            "prometheus": prometheus.version(),
-            "alerts_fired": prometheus.fired(),
-            "loads": [vars(one) for one in loads],
-            "queries": [one.as_json() for one in found],
-        }
-    draw(found, loads, logs / "dashboard.png" if options.pair else REPOSITORY / PICTURE)
-    path = logs / "results.json" if options.pair else RESULTS / f"{last_name(options.vllm)}.json"
-    return conclude([table_of(found)], judge(found, loads), path, content)
-
-
 if __name__ == "__main__":
-    run_main(main, parse())
+    run_main("dashboard.report", parse())

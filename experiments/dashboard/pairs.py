@@ -1,28 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a pair of servers, loads it, and makes requests fail in known ways."""
+"""Runs Prometheus on loopback; starts pairs of servers that it scrapes, loads them, and makes requests fail."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
-from experiments.common.asking import Asking
 from experiments.common.client import Client, http_client
-from experiments.common.device import FOLLOWS
+from experiments.common.device import FOLLOWS, nixl
 from experiments.common.model import GQA, make_model
 from experiments.common.pages import own_names
-from experiments.common.servers import GIVES_BACK, Server, ServerError, ServerSpec, prefill_and_decode
-from experiments.common.transfer_config import nixl
-from experiments.dashboard.prometheus import Prometheus
+from experiments.common.servers import (
+    GIVES_BACK,
+    HOST,
+    Asking,
+    Server,
+    ServerError,
+    ServerSpec,
+    free_ports,
+    prefill_and_decode,
+)
+from experiments.dashboard.queries import FOLDER
+from experiments.stacks.routers import running_router
 
 Say = Callable[[str], None]
 
@@ -35,6 +46,90 @@ LOAD_SECONDS = 25.0
 IDLE_SECONDS = 60.0
 LEASE_SECONDS = 20.0
 OK = "ok"
+
+
+STEP_SECONDS = 2
+
+
+class Prometheus:
+    """A running Prometheus.
+
+    Attributes:
+        began_at: seconds since the epoch.
+        names: HOST:PORT of a server -> its name.
+    """
+
+    def __init__(self, url: str, targets: Path) -> None:
+        self._http = httpx.Client(base_url=url, trust_env=False, timeout=60.0)
+        self._targets = targets
+        self.began_at = time.time()
+        self.names: dict[str, str] = {}
+
+    def scrape(self, names: dict[str, str]) -> None:
+        """Scrape these servers, URL -> name, and no other ones; the name is the label ``instance`` of their series."""
+        places = {url.removeprefix("http://"): name for url, name in names.items()}
+        self.names |= places
+        scraped = [{"targets": [place], "labels": {"instance": name, "job": "vllm"}} for place, name in places.items()]
+        partial = self._targets.with_suffix(".partial")
+        partial.write_text(json.dumps(scraped))
+        partial.replace(self._targets)
+
+    def over_time(self, expression: str) -> list[dict[str, Any]]:
+        """Return the series of an expression from the start until now, each with ``metric`` and ``values``."""
+        window = {"start": self.began_at, "end": time.time(), "step": STEP_SECONDS}
+        found: list[dict[str, Any]] = self._ask("query_range", query=expression, **window)["result"]
+        return found
+
+    def now(self, expression: str) -> float | None:
+        """Return the only value of an expression now; None if it has none."""
+        found = self._ask("query", query=expression)["result"]
+        return float(found[0]["value"][1]) if found else None
+
+    def fired(self) -> list[str]:
+        """Return the alerts that have fired."""
+        return sorted({one["metric"]["alertname"] for one in self.over_time('ALERTS{alertstate="firing"}')})
+
+    def version(self) -> str:
+        return str(self._http.get("/api/v1/status/buildinfo").json()["data"]["version"])
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return self._http.get("/-/ready").status_code == httpx.codes.OK
+        return False
+
+    def _ask(self, what: str, **params: Any) -> Any:
+        content = self._http.post(f"/api/v1/{what}", data=params).json()
+        if content["status"] != "success":
+            raise ServerError(f"found that Prometheus refuses {params}: {content.get('error')}")
+        return content["data"]
+
+
+def config_of(targets: Path) -> dict[str, Any]:
+    """Return the documented configuration, with ``targets``, scraped each second, in place of its static ones."""
+    config: dict[str, Any] = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(FOLDER / one) for one in config["rule_files"]]
+    first = config["scrape_configs"][0]
+    del first["static_configs"]
+    first["file_sd_configs"] = [{"files": [str(targets)], "refresh_interval": "1s"}]
+    config["scrape_configs"] = [first]
+    return config
+
+
+@contextlib.contextmanager
+def scraping(program: str, logs: Path) -> Iterator[Prometheus]:
+    """Start Prometheus with the alert rules; it scrapes nothing yet. Raises ServerError if it does not start."""
+    (port,) = free_ports(1)
+    folder = (logs / "prometheus").resolve()
+    folder.mkdir(parents=True)
+    targets = folder / "targets.json"
+    targets.write_text("[]")
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config_of(targets)))
+    command = [program, f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    command += [f"--web.listen-address={HOST}:{port}", "--log.level=warn"]
+    made = Prometheus(f"http://{HOST}:{port}", targets)
+    with running_router(command, logs / "prometheus.log", made.is_ready, "/-/ready to answer"):
+        yield made
 
 
 @dataclass
@@ -149,10 +244,7 @@ class _Driver:
 
     async def _offer(self, prompt: list[int]) -> tuple[str, dict[str, Any]]:
         name = f"offer-{next(self._numbers)}"
-        answer = await self._prefill.complete(
-            prompt, max_tokens=1, salt=name, request_id=name, kv_transfer_params={"do_remote_decode": True}
-        )
-        return name, answer["kv_transfer_params"]
+        return name, await self._prefill.offer(prompt, salt=name, request_id=name)
 
     async def _stale(self) -> None:
         """Fetch an offer twice, and another one with another prompt. All are answered: decode computes the prompts."""

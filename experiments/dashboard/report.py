@@ -1,28 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the queries, judges what they return, and draws the panels from it."""
+"""A whole run: asks the queries, judges what they return, and draws the panels from it."""
 
 from __future__ import annotations
 
+import argparse
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from experiments.common.plots import make_panels, save
-from experiments.common.tables import make_table
-from experiments.common.targets import Verdict
-from experiments.dashboard.pairs import OK, Load
-from experiments.dashboard.prometheus import Prometheus
-from experiments.dashboard.queries import Query
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from experiments.common.report import (
+    REPOSITORY,
+    Narrator,
+    Verdict,
+    begin,
+    conclude,
+    last_name,
+    make_panels,
+    make_table,
+    save,
+)
+from experiments.common.servers import ServerError
+from experiments.dashboard.__main__ import PICTURE
+from experiments.dashboard.pairs import OK, PAIRS, Load, Prometheus, load_pair, scraping
+from experiments.dashboard.queries import FOLDER, Query, read_alerts, read_dashboard
 
+RESULTS = Path(__file__).resolve().parent / "results"
 PLANTED = Query("planted", "a metric that does not exist", "sum(rate(kvcached_nixl:no_such_metric_total[10s]))")
 COLOURS = 96
 MOST_NAMES = 6
 """Series that a panel's legend names: those with the largest values."""
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    program = shutil.which("prometheus")
+    if program is None:
+        raise ServerError("found no prometheus on the PATH. No query can be run. apt-get install prometheus")
+    began, stamp = begin(options.vllm)
+    logs = RESULTS / stamp
+    title = f"queries of the dashboard and of the alerts, vLLM {options.vllm}"
+    with Narrator(title) as narrator, scraping(program, logs) as prometheus:
+        loads = [load_pair(one, prometheus, logs, narrator.say) for one in PAIRS if options.pair in one]
+        narrator.say("asking Prometheus")
+        queries = [*read_dashboard(FOLDER / "dashboard.json"), *read_alerts(FOLDER / "alerts.yaml")]
+        found = run_queries(prometheus, queries)
+        content = {
+            "began": began,
+            "prometheus": prometheus.version(),
+            "alerts_fired": prometheus.fired(),
+            "loads": [vars(one) for one in loads],
+            "queries": [one.as_json() for one in found],
+        }
+    draw(found, loads, logs / "dashboard.png" if options.pair else REPOSITORY / PICTURE)
+    path = logs / "results.json" if options.pair else RESULTS / f"{last_name(options.vllm)}.json"
+    return conclude([table_of(found)], judge(found, loads), path, content)
 
 
 @dataclass(frozen=True)

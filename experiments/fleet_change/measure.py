@@ -3,39 +3,50 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import dataclasses
-import enum
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import httpx
-import openai
+from rich.table import Table
 
-from experiments.common.asking import asks
+from experiments.common.command_line import MODES
 from experiments.common.counted import count
-from experiments.common.model import ModelShape, make_model
-from experiments.common.servers import GIVES_BACK, Running, Server, ServerError, ServerSpec
-from experiments.common.transfer_config import nixl
-from experiments.fleet_change.balancer import balanced
+from experiments.common.report import (
+    REPOSITORY,
+    Narrator,
+    begin,
+    conclude,
+    last_name,
+    make_table,
+)
+from experiments.common.report import (
+    Verdict as Target,
+)
+from experiments.common.servers import Running, ServerError, ServerSpec, asks
+from experiments.fleet_change.__main__ import BEFORE
+from experiments.stacks import measure as stacks
+from experiments.stacks import traffic
+from experiments.stacks.environments import Say
+from experiments.stacks.routers import nginx
+from experiments.stacks.traffic import Answer, Request, Verdict
 
-Say = Callable[[str], None]
-
-KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK}
-MODEL = ModelShape(max_positions=4096)
+RESULTS = Path(__file__).resolve().parent / "results"
+KINDS = ("completion", "completion, streamed", "completion, streamed")
+"""Of requests, each as often."""
 PROMPTS = 12
-TOKENS = 24
 AT_ONCE = 6
-STEP_SECONDS = 150.0
 SETTLE_SECONDS = 2.0
 SHUTDOWN_SECONDS = 30
 """``--shutdown-timeout``."""
@@ -43,19 +54,8 @@ BUSY_LOOPS, BUSY_SECONDS = 10, 60.0
 GONE_SECONDS = 10.0
 PREFILLS, DECODES = ("prefill-1", "prefill-2"), ("decode-1", "decode-2")
 AFTER = ServerSpec.executable
-
-
-class Outcome(enum.Enum):
-    RIGHT = "right"
-    WRONG = "wrong"
-    BEFORE = "error before the first token"
-    AFTER = "error in a stream that had begun"
-    NO_END = "no end"
-
-
-class Request(NamedTuple):
-    number: int
-    streams: bool
+KILL_DECODE = "kill a decode"
+CHANGES = ("restart", "version", "busy", "kill a prefill", "kill all prefills", KILL_DECODE)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Phase:
     """What clients got during one change.
 
     Attributes:
-        outcomes: of the official client's requests, by `Outcome`.
+        outcomes: of the official client's requests, by `traffic.Verdict`.
         failed_hand_overs: requests that got no KV, as decode servers have counted; those of servers that were stopped
             are lost with them.
     """
@@ -75,40 +75,55 @@ class Phase:
     failed_hand_overs: int
 
 
-def spec(name: str, mode: str | None, executable: Path | None = None) -> ServerSpec:
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    began, stamp = begin(options.vllm)
+    logs = RESULTS / stamp
+    made = subprocess.run(["bash", "experiments/env.sh", BEFORE], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    if made.returncode:
+        return 2
+    before = Path(made.stdout.splitlines()[-1]) / "bin" / "vllm"
+    with Narrator(f"changes of a fleet, vLLM {BEFORE} to {options.vllm}") as narrator:
+        expected = expected_of(before, logs, narrator.say)
+        modes = (options.mode,) if options.mode else MODES
+        changes = [change for change in CHANGES if (options.change or "") in change]
+        found = [measure(mode, before, expected, changes, logs / mode, narrator.say) for mode in modes]
+    path = RESULTS / f"{last_name(options.vllm)}.json"
+    known = json.loads(path.read_text())["phases"] if (options.change or options.mode) and path.is_file() else []
+    measured = {(one.mode, one.change): one for one in (*(Phase(**phase) for phase in known), *sum(found, []))}
+    order = [(mode, change) for mode in MODES for change in CHANGES]
+    phases = [measured[one] for one in order if one in measured]
+    content = {"began": began, "before": BEFORE, "phases": [dataclasses.asdict(one) for one in phases]}
+    return conclude([table_of(phases)], judge(phases), path, content)
+
+
+def spec(name: str, mode: str | None, executable: Path = AFTER) -> ServerSpec:
     """Return the configuration of a server; without ``mode``, of the stock instance."""
-    extra = {"transfer_mode": mode, "kv_lease_duration": 10.0}
-    made = ServerSpec(
-        name=name,
-        model=make_model(MODEL),
-        dtype="float32",
-        max_num_batched_tokens=256,
-        kv_transfer=nixl(name, extra, kv_load_failure_policy="recompute") if mode else None,
-        environment=KVCACHED if mode else {},
-        arguments=("--shutdown-timeout", str(SHUTDOWN_SECONDS)),
+    made = stacks.spec(name, mode)
+    transfer = {**made.kv_transfer, "kv_load_failure_policy": "recompute"} if made.kv_transfer else None
+    timeout = ("--shutdown-timeout", str(SHUTDOWN_SECONDS))
+    return dataclasses.replace(
+        made, kv_transfer=transfer, arguments=timeout, http_arguments=(), executable=executable, forks=False
     )
-    return made if executable is None else dataclasses.replace(made, executable=executable)
 
 
-def expected_of(before: Path, logs: Path, say: Say) -> dict[int, str]:
-    """Return the answer to each prompt, of one stock instance.
+def expected_of(before: Path, logs: Path, say: Say) -> dict[Request, Answer]:
+    """Return the answer to each request, of one stock instance.
 
-    Prompts are left out to which the two versions say something else: they compute in another order.
+    Requests are left out to which the two versions say something else: they compute in another order.
     """
     say("one stock instance of each version")
+    asked = [(kind, number) for number in range(PROMPTS) for kind in dict.fromkeys(KINDS)]
     with Running([spec("alone-before", None, before), spec("alone-after", None)], logs) as launched:
-        old, new = (asyncio.run(_answers(one.base_url)) for one in launched.ready())
-    agreed = {number: text for number, text in old.items() if new[number] == text}
-    if len(agreed) < PROMPTS // 2:
-        raise ServerError(f"found that the versions agree on {len(agreed)} of {PROMPTS} prompts; expected most")
+        old, new = (asyncio.run(traffic.answers(one.base_url, asked)) for one in launched.ready())
+    agreed = {one: answer for one, answer in old.items() if traffic.judged(new[one], answer) is Verdict.RIGHT}
+    if len(agreed) < len(asked) // 2:
+        raise ServerError(f"found that the versions agree on {len(agreed)} of {len(asked)} answers; expected most")
     return agreed
 
 
-CHANGES = ("restart", "version", "busy", "kill a prefill", "kill all prefills", "kill a decode")
-
-
 def measure(
-    mode: str, before: Path, expected: Mapping[int, str], changes: Sequence[str], logs: Path, say: Say
+    mode: str, before: Path, expected: dict[Request, Answer], changes: Sequence[str], logs: Path, say: Say
 ) -> list[Phase]:
     """Start four servers and a balancer, and go through ``changes``."""
     with contextlib.ExitStack() as stack:
@@ -117,7 +132,7 @@ def measure(
             Running([asks(spec(name, mode, before), prefills.servers) for name in DECODES], logs)
         )
         prefills.ready()
-        url = stack.enter_context(balanced(decodes.ready(), logs / "nginx"))
+        url = stack.enter_context(nginx(decodes.ready(), logs / "nginx"))
         fleet = Fleet(prefills, decodes, url)
         acts: dict[str, Callable[[], None]] = {
             "restart": lambda: fleet.restart_each(None),
@@ -125,10 +140,12 @@ def measure(
             "busy": starve,
             "kill a prefill": lambda: fleet.kill(prefills, 0),
             "kill all prefills": lambda: fleet.kill(prefills, 0, 1),
-            "kill a decode": lambda: fleet.kill(decodes, 0),
+            KILL_DECODE: lambda: fleet.kill(decodes, 0),
         }
-        asyncio.run(_ask_once(url, expected))
-        return [_phase(mode, change, acts[change], fleet, expected, say) for change in changes]
+        asyncio.run(traffic.answers(url, list(expected)))
+        numbers = dict.fromkeys(number for _, number in expected)
+        asked = [(kind, number) for number in numbers for kind in KINDS if (kind, number) in expected]
+        return [_phase(mode, one, acts[one], fleet, [(each, expected[each]) for each in asked], say) for one in changes]
 
 
 def starve() -> None:
@@ -166,7 +183,8 @@ class Fleet:
                     name = server.spec.name
                     raise ServerError(f"found {name} still running {2 * SHUTDOWN_SECONDS} s after SIGTERM") from error
                 new = server.spec if executable is None else dataclasses.replace(server.spec, executable=executable)
-                _wait_for(some.replace(place, new))
+                some.replace(place, new)
+                some.ready()
         time.sleep(SETTLE_SECONDS)
 
     def kill(self, some: Running, *places: int) -> None:
@@ -175,8 +193,9 @@ class Fleet:
         for place in places:
             some.servers[place].kill()
         time.sleep(GONE_SECONDS)
-        for successor in [some.replace(place) for place in places]:
-            _wait_for(successor)
+        for place in places:
+            some.replace(place)
+        some.ready()
         time.sleep(SETTLE_SECONDS)
 
     def failed_hand_overs(self) -> int:
@@ -189,98 +208,44 @@ class Fleet:
         return found
 
 
-def _wait_for(server: Server) -> None:
-    deadline = time.monotonic() + STEP_SECONDS
-    while not server.is_ready():
-        if time.monotonic() > deadline:
-            raise ServerError(f"found {server.spec.name} not ready after {STEP_SECONDS:.0f} s:\n{server.tail()}")
-        time.sleep(0.1)
-
-
 def _phase(
-    mode: str, change: str, act: Callable[[], None], fleet: Fleet, expected: Mapping[int, str], say: Say
+    mode: str, change: str, act: Callable[[], None], fleet: Fleet, asked: Sequence[tuple[Request, Answer]], say: Say
 ) -> Phase:
     begun, failed_before = time.monotonic(), fleet.failed_hand_overs()
-
-    async def run() -> Counter[Outcome]:
-        changing = asyncio.create_task(asyncio.to_thread(act))
-        outcomes = await _ask_until(fleet.url, expected, changing.done)
-        await changing
-        return outcomes
-
-    outcomes = asyncio.run(run())
-    found = Phase(
+    found = asyncio.run(traffic.meanwhile(fleet.url, asked, act, AT_ONCE))
+    counted = Counter(one.verdict for one in found)
+    phase = Phase(
         mode,
         change,
         round(time.monotonic() - begun, 1),
-        {kind.value: outcomes[kind] for kind in Outcome if outcomes[kind]},
+        {kind.value: counted[kind] for kind in Verdict if counted[kind]},
         max(0, fleet.failed_hand_overs() - failed_before),
     )
-    say(f"{mode}, {change}: {found.outcomes}")
-    return found
+    say(f"{mode}, {change}: {phase.outcomes}")
+    return phase
 
 
-# ------------------------------------------------------------------------------------------------- the official client
+def table_of(phases: Sequence[Phase]) -> Table:
+    """Return a row per phase."""
+    kinds = [kind.value for kind in Verdict]
+    rows = []
+    for one in phases:
+        counts = (*(one.outcomes.get(kind, 0) for kind in kinds), one.failed_hand_overs)
+        rows.append([one.mode, one.change, *map(str, counts)])
+    return make_table("what clients got while the fleet changed", ("mode", "change", *kinds, "without KV"), rows)
 
 
-def _prompt(number: int) -> list[int]:
-    return [3 + (7 * place + 31 * number) % 500 for place in range(100 + 40 * (number % 6))]
+def judge(phases: Sequence[Phase]) -> list[Target]:
+    """Return the targets."""
 
+    def total(some: Sequence[Phase], *kinds: Verdict) -> int:
+        return sum(one.outcomes.get(kind.value, 0) for one in some for kind in kinds)
 
-def _client_of(url: str) -> Any:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=STEP_SECONDS)
-
-
-async def ask(client: Any, request: Request, begun: list[str]) -> tuple[str, str | None]:
-    """Return the text and why it ended. ``begun`` gets each piece of a stream as it comes."""
-    asked = {"model": "model", "prompt": _prompt(request.number), "max_tokens": TOKENS, "temperature": 0}
-    answer = await client.completions.create(**asked, stream=request.streams, extra_body={"ignore_eos": True})
-    if not request.streams:
-        return answer.choices[0].text, answer.choices[0].finish_reason
-    reason = None
-    async for part in answer:
-        for choice in part.choices:
-            begun.append(choice.text)
-            reason = choice.finish_reason
-    return "".join(begun), reason
-
-
-async def _answers(url: str) -> dict[int, str]:
-    async with _client_of(url) as client:
-        return {number: (await ask(client, Request(number, False), []))[0] for number in range(PROMPTS)}
-
-
-async def _ask_once(url: str, expected: Mapping[int, str]) -> None:
-    async with _client_of(url) as client:
-        for number in expected:
-            await ask(client, Request(number, True), [])
-
-
-async def _ask_until(url: str, expected: Mapping[int, str], has_ended: Callable[[], bool]) -> Counter[Outcome]:
-    """Ask on and on, `AT_ONCE` at a time."""
-    found: Counter[Outcome] = Counter()
-    numbers = list(expected)
-
-    async def one(client: Any, place: int) -> None:
-        while not has_ended():
-            place += 1
-            request = Request(numbers[place % len(numbers)], streams=place % 3 > 0)
-            outcome = await judged(client, request, expected[request.number])
-            found[outcome] += 1
-
-    async with _client_of(url) as client:
-        await asyncio.gather(*(one(client, 5 * number) for number in range(AT_ONCE)))
-    return found
-
-
-async def judged(client: Any, request: Request, expected: str) -> Outcome:
-    begun: list[str] = []
-    try:
-        text, reason = await asyncio.wait_for(ask(client, request, begun), STEP_SECONDS)
-    except (TimeoutError, asyncio.TimeoutError, openai.APITimeoutError):
-        return Outcome.NO_END
-    except openai.OpenAIError:
-        if not expected.startswith("".join(begun)):
-            return Outcome.WRONG
-        return Outcome.AFTER if begun else Outcome.BEFORE
-    return Outcome.RIGHT if (text, reason) == (expected, "length") else Outcome.WRONG
+    right, bad = total(phases, Verdict.RIGHT), total(phases, Verdict.WRONG, Verdict.CUT_SHORT, Verdict.NO_END)
+    # Those of a decode server that is killed break off.
+    others = [one for one in phases if one.change != KILL_DECODE]
+    errors = total(others, Verdict.ERROR, Verdict.BROKEN)
+    return [
+        Target("wrong answers, and answers without an end (0)", f"{bad}, beside {right} right", bad == 0 < right),
+        Target("errors, unless a decode server is killed (0)", f"{errors}", errors == 0),
+    ]

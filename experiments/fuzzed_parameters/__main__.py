@@ -4,20 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from experiments.common.command_line import MODES, add_mode, add_policy, add_seed, make_parser, run_main
-from experiments.common.targets import Verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from experiments.common.servers import ServerSpec
-    from experiments.fuzzed_parameters.traffic import Found
-
-RESULTS = Path(__file__).resolve().parent / "results"
+from experiments.common.command_line import add_mode, add_policy, add_seed, make_parser, run_main
 
 DESCRIPTION = """\
 How do servers handle malformed kv_transfer_params, and malformed requests around them?
@@ -57,89 +45,5 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def specs(mode: str, policy: str) -> list[ServerSpec]:
-    """Return the configurations of P and D."""
-    from experiments.common.device import layout
-    from experiments.common.model import PADDED, make_model
-    from experiments.common.servers import prefill_and_decode
-    from experiments.common.transfer_config import nixl
-    from experiments.fuzzed_parameters.endpoints import TEMPLATE
-
-    extra = {"transfer_mode": mode, "handover_timeout": 5, "kv_lease_duration": 6}
-    return prefill_and_decode(
-        mode,
-        nixl("", extra, kv_load_failure_policy=policy),
-        model=make_model(PADDED),
-        dtype="float32",
-        environment={"ENABLE_KVCACHED": "true", **layout(), "KVCACHED_HOSTVMM_GIB": "2"},
-        max_model_len=1024,
-        arguments=("--chat-template", TEMPLATE),
-        forks=True,
-    )
-
-
-def judge(mode: str, found: Found, alive: bool) -> list[Verdict]:
-    """Return the targets of one mode."""
-    return [
-        Verdict(f"{mode}: no HTTP 200 with wrong tokens", f"{len(found.wrong)}", not found.wrong),
-        Verdict(f"{mode}: no request hangs", f"{len(found.hangs)}", not found.hangs),
-        Verdict(f"{mode}: both servers are alive and serve correctly", "yes" if alive else "no", alive),
-    ]
-
-
-def fuzz_mode(
-    mode: str, options: argparse.Namespace, logs: Path, progress: Callable[[str], None]
-) -> tuple[list[Verdict], dict[str, Any]]:
-    """Run one mode; returns its verdicts and its part of the results file.
-
-    Raises:
-        ServerError: a server did not start.
-    """
-    from experiments.common.client import AnswerError
-    from experiments.common.servers import ServerError, running
-    from experiments.fuzzed_parameters.traffic import Fuzz
-
-    with running(specs(mode, options.policy), logs) as servers:
-        fuzz = Fuzz(servers, mode, options.seed, progress)
-        alive, detail = True, ""
-        try:
-            asyncio.run(fuzz.run(options.count))
-            for server in servers:
-                server.check_alive()
-        except (AssertionError, AnswerError, ServerError) as error:
-            alive, detail = False, str(error)
-        found = fuzz.found
-    return judge(mode, found, alive), {
-        "mode": mode,
-        "requests": found.verdicts.total(),
-        "verdicts": dict(found.verdicts),
-        "by change": dict(sorted(found.by_change.items())),
-        "by endpoint": dict(sorted(found.by_endpoint.items())),
-        "wrong": found.wrong,
-        "hangs": found.hangs,
-        "not served": detail,
-    }
-
-
-def main(options: argparse.Namespace) -> int:
-    """Run the modes and return the exit status."""
-    # Imported here, not at the top: --help has to work without an environment.
-    from experiments.common.report import Narrator, begin, conclude, last_name
-
-    began, stamp = begin(options.vllm)
-    verdicts: list[Verdict] = []
-    told = []
-    with Narrator(f"malformed parameters, vLLM {options.vllm}") as narrator:
-        for mode in (options.mode,) if options.mode else MODES:
-            narrator.say(f"{mode}: starting")
-            reached, found = fuzz_mode(mode, options, RESULTS / stamp, narrator.update)
-            narrator.say(f"{mode}: {found['verdicts']}")
-            verdicts += reached
-            told.append(found)
-    path = RESULTS / f"{stamp if options.mode else last_name(options.vllm)}.json"
-    content = {"began": began, "policy": options.policy, "seed": options.seed, "modes": told}
-    return conclude([], verdicts, path, content)
-
-
 if __name__ == "__main__":
-    run_main(main, parse())
+    run_main("fuzzed_parameters.traffic", parse())

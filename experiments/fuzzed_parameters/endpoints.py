@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ENDPOINTS", "TEMPLATE", "TOKENS", "Endpoint", "Failed", "Prompt", "read"]
-
 TOKENS = 4
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 """The value of ``--chat-template``."""

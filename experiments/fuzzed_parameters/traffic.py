@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends requests with malformed parameters and bodies to a pair of servers, and judges the answers and the servers."""
+"""Sends requests with malformed parameters and bodies to pairs of servers, and judges the answers and the servers."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import copy
 import itertools
@@ -15,17 +16,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from experiments.common.client import Client, Pair, http_client
-from experiments.common.servers import HOST, Server, free_ports
-from experiments.fuzzed_parameters.bodies import Asked, change
-from experiments.fuzzed_parameters.endpoints import ENDPOINTS, TOKENS, Endpoint, Failed, Prompt, read
-from experiments.fuzzed_parameters.sets import draw
+from experiments.common.client import AnswerError, Client, Pair, http_client
+from experiments.common.command_line import MODES
+from experiments.common.counted import samples
+from experiments.common.device import layout, nixl
+from experiments.common.model import PADDED, make_model
+from experiments.common.report import Narrator, Verdict, begin, conclude, last_name
+from experiments.common.servers import (
+    HOST,
+    Server,
+    ServerError,
+    ServerSpec,
+    free_ports,
+    prefill_and_decode,
+    running,
+)
+from experiments.fuzzed_parameters.endpoints import ENDPOINTS, TEMPLATE, TOKENS, Endpoint, Failed, Prompt, read
+from experiments.fuzzed_parameters.faults import Asked, change_body, draw
 from kvcached_nixl.wire.params import MANIFEST_KEY
 
+RESULTS = Path(__file__).resolve().parent / "results"
 AT_A_TIME = 16
 HANG_SECONDS = 60.0
 REST_SECONDS = 30.0
@@ -137,7 +152,7 @@ class Fuzz:
         headers = {"X-Request-Id": f"fuzz-{next(self.numbers)}", "Content-Type": "application/json"}
         asked = Asked(endpoint, body, headers, [prompt], changes=changes)
         if not is_wrong or self.random.random() < 0.4:
-            change(self.random, asked, self._ids(), self.prompts)
+            change_body(self.random, asked, self._ids(), self.prompts)
         return asked
 
     def _ids(self) -> list[str]:
@@ -172,11 +187,9 @@ class Fuzz:
         """Wait until no request runs or waits in a server; raises after ``REST_SECONDS``."""
         until = time.monotonic() + REST_SECONDS
         while True:
-            lines = (await client.http.get(f"{client.base_url}/metrics")).text.splitlines()
-            counted = [
-                line for line in lines if line.startswith(("vllm:num_requests_running", "vllm:num_requests_wai"))
-            ]
-            if not any(float(line.rpartition(" ")[2]) for line in counted):
+            pages = (f"{client.base_url}/metrics", "vllm:num_requests_")
+            counted = {name: value for name, value in (await asyncio.to_thread(samples, *pages)).items() if value}
+            if not counted:
                 return
             if time.monotonic() > until:
                 raise AssertionError(f"{client.base_url} has requests that do not end: {counted}")
@@ -201,16 +214,8 @@ class Fuzz:
                 raise AssertionError(f"{name}: found {tokens}; expected {prompt.expected_ids}")
 
     async def _prefilled(self, pair: Pair, prompt: Prompt, name: str) -> dict[str, Any]:
-        params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-        if self.mode == "push":
-            params["transfer_id"] = name
-        prefilled = await pair.prefill.complete(
-            list(prompt.token_ids), max_tokens=1, salt=name, request_id=name, kv_transfer_params=params
-        )
-        answer: dict[str, Any] | None = prefilled["kv_transfer_params"]
-        if answer is None:
-            raise AssertionError(f"prefill answered {name} without kv_transfer_params")
-        return answer
+        more = {"transfer_id": name} if self.mode == "push" else {}
+        return await pair.prefill.offer(list(prompt.token_ids), salt=name, request_id=name, **more)
 
 
 def judge(asked: Asked, found: list[list[int] | str]) -> tuple[str, str]:
@@ -229,3 +234,77 @@ def silent_listener() -> Iterator[int]:
     """Yield a port that accepts connections and never answers."""
     with socket.create_server((HOST, free_ports(1)[0])) as silent:
         yield silent.getsockname()[1]
+
+
+# -------------------------------------------------------------------------------------------------------- a whole run
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the modes and return the exit status."""
+    began, stamp = begin(options.vllm)
+    verdicts: list[Verdict] = []
+    told = []
+    with Narrator(f"malformed parameters, vLLM {options.vllm}") as narrator:
+        for mode in (options.mode,) if options.mode else MODES:
+            narrator.say(f"{mode}: starting")
+            reached, found = fuzz_mode(mode, options, RESULTS / stamp, narrator.update)
+            narrator.say(f"{mode}: {found['verdicts']}")
+            verdicts += reached
+            told.append(found)
+    path = RESULTS / f"{stamp if options.mode else last_name(options.vllm)}.json"
+    content = {"began": began, "policy": options.policy, "seed": options.seed, "modes": told}
+    return conclude([], verdicts, path, content)
+
+
+def specs(mode: str, policy: str) -> list[ServerSpec]:
+    """Return the configurations of P and D."""
+    extra = {"transfer_mode": mode, "handover_timeout": 5, "kv_lease_duration": 6}
+    return prefill_and_decode(
+        mode,
+        nixl("", extra, kv_load_failure_policy=policy),
+        model=make_model(PADDED),
+        dtype="float32",
+        environment={"ENABLE_KVCACHED": "true", **layout(), "KVCACHED_HOSTVMM_GIB": "2"},
+        max_model_len=1024,
+        arguments=("--chat-template", TEMPLATE),
+        forks=True,
+    )
+
+
+def verdicts_of(mode: str, found: Found, alive: bool) -> list[Verdict]:
+    """Return the targets of one mode."""
+    return [
+        Verdict(f"{mode}: no HTTP 200 with wrong tokens", f"{len(found.wrong)}", not found.wrong),
+        Verdict(f"{mode}: no request hangs", f"{len(found.hangs)}", not found.hangs),
+        Verdict(f"{mode}: both servers are alive and serve correctly", "yes" if alive else "no", alive),
+    ]
+
+
+def fuzz_mode(
+    mode: str, options: argparse.Namespace, logs: Path, progress: Callable[[str], None]
+) -> tuple[list[Verdict], dict[str, Any]]:
+    """Run one mode; returns its verdicts and its part of the results file.
+
+    Raises:
+        ServerError: a server did not start.
+    """
+    with running(specs(mode, options.policy), logs) as servers:
+        fuzz = Fuzz(servers, mode, options.seed, progress)
+        alive, detail = True, ""
+        try:
+            asyncio.run(fuzz.run(options.count))
+            for server in servers:
+                server.check_alive()
+        except (AssertionError, AnswerError, ServerError) as error:
+            alive, detail = False, str(error)
+        found = fuzz.found
+    return verdicts_of(mode, found, alive), {
+        "mode": mode,
+        "requests": found.verdicts.total(),
+        "verdicts": dict(found.verdicts),
+        "by change": dict(sorted(found.by_change.items())),
+        "by endpoint": dict(sorted(found.by_endpoint.items())),
+        "wrong": found.wrong,
+        "hangs": found.hangs,
+        "not served": detail,
+    }

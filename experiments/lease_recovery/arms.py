@@ -7,11 +7,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from experiments.common.device import PINNED, layout
+from experiments.common.device import PINNED, layout, nixl
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, ServerSpec, prefill_and_decode
-from experiments.common.transfer_config import nixl
 from kvcached_nixl.wire.lease import INTERVAL
 
 LEASE_SECONDS = 3.0

@@ -8,17 +8,70 @@ pause, and both sides must free all memory of requests.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 
+import httpx
+
+from experiments.common.client import Client, http_client
 from experiments.common.servers import Running
-from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
-from experiments.lease_recovery.faults import SHORTER, Faults, Recovery, Told
-from experiments.lease_recovery.readings import GIVE_UP_SECONDS, IdleMemory, leases_ended
-from experiments.lease_recovery.traffic import HANG_SECONDS, LOOK_SECONDS, Ended, Traffic
+from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS, Arm
+from experiments.lease_recovery.memory import (
+    GIVE_UP_SECONDS,
+    IdleMemory,
+    be_a_neighbour,
+    change_limits,
+    leases_ended,
+)
+from experiments.lease_recovery.traffic import (
+    FIRST_WEIGHTS,
+    HANG_SECONDS,
+    LOOK_SECONDS,
+    OTHER_WEIGHTS,
+    Ended,
+    Traffic,
+)
 
+Inflict = Callable[[], Awaitable[None]]
+SIDES = ("prefill", "decode")
 CLIENTS = 4
+STALE_REQUESTS = 50
+# A lease must not end when a heartbeat is late by up to half of the lease.
+SHORTER_SECONDS, LONGER_SECONDS = 0.45 * LEASE_SECONDS, 2 * LEASE_SECONDS
+SHORTER, LONGER = f"{SHORTER_SECONDS:.2f} s", f"{LONGER_SECONDS:.0f} s"
+GONE = "prefill is killed and stays away"
+MEANWHILE = "decode, while prefill stays away"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One fault.
+
+    Attributes:
+        lasted_seconds: from the beginning of the fault until both servers ran again.
+        right_seconds: from then until the first request that began later was answered correctly; None if none was.
+        memory_seconds: from the end of the last request until both sides were down to their idle memory; None if that
+            took longer than GIVE_UP_SECONDS.
+        leases_ended: leases of prefill that ended from the beginning until then; None if prefill was replaced.
+    """
+
+    fault: str
+    lasted_seconds: float
+    right_seconds: float | None
+    memory_seconds: float | None
+    leases_ended: int | None = None
+
+
+@dataclass(frozen=True)
+class Told:
+    """A request of an operator to a serving server, and how long it took."""
+
+    what: str
+    seconds: float
 
 
 class Chaos:
@@ -26,41 +79,22 @@ class Chaos:
 
     Args:
         running: the pair, P and D.
-        is_operated: whether an operator also pauses them, resets their caches and changes their weights.
-        is_short: instead of that, memory comes and goes, and servers are shut down.
-        seed: seed of all random choices.
+        arm: of the pair. An operator pauses those over kvcached, resets their caches and changes their weights; for
+            stock, answers after a change of weights, or from caches of other weights, would only be wrong.
+
+    Attributes:
+        told: every request of the operator.
     """
 
-    def __init__(
-        self,
-        running: Running,
-        traffic: Traffic,
-        say: Callable[[str], None],
-        *,
-        is_operated: bool,
-        is_short: bool = False,
-        seed: int = 11,
-    ) -> None:
+    def __init__(self, running: Running, traffic: Traffic, arm: Arm, say: Callable[[str], None]) -> None:
         self.running = running
+        self.arm = arm
         self.traffic = traffic
         self.say = say
-        self.draw = random.Random(seed)
+        self.draw = random.Random(11)
         self.recoveries: list[Recovery] = []
+        self.told: list[Told] = []
         self._idle = IdleMemory(running)
-        self._faults = Faults(
-            running,
-            traffic,
-            self._idle,
-            self.draw,
-            is_operated=is_operated,
-            is_short=is_short,
-            recovered=self.recoveries.append,
-        )
-
-    @property
-    def told(self) -> list[Told]:
-        """The requests of the operator so far."""
-        return self._faults.told
 
     async def run(self, rounds: int, least_requests: int) -> None:
         """Inflict every fault ``rounds`` times in random order; end after at least ``least_requests`` requests."""
@@ -70,7 +104,7 @@ class Chaos:
         await self._idle.note()
         async with self.traffic.clients(CLIENTS):
             for turn in range(rounds):
-                kinds = list(self._faults.kinds().items())
+                kinds = list(self._kinds().items())
                 self.draw.shuffle(kinds)
                 for name, inflict in kinds:
                     self.say(f"round {turn + 1} of {rounds}: {name}; so far {_said(self.traffic)}")
@@ -81,7 +115,7 @@ class Chaos:
                 self.say(f"no fault; so far {_said(self.traffic)}")
                 await asyncio.sleep(LOOK_SECONDS)
 
-    async def _one(self, name: str, inflict: Callable[[], Awaitable[None]]) -> None:
+    async def _one(self, name: str, inflict: Inflict) -> None:
         traffic = self.traffic
         traffic.fault = name
         prefill = self.running.servers[0]
@@ -115,6 +149,142 @@ class Chaos:
                 leases_ended=await leases_ended(prefill) - ended if same else None,
             )
         )
+
+    # ------------------------------------------------------------------------------------------ faults
+
+    def _kinds(self) -> dict[str, Inflict]:
+        """Return name -> function for each kind of fault."""
+        if self.arm.is_short:
+            return self._shortages()
+        still = {SHORTER: SHORTER_SECONDS, LONGER: LONGER_SECONDS}
+        kinds: dict[str, Inflict] = {
+            f"{name} stands still, {words}": partial(self._stand_still, side, seconds)
+            for side, name in enumerate(SIDES)
+            for words, seconds in still.items()
+        }
+        kinds |= {f"{name} is killed": partial(self._kill, side) for side, name in enumerate(SIDES)}
+        kinds |= {
+            "clients go away": self._clients_go_away,
+            "clients go away while they wait": self._clients_of_a_burst_go_away,
+            "stale parameters": self._stale,
+            GONE: self._prefill_is_gone,
+        }
+        return kinds | (self._operations() if self.arm.kvcached else {})
+
+    def _shortages(self) -> dict[str, Inflict]:
+        still = f"limits change, prefill stands still, {SHORTER}"
+        kinds: dict[str, Inflict] = {
+            "limits change": lambda: change_limits(self.running.servers, self.draw),
+            "limits and both neighbours": self._everything_is_short,
+            still: lambda: self._short_and(self._stand_still, SHORTER_SECONDS),
+            "limits change, prefill is paused": lambda: self._short_and(self._pause),
+            "clients go away while they wait": self._clients_of_a_burst_go_away,
+            "memory changes, prefill is killed": lambda: self._short_and(self._kill),
+        }
+        for side, name in enumerate(SIDES):
+            kinds[f"a neighbour of {name}"] = partial(self._neighbour, side)
+            kinds[f"{name} is shut down"] = partial(self._shut_down, side)
+        return kinds
+
+    def _operations(self) -> dict[str, Inflict]:
+        kinds: dict[str, Inflict] = {f"{name} is paused": partial(self._pause, side) for side, name in enumerate(SIDES)}
+        return kinds | {
+            "both are paused": lambda: self._pause(*self.draw.sample([0, 1], 2)),
+            "caches are reset": self._reset,
+            "weights change": self._change_weights,
+        }
+
+    async def _neighbour(self, side: int) -> None:
+        await be_a_neighbour(self.running.servers[side], self.draw)
+
+    async def _kill(self, side: int) -> None:
+        self.running.servers[side].kill()
+        self.running.replace(side)
+        await asyncio.to_thread(self.running.ready)
+
+    async def _shut_down(self, side: int) -> None:
+        """As an orchestrator does it: SIGTERM, and a new server when the old one has ended."""
+        server = self.running.servers[side]
+        server.ask_to_stop()
+        async with asyncio.timeout(HANG_SECONDS):
+            while server.process.poll() is None:
+                await asyncio.sleep(LOOK_SECONDS)
+        self.running.replace(side)
+        await asyncio.to_thread(self.running.ready)
+
+    async def _everything_is_short(self) -> None:
+        servers, draw = self.running.servers, self.draw
+        await asyncio.gather(change_limits(servers, draw), *(be_a_neighbour(server, draw) for server in servers))
+
+    async def _short_and(self, inflict: Callable[..., Awaitable[None]], *arguments: float) -> None:
+        """Inflict another fault on prefill while limits change."""
+        servers = self.running.servers[1:] if inflict == self._kill else self.running.servers
+        await asyncio.gather(change_limits(servers, self.draw), inflict(0, *arguments))
+
+    async def _stand_still(self, side: int, seconds: float) -> None:
+        server = self.running.servers[side]
+        server.stand_still()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            server.go_on()
+
+    async def _clients_go_away(self) -> None:
+        for _ in range(10):
+            await asyncio.gather(*(self.traffic.one(self.draw.uniform(0.02, 0.6)) for _ in range(2)))
+
+    async def _clients_of_a_burst_go_away(self) -> None:
+        """Send more requests than decode has blocks for: some wait, and half of all clients disconnect soon."""
+        await asyncio.gather(*(self.traffic.one(self.draw.uniform(0.3, 2.0) if n % 2 else None) for n in range(20)))
+
+    async def _prefill_is_gone(self) -> None:
+        """Kill prefill, and start no new one at its address until decode is down to its idle memory."""
+        self.running.servers[0].kill()
+        began = time.monotonic()
+        memory = await self._idle.seconds_until(1)
+        self.recoveries.append(Recovery(MEANWHILE, time.monotonic() - began, 0.0, memory))
+        self.running.replace(0)
+        await asyncio.to_thread(self.running.ready)
+
+    async def _pause(self, *sides: int) -> None:
+        """Pause and resume these sides while clients keep sending requests."""
+        for side in sides:
+            mode, clears = self.draw.choice(["keep", "wait", "abort"]), self.draw.choice(["true", "false"])
+            await self._tell(side, "pause", mode=mode, clear_cache=clears)
+            await asyncio.sleep(self.draw.uniform(0.0, 1.0))
+        for side in self.draw.sample(sides, len(sides)):
+            await self._tell(side, "resume")
+
+    async def _reset(self) -> None:
+        for side in self.draw.choices([0, 1], k=6):
+            await self._tell(side, "reset_prefix_cache", reset_running_requests="true")
+            await asyncio.sleep(self.draw.uniform(0.0, 0.5))
+
+    async def _change_weights(self) -> None:
+        """Change the weights of one side after the other, and back.
+
+        Each side is paused with its cache cleared, as an operator does who wants no answer computed with both weights.
+        """
+        self.traffic.other_until_seconds = math.inf
+        for seed in (OTHER_WEIGHTS, FIRST_WEIGHTS):
+            for side in self.draw.sample([0, 1], 2):
+                await self._tell(side, "pause", mode=self.draw.choice(["wait", "abort"]), clear_cache="true")
+                async with http_client(1) as http:
+                    await Client(self.running.servers[side].base_url, http).probe("other_weights", seed)
+                await self._tell(side, "resume")
+                await asyncio.sleep(self.draw.uniform(0.0, 1.5))
+        self.traffic.other_until_seconds = time.monotonic()
+
+    async def _tell(self, side: int, what: str, **query: str) -> None:
+        server = self.running.servers[side]
+        began = time.monotonic()
+        async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
+            reply = await http.post(f"{server.base_url}/{what}", params=query)
+        reply.raise_for_status()
+        self.told.append(Told(f"{what} {query.get('mode', '')}".strip(), time.monotonic() - began))
+
+    async def _stale(self) -> None:
+        await self.traffic.stale(STALE_REQUESTS, LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)
 
 
 def _said(traffic: Traffic) -> str:

@@ -9,14 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from rich.table import Table
 
-from experiments.common.tables import make_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from experiments.common.report import make_table
 
 WARM_UP = 0.4
 """Fraction of the readings that is left out: caches and pools of allocators fill first."""
@@ -47,14 +45,6 @@ class Reading:
     held: Mapping[str, float]
 
 
-class Rises(NamedTuple):
-    """How something rises: with 1,000 hand-overs and the restarts among them; and what part of it each of both has."""
-
-    all: Slope
-    thousand: Slope
-    restart: Slope
-
-
 def held_by(process: int) -> dict[str, float]:
     """Return what a process holds; memory is its anonymous memory, without files and memory shared by name."""
     folder = Path("/proc", str(process))
@@ -68,33 +58,23 @@ def held_by(process: int) -> dict[str, float]:
     }
 
 
-def rises(readings: Sequence[Reading], name: str) -> Rises:
-    """Return the rise of ``name``, by a linear regression on hand-overs, and by one on hand-overs and restarts."""
-    warm = readings[int(WARM_UP * len(readings)) :]
-    thousands, restarts = ([one.hand_overs / 1000 for one in warm], [float(one.restarts) for one in warm])
-    values = np.array([one.held[name] for one in warm], dtype=float)
-    return Rises(*_slopes(values, thousands), *_slopes(values, thousands, restarts))
+def rise(readings: Sequence[Reading], name: str) -> Slope:
+    """Return the rise of ``name`` with 1,000 hand-overs and the restarts among them, by a linear regression.
 
-
-def _slopes(values: Any, *known: Sequence[float]) -> list[Slope]:
-    """Return the slope of each known quantity.
-
-    Successive readings resemble each other, so they tell less than independent ones: errors are larger by the factor
+    Successive readings resemble each other, so they tell less than independent ones: the error is larger by the factor
     that a correlation between neighbouring residuals stands for.
     """
-    columns = np.column_stack([np.ones(len(values)), *known])
-    # Without restarts that column is constant; its slope is then 0.
+    warm = readings[int(WARM_UP * len(readings)) :]
+    values = np.array([one.held[name] for one in warm], dtype=float)
+    columns = np.column_stack([np.ones(len(warm)), [one.hand_overs / 1000 for one in warm]])
     inverse = np.linalg.pinv(columns.T @ columns)
     found = inverse @ columns.T @ values
     left = values - columns @ found
-    spread = float(left @ left)
-    if spread <= 1e-12 * float(values @ values):
-        variance = 0.0
-    else:
+    spread, variance = float(left @ left), 0.0
+    if spread > 1e-12 * float(values @ values):
         alike = min(0.95, max(0.0, float(left[1:] @ left[:-1]) / spread))
         variance = spread / (len(values) - len(columns.T)) * (1 + alike) / (1 - alike)
-    errors = np.sqrt(variance * np.diag(inverse))
-    return [Slope(float(rise), float(error)) for rise, error in zip(found[1:], errors[1:], strict=True)]
+    return Slope(float(found[1]), float(np.sqrt(variance * inverse[1, 1])))
 
 
 def grown(readings: Sequence[Reading], control: Sequence[Reading], bounds: Mapping[str, float]) -> list[str]:
@@ -104,11 +84,11 @@ def grown(readings: Sequence[Reading], control: Sequence[Reading], bounds: Mappi
         return [f"only {len(readings)} readings, and {len(control)} of the stock server"]
     found = []
     for name, bound in bounds.items():
-        rise = rises(readings, name).all
-        stock = rises(control, name).all if name in control[0].held else Slope(0.0, 0.0)
-        beyond = Slope(rise.rise - max(0.0, stock.rise), math.hypot(rise.error, stock.error))
+        ours = rise(readings, name)
+        stock = rise(control, name) if name in control[0].held else Slope(0.0, 0.0)
+        beyond = Slope(ours.rise - max(0.0, stock.rise), math.hypot(ours.error, stock.error))
         if beyond.most > bound:
-            found.append(f"{name} {rise} per 1,000, stock {stock}")
+            found.append(f"{name} {ours} per 1,000, stock {stock}")
     return found
 
 
@@ -118,7 +98,6 @@ def table_of(series: Mapping[str, Sequence[Reading]], title: str) -> Table:
     for process, readings in series.items():
         for name in readings[0].held:
             ends = (f"{readings[place].held[name]:.1f}" for place in (0, -1))
-            found = rises(readings, name) if len(readings) >= FEWEST_READINGS else ("", "", "")
-            rows.append([process, name, *ends, *map(str, found)])
-    of_all = ("per 1,000 hand-overs and restarts", "of these, per 1,000 hand-overs", "per restart")
-    return make_table(title, ("process", "holds", "first", "last", *of_all), rows)
+            found = str(rise(readings, name)) if len(readings) >= FEWEST_READINGS else ""
+            rows.append([process, name, *ends, found])
+    return make_table(title, ("process", "holds", "first", "last", "per 1,000 hand-overs and restarts"), rows)

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of what clients got and of the recovery from each fault, and the targets."""
+"""Runs the arms; a table of what clients got and of the recovery from each fault, and the targets."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from experiments.common.tables import make_table
-from experiments.common.targets import Verdict
-from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
-from experiments.lease_recovery.faults import SHORTER, Recovery, Told
-from experiments.lease_recovery.traffic import OUT_OF_DATE, Ended
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from experiments.common.report import Narrator, Verdict, begin, conclude, last_name, make_table
+from experiments.common.servers import Running
+from experiments.lease_recovery import soak
+from experiments.lease_recovery.arms import ARMS, HEARTBEAT_SECONDS, LEASE_SECONDS, Arm, prompts
+from experiments.lease_recovery.chaos import SHORTER, Chaos, Recovery, Told
+from experiments.lease_recovery.traffic import OUT_OF_DATE, Ended, Traffic
 
+RESULTS = Path(__file__).resolve().parent / "results"
 LEAST_REQUESTS = 300
 MEMORY_BACK_SECONDS = LEASE_SECONDS + 2 * HEARTBEAT_SECONDS
 TOLD_SECONDS = 5.0
@@ -88,3 +93,54 @@ def _said(seconds: Sequence[float]) -> str:
     longest, median = max(seconds), statistics.median(seconds)
     word = "never" if longest == math.inf else f"{longest:.1f}"
     return word if len(seconds) == 1 else f"{'never' if median == math.inf else f'{median:.1f}'}, at most {word}"
+
+
+# ---------------------------------------------------------------------------------------------------------- a whole run
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run all arms and return the exit status."""
+    if options.soak:
+        return soak.main(options)
+    arms = [arm for arm in ARMS if (options.arm or "") in arm.name]
+    if not arms:
+        names = "; ".join(arm.name for arm in ARMS)
+        sys.stderr.write(f"found no arm that fits --arm {options.arm!r}; there are: {names}.\n")
+        return 2
+    began, stamp = begin(options.vllm)
+    title = f"faults and recovery, vLLM {options.vllm}"
+    with Narrator(title) as narrator:
+        outcomes = [_outcome(arm, options, stamp, narrator) for arm in arms]
+    content = {"began": began, "policy": options.policy, "arms": [_as_json(one) for one in outcomes]}
+    verdicts = [verdict for one in outcomes if one.ours for verdict in judge(one)]
+    path = RESULTS / f"{stamp if options.arm else last_name(options.vllm)}.json"
+    return conclude([table_of_faults(outcomes, title)], verdicts, path, content)
+
+
+def _as_json(one: Outcome) -> dict[str, Any]:
+    counts = Counter((ended.fault, ended.verdict) for ended in one.ended)
+    return {
+        "arm": one.arm,
+        "told": [asdict(told) for told in one.told],
+        "recoveries": [asdict(recovery) for recovery in one.recoveries],
+        "requests": [{"fault": fault, "verdict": verdict, "count": n} for (fault, verdict), n in counts.items()],
+        "unlike a right answer": [e.detail for e in one.ended if e.verdict in ("wrong", "error", "hangs")],
+    }
+
+
+def _outcome(arm: Arm, options: argparse.Namespace, stamp: str, narrator: Narrator) -> Outcome:
+    async def put_through_it(running: Running) -> Outcome:
+        traffic = Traffic(running.servers, arm.mode, prompts(12))
+        await traffic.learn()
+        if arm.kvcached:
+            await traffic.learn_other()
+        chaos = Chaos(running, traffic, arm, narrator.update)
+        await chaos.run(options.rounds, LEAST_REQUESTS)
+        return Outcome(arm.name, arm.kvcached, traffic.ended, chaos.recoveries, chaos.told)
+
+    with Running(arm.specs(options.policy), RESULTS / stamp, narrator.update) as running:
+        narrator.say(f"{arm.name}: starting")
+        running.ready()
+        outcome = asyncio.run(put_through_it(running))
+        narrator.say(f"{arm.name}: {len(outcome.ended)} requests")
+        return outcome

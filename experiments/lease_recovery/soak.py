@@ -7,26 +7,31 @@ read between hand-overs, when all of them have ended: what it holds then does no
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from experiments.common.client import Client, http_client
+from experiments.common.command_line import MODES
 from experiments.common.counted import HAND_OVERS, count
 from experiments.common.model import make_model
-from experiments.common.servers import Running, Server, ServerSpec
-from experiments.common.targets import Verdict
+from experiments.common.report import Narrator, Verdict, begin, conclude, write_json
+from experiments.common.servers import Running, Server, ServerSpec, running
 from experiments.lease_recovery.arms import MODEL, Arm
-from experiments.lease_recovery.growth import Reading, grown, held_by
-from experiments.lease_recovery.readings import mapped_bytes
+from experiments.lease_recovery.growth import Reading, grown, held_by, table_of
+from experiments.lease_recovery.memory import mapped_bytes
 from experiments.lease_recovery.traffic import Ended, Traffic, salt_of
 
+RESULTS = Path(__file__).resolve().parent / "results"
 CLIENTS = 8
 TOKENS = 4
 SHARING = 150
@@ -38,7 +43,7 @@ CACHED = {"KVCACHED_MAX_CACHED_TOKENS": "4096"}
 """Fewer than the pool has, so that pages come and go."""
 LEASE = {"kv_lease_duration": 15}
 """Seconds: longer than a server waits for a core while others start."""
-ARMS = tuple(Arm(f"soak {mode}", mode, extra=LEASE, environment=CACHED, num_blocks=224) for mode in ("pull", "push"))
+ARMS = tuple(Arm(f"soak {mode}", mode, extra=LEASE, environment=CACHED, num_blocks=224) for mode in MODES)
 SIDES = ("prefill", "decode")
 MOST: Mapping[str, float] = {"memory (MiB)": 4.0, "open files": 2.0, "threads": 2.0, "mappings": 10.0}
 """By which what lives on may rise with 1,000 hand-overs and 5 restarts, beyond a stock server with 1,000 requests.
@@ -109,8 +114,7 @@ async def learn(server: Server, asked: Sequence[list[int]]) -> list[Known]:
         client = Client(server.base_url, http)
         for place, prompt in enumerate(asked):
             said = await client.answer(prompt, max_tokens=TOKENS, salt=f"{place}", request_id=f"alone-{place}")
-            best = (sorted(one.values(), reverse=True) for one in said.top_logprobs)
-            if all(first - second > TIE_NATS for first, second, *_ in best):
+            if said.lead > TIE_NATS:
                 known.append(Known(prompt, said.token_ids))
     return known
 
@@ -279,3 +283,39 @@ def judge(soaked: Soaked, size: Size, stock: Mapping[str, Sequence[Reading]] | N
 def specs() -> list[list[ServerSpec]]:
     """Return the configurations of the pair of each direction. A failed hand-over is an error that its client sees."""
     return [[_few_shapes(one) for one in arm.specs("fail")] for arm in ARMS]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the soak and return the exit status."""
+    size, name = (QUICK, f"quick-soak-{options.vllm}") if options.quick else (FULL, f"soak-{options.vllm}")
+    began, stamp = begin(options.vllm)
+    logs = RESULTS / stamp
+
+    async def all_at_once(pairs: Sequence[Running]) -> list[Soaked]:
+        soaks = [Soak(pair, mode, known, size, narrator.say) for pair, mode in zip(pairs, MODES, strict=True)]
+        return await asyncio.gather(*(one.run() for one in soaks))
+
+    with Narrator(f"a soak, vLLM {options.vllm}") as narrator:
+        with running([reference()], logs, narrator.update) as servers:
+            known = asyncio.run(learn(servers[0], prompts(240)))
+            narrator.say(f"{len(known)} answers of one stock server")
+            stock = asyncio.run(alone(servers[0], known, size))
+        pull, push = (Running(pair, logs, narrator.update) for pair in specs())
+        with pull, push:
+            for pair in (pull, push):
+                pair.ready()
+            soaked = asyncio.run(all_at_once([pull, push]))
+
+    series = {**{name: some for one in soaked for name, some in one.series.items()}, **stock}
+    content = {
+        "began": began,
+        "verdicts": {one.mode: Counter(ended.verdict for ended in one.ended) for one in soaked},
+        "unlike a right answer": [e.detail for one in soaked for e in one.ended if e.verdict in ("wrong", "hangs")]
+        + [e.detail for one in soaked for e in one.failed],
+        "readings": {process: [asdict(one) for one in some] for process, some in series.items()},
+    }
+    path = RESULTS / f"{name}.json"
+    # At once: what took so long is not to be lost if judging it fails.
+    write_json(path, content)
+    verdicts = [verdict for one in soaked for verdict in judge(one, size, None if options.quick else stock)]
+    return conclude([table_of(series, f"a soak, vLLM {options.vllm}")], verdicts, path, content)

@@ -173,16 +173,8 @@ class Traffic:
             return await self._decode(decode, name, which, params, began)
 
     async def _prefill(self, prefill: Client, name: str, prompt: list[int]) -> dict[str, Any]:
-        params = {"do_remote_decode": True, "do_remote_prefill": False}
-        if self.mode == "push":
-            params |= {"transfer_id": name}
-        answer = await prefill.complete(
-            prompt, max_tokens=1, salt=salt_of(name, self.sharing), request_id=name, kv_transfer_params=params
-        )
-        offered: dict[str, Any] | None = answer.get("kv_transfer_params")
-        if not offered:
-            raise AnswerError(f"prefill answered {name} without kv_transfer_params")
-        return offered
+        more = {"transfer_id": name} if self.mode == "push" else {}
+        return await prefill.offer(prompt, salt=salt_of(name, self.sharing), request_id=name, **more)
 
     async def _decode(
         self, decode: Client, name: str, which: int, params: dict[str, Any], began: float

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of the mesh: a few blocks of real memory, and a loop that writes a pattern instead of computing KV."""
+"""Hand-overs of the mesh, from the router's point of view; and engines: a few blocks of real memory, and a loop that
+writes a pattern instead of computing KV."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,72 @@ from experiments.common.engines import Ended, Engine, Request
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.wire.planes import Planes
 
-if TYPE_CHECKING:
-    from experiments.mesh.cases import Case
+
+class End(enum.Enum):
+    """What the client got.
+
+    FAILED: the request got no KV, although both engines stayed alive and neither they nor their connection had a fault.
+    """
+
+    RIGHT = "right bytes"
+    WRONG = "wrong bytes"
+    DISTURBED = "none: an engine ended, stood still or lost a connection"
+    ABORTED = "none: the client had gone"
+    FAILED = "none, though nothing was done to it"
+
+
+@dataclass(eq=False)
+class Case:
+    """One hand-over.
+
+    Attributes:
+        number: determines its prompt.
+        is_decode_first: both sides get their requests together, decode a little earlier.
+        aborts_at: round in which its client disconnects; None if it does not.
+        troubles: number of faults of its two engines when it began.
+        is_cut: the connection of the two engines was lost, and neither has noticed yet.
+        waiting: number of its requests that have not ended.
+    """
+
+    number: int
+    num_tokens: int
+    prefill: Member
+    decode: Member
+    is_decode_first: bool
+    aborts_at: int | None
+    troubles: tuple[int, int]
+    is_cut: bool = False
+    prefill_task: Task | None = None
+    decode_task: Task | None = None
+    waiting: int = 0
+    is_aborted: bool = False
+    has_kv: bool = False
+    is_wrong: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"hand-over-{self.number}"
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether decode has KV that it did not have before."""
+        return self.has_kv and self.decode_task is not None and self.decode_task.num_cached < self.num_tokens
+
+    @property
+    def end(self) -> End:
+        if self.is_wrong:
+            return End.WRONG
+        if self.has_kv:
+            return End.RIGHT
+        sides = (self.prefill, self.decode)
+        lived = all(side.is_alive for side in sides)
+        if self.is_cut or not lived or tuple(side.troubles for side in sides) != self.troubles:
+            return End.DISTURBED
+        return End.ABORTED if self.is_aborted else End.FAILED
+
+
+# -------------------------------------------------------------------------------------------------------------- engines
+
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 256
@@ -172,7 +237,7 @@ class Member:
         if blocks is None:
             return
         task.blocks = blocks
-        self.memory.fill(task.case.seed, blocks, 0, task.num_cached)
+        self.memory.fill(task.case.number, blocks, 0, task.num_cached)
         handover.allocated(request, (list(blocks),), missing)
         task.state = State.FETCHING if missing else State.DECODING
 
@@ -184,7 +249,7 @@ class Member:
     def _compute(self, tasks: list[Task]) -> None:
         for task in tasks:
             begin = (task.computed - 1) // CHUNK_TOKENS * CHUNK_TOKENS
-            self.memory.fill(task.case.seed, task.blocks, begin, task.computed)
+            self.memory.fill(task.case.number, task.blocks, begin, task.computed)
 
     def _take(self, ended: Ended) -> None:
         for request_id in ended.received:
@@ -222,7 +287,7 @@ class Member:
         self._ended(task, True)
 
     def _check(self, task: Task) -> None:
-        task.case.is_wrong |= not self.memory.holds(task.case.seed, task.blocks)
+        task.case.is_wrong |= not self.memory.holds(task.case.number, task.blocks)
 
     def _forget(self, task: Task) -> None:
         self.engine.pool.free(task.request.request_id)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from experiments.common.engines import Engine, Pool, Request, asks_decode, asks_prefill, host_words
 from experiments.common.memory_transport import Network
-from experiments.mesh.cases import Case, End
-from experiments.mesh.members import BLOCK_SIZE, NUM_BLOCKS, Member, Memory, Task
-from experiments.mesh.troubles import Address, Troubles
+from experiments.mesh.members import BLOCK_SIZE, NUM_BLOCKS, Case, End, Member, Memory, Task
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
@@ -25,10 +25,13 @@ ROUND_SECONDS = 2.0
 LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 60.0
 ASK_SECONDS = 5.0
 """Time after which an unanswered handshake fails."""
-LATE_ROUNDS = 3
+LATE_ROUNDS, AWAY_ROUNDS = 3, (10, 60)
 SETTLE_ROUNDS = 400
 LONGEST_PROMPT_BLOCKS = 8
 SHARE_ABORTED, SHARE_CACHED = 0.04, 0.2
+MOVED, REPLACED = "restarted at another port", "replaced by another engine"
+LEFT, VANISHED, CUT = "ended, and back later", "vanished without a word, and back later", "lost a connection"
+TROUBLES = ("restarted", MOVED, REPLACED, LEFT, VANISHED, CUT)
 
 
 class NotAtRest(Exception):
@@ -38,9 +41,8 @@ class NotAtRest(Exception):
 class SideChannel:
     """Implements `Channel`. Answers arrive in the next round, or never."""
 
-    def __init__(self, mesh: Mesh, address: Address) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._address = address
 
     def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
         future: Future[tuple[str, bytes]] = Future()
@@ -87,16 +89,14 @@ class Mesh:
         self.numbers = itertools.count(1)
         self._at_once = at_once
         self._events = events
-        self._troubles = Troubles(self)
         self._to_start = 0
         self._started = 0
         self._open: dict[Case, None] = {}
         self.later: list[tuple[int, Callable[[], None]]] = []
         self.frozen: set[Member] = set()
         self.cuts: set[tuple[Member, Member]] = set()
-        self.addresses: dict[Member, Address] = {}
         self.roles: dict[str, list[Member]] = {
-            role: [self.start(Address(f"{role}-{one}", f"host-{role}-{one}", 5600)) for one in range(num)]
+            role: [self.start(RemotePrefill(f"{role}-{one}", f"host-{role}-{one}", 5600)) for one in range(num)]
             for role in ("prefill", "decode")
         }
 
@@ -123,7 +123,7 @@ class Mesh:
                 self._to_start -= 1
                 self._started += 1
                 if self._events and not self._started % self._events:
-                    self._troubles.one()
+                    self._trouble()
             self._advance()
 
     def settle(self) -> None:
@@ -188,7 +188,6 @@ class Mesh:
         number = next(self.numbers)
         case = Case(
             number,
-            seed=number,
             num_tokens=draw.randint(1, LONGEST_PROMPT_BLOCKS) * BLOCK_SIZE,
             prefill=prefill,
             decode=decode,
@@ -227,7 +226,7 @@ class Mesh:
 
     def _task(self, case: Case, params: dict[str, Any], side: str) -> Task:
         request_id = f"{case.name}-{side}-{case.number:08x}"
-        return Task(Request(request_id, [case.seed, *range(1, case.num_tokens)], params), case)
+        return Task(Request(request_id, [case.number, *range(1, case.num_tokens)], params), case)
 
     def _answered(self, task: Task, params: dict[str, Any] | None) -> None:
         case = task.case
@@ -259,31 +258,28 @@ class Mesh:
 
     # ---------------------------------------------------------------------------------------------------------- engines
 
-    def start(self, address: Address) -> Member:
+    def start(self, address: RemotePrefill) -> Member:
         memory, agent = Memory(), f"agent-{next(self.numbers)}"
-        own = RemotePrefill(address.engine_id, address.host, address.port, 1)
         transport = self.network.agent(agent)
         transport.keeps_posted = False
-        channel = SideChannel(self, address)
         order = list(range(1, NUM_BLOCKS))
         self.draw.shuffle(order)
         engine = Engine(
-            own,
+            address,
             self.settings,
             self.clock,
             transport,
-            channel,
+            SideChannel(self),
             memory.planes,
             Pool(order),
             host_words(),
             lambda: self.network.open_gate(agent),
         )
         member = Member(engine, memory, agent, self._answered, self._ended)
-        self.addresses[member] = address
         self.listening[address.host, address.port] = member
         return member
 
-    def end(self, member: Member) -> Address:
+    def end(self, member: Member) -> RemotePrefill:
         """End its process; all requests of its clients fail. Returns its address."""
         self.network.kill(member.agent)
         self.retired_seconds += member.seconds
@@ -292,7 +288,7 @@ class Mesh:
         for role in self.roles.values():
             if member in role:
                 role.remove(member)
-        address = self.addresses.pop(member)
+        address = member.engine.own
         self.cuts = {pair for pair in self.cuts if member not in pair}
         if self.listening.get((address.host, address.port)) is member:
             del self.listening[address.host, address.port]
@@ -308,3 +304,46 @@ class Mesh:
             self._answered(task, None)
         else:
             self._ended(task, False)
+
+    # ----------------------------------------------------------------------------------------------- faults of engines
+
+    def _trouble(self) -> None:
+        """Inflict a random fault on a random engine, unless it is the only reachable one of its role."""
+        role = self.draw.choice(list(self.roles))
+        living = [one for one in self.roles[role] if one not in self.frozen]
+        if len(living) < 2:
+            return
+        kind, member = self.draw.choice(TROUBLES), self.draw.choice(living)
+        self.done[kind] += 1
+        if kind == CUT:
+            self._cut(role, member)
+        elif kind == VANISHED:
+            # It cannot be reached. After a while its host is back and refuses traffic of earlier connections.
+            self.network.vanish(member.agent)
+            self.frozen.add(member)
+            member.troubles += 1
+            self._later(lambda: self.restart(role, member))
+        elif kind == LEFT:
+            own = self.end(member)
+            self._later(lambda: self.roles[role].append(self.start(own)))
+        else:
+            number = next(self.numbers)
+            changes: dict[str, Any] = {
+                MOVED: {"port": 5600 + number % 50_000},
+                REPLACED: {"engine_id": f"new-{number}"},
+            }
+            self.restart(role, member, **changes.get(kind, {}))
+
+    def restart(self, role: str, member: Member, **changes: Any) -> None:
+        """End an engine, and start one at its address, or where ``changes`` say."""
+        self.roles[role].append(self.start(msgspec.structs.replace(self.end(member), **changes)))
+
+    def _later(self, action: Callable[[], None]) -> None:
+        self.later.append((self.round + self.draw.randint(*AWAY_ROUNDS), action))
+
+    def _cut(self, role: str, member: Member) -> None:
+        far = self.draw.choice(self.roles["decode" if role == "prefill" else "prefill"])
+        for one, two in ((member, far), (far, member)):
+            self.network.agents[one.agent].lose(two.agent)
+            one.troubles += 1
+        self.cuts.add((member, far) if role == "prefill" else (far, member))

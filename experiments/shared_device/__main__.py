@@ -4,16 +4,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from experiments.common.command_line import KEEPS_LAST, add_quick, add_seed, add_word, make_parser, run_main
 
-if TYPE_CHECKING:
-    from experiments.common.targets import Verdict
-
-RESULTS = Path(__file__).resolve().parent / "results"
 PARTS = ("table", "overload", "hybrid")
 
 DESCRIPTION = """\
@@ -49,8 +42,8 @@ the capacity no prefill is wasted where decode asks, and every refusal says when
 Which arm is fastest is reported without a target.
 
 exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
-Results: tables; results/last-VERSION.json with every request, versions and hardware; results/last-VERSION.png and
-last-VERSION-hybrid.png: memory over time."""
+Results: tables; results/last-VERSION.json with every request, versions and hardware; results/last-VERSION.png: the
+table's memory over time."""
 
 
 def parse() -> argparse.Namespace:
@@ -62,53 +55,5 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main(options: argparse.Namespace) -> int:
-    """Measure and return the exit status."""
-    # Imported here, not at the top: --help has to work without an environment.
-    from experiments.common.report import Narrator, begin, conclude, last_name, write_json
-    from experiments.shared_device import overload, report
-    from experiments.shared_device.models import FULL_ATTENTION
-    from experiments.shared_device.reference import reference_of
-    from experiments.shared_device.table import PARTS as TABLES
-    from experiments.shared_device.table import measure
-
-    began, stamp = begin(options.vllm)
-    logs = RESULTS / stamp
-    logs.mkdir(parents=True)
-    name = stamp if options.quick or options.part or options.arm else last_name(options.vllm)
-    path = RESULTS / f"{name}.json"
-    chosen = [options.part] if options.part else PARTS
-    found: dict[str, list[Any]] = {"overload": [], "runs": [], "hybrid": []}
-
-    def content() -> dict[str, Any]:
-        return {"began": began, "seed": options.seed, **{part: [*map(asdict, some)] for part, some in found.items()}}
-
-    verdicts: list[Verdict] = []
-    tables = []
-    with Narrator(f"two models on one device, vLLM {options.vllm}") as narrator:
-        if "overload" in chosen:
-            folders = FULL_ATTENTION.make_models()
-            asked = reference_of(FULL_ATTENTION, folders, logs, narrator.update)
-            found["overload"] = overload.measure(folders, asked, options.seed, logs, narrator, quick=options.quick)
-            tables.append(report.table_of_overload(found["overload"]))
-            verdicts += report.judge_overload(found["overload"])
-        for part, one in TABLES.items():
-            if part not in chosen:
-                continue
-            is_table = part == "table"
-            folders, place = one.device.make_models(), logs if is_table else logs / part
-            asked = reference_of(one.device, folders, place, narrator.update)
-            runs = found["runs" if is_table else part]
-            for ran in measure(one, folders, asked, options, place, narrator):
-                runs.append(ran)
-                # At once: a run takes a quarter of an hour.
-                write_json(path, content())
-            tables += report.tables_of(runs, one.title)
-            verdicts += report.judge(runs, one.device, "" if is_table else f"{part}: ")
-            title = f"memory of one device over time{'' if is_table else f' ({part})'}, vLLM {options.vllm}"
-            report.plot(runs, one.device, title, RESULTS / f"{name}{'' if is_table else f'-{part}'}.png")
-    return conclude(tables, verdicts, path, content())
-
-
 if __name__ == "__main__":
-    run_main(main, parse())
+    run_main("shared_device.table", parse())

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What servers have computed and moved, from vLLM's own metrics."""
+"""What servers have computed and moved, from vLLM's own metrics; and how much of the device each has, over time."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from experiments.common.counted import HAND_OVERS, samples
+from hostvmm.device import NAME_VARIABLE, SIZE_VARIABLE, device_info
+
+from experiments.common.counted import HAND_OVERS, samples, settled
+from experiments.common.pages import Sampler
 from experiments.common.servers import Server
-from experiments.shared_device.models import Device, Served
+from experiments.shared_device.arms import Device, Served
 
-__all__ = ["Counts", "Engines", "moved_tokens", "read_counts", "settled_counts"]
-
-SETTLE_SECONDS = 15.0
-LOOK_SECONDS = 1.0
 Engines = Mapping[tuple[str, str], Server]
 """By model and side."""
 _COMPUTED, _MOVED = "vllm:prompt_tokens_total", "vllm:nixl_bytes_transferred_sum"
 _PREEMPTED, _REVOKED = "vllm:num_preemptions_total", "kvcached_nixl:revoked_offers_total"
-_FAILED, _EXPIRED = "kvcached_nixl:handover_failures_total", "vllm:nixl_num_kv_expired_reqs_total"
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,12 @@ class Counts:
         moved_tokens: whose KV decode has received.
         preempted: requests that lost their blocks at any server and were computed again.
         revoked: offers that prefill took back for want of memory, or for another cause.
-        failed: hand-overs that decode servers did not receive.
-        expired: offers whose lease ended.
     """
 
     prefilled_tokens: float = 0.0
     moved_tokens: float = 0.0
     preempted: float = 0.0
     revoked: float = 0.0
-    failed: float = 0.0
-    expired: float = 0.0
 
     def since(self, earlier: Counts) -> Counts:
         """Return what was added since ``earlier``."""
@@ -74,8 +69,6 @@ def read_counts(device: Device, engines: Engines) -> Counts:
         ),
         preempted=total(_PREEMPTED),
         revoked=total(_REVOKED),
-        failed=total(_FAILED),
-        expired=total(_EXPIRED),
     )
 
 
@@ -90,14 +83,8 @@ def moved_tokens(served: Served, moved_bytes: float, hand_overs: float, *, is_st
 
 
 def settled_counts(device: Device, engines: Engines) -> Counts:
-    """Read the metrics when nothing is added any more: engines report with a later step. Waits ``SETTLE_SECONDS``."""
-    deadline, found = time.monotonic() + SETTLE_SECONDS, read_counts(device, engines)
-    while time.monotonic() < deadline:
-        time.sleep(LOOK_SECONDS)
-        before, found = found, read_counts(device, engines)
-        if found == before:
-            break
-    return found
+    """Read the metrics when nothing is added any more."""
+    return settled(lambda: read_counts(device, engines))
 
 
 def _totals(server: Server) -> dict[str, float]:
@@ -107,3 +94,49 @@ def _totals(server: Server) -> dict[str, float]:
         name = labels.partition("{")[0]
         found[name] = found.get(name, 0.0) + value
     return found
+
+
+# -------------------------------------------------------------------------------------------------- the emulated device
+
+
+SAMPLE_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Bytes of the device that each engine has at a time; ``at_seconds`` counts from the watch's creation."""
+
+    at_seconds: float
+    used_bytes: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.used_bytes.values())
+
+
+class DeviceWatch(Sampler):
+    """Samples a device during a ``with`` block.
+
+    Args:
+        name: of the emulated device, which is a ``device``.
+        sessions: the engines' sessions (process ids of their leaders), by the engine's name.
+    """
+
+    def __init__(self, device: Device, name: str, sessions: Mapping[str, int]) -> None:
+        super().__init__(f"memory of {name}", SAMPLE_SECONDS)
+        self._environment = {NAME_VARIABLE: name, SIZE_VARIABLE: str(device.gib)}
+        self._names = {session: name for name, session in sessions.items()}
+        self._begun_seconds = time.monotonic()
+        self.samples: list[Sample] = []
+
+    def sample(self) -> None:
+        """Read the device's account once."""
+        used = dict.fromkeys(self._names.values(), 0)
+        for process in device_info(environment=self._environment).processes:
+            try:
+                name = self._names.get(os.getsid(process.pid))
+            except ProcessLookupError:
+                continue
+            if name is not None:
+                used[name] += process.created_bytes
+        self.samples.append(Sample(time.monotonic() - self._begun_seconds, used))

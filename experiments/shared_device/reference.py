@@ -14,8 +14,8 @@ from pathlib import Path
 from experiments.common.client import Answer, Client, http_client
 from experiments.common.model import CACHE
 from experiments.common.servers import Running, Server, ServerError, ServerSpec
-from experiments.shared_device.load import LENGTHS, MAX_TOKENS, draw_prompts
-from experiments.shared_device.models import MAX_MODEL_LEN, Device
+from experiments.shared_device.arms import MAX_MODEL_LEN, Device
+from experiments.shared_device.clients import LENGTHS, MAX_TOKENS, draw_prompts
 from kvcached_nixl.vllm.adapter.versions import found_version
 
 KEPT, DRAWN = 18, 42
@@ -106,7 +106,7 @@ def chosen(prompts: list[list[int]], answers: list[Answer], count: int = KEPT) -
         clear = [
             number
             for number, prompt in enumerate(prompts)
-            if len(prompt) == length and lead(answers[number]) >= LEAST_LEAD
+            if len(prompt) == length and answers[number].lead >= LEAST_LEAD
         ]
         if len(clear) < wanted:
             raise ServerError(
@@ -115,9 +115,3 @@ def chosen(prompts: list[list[int]], answers: list[Answer], count: int = KEPT) -
             )
         kept += clear[:wanted]
     return Asked([prompts[one] for one in kept], [answers[one].token_ids for one in kept])
-
-
-def lead(answer: Answer) -> float:
-    """Return the least lead of any token of an answer before the second best one, in nats."""
-    ranked = [sorted(one.values(), reverse=True) for one in answer.top_logprobs]
-    return min((best - second for best, second, *_ in ranked), default=0.0)

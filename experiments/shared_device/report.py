@@ -4,23 +4,80 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from experiments.common.plots import make_panels, save
-from experiments.common.tables import make_table
-from experiments.common.targets import Verdict
+from rich.table import Table
+
+from experiments.bench.samples import percentile
+from experiments.common.report import Verdict, make_panels, make_table, save
+from experiments.shared_device.arms import Device
 from experiments.shared_device.clients import Outcome, Received
 from experiments.shared_device.counts import Counts
-from experiments.shared_device.figures import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, figures_of, peaks
-from experiments.shared_device.measure import Ran
-from experiments.shared_device.models import Device
-from experiments.shared_device.overload import ASKS, TIMES_CAPACITY, WAYS, Overloaded
+from experiments.shared_device.measure import ASKS, TIMES_CAPACITY, WAYS, Overloaded, Ran
 
-if TYPE_CHECKING:
-    from rich.table import Table
+FIRST_TOKEN_SECONDS = 5.0
+TOKEN_SECONDS = 0.2
+"""The latency bound: a request counts if its first token came in time, and its further ones on average."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What an operator compares. Times in seconds; None where there is nothing to take them from.
+
+    Attributes:
+        goodput: right answers within the latency bound, a second of load.
+        outcomes: how many requests came to each.
+    """
+
+    goodput: float
+    first_p50: float | None
+    first_p99: float | None
+    token_p50: float | None
+    token_p99: float | None
+    outcomes: Mapping[str, int]
+
+
+def _percentile(values: Sequence[float], hundredths: int) -> float | None:
+    return percentile(hundredths)(values) if values else None
+
+
+def is_good(one: Received) -> bool:
+    """Whether an answer is right and came within the latency bound."""
+    if one.outcome is not Outcome.RIGHT or one.first_token_seconds is None:
+        return False
+    gaps = one.gaps_seconds
+    return one.first_token_seconds <= FIRST_TOKEN_SECONDS and (not gaps or sum(gaps) / len(gaps) <= TOKEN_SECONDS)
+
+
+def figures_of(received: Sequence[Received], load_seconds: float) -> Figures:
+    """Return the figures of a run. First tokens of requests that got none do not count; they are in ``outcomes``."""
+    firsts = [one.first_token_seconds for one in received if one.first_token_seconds is not None]
+    gaps = [gap for one in received for gap in one.gaps_seconds]
+    return Figures(
+        goodput=sum(map(is_good, received)) / load_seconds,
+        first_p50=_percentile(firsts, 50),
+        first_p99=_percentile(firsts, 99),
+        token_p50=_percentile(gaps, 50),
+        token_p99=_percentile(gaps, 99),
+        outcomes={kind.value: sum(one.outcome is kind for one in received) for kind in Outcome},
+    )
+
+
+def peaks(ran: Ran) -> tuple[int, dict[str, int]]:
+    """Return the most bytes of the device that were in use at once, and the most of each model."""
+    models = dict.fromkeys(name.partition(",")[0] for one in ran.samples for name in one.used_bytes)
+    total = max((one.total_bytes for one in ran.samples), default=0)
+
+    def of_model(used: Mapping[str, int], model: str) -> int:
+        return sum(count for name, count in used.items() if name.startswith(f"{model},"))
+
+    return total, {model: max(of_model(one.used_bytes, model) for one in ran.samples) for model in models}
+
+
+# --------------------------------------------------------------------------------------------------- tables and targets
+
 
 PANELS_A_ROW = 4
 COLORS = {

@@ -4,20 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from experiments.common.command_line import KEEPS_LAST, MODES, add_mode, add_quick, add_word, make_parser, run_main
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from experiments.stacks.measure import Outcome
-    from experiments.stacks.overhead import Overhead
-
-RESULTS = Path(__file__).resolve().parent / "results"
+from experiments.common.command_line import KEEPS_LAST, add_mode, add_quick, add_word, make_parser, run_main
 
 DESCRIPTION = """\
 Do other projects' stacks get right answers from a prefill and a decode server with kvcached, and errors when prefill
@@ -61,91 +49,5 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main(options: argparse.Namespace) -> int:
-    """Run all stacks and return the exit status."""
-    # Imported here, not at the top: --help has to work without an environment.
-    import openai
-
-    from experiments.common.report import Narrator, begin, conclude, last_name
-    from experiments.common.servers import ServerError
-    from experiments.stacks.measure import expected_of, measure, targets
-    from experiments.stacks.overhead import measure_overhead, targets_of_overhead
-    from experiments.stacks.stacks import STACKS
-
-    chosen = [one for one in STACKS if not options.stack or options.stack in one.name]
-    if not chosen:
-        names = "; ".join(one.name for one in STACKS)
-        sys.stderr.write(f"found no stack that fits --stack {options.stack!r}; there are: {names}.\n")
-        return 2
-    modes = [options.mode] if options.mode else MODES
-    began, run = begin(options.vllm)
-    logs = RESULTS / run
-    outcomes: list[Outcome] = []
-    overheads: list[Overhead] = []
-    skipped: list[str] = []
-    with Narrator(f"behind {len(chosen)} stacks, vLLM {options.vllm}") as narrator:
-        expected = expected_of(range(12 if options.quick else 36), logs)
-        for stack in chosen:
-            if reason := stack.reason_to_skip(options.vllm, options.engines):
-                skipped.append(f"{stack.name}: {reason}")
-                narrator.say(f"not run: {skipped[-1]}")
-                continue
-            for mode in modes:
-                if mode in stack.modes:
-                    outcomes.append(measure(stack, mode, expected, logs, narrator.say, options.engines))
-                    if mode in stack.stock_modes and not options.quick and options.engines == 1:
-                        try:
-                            overheads.append(measure_overhead(stack, mode, logs, narrator.say))
-                        except (ServerError, openai.OpenAIError) as error:
-                            skipped.append(f"{stack.name}, {mode}, beside the stock connector: {str(error)[:200]}")
-                            narrator.say(f"not run: {skipped[-1]}")
-    if not outcomes:
-        sys.stderr.write(f"found nothing to run; {'; '.join(skipped) or 'no stack has that mode'}.\n")
-        return 2
-    is_part = bool(options.stack or options.mode or options.engines > 1)
-    path = logs.with_suffix(".json") if is_part else RESULTS / f"{last_name(options.vllm, quick=options.quick)}.json"
-    content = {
-        "began": began,
-        "outcomes": [dataclasses.asdict(one) for one in outcomes],
-        "overheads": [dataclasses.asdict(one) for one in overheads],
-        "not run": skipped,
-    }
-    verdicts = [one for found in outcomes for one in targets(found)]
-    verdicts += [one for found in overheads for one in targets_of_overhead(found)]
-    return conclude(
-        [table_of(outcomes), *([table_of_overheads(overheads)] if overheads else [])], verdicts, path, content
-    )
-
-
-def table_of(outcomes: list[Outcome]) -> Table:
-    """Return a row for each stack and mode."""
-    from experiments.common.tables import make_table
-
-    rows = []
-    for one in outcomes:
-        recovered = "never" if one.recovered_seconds is None else f"after {one.recovered_seconds:.1f} s"
-        counts = (_counts(one.calm), str(one.hand_overs), _counts(one.troubled))
-        rows.append([f"{one.stack} {one.version}", one.mode, *counts, recovered, _counts(one.rolling) or "not run"])
-    columns = ("stack", "mode", "all up", "hand-overs", "prefill killed", "right again", "each restarted")
-    return make_table("what clients got", columns, rows)
-
-
-def table_of_overheads(overheads: list[Overhead]) -> Table:
-    """Return a row for each stack and mode."""
-    from experiments.common.tables import make_table
-
-    rows = []
-    for one in overheads:
-        first = (f"{one.first_token_ms:.0f} ms", f"{one.stock_first_token_ms:.0f} ms", f"{one.first_token_ratio:.2f}")
-        batch = (f"{one.batch_ms:.0f} ms", f"{one.stock_batch_ms:.0f} ms", f"{one.batch_ratio:.2f}")
-        rows.append([one.stack, one.mode, *first, *batch])
-    columns = ("stack", "mode", "first token", "stock", "ratio", "24 requests", "stock", "ratio")
-    return make_table("beside the stock connector, without kvcached", columns, rows)
-
-
-def _counts(verdicts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in verdicts.items())
-
-
 if __name__ == "__main__":
-    run_main(main, parse())
+    run_main("stacks.report", parse())

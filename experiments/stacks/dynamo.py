@@ -15,7 +15,6 @@ from pathlib import Path
 
 import httpx
 
-from experiments.common.router import running_router
 from experiments.common.servers import (
     ENVIRONMENT,
     HOST,
@@ -27,8 +26,8 @@ from experiments.common.servers import (
     inherited,
 )
 from experiments.stacks import traffic
-from experiments.stacks.deployment import Say, Servers, behind
-from experiments.stacks.environments import overlay
+from experiments.stacks.environments import Say, overlay
+from experiments.stacks.routers import Servers, behind, running_router
 
 STAND_INS = SERVER_SIDE.parent / "stand_ins"
 """Its module of Qwen's images imports torchvision, of which no build fits the installed torch."""

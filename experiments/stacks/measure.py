@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stack with one transfer mode: everything asked once, then engines are ended and brought back under load."""
+"""One stack with one transfer mode: everything asked once, then engines are ended and brought back under load; and the
+same stack twice at the same time, with kvcached and this package, and with vLLM's stock connector."""
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.common.counted import settled, since
-from experiments.common.device import layout
+from experiments.common.device import layout, nixl
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, Running, ServerSpec
-from experiments.common.targets import Verdict as Target
-from experiments.common.transfer_config import nixl
 from experiments.stacks import traffic
-from experiments.stacks.deployment import Deployment, Say
-from experiments.stacks.stacks import Stack
+from experiments.stacks.environments import Say
+from experiments.stacks.stacks import Deployment, Stack
 from experiments.stacks.traffic import TEMPLATE, Answer, Judged, Request, Verdict
 
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK}
 RECOVERY_SECONDS = 60.0
 SETTLE_SECONDS = 2.0
+PROMPT_TOKENS = 512
+ROUNDS = 40
+BATCHES = 10
+BATCH_REQUESTS = 24
 
 
 @dataclass(frozen=True)
@@ -112,13 +117,17 @@ def measure(
         calm = _verdicts(answers)
         hand_overs = since(known, deployment.hand_overs, len(before))
         say(f"{words}: {calm[Verdict.RIGHT]} of {len(before)} right, {hand_overs} hand-overs")
-        killed = asyncio.run(traffic.meanwhile(deployment.url, before, lambda: _kill_and_replace(deployment)))
+        killed = asyncio.run(
+            traffic.meanwhile(deployment.url, list(before.items()), lambda: _kill_and_replace(deployment))
+        )
         troubled = _verdicts(killed)
         say(f"{words}, prefill killed: {_shown(troubled)}")
         recovered_seconds = asyncio.run(_recovered(deployment.url, before))
         restarted: list[Judged] = []
         if engines_per_role > 1:
-            restarted = asyncio.run(traffic.meanwhile(deployment.url, before, lambda: _restart_each(deployment)))
+            restarted = asyncio.run(
+                traffic.meanwhile(deployment.url, list(before.items()), lambda: _restart_each(deployment))
+            )
             say(f"{words}, every engine restarted: {_shown(_verdicts(restarted))}")
         known = settled(deployment.hand_overs)
         others = asyncio.run(traffic.many(deployment.url, then))
@@ -140,36 +149,6 @@ def measure(
         hand_overs_after,
         [_compared(one, expected[one.request]) for one in wrong],
     )
-
-
-def targets(found: Outcome) -> list[Target]:
-    """What clients may rely on behind a stack."""
-    words = f"{found.stack}, {found.mode}"
-    recovered = found.recovered_seconds
-    bad = sum(
-        verdicts.get(kind.value, 0)
-        for verdicts in (found.calm, found.troubled, found.rolling, found.after)
-        for kind in (Verdict.WRONG, Verdict.NO_END)
-    )
-    cut_short = found.troubled.get(Verdict.CUT_SHORT.value, 0)
-    right = found.calm.get(Verdict.RIGHT.value, 0)
-    return [
-        Target(f"{words}: every answer is that of one instance", f"{right} of {found.asked}", right == found.asked),
-        Target(f"{words}: KV is handed over for each", f"{found.hand_overs}", found.hand_overs == found.asked),
-        Target(
-            f"{words}: usage names no cached tokens that prefill had not",
-            "not told" if found.cached_tokens is None else f"{found.cached_tokens}",
-            not found.cached_tokens,
-        ),
-        Target(f"{words}: no wrong answer, and none without an end", f"{bad}", bad == 0),
-        Target(f"{words}: a stream whose hand-over fails ends with an error", f"{cut_short} did not", cut_short == 0),
-        Target(
-            f"{words}: right answers within {RECOVERY_SECONDS:.0f} s of prefill's return",
-            "none" if recovered is None else f"{recovered:.1f} s",
-            recovered is not None
-            and found.after == {Verdict.RIGHT.value: found.asked} == {"right": found.hand_overs_after},
-        ),
-    ]
 
 
 def _verdicts(answers: Sequence[Judged]) -> Counter[Verdict]:
@@ -210,3 +189,93 @@ async def _recovered(url: str, expected: dict[Request, Answer]) -> float | None:
                 return time.monotonic() - begun
             await asyncio.sleep(0.2)
     return None
+
+
+# --------------------------------------------------------------------------------- beside the stock connector
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Times of this package and of the stock connector, taken by turns; medians, in milliseconds.
+
+    Attributes:
+        first_token_ms: of a streamed completion of `PROMPT_TOKENS`, one at a time.
+        batch_ms: until `BATCH_REQUESTS` completions of 16 tokens have ended, 8 at a time.
+    """
+
+    stack: str
+    mode: str
+    first_token_ms: float
+    stock_first_token_ms: float
+    batch_ms: float
+    stock_batch_ms: float
+
+    @property
+    def first_token_ratio(self) -> float:
+        return self.first_token_ms / self.stock_first_token_ms
+
+    @property
+    def batch_ratio(self) -> float:
+        return self.batch_ms / self.stock_batch_ms
+
+
+def measure_overhead(stack: Stack, mode: str, logs: Path, say: Say) -> Overhead:
+    """Start both deployments, ask them by turns, and stop them."""
+    words = f"{stack.name}, {mode}, overhead"
+    folder = logs / words.replace(" ", "-")
+    specs, stock_specs = (
+        [spec(role, mode, is_stock=is_stock) for role in ("prefill", "decode")] for is_stock in (False, True)
+    )
+    with (
+        stack.deploy(specs, folder / "kvcached", say) as ours,
+        stack.deploy(stock_specs, folder / "stock", say) as stock,
+    ):
+        first = asyncio.run(_by_turns(ours, stock, ROUNDS, _first_token))
+        batch = asyncio.run(_by_turns(ours, stock, BATCHES, _batch))
+    found = Overhead(stack.name, mode, *first, *batch)
+    say(f"{words}: first token {found.first_token_ratio:.2f} x stock, batch {found.batch_ratio:.2f} x")
+    return found
+
+
+async def _by_turns(
+    ours: Deployment, stock: Deployment, rounds: int, ask: Callable[[Any, int], Awaitable[float]]
+) -> tuple[float, float]:
+    """Return the medians of both, in milliseconds. The first round is for connections and handshakes."""
+    times: tuple[list[float], list[float]] = ([], [])
+    async with traffic.client_of(ours.url) as one, traffic.client_of(stock.url) as other:
+        for number in range(rounds + 1):
+            order = ((one, 0), (other, 1)) if number % 2 else ((other, 1), (one, 0))
+            for client, place in order:
+                times[place].append(await ask(client, number) * 1e3)
+    return statistics.median(times[0][1:]), statistics.median(times[1][1:])
+
+
+async def _first_token(client: Any, number: int) -> float:
+    """Returns seconds."""
+    prompt = [3 + (11 * place + 17 * number) % 500 for place in range(PROMPT_TOKENS)]
+    prompt[0] = 3 + number
+    begun = time.monotonic()
+    answer = await client.completions.create(model="model", prompt=prompt, max_tokens=2, temperature=0, stream=True)
+    parts = aiter(answer)
+    await anext(parts)
+    seconds = time.monotonic() - begun
+    # To its end: an aborted request would be cleared away while the next one is timed.
+    async for _ in parts:
+        pass
+    return seconds
+
+
+async def _batch(client: Any, number: int) -> float:
+    """Returns seconds."""
+    free = asyncio.Semaphore(traffic.AT_ONCE)
+
+    async def one(place: int) -> None:
+        async with free:
+            prompt = [3 + number, 3 + place, *(3 + (7 * each + 31 * place) % 500 for each in range(200))]
+            await client.completions.create(
+                model="model", prompt=prompt, max_tokens=16, temperature=0, extra_body={"ignore_eos": True}
+            )
+
+    begun = time.monotonic()
+    await asyncio.gather(*(one(place) for place in range(BATCH_REQUESTS)))
+    return time.monotonic() - begun

@@ -19,7 +19,6 @@ import psutil
 
 from experiments.common import device
 from experiments.common.counted import Counters, counters
-from experiments.common.router import STOP_SECONDS, running_router
 from experiments.common.servers import (
     ENVIRONMENT,
     HOST,
@@ -31,17 +30,17 @@ from experiments.common.servers import (
     inherited,
 )
 from experiments.stacks import traffic
-from experiments.stacks.deployment import RESTART_SECONDS, Say
-from experiments.stacks.environments import overlay
+from experiments.stacks.environments import Say, overlay
+from experiments.stacks.routers import STOP_SECONDS, running_router
 
-START_SECONDS = 400.0
+START_SECONDS, RESTART_SECONDS = 400.0, 180.0
 HAND_OVERS = "ray_vllm_nixl_xfer_time_seconds_count"
 """vLLM's counter as Ray exports it."""
 TITLE = "ray::ServeReplica:default:{deployment}"
 
 
 class RayServe:
-    """See `Deployment`."""
+    """Has what `deployment.Servers` has."""
 
     def __init__(
         self, process: psutil.Process, url: str, metrics_port: int, status: Path, roles: Sequence[str]

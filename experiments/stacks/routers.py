@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers that are started before running ``vllm serve`` processes. To try another one, add a function."""
+"""Routers that are started before running servers, each as a process; to try another one, add a function. And servers
+with one of them, or with none, as a stack that serves."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
 
-from experiments.common.router import STOP_SECONDS, running_router
-from experiments.common.servers import HOST, Server, free_ports, inherited
-from experiments.stacks.deployment import Say
-from experiments.stacks.environments import environment, sources
+from experiments.common.counted import Counters, counters
+from experiments.common.servers import HOST, Asking, Running, Server, ServerError, ServerSpec, free_ports, inherited
+from experiments.stacks.environments import Say, environment, sources
 
+STOP_SECONDS = 60.0
 PRODUCTION_STACK = "PRODUCTION_STACK"
 """Environment variable: a checkout of production-stack, which is on no package index."""
 
@@ -81,6 +86,80 @@ def production_stack(prefills: Sequence[Server], decodes: Sequence[Server], log:
         yield url
 
 
+NGINX = """\
+daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+  upstream decode {{ {servers} }}
+  server {{
+    listen {host}:{port};
+    location / {{
+      proxy_pass http://decode; proxy_http_version 1.1; proxy_set_header Connection close; proxy_buffering off;
+      proxy_connect_timeout 2s; proxy_read_timeout 1h;
+      proxy_next_upstream error timeout;  # what has been sent to one server is not sent to another one
+    }}
+  }}
+}}
+"""
+
+
+@contextlib.contextmanager
+def nginx(decodes: Sequence[Server], folder: Path) -> Iterator[str]:
+    """Start nginx; yields its URL, without a path.
+
+    Raises:
+        ServerError: it is not installed, or did not start.
+    """
+    program = shutil.which("nginx")
+    if program is None:
+        raise ServerError("found no nginx; expected it in PATH. Nothing can be asked through it. Install nginx.")
+    folder.mkdir(parents=True, exist_ok=True)
+    (port,) = free_ports(1)
+    servers = " ".join(f"server {HOST}:{one.port};" for one in decodes)
+    config = folder / "nginx.conf"
+    config.write_text(NGINX.format(folder=folder, servers=servers, host=HOST, port=port))
+    with running([program, "-c", str(config)], folder / "nginx.log", port, "/health") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def running_router(
+    command: Sequence[str],
+    log: Path,
+    is_up: Callable[[], bool],
+    expected: str,
+    environ: Mapping[str, str] | None = None,
+    ready_seconds: float = 60.0,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a router's process in a session of its own, and yield it when ``is_up``. At the end the session is killed.
+
+    Args:
+        environ: its environment variables; None for this process's.
+
+    Raises:
+        ServerError: it ended, or was not up in time; the message says what was ``expected``.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
+    try:
+        deadline = time.monotonic() + ready_seconds
+        while not is_up():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ServerError(
+                    f"found {Path(command[0]).name} ended ({process.poll()}) or not ready after {ready_seconds:.0f} s; "
+                    f"expected {expected}. Nothing is asked through it. Its log ends with:\n"
+                    + log.read_text(errors="replace")[-4000:]
+                )
+            time.sleep(0.1)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 @contextlib.contextmanager
 def running(
     command: Sequence[str], log: Path, port: int, answers: str, environ: Mapping[str, str] | None = None
@@ -106,3 +185,73 @@ def _answers(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return httpx.get(url, trust_env=False, timeout=2.0).status_code == httpx.codes.OK
     return False
+
+
+# ------------------------------------------------------------------------------------ servers, and a router before them
+
+
+ENDING_SECONDS = 60.0
+
+Router = Callable[[Sequence[Server], Sequence[Server], Path, Say], AbstractContextManager[str]]
+"""(prefill servers, decode servers, log, progress) -> the URL that clients use, without a path, while it runs."""
+
+
+class Servers:
+    """A stack that serves, of servers that are started one by one.
+
+    Attributes:
+        url: that clients use, without a path.
+        engines: names of what `restart` takes.
+    """
+
+    def __init__(self, launched: Running, url: str) -> None:
+        self.url = url
+        self.engines: Sequence[str] = [one.spec.name for one in launched.servers]
+        self._launched = launched
+
+    def hand_overs(self) -> Counters:
+        """Return how many requests' KV was moved, by each counter of the engines that run now."""
+        return counters(f"{one.base_url}/metrics" for one in self._launched.servers)
+
+    def kill(self, engine: str) -> None:
+        """End an engine's processes like a machine that fails."""
+        self._launched.servers[self.engines.index(engine)].kill()
+
+    def restart(self, engine: str) -> None:
+        """End an engine as an operator does, where the stack can; `restore` brings it back."""
+        server = self._launched.servers[self.engines.index(engine)]
+        # To the process that was started, as a container's runtime does; `stop` would tell its engine as well.
+        server.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(ENDING_SECONDS)
+        server.stop()
+
+    def restore(self, engine: str) -> None:
+        """Return when a new engine serves in place of the one that was ended last; raises ServerError if none came."""
+        self._launched.replace(self.engines.index(engine))
+        self._launched.ready()
+
+
+@contextlib.contextmanager
+def alone(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Servers]:
+    """Start prefill, and a decode server that asks it and that clients ask.
+
+    Raises:
+        ServerError: one of them did not start.
+    """
+    with Asking(list(specs), logs) as launched:
+        yield Servers(launched, launched.ready()[-1].base_url)
+
+
+@contextlib.contextmanager
+def behind(router: Router, specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Servers]:
+    """Start servers, whose names say their roles, and a router before them.
+
+    Raises:
+        ServerError: one of them did not start.
+    """
+    with Running(list(specs), logs) as launched:
+        ready = launched.ready()
+        prefills, decodes = ([one for one in ready if role in one.spec.name] for role in ("prefill", "decode"))
+        with router(prefills, decodes, logs / "stack.log", say) as url:
+            yield Servers(launched, url)

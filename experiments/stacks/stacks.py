@@ -12,10 +12,12 @@ from pathlib import Path
 
 from experiments.common.servers import ServerSpec
 from experiments.stacks import routers
-from experiments.stacks.deployment import Deployment, Router, Say, alone, behind
 from experiments.stacks.dynamo import dynamo
-from experiments.stacks.ray_serve import ray_serve
+from experiments.stacks.environments import Say
+from experiments.stacks.ray_serve import RayServe, ray_serve
+from experiments.stacks.routers import Router, Servers, alone, behind
 
+Deployment = Servers | RayServe
 Deploy = Callable[[Sequence[ServerSpec], Path, Say], AbstractContextManager[Deployment]]
 """(servers, whose names say their roles; an empty folder; progress) -> the deployment, while it runs."""
 

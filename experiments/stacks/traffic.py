@@ -48,7 +48,8 @@ class Answer:
 class Verdict(enum.Enum):
     RIGHT = "right"
     WRONG = "wrong"
-    ERROR = "error"
+    ERROR = "error before the first token"
+    BROKEN = "error in a stream that had begun"
     CUT_SHORT = "cut short"
     """A stream that ended without a reason, and whose text is right so far."""
     NO_END = "no end"
@@ -56,6 +57,14 @@ class Verdict(enum.Enum):
 
 Request = tuple[str, int]
 """(kind, number): each has a prompt of its own."""
+
+
+class BrokenOff(openai.OpenAIError):
+    """A stream that had begun ended with an error. ``text`` is what came before."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("the stream broke off")
+        self.text = text
 
 
 class Judged(NamedTuple):
@@ -82,13 +91,29 @@ def _numbers(number: int, kind: int) -> list[int]:
     return [3 + number, 203 + kind, *rest, *LETTERS]
 
 
+async def _streamed(answer: Any, text_of: Callable[[Any], str | None]) -> tuple[list[Any], str]:
+    """Return the choices of a stream, and their text."""
+    choices: list[Any] = []
+    try:
+        async for part in answer:
+            choices += part.choices[:1]
+    except openai.OpenAIError as error:
+        if not choices:
+            raise
+        raise BrokenOff("".join(text_of(one) or "" for one in choices)) from error
+    return choices, "".join(text_of(one) or "" for one in choices)
+
+
 async def _complete(client: Any, number: int, *, stream: bool) -> Answer:
     asked = {"model": "model", "prompt": _numbers(number, 1 + stream), "max_tokens": TOKENS, "temperature": 0}
     answer = await client.completions.create(**asked, logprobs=1, stream=stream, extra_body={"ignore_eos": True})
-    choices = [part.choices[0] async for part in answer if part.choices] if stream else [_only(answer)]
+    if stream:
+        choices, text = await _streamed(answer, lambda one: one.text)
+    else:
+        choices, text = [_only(answer)], _only(answer).text
     logprobs = tuple(float(p) for one in choices if one.logprobs for p in one.logprobs.token_logprobs)
     reason = choices[-1].finish_reason if choices else None
-    return Answer("".join(one.text for one in choices), logprobs, reason, 0 if stream else _cached(answer))
+    return Answer(text, logprobs, reason, 0 if stream else _cached(answer))
 
 
 async def _chat(client: Any, number: int, *, stream: bool) -> Answer:
@@ -97,8 +122,7 @@ async def _chat(client: Any, number: int, *, stream: bool) -> Answer:
     if stream:
         # No log-probabilities: vLLM leaves out those of tokens that end inside a character, as it happens.
         answer = await client.chat.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
-        choices = [part.choices[0] async for part in answer if part.choices]
-        text = "".join(one.delta.content or "" for one in choices)
+        choices, text = await _streamed(answer, lambda one: one.delta.content)
         return Answer(text, (), choices[-1].finish_reason if choices else None)
     answer = await client.chat.completions.create(**asked, logprobs=True, extra_body={"ignore_eos": True})
     one = _only(answer)
@@ -207,6 +231,9 @@ async def judge(client: Any, request: Request, expected: Answer) -> Judged:
         found = await asyncio.wait_for(ask(client, request), STEP_SECONDS)
     except (TimeoutError, asyncio.TimeoutError, openai.APITimeoutError):
         return Judged(Verdict.NO_END, request)
+    except BrokenOff as error:
+        # What came before the error must be right, too.
+        return Judged(Verdict.BROKEN if expected.text.startswith(error.text) else Verdict.WRONG, request)
     except openai.OpenAIError:
         return Judged(Verdict.ERROR, request)
     return Judged(judged(found, expected), request, found)
@@ -224,11 +251,12 @@ async def many(url: str, expected: dict[Request, Answer]) -> list[Judged]:
         return list(await asyncio.gather(*(one(*each) for each in expected.items())))
 
 
-async def meanwhile(url: str, expected: dict[Request, Answer], trouble: Callable[[], None]) -> list[Judged]:
-    """Ask on and on, four at a time, while ``trouble`` runs in a thread."""
+async def meanwhile(
+    url: str, asked: Sequence[tuple[Request, Answer]], trouble: Callable[[], None], at_once: int = 4
+) -> list[Judged]:
+    """Ask on and on, ``at_once`` requests at a time, while ``trouble`` runs in a thread."""
     found: list[Judged] = []
     troubled = asyncio.create_task(asyncio.to_thread(trouble))
-    asked = list(expected.items())
 
     async def one(client: Any, place: int) -> None:
         while not troubled.done():
@@ -238,6 +266,6 @@ async def meanwhile(url: str, expected: dict[Request, Answer], trouble: Callable
                 await asyncio.sleep(0.2)
 
     async with client_of(url) as client:
-        await asyncio.gather(*(one(client, number * len(asked) // 4) for number in range(4)))
+        await asyncio.gather(*(one(client, number * len(asked) // at_once) for number in range(at_once)))
     await troubled
     return found

@@ -10,25 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 import psutil
 
-from experiments.bench.samples import Column, Samples
+from experiments.bench.samples import Samples
 from experiments.common import model as models
+from experiments.common.device import nixl
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
-from experiments.common.targets import Verdict
-from experiments.common.transfer_config import nixl
 
-__all__ = ["EMPTY", "IDLE_COLUMNS", "MOST_MORE", "judge_idle", "measure_idle"]
-
-MOST_MORE = 0.05
-"""CPU seconds per second that a server may use beyond one without requests."""
 EMPTY = "no requests"
 SETTLE_SECONDS = 2.0
 BLOCKS, BLOCK_SIZE = 96, 32
@@ -38,108 +33,81 @@ WAITING_TOKENS, QUEUED_TOKENS = 300, 1900
 # Longer than all measurements of one server, so that no lease ends meanwhile.
 LEASE_SECONDS = 240
 TIMEOUT_SECONDS = 300.0
-ENGINES = ("EngineCore", "Worker")
-IDLE_COLUMNS = (Column("all processes", "cpu", 1, 3), Column("engines", "engines", 1, 3))
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A server under test."""
-
-    name: str
-    arguments: tuple[str, ...] = ()
-    is_below_multi: bool = False
-    has_ranks: bool = False
-
-    def spec(self) -> ServerSpec:
-        config = nixl("", {"transfer_mode": "push", "kv_lease_duration": LEASE_SECONDS}, kv_load_failure_policy="fail")
-        if self.is_below_multi:
-            below = {"connectors": [config]}
-            config = {**config, "kv_connector": "MultiConnector", "kv_connector_extra_config": below}
-        return ServerSpec(
-            name=self.name.replace(" ", "-"),
-            model=models.make_model(models.ModelShape(max_positions=4096)),
-            dtype="float32",
-            block_size=BLOCK_SIZE,
-            max_model_len=2048,
-            kv_transfer=config,
-            environment={"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK},
-            arguments=("--num-gpu-blocks-override", str(BLOCKS), *self.arguments),
-            forks=True,
-        )
-
-
-SUBJECTS = (
-    Subject("alone"),
-    Subject("data parallel", ("--data-parallel-size", "2"), has_ranks=True),
-    Subject("below MultiConnector", is_below_multi=True),
+MULTI, RANKS = "below MultiConnector", "data parallel"
+SUBJECTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"alone": (), RANKS: ("--data-parallel-size", "2"), MULTI: ()}
 )
+"""The servers under test, and more arguments of ``vllm serve``."""
 
 
-def measure_idle(samples: Samples, seconds: float, logs: Path, say: Callable[[str], None]) -> None:
-    """Measure every server in every state, each together with a peer that its hand-overs wait for.
+def _spec(name: str) -> ServerSpec:
+    config = nixl("", {"transfer_mode": "push", "kv_lease_duration": LEASE_SECONDS}, kv_load_failure_policy="fail")
+    if name == MULTI:
+        below = {"connectors": [config]}
+        config = {**config, "kv_connector": "MultiConnector", "kv_connector_extra_config": below}
+    return ServerSpec(
+        name=name.replace(" ", "-"),
+        model=models.make_model(models.ModelShape(max_positions=4096)),
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        kv_transfer=config,
+        environment={"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK},
+        arguments=("--num-gpu-blocks-override", str(BLOCKS), *SUBJECTS.get(name, ())),
+        forks=True,
+    )
 
-    CPU seconds per second of all processes of a server, and of its engine and worker processes only.
-    """
-    for subject in SUBJECTS:
-        say(f"{subject.name}: starting")
-        with running([Subject("peer").spec(), subject.spec()], logs) as (peer, server):
-            asyncio.run(_measure(samples, subject, server, peer, seconds, say))
 
-
-def judge_idle(samples: Samples) -> list[Verdict]:
-    """Return the targets: each state compared with the same server without requests."""
-    found = []
-    for setting, state in samples.figures:
-        if state != EMPTY:
-            more = samples.median(setting, state, "cpu") - samples.median(setting, EMPTY, "cpu")
-            words = f"{samples.words(setting)}, {state}: CPU seconds per second beyond {EMPTY} (< {MOST_MORE:g})"
-            found.append(Verdict(words, f"{more:.3f}", more < MOST_MORE))
-    return found
+def measure(samples: Samples, seconds: float, logs: Path, say: Callable[[str], None]) -> None:
+    """Measure every server in every state, each together with a peer that its hand-overs wait for."""
+    for name in SUBJECTS:
+        say(f"{name}: starting")
+        with running([_spec("peer"), _spec(name)], logs) as (peer, server):
+            asyncio.run(_measure(samples, name, server, peer, seconds, say))
 
 
 async def _measure(
-    samples: Samples, subject: Subject, server: Server, peer: Server, seconds: float, say: Callable[[str], None]
+    samples: Samples, name: str, server: Server, peer: Server, seconds: float, say: Callable[[str], None]
 ) -> None:
     async def look(state: str) -> None:
         await asyncio.sleep(SETTLE_SECONDS)
-        found = await _cost(server, seconds)
-        say(f"{subject.name}, {state}: {found['cpu']:.3f} CPU seconds per second")
-        samples.add((subject.name,), state, **found)
+        before, begun = _spent(server), time.monotonic()
+        await asyncio.sleep(seconds)
+        after, wall = _spent(server), time.monotonic() - begun
+        cpu = sum(spent - before.get(pid, spent) for pid, spent in after.items()) / wall
+        say(f"{name}, {state}: {cpu:.3f} CPU seconds per second")
+        samples.add((name,), state, cpu=cpu)
 
-    async with httpx.AsyncClient(
-        timeout=TIMEOUT_SECONDS, trust_env=False, limits=httpx.Limits(max_connections=None)
-    ) as http:
-        asking = Asking(server, peer, http, rank=0 if subject.has_ranks else None)
-        await asking.warm()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS, trust_env=False, limits=limits) as http:
+        states = States(server, peer, http, "0" if name == RANKS else None)
+        await states.warm()
         await look(EMPTY)
-        async with asking.waits():
+        async with states.waits():
             await look(f"{WAITING} hand-overs wait")
-            async with asking.queued():
+            async with states.pending(QUEUED_TOKENS, None):
                 await look(f"{WAITING} hand-overs wait, one queued for blocks")
         # A pause ends waiting hand-overs, so they may get an answer.
-        async with asking.waits(until_paused=True), asking.paused():
+        async with states.waits(until_paused=True), states.paused():
             await look(f"{WAITING} hand-overs waited, paused")
-        async with AsyncExitStack() as stack:
-            for _ in range(2):
-                await asking.kept()
-            await look("2 requests kept for decode")
-            await stack.enter_async_context(asking.paused())
+        for _ in range(2):
+            await states.kept()
+        await look("2 requests kept for decode")
+        async with states.paused():
             await look("2 requests kept for decode, paused")
 
 
-class Asking:
+class States:
     """Brings a server into a state for the duration of a ``with`` block.
 
     Args:
         rank: the data-parallel rank that gets all requests, None if the server has only one.
     """
 
-    def __init__(self, server: Server, peer: Server, http: httpx.AsyncClient, rank: int | None) -> None:
+    def __init__(self, server: Server, peer: Server, http: httpx.AsyncClient, rank: str | None) -> None:
         self._server = server
         self._peer = peer
         self._http = http
-        self._headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        self._headers = {} if rank is None else {"X-data-parallel-rank": rank}
         self._count = 0
 
     async def warm(self) -> None:
@@ -161,13 +129,7 @@ class Asking:
                 self._count += 1
                 names = {"transfer_id": f"never-{self._count}", "do_remote_prefill": True}
                 params = {**self._peer.coordinates, **names}
-                await stack.enter_async_context(self._pending(WAITING_TOKENS, params, until_paused))
-            yield
-
-    @asynccontextmanager
-    async def queued(self) -> AsyncIterator[None]:
-        """Queue an ordinary request for which there are not enough blocks."""
-        async with self._pending(QUEUED_TOKENS, None):
+                await stack.enter_async_context(self.pending(WAITING_TOKENS, params, until_paused))
             yield
 
     @asynccontextmanager
@@ -182,7 +144,8 @@ class Asking:
             await asyncio.gather(pausing, return_exceptions=True)
 
     @asynccontextmanager
-    async def _pending(self, tokens: int, params: dict[str, Any] | None, may_end: bool = False) -> AsyncIterator[None]:
+    async def pending(self, tokens: int, params: dict[str, Any] | None, may_end: bool = False) -> AsyncIterator[None]:
+        """Ask for what gets no answer meanwhile; raises if it does."""
         task = asyncio.create_task(self._complete(tokens, params))
         try:
             yield
@@ -201,21 +164,10 @@ class Asking:
         return await self._http.post(f"{self._server.base_url}/v1/completions", json=body, headers=self._headers)
 
 
-async def _cost(server: Server, seconds: float) -> dict[str, float]:
-    before, begun = _spent(server), time.monotonic()
-    await asyncio.sleep(seconds)
-    after, wall = _spent(server), time.monotonic() - begun
-    more = {pid: (found[0], found[1] - before.get(pid, found)[1]) for pid, found in after.items()}
-    engines = sum(spent for words, spent in more.values() if any(one in words for one in ENGINES))
-    return {"cpu": sum(spent for _, spent in more.values()) / wall, "engines": engines / wall}
-
-
-def _spent(server: Server) -> dict[int, tuple[str, float]]:
-    """Return pid -> (name, CPU seconds) of each process of a server."""
-    root = psutil.Process(server.process.pid)
+def _spent(server: Server) -> dict[int, float]:
+    """Return the CPU seconds of each process of a server."""
     found = {}
-    for one in (root, *root.children(recursive=True)):
+    for one in server.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
-            times = one.cpu_times()
-            found[one.pid] = (one.name(), times.user + times.system)
+            found[one.pid] = sum(one.cpu_times()[:2])
     return found

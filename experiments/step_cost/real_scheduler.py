@@ -8,15 +8,16 @@ gets one token per step.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -28,26 +29,26 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from experiments.bench.samples import Samples
 from experiments.common import model as models
+from experiments.common.command_line import MODES
 from experiments.common.engines import asks_decode, asks_prefill
 from experiments.common.servers import HOST, free_ports
+from experiments.step_cost.hand_over import OURS, RUNNING, percentiles, some_manifest
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.vllm.adapter.versions import reason_to_skip
 from kvcached_nixl.vllm.patches import PATCHES
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
 
-__all__ = ["RUNNING", "Kind", "Making", "RealScheduler", "Spent", "patched"]
-
-RUNNING = 32
-"""Requests that each step computes; none of them is handed over."""
 SLOTS = 256
 BLOCK_SIZE = 32
 MAX_TOKENS = 16_384
 SAMPLED = 7
 FAR = RemotePrefill("far", HOST, 5600, 1)
 FAR_START = "f" * 16
+ARRIVALS = 10
+ALONE, STOCK = "no connector", "stock connector"
 RESERVED = "_inflight_prefill_reserved_blocks"
 
 
@@ -60,17 +61,6 @@ class Kind(str, Enum):
     """Decode requests that wait for KV that never arrives."""
     PREFILL = "prefill"
     """Finished prefill requests whose blocks are kept for a decode that never comes."""
-
-
-class Spent(NamedTuple):
-    """CPU seconds of the engine's thread in one step: the whole step; ``schedule()``; the connector's metadata, which
-    is part of ``schedule()``; ``update_from_output()``.
-    """
-
-    step: float
-    schedule: float
-    connector: float
-    update: float
 
 
 @contextmanager
@@ -110,12 +100,10 @@ class RealScheduler:
         self._making = making
         self._numbers = itertools.count()
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-        self._in_connector = 0.0
         self.scheduler = self._make()
         # Running requests are not handed over, and are long enough to outlast every measurement.
         for _ in range(RUNNING):
             self._add(None, MAX_TOKENS - 2 * BLOCK_SIZE)
-        self._time_connector()
         self.step()
         if making.kind is Kind.QUEUED:
             self.scheduler.max_num_running_reqs = RUNNING
@@ -131,20 +119,18 @@ class RealScheduler:
     def close(self) -> None:
         self.scheduler.shutdown()
 
-    def step(self) -> Spent:
-        """Make the scheduler's calls of ``EngineCore.step``. Timed in CPU time of the thread, which other load on the
-        machine does not change; none of the calls blocks."""
-        self._in_connector = 0.0
+    def step(self) -> float:
+        """Make the scheduler's calls of ``EngineCore.step``. Returns CPU seconds of this thread, which other load does
+        not change; none of the calls blocks."""
         begun = time.thread_time()
         output = self.scheduler.schedule()
         scheduled = time.thread_time()
         result = self._computed(output)
         computed = time.thread_time()
         self.scheduler.update_from_output(output, result)
-        over = time.thread_time()
-        return Spent(scheduled - begun + over - computed, scheduled - begun, self._in_connector, over - computed)
+        return scheduled - begun + time.thread_time() - computed
 
-    def arrival(self) -> Spent:
+    def arrival(self) -> float:
         """Run a step that admits one more request of the waiting kind, which then waits as well."""
         self._wait()
         return self.step()
@@ -193,20 +179,6 @@ class RealScheduler:
             kv_connector_output=KVConnectorOutput() if self._making.mode is not None else None,
         )
 
-    def _time_connector(self) -> None:
-        connector = self.scheduler.connector
-        if connector is None:
-            return
-        build = connector.build_connector_meta
-
-        def timed(output: Any) -> Any:
-            begun = time.thread_time()
-            found = build(output)
-            self._in_connector += time.thread_time() - begun
-            return found
-
-        connector.build_connector_meta = timed
-
     def _add(self, params: Mapping[str, Any] | None, max_tokens: int) -> None:
         number = next(self._numbers)
         extra = None if params is None else {"kv_transfer_params": params}
@@ -235,19 +207,7 @@ class RealScheduler:
         if making.mode == "push":
             return asks_decode(FAR, f"t{number}")
         # For the next request. Its digest is compared only after a handshake with prefill, which never happens.
-        tokens = self._prompt(number + 1)
-        made = Manifest(
-            protocol=PROTOCOL,
-            incarnation=FAR_START,
-            request_id=f"far-{number}",
-            digest=digest_of(tokens, len(tokens)),
-            num_tokens=len(tokens),
-            block_sizes=(BLOCK_SIZE,),
-            context_parallel=(1, 1),
-            groups=(BlockRange(0, (1,)),),
-            lease_seconds=30.0,
-            num_media=0,
-        )
+        made = some_manifest(FAR_START, f"far-{number}", self._prompt(number + 1), BLOCK_SIZE)
         return prefill_params(FAR, made, transfer_id=None, transfer_mode=TransferMode.PULL, cached_tokens=0)
 
     def _make(self) -> Scheduler:
@@ -282,3 +242,36 @@ class RealScheduler:
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=4, head_size=32, dtype=config.model_config.dtype)
         cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         return Scheduler(config, cache, StructuredOutputManager(config), block_size=BLOCK_SIZE)
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def measure(samples: Samples, waiting: int, repetitions: int, say: Callable[[str], None]) -> None:
+    """Measure every engine, with room for more running requests and without: a step, and one that admits one more
+    request, where one is admitted."""
+    for engine, making in _makings(waiting):
+        for has_room in (True, False) if making.kind is not Kind.QUEUED else (False,):
+            say(f"{engine}, {making.kind.value}, {waiting:,} waiting")
+            with patched() if making.is_ours else contextlib.nullcontext():
+                found = _measure(making, has_room, repetitions)
+            samples.add((making.kind.value, "yes" if has_room else "no", waiting), engine, **found)
+
+
+def _makings(waiting: int) -> Iterator[tuple[str, Making]]:
+    yield ALONE, Making(Kind.QUEUED, None, False, waiting)
+    for kind in (Kind.DECODE, Kind.PREFILL):
+        yield STOCK, Making(kind, "pull", False, waiting)
+        for mode in MODES:
+            yield f"{OURS}, {mode}", Making(kind, mode, True, waiting)
+
+
+def _measure(making: Making, has_room: bool, repetitions: int) -> dict[str, float]:
+    side = RealScheduler(making, has_room=has_room)
+    try:
+        steps = percentiles("step", [side.step() for _ in range(repetitions)])
+        if side.num_waiting != making.waiting:
+            raise RuntimeError(f"found {side.num_waiting} waiting after {repetitions} steps; expected {making.waiting}")
+        return steps | percentiles("arrival", [side.arrival() for _ in range(ARRIVALS)] if has_room else [])
+    finally:
+        side.close()

@@ -11,9 +11,9 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 from vllm.v1.request import RequestStatus
 
 from experiments.bench.samples import Samples
-from experiments.step_cost.real_scheduler import RUNNING, Kind, Making, RealScheduler, patched
+from experiments.step_cost.hand_over import RUNNING
+from experiments.step_cost.real_scheduler import Kind, Making, RealScheduler, measure, patched
 from experiments.step_cost.report import SCHEDULE_FORMS
-from experiments.step_cost.schedule_cost import measure_schedule
 from kvcached_nixl.vllm.adapter.attributes import side_of
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
 from kvcached_nixl.vllm.adapter.versions import installed_has
@@ -41,8 +41,7 @@ def test_so_many_wait_and_the_others_run(making: Making, has_room: bool) -> None
         side = RealScheduler(making, has_room=has_room)
         scheduler = side.scheduler
         for _ in range(5):
-            spent = side.step()
-            assert spent.step >= spent.schedule >= spent.connector >= 0.0 and spent.update > 0.0
+            assert side.step() > 0.0
             assert len(scheduler.running) == RUNNING and side.num_waiting == WAITING
         waiting = [one for one in scheduler.requests.values() if one not in scheduler.running]
         of_kind = {
@@ -61,6 +60,6 @@ def test_so_many_wait_and_the_others_run(making: Making, has_room: bool) -> None
 
 def test_every_engine_is_measured() -> None:
     samples = Samples(SCHEDULE_FORMS)
-    measure_schedule(samples, 5, 3, lambda words: None)
+    measure(samples, 5, 3, lambda words: None)
     assert len(samples.figures) == 13 and {waiting for *_, waiting in samples.settings} == {5}
     assert all(found["step_p50"][0] > 0 for found in samples.figures.values())

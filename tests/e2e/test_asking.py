@@ -14,11 +14,10 @@ import httpx
 import pytest
 
 pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
-from experiments.common.asking import Asking, asking
 from experiments.common.client import Client, http_client
+from experiments.common.device import with_extra
 from experiments.common.model import make_model
-from experiments.common.servers import Running, Server
-from experiments.common.transfer_config import with_extra
+from experiments.common.servers import Asking, Running, Server, asking
 from experiments.lease_recovery.arms import MODEL, PULL, PUSH, Arm, prompts
 
 TOKENS = 12

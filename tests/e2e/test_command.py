@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
-from experiments.common.asking import asking
+from experiments.common.servers import asking
 from experiments.lease_recovery.arms import PULL, prompts
 
 MOST_SECONDS = 120.0

@@ -17,9 +17,9 @@ from support.feature_asks import Answer, Ask
 from support.feature_models import CHAT_TEMPLATE, chat_model, eagle
 from support.feature_servers import spec
 
-from experiments.common import asking
 from experiments.common.counted import count, hand_overs
-from experiments.common.servers import Running, Server, running
+from experiments.common.servers import Asking, Running, Server, running
+from experiments.common.servers import asks as asking
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 SERVING = ("--chat-template", CHAT_TEMPLATE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
@@ -81,7 +81,7 @@ def test_ngrams_on_either_side(mode: str, model: Path, expected: list[dict[str, 
     plain, ngram = (spec(f"prefill-{name}", model, mode, *arguments) for name, arguments in sides.items())
     with Running([plain, ngram], tmp_path) as prefills:
         pairs = [("plain", prefills.servers[1:]), ("ngram", prefills.servers)]
-        decodes = [asking.asks(spec(f"decode-{name}", model, mode, *sides[name]), asked) for name, asked in pairs]
+        decodes = [asking(spec(f"decode-{name}", model, mode, *sides[name]), asked) for name, asked in pairs]
         with running(decodes, tmp_path) as (plain_decode, ngram_decode):
             check([*prefills.ready()[1:], plain_decode], 0, expected)
             for number in (1, 2):
@@ -109,7 +109,7 @@ def test_draft_models_on_both_sides(
         spec("prefill", model, mode, *drafts),
         spec("decode", model, mode, *drafts),
     ]
-    with asking.Asking(specs, tmp_path) as launched:
+    with Asking(specs, tmp_path) as launched:
         alone, _, prefill, decode = launched.ready()
         asks.check(asyncio.run(asks.answers(alone.base_url, turn(0))), expected[0])
         check((prefill, decode), 0, expected)

@@ -26,9 +26,8 @@ from support.feature_servers import spec
 from support.whole_answers import joined, plain
 from vllm.entrypoints.scale_out import factories
 
-from experiments.common.asking import asking
 from experiments.common.counted import count
-from experiments.common.servers import Running, Server, ServerSpec
+from experiments.common.servers import Running, Server, ServerSpec, asking
 
 SCRIPT = Path(__file__).parents[1] / "support" / "batch_script.py"
 SECONDS = 90.0

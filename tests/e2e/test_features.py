@@ -21,9 +21,8 @@ from support.feature_models import CHAT_TEMPLATE, adapter, chat_model
 from support.feature_servers import spec
 from vllm.utils import torch_utils
 
-from experiments.common.asking import Asking
 from experiments.common.counted import count, hand_overs
-from experiments.common.servers import running
+from experiments.common.servers import Asking, running
 
 # An adapter's server pins host memory there, which torch refuses without a driver.
 pytestmark = pytest.mark.skipif(

@@ -15,8 +15,7 @@ import pytest
 
 from experiments.common.client import Client, Pair, http_client
 from experiments.common.servers import running
-from experiments.fuzzed_parameters.__main__ import MODES, specs
-from experiments.fuzzed_parameters.traffic import Fuzz
+from experiments.fuzzed_parameters.traffic import MODES, Fuzz, specs
 from kvcached_nixl.wire.params import MANIFEST_KEY
 
 COUNT = 250

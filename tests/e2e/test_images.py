@@ -29,11 +29,10 @@ from support.feature_asks import Answer, Ask
 from support.feature_models import IMAGE_SIZE, SHAPE, chat_model, vision_model
 from support.feature_servers import spec
 
-from experiments.common.asking import asking
 from experiments.common.counted import count, hand_overs
+from experiments.common.device import with_extra
 from experiments.common.families import stand_ins
-from experiments.common.servers import Server, running
-from experiments.common.transfer_config import with_extra
+from experiments.common.servers import Server, asking, running
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH
 
 has_images = pytest.mark.skipif(

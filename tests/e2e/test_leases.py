@@ -21,7 +21,7 @@ from experiments.common.client import Client, Pair, http_client, read_answer
 from experiments.common.pages import own_names
 from experiments.common.servers import Running, Server, ServerSpec
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS, PULL, PUSH, TOKENS, Arm, prompts
-from experiments.lease_recovery.readings import mapped_bytes
+from experiments.lease_recovery.memory import mapped_bytes
 from experiments.lease_recovery.traffic import Ended, Traffic
 
 STALE = 50

@@ -19,9 +19,9 @@ from packaging.version import Version
 from experiments.common import device
 from experiments.common import model as models
 from experiments.common.client import Answer, Client, HandOver, Pair, http_client
+from experiments.common.device import role
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.servers import UNIPROC, ServerSpec, running
-from experiments.common.transfer_config import role
 
 # Lengths around one block of 32 tokens, beyond the sliding window of 128, and beyond one chunk of 256.
 LENGTHS = (1, 33, 100, 300, 700)

@@ -22,10 +22,9 @@ from experiments.byte_equivalence.compare import LOGPROB_TOLERANCE, Difference, 
 from experiments.common import model as models
 from experiments.common.client import Answer, Client, http_client, read_answer
 from experiments.common.counted import count, hand_overs
-from experiments.common.device import layout
+from experiments.common.device import layout, role
 from experiments.common.pages import PageWatch
 from experiments.common.servers import GIVES_BACK, Server, ServerError, ServerSpec, running
-from experiments.common.transfer_config import role
 
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **layout(), **GIVES_BACK}
 BLOCK_SIZE = 32

@@ -19,10 +19,9 @@ import pytest
 
 from experiments.common import model as models
 from experiments.common.client import Answer, AnswerError, Client, Pair, http_client, read_answer
-from experiments.common.device import layout
+from experiments.common.device import layout, role
 from experiments.common.pages import PageWatch
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
-from experiments.common.transfer_config import role
 
 KVCACHED = {
     "ENABLE_KVCACHED": "true",

@@ -14,9 +14,8 @@ import pytest
 
 from experiments.common import model as models
 from experiments.common.client import AnswerError, Client, Pair, http_client, read_answer
-from experiments.common.device import layout
+from experiments.common.device import layout, role
 from experiments.common.servers import ServerError, ServerSpec, running
-from experiments.common.transfer_config import role
 from experiments.fuzzed_parameters.endpoints import ENDPOINTS, TEMPLATE, Endpoint, Failed, Prompt, read
 
 CONNECTOR: dict[str, Any] = {

@@ -10,9 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from experiments.bench.traces import ARMS, PROCESSES, WITHIN, Arm, ask, client_span, run, specs, states_of
-from experiments.common.asking import Asking
-from experiments.common.otlp import ENVIRONMENT
+from experiments.bench.traces import ARMS, ENVIRONMENT, PROCESSES, WITHIN, Arm, ask, client_span, run, specs, states_of
+from experiments.common.servers import Asking
 
 PROMPT_TOKENS = 4000
 NOWHERE = "http://127.0.0.1:9/v1/traces"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.matrix import markdown
 
-from experiments.bench.questions import QUESTIONS
+from experiments.bench.__main__ import QUESTIONS
 from kvcached_nixl.vllm.adapter.series import ROWS, Evidence
 from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED
 

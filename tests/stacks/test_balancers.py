@@ -22,8 +22,8 @@ import pytest
 from support.balancers import Balancer, nginx, service, vllm_router
 
 from experiments.common.client import REQUEST_TIMEOUT_SECONDS, AnswerError, Client, http_client
+from experiments.common.device import with_extra
 from experiments.common.servers import GIVES_BACK, HOST, Running, Server, ServerSpec
-from experiments.common.transfer_config import with_extra
 from experiments.stacks.measure import spec
 
 TOKENS, MANY = 12, 250

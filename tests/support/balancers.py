@@ -20,10 +20,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from experiments.common.router import running_router
 from experiments.common.servers import HOST, free_ports
 from experiments.stacks.environments import environment
-from experiments.stacks.routers import running
+from experiments.stacks.routers import running, running_router
 
 __all__ = ["Balancer", "nginx", "service", "vllm_router"]
 

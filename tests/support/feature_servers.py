@@ -6,9 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experiments.common.device import layout
+from experiments.common.device import layout, role
 from experiments.common.servers import ServerSpec
-from experiments.common.transfer_config import role
 
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **layout()}
 

@@ -12,10 +12,10 @@ pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
 from experiments.bench import bench_serve, family_cost, handshake_cost, memory_path, push_vs_pull
+from experiments.bench.__main__ import QUESTIONS
 from experiments.bench.pairs import in_turn
-from experiments.bench.questions import QUESTIONS
 from experiments.bench.samples import Column, Samples, percentile
-from experiments.common.targets import Verdict
+from experiments.common.report import Verdict
 
 MIB = 2**20
 

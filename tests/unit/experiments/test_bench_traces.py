@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("rich", reason="reports need it")
 
-from experiments.bench.traces import ARMS, SUMMARY, WEB_FRAMEWORK, Traced, judge, states_of
-from experiments.common.otlp import Span
+from experiments.bench.traces import ARMS, SUMMARY, WEB_FRAMEWORK, Span, Traced, judge, states_of
 
 PULL, PUSH = ARMS[:2]
 PREFILL, DECODE = "prefill", "decode"

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from experiments.byte_equivalence import pool
+from experiments.byte_equivalence import harness as pool
 from experiments.byte_equivalence.arm_run import CONCURRENCY, PairRun
 from experiments.byte_equivalence.arms import Order
-from experiments.byte_equivalence.pool import PoolMemory, came_back, remapped
+from experiments.byte_equivalence.harness import PoolMemory, came_back, remapped
 from experiments.byte_equivalence.prompts import Prompt, fixed_prompts
 from experiments.common.client import Answer, HandOver, Offer, Pair
 from experiments.common.pages import PageCount

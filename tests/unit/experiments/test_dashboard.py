@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("yaml", reason="needs an environment: bash experiments/env.sh")
 
-from experiments.dashboard.pairs import OK, Load
-from experiments.dashboard.prometheus import config_of
+from experiments.dashboard.pairs import OK, Load, config_of
 from experiments.dashboard.queries import Query
 from experiments.dashboard.report import PLANTED, Answer, judge, run_queries
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -11,14 +12,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.byte_equivalence import cli, comparison, harness, last
+from experiments.byte_equivalence import __main__ as cli
+from experiments.byte_equivalence import comparison, harness
+from experiments.byte_equivalence import run as last
 from experiments.byte_equivalence.arm_run import CORRUPTIONS, Dependence
-from experiments.byte_equivalence.arms import ARMS, SINGLE, Arm, of_size, small_pool, specs
+from experiments.byte_equivalence.arms import ARMS, SINGLE, Arm, of_size, phases, small_pool, specs
 from experiments.byte_equivalence.checks import Check, Checks, compared
 from experiments.byte_equivalence.compare import Difference
 from experiments.byte_equivalence.harness import Baseline, Harness
-from experiments.byte_equivalence.phases import phases
-from experiments.common.default_vllm import DEFAULT_VLLM
+from experiments.common.command_line import DEFAULT_VLLM
 from experiments.common.model import GQA
 from experiments.common.report import Narrator
 from experiments.common.servers import ServerError
@@ -154,7 +156,7 @@ def test_servers_that_do_not_start_are_a_row_and_the_next_arm_is_served(
     monkeypatch.setattr(harness, "Asking", Launched)
     monkeypatch.setattr(harness, "make_model", lambda shape: tmp_path)
     monkeypatch.setattr(harness.Harness, "_reference", lambda *_: Baseline([], []))
-    monkeypatch.setattr(comparison, "with_clients", lambda *_, **__: None)
+    monkeypatch.setattr(comparison, "with_pairs", lambda *_: asyncio.sleep(0))
     checks = Checks()
     brief = [arm for arm in ARMS if arm.in_runs == "brief"]
     Harness(brief[::-1], tmp_path, Narrator("test"), checks, quick=True).run()
@@ -228,6 +230,8 @@ def test_help_needs_no_environment() -> None:
 
 def test_the_command_line_has_the_promised_options() -> None:
     """``--vllm``, ``--mode``, ``--quick`` and ``--brief``; the newest vLLM unless told otherwise."""
-    assert cli.parse([]) == cli.Options(DEFAULT_VLLM, None, "full", ())
+    usual = {"vllm": DEFAULT_VLLM, "mode": None, "size": "full", "arm": [], "model": None}
+    assert vars(cli.parse([])) == usual
     assert cli.parse(["--brief"]).size == "brief"
-    assert cli.parse(["--vllm", "0.28.0", "--mode", "pull", "--quick"]) == cli.Options("0.28.0", "pull", "quick", ())
+    found = vars(cli.parse(["--vllm", "0.28.0", "--mode", "pull", "--quick"]))
+    assert found == {**usual, "vllm": "0.28.0", "mode": "pull", "size": "quick"}

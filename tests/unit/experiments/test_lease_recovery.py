@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 from experiments.common.client import AnswerError, Client
-from experiments.common.targets import table_of_targets
 from experiments.lease_recovery.arms import PULL, PUSH, STOCK, prompts
-from experiments.lease_recovery.faults import SHORTER, Recovery, Told
+from experiments.lease_recovery.chaos import SHORTER, Recovery, Told
 from experiments.lease_recovery.report import (
     LEAST_REQUESTS,
     MEMORY_BACK_SECONDS,
@@ -81,9 +80,8 @@ def test_the_tables_say_it() -> None:
     recoveries = [*FINE, Recovery("decode is killed", 21.0, 3.0, None)]
     outcome = Outcome("pull", True, [RIGHT, Ended("error", "decode is killed", 0.0, 1.0)], recoveries, PAUSED)
     console.print(table_of_faults([outcome], "faults"))
-    console.print(table_of_targets(judge(outcome)))
     said = console.export_text()
-    assert "2.0, at most 3.0" in said and "never" in said and "MISSED" in said and "reached" in said
+    assert "2.0, at most 3.0" in said and "never" in said
 
 
 @pytest.mark.parametrize(

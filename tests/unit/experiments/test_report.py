@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -41,6 +42,16 @@ def test_an_unpacked_archive_has_no_commit(tmp_path: Path, monkeypatch: pytest.M
     assert report.commit() is None
     monkeypatch.setenv("PATH", str(archive))
     assert report.commit() is None
+
+
+@pytest.mark.parametrize(("reached", "status"), [([True, True], 0), ([True, False], 1), ([], 0)])
+def test_one_missed_target_is_the_exit_status(reached: list[bool], status: int, tmp_path: Path) -> None:
+    path = tmp_path / "last.json"
+    verdicts = [report.Verdict("less than 2 s", "1 s", one) for one in reached]
+    assert report.conclude([], verdicts, path, {"began": "now"}) == status
+    found = json.loads(path.read_text())
+    assert found["targets"] == [{"target": "less than 2 s", "found": "1 s", "reached": one} for one in reached]
+    assert found["began"] == "now"
 
 
 def test_a_turn_without_history_asks_for_its_number() -> None:

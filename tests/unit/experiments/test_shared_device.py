@@ -21,38 +21,53 @@ import httpx
 from experiments.common.client import Answer
 from experiments.common.report import Narrator
 from experiments.common.servers import ServerError, ServerSpec
-from experiments.shared_device import clients, overload, reference, table
+from experiments.shared_device import clients, reference, table
 from experiments.shared_device.arms import (
     ALONE,
     ARMS,
     BEHIND,
+    FULL_ATTENTION,
     HYBRID_ARMS,
+    MAX_MODEL_LEN,
     NEVER_SECONDS,
     PULL,
     PUSH,
     QUEUE_SECONDS,
     STATIC,
     STATIC_PUSH,
+    WITH_HYBRID,
     WITHOUT_REVOCATION,
     Arm,
+    Device,
 )
-from experiments.shared_device.clients import Outcome, Received, Target, ask
-from experiments.shared_device.counts import Counts, moved_tokens
-from experiments.shared_device.figures import (
+from experiments.shared_device.clients import (
+    LENGTHS,
+    MAX_TOKENS,
+    Arrival,
+    Outcome,
+    Received,
+    Swell,
+    Target,
+    arrivals,
+    ask,
+    draw_prompts,
+    merged,
+)
+from experiments.shared_device.counts import Counts, Sample, moved_tokens
+from experiments.shared_device.measure import ASKS, Overloaded, Ran
+from experiments.shared_device.measure import BEHIND as BEHIND_ROUTER
+from experiments.shared_device.reference import chosen
+from experiments.shared_device.report import (
     FIRST_TOKEN_SECONDS,
     TOKEN_SECONDS,
     figures_of,
     is_good,
+    judge,
+    judge_overload,
     peaks,
-    percentile,
+    table_of_overload,
+    tables_of,
 )
-from experiments.shared_device.load import LENGTHS, MAX_TOKENS, Arrival, Swell, arrivals, draw_prompts, merged
-from experiments.shared_device.measure import Ran
-from experiments.shared_device.memory import Sample
-from experiments.shared_device.models import FULL_ATTENTION, MAX_MODEL_LEN, WITH_HYBRID, Device
-from experiments.shared_device.overload import ASKS, Overloaded
-from experiments.shared_device.reference import chosen, lead
-from experiments.shared_device.report import judge, judge_overload, table_of_overload, tables_of
 
 GOOD = Received("a", 0.0, 256, Outcome.RIGHT, 1.0, "100 100")
 
@@ -111,11 +126,7 @@ def test_goodput_counts_right_answers_in_time(more: dict[str, Any], good: bool) 
     assert figures_of([received(**more), GOOD], 4.0).goodput == (good + 1) / 4
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
-    assert percentile([], 0.5) is None
-    assert percentile([3.0], 0.99) == 3.0
-    hundred = [float(number) for number in range(1, 101)]
-    assert (percentile(hundred, 0.5), percentile(hundred, 0.99), percentile(hundred[::-1], 1.0)) == (50, 99, 100)
+def test_who_got_no_token_is_in_no_percentile() -> None:
     found = figures_of([received(first_token_seconds=None, gaps_ms="", outcome=Outcome.REFUSED), GOOD], 1.0)
     assert (found.first_p50, found.token_p99, found.outcomes["refused"], found.outcomes["right"]) == (1.0, 0.1, 1, 1)
 
@@ -198,7 +209,7 @@ def answer(lead_nats: float, tokens: int = 2) -> Answer:
 
 
 def test_prompts_with_a_close_decision_are_left_out() -> None:
-    assert lead(answer(0.5)) == 0.5 and lead(answer(2.0)) == 1.0
+    assert answer(0.5).lead == 0.5 and answer(2.0).lead == 1.0
     prompts = draw_prompts(2 * len(LENGTHS), seed=1)
     answers = [answer(0.0001 if number < len(LENGTHS) else 0.5) for number in range(len(prompts))]
     found = chosen(prompts, answers, count=len(LENGTHS))
@@ -328,11 +339,11 @@ def overloaded(way: str, moved: float, *each: Received) -> Overloaded:
 @pytest.mark.parametrize(
     ("found", "missed"),
     [
-        ([overloaded(ASKS, 1000), overloaded(overload.BEHIND, 500)], []),
+        ([overloaded(ASKS, 1000), overloaded(BEHIND_ROUTER, 500)], []),
         ([overloaded(ASKS, 999)], ["prefill wasted"]),
         ([overloaded(ASKS, 1000, received(outcome=Outcome.REFUSED))], ["when to try again"]),
         ([overloaded(ASKS, 1000, received(outcome=Outcome.REFUSED, retry_after=True))], []),
-        ([overloaded(overload.BEHIND, 500, received(outcome=Outcome.WRONG))], ["wrong answers"]),
+        ([overloaded(BEHIND_ROUTER, 500, received(outcome=Outcome.WRONG))], ["wrong answers"]),
     ],
 )
 def test_targets_of_the_overload(found: list[Overloaded], missed: list[str]) -> None:
@@ -377,6 +388,6 @@ def test_arms_take_turns_with_the_same_load(
     asked = {model: reference.Asked([[1]] * 18, [[2]] * 18) for model in "ab"}
     with Narrator("test") as narrator:
         options = argparse.Namespace(quick=quick, arm=word, seed=1)
-        found = list(table.measure(table.PARTS["hybrid"], {}, asked, options, tmp_path / "logs", narrator))
+        found = list(table.measure(table.TABLES["hybrid"], {}, asked, options, tmp_path / "logs", narrator))
     assert [one.arm for one in found] == arms
     assert len(places) == len(loads) == len(arms) and loads[0] and all(load == loads[0] for load in loads)

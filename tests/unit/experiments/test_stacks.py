@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("openai", reason="the official client is not installed")
 
+import openai
+
 from experiments.common.counted import moved
 from experiments.stacks import traffic
-from experiments.stacks.measure import Outcome, spec, targets
-from experiments.stacks.overhead import Overhead, targets_of_overhead
+from experiments.stacks.measure import Outcome, Overhead, spec
 from experiments.stacks.ray_serve import as_keywords
+from experiments.stacks.report import targets, targets_of_overhead
 from experiments.stacks.stacks import STACKS
 from experiments.stacks.traffic import Answer, Verdict, judged
 
@@ -57,6 +62,26 @@ GOOD = Outcome(
 )
 def test_an_answer_is_right_only_if_it_is_that_of_one_instance(changed: dict[str, Any], verdict: Verdict) -> None:
     assert judged(dataclasses.replace(ANSWER, **changed), ANSWER) is verdict
+
+
+@pytest.mark.parametrize(
+    ("pieces", "verdict"),
+    [([], Verdict.ERROR), (["a", "b"], Verdict.BROKEN), (["a", "x"], Verdict.WRONG)],
+)
+def test_what_came_before_an_error_must_be_right(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[str], verdict: Verdict
+) -> None:
+    async def stream() -> AsyncIterator[SimpleNamespace]:
+        for piece in pieces:
+            yield SimpleNamespace(choices=[SimpleNamespace(text=piece)])
+        raise openai.OpenAIError("broken off")
+
+    async def ask(client: Any, request: traffic.Request) -> Answer:
+        choices, text = await traffic._streamed(stream(), lambda one: one.text)
+        return Answer(text, (), str(choices))
+
+    monkeypatch.setattr(traffic, "ask", ask)
+    assert asyncio.run(traffic.judge(None, ("completion, streamed", 1), ANSWER)).verdict is verdict
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the stacks; tables, and the targets."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import openai
+from rich.table import Table
+
+from experiments.common.command_line import MODES
+from experiments.common.report import Narrator, begin, conclude, last_name, make_table
+from experiments.common.report import Verdict as Target
+from experiments.common.servers import ServerError
+from experiments.stacks.measure import RECOVERY_SECONDS, Outcome, Overhead, expected_of, measure, measure_overhead
+from experiments.stacks.stacks import STACKS
+from experiments.stacks.traffic import Verdict
+
+RESULTS = Path(__file__).resolve().parent / "results"
+MOST_RATIO = 1.1
+"""Of a median, beside stock; kvcached without P/D has some of it (docs/measurements.md, bench_serve)."""
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run all stacks and return the exit status."""
+    chosen = [one for one in STACKS if not options.stack or options.stack in one.name]
+    if not chosen:
+        names = "; ".join(one.name for one in STACKS)
+        sys.stderr.write(f"found no stack that fits --stack {options.stack!r}; there are: {names}.\n")
+        return 2
+    modes = [options.mode] if options.mode else MODES
+    began, run = begin(options.vllm)
+    logs = RESULTS / run
+    outcomes: list[Outcome] = []
+    overheads: list[Overhead] = []
+    skipped: list[str] = []
+    with Narrator(f"behind {len(chosen)} stacks, vLLM {options.vllm}") as narrator:
+        expected = expected_of(range(12 if options.quick else 36), logs)
+        for stack in chosen:
+            if reason := stack.reason_to_skip(options.vllm, options.engines):
+                skipped.append(f"{stack.name}: {reason}")
+                narrator.say(f"not run: {skipped[-1]}")
+                continue
+            for mode in modes:
+                if mode in stack.modes:
+                    outcomes.append(measure(stack, mode, expected, logs, narrator.say, options.engines))
+                    if mode in stack.stock_modes and not options.quick and options.engines == 1:
+                        try:
+                            overheads.append(measure_overhead(stack, mode, logs, narrator.say))
+                        except (ServerError, openai.OpenAIError) as error:
+                            skipped.append(f"{stack.name}, {mode}, beside the stock connector: {str(error)[:200]}")
+                            narrator.say(f"not run: {skipped[-1]}")
+    if not outcomes:
+        sys.stderr.write(f"found nothing to run; {'; '.join(skipped) or 'no stack has that mode'}.\n")
+        return 2
+    is_part = bool(options.stack or options.mode or options.engines > 1)
+    path = logs.with_suffix(".json") if is_part else RESULTS / f"{last_name(options.vllm, quick=options.quick)}.json"
+    content = {
+        "began": began,
+        "outcomes": [asdict(one) for one in outcomes],
+        "overheads": [asdict(one) for one in overheads],
+        "not run": skipped,
+    }
+    verdicts = [one for found in outcomes for one in targets(found)]
+    verdicts += [one for found in overheads for one in targets_of_overhead(found)]
+    return conclude(
+        [table_of(outcomes), *([table_of_overheads(overheads)] if overheads else [])], verdicts, path, content
+    )
+
+
+def table_of(outcomes: list[Outcome]) -> Table:
+    """Return a row for each stack and mode."""
+    rows = []
+    for one in outcomes:
+        recovered = "never" if one.recovered_seconds is None else f"after {one.recovered_seconds:.1f} s"
+        counts = (_counts(one.calm), str(one.hand_overs), _counts(one.troubled))
+        rows.append([f"{one.stack} {one.version}", one.mode, *counts, recovered, _counts(one.rolling) or "not run"])
+    columns = ("stack", "mode", "all up", "hand-overs", "prefill killed", "right again", "each restarted")
+    return make_table("what clients got", columns, rows)
+
+
+def table_of_overheads(overheads: list[Overhead]) -> Table:
+    """Return a row for each stack and mode."""
+    rows = []
+    for one in overheads:
+        first = (f"{one.first_token_ms:.0f} ms", f"{one.stock_first_token_ms:.0f} ms", f"{one.first_token_ratio:.2f}")
+        batch = (f"{one.batch_ms:.0f} ms", f"{one.stock_batch_ms:.0f} ms", f"{one.batch_ratio:.2f}")
+        rows.append([one.stack, one.mode, *first, *batch])
+    columns = ("stack", "mode", "first token", "stock", "ratio", "24 requests", "stock", "ratio")
+    return make_table("beside the stock connector, without kvcached", columns, rows)
+
+
+def _counts(verdicts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in verdicts.items())
+
+
+def targets(found: Outcome) -> list[Target]:
+    """What clients may rely on behind a stack."""
+    words = f"{found.stack}, {found.mode}"
+    recovered = found.recovered_seconds
+    bad = sum(
+        verdicts.get(kind.value, 0)
+        for verdicts in (found.calm, found.troubled, found.rolling, found.after)
+        for kind in (Verdict.WRONG, Verdict.NO_END)
+    )
+    cut_short = found.troubled.get(Verdict.CUT_SHORT.value, 0)
+    right = found.calm.get(Verdict.RIGHT.value, 0)
+    return [
+        Target(f"{words}: every answer is that of one instance", f"{right} of {found.asked}", right == found.asked),
+        Target(f"{words}: KV is handed over for each", f"{found.hand_overs}", found.hand_overs == found.asked),
+        Target(
+            f"{words}: usage names no cached tokens that prefill had not",
+            "not told" if found.cached_tokens is None else f"{found.cached_tokens}",
+            not found.cached_tokens,
+        ),
+        Target(f"{words}: no wrong answer, and none without an end", f"{bad}", bad == 0),
+        Target(f"{words}: a stream whose hand-over fails ends with an error", f"{cut_short} did not", cut_short == 0),
+        Target(
+            f"{words}: right answers within {RECOVERY_SECONDS:.0f} s of prefill's return",
+            "none" if recovered is None else f"{recovered:.1f} s",
+            recovered is not None
+            and found.after == {Verdict.RIGHT.value: found.asked} == {"right": found.hand_overs_after},
+        ),
+    ]
+
+
+def targets_of_overhead(found: Overhead) -> list[Target]:
+    words = f"{found.stack}, {found.mode}"
+    return [
+        Target(f"{words}: {what} / stock (<= {MOST_RATIO})", f"{ratio:.2f} x", ratio <= MOST_RATIO)
+        for what, ratio in (("first token", found.first_token_ratio), ("batch", found.batch_ratio))
+    ]
