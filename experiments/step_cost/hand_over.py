@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from kvcached_nixl.worker.decode.receiver import MOST_DUE
 
 from experiments.bench.samples import Samples, percentile
 from experiments.common.engines import Channel, Ended, Engine, Pool, Request, asks_decode, asks_prefill, host_words
@@ -29,6 +28,7 @@ from kvcached_nixl.wire.messages import KernelBlockRange, Peer, Registration, dr
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.wire.step import Report, Reports
+from kvcached_nixl.worker.decode.receiver import MOST_DUE
 
 BLOCK_SIZE = 16
 LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 480.0
