@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "settings", "vllm.adapter", "patching", "proof", "transport", "version"),
         *("side_channel_address", "this_host", "scheduler.asking", "wire"),
     },
-    "__init__": {"activation.bootstrap", "cli.report", "version"},
+    "__init__": {"activation.bootstrap", "cli.report", "patching", "version"},
     "__main__": {"errors", "settings", "vllm.adapter", "cli", "install", "status", "version"},
     "sitecustomize": {"activation.autostart"},
 }
