@@ -13,19 +13,19 @@ from kvcached_nixl.version import __version__
 # Like typing.TYPE_CHECKING. Importing typing would be most of what this package adds to an interpreter start.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from kvcached_nixl.activation.bootstrap import Installation
     from kvcached_nixl.cli.report import Report
+    from kvcached_nixl.patching import Registry
 
 __all__ = ["__version__", "install", "status", "uninstall"]
 
 
-def install() -> Installation | None:
+def install() -> Registry | None:
     """Register the patches of this process, if the environment says so.
 
     Idempotent and thread-safe, before or after ``import vllm``. Never raises: a failure is raised later, where vLLM
     constructs a NIXL connector.
 
-    Returns: the installation of this process, or None if the gate is closed.
+    Returns: the patches of this process, or None if the gate is closed.
     """
     from kvcached_nixl.activation import bootstrap
 
@@ -47,5 +47,4 @@ def status() -> Report:
     from kvcached_nixl.activation import bootstrap
     from kvcached_nixl.cli import report
 
-    installation = bootstrap.current()
-    return report.make(installation.registry if installation is not None else None)
+    return report.make(bootstrap.current())

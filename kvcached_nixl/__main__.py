@@ -272,15 +272,15 @@ def _take_stock(model: str | None) -> Report:
     if model is not None:
         # vLLM reads these at import. A report must not download a model.
         os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-    installation = install()
-    if installation is not None and found_version("vllm") is not None:
+    registry = install()
+    if registry is not None and found_version("vllm") is not None:
         print("importing vLLM, which takes some seconds ...", file=sys.stderr)
         try:
             import_vllm()
         except Exception as error:  # noqa: BLE001 - recorded as a refusal, which the report shows
-            installation.registry.refuse("vLLM", _cannot_import(error))
+            registry.refuse("vLLM", _cannot_import(error))
         else:
-            installation.registry.complete()
+            registry.complete()
             found = report.with_side_channel(status())
             return found if model is None else report.asked(found, model)
     return status()

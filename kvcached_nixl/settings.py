@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvcached_nixl.errors import SettingsError
@@ -19,11 +20,9 @@ from kvcached_nixl.transfer_mode import TransferMode
 SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that our messages reach the server's log without further configuration."""
 
-DEFAULT_LEASE_DURATION_SECONDS = 30.0
-DEFAULT_HANDOVER_TIMEOUT_SECONDS = 120.0
-DEFAULT_GIVE_WAY_AFTER_SECONDS = 2.0
-DEFAULT_DRAIN_DELAY_SECONDS = 5.0
 MOST_GIB = 65_536
+LONGEST_SECONDS = 86_400
+"""One day: the longest lease that a manifest may carry."""
 _E = TypeVar("_E", bound=Enum)
 
 
@@ -82,14 +81,14 @@ class Settings:
     """
 
     transfer_mode: TransferMode = TransferMode.PULL
-    kv_lease_duration_seconds: float = DEFAULT_LEASE_DURATION_SECONDS
-    handover_timeout_seconds: float = DEFAULT_HANDOVER_TIMEOUT_SECONDS
+    kv_lease_duration_seconds: float = 30.0
+    handover_timeout_seconds: float = 120.0
     allocation_timeout_seconds: float | None = None
-    give_way_after_seconds: float = DEFAULT_GIVE_WAY_AFTER_SECONDS
+    give_way_after_seconds: float = 2.0
     memory_path: MemoryPath = MemoryPath.AUTO
     staging_gib: float | None = None
     verify_fraction: float = 0.0
-    drain_delay_seconds: float = DEFAULT_DRAIN_DELAY_SECONDS
+    drain_delay_seconds: float = 5.0
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Settings:
@@ -99,56 +98,44 @@ class Settings:
             SettingsError: one of our keys has an unusable value. Other keys are ignored.
         """
         if "host_buffer_gib" in extra_config:
-            raise bad(
-                "host_buffer_gib",
-                extra_config["host_buffer_gib"],
-                "staging_gib, for the slab of memory_path",
-                "KV would not move through the buffer that was asked for.",
-            )
-        _require_false(
-            extra_config,
-            "enable_cross_layers_blocks",
-            "vLLM would allocate the KV cache itself, and kvcached would wait for tensors that never come. kvcached's "
-            "contiguous layout already moves all layers of a block as one.",
-        )
-        _require_false(
-            extra_config,
-            "bidirectional_kv_xfer",
-            "A request would count as prefill's and as decode's at once, and wait for KV that no engine sends.",
-        )
+            raise _bad(extra_config, "host_buffer_gib", "staging_gib, for the slab of memory_path")
+        for key in ("enable_cross_layers_blocks", "bidirectional_kv_xfer"):
+            if not is_flag(False, extra_config, key):
+                raise _bad(extra_config, key, "false while kvcached is on")
         handover_timeout_seconds = _handover_timeout(extra_config)
         return cls(
-            transfer_mode=_choice(
-                extra_config,
-                "transfer_mode",
-                TransferMode.PULL,
-                '"pull" or "push"',
-                "It is not known which side starts transfers.",
-            ),
-            kv_lease_duration_seconds=read_seconds(
-                extra_config,
-                "kv_lease_duration",
-                DEFAULT_LEASE_DURATION_SECONDS,
-                "Blocks would be reused while decode still reads them, or never be freed.",
-            ),
+            transfer_mode=_choice(extra_config, "transfer_mode", cls.transfer_mode),
+            kv_lease_duration_seconds=_seconds(extra_config, "kv_lease_duration", cls.kv_lease_duration_seconds),
             handover_timeout_seconds=handover_timeout_seconds,
             allocation_timeout_seconds=_allocation_timeout(extra_config, handover_timeout_seconds),
-            give_way_after_seconds=read_seconds(
-                extra_config,
-                "give_way_after",
-                DEFAULT_GIVE_WAY_AFTER_SECONDS,
-                "Offers would be taken back before decode can fetch them, or never.",
-            ),
-            memory_path=_memory_path(extra_config),
+            give_way_after_seconds=_seconds(extra_config, "give_way_after", cls.give_way_after_seconds),
+            memory_path=_choice(extra_config, "memory_path", cls.memory_path),
             staging_gib=_staging_gib(extra_config),
             verify_fraction=_verify_fraction(extra_config),
-            drain_delay_seconds=read_seconds(
-                extra_config,
-                "drain_delay",
-                DEFAULT_DRAIN_DELAY_SECONDS,
-                "Routers would not notice in time that the server shuts down, or it would never end.",
-            ),
+            drain_delay_seconds=_seconds(extra_config, "drain_delay", cls.drain_delay_seconds),
         )
+
+
+_OTHERWISE = MappingProxyType(
+    {
+        "transfer_mode": "It is not known which side starts transfers.",
+        "kv_lease_duration": "Blocks would be reused while decode still reads them, or never be freed.",
+        "handover_timeout": "Requests would fail before prefill can serve them, or wait for ever.",
+        "push_registration_timeout": "Requests would fail before prefill can serve them, or wait for ever.",
+        "allocation_timeout": "Requests of decode would be given up at once, or never for lack of blocks.",
+        "give_way_after": "Offers would be taken back before decode can fetch them, or never.",
+        "memory_path": "It is not known which memory NIXL may use.",
+        "staging_gib": "There would be no memory to stage through, or more than any host has.",
+        "verify_fraction": "It is not known how many hand-overs are to be verified.",
+        "drain_delay": "Routers would not notice in time that the server shuts down, or it would never end.",
+        "host_buffer_gib": "KV would not move through the buffer that was asked for.",
+        "enable_cross_layers_blocks": "vLLM would allocate the KV cache itself, and kvcached would wait for tensors "
+        "that never come. kvcached's contiguous layout already moves all layers of a block as one.",
+        "bidirectional_kv_xfer": "A request would count as prefill's and as decode's at once, and wait for KV that no "
+        "engine sends.",
+    }
+)
+"""Our keys in the extra configuration, and what would happen with an unusable value."""
 
 
 def unheeded(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
@@ -170,97 +157,70 @@ def staged_on_host(extra_config: Mapping[str, Any], device: str) -> dict[str, An
     Raises:
         SettingsError: ``memory_path`` asks for something else.
     """
-    path = _memory_path(extra_config)
+    path = _choice(extra_config, "memory_path", Settings.memory_path)
     if path not in (MemoryPath.AUTO, MemoryPath.HOST):
-        raise bad(
-            "memory_path",
-            path.value,
-            f'"host" or unset, together with kv_buffer_device="cpu" on {device}',
-            "It is not known which memory NIXL may use.",
-        )
+        raise _bad(extra_config, "memory_path", f'"host" or unset, together with kv_buffer_device="cpu" on {device}')
     return {**extra_config, "memory_path": MemoryPath.HOST.value}
 
 
-def _require_false(extra_config: Mapping[str, Any], key: str, consequence: str) -> None:
-    if not is_flag(False, extra_config, key):
-        raise bad(key, extra_config[key], "false while kvcached is on", consequence)
-
-
 def _handover_timeout(extra_config: Mapping[str, Any]) -> float:
-    consequence = "Requests would fail before prefill can serve them, or wait for ever."
     own, stock = "handover_timeout", "push_registration_timeout"
-    seconds = read_seconds(extra_config, own, DEFAULT_HANDOVER_TIMEOUT_SECONDS, consequence)
-    if stock not in extra_config:
-        return seconds
-    theirs = read_seconds(extra_config, stock, seconds, consequence)
+    seconds = _seconds(extra_config, own, Settings.handover_timeout_seconds)
+    theirs = _seconds(extra_config, stock, seconds)
     if own in extra_config and theirs != seconds:
-        raise bad(stock, extra_config[stock], f"{seconds:g}, equal to {own}, or unset", consequence)
+        raise _bad(extra_config, stock, f"{seconds:g}, equal to {own}, or unset")
     return theirs
 
 
 def _allocation_timeout(extra_config: Mapping[str, Any], handover_timeout_seconds: float) -> float | None:
     key = "allocation_timeout"
-    if key not in extra_config:
-        return None
-    consequence = "Requests of decode would be given up at once, or never for lack of blocks."
-    seconds = read_seconds(extra_config, key, handover_timeout_seconds, consequence)
+    seconds = _seconds(extra_config, key, handover_timeout_seconds)
     if seconds > handover_timeout_seconds:
-        raise bad(key, extra_config[key], f"at most handover_timeout, {handover_timeout_seconds:g}", consequence)
-    return seconds
+        raise _bad(extra_config, key, f"at most handover_timeout, {handover_timeout_seconds:g}")
+    return seconds if key in extra_config else None
 
 
-def _memory_path(extra_config: Mapping[str, Any]) -> MemoryPath:
-    consequence = "It is not known which memory NIXL may use."
-    return _choice(extra_config, "memory_path", MemoryPath.AUTO, '"auto", "direct", "host" or "device"', consequence)
-
-
-def _choice(extra_config: Mapping[str, Any], key: str, default: _E, expected: str, consequence: str) -> _E:
-    value = extra_config.get(key, default.value)
+def _choice(extra_config: Mapping[str, Any], key: str, default: _E) -> _E:
     try:
-        return type(default)(value)
+        return type(default)(extra_config.get(key, default.value))
     except ValueError:
-        raise bad(key, value, expected, consequence) from None
+        *others, last = (f'"{one.value}"' for one in type(default))
+        raise _bad(extra_config, key, f"{', '.join(others)} or {last}") from None
 
 
 def _staging_gib(extra_config: Mapping[str, Any]) -> float | None:
-    value = extra_config.get("staging_gib")
+    key = "staging_gib"
+    value = extra_config.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST_GIB:
-        raise bad(
-            "staging_gib",
-            value,
-            f"a number of GiB above 0 and up to {MOST_GIB:,}",
-            "There would be no memory to stage through, or more than any host has.",
-        )
-    if _memory_path(extra_config) is MemoryPath.DIRECT:
-        raise bad("staging_gib", value, 'unset with "memory_path": "direct"', "Nothing is staged with it.")
+        raise _bad(extra_config, key, f"a number of GiB above 0 and up to {MOST_GIB:,}")
+    if _choice(extra_config, "memory_path", Settings.memory_path) is MemoryPath.DIRECT:
+        raise bad(key, value, 'unset with "memory_path": "direct"', "Nothing is staged with it.")
     return float(value)
 
 
 def _verify_fraction(extra_config: Mapping[str, Any]) -> float:
-    value = extra_config.get("verify_fraction", 0.0)
+    value = extra_config.get("verify_fraction", Settings.verify_fraction)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise bad(
-            "verify_fraction",
-            value,
-            "a number from 0 to 1",
-            "It is not known how many hand-overs are to be verified.",
-        )
+        raise _bad(extra_config, "verify_fraction", "a number from 0 to 1")
     return float(value)
+
+
+def _seconds(extra_config: Mapping[str, Any], key: str, default: float) -> float:
+    return read_seconds(extra_config, key, default, _OTHERWISE[key])
+
+
+def _bad(extra_config: Mapping[str, Any], key: str, expected: str) -> SettingsError:
+    return bad(key, extra_config[key], expected, _OTHERWISE[key])
 
 
 # ---------------------------------------------------------------------------------------------------------- single keys
 
-
-LONGEST_SECONDS = 86_400
-"""One day: the longest lease that a manifest may carry."""
-
 _KEYS = (
-    *("transfer_mode", "handover_timeout", "push_registration_timeout", "allocation_timeout", "give_way_after"),
-    *("kv_lease_duration", "bidirectional_kv_xfer", "memory_path", "staging_gib", "verify_fraction", "drain_delay"),
-    *("host_buffer_gib", "enforce_handshake_compat", "enable_cross_layers_blocks", "trusted_connectors"),
-    *("prefill", "prefill_required", "prefill_api_key_file", "accept_kv_transfer_params", "queue_timeout"),
+    *_OTHERWISE,
+    *("enforce_handshake_compat", "trusted_connectors", "queue_timeout"),
+    *("prefill", "prefill_required", "prefill_api_key_file", "accept_kv_transfer_params"),
 )
 _ALMOST = 0.8
 

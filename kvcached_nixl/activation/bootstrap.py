@@ -17,12 +17,12 @@ every import of the NIXL connector fails.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
 import threading
 import types
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcached_nixl.activation.import_hooks import lift, raise_barrier
@@ -34,48 +34,22 @@ if TYPE_CHECKING:
     from kvcached_nixl.patching import Patch, Registry
 
 
-@dataclass
-class Installation:
+class _Holder:
     """The patches of this process.
 
-    A process has one, held by `_Holder`: patches change classes that exist once per process, so two installations
-    would wrap each other. A forked child inherits it with the patched classes; a spawned child makes a new one.
+    A process has one registry: patches change classes that exist once per process, so two would wrap each other. A
+    forked child inherits it with the patched classes; a spawned child makes a new one.
     """
 
-    registry: Registry
-    patches_loaded: bool = False
-    lock: threading.RLock = field(default_factory=threading.RLock)
-
-    def on_root_import(self, module: types.ModuleType) -> None:
-        """Called when vLLM or kvcached's patch was just imported. Loads the patches and hooks their targets."""
-        with self.lock:
-            first, self.patches_loaded = not self.patches_loaded, True
-        if first:
-            self._load_patches()
-        # To the import system this module is still being imported, so add() has left its patches pending.
-        self.registry.imported(module)
-
-    def _load_patches(self) -> None:
-        try:
-            from kvcached_nixl.vllm.patches import PATCHES
-        except Exception as error:  # noqa: BLE001 - turned into a refusal at the import of the connector
-            refusal = not_importable("the patches of kvcached_nixl cannot be loaded", error)
-            self.registry.refuse("patches", refusal)
-            raise_barrier(refusal)
-            return
-        self.registry.add(PATCHES)
-
-
-class _Holder:
-    installation: Installation | None = None
+    registry: Registry | None = None
     lock = threading.RLock()
 
 
-def current() -> Installation | None:
-    return _Holder.installation
+def current() -> Registry | None:
+    return _Holder.registry
 
 
-def install() -> Installation | None:
+def install() -> Registry | None:
     """See `kvcached_nixl.install`."""
     refusal: Refused | None = None
     try:
@@ -83,40 +57,55 @@ def install() -> Installation | None:
     except Refused as error:
         gate, refusal = ActivationGate.ON, error
     if gate is not ActivationGate.ON:
-        return _Holder.installation
+        return _Holder.registry
     with _Holder.lock:
-        if _Holder.installation is None:
+        if _Holder.registry is None:
             try:
-                _Holder.installation = _start()
+                _Holder.registry = _start()
             except Exception as error:  # noqa: BLE001 - turned into a refusal at the import of the connector
                 raise_barrier(not_importable("kvcached_nixl cannot be started", error))
                 return None
             if refusal is not None:
-                _Holder.installation.registry.refuse("settings", refusal)
-        return _Holder.installation
+                _Holder.registry.refuse("settings", refusal)
+        return _Holder.registry
 
 
 def uninstall() -> tuple[str, ...]:
     """See `kvcached_nixl.uninstall`."""
     with _Holder.lock:
-        installation, _Holder.installation = _Holder.installation, None
+        registry, _Holder.registry = _Holder.registry, None
     lift()
-    return installation.registry.uninstall() if installation is not None else ()
+    return registry.uninstall() if registry is not None else ()
 
 
-def _start() -> Installation:
+def _start() -> Registry:
     import wrapt
 
     from kvcached_nixl.patching import Registry
 
-    installation = Installation(Registry(_judge, _announce))
+    registry = Registry(_judge, _announce)
     # atexit handlers run in reverse order. Registered this early, ours runs after those that end the engines that this
     # process starts. Not weakref.finalize: its first use fixes when all finalizers run, and multiprocessing waits for
     # engines to end before that.
     atexit.register(_clear_left)
     for root in ROOTS:
-        wrapt.register_post_import_hook(installation.on_root_import, root)
-    return installation
+        wrapt.register_post_import_hook(functools.partial(_load_patches, registry), root)
+    return registry
+
+
+def _load_patches(registry: Registry, module: types.ModuleType) -> None:
+    """Called when vLLM or kvcached's patch was just imported. Loads the patches and hooks their targets; the second
+    call adds none."""
+    try:
+        from kvcached_nixl.vllm.patches import PATCHES
+    except Exception as error:  # noqa: BLE001 - turned into a refusal at the import of the connector
+        refusal = not_importable("the patches of kvcached_nixl cannot be loaded", error)
+        registry.refuse("patches", refusal)
+        raise_barrier(refusal)
+        return
+    registry.add(PATCHES)
+    # To the import system this module is still being imported, so add() has left its patches pending.
+    registry.imported(module)
 
 
 def _clear_left() -> None:

@@ -168,7 +168,13 @@ def to_json(report: Report) -> dict[str, Any]:
         "gate": report.gate,
         "versions": dict(report.versions),
         "patches": [
-            {"name": o.name, "process": o.process, "state": o.state.value, "reason": o.reason, "notes": list(o.notes)}
+            {
+                "name": o.name,
+                "process": o.patch.process,
+                "state": o.state.value,
+                "reason": o.reason,
+                "notes": list(o.notes),
+            }
             for o in report.outcomes
         ],
         "compared": dict(COMPARED),

@@ -13,59 +13,46 @@ after which ``register_kv_caches`` is a `Patch`, ready for a `Registry`. Calling
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, Literal
 
 from kvcached_nixl.errors import Refused
 
 
-def positions_of(signature: inspect.Signature | None) -> Mapping[str, int]:
-    """Of the parameters that may be passed by position or by keyword: name -> position. Read once for a patch, because
+def positions_of(signature: inspect.Signature) -> Mapping[str, int]:
+    """Of the parameters that may be passed by position: name -> position. Read once for a patch, because
     `inspect.Signature.bind` takes 10 microseconds of each call, of which there are several a step."""
-    parameters = () if signature is None else signature.parameters.values()
-    ordinary = itertools.takewhile(lambda one: one.kind is one.POSITIONAL_OR_KEYWORD, parameters)
-    return {one.name: position for position, one in enumerate(ordinary)}
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return {one.name: position for position, one in enumerate(signature.parameters.values()) if one.kind in kinds}
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call that vLLM made, with its arguments and the original callable.
 
     A wrapper gets one per call. It lives as long as the call and is used on the calling thread only.
 
     Attributes:
+        wrapped: the bound original.
         instance: ``self`` of a method or property, the class of a classmethod, None otherwise.
+        signature: of ``wrapped``, without ``self``, and ``positions`` of its parameters (`positions_of`); read if they
+            are not given.
+        name: of the patch.
+        registry: the `Registry` that applied the patch.
+        note: adds a line to this patch's outcome in the report. Equal lines are kept once.
     """
 
-    __slots__ = ("_args", "_kwargs", "_name", "_note", "_positions", "_registry", "_signature", "_wrapped", "instance")
-
-    def __init__(
-        self,
-        wrapped: Callable[..., Any],
-        instance: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        name: str = "",
-        signature: inspect.Signature | None = None,
-        positions: Mapping[str, int] = MappingProxyType({}),
-        registry: Any = None,
-        note: Callable[[str], None] | None = None,
-    ) -> None:
-        """Args: ``wrapped`` is the bound original, ``signature`` its signature without ``self``, read if not given, and
-        ``positions`` those of its parameters (`positions_of`)."""
-        self.instance = instance
-        self._wrapped = wrapped
-        self._args = args
-        self._kwargs = kwargs
-        self._name = name
-        self._signature = signature
-        self._positions = positions
-        self._registry = registry
-        self._note = note
+    wrapped: Callable[..., Any]
+    instance: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    signature: inspect.Signature = inspect.Signature()
+    positions: Mapping[str, int] | None = None
+    name: str = ""
+    registry: Any = None
+    note: Callable[[str], None] = lambda text: None
 
     def argument(self, name: str) -> Any:
         """The value of a parameter, passed by position or by keyword; its default if it was not passed.
@@ -73,18 +60,13 @@ class Call:
         Raises:
             TypeError: the original has no such parameter, or the caller omitted a required one.
         """
-        position = self._positions.get(name)
-        if position is not None:
-            if position < len(self._args):
-                return self._args[position]
-            if name in self._kwargs:
-                return self._kwargs[name]
-        bound = self._bind()
-        bound.apply_defaults()
-        try:
-            return bound.arguments[name]
-        except KeyError:
-            raise TypeError(self._no_such(name)) from None
+        position = self._positions(name).get(name, len(self.args))
+        if position < len(self.args):
+            return self.args[position]
+        found = self.kwargs.get(name, self.signature.parameters[name].default)
+        if found is inspect.Parameter.empty:
+            raise TypeError(f"{self.name or self.wrapped!r} was called without {name!r}")
+        return found
 
     def proceed(self, **overrides: Any) -> Any:
         """Call the original with the caller's arguments, changed by ``overrides``. Returns its result.
@@ -92,46 +74,21 @@ class Call:
         Raises:
             TypeError: the original has no parameter of that name.
         """
-        if not overrides:
-            return self._wrapped(*self._args, **self._kwargs)
-        if overrides.keys() <= self._positions.keys():
-            args = list(self._args)
-            kwargs = {**self._kwargs, **overrides}
-            for name in overrides:
-                if self._positions[name] < len(args):
-                    args[self._positions[name]] = kwargs.pop(name)
-            return self._wrapped(*args, **kwargs)
-        bound = self._bind()
-        for name, value in overrides.items():
-            if name not in bound.signature.parameters:
-                raise TypeError(self._no_such(name))
-            bound.arguments[name] = value
-        return self._wrapped(*bound.args, **bound.kwargs)
+        args, kwargs = list(self.args), {**self.kwargs, **overrides}
+        for name in overrides:
+            position = self._positions(name).get(name, len(args))
+            if position < len(args):
+                args[position] = kwargs.pop(name)
+        return self.wrapped(*args, **kwargs)
 
-    def note(self, text: str) -> None:
-        """Add a line to this patch's outcome in the report. Equal lines are kept once."""
-        if self._note is not None:
-            self._note(text)
-
-    @property
-    def registry(self) -> Any:
-        """The `Registry` that applied the patch.
-
-        Raises:
-            LookupError: the `Call` was constructed outside a registry.
-        """
-        if self._registry is None:
-            raise LookupError(f"the call of {self._name or self._wrapped!r} does not come from a registry")
-        return self._registry
-
-    def _bind(self) -> inspect.BoundArguments:
-        if self._signature is None:
-            self._signature = inspect.signature(self._wrapped)
-        return self._signature.bind(*self._args, **self._kwargs)
-
-    def _no_such(self, name: str) -> str:
-        known = ", ".join(self._signature.parameters) if self._signature is not None else ""
-        return f"{self._name or self._wrapped!r} has no parameter {name!r}, only ({known})"
+    def _positions(self, name: str) -> Mapping[str, int]:
+        if self.positions is None:
+            self.signature = inspect.signature(self.wrapped)
+            self.positions = positions_of(self.signature)
+        if name not in self.signature.parameters:
+            known = ", ".join(self.signature.parameters)
+            raise TypeError(f"{self.name or self.wrapped!r} has no parameter {name!r}, only ({known})")
+        return self.positions
 
 
 Kind = Literal["method", "classmethod", "staticmethod", "property", "function"]
@@ -232,16 +189,26 @@ class PatchState(Enum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PatchOutcome:
     """The state of one patch with its reason: where it was applied, why it was skipped, or what refused it.
 
     ``cause`` is set exactly when the state is `PatchState.REFUSED`.
     """
 
-    name: str
-    state: PatchState
-    reason: str
+    patch: Patch
+    state: PatchState = PatchState.PENDING
+    reason: str = "its module is not imported yet"
     cause: Refused | None = None
     notes: tuple[str, ...] = ()
-    process: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.patch.name
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes += (text,)
+
+    def refuse(self, cause: Refused) -> None:
+        self.state, self.reason, self.cause = PatchState.REFUSED, cause.line, cause

@@ -17,33 +17,21 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import wrapt
 
 from kvcached_nixl.errors import ContractChanged, Refused
 from kvcached_nixl.patching.record import Call, Patch, PatchOutcome, PatchState, Target, positions_of
-from kvcached_nixl.patching.seat import Attachment, attach, find_seat, locate, way_around
+from kvcached_nixl.patching.seat import Seat, find_seat, locate, way_around
 
 Judge = Callable[[Patch], "str | None"]
 """Returns why a patch must be skipped, or None to apply it. May raise `Refused`. The only reader of versions."""
 
 
 @dataclass
-class _Entry:
-    patch: Patch
-    state: PatchState = PatchState.PENDING
-    reason: str = "its module is not imported yet"
-    cause: Refused | None = None
-    notes: list[str] = field(default_factory=list)
-    attachment: Attachment | None = None
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def refuse(self, cause: Refused) -> None:
-        self.state, self.reason, self.cause = PatchState.REFUSED, cause.line, cause
+class _Entry(PatchOutcome):
+    seat: Seat | None = None
 
 
 class Registry:
@@ -102,17 +90,7 @@ class Registry:
     def outcomes(self) -> tuple[PatchOutcome, ...]:
         """One outcome per patch, in order of registration."""
         with self._lock:
-            return tuple(
-                PatchOutcome(
-                    name=entry.patch.name,
-                    state=entry.state,
-                    reason=entry.reason,
-                    cause=entry.cause,
-                    notes=tuple(entry.notes),
-                    process=entry.patch.process,
-                )
-                for entry in self._entries
-            )
+            return tuple(map(replace, self._entries))
 
     def refusals(self) -> tuple[tuple[str, Refused], ...]:
         """Everything that was refused, by name: first what `refuse` recorded, then patches."""
@@ -127,9 +105,9 @@ class Registry:
         """
         found: list[tuple[str, Refused]] = []
         with self._lock:
-            applied = [(e.patch, e.attachment) for e in self._entries if e.patch.target in targets]
-        for patch, attachment in applied:
-            way = way_around(cls, attachment.seat) if attachment is not None else ""
+            applied = [(e.patch, e.seat) for e in self._entries if e.patch.target in targets]
+        for patch, seat in applied:
+            way = way_around(cls, seat) if seat is not None else ""
             if way:
                 found.append((patch.name, _bypassed(patch, way)))
         return tuple(found)
@@ -143,9 +121,9 @@ class Registry:
         with self._lock:
             self._active = False
             for entry in reversed(self._entries):
-                if entry.attachment is not None:
-                    left += [] if entry.attachment.restore() else [entry.attachment.name]
-                    entry.attachment = None
+                if entry.seat is not None:
+                    left += [] if entry.seat.restore() else [entry.seat.name]
+                    entry.seat = None
                     entry.state, entry.reason = PatchState.SKIPPED, "uninstalled"
         return tuple(left)
 
@@ -183,7 +161,8 @@ class Registry:
                 registry=self,
                 note=entry.note,
             )
-            entry.attachment = attach(patch, seat, call)
+            seat.insert(patch, call)
+            entry.seat = seat
             entry.state, entry.reason = PatchState.APPLIED, seat.where
         except Refused as error:
             entry.refuse(error)
@@ -229,10 +208,10 @@ class Registry:
         )
 
     def _verify(self, entry: _Entry) -> None:
-        if entry.attachment is not None and entry.attachment.is_displaced():
+        if entry.seat is not None and entry.seat.is_displaced():
             entry.refuse(
                 ContractChanged(
-                    found=f"{entry.attachment.name} was replaced after this package had wrapped it",
+                    found=f"{entry.seat.name} was replaced after this package had wrapped it",
                     expected="this package's wrapper, or another one around it with __wrapped__ set",
                     consequence=f"The patch may no longer run. {entry.patch.why}",
                     remedy="Remove what replaced it, or let it run before this package is installed.",

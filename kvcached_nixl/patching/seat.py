@@ -17,9 +17,9 @@ from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching.record import ANY_PARAMETERS, Call, Kind, Patch, Target, parameter_lists
 
 
-@dataclass(frozen=True)
+@dataclass
 class Seat:
-    """The exact ``__dict__`` entry that a patch replaces.
+    """The exact ``__dict__`` entry that a patch replaces, and the wrapper that was inserted there.
 
     Attributes:
         owner: the class or module whose ``__dict__`` has the attribute. Wrapping it anywhere else would pin an
@@ -27,20 +27,57 @@ class Seat:
         entry: the object in that ``__dict__``, such as a ``classmethod`` object. ``getattr`` would return a bound
             method, which cannot be restored later.
         function: the plain function behind ``entry``.
-        signature: the parameters that a caller passes, without ``self`` or ``cls``; None if the patch accepts any.
+        signature: the parameters that a caller passes, without ``self`` or ``cls``.
+        ours: the entry that stands there since `insert`.
     """
 
     owner: type | types.ModuleType
     attribute: str
     entry: Any
     function: Callable[..., Any]
-    signature: inspect.Signature | None
+    signature: inspect.Signature
+    ours: Any = None
+    enabled: bool = True
 
     @property
     def where(self) -> str:
-        if isinstance(self.owner, types.ModuleType):
-            return f"{self.owner.__name__}.{self.attribute}"
-        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.attribute}"
+        return f"{_name_of(self.owner)}.{self.attribute}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner.__name__}.{self.attribute}"
+
+    def insert(self, patch: Patch, make_call: Callable[..., Call]) -> None:
+        def wrapper(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return patch.wrapper(make_call(wrapped, instance, args, kwargs))
+
+        def getter_wrapper(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # A property passes the instance to its getter as a plain argument.
+            return patch.wrapper(make_call(functools.partial(wrapped, args[0]), args[0], args[1:], kwargs))
+
+        if isinstance(self.entry, property):
+            getter = wrapt.FunctionWrapper(self.function, getter_wrapper, enabled=lambda: self.enabled)
+            self.ours = property(getter, self.entry.fset, self.entry.fdel, self.entry.__doc__)
+        else:
+            self.ours = wrapt.FunctionWrapper(self.entry, wrapper, enabled=lambda: self.enabled)
+        setattr(self.owner, self.attribute, self.ours)
+
+    def is_displaced(self) -> bool:
+        """Whether something has replaced our wrapper that does not declare it as wrapped."""
+        return not _leads_to(vars(self.owner).get(self.attribute), self.ours)
+
+    def restore(self) -> bool:
+        """Restore the original. Returns False where other code has replaced our entry: it stays, with our wrapper
+        disabled."""
+        self.enabled = False
+        is_there = vars(self.owner).get(self.attribute) is self.ours
+        if is_there:
+            setattr(self.owner, self.attribute, self.entry)
+        return is_there
+
+
+def _name_of(owner: type | types.ModuleType) -> str:
+    return owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
 
 
 def locate(target: Target, module: types.ModuleType) -> type | types.ModuleType | None:
@@ -69,12 +106,10 @@ def find_seat(patch: Patch, container: type | types.ModuleType) -> Seat:
     kind, function = _kind(patch, owner, entry)
     if kind != patch.kind:
         raise _changed(patch, owner, f"a {kind}", f"a {patch.kind}")
-    if patch.parameters == ANY_PARAMETERS:
-        return Seat(owner, patch.attribute, entry, function, None)
     signature = inspect.signature(function)
     found = tuple(signature.parameters)
     accepted = parameter_lists(patch.parameters)
-    if found not in accepted:
+    if patch.parameters != ANY_PARAMETERS and found not in accepted:
         expected = " or ".join(f"({', '.join(names)})" for names in accepted)
         raise _changed(patch, owner, f"parameters ({', '.join(found)})", expected)
     bound = kind in ("method", "classmethod", "property")
@@ -90,13 +125,12 @@ def way_around(cls: type, seat: Seat) -> str:
     """
     owner, name = seat.owner, seat.attribute
     assert isinstance(owner, type)
-    where = f"{cls.__module__}.{cls.__qualname__}"
     if owner not in cls.__mro__:
-        return f"{where} does not extend {owner.__module__}.{owner.__qualname__}"
+        return f"{_name_of(cls)} does not extend {_name_of(owner)}"
     for one in cls.__mro__[: cls.__mro__.index(owner)]:
         is_known = one.__module__.partition(".")[0] == owner.__module__.partition(".")[0]
         if name in vars(one) and not is_known and not _calls(vars(one)[name], one, name):
-            return f"{one.__module__}.{one.__qualname__}.{name} does not call super().{name}"
+            return f"{_name_of(one)}.{name} does not call super().{name}"
     return ""
 
 
@@ -117,8 +151,7 @@ def _owner(patch: Patch, container: type | types.ModuleType) -> type | types.Mod
     for cls in container.__mro__:
         if patch.attribute in vars(cls):
             if not patch.target.contains(cls.__module__):
-                where = f"{cls.__module__}.{cls.__qualname__}"
-                raise _changed(patch, container, f"inherited from {where}", "defined by the target itself")
+                raise _changed(patch, container, f"inherited from {_name_of(cls)}", "defined by the target itself")
             return cls
     raise _changed(patch, container, "no such attribute", f"a {patch.kind}")
 
@@ -137,61 +170,12 @@ def _kind(patch: Patch, owner: type | types.ModuleType, entry: Any) -> tuple[Kin
 
 
 def _changed(patch: Patch, owner: type | types.ModuleType, found: str, expected: str) -> ContractChanged:
-    where = owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
     return ContractChanged(
-        found=f"{where}.{patch.attribute}: {found}",
+        found=f"{_name_of(owner)}.{patch.attribute}: {found}",
         expected=f"{patch.attribute}: {expected}",
         consequence=f"Without this patch: {patch.why}",
         remedy="Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one.",
     )
-
-
-@dataclass
-class Attachment:
-    """An inserted wrapper. ``ours`` is the entry that stands at the seat."""
-
-    seat: Seat
-    ours: Any = None
-    enabled: bool = True
-
-    def is_enabled(self) -> bool:
-        return self.enabled
-
-    @property
-    def name(self) -> str:
-        return f"{self.seat.owner.__name__}.{self.seat.attribute}"
-
-    def is_displaced(self) -> bool:
-        """Whether something has replaced it that does not declare our wrapper as wrapped."""
-        return not _leads_to(vars(self.seat.owner).get(self.seat.attribute), self.ours)
-
-    def restore(self) -> bool:
-        """Restore the original. Returns False where other code has replaced our entry: it stays, with our wrapper
-        disabled."""
-        self.enabled = False
-        is_there = vars(self.seat.owner).get(self.seat.attribute) is self.ours
-        if is_there:
-            setattr(self.seat.owner, self.seat.attribute, self.seat.entry)
-        return is_there
-
-
-def attach(patch: Patch, seat: Seat, make_call: Callable[..., Call]) -> Attachment:
-    attachment = Attachment(seat)
-
-    def wrapper(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return patch.wrapper(make_call(wrapped, instance, args, kwargs))
-
-    def getter_wrapper(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A property passes the instance to its getter as a plain argument.
-        return patch.wrapper(make_call(functools.partial(wrapped, args[0]), args[0], args[1:], kwargs))
-
-    if isinstance(seat.entry, property):
-        getter = wrapt.FunctionWrapper(seat.function, getter_wrapper, enabled=attachment.is_enabled)
-        attachment.ours = property(getter, seat.entry.fset, seat.entry.fdel, seat.entry.__doc__)
-    else:
-        attachment.ours = wrapt.FunctionWrapper(seat.entry, wrapper, enabled=attachment.is_enabled)
-    setattr(seat.owner, seat.attribute, attachment.ours)
-    return attachment
 
 
 def _leads_to(entry: Any, ours: Any) -> bool:

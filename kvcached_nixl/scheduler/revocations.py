@@ -28,7 +28,7 @@ QUIET_SECONDS = 2.0
 
 
 class Revocations:
-    """What the patches in `patches.pausing` and `patches.weights` call; see the module's docstring.
+    """What the patches in `patches.engine_loop` and `patches.weights` call; see the module's docstring.
 
     Attributes:
         is_doubted: weights may have changed, and were not read since.

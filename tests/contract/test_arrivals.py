@@ -125,7 +125,7 @@ def test_an_adapter_that_was_loaded_anew_is_not_loaded_by_each_of_its_requests(
     def load() -> None:
         side.revocations.adapters_changed(1)
         side.read.adapter_arrives(adapter)
-        side.read.loaded(1)
+        side.read.adapters.loaded(1)
 
     ask()
     load()

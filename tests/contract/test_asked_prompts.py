@@ -20,7 +20,7 @@ import httpx
 import msgspec
 import torch
 from support import over_sockets
-from support.patches import applied
+from support.patches import applied, first_bound
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
@@ -34,7 +34,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
-from kvcached_nixl.vllm.adapter.attributes import first_bound
 from kvcached_nixl.vllm.patches import answering, frontend, patches_in
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_SENT_BYTES, Prompt, encode
 from kvcached_nixl.wire.question import Question

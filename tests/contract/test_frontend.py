@@ -18,7 +18,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
-from support.patches import applied
+from support.patches import applied, first_bound
 from vllm.entrypoints.serve.elastic_ep.middleware import ScalingMiddleware
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -30,8 +30,6 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvcached_nixl.patching import Call, Registry
-from kvcached_nixl.vllm.adapter.attributes import first_bound
-from kvcached_nixl.vllm.adapter.locate import ERROR_MODULES
 from kvcached_nixl.vllm.patches import frontend, leaving, patches_in
 
 ERROR_RESPONSES = (
@@ -81,7 +79,7 @@ def left_for_the_client(
 
 def is_failure(left: object) -> bool:
     """What `AsyncLLM.generate` raises from it is the error that vLLM's endpoints answer with 500."""
-    return isinstance(left, InputStreamError) and isinstance(left.cause, first_bound(ERROR_MODULES, "GenerationError"))
+    return isinstance(left, InputStreamError) and isinstance(left.cause, frontend.generation_error())
 
 
 @pytest.mark.parametrize("token_ids", [(), (4, 5)])
@@ -121,7 +119,7 @@ def test_of_several_choices_the_first_one_says_why(kind: RequestOutputKind, step
 
 def of_a_refused_request(path: str, *, is_limited: bool = True) -> httpx.Response:
     """What vLLM answers at an endpoint of its own kind, through its own middleware and conversion of errors."""
-    kind = first_bound(ERROR_MODULES, "GenerationError")
+    kind = frontend.generation_error()
     make = first_bound(ERROR_RESPONSES, "create_error_response")
     left = left_for_the_client(RequestOutputKind.DELTA, FinishReason.ERROR, stop_reason=REFUSED).cause
     app = FastAPI()

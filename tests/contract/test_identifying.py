@@ -23,12 +23,12 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kvcached_nixl.vllm.adapter.weights import distrust, note_calls
-from kvcached_nixl.vllm.patches import resting, weights
+from kvcached_nixl.vllm.patches import engine_loop, weights
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[None]:
-    with applied((resting.process_input_queue, weights.collective_rpc)):
+    with applied((engine_loop.process_input_queue, weights.collective_rpc)):
         yield
 
 
@@ -77,7 +77,7 @@ class Side:
 
 def take_input(core: Any) -> None:
     """What vLLM's loop does before each step."""
-    getattr(core, resting.process_input_queue.patch.attribute)()
+    getattr(core, engine_loop.process_input_queue.attribute)()
 
 
 class Engine:
@@ -94,9 +94,9 @@ class Engine:
         core.has_work = lambda: not is_idle or core.input_queue.empty() and bool(self.asked)
         self.asked: list[str] = core.model_executor.asked
         self.side = side = Side(self.asked)
-        for module, name in ((resting, "bound_sides"), (weights, "sides")):
+        for module, name in ((engine_loop, "bound_sides"), (weights, "sides")):
             monkeypatch.setattr(module, name, lambda _: [side])
-        monkeypatch.setattr(resting, "rest", lambda *_: None)
+        monkeypatch.setattr(engine_loop, "rest", lambda *_: None)
 
     def call(self, *methods: str) -> list[str]:
         """What is asked of the workers until vLLM takes the next step, after these calls at once."""

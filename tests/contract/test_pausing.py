@@ -23,12 +23,12 @@ from vllm.v1.request import RequestStatus
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
 from kvcached_nixl.vllm.adapter.versions import installed_has
-from kvcached_nixl.vllm.patches import patches_in, pausing
+from kvcached_nixl.vllm.patches import engine_loop, patches_in
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    with applied(patches_in(pausing)) as registry:
+    with applied(patches_in(engine_loop)) as registry:
         yield registry
 
 
@@ -101,7 +101,7 @@ class Side:
 def side(monkeypatch: pytest.MonkeyPatch) -> Side:
     found = Side()
     for name in ("bound_sides", "sides"):
-        monkeypatch.setattr(pausing, name, lambda _: [found])
+        monkeypatch.setattr(engine_loop, name, lambda _: [found])
     return found
 
 
@@ -162,7 +162,7 @@ def test_an_engine_that_ends_at_once_ends_its_requests_with_an_error(
     )
     if not is_ours:
         patched.uninstall()
-    assert getattr(engine, pausing.handle_shutdown.patch.attribute)() is False and not left
+    assert getattr(engine, engine_loop.handle_shutdown.attribute)() is False and not left
     sent = [one for _, outputs in engine.output_queue.queue for one in outputs.outputs]
     assert {one.request_id for one in sent} == {"first", "second"}
     assert {one.finish_reason for one in sent} == {FinishReason.ERROR if is_ours else FinishReason.ABORT}

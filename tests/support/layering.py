@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "settings", "vllm.adapter", "patching", "proof", "transport", "version"),
         *("side_channel_address", "scheduler.asking", "wire"),
     },
-    "__init__": {"activation.bootstrap", "cli.report", "version"},
+    "__init__": {"activation.bootstrap", "cli.report", "patching", "version"},
     "__main__": {"errors", "settings", "vllm.adapter", "cli", "install", "status", "version"},
     "sitecustomize": {"activation.autostart"},
 }

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvcached_nixl.settings import DEFAULT_GIVE_WAY_AFTER_SECONDS as PATIENCE
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import RevocationCause
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
@@ -16,6 +16,7 @@ from support.flow_pair import PROMPT, Pair, kind
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+PATIENCE = Settings.give_way_after_seconds
 BLOCKS_EACH = 5
 """Blocks of `PROMPT`, and of `prompt`."""
 

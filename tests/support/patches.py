@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,3 +21,15 @@ def applied(patches: Iterable[Any]) -> Iterator[Registry]:
     assert not registry.refusals()
     yield registry
     registry.uninstall()
+
+
+def first_bound(modules: Iterable[str], name: str) -> Any:
+    """The attribute of the first of these modules that has it: vLLM moves such functions."""
+    for module in modules:
+        try:
+            found = vars(importlib.import_module(module)).get(name)
+        except ModuleNotFoundError:
+            continue
+        if found is not None:
+            return found
+    raise AssertionError(f"no {name} in {modules}")

@@ -9,9 +9,8 @@ a scheduler.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from kvcached_nixl.errors import ContractChanged
@@ -20,15 +19,17 @@ from kvcached_nixl.wire.step import Report
 
 
 def private(owner: Any, name: str) -> Any:
-    """Read a private attribute of vLLM. Raises ContractChanged with its name if it is missing."""
+    """Read a private attribute of vLLM or kvcached. Raises ContractChanged with its name if it is missing."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
+        kind = type(owner)
+        where = owner.__name__ if isinstance(owner, ModuleType) else f"{kind.__module__}.{kind.__qualname__}"
         raise ContractChanged(
-            found=f"{type(owner).__module__}.{type(owner).__qualname__} without {name!r}",
+            found=f"{where} without {name!r}",
             expected=f"the attribute {name!r} that this package reads",
-            consequence="vLLM's state cannot be read; the engine stops before any transfer",
-            remedy="use a vLLM version that `python -m kvcached_nixl` lists as supported",
+            consequence="the state of vLLM or kvcached cannot be read; the engine stops before any transfer",
+            remedy="use versions that `python -m kvcached_nixl` lists as supported",
         ) from error
 
 
@@ -39,38 +40,6 @@ def optional(owner: Any, name: str, default: Any = None) -> Any:
     supported.
     """
     return getattr(owner, name, default)
-
-
-def first_bound(modules: Sequence[str], name: str) -> Any:
-    """The attribute ``name`` of the first of these modules that has it.
-
-    Raises:
-        ContractChanged: no module has it.
-    """
-    found: Any = None
-    for module in filter(_exists, modules):
-        found = importlib.import_module(module)
-        if name in vars(found):
-            break
-    return private(found, name)
-
-
-def _exists(module: str) -> bool:
-    parent = module.rpartition(".")[0]
-    return (not parent or _exists(parent)) and importlib.util.find_spec(module) is not None
-
-
-def envs() -> Any:
-    """vLLM's module of environment settings, which reads each one when it is accessed."""
-    from vllm import envs as module
-
-    return module
-
-
-def is_rocm() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_rocm())
 
 
 # ---------------------------------------------------------------------------------------------------- what is attached

@@ -17,7 +17,7 @@ import msgspec
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.proof.result import Question
-from kvcached_nixl.vllm.adapter.attributes import envs, is_rocm, optional, private
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
 from kvcached_nixl.vllm.adapter.platform import runner_of
 from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, LOADS_BEHIND
@@ -48,6 +48,12 @@ _PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_h
 
 _UNKNOWN_HEAD = 2**20
 """Above the heads of every model. Times the tensor-parallel size, so that ranks of two sizes have none in common."""
+
+
+def _is_rocm() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_rocm())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +248,8 @@ class WorkerView:
     @property
     def unserved(self) -> Sequence[tuple[str, str]]:
         """Settings of this engine with which no hand-over is possible: (found, expected)."""
+        from vllm import envs
+
         parallel = self.vllm_config.parallel_config
         found = [
             (name, getattr(parallel, name.replace("-", "_")))
@@ -259,7 +267,7 @@ class WorkerView:
             refused.append((f"KV-cache groups with {shown} kernel blocks in a block", "the same in every group"))
         specs = [spec for one in self.kv_cache_groups for spec in specs_of(one.kv_cache_spec)]
         refused += unserved_states(specs, self.vllm_config.speculative_config)
-        shuffles = is_rocm() and optional(envs(), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")
+        shuffles = _is_rocm() and optional(envs, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")
         if shuffles or "ROCM_ATTN" in {one.get_name() for one in self.attention_backends}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
             refused.append((f"{what}, which interleaves the tokens of a block", "another attention backend"))

@@ -12,13 +12,15 @@ import contextlib
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from logging.handlers import BufferingHandler
 from typing import Any
 
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.side_channel_address import PORT, SideChannelAddress
-from kvcached_nixl.vllm.adapter.attributes import envs, private
+from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
 from kvcached_nixl.vllm.adapter.versions import SWITCH, RunnerFound, accepted, judged, named, outlook, stated
 
@@ -81,16 +83,19 @@ def side_channel_address(index: int = 0) -> SideChannelAddress:
     Raises:
         SettingsError: it cannot be used.
     """
+    from vllm import envs
     from vllm.utils.network_utils import get_ip
 
-    host = str(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_HOST"))
+    host = str(private(envs, "VLLM_NIXL_SIDE_CHANNEL_HOST"))
     return SideChannelAddress.of(host, _port(), index, os.environ, get_ip)
 
 
 def _port() -> int | str:
     """The port; if vLLM cannot read it as a number, the text, which `SideChannelAddress.of` refuses."""
+    from vllm import envs
+
     try:
-        return int(private(envs(), "VLLM_NIXL_SIDE_CHANNEL_PORT"))
+        return int(private(envs, "VLLM_NIXL_SIDE_CHANNEL_PORT"))
     except ValueError:
         return os.environ[PORT]
 
@@ -128,9 +133,10 @@ def ask(model: str, vllm: str) -> tuple[RunnerFound, ...]:
     return tuple(found)
 
 
-def _by_model(config: Any, said: list[str]) -> str:
+def _by_model(config: Any, said: list[logging.LogRecord]) -> str:
+    reasons = [text for one in said if "v1 model runner" in (text := one.getMessage()).lower()]
     names = ", ".join(config.model_config.architectures)
-    return f"vLLM's choice for {names}" + "".join(f": {reason.rstrip('.')}" for reason in said[-1:])
+    return f"vLLM's choice for {names}" + "".join(f": {reason.rstrip('.')}" for reason in reasons[-1:])
 
 
 def _config_of(model: str) -> Any:
@@ -163,20 +169,12 @@ def runner_of(config: Any) -> str:
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[list[str]]:
-    """Collect what vLLM logs about its choice inside the ``with``. vLLM logs each sentence once per process."""
-    said: list[str] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            reason = record.getMessage()
-            if "v1 model runner" in reason.lower():
-                said.append(reason)
-
-    logger, ear = logging.getLogger(_CONFIG), Ear()
+def _listening() -> Iterator[list[logging.LogRecord]]:
+    """Collect what vLLM logs inside the ``with``. vLLM logs each sentence once per process."""
+    logger, ear = logging.getLogger(_CONFIG), BufferingHandler(sys.maxsize)
     logger.addHandler(ear)
     try:
-        yield said
+        yield ear.buffer
     finally:
         logger.removeHandler(ear)
 

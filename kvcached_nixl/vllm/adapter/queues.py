@@ -170,20 +170,9 @@ class HoldingQueue:
             self._inner.add_request(request)
         return request
 
-    def add_request(self, request: Any) -> None:
-        self._inner.add_request(request)
-
-    def pop_request(self) -> Any:
-        return self._inner.pop_request()
-
-    def peek_request(self) -> Any:
-        return self._inner.peek_request()
-
-    def prepend_request(self, request: Any) -> None:
-        self._inner.prepend_request(request)
-
-    def prepend_requests(self, requests: Iterable[Any]) -> None:
-        self._inner.prepend_requests(requests)
+    def __getattr__(self, name: str) -> Any:
+        # What adds, shows and takes requests that are not held.
+        return getattr(self._inner, name)
 
     def remove_request(self, request: Any) -> None:
         if self.held.pop(request.request_id, None) is None:

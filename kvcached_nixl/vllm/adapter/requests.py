@@ -20,7 +20,7 @@ import numpy as np
 from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.identity.files import checksum_of
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
-from kvcached_nixl.vllm.adapter.attributes import envs, optional, private
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.wire.manifest import Embeddings, digest_of
 from kvcached_nixl.wire.question import Question, plain_id
 
@@ -42,6 +42,7 @@ class RequestReader:
 
     Attributes:
         placeholders: ids of the placeholder tokens of images, sounds, ...; empty for a text-only model.
+        adapters: the content of adapters, by vLLM's ``lora_int_id``.
         are_placeholders_unknown: the model is multimodal, and its configuration has none of the known names.
     """
 
@@ -53,7 +54,7 @@ class RequestReader:
             self.placeholders = sorted(_placeholders_in(model.hf_config.to_dict()))
             self.are_placeholders_unknown = not self.placeholders
         self._lora_settings = _lora_settings(config.lora_config)
-        self._adapters = Adapters(_folder, self._unknown)
+        self.adapters = Adapters(_folder, self._unknown)
         self._contents: dict[str, str | None] = {}
         self._renamed: set[str] = set()
 
@@ -80,17 +81,13 @@ class RequestReader:
         is_fused = bool(private(lora_request, "is_3d_lora_weight"))
         return f"{content} {self._lora_settings} {is_fused}"
 
-    def loaded(self, adapter: int) -> None:
-        """All workers have loaded it again, by a call of ``add_lora`` and not for a request."""
-        self._adapters.loaded(adapter)
-
     def is_loaded(self, lora_request: Any) -> bool:
         """Whether the workers have loaded what its files hold, so that its requests need not load it again."""
-        return self._adapters.is_loaded(int(lora_request.lora_int_id), str(lora_request.lora_path))
+        return self.adapters.is_loaded(int(lora_request.lora_int_id), str(lora_request.lora_path))
 
     def doubt(self, adapter: int) -> None:
         """It could not be loaded on at least one worker, so what the workers compute with is not known."""
-        self._adapters.doubt(adapter, f"the adapter with lora_int_id {adapter} could not be loaded")
+        self.adapters.doubt(adapter, f"the adapter with lora_int_id {adapter} could not be loaded")
 
     def take_renamed(self) -> set[str]:
         """Names that got another adapter since the last call. vLLM's prefix cache uses the names as keys."""
@@ -99,12 +96,12 @@ class RequestReader:
 
     def forget(self, adapter: int | None) -> None:
         if adapter is None:
-            self._adapters.forget_all()
+            self.adapters.forget_all()
         else:
-            self._adapters.forget(adapter)
+            self.adapters.forget(adapter)
 
     def _content(self, lora_request: Any) -> str | None:
-        return self._adapters.content(int(lora_request.lora_int_id), str(lora_request.lora_path))
+        return self.adapters.content(int(lora_request.lora_int_id), str(lora_request.lora_path))
 
     def _unknown(self, reason: str) -> None:
         logger.warning("KV computed with a LoRA adapter is not handed over: %s.", reason)
@@ -120,10 +117,11 @@ def _placeholders_in(values: Mapping[str, Any]) -> set[int]:
 
 
 def _folder(path: str, is_new: bool) -> str:
+    from vllm import envs
     from vllm.lora.utils import get_adapter_absolute_path
 
     is_local = os.path.isabs(path) or path.startswith("~") or os.path.exists(path)
-    if is_new or is_local or envs().VLLM_USE_MODELSCOPE:
+    if is_new or is_local or envs.VLLM_USE_MODELSCOPE:
         return str(get_adapter_absolute_path(path))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -109,14 +109,14 @@ def preprocess_add_request(call: Call) -> Any:
     return found
 
 
+# A core request below is an ``EngineCoreRequest`` that has just reached the engine's process.
+
+
 def give_own_id(core_request: Any) -> None:
     """Give a stand-in a unique request id.
 
     It arrives with the ``request_id`` of a client's body, which may be the id of any request that this engine runs,
     holds or has in a session. vLLM would confuse the two, abort the other request, or end the engine.
-
-    Args:
-        core_request: an ``EngineCoreRequest`` that has just reached the engine's process.
     """
     if private(core_request, "abort_immediately"):
         core_request.request_id = f"kvcached-nixl-rejected-{secrets.token_hex(16)}"
@@ -129,7 +129,6 @@ def drop_unknown_stops(core_request: Any, vocab_size: int) -> None:
     vocabulary ends the engine.
 
     Args:
-        core_request: as in `give_own_id`.
         vocab_size: of the model; 0 if unknown.
     """
     sampling = private(core_request, "sampling_params")
@@ -148,7 +147,6 @@ def load_once(core_request: Any, is_loaded: Callable[[Any], bool]) -> None:
     again at every step. Files that are being replaced would end the engine, or change what it computes.
 
     Args:
-        core_request: as in `give_own_id`.
         is_loaded: whether the current files of an adapter were loaded in place already, by a call and not by a request.
     """
     lora = private(core_request, "lora_request")
@@ -177,9 +175,6 @@ def stop_before_last(core_request: Any) -> None:
     """Take the last token from a prompt that is to be handed over, and let prefill sample one token, which is dropped.
 
     A prompt that has to stay whole is computed as any other, and not handed over.
-
-    Args:
-        core_request: an ``EngineCoreRequest`` that has just reached the engine's process.
     """
     sampling = private(core_request, "sampling_params")
     params = ((sampling.extra_args if sampling is not None else None) or {}).get("kv_transfer_params")

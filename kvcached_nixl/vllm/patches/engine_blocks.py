@@ -55,7 +55,7 @@ class EngineBlocks:
 
     @property
     def caches_prefixes(self) -> bool:
-        return bool(private(private(self.engine_scheduler, "kv_cache_manager"), "enable_caching"))
+        return bool(private(self._manager, "enable_caching"))
 
     @property
     def goes_by_priority(self) -> bool:
@@ -81,9 +81,7 @@ class EngineBlocks:
         if not self.caches_prefixes:
             return 0
         request = private(self.engine_scheduler, "requests")[request_id]
-        coordinator = private(private(self.engine_scheduler, "kv_cache_manager"), "coordinator")
-        found = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
-        return int(found[1])
+        return int(self._hits(request)[1])
 
     def hold(self, request_id: str) -> None:
         hold(self.engine_scheduler, private(self.engine_scheduler, "requests")[request_id])
@@ -258,8 +256,7 @@ class EngineBlocks:
         # Nothing is in flight into these blocks any more. Those in vLLM's prefix cache would be found again.
         taken = self.take(request_id)
         if not waits_for_kv(request):
-            manager = private(self.engine_scheduler, "kv_cache_manager")
-            manager.evict_blocks({block.block_id for block in taken})
+            self._manager.evict_blocks({block.block_id for block in taken})
         self.give_back(taken)
         request.num_computed_tokens = 0
         if recomputes:
@@ -292,7 +289,7 @@ class EngineBlocks:
                 set_apart(request)
         if len(private(self._pool, "cached_block_hash_to_block")):
             cached = {one.block_id for one in private(self._pool, "blocks") if one.block_hash is not None}
-            private(self.engine_scheduler, "kv_cache_manager").evict_blocks(cached - kept)
+            self._manager.evict_blocks(cached - kept)
         return outdated
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
@@ -303,13 +300,14 @@ class EngineBlocks:
 
     def _num_shared(self, request: Any) -> int:
         """How many blocks of a waiting request's prompt others use now, so that they need not be allocated."""
-        manager = private(self.engine_scheduler, "kv_cache_manager")
         # One that has its KV finds its own blocks, and vLLM looks for no others.
-        if not private(manager, "enable_caching") or request.num_computed_tokens:
+        if not self.caches_prefixes or request.num_computed_tokens:
             return 0
-        coordinator = private(manager, "coordinator")
-        hits = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[0]
-        return sum(block.ref_cnt > 0 and not block.is_null for group in hits for block in group)
+        return sum(block.ref_cnt > 0 and not block.is_null for group in self._hits(request)[0] for block in group)
+
+    def _hits(self, request: Any) -> Any:
+        coordinator = private(self._manager, "coordinator")
+        return coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
 
     @functools.cached_property
     def _wants(self) -> Wants | None:
@@ -342,8 +340,12 @@ class EngineBlocks:
         return int(private(manager, "block_mem_size") * _num_buffers(manager))
 
     @property
+    def _manager(self) -> Any:
+        return private(self.engine_scheduler, "kv_cache_manager")
+
+    @property
     def _pool(self) -> Any:
-        return private(private(self.engine_scheduler, "kv_cache_manager"), "block_pool")
+        return private(self._manager, "block_pool")
 
     @property
     def _tables(self) -> list[Any]:
@@ -351,7 +353,7 @@ class EngineBlocks:
         return [private(manager, "req_to_blocks") for manager in self._managers()]
 
     def _managers(self) -> Any:
-        return private(private(self.engine_scheduler, "kv_cache_manager"), "coordinator").single_type_managers
+        return private(self._manager, "coordinator").single_type_managers
 
 
 def _num_buffers(manager: Any) -> int:

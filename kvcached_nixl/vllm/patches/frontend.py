@@ -18,9 +18,8 @@ import msgspec
 
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attributes import first_bound, private
+from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import (
-    ERROR_MODULES,
     INPUT_PROCESSOR,
     MEDIA_PROCESSING,
     OUTPUT_PROCESSOR,
@@ -87,7 +86,9 @@ def require_readable(core_request: Any) -> None:
 
 
 def _refusal(reason: str) -> Exception:
-    found: Exception = first_bound(("vllm.exceptions",), "VLLMValidationError")(reason)
+    from vllm.exceptions import VLLMValidationError
+
+    found: Exception = VLLMValidationError(reason)
     return found
 
 
@@ -154,11 +155,21 @@ def _fail(request_state: Any, told: str = "") -> None:
     except Exception:
         # The client gets vLLM's own text then: an error without a reason is better than no error.
         logger.exception("The reason of a failed request cannot be read")
-    kind = first_bound(ERROR_MODULES, "GenerationError")
+    kind = generation_error()
     error = kind(told) if told else kind()
     if is_refusal(told):
         error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
     queue.put(InputStreamError(error))
+
+
+def generation_error() -> Any:
+    """The class of error that vLLM raises for a request that has failed."""
+    try:
+        from vllm.exceptions import GenerationError
+    except ImportError:
+        # Below vLLM 0.29.
+        from vllm.entrypoints.openai.engine.protocol import GenerationError
+    return GenerationError
 
 
 def _told(request_state: Any) -> str:

@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
-from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE
 from kvcached_nixl.vllm.adapter.neighbours import with_children
@@ -51,7 +51,6 @@ _LEAST_SECONDS = 1.0
 RETRY_SECONDS = 1
 READ_SECONDS = 5.0
 """For the rest of a request that is refused."""
-DEFAULT_DELAY_SECONDS = 5.0
 _MESSAGE = "This server is shutting down. Use another one."
 _SERVED = ("/health", "/metrics", "/ping")
 """Paths that answer until the end, on connections that are open; ``/health`` with 503."""
@@ -104,7 +103,7 @@ def _extras(transfer_config: Any) -> Iterator[Mapping[str, Any]]:
 def _delay_seconds(config: Any, timeout: float) -> float:
     given = [extra.get("drain_delay") for extra in _extras(config.kv_transfer_config)]
     usable = (one for one in given if isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0)
-    return float(min(next(usable, DEFAULT_DELAY_SECONDS), timeout / 2))
+    return float(min(next(usable, Settings.drain_delay_seconds), timeout / 2))
 
 
 def _is_loop_here() -> bool:

@@ -70,7 +70,7 @@ def withdraw_name() -> tuple[str, ...]:
         utils = _module("utils")
     except ModuleNotFoundError:
         return ("kvcached is not installed",)
-    wish = _read(utils, "_obtain_default_ipc_name")()
+    wish = private(utils, "_obtain_default_ipc_name")()
     _set(f"{wish[:40]}-none-{os.getpid()}")
     return (f"every engine makes a unique kvcached name from {wish!r}",)
 
@@ -98,7 +98,7 @@ def own_engine(executor: Any, config: Any) -> None:
     _refuse_spread(config.parallel_config)
     _refuse_second()
     utils = _module("utils")
-    wish = _read(utils, "_obtain_default_ipc_name")()
+    wish = private(utils, "_obtain_default_ipc_name")()
     claim = take(wish, _rank(config.parallel_config), _places(utils))
     try:
         _set(claim.name)
@@ -219,36 +219,24 @@ def _rank(parallel: Any) -> int | None:
 
 
 def _places(utils: Any) -> Places:
-    folder = _read(utils, "get_tp_socket_dir")
-    return Places(lambda name: Path(folder(name)), "kvcached-tp-*", Path(_read(utils, "SHM_DIR")))
+    folder = private(utils, "get_tp_socket_dir")
+    return Places(lambda name: Path(folder(name)), "kvcached-tp-*", Path(private(utils, "SHM_DIR")))
 
 
 def _set(name: str) -> None:
     utils = _module("utils")
-    _read(utils, _NAME)
+    private(utils, _NAME)
     setattr(utils, _NAME, name)
     for reader in _READERS:
         # A module that is imported later copies the name from utils.
         module = sys.modules.get(f"kvcached.{reader}")
         if module is not None:
-            _read(module, _NAME)
+            private(module, _NAME)
             setattr(module, _NAME, name)
     sockets = sys.modules.get("kvcached.tp_ipc_util")
     if sockets is not None:
-        _read(sockets, _FOLDER)
-        setattr(sockets, _FOLDER, _read(utils, "get_tp_socket_dir")())
-
-
-def _read(module: Any, name: str) -> Any:
-    try:
-        return vars(module)[name]
-    except KeyError:
-        raise ContractChanged(
-            found=f"{module.__name__} without {name}",
-            expected=f"{name}, as in kvcached 0.1.6",
-            consequence="The engine cannot get a unique name, and might share the pages of another engine.",
-            remedy="Install kvcached 0.1.6.",
-        ) from None
+        private(sockets, _FOLDER)
+        setattr(sockets, _FOLDER, private(utils, "get_tp_socket_dir")())
 
 
 def _module(name: str) -> Any:

@@ -79,33 +79,17 @@ def get_kv_connector_handshake_metadata(call: Call) -> Any:
 
 _CHANGING = frozenset(
     {
-        "reload_weights",
-        "load_model",
-        "start_weight_update",
-        "start_draft_weight_update",
-        "update_weights",
-        "finish_weight_update",
+        *("reload_weights", "load_model", "start_weight_update", "start_draft_weight_update", "update_weights"),
+        *("finish_weight_update",),
     }
 )
 """vLLM's collective RPCs that change weights, even if their bytes stay the same."""
 _HARMLESS = frozenset(
     {
-        "check_health",
-        "get_cache_block_size_bytes",
-        "get_encoder_timing_stats",
-        "get_kv_cache_spec",
-        "get_model_inspection",
-        "get_supported_tasks",
-        "init_weight_transfer_engine",
-        "list_loras",
-        "pin_lora",
-        "profile",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "save_sharded_state",
-        "save_tensorized_model",
-        "update_max_model_len",
-        "vocab_size",
+        *("check_health", "get_cache_block_size_bytes", "get_encoder_timing_stats", "get_kv_cache_spec"),
+        *("get_model_inspection", "get_supported_tasks", "init_weight_transfer_engine", "list_loras"),
+        *("pin_lora", "profile", "reset_encoder_cache", "reset_mm_cache", "save_sharded_state"),
+        *("save_tensorized_model", "update_max_model_len", "vocab_size"),
     }
 )
 """Those that change no weight. Of any other call it is not known."""
@@ -227,7 +211,7 @@ def add_lora(call: Call) -> Any:
             side.read.doubt(request.lora_int_id)
         raise
     for side in bound_sides(call.instance.scheduler) if request.load_inplace else ():
-        side.read.loaded(request.lora_int_id)
+        side.read.adapters.loaded(request.lora_int_id)
     return found
 
 

@@ -30,6 +30,8 @@ from kvcached_nixl.vllm.adapter.locate import KVCACHED_PATCH_MANAGER, KVCACHED_V
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
 from kvcached_nixl.vllm.adapter.versions import KVCACHED, found_version
 
+logger = logging.getLogger(SERVER_LOGGER)
+
 _REMOVE_WHEN = "kvcached accepts these versions itself"
 _SPECIFIERS = frozenset({">=0.26.0,<0.31.0", ">=0.28.0,<0.31.0", ">=0.29.0,<0.31.0"})
 """kvcached's windows that end below 0.31. Its other ranges have no end, or end earlier."""
@@ -46,7 +48,7 @@ def contains(call: Call) -> bool:
     "kvcached only warns when one of its patches fails, and its windows would stay open.", remove_when=_REMOVE_WHEN
 )
 def apply_all_patches(call: Call) -> dict[str, bool]:
-    found = WINDOWS.while_patched(call.instance.library_name, call.proceed, logging.getLogger(SERVER_LOGGER))
+    found = WINDOWS.while_patched(call.instance.library_name, call.proceed)
     call.note("kvcached's version windows are open" if WINDOWS.is_open else "kvcached's version windows stay shut")
     return found
 
@@ -67,9 +69,7 @@ class Windows:
         beginning = type(window)(window.range_spec.partition(",")[0])
         return bool(beginning.contains(version))
 
-    def while_patched(
-        self, library: str, apply: Callable[[], dict[str, bool]], logger: logging.Logger
-    ) -> dict[str, bool]:
+    def while_patched(self, library: str, apply: Callable[[], dict[str, bool]]) -> dict[str, bool]:
         """Have kvcached patch vLLM with its windows open, and shut them if anything is not as it must be.
 
         Args:
@@ -108,18 +108,9 @@ WINDOWS = Windows()
 # ----------------------------------------------------------------------------------------------- what kvcached touches
 
 PATCH_NAMES = (
-    "nixl_connector_compat",
-    "elastic_block_pool",
-    "engine_core",
-    "mp_client",
-    "core_engine_proc_manager",
-    "model_runner_v2",
-    "kv_layout_v2",
-    "gpu_worker",
-    "hybrid_block_size_align",
-    "kv_cache_coordinator",
-    "allocate_slots",
-    "mamba_partial_tail",
+    *("nixl_connector_compat", "elastic_block_pool", "engine_core", "mp_client"),
+    *("core_engine_proc_manager", "model_runner_v2", "kv_layout_v2", "gpu_worker"),
+    *("hybrid_block_size_align", "kv_cache_coordinator", "allocate_slots", "mamba_partial_tail"),
 )
 """The patches that kvcached applies to these versions, as it names them."""
 

@@ -18,7 +18,6 @@ from kvcached_nixl.vllm.adapter.locate import (
     ENGINE_CORE,
     ENGINE_CORE_BASE,
     ENGINE_SCHEDULER,
-    ERROR_MODULES,
     FACADE,
     FACTORY,
     LOADER_BASE,
@@ -231,7 +230,7 @@ READS = (
     _of("vllm.outputs", "RequestOutput", "outputs"),
     _of("vllm.outputs", "CompletionOutput", "stop_reason"),
     _of("vllm.v1.engine.async_llm", "InputStreamError", "cause"),
-    _first_of(ERROR_MODULES, "GenerationError"),
+    _first_of(("vllm.exceptions", "vllm.entrypoints.openai.engine.protocol"), "GenerationError"),
     _of("vllm.v1.engine", "EngineCoreRequestType", "WAKEUP"),
     # The API server while it shuts down.
     _at(ENGINE_CLIENT, "vllm_config output_processor output_handler renderer model_config generate is_tracing_enabled"),

@@ -27,7 +27,7 @@ _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 def envs(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that knows nothing of ROCm."""
     make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
-    monkeypatch.setattr(nixl_worker, "is_rocm", lambda: False)
+    monkeypatch.setattr(nixl_worker, "_is_rocm", lambda: False)
     monkeypatch.setattr(nixl_worker, "dims_first", lambda: False)
 
 
@@ -231,7 +231,7 @@ def test_a_shuffled_cache_is_named(make_module: Callable[..., ModuleType], monke
     """K and V of a block in tiles; elsewhere nobody reads that variable."""
     make_module("vllm").envs = make_module("vllm.envs", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT = True")  # type: ignore[attr-defined]
     assert worker().unserved == []
-    monkeypatch.setattr(nixl_worker, "is_rocm", lambda: True)
+    monkeypatch.setattr(nixl_worker, "_is_rocm", lambda: True)
     assert [found for found, _ in worker().unserved] == [
         "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1, which interleaves the tokens of a block"
     ]

@@ -144,8 +144,12 @@ OF_KVCACHED = {
     "_get_num_alloced_blocks",
     "_evict_blocks_from_pool",
     "_evictable_blocks",
+    "_obtain_default_ipc_name",
+    "get_tp_socket_dir",
+    "SHM_DIR",
 }
-"""Of kvcached's manager and of the block pool that it puts in the place of vLLM's; ``tests/contract`` runs them."""
+"""Of kvcached's modules, its manager and the block pool that it puts in the place of vLLM's; ``tests/contract`` runs
+them."""
 
 OF_OTHERS = {"model_type", "model", "data", "engine_client", "server"} | OF_KVCACHED
 """Of objects that are not vLLM's own: besides kvcached's, a model's configuration, a draft model of a user's class,

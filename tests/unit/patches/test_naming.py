@@ -170,7 +170,7 @@ def test_a_worker_of_another_engine_than_the_process_holds_is_refused(kvcached: 
 def test_another_kvcached_is_refused(kvcached: dict[str, Any]) -> None:
     """A kvcached that keeps its name elsewhere would continue with the requested name."""
     del kvcached["kv_cache_manager"].DEFAULT_IPC_NAME
-    with pytest.raises(ContractChanged, match=r"kvcached\.kv_cache_manager without DEFAULT_IPC_NAME"):
+    with pytest.raises(ContractChanged, match=r"kvcached\.kv_cache_manager without 'DEFAULT_IPC_NAME'"):
         naming.own_engine(Executor(), config())
 
 

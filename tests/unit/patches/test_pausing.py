@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm.patches.pausing`: an engine survives a cache that it cannot clear, and the caller gets an error."""
+"""`vllm.patches.engine_loop`: an engine survives a cache that it cannot clear, and the caller gets an error."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
-from kvcached_nixl.vllm.patches import pausing
-from kvcached_nixl.vllm.patches.pausing import tell_who_waits
+from kvcached_nixl.vllm.patches import engine_loop
+from kvcached_nixl.vllm.patches.engine_loop import tell_who_waits
 
 
 @pytest.fixture(autouse=True)
 def an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pausing, "installed_has", lambda change: False)
+    monkeypatch.setattr(engine_loop, "installed_has", lambda change: False)
 
 
 def clear(engine: Any, future: Future[None]) -> None:
@@ -54,7 +54,7 @@ def test_what_nobody_waits_for_ends_the_engine_as_before() -> None:
 
 def test_a_vllm_that_tells_its_callers_itself_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 0.31 on."""
-    monkeypatch.setattr(pausing, "installed_has", BEYOND_KVCACHED.__eq__)
+    monkeypatch.setattr(engine_loop, "installed_has", BEYOND_KVCACHED.__eq__)
     callback = partial(clear, future=Future[None]())
     engine = paused(callback, blocks_in_use=1)
     tell_who_waits(engine)

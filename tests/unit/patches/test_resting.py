@@ -11,8 +11,8 @@ import pytest
 
 from kvcached_nixl.vllm.adapter import queues
 from kvcached_nixl.vllm.adapter.attributes import attach
-from kvcached_nixl.vllm.patches import resting
-from kvcached_nixl.vllm.patches.resting import rest
+from kvcached_nixl.vllm.patches import engine_loop
+from kvcached_nixl.vllm.patches.engine_loop import rest
 from kvcached_nixl.vllm.patches.step_output import note_step
 from kvcached_nixl.wire.step import Reports
 
@@ -163,7 +163,7 @@ def test_an_engine_that_only_waits_rests(one: Any) -> None:
 
 def test_an_engine_that_is_full_rests_until_blocks_are_free_elsewhere() -> None:
     """Finding B7: kvcached's memory is other engines', too, and nobody says when it is given back."""
-    look = resting._LOOK_SECONDS
+    look = engine_loop._LOOK_SECONDS
     assert rested(core("WAITING", OURS, blocks=Blocks(7, 7, 7, 8))) == [look] * 3
     assert rested(core("PREEMPTED", blocks=Blocks(7))) == [look] * round(LONGEST_SECONDS / look)
     assert rested(core("WAITING", ours=side(due_in_seconds=look), blocks=Blocks(7))) == [look]
@@ -171,7 +171,7 @@ def test_an_engine_that_is_full_rests_until_blocks_are_free_elsewhere() -> None:
 
 def test_below_several_connectors_it_rests_for_a_moment() -> None:
     """Finding B7: what others have ended is found in steps; what they load is waited for as vLLM does."""
-    for statuses, expected in (((OURS,), [resting._SHARED_SECONDS]), ((OURS, OURS), [])):
+    for statuses, expected in (((OURS,), [engine_loop._SHARED_SECONDS]), ((OURS, OURS), [])):
         one = core(*statuses, ours=side(1))
         one.scheduler.connector = SimpleNamespace(_connectors=[SimpleNamespace(), one.scheduler.connector])
         assert rested(one) == expected

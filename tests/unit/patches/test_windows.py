@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import types
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ def applied(made: Windows, **results: bool) -> list[bool]:
             name: results.get(name, True) for name in PATCH_NAMES if name not in results or results[name] is not None
         }
 
-    made.while_patched("vllm", apply, logging.getLogger(__name__))
+    made.while_patched("vllm", apply)
     return seen
 
 
@@ -101,13 +100,13 @@ def test_patches_that_raise_shut_them(installed: dict[str, str]) -> None:
         raise RuntimeError("planted")
 
     with pytest.raises(RuntimeError, match="planted"):
-        made.while_patched("vllm", apply, logging.getLogger(__name__))
+        made.while_patched("vllm", apply)
     assert not made.is_open and not made.contains(VersionRange(OF_RUNNER), "0.31.0")
 
 
 def test_another_library_is_patched_as_without_this_package() -> None:
     made = Windows()
-    assert made.while_patched("sglang", lambda: {"a": False}, logging.getLogger(__name__)) == {"a": False}
+    assert made.while_patched("sglang", lambda: {"a": False}) == {"a": False}
     assert not made.is_open and made.refusal is None
 
 

@@ -31,18 +31,14 @@ def by_position(one: Any, /, two: Any, three: Any = 3) -> Any:
     [
         (ordinary, {"one": 0, "two": 1, "three": 2}),
         (variadic, {"one": 0}),
-        (by_position, {}),
+        (by_position, {"one": 0, "two": 1, "three": 2}),
         (lambda: None, {}),
     ],
 )
-def test_positions_are_those_of_parameters_that_may_be_passed_either_way(
+def test_positions_are_those_of_parameters_that_may_be_passed_by_position(
     called: Callable[..., Any], expected: dict[str, int]
 ) -> None:
     assert positions_of(inspect.signature(called)) == expected
-
-
-def test_without_a_signature_there_are_no_positions() -> None:
-    assert positions_of(None) == {}
 
 
 @given(
@@ -57,14 +53,19 @@ def test_a_call_is_bound_as_python_binds_it(
     """Whatever a caller that Python would accept passes by position or by keyword."""
     signature = inspect.signature(called)
     try:
-        signature.bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
     except TypeError:
         return
-    by_signature = Call(called, None, tuple(args), kwargs, signature=signature)
-    by_position = Call(called, None, tuple(args), kwargs, signature=signature, positions=positions_of(signature))
+    call = Call(called, None, tuple(args), kwargs, signature, positions_of(signature))
+    bound.apply_defaults()
     for name in ("one", "two", "three", "four"):
-        assert outcome(by_position.argument, name) == outcome(by_signature.argument, name)
-    assert outcome(by_position.proceed, **overrides) == outcome(by_signature.proceed, **overrides)
+        assert outcome(call.argument, name) == bound.arguments.get(name, TypeError)
+    expected: Any = TypeError
+    if overrides.keys() <= signature.parameters.keys():
+        bound.arguments.update(overrides)
+        expected = called(*bound.args, **bound.kwargs)
+    assert outcome(call.proceed, **overrides) == expected
+    assert outcome(Call(called, None, tuple(args), kwargs).proceed, **overrides) == expected, "signature is read"
 
 
 def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
