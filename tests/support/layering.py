@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "worker.geometry",
     },
     "proof": {"errors", "settings", "current_device", "wire", "transport"},
-    "transport": {"errors", "ids", "side_channel_address"},
+    "transport": {"errors", "ids", "side_channel_address", "settings", "wire"},
     "scheduler": {*BASICS, "wire", "settings", "side_channel_address"},
     "worker": {*BASICS, "wire", "settings", "transport", "proof.result", "current_device"},
     "vllm.patches": {
@@ -83,7 +83,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": ("vllm", "identity/memory.py", "worker", "proof", "current_device.py"),
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
-    "psutil": ("side_channel_address.py", "scheduler/side_channel.py"),
+    "psutil": ("side_channel_address.py", "transport/start.py"),
     "aiohttp": ("cli/top.py", "scheduler/asking/asker.py"),
     "prometheus_client": ("vllm/adapter/metrics.py",),
     "rich": ("cli/top.py",),

@@ -22,10 +22,11 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.proof.find import find_here
-from kvcached_nixl.scheduler.side_channel import Answers, HandshakeListener, start
+from kvcached_nixl.scheduler.side_channel import Answers
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.handshake_watch import HandshakeWatch
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
+from kvcached_nixl.transport.start import start
 from kvcached_nixl.vllm.adapter import metrics
 from kvcached_nixl.vllm.adapter.attributes import address_of, attach, attach_step, carry, private, side_of, step_on
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
@@ -143,7 +144,7 @@ def has_pending_push_work(call: Call) -> bool:
 def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
     side, address = side_of(call.instance), address_of(call.instance)
 
-    def listener(answers: Answers) -> HandshakeListener:
+    def listener(answers: Answers) -> Listener:
         def listen() -> Listener:
             return Listener(
                 address.listening,

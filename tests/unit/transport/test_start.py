@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scheduler/side_channel.py: real listeners, asked as peers ask them, on loopback or in their own network."""
+"""transport/start.py: real listeners, asked as peers ask them, on loopback or in their own network."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from support.transports import until
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.ids import EngineId
-from kvcached_nixl.scheduler import side_channel as module
-from kvcached_nixl.scheduler.side_channel import Answers
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.side_channel_address import Endpoint, SideChannelAddress
 from kvcached_nixl.transport import side_channel
+from kvcached_nixl.transport import start as module
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
+from kvcached_nixl.transport.start import Answers
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 
@@ -149,23 +149,10 @@ def test_another_engine_that_answers_too_late_to_stop_the_start_is_said(
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
     answer: Future[tuple[str, bytes]] = Future()
 
-    class Late:
-        is_closed = False
-
-        def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
-            return answer
-
-        def close(self) -> None:
-            self.is_closed = True
-
-    class Listening:
-        def answer(self, answers: Answers) -> None: ...
-        def close(self) -> None: ...
-
-    late, listener = Late(), Listening()
+    late, listener = mock.Mock(**{"ask.return_value": answer}), mock.Mock()
     assert module.start(address(), OWN, lambda: listener, late) is listener
     answer.set_result(answers("another")[0])
-    until(lambda: late.is_closed)
+    until(lambda: late.close.called)
     assert [one.levelname for one in caplog.records if "engine another answers" in one.getMessage()] == ["ERROR"]
 
 
