@@ -2,7 +2,7 @@
 """Attributes of vLLM's objects: private ones that this package reads, and those that it attaches.
 
 A private name that is missing is a refusal, unless some supported vLLM lacks it. What is attached lives as long as its
-object: the facade of a connector, its side channel's address, and the engine core of a scheduler.
+object: the facade of a connector, its side channel's address, our `Step` of a step, and the engine core of a scheduler.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def optional(owner: Any, name: str, default: Any = None) -> Any:
 
 _SIDE = "_kvcached_nixl"
 _ADDRESS = "_kvcached_nixl_address"
+_STEP = "kvcached_nixl_step"
 _CORE = "_kvcached_nixl_core"
 
 
@@ -75,6 +76,17 @@ def connectors(connector: Any) -> Iterator[Any]:
 def address_of(connector: Any) -> SideChannelAddress:
     found: SideChannelAddress = private(connector, _ADDRESS)
     return found
+
+
+def attach_step(metadata: Any, step: Any) -> Any:
+    """Attach our `Step` to the connector metadata that vLLM sends to every worker."""
+    setattr(metadata, _STEP, step)
+    return metadata
+
+
+def step_on(metadata: Any) -> Any:
+    """The `Step` on the connector metadata that a worker has got."""
+    return private(metadata, _STEP)
 
 
 def remember(core: Any) -> None:

@@ -27,7 +27,7 @@ from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.handshake_watch import HandshakeWatch
 from kvcached_nixl.transport.side_channel import Listener, SideChannel
 from kvcached_nixl.vllm.adapter import metrics
-from kvcached_nixl.vllm.adapter.attributes import address_of, attach, private, side_of
+from kvcached_nixl.vllm.adapter.attributes import address_of, attach, attach_step, private, side_of, step_on
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.platform import side_channel_address
@@ -40,8 +40,6 @@ from kvcached_nixl.worker.memory_registration import choose
 
 logger = logging.getLogger(SERVER_LOGGER)
 
-_STEP = "kvcached_nixl_step"
-"""Attribute for our `Step` on the connector metadata that vLLM sends to every worker."""
 _REMOVE_WHEN = "vLLM's own hand-over describes what it moves (as the manifest does), and checks it"
 
 
@@ -87,9 +85,7 @@ def build_connector_meta(call: Call) -> Any:
     side, scheduler_output = side_of(call.instance), call.argument("scheduler_output")
     step = side.take_step(scheduled(scheduler_output))
     zero_first(scheduler_output, side.filled_in_part(step))
-    metadata = call.proceed()
-    setattr(metadata, _STEP, step)
-    return metadata
+    return attach_step(call.proceed(), step)
 
 
 def zero_first(scheduler_output: Any, block_ids: Sequence[int]) -> None:
@@ -230,7 +226,7 @@ def handle_preemptions(call: Call) -> None:
     """vLLM calls this before each step, whether a request was preempted or not."""
     side = side_of(call.instance)
     if side is not None:
-        side.begin_step(private(call.argument("kv_connector_metadata"), _STEP))
+        side.begin_step(step_on(call.argument("kv_connector_metadata")))
     call.proceed()
 
 
@@ -239,7 +235,7 @@ def handle_preemptions(call: Call) -> None:
 )
 def start_load_kv(call: Call) -> None:
     side = side_of(call.instance)
-    side.begin_step(private(private(call.instance, "_connector_metadata"), _STEP))
+    side.begin_step(step_on(private(call.instance, "_connector_metadata")))
     side.blocks_zeroed()
 
 
