@@ -16,7 +16,7 @@ def watch() -> None:
 
 
 def _install() -> bool:
-    """Returns whether this process has an installation now."""
+    """Returns whether this process has patches now."""
     try:
         from kvcached_nixl.activation.bootstrap import install
     except Exception as error:  # noqa: BLE001 - turned into a refusal at the import of the connector

@@ -112,23 +112,17 @@ class Target:
 
     Args:
         name: our name for it in reports.
-        module: defines it. A class that a module only re-exports is not found there.
+        module: defines it, and the attribute. A class that a module only re-exports is not found there, and a patch
+            never changes a base class in another module that other classes share.
         qualname: of the class; empty for the module itself.
-        scope: the attribute must be defined in a module whose dotted name starts with this, so that a patch never
-            changes a base class that other classes share. Empty: only ``module``.
     """
 
     name: str
     module: str
     qualname: str = ""
-    scope: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.qualname}" if self.qualname else self.module
-
-    def contains(self, module: str) -> bool:
-        """Whether code defined in ``module`` may be patched under this target."""
-        return module.startswith(self.scope) if self.scope else module == self.module
 
 
 @dataclass(frozen=True)
@@ -209,6 +203,12 @@ class PatchOutcome:
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes += (text,)
+
+    def skip(self, reason: str | None) -> bool:
+        """Skip the patch if there is a reason. Returns whether there is."""
+        if reason is not None:
+            self.state, self.reason = PatchState.SKIPPED, reason
+        return reason is not None
 
     def refuse(self, cause: Refused) -> None:
         self.state, self.reason, self.cause = PatchState.REFUSED, cause.line, cause

@@ -26,7 +26,7 @@ from kvcached_nixl.patching.record import Call, Patch, PatchOutcome, PatchState,
 from kvcached_nixl.patching.seat import Seat, find_seat, locate, way_around
 
 Judge = Callable[[Patch], "str | None"]
-"""Returns why a patch must be skipped, or None to apply it. May raise `Refused`. The only reader of versions."""
+"""Returns why a patch must be skipped, or None to apply it. The only reader of versions."""
 
 
 @dataclass
@@ -47,7 +47,6 @@ class Registry:
         self._when_first_complete: Callable[[Registry], None] | None = when_first_complete
         self._entries: list[_Entry] = []
         self._refusals: list[tuple[str, Refused]] = []
-        self._watched: set[str] = set()
         self._active = True
         self._lock = threading.RLock()
 
@@ -134,10 +133,7 @@ class Registry:
             if not getattr(module.__spec__, "_initializing", False):
                 self.imported(module)
             return
-        with self._lock:
-            if name in self._watched:
-                return
-            self._watched.add(name)
+        # Once for each patch: a module whose patches are decided is looked at in vain.
         wrapt.register_post_import_hook(self.imported, name)
 
     def _decide(self, entry: _Entry, module: types.ModuleType) -> None:
@@ -146,9 +142,7 @@ class Registry:
         if container is None:
             return
         try:
-            reason = self._judge(patch)
-            if reason is not None:
-                entry.state, entry.reason = PatchState.SKIPPED, reason
+            if entry.skip(self._judge(patch)):
                 return
             for note in patch.prepare() if patch.prepare is not None else ():
                 entry.note(note)
@@ -173,30 +167,19 @@ class Registry:
         patch = entry.patch
         try:
             self.imported(importlib.import_module(patch.target.module))
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{patch.target.module}.".startswith(f"{error.name}."):
+        except Exception as error:  # noqa: BLE001 - recorded as a refusal, which stops the start
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is None or not f"{patch.target.module}.".startswith(f"{missing}."):
                 entry.refuse(_unforeseen(patch, error))
                 return
-        except Exception as error:  # noqa: BLE001 - recorded as a refusal, which stops the start
-            entry.refuse(_unforeseen(patch, error))
-            return
         with self._lock:
-            if entry.state is PatchState.PENDING:
+            if entry.state is PatchState.PENDING and self._active:
                 self._absent(entry)
 
     def _absent(self, entry: _Entry) -> None:
         patch = entry.patch
-        if not self._active:
-            return
-        try:
-            reason = self._judge(patch)
-        except Refused as error:
-            entry.refuse(error)
-            return
-        if reason is None and patch.when_absent == "skip":
-            reason = f"not there: {patch.target}"
-        if reason is not None:
-            entry.state, entry.reason = PatchState.SKIPPED, reason
+        may_lack = f"not there: {patch.target}" if patch.when_absent == "skip" else None
+        if entry.skip(self._judge(patch) or may_lack):
             return
         entry.refuse(
             ContractChanged(

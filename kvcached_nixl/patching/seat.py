@@ -150,7 +150,7 @@ def _owner(patch: Patch, container: type | types.ModuleType) -> type | types.Mod
         return container
     for cls in container.__mro__:
         if patch.attribute in vars(cls):
-            if not patch.target.contains(cls.__module__):
+            if cls.__module__ != patch.target.module:
                 raise _changed(patch, container, f"inherited from {_name_of(cls)}", "defined by the target itself")
             return cls
     raise _changed(patch, container, "no such attribute", f"a {patch.kind}")

@@ -49,9 +49,9 @@ def untouched() -> dict[str, Any]:
     kvcached_nixl.install()
     closed = entries()
     os.environ["ENABLE_KVCACHED"] = "1"
-    installation = kvcached_nixl.install()
-    assert installation is not None
-    installation.registry.complete()
+    registry = kvcached_nixl.install()
+    assert registry is not None
+    registry.complete()
     opened, applied = entries(), [o.reason for o in kvcached_nixl.status().outcomes if o.state.value == "applied"]
     left = kvcached_nixl.uninstall()
     after = entries()
@@ -69,9 +69,9 @@ def outcomes() -> dict[str, Any]:
     import kvcached_nixl
     from kvcached_nixl.activation.bootstrap import current
 
-    installation = current()
-    assert installation is not None
-    installation.registry.complete()
+    registry = current()
+    assert registry is not None
+    registry.complete()
     report = kvcached_nixl.status()
     return {
         "outcomes": {o.name: [o.state.value, o.reason] for o in report.outcomes},

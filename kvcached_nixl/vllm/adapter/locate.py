@@ -15,13 +15,13 @@ from kvcached_nixl.vllm import KV_TRANSFER, KVCACHED_NIXL_COMPAT, NIXL_PREFIX
 
 CONNECTOR_BASE = Target("connector base", f"{KV_TRANSFER}.v1.base", "KVConnectorBase_V1")
 """The base class of every KV connector, not only NIXL's."""
-FACADE = Target("connector", f"{NIXL_PREFIX}.connector", "NixlBaseConnector", scope=NIXL_PREFIX)
+FACADE = Target("connector", f"{NIXL_PREFIX}.connector", "NixlBaseConnector")
 """The base class of the pull and the push connector."""
-PULL_FACADE = Target("pull connector", f"{NIXL_PREFIX}.connector", "NixlPullConnector", scope=NIXL_PREFIX)
+PULL_FACADE = Target("pull connector", f"{NIXL_PREFIX}.connector", "NixlPullConnector")
 """The class that the name ``NixlConnector`` refers to."""
 FACADE_CLASS_NAMES = frozenset({"NixlBaseConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"})
 PUSH_CLASS_NAMES = frozenset({"NixlPushConnector"})
-WORKER = Target("worker", f"{NIXL_PREFIX}.base_worker", "NixlBaseConnectorWorker", scope=NIXL_PREFIX)
+WORKER = Target("worker", f"{NIXL_PREFIX}.base_worker", "NixlBaseConnectorWorker")
 """The worker half of the connector, which kvcached's own patch changes."""
 METADATA_MODULE = f"{NIXL_PREFIX}.metadata"
 """Where the message class of the connector's handshake is."""

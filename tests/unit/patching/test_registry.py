@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import wrapt
 
-from kvcached_nixl.errors import ContractChanged, Refused, UnsupportedVersion
+from kvcached_nixl.errors import ContractChanged, Refused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, PatchState, Registry, Target
 
 SOURCE = """
@@ -254,7 +254,7 @@ def test_a_target_whose_import_breaks_is_refused_with_that_error(
 def test_a_class_that_is_only_re_exported_is_not_the_target(lib: Any, make_module: Callable[..., Any]) -> None:
     """An alias of a subclass is no stand-in for a base that is gone: its siblings would stay unpatched, unseen."""
     make_module("lib.facade", "from lib.worker import Sub as Base")
-    registry = registered(patch(target=Target("worker", "lib.facade", "Base", scope="lib"), wrapper=lambda call: None))
+    registry = registered(patch(target=Target("worker", "lib.facade", "Base"), wrapper=lambda call: None))
     registry.complete()
     assert only(registry).state is PatchState.REFUSED
     assert type(vars(lib.Sub)["load"]).__name__ == "function"
@@ -285,23 +285,14 @@ def test_a_hook_records_an_unforeseen_error_and_does_not_raise(lib: Any) -> None
     assert "ZeroDivisionError: in prepare" in only(registry).reason
 
 
-def test_the_judge_skips_and_refuses_with_its_reason(lib: Any) -> None:
+def test_the_judge_skips_with_its_reason(lib: Any) -> None:
     """Versions are the judge's business, not the engine's."""
-
-    def judge(record: Patch) -> str | None:
-        if record.versions == "refuse":
-            raise UnsupportedVersion(found="f", expected="e", consequence="c", remedy="r")
-        return record.versions or None
-
-    registry = registered(
-        patch(versions="of another lib", wrapper=lambda call: None),
-        patch(versions="refuse", **LAYOUT, wrapper=lambda call: None),
-        judge=judge,
-    )
-    skipped, refused = registry.outcomes()
-    assert (skipped.state, skipped.reason) == (PatchState.SKIPPED, "of another lib")
-    assert refused.state is PatchState.REFUSED
-    assert [type(vars(lib.Base)[name]).__name__ for name in ("load", "layout")] == ["function", "classmethod"]
+    there = patch(versions="of another lib", wrapper=lambda call: None)
+    nowhere = replace(there, target=Target("gone", "lib.gone", "Gone"))
+    registry = registered(there, nowhere, judge=lambda record: record.versions)
+    registry.complete()
+    assert {(one.state, one.reason) for one in registry.outcomes()} == {(PatchState.SKIPPED, "of another lib")}
+    assert type(vars(lib.Base)["load"]).__name__ == "function"
 
 
 def test_preparing_runs_before_the_contract_is_checked_and_its_notes_are_kept(lib: Any) -> None:
