@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
@@ -85,18 +84,10 @@ def answer(run: Run) -> Answer:
     samples = Samples(("{} at a time",))
     handed: dict[str, tuple[int, int]] = {}
     for mode in run.chosen(MODES):
-        arms = [arm for arm in GROUPS[mode] if arm is not STOCK_PUSH or has_stock_push()]
-        handed |= measure(run, samples, arms)
+        handed |= measure(run, samples, GROUPS[mode])
     table = samples.table("vllm bench serve; medians over the rounds", COLUMNS)
     moved = {arm: {"asked": asked, "moved": found} for arm, (asked, found) in handed.items()}
     return Answer([table], judge(samples, handed), {"handed": moved, "runs": samples.as_json()})
-
-
-def has_stock_push() -> bool:
-    """Return whether the installed vLLM has ``NixlPushConnector``. Does not import it."""
-    found = importlib.util.find_spec("vllm")
-    nixl_push = "distributed/kv_transfer/kv_connector/v1/nixl/push_worker.py"
-    return found is not None and found.origin is not None and (Path(found.origin).parent / nixl_push).is_file()
 
 
 @dataclass(frozen=True)

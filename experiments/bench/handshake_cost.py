@@ -9,7 +9,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from experiments.bench.pairs import APART, KVCACHED, Arm, Router, in_turn, pair_specs
 from experiments.bench.samples import Answer, Column, Run, Samples, Setting
@@ -34,23 +34,14 @@ KVCACHED_OWN = Arm("kvcached's own patch", {**APART, "KVCACHED_NIXL": "0"})
 ARMS = (*OURS, KVCACHED_OWN)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One kind of pair. ``reserved_gib`` is the device size that kvcached assumes; 0 for stock, which has none."""
+def reserving(arm: Arm, gib: int) -> Arm:
+    """Return the arm with a device of that size, which kvcached reserves; only little of it is ever mapped."""
+    reserves = {"KVCACHED_HOSTVMM_GIB": str(gib), "KVCACHED_HOSTVMM_OVERCOMMIT": "1"}
+    return replace(arm, name=f"{gib} GiB", environment={**arm.environment, **reserves})
 
-    arm: Arm
-    reserved_gib: int
 
-    @property
-    def name(self) -> str:
-        return f"{self.reserved_gib} GiB" if self.reserved_gib else STOCK.name
-
-    def specs(self, beside: Arm) -> list[ServerSpec]:
-        # The cost of reserving is measured; only little of the reserved memory is ever mapped.
-        reserves = {"KVCACHED_HOSTVMM_GIB": str(self.reserved_gib), "KVCACHED_HOSTVMM_OVERCOMMIT": "1"}
-        environment = reserves if self.reserved_gib else {}
-        place = f"{beside.name}-{self.name}"
-        return pair_specs(self.arm, place, environment, model=make_model(), max_num_batched_tokens=1024)
+def specs(arm: Arm, beside: Arm) -> list[ServerSpec]:
+    return pair_specs(arm, beside.name, {}, model=make_model(), max_num_batched_tokens=1024)
 
 
 def answer(run: Run) -> Answer:
@@ -60,12 +51,12 @@ def answer(run: Run) -> Answer:
     sizes = (SIZES_GIB[0], SIZES_GIB[-1]) if run.quick else SIZES_GIB
     for turn, arm in itertools.product(range(rounds), ARMS):
         if run.only in arm.name and not (run.quick and arm is KVCACHED_OWN):
-            kinds = [Kind(STOCK, 0), *(Kind(arm, gib) for gib in sizes)]
+            arms = [STOCK, *(reserving(arm, gib) for gib in sizes)]
             with contextlib.ExitStack() as stack:
                 logs = run.logs / str(turn)
-                pairs = [stack.enter_context(running(kind.specs(arm), logs, run.show)) for kind in kinds]
+                pairs = [stack.enter_context(running(specs(one, arm), logs, run.show)) for one in arms]
                 run.tell(f"{arm.name}: {len(pairs)} pairs run")
-                asyncio.run(_measure(samples, (arm.name,), kinds, pairs))
+                asyncio.run(_measure(samples, (arm.name,), arms, pairs))
     columns = (
         Column("first, ms", "first"),
         Column("cold, ms", "cold"),
@@ -85,19 +76,17 @@ def first_quartile(values: Sequence[float]) -> float:
     return statistics.quantiles(values)[0]
 
 
-async def _measure(
-    samples: Samples, setting: Setting, kinds: Sequence[Kind], pairs: Sequence[Sequence[Server]]
-) -> None:
+async def _measure(samples: Samples, setting: Setting, arms: Sequence[Arm], pairs: Sequence[Sequence[Server]]) -> None:
     """Measure pairs that run at the same time; they take turns."""
     async with http_client(1) as http:
-        routers = {kind.name: Router(kind.arm, *pair, http) for kind, pair in zip(kinds, pairs, strict=True)}
+        routers = {arm.name: Router(arm, *pair, http) for arm, pair in zip(arms, pairs, strict=True)}
         for name, router in routers.items():
             for side in (router.prefill, router.decode):
                 # Both sides compute once before, so that only the hand-over happens for the first time.
                 await side.answer(PROMPT, max_tokens=2, salt="warm", request_id="warm")
             first = await _first_token_seconds(router)
             samples.add(setting, name, first=first, cold=first)
-        held = {kind.name: _resident_bytes(decode) for kind, (_, decode) in zip(kinds, pairs, strict=True)}
+        held = {arm.name: _resident_bytes(decode) for arm, (_, decode) in zip(arms, pairs, strict=True)}
         for turn in range(COLD_AGAIN):
             for name, router in in_turn(list(routers.items()), turn):
                 if (await router.decode.probe("forget_peers"))["forgotten"] != 1:

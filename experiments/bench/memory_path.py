@@ -19,7 +19,7 @@ from experiments.bench import push_vs_pull
 from experiments.bench.pairs import KVCACHED, Arm, Router, pair_specs
 from experiments.bench.push_vs_pull import BLOCK_SIZE, FORMS, KV_BYTES_PER_TOKEN, MODEL, SHARED_MEMORY, TCP, Load
 from experiments.bench.samples import Answer, Column, Run, Samples
-from experiments.common.client import AnswerError, http_client
+from experiments.common.client import AnswerError, at_a_time, http_client
 from experiments.common.model import make_model
 from experiments.common.pages import PageWatch
 from experiments.common.report import Verdict, finish, line, make_panels, make_table, save
@@ -96,18 +96,7 @@ def answer(run: Run) -> Answer:
 def specs(arm: Arm, gib: float, num_blocks: int, pool: Mapping[str, str], model: Path) -> list[ServerSpec]:
     """Return the configurations of P and D of an arm over ``gib`` of kvcached's memory."""
     own = dataclasses.replace(arm, environment={**KVCACHED, "KVCACHED_HOSTVMM_GIB": str(gib), **pool})
-    return pair_specs(
-        own,
-        f"{gib}",
-        {},
-        model=model,
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        max_model_len=8704,
-        max_num_batched_tokens=512,
-        forks=True,
-        arguments=("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(num_blocks)),
-    )
+    return pair_specs(own, f"{gib}", {}, **push_vs_pull.sizes_of(model, num_blocks, 512))
 
 
 # ---------------------------------------------------------------------------------------------------- resident memory
@@ -272,14 +261,9 @@ class _Watched:
     async def load(self, requests: int, length: int) -> dict[str, float]:
         """Hand prompts over, ``CLIENTS`` at a time, with late requests to decode; return the rate, the bytes of
         prefill's pool mapped on average, and its size."""
-        places = asyncio.Semaphore(CLIENTS)
-
-        async def one() -> None:
-            async with places:
-                await self.router.hand_over(length, TOKENS, late_seconds=LATE_SECONDS)
-
+        calls = (self.router.hand_over(length, TOKENS, late_seconds=LATE_SECONDS) for _ in range(requests))
         begun, area, last = time.monotonic(), 0.0, time.monotonic()
-        asking = asyncio.gather(*(one() for _ in range(requests)))
+        asking = asyncio.create_task(at_a_time(CLIENTS, calls))
         while not asking.done():
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()

@@ -21,7 +21,7 @@ import httpx
 
 from experiments.common.client import AnswerError, Client, offered_blocks
 from experiments.common.device import nixl
-from experiments.common.servers import SERVER_SIDE, Server, ServerSpec, prefill_and_decode, running
+from experiments.common.servers import REPOSITORY, SERVER_SIDE, Server, ServerSpec, prefill_and_decode, running
 
 PROBE = Path(__file__).resolve().parent / "server_side"
 KVCACHED: Mapping[str, str] = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true"}
@@ -55,7 +55,7 @@ class Arm:
 
 def pair_specs(arm: Arm, place: str, environment: Mapping[str, str], **more: Any) -> list[ServerSpec]:
     """Return the configurations of P and D of an arm, with the probe; ``place`` makes their names different."""
-    search = os.pathsep.join(map(str, (SERVER_SIDE, PROBE)))
+    search = os.pathsep.join(map(str, (SERVER_SIDE, PROBE, REPOSITORY)))
     arguments = ("--worker-extension-cls", "bench_probe.BenchProbe", *more.pop("arguments", ()))
     config = {**nixl("", arm.extra), "kv_connector": arm.connector}
     made = {"PYTHONPATH": search, **environment, **arm.environment}
@@ -117,7 +117,7 @@ class Router:
         asked = time.perf_counter()
         if self.arm.is_streamed and late_seconds is None:
             params = {**self.coordinates, "do_remote_prefill": True, "transfer_id": name}
-            decoding = asyncio.create_task(self._decode(prompt, name, params, tokens))
+            decoding = asyncio.create_task(self.decode.token_times(prompt, tokens, name, params))
             await self.prefill.offer(prompt, salt=name, request_id=name, transfer_id=name)
             return Handed(asked, time.perf_counter(), await decoding)
         params = await self.prefill.offer(prompt, salt=name, request_id=name)
@@ -125,19 +125,14 @@ class Router:
             raise AnswerError(f"{name}: found no blocks in prefill's answer; expected a hand-over. See prefill's log.")
         await asyncio.sleep(late_seconds or 0.0)
         offered = time.perf_counter()
-        return Handed(asked, offered, await self._decode(prompt, name, params, tokens))
+        return Handed(asked, offered, await self.decode.token_times(prompt, tokens, name, params))
 
     async def ask_decode(self, length: int, tokens: int = 1) -> Handed:
         """Ask decode only, which asks prefill."""
         name, prompt = self._next(length)
         asked = time.perf_counter()
-        return Handed(asked, asked, await self._decode(prompt, name, None, tokens))
+        return Handed(asked, asked, await self.decode.token_times(prompt, tokens, name, None))
 
     def _next(self, length: int) -> tuple[str, list[int]]:
         number = next(self.names)
         return f"request-{number}", [2 + (number * 131 + place * 7 + place * place) % 500 for place in range(length)]
-
-    async def _decode(self, prompt: list[int], name: str, params: dict[str, Any] | None, tokens: int) -> list[float]:
-        return await self.decode.token_times(
-            prompt, max_tokens=tokens, salt=name, request_id=name, kv_transfer_params=params
-        )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -131,19 +132,21 @@ def answer(run: Run) -> Answer:
 
 def specs(arm: Arm, transport: Transport, model: Path) -> list[ServerSpec]:
     """Return the configurations of P and D of an arm over a transport."""
-    return pair_specs(
-        arm,
-        transport.name,
-        transport.environment,
-        model=model,
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        max_model_len=8704,
-        max_num_batched_tokens=CHUNK_TOKENS,
-        kv_space_gib=KV_GIB,
-        forks=True,
-        arguments=("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(NUM_BLOCKS)),
-    )
+    sizes = sizes_of(model, NUM_BLOCKS, CHUNK_TOKENS)
+    return pair_specs(arm, transport.name, transport.environment, kv_space_gib=KV_GIB, **sizes)
+
+
+def sizes_of(model: Path, num_blocks: int, batched_tokens: int) -> dict[str, Any]:
+    """Return fields of the servers of `MODEL`."""
+    return {
+        "model": model,
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 8704,
+        "max_num_batched_tokens": batched_tokens,
+        "forks": True,
+        "arguments": ("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(num_blocks)),
+    }
 
 
 def measure(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run by setting and arm: medians, a table, and the targets of one arm beside another."""
+"""Runs a question; its figures by setting and arm: medians, a table, and the targets of one arm beside another."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.markup import escape
@@ -30,66 +30,43 @@ class Check:
     failed_setup: bool = False
 
 
-class Checks:
-    """The rows in the order in which they were added."""
+def table_of(rows: Sequence[Check], title: str) -> Table:
+    """Return the rows as a table for a terminal."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("arm", "check", "", "outcome"):
+        table.add_column(heading)
+    arm = None
+    for row in rows:
+        if arm is not None and row.arm != arm:
+            table.add_section()
+        shown = [row.outcome, *(f"{one.prompt}: {one.aspect}: {one.text}" for one in row.differences)]
+        if len(row.differences) > DIFFERENCES_SHOWN:
+            more = len(row.differences) - DIFFERENCES_SHOWN
+            shown = [*shown[: DIFFERENCES_SHOWN + 1], f"... and {more} more, see the JSON"]
+        passed = "[green]ok[/green]" if row.passed else "[red]FAILED[/red]"
+        table.add_row(row.arm if row.arm != arm else "", row.what, passed, escape("\n".join(shown)))
+        arm = row.arm
+    return table
 
-    def __init__(self) -> None:
-        self.rows: list[Check] = []
 
-    def add(self, row: Check) -> Check:
-        """Keep ``row`` and return it."""
-        self.rows.append(row)
-        return row
-
-    @property
-    def exit_status(self) -> int:
-        """0 if all passed (and anything was checked), 1 for a difference, 2 if only the set-up failed."""
-        return exit_status(self.summary())
-
-    def table(self, title: str) -> Table:
-        """Return the rows as a table for a terminal."""
-        table = Table(title=title, title_justify="left")
-        for heading in ("arm", "check", "", "outcome"):
-            table.add_column(heading)
-        arm = None
-        for row in self.rows:
-            if arm is not None and row.arm != arm:
-                table.add_section()
-            shown = [row.outcome, *(f"{one.prompt}: {one.aspect}: {one.text}" for one in row.differences)]
-            if len(row.differences) > DIFFERENCES_SHOWN:
-                more = len(row.differences) - DIFFERENCES_SHOWN
-                shown = [*shown[: DIFFERENCES_SHOWN + 1], f"... and {more} more, see the JSON"]
-            table.add_row(
-                row.arm if row.arm != arm else "",
-                row.what,
-                "[green]ok[/green]" if row.passed else "[red]FAILED[/red]",
-                escape("\n".join(shown)),
-            )
-            arm = row.arm
-        return table
-
-    def summary(self) -> list[dict[str, Any]]:
-        """Return the rows for JSON, with the number of differences only."""
-        return [
-            {
-                "arm": row.arm,
-                "check": row.what,
-                "passed": row.passed,
-                "outcome": row.outcome,
-                **({"differences": len(row.differences)} if row.differences else {}),
-                **({"failed_setup": True} if row.failed_setup else {}),
-                **row.figures,
-            }
-            for row in self.rows
-        ]
-
-    def details(self) -> list[dict[str, Any]]:
-        """Return the rows for JSON with every difference."""
-        return [asdict(row) for row in self.rows]
+def summary_of(rows: Sequence[Check]) -> list[dict[str, Any]]:
+    """Return the rows for JSON, with the number of differences only."""
+    return [
+        {
+            "arm": row.arm,
+            "check": row.what,
+            "passed": row.passed,
+            "outcome": row.outcome,
+            **({"differences": len(row.differences)} if row.differences else {}),
+            **({"failed_setup": True} if row.failed_setup else {}),
+            **row.figures,
+        }
+        for row in rows
+    ]
 
 
 def exit_status(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the exit status, as `Checks.exit_status`, for rows as ``summary`` returns them."""
+    """Return 0 if all rows of a summary passed (and there are any), 1 for a difference, 2 if only the set-up failed."""
     failed = [row for row in rows if not row["passed"]]
     if any(not row.get("failed_setup") for row in failed):
         return 1

@@ -11,7 +11,7 @@ import httpx
 
 from experiments.byte_equivalence.arm_run import Corruption, PairRun, answers_alone, with_pairs
 from experiments.byte_equivalence.arms import REFERENCE, Arm
-from experiments.byte_equivalence.checks import Check, Checks, compared
+from experiments.byte_equivalence.checks import Check, compared
 from experiments.byte_equivalence.compare import (
     LOGPROB_TOLERANCE,
     Aspect,
@@ -36,14 +36,14 @@ class NotCaught(Exception):
 class Comparison:
     """One run. Each server writes its log to ``logs``."""
 
-    def __init__(self, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks) -> None:
+    def __init__(self, arms: Sequence[Arm], logs: Path, narrator: Narrator) -> None:
         self.arms = arms
         self.logs = logs
         self.narrator = narrator
-        self.checks = checks
+        self.rows: list[Check] = []
 
     def _row(self, row: Check) -> Check:
-        self.checks.add(row)
+        self.rows.append(row)
         self.narrator.say(f"{'ok    ' if row.passed else 'FAILED'} {row.arm}: {row.what}: {row.outcome}")
         return row
 

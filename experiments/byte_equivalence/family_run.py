@@ -16,7 +16,7 @@ from pathlib import Path
 
 from experiments.byte_equivalence.arm_run import Corruption, PairRun
 from experiments.byte_equivalence.arms import REFERENCE, Arm, specs
-from experiments.byte_equivalence.checks import Check, Checks, compared
+from experiments.byte_equivalence.checks import Check, compared
 from experiments.byte_equivalence.compare import (
     Difference,
     Expected,
@@ -70,8 +70,8 @@ class Group:
 class FamilyRun(Comparison):
     """A run with the model of a family."""
 
-    def __init__(self, family: str, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks) -> None:
-        super().__init__(arms, logs, narrator, checks)
+    def __init__(self, family: str, arms: Sequence[Arm], logs: Path, narrator: Narrator) -> None:
+        super().__init__(arms, logs, narrator)
         self.family = FAMILIES[family]
         self.name = family
         vocabulary = self.family.values["vocab_size"]

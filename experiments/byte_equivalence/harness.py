@@ -25,7 +25,7 @@ from experiments.byte_equivalence.arms import (
     phases,
     specs,
 )
-from experiments.byte_equivalence.checks import Check, Checks, compared
+from experiments.byte_equivalence.checks import Check, compared
 from experiments.byte_equivalence.compare import (
     LOGPROB_TOLERANCE,
     Difference,
@@ -57,8 +57,8 @@ class Baseline:
 class Harness(Comparison):
     """A run with the usual model, phase by phase."""
 
-    def __init__(self, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks, *, quick: bool) -> None:
-        super().__init__(arms, logs, narrator, checks)
+    def __init__(self, arms: Sequence[Arm], logs: Path, narrator: Narrator, *, quick: bool) -> None:
+        super().__init__(arms, logs, narrator)
         self.shape = GQA
         self.quick = quick
         self.prompts = fixed_prompts(
@@ -70,7 +70,7 @@ class Harness(Comparison):
         self.damage = damage_prompts(len(CORRUPTIONS), block_size=BLOCK_SIZE, vocabulary=self.shape.vocabulary)
 
     def run(self) -> None:
-        """Run every phase, add rows to ``checks``; raises :class:`NotCaught` at the first corruption not detected."""
+        """Run every phase, add `rows`; raises :class:`NotCaught` at the first corruption not detected."""
         model = make_model(self.shape)
         for phase in phases(self.shape, quick=self.quick):
             baseline: Baseline | None = None
@@ -207,12 +207,12 @@ class Harness(Comparison):
         received = count_received([observed for _, observed in seen])
         what = f"{name}: SHA-256 of KV blocks, 32 at a time"
         self._row(compared(arm.name, what, blocks, f"{received} blocks travelled", blocks=received))
-        for server, pages, resting in zip(servers, memory.counts(), memory.resting(), strict=False):
+        for server, watch, resting in zip(servers, memory.watches, memory.resting, strict=False):
             side = server.spec.name.rsplit("-", 1)[-1]
             # When D is asked, or P stages, P may keep a request only while computing it: its pool needs one page group,
             # so it never has to remap.
             if (run.order == "P first" and not arm.is_staged) or side.startswith("decode"):
-                self._row(remapped(arm.name, f"{name}: kvcached remapped during the run ({side})", pages))
+                self._row(remapped(arm.name, f"{name}: kvcached remapped during the run ({side})", watch.count()))
             what = f"{name}: memory came back after every round ({side})"
             self._row(came_back(arm.name, what, resting, page_group_bytes))
 
@@ -228,44 +228,37 @@ def named(phase: Phase, arm: Arm, run: PairRun) -> str:
 SETTLE_SECONDS = 20.0
 
 
-class PoolMemory:
+class PoolMemory(contextlib.ExitStack):
     """Samples kvcached's memory counters of ``ipc_names`` during a ``with`` block.
 
-    ``resting_bytes`` is what may stay mapped while the server is idle: the page group of vLLM's null block.
+    Args:
+        resting_bytes: what may stay mapped while the server is idle: the page group of vLLM's null block.
+
+    Attributes:
+        resting: the bytes each pool had mapped after each round.
     """
 
     def __init__(self, ipc_names: Sequence[str], resting_bytes: int) -> None:
+        super().__init__()
         self.resting_bytes = resting_bytes
-        self._watches = [PageWatch(name) for name in ipc_names]
-        self._resting: list[list[int]] = [[] for _ in ipc_names]
-        self._stack = contextlib.ExitStack()
+        self.watches = [PageWatch(name) for name in ipc_names]
+        self.resting: list[list[int]] = [[] for _ in ipc_names]
 
     def __enter__(self) -> PoolMemory:
-        for watch in self._watches:
-            self._stack.enter_context(watch)
+        for watch in self.watches:
+            self.enter_context(watch)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     async def settle(self) -> None:
         """Wait at most ``SETTLE_SECONDS`` until every pool is down to its idle size; record the size reached."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline and any(level > self.resting_bytes for level in self._levels()):
             await asyncio.sleep(0.05)
-        for reached, level in zip(self._resting, self._levels(), strict=True):
+        for reached, level in zip(self.resting, self._levels(), strict=True):
             reached.append(level)
 
     def _levels(self) -> list[int]:
-        return [watch.mapped_bytes() or 0 for watch in self._watches]
-
-    def counts(self) -> list[PageCount]:
-        """Return how much each pool mapped and unmapped; call it after the ``with`` block."""
-        return [watch.count() for watch in self._watches]
-
-    def resting(self) -> list[list[int]]:
-        """Return the bytes each pool had mapped after each round."""
-        return self._resting
+        return [watch.mapped_bytes() or 0 for watch in self.watches]
 
 
 def remapped(arm: str, what: str, pages: PageCount) -> Check:

@@ -7,11 +7,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from experiments.byte_equivalence.arms import SINGLE, Arm, Phase, of_size, phases
-from experiments.byte_equivalence.checks import VERDICTS, Checks, exit_status
+from experiments.byte_equivalence.checks import VERDICTS, exit_status, summary_of, table_of
 from experiments.byte_equivalence.comparison import NotCaught
 from experiments.byte_equivalence.family_run import FamilyRun
 from experiments.byte_equivalence.harness import Harness
@@ -39,17 +42,18 @@ def main(options: argparse.Namespace) -> int:
         return 2
 
     began, stamp = begin(options.vllm)
-    is_partial = bool(options.arm or options.mode)
     kind = options.model or ("" if options.size == "full" else options.size)
-    checks, not_caught = Checks(), None
+    not_caught = None
     with Narrator(f"byte equivalence, vLLM {options.vllm}{f', {kind}' if kind else ''}") as narrator:
+        run = _run_of(options, arms, RESULTS / stamp, narrator)
         try:
-            _run(options, arms, RESULTS / stamp, narrator, checks)
+            run.run()
         except NotCaught as error:
             not_caught = error
+    rows = summary_of(run.rows)
     console = stdout_console()
-    console.print(checks.table(f"byte equivalence, vLLM {versions()['vllm']}, {kind} {narrator.seconds:.0f} s"))
-    status = 1 if not_caught else checks.exit_status
+    console.print(table_of(run.rows, f"byte equivalence, vLLM {versions()['vllm']}, {kind} {narrator.seconds:.0f} s"))
+    status = 1 if not_caught else exit_status(rows)
     if not_caught:
         console.print(f"{not_caught}: was not caught. Nothing was compared: the harness would miss real corruptions.")
     console.print(f"{VERDICTS[status]} (exit status {status}); details: {RESULTS / stamp}.json")
@@ -60,30 +64,38 @@ def main(options: argparse.Namespace) -> int:
         "verdict": VERDICTS[status],
         "options": {**asked, **({} if options.model is None else {"model": options.model})},
     }
-    write_json(RESULTS / f"{stamp}.json", {**content, "checks": checks.details()})
+    write_json(RESULTS / f"{stamp}.json", {**content, "checks": [asdict(row) for row in run.rows]})
+    _write_last(options, rows, content, console)
+    return status
+
+
+def _write_last(
+    options: argparse.Namespace, rows: Sequence[dict[str, Any]], content: dict[str, Any], console: Console
+) -> None:
+    """Write the file with the last result of each arm; a brief run has none."""
+    is_partial = bool(options.arm or options.mode)
     if options.model is not None:
         name = "".join(letter if letter.isalnum() else "-" for letter in options.model)
         last = RESULTS / f"last-{options.vllm}-{name}.json"
-        rows = with_kept(checks.summary(), last if is_partial else None)
-        write_json(last, {**content, "verdict": VERDICTS[status or exit_status(rows)], "checks": rows})
+        kept = with_kept(rows, last if is_partial else None)
+        verdict = content["verdict"] if content["verdict"] != VERDICTS[0] else VERDICTS[exit_status(kept)]
+        write_json(last, {**content, "verdict": verdict, "checks": kept})
     elif options.size != "brief":
         is_quick = options.size == "quick"
         last = RESULTS / f"{last_name(options.vllm, quick=is_quick)}.json"
-        kept = last if is_partial else None
-        found = summary(checks.summary(), kept, of_size(options.size, options.vllm), phases(GQA, quick=is_quick))
+        arms = of_size(options.size, options.vllm)
+        found = summary(rows, last if is_partial else None, arms, phases(GQA, quick=is_quick))
         if found["missing"]:
             missing = "; ".join(found["missing"])
             console.print(f"{last.name} does not cover all arms of such a run yet. Missing: {missing}")
         write_json(last, {**content, **found})
-    return status
 
 
-def _run(options: argparse.Namespace, arms: Sequence[Arm], logs: Path, narrator: Narrator, checks: Checks) -> None:
-    """Compare with the usual model, or with that of a family; raises `NotCaught`."""
+def _run_of(options: argparse.Namespace, arms: Sequence[Arm], logs: Path, narrator: Narrator) -> Harness | FamilyRun:
+    """Return a run with the usual model, or with that of a family."""
     if options.model is not None:
-        FamilyRun(options.model, arms, logs, narrator, checks).run()
-    else:
-        Harness(arms, logs, narrator, checks, quick=options.size != "full").run()
+        return FamilyRun(options.model, arms, logs, narrator)
+    return Harness(arms, logs, narrator, quick=options.size != "full")
 
 
 def summary(

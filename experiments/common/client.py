@@ -7,14 +7,15 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from kvcached_nixl.wire.params import MANIFEST_KEY, name_of
 
+T = TypeVar("T")
 REQUEST_TIMEOUT_SECONDS = 180.0
 LOOK_SECONDS = 0.02
 TOP_LOGPROBS = 5
@@ -119,29 +120,26 @@ class Client:
         return answer
 
     async def token_times(
-        self,
-        prompt: list[int],
-        *,
-        max_tokens: int,
-        salt: str,
-        request_id: str,
-        kv_transfer_params: dict[str, Any] | None,
+        self, prompt: list[int], max_tokens: int, name: str, params: dict[str, Any] | None
     ) -> list[float]:
-        """Stream one greedy completion; returns each token's arrival time in ``time.perf_counter()`` seconds."""
-        asked = self._completion(prompt, max_tokens, salt, request_id, kv_transfer_params)
+        """Stream one greedy completion; returns each token's arrival time in ``time.perf_counter()`` seconds.
+
+        ``name``: the request's id, and its salt.
+        """
+        asked = self._completion(prompt, max_tokens, name, name, params)
         asked["json"]["stream"] = True
         arrived: list[float] = []
         async with self.http.stream("POST", **asked) as reply:
             if reply.status_code != httpx.codes.OK:
                 said = (await reply.aread())[:500]
-                raise AnswerError(f"{self.base_url} answered {reply.status_code} to {request_id}: {said!r}")
+                raise AnswerError(f"{self.base_url} answered {reply.status_code} to {name}: {said!r}")
             async for line in reply.aiter_lines():
                 if line.startswith("data: {"):
                     if "error" in json.loads(line.removeprefix("data: ")):
-                        raise AnswerError(f"{self.base_url} streamed an error for {request_id}: {line[:500]}")
+                        raise AnswerError(f"{self.base_url} streamed an error for {name}: {line[:500]}")
                     arrived.append(time.perf_counter())
         if not arrived:
-            raise AnswerError(f"{self.base_url} streamed no token for {request_id}")
+            raise AnswerError(f"{self.base_url} streamed no token for {name}")
         return arrived
 
     def _completion(
@@ -318,6 +316,37 @@ class Pair:
         """Return the transfers under way to D. One call at a time: vLLM takes no step while calls wait in its queue."""
         async with self._looking:
             return list((await self.decode.probe("pending"))["pending"])
+
+
+def is_up(url: str) -> bool:
+    """Whether a server answers a GET with HTTP 200."""
+    try:
+        return httpx.get(url, trust_env=False, timeout=2.0).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+async def at_a_time(limit: int, calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Return what the calls return, of which no more than ``limit`` are made at the same time."""
+    free = asyncio.Semaphore(limit)
+
+    async def one(call: Awaitable[T]) -> T:
+        async with free:
+            return await call
+
+    return list(await asyncio.gather(*map(one, calls)))
+
+
+async def answers_of(
+    url: str, prompts: Sequence[list[int]], max_tokens: int, name: str, limit: int = 1
+) -> list[Answer]:
+    """Return a server's answer to each prompt, without a hand-over. ``name``: of these prompts, for ids and salts."""
+    names = [f"{name}-{number}" for number in range(len(prompts))]
+    async with http_client(limit) as http:
+        client = Client(url, http)
+        asked = zip(prompts, names, strict=True)
+        answers = (client.answer(each, max_tokens=max_tokens, salt=one, request_id=one) for each, one in asked)
+        return await at_a_time(limit, answers)
 
 
 def http_client(concurrency: int) -> httpx.AsyncClient:

@@ -2,12 +2,10 @@
 """Small models of families whose layers keep KV in several ways, with random weights; nothing is downloaded.
 
 Their configurations are those of transformers, with a few small layers. The weights are drawn as those of `model`.
-``python -m experiments.common.families FAMILY`` makes one and prints its folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -123,10 +121,16 @@ _QWEN: Mapping[str, Any] = {
     "linear_value_head_dim": 64,
 }
 """The gated delta net's kernels want heads of at least 64 on a CPU."""
-_GATED_DELTA_NET: Mapping[str, Any] = {
-    "dtype": "bfloat16",
-    "has_delta_net": True,
+_NEMOTRON: Mapping[str, Any] = {
+    **_SMALL,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 64,
+    "n_groups": 2,
 }
+_GATED_DELTA_NET: Mapping[str, Any] = {"dtype": "bfloat16", "has_delta_net": True}
 
 
 def _hybrid(config: str, architecture: str, pattern: str, values: Mapping[str, Any], **more: Any) -> Family:
@@ -143,36 +147,20 @@ FAMILIES: Mapping[str, Family] = {
         "sfsf", block_size=64, num_key_value_heads=4, attention_k_eq_v=True, num_global_key_value_heads=1
     ),
     "gemma4 shared": _gemma4("sfsfsf", num_kv_shared_layers=2),
-    "nemotron-h": _hybrid(
-        "NemotronHConfig",
-        "NemotronHForCausalLM",
-        "smfsf",
-        {
-            **_SMALL,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 64,
-            "ssm_state_size": 64,
-            "n_groups": 2,
-        },
-        has_mamba2=True,
-    ),
+    "nemotron-h": _hybrid("NemotronHConfig", "NemotronHForCausalLM", "smfsf", _NEMOTRON, has_mamba2=True),
     # A block of 128 tokens is one page of kvcached in each layer, and a state takes half of it.
     "nemotron-h, much KV": _hybrid(
         "NemotronHConfig",
         "NemotronHForCausalLM",
         "smfsf",
         {
-            **_SMALL,
+            **_NEMOTRON,
             "hidden_size": 256,
             "num_attention_heads": 16,
             "num_key_value_heads": 16,
             "head_dim": 128,
             "mamba_num_heads": 32,
-            "mamba_head_dim": 64,
             "ssm_state_size": 128,
-            "n_groups": 2,
         },
         has_mamba2=True,
     ),
@@ -283,9 +271,3 @@ def _write(family: Family, folder: Path) -> None:
         weights[f"model.layers.{layer}.self_attn.k_norm.weight"] = torch.ones(size, dtype=torch.bfloat16)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     config.save_pretrained(folder)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", choices=FAMILIES)
-    print(make_family(parser.parse_args().family))

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import struct
 import threading
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-_Sampler = TypeVar("_Sampler", bound="Sampler")
+from typing import Any
 
 
-class Sampler(ABC):
+class Sampler:
     """Calls `sample` during a ``with`` block, and once more when that ends, so that what happens last is not missed.
 
     Args:
@@ -33,7 +30,7 @@ class Sampler(ABC):
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def __enter__(self: _Sampler) -> _Sampler:
+    def __enter__(self) -> Any:
         self._thread.start()
         return self
 
@@ -41,9 +38,9 @@ class Sampler(ABC):
         self._done.set()
         self._thread.join()
 
-    @abstractmethod
     def sample(self) -> None:
         """Read once. Called on the sampler's thread."""
+        raise NotImplementedError
 
     def _run(self) -> None:
         while not self._done.wait(self._pause_seconds):

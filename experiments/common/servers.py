@@ -22,10 +22,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from experiments.common import device
+from experiments.common.client import is_up
 from experiments.common.device import role, with_extra
 
 SERVER_SIDE = Path(__file__).resolve().parent / "server_side"
@@ -249,10 +249,7 @@ class Server:
     def is_ready(self) -> bool:
         """Ask ``/health`` once."""
         self.check_alive()
-        try:
-            return httpx.get(f"{self.base_url}/health", timeout=2.0).status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
+        return is_up(f"{self.base_url}/health")
 
     def kill(self) -> None:
         """End the whole session by SIGKILL, like a machine that fails: no peer is notified."""

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import yaml
 
-from experiments.common.client import Client, http_client
+from experiments.common.client import Client, http_client, is_up
 from experiments.common.device import FOLLOWS, nixl
 from experiments.common.model import GQA, make_model
 from experiments.common.pages import own_names
@@ -93,9 +93,7 @@ class Prometheus:
         return str(self._http.get("/api/v1/status/buildinfo").json()["data"]["version"])
 
     def is_ready(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return self._http.get("/-/ready").status_code == httpx.codes.OK
-        return False
+        return is_up(str(self._http.base_url.join("/-/ready")))
 
     def _ask(self, what: str, **params: Any) -> Any:
         content = self._http.post(f"/api/v1/{what}", data=params).json()
@@ -162,11 +160,7 @@ def specs_of(pair: str) -> list[ServerSpec]:
 
 
 def load_pair(pair: str, prometheus: Prometheus, logs: Path, say: Say) -> Load:
-    """Start a pair, load it, make it fail, and stop it.
-
-    Raises:
-        ServerError: a server does not start, or the fault did not have its effect.
-    """
+    """Start a pair, load it, make it fail, and stop it."""
     say(f"{pair}: starting the servers")
     load = Load(pair, round(time.time() - prometheus.began_at, 1))
     with Asking(specs_of(pair), logs) as launched:

@@ -23,17 +23,8 @@ from rich.table import Table
 
 from experiments.common.command_line import MODES
 from experiments.common.counted import count
-from experiments.common.report import (
-    REPOSITORY,
-    Narrator,
-    begin,
-    conclude,
-    last_name,
-    make_table,
-)
-from experiments.common.report import (
-    Verdict as Target,
-)
+from experiments.common.report import REPOSITORY, Narrator, begin, conclude, last_name, make_table
+from experiments.common.report import Verdict as Target
 from experiments.common.servers import Running, ServerError, ServerSpec, asks
 from experiments.fleet_change.__main__ import BEFORE
 from experiments.stacks import measure as stacks

@@ -13,48 +13,16 @@ from experiments.fuzzed_parameters.endpoints import Endpoint, Prompt
 from kvcached_nixl.wire.params import MANIFEST_KEY
 
 HOSTILE: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    2**31,
-    2**63,
-    2**64,
-    10**9,
-    1e308,
-    0.5,
-    "",
-    "0",
-    "true",
-    "x" * 5000,
-    "a,b",
-    "\ud800",
-    "\x00",
-    [],
-    [[]],
-    [[[[]]]],
-    {},
-    {"a": {"b": {}}},
-    [0, 0, 0],
-    [1, "1", None],
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**9, 1e308, 0.5),
+    *("", "0", "true", "x" * 5000, "a,b", "\ud800", "\x00"),
+    *([], [[]], [[[[]]]], {}, {"a": {"b": {}}}, [0, 0, 0], [1, "1", None]),
 )
 HOSTS = ("127.0.0.1", "127.0.0.2", "::1", "", "no such host", "127.0.0.1:1", "[::1]")
 """Loopback addresses, and strings that are not addresses."""
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """One request: its params, ``n``, and the names of the changes that were made to the params."""
-
-    params: Any
-    n: int
-    change: str
-
-
-def draw(random_: random.Random, answers: Sequence[dict[str, Any]], ports: Sequence[int]) -> Drawn:
-    """Return malformed parameters, made from parameters that prefill has answered.
+def draw(random_: random.Random, answers: Sequence[dict[str, Any]], ports: Sequence[int]) -> tuple[Any, int, list[str]]:
+    """Return malformed parameters, made from parameters that prefill has answered; ``n``; and the changes' names.
 
     Args:
         answers: parameters that prefill answered, also to other requests.
@@ -68,7 +36,7 @@ def draw(random_: random.Random, answers: Sequence[dict[str, Any]], ports: Seque
         params = change(random_, params, answers, ports)
         if not isinstance(params, dict):
             break
-    return Drawn(params, random_.choice((1, 1, 1, 1, 2)), "+".join(changes))
+    return params, random_.choice((1, 1, 1, 1, 2)), changes
 
 
 Change = Callable[[random.Random, dict[str, Any], Sequence[dict[str, Any]], Sequence[int]], Any]
@@ -173,22 +141,11 @@ def _again(_: random.Random, params: dict[str, Any], *__: Any) -> Any:
 
 
 CHANGES: tuple[Change, ...] = (
-    _drop_a_key,
-    _set_a_key,
-    _set_a_key,
-    _another_requests_value,
-    _other_blocks,
-    _other_blocks,
-    _other_numbers,
-    _elsewhere,
+    *(_drop_a_key, _set_a_key, _set_a_key, _another_requests_value, _other_blocks, _other_blocks, _other_numbers),
+    *(_elsewhere, _only_the_role, _rebuilt_field_by_field, _deep, _prefills_role, _again),
     _key("tp_size", 0, 2, 3, 4, 1024, 1025, 10**9, -1, "1"),
     _key("do_remote_decode", True, 1, "yes"),
-    _only_the_role,
-    _rebuilt_field_by_field,
-    _deep,
     _key("transfer_id", "a", "a,b", "x" * 1024, "x" * 1025, "\ud800", 7, ["a"]),
-    _prefills_role,
-    _again,
 )
 
 
@@ -208,21 +165,8 @@ def _somewhere(random_: random.Random, params: dict[str, Any]) -> dict[str, Any]
 
 
 IDS: tuple[Any, ...] = (
-    "",
-    "a",
-    "a,b",
-    "0",
-    "x" * 900,
-    "x" * 5000,
-    "kvcached-nixl:over:1",
-    "kvcached-nixl:quiet:1",
-    "HB:a",
-    "\x00",
-    "\ud800",
-    "é",
-    7,
-    None,
-    [],
+    *("", "a", "a,b", "0", "x" * 900, "x" * 5000, "kvcached-nixl:over:1", "kvcached-nixl:quiet:1", "HB:a", "\x00"),
+    *("\ud800", "é", 7, None, []),
 )
 """Request ids that a client may send, in addition to the ids of existing requests."""
 
@@ -365,23 +309,12 @@ def _without_a_field(random_: random.Random, asked: Asked, *_: Any) -> None:
 
 
 BODY_CHANGES: tuple[BodyChange, ...] = (
-    _request_id,
-    _rejected,
-    _rejected,
-    _rejected_later,
-    _header,
-    _header,
+    *(_request_id, _rejected, _rejected, _rejected_later, _header, _header, _stream, _stream, _fewer_tokens, _prompt),
+    *(_what_is_told, _search, _parameters_of_any_type, _another_value, _without_a_field),
     _field("model", "no such model", "no-such-adapter", "", None, 7, ["model"], "model"),
     _field("priority", 0, 1, -1, 2**63, -(2**70), "0", "high", None, 0.5),
     _field("n", 0, 1, 2, 3, -1, 10**9, "2", None, 1.5),
-    _stream,
-    _stream,
     _field("cache_salt", "", "x", "x" * 5000, 7, None, ["x"]),
-    _fewer_tokens,
-    _prompt,
-    _what_is_told,
-    _search,
-    _parameters_of_any_type,
     # Extra arguments that a client may pass to the engine.
     _field(
         "vllm_xargs",
@@ -391,6 +324,4 @@ BODY_CHANGES: tuple[BodyChange, ...] = (
         {"kv_transfer_params": ["x"]},
         [],
     ),
-    _another_value,
-    _without_a_field,
 )

@@ -27,15 +27,7 @@ from experiments.common.counted import samples
 from experiments.common.device import layout, nixl
 from experiments.common.model import PADDED, make_model
 from experiments.common.report import Narrator, Verdict, begin, conclude, last_name
-from experiments.common.servers import (
-    HOST,
-    Server,
-    ServerError,
-    ServerSpec,
-    free_ports,
-    prefill_and_decode,
-    running,
-)
+from experiments.common.servers import HOST, Server, ServerError, ServerSpec, free_ports, prefill_and_decode, running
 from experiments.fuzzed_parameters.endpoints import ENDPOINTS, TEMPLATE, TOKENS, Endpoint, Failed, Prompt, read
 from experiments.fuzzed_parameters.faults import Asked, change_body, draw
 from kvcached_nixl.wire.params import MANIFEST_KEY
@@ -140,8 +132,7 @@ class Fuzz:
         params, n, changes = copy.deepcopy(answer), 1, ["as prefill answered"]
         is_wrong = self.random.random() < 0.6
         if is_wrong:
-            drawn = draw(self.random, [answer, answer, answer, *others], ports)
-            params, n, changes = drawn.params, drawn.n, drawn.change.split("+")
+            params, n, changes = draw(self.random, [answer, answer, answer, *others], ports)
         # In most requests, the prompt that the parameters were made for.
         is_another = is_wrong and self.random.random() < 0.3
         prompt = self.random.choice(self.prompts) if is_another else self.prompts[which]
@@ -283,11 +274,7 @@ def verdicts_of(mode: str, found: Found, alive: bool) -> list[Verdict]:
 def fuzz_mode(
     mode: str, options: argparse.Namespace, logs: Path, progress: Callable[[str], None]
 ) -> tuple[list[Verdict], dict[str, Any]]:
-    """Run one mode; returns its verdicts and its part of the results file.
-
-    Raises:
-        ServerError: a server did not start.
-    """
+    """Run one mode; returns its verdicts and its part of the results file."""
     with running(specs(mode, options.policy), logs) as servers:
         fuzz = Fuzz(servers, mode, options.seed, progress)
         alive, detail = True, ""

@@ -20,21 +20,8 @@ import httpx
 from experiments.common.client import Client, http_client
 from experiments.common.servers import Running
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS, Arm
-from experiments.lease_recovery.memory import (
-    GIVE_UP_SECONDS,
-    IdleMemory,
-    be_a_neighbour,
-    change_limits,
-    leases_ended,
-)
-from experiments.lease_recovery.traffic import (
-    FIRST_WEIGHTS,
-    HANG_SECONDS,
-    LOOK_SECONDS,
-    OTHER_WEIGHTS,
-    Ended,
-    Traffic,
-)
+from experiments.lease_recovery.memory import GIVE_UP_SECONDS, IdleMemory, be_a_neighbour, change_limits, leases_ended
+from experiments.lease_recovery.traffic import FIRST_WEIGHTS, HANG_SECONDS, LOOK_SECONDS, OTHER_WEIGHTS, Ended, Traffic
 
 Inflict = Callable[[], Awaitable[None]]
 SIDES = ("prefill", "decode")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import psutil
 
-from experiments.common.client import Client, http_client
+from experiments.common.client import Client, answers_of, http_client
 from experiments.common.command_line import MODES
 from experiments.common.counted import HAND_OVERS, count
 from experiments.common.model import make_model
@@ -109,14 +109,9 @@ async def fill_shapes(server: Server) -> None:
 
 async def learn(server: Server, asked: Sequence[list[int]]) -> list[Known]:
     """Return what a stock server answers; without prompts that have two best tokens somewhere."""
-    known = []
-    async with http_client(1) as http:
-        client = Client(server.base_url, http)
-        for place, prompt in enumerate(asked):
-            said = await client.answer(prompt, max_tokens=TOKENS, salt=f"{place}", request_id=f"alone-{place}")
-            if said.lead > TIE_NATS:
-                known.append(Known(prompt, said.token_ids))
-    return known
+    answers = await answers_of(server.base_url, asked, TOKENS, "alone")
+    pairs = zip(asked, answers, strict=True)
+    return [Known(prompt, said.token_ids) for prompt, said in pairs if said.lead > TIE_NATS]
 
 
 async def alone(server: Server, known: Sequence[Known], size: Size) -> dict[str, list[Reading]]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import httpx
 
-from experiments.common.client import AnswerError, Client, http_client, read_answer
+from experiments.common.client import AnswerError, Client, answers_of, http_client, read_answer
 from experiments.common.servers import Server
 from experiments.lease_recovery.arms import TOKENS
 
@@ -123,13 +123,8 @@ class Traffic:
             await prefill.probe("other_weights", FIRST_WEIGHTS)
 
     async def _alone(self, name: str) -> list[list[int]]:
-        async with http_client(1) as http:
-            client = Client(self.pair[0].base_url, http)
-            names = [f"{name}-{number}" for number in range(len(self.prompts))]
-            return [
-                (await client.answer(prompt, max_tokens=self.tokens, salt=one, request_id=one)).token_ids
-                for one, prompt in zip(names, self.prompts, strict=True)
-            ]
+        found = await answers_of(self.pair[0].base_url, self.prompts, self.tokens, name)
+        return [one.token_ids for one in found]
 
     async def one(self, leaves_after_seconds: float | None = None) -> Ended:
         """Send one request to P, then to D. Its client disconnects after ``leaves_after_seconds``, if given."""

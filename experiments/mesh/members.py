@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,9 @@ import numpy.typing as npt
 from experiments.common.engines import Ended, Engine, Request
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.wire.planes import Planes
+
+if TYPE_CHECKING:
+    from experiments.mesh.mesh import Mesh
 
 
 class End(enum.Enum):
@@ -143,23 +145,12 @@ class Memory:
 class Member:
     """One engine, until its process ends.
 
-    Args:
-        answered: called with an ended prefill request, and the parameters for decode's request, None without any.
-        ended: called with an ended decode request, and whether it had its KV.
-
     Attributes:
         seconds: CPU time of this process for hand-overs, both for the engine's and for the transfer thread.
         troubles: number of its faults that may make its hand-overs fail.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        memory: Memory,
-        agent: str,
-        answered: Callable[[Task, dict[str, Any] | None], None],
-        ended: Callable[[Task, bool], None],
-    ) -> None:
+    def __init__(self, engine: Engine, memory: Memory, agent: str, mesh: Mesh) -> None:
         self.engine = engine
         self.memory = memory
         self.agent = agent
@@ -167,8 +158,7 @@ class Member:
         self.seconds = 0.0
         self.troubles = 0
         self.is_alive = True
-        self._answered = answered
-        self._ended = ended
+        self._mesh = mesh
 
     @property
     def is_settled(self) -> bool:
@@ -193,9 +183,9 @@ class Member:
         if state is not State.FETCHING and not is_kept:
             self._forget(task)
         if task.case.prefill_task is task:
-            self._answered(task, None)
+            self._mesh.answered(task, None)
         else:
-            self._ended(task, False)
+            self._mesh.ended(task, False)
 
     def turn(self) -> None:
         """Run one turn of its transfer thread."""
@@ -258,7 +248,7 @@ class Member:
                 task.state = State.ENDED
                 self.engine.handover.finished(task.request, False, (task.blocks,))
                 self._forget(task)
-                self._ended(task, False)
+                self._mesh.ended(task, False)
             elif task.state is State.ENDED:
                 self._forget(task)
             else:
@@ -272,7 +262,7 @@ class Member:
         is_kept, params = self.engine.handover.finished(task.request, True, (list(task.blocks),))
         if not is_kept:
             self._forget(task)
-        self._answered(task, params)
+        self._mesh.answered(task, params)
 
     def _decode(self, task: Task) -> None:
         task.rounds -= 1
@@ -284,7 +274,7 @@ class Member:
         task.state = State.ENDED
         self.engine.handover.finished(task.request, True, (task.blocks,))
         self._forget(task)
-        self._ended(task, True)
+        self._mesh.ended(task, True)
 
     def _check(self, task: Task) -> None:
         task.case.is_wrong |= not self.memory.holds(task.case.number, task.blocks)

@@ -211,7 +211,7 @@ class Mesh:
         if case.prefill.is_alive and not case.is_aborted:
             case.prefill.add(task)
         else:
-            self._answered(task, None)
+            self.answered(task, None)
 
     def _ask_decode(self, case: Case, params: dict[str, Any]) -> None:
         task = self._task(case, params, "d")
@@ -228,7 +228,8 @@ class Mesh:
         request_id = f"{case.name}-{side}-{case.number:08x}"
         return Task(Request(request_id, [case.number, *range(1, case.num_tokens)], params), case)
 
-    def _answered(self, task: Task, params: dict[str, Any] | None) -> None:
+    def answered(self, task: Task, params: dict[str, Any] | None) -> None:
+        """Called with an ended prefill request, and the parameters for decode's request, None without any."""
         case = task.case
         if params is not None and not case.is_decode_first:
             self._ask_decode(case, params)
@@ -238,7 +239,8 @@ class Mesh:
             case.decode.abort(case.decode_task)
         self._less(case)
 
-    def _ended(self, task: Task, has_kv: bool) -> None:
+    def ended(self, task: Task, has_kv: bool) -> None:
+        """Called with an ended decode request, and whether it had its KV."""
         task.case.has_kv = has_kv
         self._less(task.case)
 
@@ -275,7 +277,7 @@ class Mesh:
             host_words(),
             lambda: self.network.open_gate(agent),
         )
-        member = Member(engine, memory, agent, self._answered, self._ended)
+        member = Member(engine, memory, agent, self)
         self.listening[address.host, address.port] = member
         return member
 
@@ -301,9 +303,9 @@ class Mesh:
         if task.state.name == "ENDED":
             return
         if task.case.prefill_task is task:
-            self._answered(task, None)
+            self.answered(task, None)
         else:
-            self._ended(task, False)
+            self.ended(task, False)
 
     # ----------------------------------------------------------------------------------------------- faults of engines
 

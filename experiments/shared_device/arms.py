@@ -16,8 +16,6 @@ from experiments.common.servers import GIVES_BACK, ServerSpec
 MAX_MODEL_LEN = 1792
 _ELEMENT_BYTES = 4
 """Of float32."""
-_CONVOLUTION_POSITIONS = 3
-"""Of each channel, in the state of a convolution over four."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,15 @@ class Served:
         block_size: tokens in a block.
         split_blocks: of its prefill and its decode server, where the device is split. A request needs one more for its
             states, if it has any.
+        kv_bytes_per_token: of keys and values, in all layers.
+        state_bytes: of a request's states, in all layers.
     """
 
     model: ModelShape | str
     block_size: int
     split_blocks: Mapping[str, int]
+    kv_bytes_per_token: int
+    state_bytes: int = 0
 
     def make(self) -> Path:
         """Return the model's folder; makes it if it does not exist."""
@@ -42,31 +44,6 @@ class Served:
     @property
     def family(self) -> Family | None:
         return FAMILIES[self.model] if isinstance(self.model, str) else None
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of a token, in all layers."""
-        if isinstance(self.model, ModelShape):
-            heads, size, layers = self.model.kv_heads, self.model.head_dim, self.model.layers
-        else:
-            values = FAMILIES[self.model].values
-            heads, size, layers = values["num_key_value_heads"], values["head_dim"], self._layers("full_attention")
-        return 2 * layers * heads * size * _ELEMENT_BYTES
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a request's states, in all layers; 0 if it has none."""
-        if isinstance(self.model, ModelShape):
-            return 0
-        values = FAMILIES[self.model].values
-        inner, size = values["mamba_num_heads"] * values["mamba_head_dim"], values["ssm_state_size"]
-        channels = inner + 2 * values["n_groups"] * size
-        elements = inner * size + _CONVOLUTION_POSITIONS * channels
-        return int(self._layers("linear_attention") * elements * _ELEMENT_BYTES)
-
-    def _layers(self, kind: str) -> int:
-        assert isinstance(self.model, str)
-        return sum(each == kind for each in FAMILIES[self.model].values["layers_block_type"])
 
     @property
     def block_bytes(self) -> int:
@@ -115,14 +92,22 @@ def _full_attention(seed: int) -> Served:
     """Much KV and little to compute: a page of kvcached, of keys or values of a layer, holds 128 tokens."""
     shape = ModelShape(layers=2, heads=16, kv_heads=16, head_size=256, intermediate=256, seed=seed)
     # 2,048 and 3,072 tokens: more for decode, whose requests stay longer.
-    return Served(shape, 32, {"prefill": 64, "decode": 96})
+    return Served(shape, 32, {"prefill": 64, "decode": 96}, 2 * 2 * 16 * 256 * _ELEMENT_BYTES)
 
 
 FULL_ATTENTION = Device({"a": _full_attention(20260), "b": _full_attention(20261)})
 WITH_HYBRID = Device(
     {
         # As many tokens as the other model, and four blocks for states.
-        "a": Served("nemotron-h, much KV", 128, {"prefill": 20, "decode": 28}),
+        "a": Served(
+            "nemotron-h, much KV",
+            128,
+            {"prefill": 20, "decode": 28},
+            # Two layers of attention.
+            kv_bytes_per_token=2 * 2 * 16 * 128 * _ELEMENT_BYTES,
+            # Two of Mamba2: its state, and three positions of each channel of its convolution.
+            state_bytes=2 * (2048 * 128 + 3 * (2048 + 2 * 2 * 128)) * _ELEMENT_BYTES,
+        ),
         "b": FULL_ATTENTION.models["b"],
     }
 )

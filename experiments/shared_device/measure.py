@@ -188,11 +188,7 @@ def offered_and_counted(
     salt: str,
     say: Callable[[str], None],
 ) -> tuple[list[Received], Counts]:
-    """Offer the load; return what came of it, and what the servers have counted meanwhile.
-
-    Raises:
-        ServerError: a server has ended.
-    """
+    """Offer the load; return what came of it, and what the servers have counted meanwhile."""
     before = settled_counts(device, engines)
     received = asyncio.run(offered(load, targets, salt, say))
     for one in engines.values():

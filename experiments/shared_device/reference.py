@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.common.client import Answer, Client, http_client
+from experiments.common.client import Answer, answers_of
 from experiments.common.model import CACHE
 from experiments.common.servers import Running, Server, ServerError, ServerSpec
 from experiments.shared_device.arms import MAX_MODEL_LEN, Device
@@ -38,11 +38,7 @@ class Asked:
 def reference_of(
     device: Device, folders: Mapping[str, Path], logs: Path, say: Callable[[str], None], cache: Path = CACHE
 ) -> dict[str, Asked]:
-    """Return the answers of an earlier run with this vLLM; else start a stock server for each model, ask, stop.
-
-    Raises:
-        ServerError: too few answers are without a close decision.
-    """
+    """Return the answers of an earlier run with this vLLM; else start a stock server for each model, ask, stop."""
     words = [
         *(found_version("vllm"), KEPT, DRAWN, LEAST_LEAD, LENGTHS, MAX_TOKENS, MAX_MODEL_LEN),
         *(f"{model} {folder.name}" for model, folder in folders.items()),
@@ -79,27 +75,14 @@ def _reference_of(
 
 async def _ask(servers: Mapping[str, Server]) -> dict[str, Asked]:
     found = {}
-    free = asyncio.Semaphore(AT_A_TIME)
-    async with http_client(AT_A_TIME) as http:
-        for seed, (model, server) in enumerate(servers.items()):
-            client, prompts = Client(server.base_url, http), draw_prompts(DRAWN, seed)
-
-            async def answer(number: int, client: Client = client, prompts: list[list[int]] = prompts) -> Answer:
-                async with free:
-                    name = f"right-{number}"
-                    return await client.answer(prompts[number], max_tokens=max(MAX_TOKENS), salt=name, request_id=name)
-
-            answers = await asyncio.gather(*(answer(number) for number in range(DRAWN)))
-            found[model] = chosen(prompts, answers)
+    for seed, (model, server) in enumerate(servers.items()):
+        prompts = draw_prompts(DRAWN, seed)
+        found[model] = chosen(prompts, await answers_of(server.base_url, prompts, max(MAX_TOKENS), "right", AT_A_TIME))
     return found
 
 
 def chosen(prompts: list[list[int]], answers: list[Answer], count: int = KEPT) -> Asked:
-    """Return ``count`` of the prompts whose answers have no close decision, with all lengths as often.
-
-    Raises:
-        ServerError: there are too few.
-    """
+    """Return ``count`` of the prompts whose answers have no close decision, with all lengths as often."""
     kept: list[int] = []
     for length in dict.fromkeys(LENGTHS):
         wanted = count * LENGTHS.count(length) // len(LENGTHS)

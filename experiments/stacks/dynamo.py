@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,13 +56,8 @@ class Worker(ServerSpec):
         return {**self.variables, "DYN_SYSTEM_PORT": str(port)}
 
 
-@contextlib.contextmanager
-def dynamo(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Servers]:
-    """Start a worker for each of ``specs``, and the frontend.
-
-    Raises:
-        ServerError: one of them did not start.
-    """
+def dynamo(specs: Sequence[ServerSpec], logs: Path, say: Say) -> AbstractContextManager[Servers]:
+    """Start a worker for each of ``specs``, and the frontend."""
     packages = overlay("dynamo", say)
     found_in, template = logs / "discovery", logs / "template.jinja"
     found_in.mkdir(parents=True)
@@ -87,8 +83,7 @@ def dynamo(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Server
         with running_router(command, log, lambda: _knows_model(url), "a model at /v1/models", environ):
             yield url
 
-    with behind(frontend, workers, logs, say) as deployment:
-        yield deployment
+    return behind(frontend, workers, logs, say)
 
 
 def _knows_model(url: str) -> bool:

@@ -33,25 +33,21 @@ Say = Callable[[str], None]
 
 
 def environment(name: str, say: Say) -> Path:
-    """Return the folder of programs of the environment that ``stack-NAME.txt`` locks.
-
-    Raises:
-        ServerError: it cannot be created; the message has the installer's output.
-    """
-    with _renewed(f"stack-{name}", say) as place:
-        if place.is_new:
-            _run(str(UV), "venv", "--quiet", "--clear", "--python", sys.executable, str(place.folder))
-            _install(place, "--python", str(place.folder / "bin" / "python"))
-    return place.folder / "bin"
+    """Return the folder of programs of the environment that ``stack-NAME.txt`` locks."""
+    with _renewed(f"stack-{name}", say) as (folder, lock, is_new):
+        if is_new:
+            _run(str(UV), "venv", "--quiet", "--clear", "--python", sys.executable, str(folder))
+            _install(lock, "--python", str(folder / "bin" / "python"))
+    return folder / "bin"
 
 
 def overlay(name: str, say: Say) -> Path:
     """Return the folder with the packages that ``overlay-NAME.txt`` locks; raises as `environment`."""
-    with _renewed(f"overlay-{name}", say) as place:
-        if place.is_new:
-            shutil.rmtree(place.folder, ignore_errors=True)
-            _install(place, "--python", sys.executable, "--target", str(place.folder))
-    return place.folder
+    with _renewed(f"overlay-{name}", say) as (folder, lock, is_new):
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+            _install(lock, "--python", sys.executable, "--target", str(folder))
+    return folder
 
 
 def sources(name: str, say: Say) -> Path:
@@ -60,48 +56,36 @@ def sources(name: str, say: Say) -> Path:
     Installers read a source archive's metadata by running its ``setup.py``, which for vLLM needs torch. So the archive
     is downloaded here, from where the package index has it.
     """
-    with _renewed(f"sources-{name}", say) as place:
-        if place.is_new:
-            shutil.rmtree(place.folder, ignore_errors=True)
-            place.folder.mkdir()
-            described = place.folder / "pylock.toml"
-            _run(str(UV), "pip", "compile", "--quiet", "--no-deps", str(place.lock), "--output-file", str(described))
+    with _renewed(f"sources-{name}", say) as (folder, lock, is_new):
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            described = folder / "pylock.toml"
+            _run(str(UV), "pip", "compile", "--quiet", "--no-deps", str(lock), "--output-file", str(described))
             found = re.search(r'sdist = \{ url = "([^"]+)"', described.read_text())
-            expected = re.search(r"--hash=sha256:(\w+)", place.lock.read_text())
+            expected = re.search(r"--hash=sha256:(\w+)", lock.read_text())
             if found is None or expected is None:
                 raise ServerError(
-                    f"found no source archive for {place.lock.name}; expected one on the package index, and its hash "
+                    f"found no source archive for {lock.name}; expected one on the package index, and its hash "
                     "in the file. The stack is not run."
                 )
             with urllib.request.urlopen(found[1], timeout=DOWNLOAD_SECONDS) as response:
                 content = response.read()
             if (digest := hashlib.sha256(content).hexdigest()) != expected[1]:
                 raise ServerError(
-                    f"found an archive with SHA-256 {digest}; expected {expected[1]} ({place.lock.name}). The stack is "
+                    f"found an archive with SHA-256 {digest}; expected {expected[1]} ({lock.name}). The stack is "
                     "not run. Check where the package index gets its archives."
                 )
             with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-                archive.extractall(place.folder, filter="data")
-    (top,) = [one for one in place.folder.iterdir() if one.is_dir()]
+                archive.extractall(folder, filter="data")
+    (top,) = [one for one in folder.iterdir() if one.is_dir()]
     return top
 
 
-class _Place:
-    """A folder, its lock, and whether it has to be made."""
-
-    def __init__(self, name: str) -> None:
-        self.folder = ENVIRONMENTS / name
-        self.lock = LOCKS / f"{name}.txt"
-        digest = hashlib.sha256(self.lock.read_bytes()).hexdigest()
-        # Packages with compiled parts are for one version of Python.
-        self.wanted = f"{sys.version_info[0]}.{sys.version_info[1]} {digest}"
-        self.stamp = self.folder / ".stamp"
-        self.is_new = not self.stamp.is_file() or self.stamp.read_text() != self.wanted
-
-
 @contextlib.contextmanager
-def _renewed(name: str, say: Say) -> Iterator[_Place]:
-    """Yield a place, for one process at a time; then note what it was made from."""
+def _renewed(name: str, say: Say) -> Iterator[tuple[Path, Path, bool]]:
+    """Yield a folder, its lock, and whether it has to be made, for one process at a time; then note what it was made
+    from."""
     if not UV.is_file():
         raise ServerError(
             f"found no {UV}; expected the tools that experiments/env.sh installs. The stack is not run. Start it with "
@@ -109,16 +93,20 @@ def _renewed(name: str, say: Say) -> Iterator[_Place]:
         )
     with (ENVIRONMENTS / f".lock-{name}").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        place = _Place(name)
-        if place.is_new:
+        folder, lock = ENVIRONMENTS / name, LOCKS / f"{name}.txt"
+        # Packages with compiled parts are for one version of Python.
+        wanted = f"{sys.version_info[0]}.{sys.version_info[1]} {hashlib.sha256(lock.read_bytes()).hexdigest()}"
+        stamp = folder / ".stamp"
+        is_new = not stamp.is_file() or stamp.read_text() != wanted
+        if is_new:
             say(f"installing {name}")
-        yield place
-        place.stamp.write_text(place.wanted)
+        yield folder, lock, is_new
+        stamp.write_text(wanted)
 
 
-def _install(place: _Place, *options: str) -> None:
+def _install(lock: Path, *options: str) -> None:
     command = [str(UV), "pip", "install", "--quiet", "--no-deps", "--require-hashes", *options]
-    _run(*command, "--requirement", str(place.lock))
+    _run(*command, "--requirement", str(lock))
 
 
 def _run(*command: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.common.client import at_a_time
 from experiments.common.counted import settled, since
 from experiments.common.device import layout, nixl
 from experiments.common.model import ModelShape, make_model
@@ -267,15 +268,11 @@ async def _first_token(client: Any, number: int) -> float:
 
 async def _batch(client: Any, number: int) -> float:
     """Returns seconds."""
-    free = asyncio.Semaphore(traffic.AT_ONCE)
-
-    async def one(place: int) -> None:
-        async with free:
-            prompt = [3 + number, 3 + place, *(3 + (7 * each + 31 * place) % 500 for each in range(200))]
-            await client.completions.create(
-                model="model", prompt=prompt, max_tokens=16, temperature=0, extra_body={"ignore_eos": True}
-            )
-
+    asked = {"model": "model", "max_tokens": 16, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    prompts = (
+        [3 + number, 3 + place, *(3 + (7 * each + 31 * place) % 500 for each in range(200))]
+        for place in range(BATCH_REQUESTS)
+    )
     begun = time.monotonic()
-    await asyncio.gather(*(one(place) for place in range(BATCH_REQUESTS)))
+    await at_a_time(traffic.AT_ONCE, (client.completions.create(**asked, prompt=prompt) for prompt in prompts))
     return time.monotonic() - begun

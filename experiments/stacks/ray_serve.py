@@ -98,11 +98,7 @@ def _deployment(engine: str) -> str:
 
 @contextlib.contextmanager
 def ray_serve(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[RayServe]:
-    """Start Ray on this machine, and one deployment for each role, with as many replicas as ``specs`` has servers.
-
-    Raises:
-        ServerError: it did not start.
-    """
+    """Start Ray on this machine, and one deployment for each role, with as many replicas as ``specs`` has servers."""
     logs.mkdir(parents=True)
     port, metrics_port = free_ports(2)
     roles = ["prefill" if "prefill" in one.name else "decode" for one in specs]

@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
         sys.stderr.write(f"found nothing to run; {'; '.join(skipped) or 'no stack has that mode'}.\n")
         return 2
     is_part = bool(options.stack or options.mode or options.engines > 1)
-    path = logs.with_suffix(".json") if is_part else RESULTS / f"{last_name(options.vllm, quick=options.quick)}.json"
+    path = RESULTS / f"{logs.name if is_part else last_name(options.vllm, quick=options.quick)}.json"
     content = {
         "began": began,
         "outcomes": [asdict(one) for one in outcomes],

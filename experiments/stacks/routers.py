@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import httpx
-
+from experiments.common.client import is_up
 from experiments.common.counted import Counters, counters
 from experiments.common.servers import HOST, Asking, Running, Server, ServerError, ServerSpec, free_ports, inherited
 from experiments.stacks.environments import Say, environment, sources
 
+Url = AbstractContextManager[str]
+"""Of a router, without a path, while it runs."""
 STOP_SECONDS = 60.0
 PRODUCTION_STACK = "PRODUCTION_STACK"
 """Environment variable: a checkout of production-stack, which is on no package index."""
 
 
-@contextlib.contextmanager
-def vllm_router(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
+def vllm_router(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Url:
     """With push, it asks both servers at once from the second request of a prefill on."""
     programs = environment("vllm-router", say)
     port, metrics = free_ports(2)
@@ -39,24 +39,20 @@ def vllm_router(prefills: Sequence[Server], decodes: Sequence[Server], log: Path
     command += ["--host", HOST, "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(metrics)]
     # Its defaults suit servers that take minutes to start.
     command += ["--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"]
-    with running(command, log, port, "/health") as url:
-        yield url
+    return running(command, log, port, "/health")
 
 
-@contextlib.contextmanager
-def toy_proxy(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
+def toy_proxy(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Url:
     """The proxy of vLLM's own tests and documentation: decode gets prefill's answer as it is."""
     program = sources("vllm", say) / "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
     (port,) = free_ports(1)
     command = [sys.executable, str(program), "--host", HOST, "--port", str(port)]
     for role, servers in (("prefiller", prefills), ("decoder", decodes)):
         command += [f"--{role}-hosts", *(HOST for _ in servers), f"--{role}-ports", *(str(one.port) for one in servers)]
-    with running(command, log, port, "/healthcheck") as url:
-        yield url
+    return running(command, log, port, "/healthcheck")
 
 
-@contextlib.contextmanager
-def push_demo(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
+def push_demo(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Url:
     """vLLM's example for `NixlPushConnector`: it names prefill's engine to decode by its own arguments."""
     program = sources("vllm", say) / "examples/disaggregated/disaggregated_serving/disagg_proxy_pushconnector_demo.py"
     (prefill,) = prefills
@@ -66,12 +62,10 @@ def push_demo(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, 
     command += ["--prefill-engine-id", str(prefill.coordinates["remote_engine_id"]), "--prefill-kv-host", HOST]
     command += ["--prefill-side-channel-port", str(prefill.side_channel_port)]
     command += ["--prefill-tp-size", "1", "--prefill-pp-size", "1"]
-    with running(command, log, port, "/status") as url:
-        yield url
+    return running(command, log, port, "/status")
 
 
-@contextlib.contextmanager
-def production_stack(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Iterator[str]:
+def production_stack(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Url:
     """Its mode that asks prefill, then decode, with the host of prefill's URL in place of the answer's."""
     python = environment("production-stack", say) / "python"
     servers = [*prefills, *decodes]
@@ -82,8 +76,7 @@ def production_stack(prefills: Sequence[Server], decodes: Sequence[Server], log:
     command += ["--static-models", ",".join("model" for _ in servers), "--static-model-labels", ",".join(labels)]
     command += ["--routing-logic", "disaggregated_prefill_orchestrated"]
     command += ["--prefill-model-labels", "prefill", "--decode-model-labels", "decode"]
-    with running(command, log, port, "/health", {"PYTHONPATH": f"{os.environ[PRODUCTION_STACK]}/src"}) as url:
-        yield url
+    return running(command, log, port, "/health", {"PYTHONPATH": f"{os.environ[PRODUCTION_STACK]}/src"})
 
 
 NGINX = """\
@@ -104,13 +97,8 @@ http {{
 """
 
 
-@contextlib.contextmanager
-def nginx(decodes: Sequence[Server], folder: Path) -> Iterator[str]:
-    """Start nginx; yields its URL, without a path.
-
-    Raises:
-        ServerError: it is not installed, or did not start.
-    """
+def nginx(decodes: Sequence[Server], folder: Path) -> Url:
+    """Start nginx."""
     program = shutil.which("nginx")
     if program is None:
         raise ServerError("found no nginx; expected it in PATH. Nothing can be asked through it. Install nginx.")
@@ -119,8 +107,7 @@ def nginx(decodes: Sequence[Server], folder: Path) -> Iterator[str]:
     servers = " ".join(f"server {HOST}:{one.port};" for one in decodes)
     config = folder / "nginx.conf"
     config.write_text(NGINX.format(folder=folder, servers=servers, host=HOST, port=port))
-    with running([program, "-c", str(config)], folder / "nginx.log", port, "/health") as url:
-        yield url
+    return running([program, "-c", str(config)], folder / "nginx.log", port, "/health")
 
 
 @contextlib.contextmanager
@@ -174,17 +161,11 @@ def running(
     """
     url = f"http://{HOST}:{port}"
     variables = {**inherited(), **(environ or {})}
-    with running_router(command, log, lambda: _answers(url + answers), f"{answers} to answer", variables) as process:
+    with running_router(command, log, lambda: is_up(url + answers), f"{answers} to answer", variables) as process:
         yield url
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-
-
-def _answers(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(url, trust_env=False, timeout=2.0).status_code == httpx.codes.OK
-    return False
 
 
 # ------------------------------------------------------------------------------------ servers, and a router before them
@@ -192,7 +173,7 @@ def _answers(url: str) -> bool:
 
 ENDING_SECONDS = 60.0
 
-Router = Callable[[Sequence[Server], Sequence[Server], Path, Say], AbstractContextManager[str]]
+Router = Callable[[Sequence[Server], Sequence[Server], Path, Say], Url]
 """(prefill servers, decode servers, log, progress) -> the URL that clients use, without a path, while it runs."""
 
 
@@ -234,22 +215,14 @@ class Servers:
 
 @contextlib.contextmanager
 def alone(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Servers]:
-    """Start prefill, and a decode server that asks it and that clients ask.
-
-    Raises:
-        ServerError: one of them did not start.
-    """
+    """Start prefill, and a decode server that asks it and that clients ask."""
     with Asking(list(specs), logs) as launched:
         yield Servers(launched, launched.ready()[-1].base_url)
 
 
 @contextlib.contextmanager
 def behind(router: Router, specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Servers]:
-    """Start servers, whose names say their roles, and a router before them.
-
-    Raises:
-        ServerError: one of them did not start.
-    """
+    """Start servers, whose names say their roles, and a router before them."""
     with Running(list(specs), logs) as launched:
         ready = launched.ready()
         prefills, decodes = ([one for one in ready if role in one.spec.name] for role in ("prefill", "decode"))

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,12 +60,10 @@ class Stack:
 
 
 def _before(router: Router, *, engine_ids_are_fixed: bool = False) -> Deploy:
-    @contextlib.contextmanager
-    def deploy(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Deployment]:
+    def deploy(specs: Sequence[ServerSpec], logs: Path, say: Say) -> AbstractContextManager[Deployment]:
         if engine_ids_are_fixed:
             specs = [replace(one, kv_transfer={**(one.kv_transfer or {}), "engine_id": one.name}) for one in specs]
-        with behind(router, specs, logs, say) as deployment:
-            yield deployment
+        return behind(router, specs, logs, say)
 
     return deploy
 

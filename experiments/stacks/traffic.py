@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import openai
 
+from experiments.common.client import at_a_time
+
 TOKENS = 16
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 """The experiments' model has no chat template."""
@@ -241,14 +243,8 @@ async def judge(client: Any, request: Request, expected: Answer) -> Judged:
 
 async def many(url: str, expected: dict[Request, Answer]) -> list[Judged]:
     """Ask everything once, `AT_ONCE` at a time."""
-    free = asyncio.Semaphore(AT_ONCE)
     async with client_of(url) as client:
-
-        async def one(request: Request, answer: Answer) -> Judged:
-            async with free:
-                return await judge(client, request, answer)
-
-        return list(await asyncio.gather(*(one(*each) for each in expected.items())))
+        return await at_a_time(AT_ONCE, (judge(client, *each) for each in expected.items()))
 
 
 async def meanwhile(

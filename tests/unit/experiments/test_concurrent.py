@@ -152,4 +152,4 @@ def test_settling_ends_even_if_memory_does_not_come_back(monkeypatch: pytest.Mon
     monkeypatch.setattr(pool.PageWatch, "mapped_bytes", lambda self: 3 * PAGE_GROUP)
     memory = PoolMemory(["engine"], PAGE_GROUP)
     asyncio.run(memory.settle())
-    assert memory.resting() == [[3 * PAGE_GROUP]]
+    assert memory.resting == [[3 * PAGE_GROUP]]

@@ -17,7 +17,7 @@ from experiments.byte_equivalence import comparison, harness
 from experiments.byte_equivalence import run as last
 from experiments.byte_equivalence.arm_run import CORRUPTIONS, Dependence
 from experiments.byte_equivalence.arms import ARMS, SINGLE, Arm, of_size, phases, small_pool, specs
-from experiments.byte_equivalence.checks import Check, Checks, compared
+from experiments.byte_equivalence.checks import Check, compared, exit_status, summary_of, table_of
 from experiments.byte_equivalence.compare import Difference
 from experiments.byte_equivalence.harness import Baseline, Harness
 from experiments.common.command_line import DEFAULT_VLLM
@@ -29,14 +29,6 @@ ROOT = Path(__file__).parents[3]
 EQUAL = Check("arm", "tokens", True, "30 prompts")
 UNEQUAL = compared("arm", "tokens", [Difference("p", "tokens", "[red]found[/red] 1, expected 2")], "30 prompts")
 NOT_STARTED = Check("arm", "serves", False, "no", failed_setup=True)
-
-
-def of(*rows: Check) -> Checks:
-    """Return checks with these rows."""
-    checks = Checks()
-    for row in rows:
-        checks.add(row)
-    return checks
 
 
 @pytest.mark.parametrize(
@@ -51,7 +43,7 @@ def of(*rows: Check) -> Checks:
 )
 def test_the_exit_status_tells_a_difference_from_a_failed_set_up(rows: list[Check], status: int) -> None:
     """A difference outweighs a server that did not start; having checked nothing is no success."""
-    assert of(*rows).exit_status == status
+    assert exit_status(summary_of(rows)) == status
 
 
 def test_the_table_shows_differences_as_they_are() -> None:
@@ -59,7 +51,7 @@ def test_the_table_shows_differences_as_they_are() -> None:
     many = compared("arm", "blocks", [Difference(f"p{n}", "blocks", "x") for n in range(9)], "30 prompts")
     console = Console(width=150, record=True, file=None, quiet=False, force_terminal=False)
     with console.capture() as captured:
-        console.print(of(UNEQUAL, many).table("title"))
+        console.print(table_of([UNEQUAL, many], "title"))
     assert "[red]found[/red] 1" in captured.get()
     assert "and 6 more" in captured.get()
 
@@ -157,10 +149,10 @@ def test_servers_that_do_not_start_are_a_row_and_the_next_arm_is_served(
     monkeypatch.setattr(harness, "make_model", lambda shape: tmp_path)
     monkeypatch.setattr(harness.Harness, "_reference", lambda *_: Baseline([], []))
     monkeypatch.setattr(comparison, "with_pairs", lambda *_: asyncio.sleep(0))
-    checks = Checks()
     brief = [arm for arm in ARMS if arm.in_runs == "brief"]
-    Harness(brief[::-1], tmp_path, Narrator("test"), checks, quick=True).run()
-    assert [(row.arm, row.passed, row.failed_setup) for row in checks.rows] == [(brief[1].name, False, True)]
+    made = Harness(brief[::-1], tmp_path, Narrator("test"), quick=True)
+    made.run()
+    assert [(row.arm, row.passed, row.failed_setup) for row in made.rows] == [(brief[1].name, False, True)]
     assert Launched.stopped == 2
 
 
@@ -195,7 +187,7 @@ def test_a_failure_that_was_not_run_again_is_still_one(tmp_path: Path) -> None:
 
 def test_servers_that_did_not_start_differ_in_nothing(tmp_path: Path) -> None:
     """The file says as the run does that there was nothing to compare."""
-    rows = of(NOT_STARTED, EQUAL).summary()
+    rows = summary_of([NOT_STARTED, EQUAL])
     assert last.summary(rows, tmp_path / "none", [PULL], FULL)["verdict"] == "could not be compared"
 
 
