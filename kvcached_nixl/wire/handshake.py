@@ -23,10 +23,11 @@ Protocol history (one line per change of meaning; the number is part of the tag)
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -39,6 +40,7 @@ __all__ = [
     "MOST_NAMED_FILES",
     "MOST_NAMED_TENSORS",
     "Answer",
+    "Kind",
     "MemoryType",
     "Process",
     "RankHandshake",
@@ -257,3 +259,43 @@ def differences(found: str, expected: str) -> str:
 def is_tagged(compatibility: str) -> bool:
     """Whether a peer's compatibility string is a tag of this package, of any protocol number."""
     return compatibility.startswith(f"{_NAME}/")
+
+
+class Kind(NamedTuple):
+    """What a handshake compares, as numbers for metrics: they say which engines' handshakes would succeed. Numbers of
+    52 bits, which a float keeps; 0 is not known. Equal texts have equal numbers in every process.
+
+    Attributes:
+        compatibility: of the tag: everything but the weights.
+        checkpoint: of the content of the files that the weights were loaded from.
+        weights: of the content of the weights in memory, and of their layout, of all ranks.
+    """
+
+    compatibility: int
+    checkpoint: int
+    weights: int
+
+    @classmethod
+    def of(cls, answers: Sequence[tuple[str, bytes]]) -> Kind:
+        """Returns the kind of an engine.
+
+        Args:
+            answers: what its side channel answers for each of its ranks, in their order: (tag, metadata).
+
+        Raises:
+            Malformed: metadata cannot be read.
+        """
+        weights = [read_rank(read_answer(metadata).rank).weights for _, metadata in answers]
+        checkpoints = {one.files for one in weights}
+        is_whole = all(one.memory.content for one in weights)
+        return cls(
+            _number("\n".join(sorted({tag for tag, _ in answers}))),
+            _number(checkpoints.pop()) if len(checkpoints) == 1 else 0,
+            _number("\n".join(f"{one.memory.layout} {one.memory.content}" for one in weights)) if is_whole else 0,
+        )
+
+
+def _number(text: str) -> int:
+    if not text:
+        return 0
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 12 or 1

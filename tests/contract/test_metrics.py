@@ -18,9 +18,8 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.vllm.adapter import metrics
-from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights
+from kvcached_nixl.wire.handshake import Answer, Kind, Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.headroom import Headroom, encode_headroom
-from kvcached_nixl.wire.kind import Kind
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 
 WEIGHTS = Weights(Tensors("a" * 32, "b" * 32), files="c" * 32)

@@ -19,8 +19,8 @@ from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import STATS_MODULE
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import Malformed
+from kvcached_nixl.wire.handshake import Kind
 from kvcached_nixl.wire.headroom import AskingFigures, read_headroom
-from kvcached_nixl.wire.kind import Kind
 from kvcached_nixl.wire.timeline import Lasted, Reported, State
 
 _FAILURES, _QUARANTINED = "kvcached_nixl_failures", "kvcached_nixl_quarantined_blocks"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/kind.py: engines whose handshake succeeds have the numbers of a pair that fits, and others have not."""
+"""wire/handshake.py, Kind: engines whose handshake succeeds have the numbers of a pair that fits, and others have not."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights
-from kvcached_nixl.wire.kind import Kind
+from kvcached_nixl.wire.handshake import Answer, Kind, Process, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 
 PLANES = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
