@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/handshake.py, Kind: engines whose handshake succeeds have the numbers of a pair that fits, and others have not."""
+"""wire/handshake.py, `Kind`: engines whose handshake succeeds have the numbers of a pair that fits; others have not."""
 
 from __future__ import annotations
 
