@@ -33,7 +33,7 @@ from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import Reports, WakeAddress
 from kvcached_nixl.worker.background import Work
-from kvcached_nixl.worker.build import Channel, Rank, assemble
+from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.facade import Device
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
@@ -199,7 +199,7 @@ class Engine:
         settings: Settings,
         clock: Clock,
         transport: Transport,
-        channel: Channel,
+        channel: Any,
         planes: Planes,
         pool: Pool,
         words: TokenArray,

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -16,19 +16,17 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.transport.agent import Transport, WriteGate, open_gate, register_host_memory
+from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.handshake import RankHandshake, Tag, Weights
-from kvcached_nixl.wire.step import WakeAddress
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device, WorkerFacade
 from kvcached_nixl.worker.geometry.layout import group_memory, layers_digest
-from kvcached_nixl.worker.memory_registration import Registered, StockWorker, num_kept
+from kvcached_nixl.worker.memory_registration import Registered, num_kept
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.prefill.writer import GateConnections
-from kvcached_nixl.worker.staging.slab import Slots
-from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import (
@@ -39,25 +37,22 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
     TokenBuffers,
     TokenTable,
 )
-from kvcached_nixl.worker.transfer.peer_link import Handshaker, Host, PeerListener
+from kvcached_nixl.worker.transfer.peer_link import Handshaker, Host
 from kvcached_nixl.worker.transfer.peers import Peers
+from kvcached_nixl.worker.transfer.slab import Slots
+from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
-__all__ = ["Channel", "Rank", "assemble", "build_worker"]
+if TYPE_CHECKING:
+    from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 
-
-class Channel(Protocol):
-    """What a worker uses of the side channel."""
-
-    def ask(self, host: str, port: int, tp_rank: int) -> Any: ...
-    def wake(self, host: str, port: int, key: str) -> None: ...
-    def close(self) -> None: ...
+__all__ = ["Rank", "assemble", "build_worker"]
 
 
 def build_worker(
-    worker: StockWorker, registered: Registered, settings: Settings, channel: Channel, clock: Clock
+    worker: WorkerView, registered: Registered, settings: Settings, channel: SideChannel, clock: Clock
 ) -> WorkerFacade:
     """Describe the registered memory, publish the handshake answer to peers, and start the threads that move KV.
 
@@ -175,50 +170,12 @@ class Rank:
     zeroes_blocks: bool = False
     answers_early: bool = False
 
-    def close(self) -> None:
-        """Stop its threads, and close its gates. The transfer thread has stopped."""
-        if self.staging is not None:
-            self.staging.copier.close()
-        self.checksums.close()
-        if self.gates is not None:
-            self.gates.close()
-
-
-@dataclass(frozen=True)
-class _Roles(PeerListener):
-    """Passes what happens to peers on to both roles (`transfer.peers.PeerListener`)."""
-
-    routes: PeerRoutes
-    receiver: Receiver
-    registry: OfferRegistry
-    gate_connections: GateConnections
-    transfer_queue: TransferQueue
-
-    def is_used(self, agent: str) -> bool:
-        users = self.registry.registrations.is_writing_to, self.receiver.is_waiting_for, self.transfer_queue.is_used
-        return any(uses(agent) for uses in users)
-
-    def may_write(self, agent: str) -> bool:
-        return self.receiver.may_be_written_by(agent)
-
-    def dead(self, agent: str) -> None:
-        self.routes.forget(agent)
-        self.receiver.dead(agent)
-        self.registry.registrations.dead(agent)
-
-    def unreachable(self, agent: str) -> None:
-        self.receiver.unreachable(agent)
-        self.registry.registrations.dead(agent)
-
-    def disconnected(self, agent: str) -> None:
-        self.gate_connections.forget(agent)
-
 
 def assemble(
     rank: Rank,
     settings: Settings,
     clock: Clock,
-    channel: Channel,
+    channel: SideChannel,
     device: Device,
     offer_handshake: Callable[[Weights], None],
     wake: threading.Event,
@@ -245,16 +202,9 @@ def assemble(
     receiver = Receiver(context, mode, rank.gates, outcomes)
     table = TokenTable(rank.tokens[:BUCKETS])
     registry = OfferRegistry(context, gate_connections, table, outcomes, settings)
-    peers.listen(_Roles(routes, receiver, registry, gate_connections, transfer_queue))
+    peers.listen(routes, receiver, registry.registrations, gate_connections, transfer_queue)
 
-    def wake_engine(address: WakeAddress) -> None:
-        channel.wake(address.host, address.port, address.key)
-
-    def closed() -> None:
-        rank.close()
-        channel.close()
-
-    thread = TransferThread(context, receiver, registry, outcomes, wake, wake_engine, closed, device.select)
+    thread = TransferThread(context, receiver, registry, outcomes, wake, channel, device.select)
     # Where KV is staged decode cannot read blocks: prefill frees them as soon as they are copied.
     is_read = not mode.is_push and rank.staging is None
     return WorkerFacade(

@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.step import WakeAddress
+from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.worker.commands import Command, Dispatch
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.outcomes import Outcome, OutcomeQueue
@@ -60,8 +60,7 @@ class TransferThread:
     Args:
         outcomes: where ``receiver`` and ``registry`` report what has ended.
         wake: set by any thread to wake the transfer thread.
-        wake_engine: called by the transfer thread when something has ended; does not block.
-        closed: called when the thread has stopped.
+        channel: wakes the engine when something has ended, and is closed when the thread has stopped.
         select_device: called by the transfer thread before anything else.
 
     Attributes:
@@ -75,8 +74,7 @@ class TransferThread:
         registry: OfferRegistry,
         outcomes: OutcomeQueue,
         wake: threading.Event,
-        wake_engine: Callable[[WakeAddress], None],
-        closed: Callable[[], None],
+        channel: SideChannel,
         select_device: Callable[[], None],
     ) -> None:
         self._context = context
@@ -84,8 +82,7 @@ class TransferThread:
         self._receiver = receiver
         self._registry = registry
         self._outcomes = outcomes
-        self._wake_engine = wake_engine
-        self._closed = closed
+        self._channel = channel
         self._select_device = select_device
         self._is_ready = threading.Event()
         self.engine_computes = False
@@ -143,12 +140,16 @@ class TransferThread:
         return self._outcomes.take()
 
     def close(self) -> None:
-        """Stop the thread, once all transfers have ended or CLOSE_SECONDS have passed."""
+        """Stop this thread, once all transfers have ended or CLOSE_SECONDS have passed; then all others."""
         self._closing.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(2 * CLOSE_SECONDS)
-        self._closed()
+        if self._context.staging is not None:
+            self._context.staging.copier.close()
+        self._context.checksums.close()
+        self._receiver.close()
+        self._channel.close()
 
     def _raise_defect(self) -> None:
         if self._defect is not None:
@@ -214,5 +215,6 @@ class TransferThread:
         return POLL_SECONDS if len(queue) else 2 * POLL_SECONDS
 
     def _wake_own(self) -> None:
-        if self._dispatch.wake_address is not None:
-            self._wake_engine(self._dispatch.wake_address)
+        address = self._dispatch.wake_address
+        if address is not None:
+            self._channel.wake(address.host, address.port, address.key)

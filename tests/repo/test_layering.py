@@ -36,7 +36,7 @@ PLANTED = {
     "errors.py": "from . import ids",
     "activation/bootstrap.py": "__import__('torch')",
     "worker/prefill/registry.py": "from kvcached_nixl.worker.decode.receiver import Receiver",
-    "worker/decode/read_part.py": "from ..prefill import offer",
+    "worker/decode/attempt.py": "from ..prefill import offer",
     "worker/transfer/peers.py": "def f():\n    from kvcached_nixl.worker.decode import fencing",
     "worker/geometry/descriptors.py": "from kvcached_nixl.worker.transfer.topology import Routes",
     "activation/import_hooks.py": "from kvcached_nixl.activation.bootstrap import install",

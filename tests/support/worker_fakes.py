@@ -25,8 +25,6 @@ from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.prefill.writer import GateConnections
-from kvcached_nixl.worker.staging.slab import Slots
-from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUCKETS,
@@ -38,6 +36,8 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
 )
 from kvcached_nixl.worker.transfer.peer_link import Handshaker, Host
 from kvcached_nixl.worker.transfer.peers import Peers
+from kvcached_nixl.worker.transfer.slab import Slots
+from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferQueue
 from support.digest_fakes import Copy, InTurn, StubSlab, as_bytes, digests_over
@@ -252,7 +252,7 @@ class Listener:
             self.role.unreachable(agent)
 
     def disconnected(self, agent: str) -> None:
-        self.local.gate_connections.forget(agent)
+        self.local.gate_connections.disconnected(agent)
 
 
 class Local:

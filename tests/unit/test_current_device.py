@@ -30,7 +30,7 @@ from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.facade import Device
 from kvcached_nixl.worker.geometry.layout import Layout, plan
 from kvcached_nixl.worker.memory_registration import Registered
-from kvcached_nixl.worker.staging.slab import Slab
+from kvcached_nixl.worker.transfer.slab import Slab
 
 RANK_1 = torch.device("cuda", 1)
 SECONDS = 10.0

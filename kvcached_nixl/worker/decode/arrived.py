@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: what has arrived of an attempt: WRITEs by their numbers, and ranges of tokens in slots. Owned by the transfer
-thread.
+"""Decode: how far an attempt is that prefill WRITEs. Owned by the transfer thread.
 
+* Whether the peer may still write, and whether the blocks are wanted (`Stage`, one per part).
 * A rank numbers its WRITEs from 0, and the last one says that it is the last. Notifications may overtake each other, so
   a WRITE counts only when all before it have arrived (`ArrivedWrites`, one per part).
 * Where KV is staged, prefill's ranks write into slots of a slab, range by range, and these are then copied into blocks
@@ -12,18 +12,66 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.messages import Written
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.staging.slab import Use
-from kvcached_nixl.worker.staging.staging import Held, Staging
 from kvcached_nixl.worker.transfer.peers import contained
+from kvcached_nixl.worker.transfer.slab import Use
+from kvcached_nixl.worker.transfer.staging import Held, Staging
 
-__all__ = ["ArrivedWrites", "StagingWindow"]
+__all__ = ["NEXT", "ArrivedWrites", "Event", "Stage", "StagingWindow"]
+
+
+class Stage(enum.Enum):
+    """What a `write_part.WritePart` waits for; `NEXT` alone changes it. Blocks are free in ENDED only, when nothing is
+    copied out of the slab any more."""
+
+    CONNECTING = enum.auto()
+    """The peer was told of no block."""
+    WRITING = enum.auto()
+    """The peer was told of the blocks and may write them."""
+    WITHDRAWN = enum.auto()
+    """The peer may still write blocks that nobody wants, and was asked to stop."""
+    COMPARING = enum.auto()
+    """Everything is written; this rank reads the blocks to compare checksums."""
+    COMPARING_IN_VAIN = enum.auto()
+    """As before, but nobody wants the blocks any more."""
+    ENDED = enum.auto()
+
+
+class Event(enum.Enum):
+    """What moves a part on."""
+
+    TOLD = enum.auto()
+    UNWANTED = enum.auto()
+    STOPPED = enum.auto()
+    """The peer can no longer write: every WRITE has arrived, it says so, it is dead, or it is fenced."""
+    IS_COMPARED = enum.auto()
+    """Begins, when everything is written."""
+    COMPARED = enum.auto()
+
+
+NEXT: Mapping[tuple[Stage, Event], Stage] = MappingProxyType(
+    {
+        (Stage.CONNECTING, Event.TOLD): Stage.WRITING,
+        (Stage.CONNECTING, Event.UNWANTED): Stage.ENDED,
+        (Stage.WRITING, Event.UNWANTED): Stage.WITHDRAWN,
+        (Stage.WRITING, Event.IS_COMPARED): Stage.COMPARING,
+        (Stage.WRITING, Event.STOPPED): Stage.ENDED,
+        (Stage.WITHDRAWN, Event.STOPPED): Stage.ENDED,
+        # The peer has stopped already, and its word does not end what this rank reads.
+        (Stage.COMPARING, Event.UNWANTED): Stage.COMPARING_IN_VAIN,
+        (Stage.COMPARING, Event.COMPARED): Stage.ENDED,
+        (Stage.COMPARING_IN_VAIN, Event.COMPARED): Stage.ENDED,
+    }
+)
+"""Stage and event -> the next stage. An event that is not here changes nothing."""
 
 
 class ArrivedWrites:

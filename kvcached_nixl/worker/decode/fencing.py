@@ -195,6 +195,16 @@ class GateUse:
         """Whether a writer that is not fenced may still write through it."""
         return any(not part.is_idle for part in self.parts if part not in self.fenced)
 
+    def leave(self, part: Part) -> None:
+        """The part's attempt is finished, or the part was not registered after all."""
+        self.parts.pop(part, None)
+        self.fenced.discard(part)
+
+    def fence(self, part: Part) -> None:
+        """Fence a part whose writer does not answer; `Part.fenced` is called once that cannot write any more."""
+        if part in self.parts:
+            self.fenced.add(part)
+
 
 class WriteGates:
     """The gates of this rank's memory.
@@ -211,10 +221,6 @@ class WriteGates:
         self._retired: list[GateUse] = []
         self._is_opening = False
         self._opens_at_seconds = 0.0
-
-    def __len__(self) -> int:
-        """Number of gates that are not closed."""
-        return (self._present is not None) + len(self._retired)
 
     def __iter__(self) -> Iterator[WriteGate]:
         """Gates whose notifications have to be read."""
@@ -239,18 +245,6 @@ class WriteGates:
         use = self.begin()
         use.parts[part] = None
         return use
-
-    @staticmethod
-    def leave(part: Part, use: GateUse) -> None:
-        """The part's attempt is finished, or the part was not registered after all."""
-        use.parts.pop(part, None)
-        use.fenced.discard(part)
-
-    @staticmethod
-    def fence(part: Part, use: GateUse) -> None:
-        """Fence a part whose writer does not answer; calls `Part.fenced` once that cannot write any more."""
-        if part in use.parts:
-            use.fenced.add(part)
 
     def close(self) -> None:
         """Close all gates, on the calling thread: the engine ends. `turn` must not be called afterwards."""
@@ -332,4 +326,4 @@ class WriteGates:
         for part in list(use.parts):
             if not part.is_idle:
                 part.fenced()
-            self.leave(part, use)
+            use.leave(part)

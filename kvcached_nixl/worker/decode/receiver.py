@@ -21,12 +21,12 @@ from kvcached_nixl.wire.lease import INTERVAL, heartbeats
 from kvcached_nixl.wire.messages import Peer, Release, StagingRequest, Stopped, Written, encode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, UnneededOffer
-from kvcached_nixl.worker.decode.attempt import Attempt
+from kvcached_nixl.worker.decode.attempt import Attempt, ReadPart
 from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
-from kvcached_nixl.worker.decode.read_part import ReadPart
 from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.peer_link import PeerListener
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
 __all__ = ["Receiver", "Renewals"]
@@ -53,10 +53,6 @@ class Renewals:
         self._wanted_by: dict[tuple[RemotePrefill, str], set[DecodeRequestId]] = {}
         self._interval_seconds: dict[tuple[RemotePrefill, str], float] = {}
         self._due = Deadlines[tuple[RemotePrefill, str]]()
-
-    def __len__(self) -> int:
-        """Number of requests whose leases are renewed."""
-        return len(self._lease_of)
 
     @property
     def first_seconds(self) -> float | None:
@@ -97,7 +93,7 @@ class Renewals:
         return found
 
 
-class Receiver:
+class Receiver(PeerListener):
     """See the module.
 
     Attributes:
@@ -180,7 +176,7 @@ class Receiver:
         if attempt is None or attempt.failed is not None:
             return
         for part in attempt.parts:
-            if part.is_written:
+            if isinstance(part, WritePart):
                 self._writers.expect(part, number)
         for part in list(attempt.parts):
             # A part that cannot begin fails the attempt at once.
@@ -241,12 +237,12 @@ class Receiver:
                     self._context.peers.send(address, beat)
         return self.renewals.first_seconds
 
-    def is_waiting_for(self, agent: str) -> bool:
+    def is_used(self, agent: str) -> bool:
         """Whether a part of an attempt still depends on an agent."""
         parts = (part for attempt in self._attempts.values() for part in attempt.parts)
         return any(part.agent == agent and not part.is_idle for part in parts)
 
-    def may_be_written_by(self, agent: str) -> bool:
+    def may_write(self, agent: str) -> bool:
         """Whether an agent was told of blocks to write, and has not answered that it has stopped."""
         return self._writers.may_write(agent)
 
@@ -272,6 +268,11 @@ class Receiver:
                     reason = f"nobody listens any more at the address of rank {part.address.tp_rank} of prefill"
                     attempt.fail(HandOverFailed(FailureCause.LOST, reason))
                     self._writers.look_after(attempt)
+
+    def close(self) -> None:
+        """Close the gates: the engine ends, and the transfer thread has stopped."""
+        if self._gates is not None:
+            self._gates.close()
 
     def turn(self) -> float | None:
         """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due."""

@@ -47,10 +47,6 @@ class Descriptors:
         nothing = np.empty((0, 2), np.int64)
         return cls(nothing, nothing)
 
-    @property
-    def total_bytes(self) -> int:
-        return int(self.local[:, 1].sum())
-
 
 @dataclass(frozen=True)
 class KernelBlocks:

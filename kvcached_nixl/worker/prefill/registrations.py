@@ -21,6 +21,7 @@ from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
+from kvcached_nixl.worker.transfer.peer_link import PeerListener
 
 __all__ = ["Registrations"]
 
@@ -35,7 +36,7 @@ _STARTED_AGAIN = HandOverFailed(
 _WITHDRAWN = HandOverFailed(FailureCause.STOPPED, "withdrawn")
 
 
-class Registrations:
+class Registrations(PeerListener):
     """See the module.
 
     Attributes:
@@ -90,7 +91,7 @@ class Registrations:
                 why = "" if offer is None else f": {offer.stopped}"
                 reason = f"prefill does not keep this request any more{why}"
                 self._writer.stop(task, HandOverFailed(FailureCause.LEASE, reason))
-            elif (offer.digest, offer.num_tokens) != (registration.digest, registration.num_tokens):
+            elif not offer.means(registration):
                 self._writer.stop(task, HandOverFailed(FailureCause.DIGEST, "prefill computed another prompt"))
             else:
                 self._matcher.join(task, offer)
@@ -128,15 +129,17 @@ class Registrations:
 
     # ---------------------------------------------------------------------------------------------------- how they end
 
-    def is_writing_to(self, agent: str) -> bool:
+    def is_used(self, agent: str) -> bool:
         """Whether an agent has a registration that is not finished."""
         return agent in self._of_agent
 
     def dead(self, agent: str) -> None:
-        """An agent is dead or unreachable: stop its registrations without an answer."""
+        """Stop an agent's registrations without an answer."""
         for task in list(self._of_agent.get(agent, {}).values()):
             cause = HandOverFailed(FailureCause.LOST, "the peer is dead or unreachable")
             self._writer.stop(task, cause, is_answered=False)
+
+    unreachable = dead
 
     def fail(self, key: WriteKey, failure: HandOverFailed) -> None:
         """An internal error occurred while this registration was served: stop it."""

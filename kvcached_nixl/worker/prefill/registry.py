@@ -119,12 +119,12 @@ class OfferRegistry:
             offer = Offer(update)
             for tp_rank, tp_size in self._matcher.add(offer).items():
                 self._settle_rank(offer, tp_rank, tp_size)
-        elif (offer.name, offer.digest, offer.num_tokens) != (update.name, update.digest, update.num_tokens):
+        elif offer.update.name != update.name or not offer.means(update):
             # Its blocks are not what decode was told of. Its end is reported as that of any other.
             self._tokens.remove(update.request_id)
             self._let_down(offer, HandOverFailed(FailureCause.REVOKED, "another request came under its id"))
             return
-        if update.ready_tokens < offer.ready_tokens:
+        if update.ready_tokens < offer.update.ready_tokens:
             for task in list(offer.write_tasks.values()):
                 if task.next_token > update.ready_tokens:
                     reason = "prefill computes some of its tokens again"

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
-from kvcached_nixl.worker.staging.slab import Use
-from kvcached_nixl.worker.staging.staging import Held, Staging
+from kvcached_nixl.worker.transfer.slab import Use
+from kvcached_nixl.worker.transfer.staging import Held, Staging
 
 __all__ = ["FromBlocks", "Source", "Staged"]
 
@@ -42,7 +42,7 @@ class FromBlocks:
         """Prefill has updated or finished an offer."""
 
     def forget(self, offer: Offer) -> None:
-        """Tokens from ``offer.ready_tokens`` on are computed again: drop copies of them."""
+        """Tokens from ``offer.update.ready_tokens`` on are computed again: drop copies of them."""
 
     def find(self, task: WriteTask, end_token: int) -> Source | None:
         """Returns where a registration's next tokens can be written from; None if not yet: it is advanced later."""
@@ -105,12 +105,12 @@ class Staged(FromBlocks):
 
     def forget(self, offer: Offer) -> None:
         parked = self._parked.get(offer)
-        if parked is not None and offer.ready_tokens < parked.asked_token:
+        if parked is not None and offer.update.ready_tokens < parked.asked_token:
             del self._parked[offer]
             self._let_go(parked)
         for task in offer.write_tasks.values():
             windows = self._windows.get(task, [])
-            for window in [one for one in windows if one.end_token > offer.ready_tokens]:
+            for window in [one for one in windows if one.end_token > offer.update.ready_tokens]:
                 windows.remove(window)
                 self._let_go(window)
 
@@ -136,7 +136,7 @@ class Staged(FromBlocks):
 
     def is_free_of_blocks(self, offer: Offer) -> bool:
         parked = self._parked.get(offer)
-        return parked is not None and parked.staged_token >= offer.num_tokens and offer not in self._copying
+        return parked is not None and parked.staged_token >= offer.update.num_tokens and offer not in self._copying
 
     def written(self, task: WriteTask, held: Held | None) -> None:
         if held is None:
@@ -165,7 +165,7 @@ class Staged(FromBlocks):
     def _park(self, offer: Offer) -> bool:
         """Take slots for the whole offer. Returns whether there are enough now."""
         step = math.lcm(*self._block_sizes)
-        held = self._staging.take(Use.PARKED, offer.first_tokens, 0, offer.num_tokens, step, is_whole=True)
+        held = self._staging.take(Use.PARKED, offer.first_tokens, 0, offer.update.num_tokens, step, is_whole=True)
         if held is not None:
             self._parked[offer] = held
         return held is not None
@@ -173,7 +173,7 @@ class Staged(FromBlocks):
     def _may_be_parked(self, offer: Offer) -> bool:
         """Whether the slab is large enough for the whole offer, and no window has a range of it."""
         has_windows = any(self._windows.get(task) for task in offer.write_tasks.values())
-        return not has_windows and self._staging.fits(Use.PARKED, offer.first_tokens, 0, offer.num_tokens)
+        return not has_windows and self._staging.fits(Use.PARKED, offer.first_tokens, 0, offer.update.num_tokens)
 
     def _park_late(self, offer: Offer) -> bool:
         """Called when slots are free: park a finished offer after all, so that its blocks can be freed. Returns False
@@ -186,8 +186,8 @@ class Staged(FromBlocks):
         return True
 
     def _copy_parked(self, offer: Offer) -> None:
-        parked, ready = self._parked[offer], offer.ready_tokens
-        if ready < offer.num_tokens:
+        parked, ready = self._parked[offer], offer.update.ready_tokens
+        if ready < offer.update.num_tokens:
             ready -= ready % math.lcm(*self._block_sizes)
         # One copy after the other: what a failed one has left behind is told from what is there.
         if ready <= parked.staged_token or parked.copies or not offer.may_be_read:
@@ -246,7 +246,7 @@ class Staged(FromBlocks):
     def _open_late(self, task: WriteTask, end_token: int) -> bool:
         # If prefill computes some of the tokens again, the registration is advanced when they are ready.
         offer = task.offer
-        if task.stopping is not None or offer is None or offer.ready_tokens < end_token or not offer.may_be_read:
+        if task.stopping is not None or offer is None or offer.update.ready_tokens < end_token or not offer.may_be_read:
             return True
         try:
             return self._open(task, end_token)

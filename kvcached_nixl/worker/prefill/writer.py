@@ -24,16 +24,16 @@ from kvcached_nixl.wire.messages import Peer, StagingGrant, StagingRequest, Stop
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import FromBlocks, Source, Staged
-from kvcached_nixl.worker.staging.staging import Held
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, PeerListener
 from kvcached_nixl.worker.transfer.peers import Peers, contained
+from kvcached_nixl.worker.transfer.staging import Held
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 
 __all__ = ["GateConnections", "Writer"]
 
 
-class GateConnections:
+class GateConnections(PeerListener):
     """Connections to the write gates of decode's ranks. A name that is not a gate's is that of a rank's own agent, and
     is passed on to ``agents``."""
 
@@ -46,12 +46,6 @@ class GateConnections:
         # Kept from a gate's first use until it is removed.
         self._connections: dict[str, object] = {}
         self._used: Counter[str] = Counter()
-
-    def __contains__(self, gate: object) -> bool:
-        return gate in self._agent_of
-
-    def __len__(self) -> int:
-        return len(self._agent_of)
 
     def use(self, known: ConnectedPeer, metadata: bytes) -> str:
         """Returns the agent name to post a WRITE to; call `used` when the WRITE has ended.
@@ -99,8 +93,8 @@ class GateConnections:
         # Decode may have closed its gate, or be dead: a handshake with its own agent tells.
         self._agents.doubt(agent)
 
-    def forget(self, agent: str) -> None:
-        """The connection to a rank of decode is taken down: remove its gates, which ends what is in flight to them."""
+    def disconnected(self, agent: str) -> None:
+        """Remove a rank's gates, which ends what is in flight to them."""
         for gate in list(self._of_agent.get(agent, ())):
             self._remove(gate)
 
@@ -163,8 +157,8 @@ class Writer:
         offer, registration = task.offer, task.registration
         if task.stopping is not None or task.is_complete or offer is None:
             return
-        if offer.finished and offer.ready_tokens < registration.end_token:
-            reason = f"prefill computed {offer.ready_tokens} of {registration.end_token} tokens"
+        if offer.finished and offer.update.ready_tokens < registration.end_token:
+            reason = f"prefill computed {offer.update.ready_tokens} of {registration.end_token} tokens"
             self.stop(task, HandOverFailed(FailureCause.STOPPED, reason))
             return
         with contained(partial(self.stop, task)):
@@ -185,7 +179,7 @@ class Writer:
     def _advance(self, task: WriteTask, offer: Offer) -> bool:
         """Make one WRITE, if one can be made. Returns whether there may be another one to make."""
         known, registration = task.known, task.registration
-        end = min(offer.ready_tokens, registration.end_token)
+        end = min(offer.update.ready_tokens, registration.end_token)
         if end < registration.end_token:
             # A step may end inside a block; the tokens of that block go with the next step's.
             end -= end % self._context.local.step_tokens(registration.block_sizes)
@@ -265,9 +259,9 @@ class Writer:
                 source.held.jobs += 1
                 self.source.written(task, source.held)
             return
-        if is_final and offer.manifest is None:
+        if is_final and offer.update.manifest is None:
             raise HandOverFailed(FailureCause.PROTOCOL, "prefill has no manifest of what it computed")
-        manifest = None if offer.manifest is None else msgspec.structs.replace(offer.manifest, groups=())
+        manifest = None if offer.update.manifest is None else msgspec.structs.replace(offer.update.manifest, groups=())
         digest: str | None = None
 
         def notify(_: int, is_last: bool) -> bytes:

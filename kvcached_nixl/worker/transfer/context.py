@@ -13,11 +13,11 @@ from kvcached_nixl.transport.agent import Transport
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.checksums import Checksums
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Host
 from kvcached_nixl.worker.transfer.peers import Peers
+from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 

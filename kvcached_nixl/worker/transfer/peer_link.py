@@ -235,7 +235,7 @@ class PeerListener:
     depends on none."""
 
     def is_used(self, agent: str) -> bool:
-        """Whether a transfer still depends on an agent that was not used for FORGOTTEN_SECONDS."""
+        """Whether something still depends on an agent, although no message was sent to it for FORGOTTEN_SECONDS."""
         return False
 
     def may_write(self, agent: str) -> bool:

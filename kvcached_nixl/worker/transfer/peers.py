@@ -90,16 +90,12 @@ class Peers:
         self._ended: deque[tuple[Link, Future[tuple[str, bytes]]]] = deque()
         self._unused = Deadlines[Peer]()
         self._looked_at = Deadlines[Peer]()
-        self._listener = PeerListener()
+        self._listeners: tuple[PeerListener, ...] = ()
         self.dropped: Counter[str] = Counter()
 
-    def listen(self, listener: PeerListener) -> None:
-        """Tell ``listener`` what happens to peers. Call once, before any peer is used."""
-        self._listener = listener
-
-    def __len__(self) -> int:
-        """Ranks that are connected, or whose handshake is under way."""
-        return len(self._links)
+    def listen(self, *listeners: PeerListener) -> None:
+        """Tell ``listeners`` what happens to peers. Call once, before any peer is used."""
+        self._listeners = listeners
 
     def need(
         self,
@@ -304,14 +300,15 @@ class Peers:
         agent = link.last_agent
         self._fail(link, FailureCause.UNREACHABLE, reason, is_gone=False)
         if agent is not None:
-            self._listener.unreachable(agent)
+            for one in self._listeners:
+                one.unreachable(agent)
 
     def _fail(self, link: Link, cause: FailureCause, reason: str, *, is_gone: bool) -> None:
         logger.log(link.level, "%s", reason)
         link.tries, link.is_failing = 0, True
         if is_gone:
             self._let_go(link)
-        elif link.known is None or not self._listener.may_write(link.known.agent):
+        elif link.known is None or not any(one.may_write(link.known.agent) for one in self._listeners):
             # The peer does not answer: taking the connection down ends the transfers in flight to it.
             self._forget(link)
         waiting, link.waiting = link.waiting, []
@@ -330,18 +327,20 @@ class Peers:
         del addresses[link.address]
         if not addresses:
             del self._addresses[agent]
-            self._listener.dead(agent)
+            for one in self._listeners:
+                one.dead(agent)
 
     def _forget(self, link: Link) -> None:
         """Give up this address's use of the connection; the last address of an agent takes the connection down."""
         known, link.known = link.known, None
         if known is not None and all(other.known is None for other in self._links_of(known.agent)):
             self._connections.pop(known.agent, None)
-            self._listener.disconnected(known.agent)
+            for one in self._listeners:
+                one.disconnected(known.agent)
             self._transport.remove_peer(known.agent)
 
     def _is_used(self, agent: str | None) -> bool:
-        return agent is not None and self._listener.is_used(agent)
+        return agent is not None and any(one.is_used(agent) for one in self._listeners)
 
     def _links_of(self, agent: str) -> list[Link]:
         """Returns all links to an agent: an engine may be known under several addresses, by IP address and by name."""

@@ -21,6 +21,7 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, spacing
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
+from kvcached_nixl.worker.transfer.peer_link import PeerListener
 
 __all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_blocks_of"]
 
@@ -74,10 +75,10 @@ class LocalRank:
 
 
 @dataclass
-class PeerRoutes:
+class PeerRoutes(PeerListener):
     """How this rank's KV-cache groups map to those of each peer, computed once per peer.
 
-    `forget` is called when a peer's agent is dead. Any address may name any agent, so `of` compares the memory it is
+    Any address may name any agent, so `of` compares the memory it is
     given, too: what one address says about its memory is not used for another address.
     """
 
@@ -109,12 +110,9 @@ class PeerRoutes:
             self._found[agent, is_prefill] = groups, routes
         return routes
 
-    def forget(self, agent: str) -> None:
+    def dead(self, agent: str) -> None:
         for is_prefill in (True, False):
             self._found.pop((agent, is_prefill), None)
-
-    def __len__(self) -> int:
-        return len(self._found)
 
     @staticmethod
     def ranges(

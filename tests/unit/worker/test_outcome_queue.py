@@ -13,7 +13,7 @@ from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.step import Mark, Step, WakeAddress, failed_mark, finished_attempt_id, idle_hold_id, mark
 from kvcached_nixl.worker.outcomes import TELL_AGAIN_SECONDS, Outcome, OutcomeQueue, WorkerCounters
-from kvcached_nixl.worker.staging.slab import SlabUse
+from kvcached_nixl.worker.transfer.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 P1 = PrefillRequestId("p1")

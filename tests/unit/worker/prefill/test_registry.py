@@ -47,9 +47,9 @@ from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.wire.timeline import Reported, State, Timeline
 from kvcached_nixl.worker.prefill.offers import GRACE_SECONDS
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.staging.slab import Slots, Use
 from kvcached_nixl.worker.transfer.context import CAPACITY, RecentSet
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
+from kvcached_nixl.worker.transfer.slab import Slots, Use
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferTally
 
 P1, P2, P3 = map(PrefillRequestId, ("p-1", "p-2", "p-3"))
@@ -546,7 +546,7 @@ def test_a_withdrawn_registration_is_answered_when_nothing_is_in_flight(prefill:
     prefill.turn()
     hear(prefill.registry, "remote-0", Withdrawal(1, remote.address))
     prefill.turn()
-    assert len(prefill.in_flight) == 1 and prefill.registry.registrations.is_writing_to("remote-0")
+    assert len(prefill.in_flight) == 1 and prefill.registry.registrations.is_used("remote-0")
     prefill.network.deliver(prefill.in_flight[0])
     prefill.clock.advance(1)
     prefill.deliver()

@@ -19,8 +19,8 @@ from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import WINDOWS, FromBlocks, Source, Staged
-from kvcached_nixl.worker.staging.slab import Slots, Use
-from kvcached_nixl.worker.staging.staging import Held
+from kvcached_nixl.worker.transfer.slab import Slots, Use
+from kvcached_nixl.worker.transfer.staging import Held
 
 BLOCKS = (7, 3, 9)
 

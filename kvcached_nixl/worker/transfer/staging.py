@@ -15,7 +15,7 @@ from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.staging.slab import Slab, SlabUse, Slots, Use
+from kvcached_nixl.worker.transfer.slab import Slab, SlabUse, Slots, Use
 
 __all__ = ["Held", "Staging"]
 
