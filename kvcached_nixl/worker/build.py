@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,7 +13,7 @@ import numpy as np
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
-from kvcached_nixl.settings import MemoryPath, Settings
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.transport.agent import Transport, WriteGate, open_gate, register_host_memory
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.handshake import RankHandshake, Tag, Weights
@@ -24,9 +23,7 @@ from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device, WorkerFacade
 from kvcached_nixl.worker.geometry.layout import group_memory, layers_digest
 from kvcached_nixl.worker.memory_registration import Registered, num_kept
-from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.prefill.writer import GateConnections
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import (
@@ -34,21 +31,17 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUFFERS,
     TOKENS_PER_BUCKET,
     TokenArray,
-    TokenBuffers,
-    TokenTable,
 )
-from kvcached_nixl.worker.transfer.peer_link import Handshaker, Host
-from kvcached_nixl.worker.transfer.peers import Peers
+from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.slab import Slots
 from kvcached_nixl.worker.transfer.staging import Staging
-from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
-from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
+from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
 if TYPE_CHECKING:
     from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 
-__all__ = ["Rank", "assemble", "build_worker"]
+__all__ = ["assemble", "build_worker"]
 
 
 def build_worker(
@@ -127,7 +120,11 @@ def build_worker(
     if settings.transfer_mode.is_push or slab is not None:
         # Otherwise the first gate is opened when this rank first meets a prefill that stages, and so writes in a pull.
         gates.begin()
-    rank = Rank(
+    context = WorkerContext(
+        settings,
+        clock,
+        channel,
+        wake,
         transport,
         local,
         tokens,
@@ -135,87 +132,39 @@ def build_worker(
         checksums,
         host,
         staging,
-        gates,
         registered.path,
+    )
+    facade = assemble(
+        context,
+        Device(layout.device),
+        offer_handshake,
+        gates,
         zeroes_blocks=worker.zeroes_blocks,
         answers_early=worker.answers_before_drafts,
     )
-    facade = assemble(rank, settings, clock, channel, Device(layout.device), offer_handshake, wake)
     facade.thread.start()
     return facade
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What one worker moves KV with.
-
-    Attributes:
-        local: describes the slab's memory where KV is staged, else the KV cache's.
-        tokens: registered host memory for ownership tokens, (BUCKETS + BUFFERS, TOKENS_PER_BUCKET), all 0.
-        compatibility: a peer's must be equal.
-        gates: see `Receiver`.
-        memory_path: where the memory is that KV is moved from and to.
-        zeroes_blocks, answers_early: see `WorkerFacade`.
-    """
-
-    transport: Transport
-    local: LocalRank
-    tokens: TokenArray
-    compatibility: str
-    checksums: Checksums
-    host: Host
-    staging: Staging | None = None
-    gates: WriteGates | None = None
-    memory_path: MemoryPath = MemoryPath.DIRECT
-    zeroes_blocks: bool = False
-    answers_early: bool = False
-
-
 def assemble(
-    rank: Rank,
-    settings: Settings,
-    clock: Clock,
-    channel: SideChannel,
+    context: WorkerContext,
     device: Device,
     offer_handshake: Callable[[Weights], None],
-    wake: threading.Event,
+    gates: WriteGates | None = None,
+    *,
+    zeroes_blocks: bool = False,
+    answers_early: bool = False,
 ) -> WorkerFacade:
     """Build all parts of one worker; its thread is not started.
 
     Args:
-        offer_handshake: see `WorkerFacade`.
-        wake: see `TransferThread`.
+        gates: see `Receiver`; the others: see `WorkerFacade`.
     """
-    transport, local, mode = rank.transport, rank.local, settings.transfer_mode
-    outcomes = OutcomeQueue(clock, local.tp_rank, (mode.value, rank.memory_path.value))
-    handshaker = Handshaker(transport, rank.compatibility, lambda answered: fits(local, answered))
-    peers = Peers(handshaker, clock, channel.ask, rank.host, wake.set)
-    gate_connections = GateConnections(transport, peers)
-    transfer_queue = TransferQueue(
-        transport, clock, gate_connections.lost, connection=gate_connections.connection, moved=outcomes.moved_bytes
+    receiver, registry = Receiver(context, gates), OfferRegistry(context)
+    context.peers.listen(
+        context.routes, receiver, registry.registrations, context.gate_connections, context.transfer_queue
     )
-    routes = PeerRoutes(local)
-    buffers = TokenBuffers(rank.tokens[BUCKETS:])
-    context = WorkerContext(
-        clock, local, transport, peers, transfer_queue, routes, buffers, rank.checksums, rank.host, rank.staging
-    )
-    receiver = Receiver(context, mode, rank.gates, outcomes)
-    table = TokenTable(rank.tokens[:BUCKETS])
-    registry = OfferRegistry(context, gate_connections, table, outcomes, settings)
-    peers.listen(routes, receiver, registry.registrations, gate_connections, transfer_queue)
-
-    thread = TransferThread(context, receiver, registry, outcomes, wake, channel, device.select)
-    # Where KV is staged decode cannot read blocks: prefill frees them as soon as they are copied.
-    is_read = not mode.is_push and rank.staging is None
+    thread = TransferThread(context, receiver, registry, device.select)
     return WorkerFacade(
-        thread,
-        local,
-        table,
-        outcomes,
-        device,
-        offer_handshake,
-        is_read=is_read,
-        zeroes_blocks=rank.zeroes_blocks,
-        # Only READs need it: before a WRITE, prefill waits for the device by itself.
-        answers_early=rank.answers_early and not mode.is_push,
+        context, thread, device, offer_handshake, zeroes_blocks=zeroes_blocks, answers_early=answers_early
     )

@@ -53,7 +53,6 @@ from kvcached_nixl.wire.step import (
     Withdraw,
 )
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peers import contained
@@ -111,13 +110,10 @@ class Dispatch:
         computing: commands that wait for the device, in order.
     """
 
-    def __init__(
-        self, context: WorkerContext, receiver: Receiver, registry: OfferRegistry, outcomes: OutcomeQueue
-    ) -> None:
+    def __init__(self, context: WorkerContext, receiver: Receiver, registry: OfferRegistry) -> None:
         self._context = context
         self._receiver = receiver
         self._registry = registry
-        self._outcomes = outcomes
         self.wake_address: WakeAddress | None = None
         self.computing: deque[Reached] = deque()
         self._malformed = 0
@@ -165,7 +161,7 @@ class Dispatch:
         # Who has begun to read meanwhile may not be overtaken.
         self.hear()
         if self._registry.outlasts(command.request_id, command.revocation):
-            self._outcomes.spared(command.revocation.number)
+            self._context.outcomes.spared(command.revocation.number)
             return
         # It keeps its `Finish`: it ends by itself.
         self._forget_computing(command.request_id, OfferUpdate)

@@ -26,9 +26,8 @@ from kvcached_nixl.wire.step import (
     Step,
 )
 from kvcached_nixl.worker.commands import BlocksWritable, Command, IsReached, LocalIdentity, NewWeights, Reached
-from kvcached_nixl.worker.outcomes import Outcome, OutcomeQueue, WorkerCounters
-from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
-from kvcached_nixl.worker.transfer.topology import LocalRank
+from kvcached_nixl.worker.outcomes import Outcome, WorkerCounters
+from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
 __all__ = ["Device", "WorkerFacade"]
@@ -69,8 +68,6 @@ class WorkerFacade:
 
     Args:
         thread: the transfer thread, started.
-        tokens: ownership tokens of the manifests whose blocks prefill keeps, for decode to read.
-        is_read: whether decode reads prefill's blocks, and so needs their ownership tokens.
         offer_handshake: publishes the handshake answer for peers, given the weights this rank computes with.
         answers_early: prefill's answer does not imply that its device has finished the step, so that is waited for
             before KV is offered that decode reads.
@@ -78,28 +75,28 @@ class WorkerFacade:
 
     def __init__(
         self,
+        context: WorkerContext,
         thread: TransferThread,
-        local: LocalRank,
-        tokens: TokenTable,
-        outcomes: OutcomeQueue,
         device: Device,
         offer_handshake: Callable[[Weights], None],
         *,
-        is_read: bool,
         zeroes_blocks: bool = False,
         answers_early: bool = False,
     ) -> None:
         self.thread = thread
-        self.tokens = tokens
-        self._local = local
-        self._outcomes = outcomes
-        self._is_read = is_read
+        self.tokens = context.token_table
+        self._local = context.local
+        self._outcomes = context.outcomes
+        mode = context.settings.transfer_mode
+        # Where KV is staged decode cannot read blocks: prefill frees them as soon as they are copied.
+        self._is_read = not mode.is_push and context.staging is None
         self._zeroes_blocks = zeroes_blocks
         self._unwritable: list[int] = []
         self.record_event = device.record
         self._device = device
         self._offer_handshake = offer_handshake
-        self._answers_early = answers_early
+        # Only READs need it: before a WRITE, prefill waits for the device by itself.
+        self._answers_early = answers_early and not mode.is_push
         self._step: Step | None = None
         # Of ``_step``: what it computes, and which requests end with that.
         self._offered: list[OfferUpdate] = []

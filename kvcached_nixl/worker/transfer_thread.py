@@ -29,10 +29,9 @@ from collections.abc import Callable
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.worker.commands import Command, Dispatch
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.outcomes import Outcome, OutcomeQueue
+from kvcached_nixl.worker.outcomes import Outcome
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.context import WorkerContext
 
@@ -58,9 +57,6 @@ class TransferThread:
     """The engine's thread submits commands and takes outcomes; everything else runs on the transfer thread.
 
     Args:
-        outcomes: where ``receiver`` and ``registry`` report what has ended.
-        wake: set by any thread to wake the transfer thread.
-        channel: wakes the engine when something has ended, and is closed when the thread has stopped.
         select_device: called by the transfer thread before anything else.
 
     Attributes:
@@ -72,28 +68,25 @@ class TransferThread:
         context: WorkerContext,
         receiver: Receiver,
         registry: OfferRegistry,
-        outcomes: OutcomeQueue,
-        wake: threading.Event,
-        channel: SideChannel,
         select_device: Callable[[], None],
     ) -> None:
         self._context = context
         self._clock: Clock = context.clock
         self._receiver = receiver
         self._registry = registry
-        self._outcomes = outcomes
-        self._channel = channel
+        self._outcomes = context.outcomes
+        self._channel = context.channel
         self._select_device = select_device
         self._is_ready = threading.Event()
         self.engine_computes = False
         self._inbox: deque[Command] = deque()
-        self._wake = wake
+        self._wake = context.wake
         self._closing = threading.Event()
         self._defect: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._moved_at_seconds = context.clock.now_seconds()
         # Everything below is used by the transfer thread only.
-        self._dispatch = Dispatch(context, receiver, registry, outcomes)
+        self._dispatch = Dispatch(context, receiver, registry)
         # When the thread last had work.
         self._busy_seconds = 0.0
 

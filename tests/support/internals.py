@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
     from kvcached_nixl.worker.prefill.registrations import Registrations
     from kvcached_nixl.worker.prefill.registry import Leases, OfferRegistry
-    from kvcached_nixl.worker.prefill.writer import GateConnections, Writer
-    from kvcached_nixl.worker.transfer.context import WorkerContext
+    from kvcached_nixl.worker.prefill.writer import Writer
+    from kvcached_nixl.worker.transfer.context import GateConnections, WorkerContext
     from kvcached_nixl.worker.transfer.ownership_tokens import TokenArray, TokenBuffers, TokenTable
     from kvcached_nixl.worker.transfer.peers import Peers
     from kvcached_nixl.worker.transfer.staging import Held, Staging

@@ -70,7 +70,7 @@ to be named itself, not the one around it."""
 
 ROOMS: dict[str, set[str]] = {
     "worker/geometry": set(),
-    "worker/transfer": {"geometry", "background"},
+    "worker/transfer": {"geometry", "background", "outcomes"},
     "worker/prefill": {"geometry", "transfer", "outcomes"},
     "worker/decode": {"geometry", "transfer", "background", "outcomes"},
     "activation/autostart.py": {"import_hooks", "bootstrap"},

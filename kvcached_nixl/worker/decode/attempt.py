@@ -22,7 +22,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Peer, Reading, Release, StagingRequest, Stopped, Written, encode
-from kvcached_nixl.wire.step import FetchSpec
+from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.decode.arrived import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
@@ -107,6 +107,8 @@ class Attempt:
     Attributes:
         parts: one for each rank of prefill that has some of the bytes.
         failed: why it failed; None as long as it has not.
+        failed_at_seconds: when that was reported, and its writers were asked to stop.
+        unneeded: to be told to prefill when nothing of it is in flight any more.
         staging_window: the slots its KV arrives in; None until a rank of prefill is to be told of them.
         tally: of its READs.
         timeline: its state is that of the part that is furthest behind.
@@ -119,6 +121,8 @@ class Attempt:
         self.blocks = blocks
         self.parts: list[Part] = []
         self.failed: HandOverFailed | None = None
+        self.failed_at_seconds: float | None = None
+        self.unneeded: UnneededOffer | None = None
         self.staging_window: StagingWindow | None = None
         self.timeline = Timeline()
         self.timeline.enter(State.DECODE_ALLOCATED, clock.now_seconds())

@@ -66,7 +66,6 @@ class ActiveWriters:
         self._attempts = attempts
         self._at: defaultdict[Peer, dict[int, None]] = defaultdict(dict)
         self._looked_at = Deadlines[Peer]()
-        self._failed_at: dict[int, float] = {}
         self._ended_at = Deadlines[tuple[str, int]]()
         self._is_put_off: set[tuple[str, int]] = set()
         self._turned_at_seconds = context.clock.now_seconds()
@@ -77,14 +76,9 @@ class ActiveWriters:
         self._at[part.address][number] = None
         self._looked_at.setdefault(part.address, self._clock.now_seconds() + LOOK_SECONDS)
 
-    def failed(self, number: int) -> None:
-        """An attempt has failed, so its writers are asked to stop; UNHEARD_SECONDS begin."""
-        self._failed_at[number] = self._clock.now_seconds()
-
     def finished(self, attempt: Attempt) -> None:
         """No rank writes for this attempt any more."""
         number = attempt.number
-        self._failed_at.pop(number, None)
         for part in attempt.parts:
             part.finish()
             waiting = self._at.get(part.address)
@@ -103,7 +97,7 @@ class ActiveWriters:
         """Fence, or wait for the end of, the ranks that may still write for an attempt although they were asked to stop
         or cannot be asked."""
         now, number = self._clock.now_seconds(), attempt.number
-        is_unheard = now - self._failed_at.get(number, now) >= UNHEARD_SECONDS
+        is_unheard = attempt.failed_at_seconds is not None and now - attempt.failed_at_seconds >= UNHEARD_SECONDS
         for part in attempt.parts:
             if not part.may_write:
                 continue

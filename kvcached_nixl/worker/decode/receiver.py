@@ -14,7 +14,6 @@ from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import DecodeRequestId
-from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import INTERVAL, heartbeats
@@ -24,7 +23,6 @@ from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, UnneededOffer
 from kvcached_nixl.worker.decode.attempt import Attempt, ReadPart
 from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
 from kvcached_nixl.worker.decode.write_part import WritePart
-from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import PeerListener
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
@@ -102,26 +100,16 @@ class Receiver(PeerListener):
     Args:
         gates: write gates of this rank's memory; None: peers write through this rank's own agent, which cannot be
             closed.
-        outcomes: told once for each attempt that it has failed, once that it has finished, and of its timeline before.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        mode: TransferMode,
-        gates: WriteGates | None,
-        outcomes: OutcomeQueue,
-    ) -> None:
+    def __init__(self, context: WorkerContext, gates: WriteGates | None) -> None:
         self._context = context
         self._clock: Clock = context.clock
-        self._mode = mode
         self._gates = gates
-        self._outcomes = outcomes
+        self._outcomes = context.outcomes
         self._attempts: dict[int, Attempt] = {}
-        self._reported: set[int] = set()
         self._asked_again = Deadlines[int]()
         self._unanswered: set[int] = set()
-        self._unneeded: dict[int, UnneededOffer] = {}
         self._writers = ActiveWriters(context, self._attempts)
         self.renewals = Renewals(context.clock)
         self.dropped: Counter[str] = Counter()
@@ -156,8 +144,9 @@ class Receiver(PeerListener):
         except ValueError as error:
             attempt.fail(HandOverFailed(FailureCause.REFUSED, str(error)))
             return
+        is_push, is_staged = self._context.settings.transfer_mode.is_push, self._context.staging is not None
         for address in writers:
-            if self._mode.is_push or (spec.manifest is not None and self._context.staging is not None):
+            if is_push or (spec.manifest is not None and is_staged):
                 attempt.parts.append(WritePart(self._context, self._gates, attempt, address))
             elif spec.manifest is not None:
                 attempt.parts.append(ReadPart(self._context, attempt, address, spec.manifest, self._be_written))
@@ -186,11 +175,12 @@ class Receiver(PeerListener):
     def release(self, released: UnneededOffer) -> None:
         """Tell all ranks of prefill that this rank of decode needs nothing, when nothing of the offer is being moved.
         If that gets lost, the lease expires."""
-        if released.attempt is not None and released.attempt in self._attempts:
-            self._unneeded[released.attempt] = released
-            return
-        if released.attempt is not None and self._uses(released.request_id):
-            return
+        if released.attempt is not None:
+            attempt = self._attempts.get(released.attempt)
+            if attempt is not None:
+                attempt.unneeded = released
+            if attempt is not None or self._uses(released.request_id):
+                return
         try:
             writers, others = self._context.local.contributors(released.prefill)
         except ValueError:
@@ -310,15 +300,13 @@ class Receiver(PeerListener):
         number = attempt.number
         if number not in self._attempts:
             return
-        if attempt.failed is not None and number not in self._reported:
-            self._reported.add(number)
-            self._asked_again[number] = self._clock.now_seconds() + REPEAT_SECONDS
-            self._writers.failed(number)
+        if attempt.failed is not None and attempt.failed_at_seconds is None:
+            attempt.failed_at_seconds = self._clock.now_seconds()
+            self._asked_again[number] = attempt.failed_at_seconds + REPEAT_SECONDS
             self._report(attempt)
             self._outcomes.failed(attempt.spec, attempt.failed)
         if attempt.is_finished:
             del self._attempts[number]
-            self._reported.discard(number)
             self._asked_again.pop(number, None)
             self._unanswered.discard(number)
             self._writers.finished(attempt)
@@ -327,9 +315,8 @@ class Receiver(PeerListener):
                 if attempt.tally.num_bytes:
                     self._outcomes.moved(attempt.tally)
             self._outcomes.finished(attempt.spec)
-            unneeded = self._unneeded.pop(number, None)
-            if unneeded is not None:
-                self.release(unneeded)
+            if attempt.unneeded is not None:
+                self.release(attempt.unneeded)
 
     def _report(self, attempt: Attempt) -> None:
         attempt.timeline.end(self._clock.now_seconds())

@@ -13,11 +13,9 @@ from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import INTERVAL, heartbeats
 from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, Withdrawal
-from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
@@ -50,16 +48,14 @@ class Registrations(PeerListener):
         context: WorkerContext,
         matcher: OfferMatcher,
         writer: Writer,
-        outcomes: OutcomeQueue,
-        settings: Settings,
     ) -> None:
         self._context = context
         self._clock: Clock = context.clock
         self._matcher = matcher
         self._writer = writer
-        self._outcomes = outcomes
-        self._mode = settings.transfer_mode
-        self._unmatched_seconds = settings.handover_timeout_seconds
+        self._outcomes = context.outcomes
+        self._mode = context.settings.transfer_mode
+        self._unmatched_seconds = context.settings.handover_timeout_seconds
         self.tasks: dict[WriteKey, WriteTask] = {}
         self.is_asked_at_once = False
         self.dropped: Counter[str] = Counter()

@@ -16,17 +16,14 @@ from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import EXTENSION, INTERVAL
 from kvcached_nixl.wire.messages import Reading, Release
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
-from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteTask
 from kvcached_nixl.worker.prefill.registrations import Registrations
-from kvcached_nixl.worker.prefill.writer import GateConnections, Writer
+from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
 __all__ = ["Leases", "OfferRegistry"]
@@ -65,35 +62,24 @@ class Leases(Deadlines[PrefillRequestId]):
 class OfferRegistry:
     """See the module.
 
-    Args:
-        outcomes: told once for each request that its blocks are not needed any more, and for each hold that nothing
-            reads its blocks any more.
-
     Attributes:
         registrations: those of decode.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        gate_connections: GateConnections,
-        tokens: TokenTable,
-        outcomes: OutcomeQueue,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._clock: Clock = context.clock
-        self._tokens = tokens
-        self._settings = settings
-        self._outcomes = outcomes
+        self._tokens = context.token_table
+        settings = self._settings = context.settings
+        self._outcomes = context.outcomes
         self._matcher = OfferMatcher(
             context.clock,
             remembered_seconds=settings.kv_lease_duration_seconds,
             unmatched_seconds=settings.handover_timeout_seconds,
         )
         self._leases = Leases(context.clock, lease_seconds=settings.kv_lease_duration_seconds)
-        self._writer = Writer(context, gate_connections, self._ended, self._settle)
-        self.registrations = Registrations(context, self._matcher, self._writer, outcomes, settings)
+        self._writer = Writer(context, self._ended, self._settle)
+        self.registrations = Registrations(context, self._matcher, self._writer)
 
     def __len__(self) -> int:
         """Offers and registrations that are not finished."""

@@ -22,10 +22,11 @@ from typing import TypeAlias
 
 from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.agent import TransportError
+from kvcached_nixl.transport.agent import Transport, TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Handshaker, Host, Link, PeerListener, Waiting
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Host, Link, PeerListener, Waiting
+from kvcached_nixl.worker.transfer.topology import LocalRank, examine
 
 __all__ = ["Ask", "Peers", "contained"]
 
@@ -62,7 +63,7 @@ class Peers:
     """See the module.
 
     Args:
-        handshaker: checks the answer from an address.
+        compatibility: this rank's compatibility string.
         ask: begins a handshake.
         host: tells which processes of this host live.
         wake: called, on any thread, when a handshake has ended.
@@ -70,14 +71,17 @@ class Peers:
 
     def __init__(
         self,
-        handshaker: Handshaker,
+        transport: Transport,
+        local: LocalRank,
+        compatibility: str,
         clock: Clock,
         ask: Ask,
         host: Host,
         wake: Callable[[], None],
     ) -> None:
-        self._handshaker = handshaker
-        self._transport = handshaker.transport
+        self._transport = transport
+        self._local = local
+        self._compatibility = compatibility
         self._clock = clock
         self._ask = ask
         self._host = host
@@ -243,7 +247,8 @@ class Peers:
             if link.known is not None and not is_doubted and answer == link.answer:
                 link.tries, link.is_failing = 0, False
                 return
-            known = self._handshaker.examine(link.address, *answer)
+            incarnation, rank = examine(self._local, self._compatibility, link.address, *answer)
+            agent = self._transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
         except ConnectionRefusedError:
             # Its listener may restart, and its workers may outlive it: this does not mean that the agent is dead.
             self._unreachable(link, f"nobody listens at {link.address.host}:{link.address.port}")
@@ -265,7 +270,7 @@ class Peers:
             reason = f"no handshake with {link.address}: {type(defect).__name__}: {defect}"
             self._fail(link, FailureCause.DEFECT, reason, is_gone=False)
         else:
-            self._know(link, known)
+            self._know(link, ConnectedPeer(agent, incarnation, rank))
             link.answer = answer
 
     def _know(self, link: Link, known: ConnectedPeer) -> None:

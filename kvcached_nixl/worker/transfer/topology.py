@@ -14,8 +14,9 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from kvcached_nixl.ids import EngineId, KernelBlock, LogicalBlock
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
-from kvcached_nixl.wire.handshake import RankHandshake
+from kvcached_nixl.wire.handshake import RankHandshake, differences, read_answer, read_rank
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
@@ -23,7 +24,16 @@ from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, spacing
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
 from kvcached_nixl.worker.transfer.peer_link import PeerListener
 
-__all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_blocks_of"]
+__all__ = [
+    "GroupRoutes",
+    "LocalRank",
+    "PeerRoutes",
+    "contributors",
+    "examine",
+    "fits",
+    "kernel_blocks",
+    "kernel_blocks_of",
+]
 
 
 GroupRoutes: TypeAlias = tuple[tuple[Route, ...], ...]
@@ -199,6 +209,40 @@ def _of_more_ranks(
     copies = 1 if prefill_size % kv_shares else prefill_size // kv_shares
     writers = tuple(rank for rank in ranks if rank == ranks.start or rank % copies == 0)
     return writers, tuple(rank for rank in ranks if rank not in writers)
+
+
+def examine(
+    local: LocalRank, expected: str, address: Peer, compatibility: str, metadata: bytes
+) -> tuple[str, RankHandshake]:
+    """Check the handshake answer from an address. Returns the engine's incarnation and what the rank is.
+
+    Args:
+        expected: this rank's compatibility string; a peer's must be equal.
+
+    Raises:
+        HandOverFailed: this rank and that one must not exchange KV, or another rank or engine answered.
+        ValueError: the answer cannot be read.
+    """
+    where = f"engine {address.engine_id} at {address.host}:{address.port}"
+    if compatibility != expected:
+        raise HandOverFailed(
+            FailureCause.REFUSED,
+            f"{where} is another kind of engine: {differences(compatibility, expected)}. Run the same vLLM, kvcached, "
+            "kvcached_nixl and model with the same dtype and transfer_mode on both sides; `python -m kvcached_nixl` "
+            "prints what each has.",
+        )
+    answer = read_answer(metadata)
+    rank = read_rank(answer.rank)
+    if (rank.engine_id, rank.tp_size, rank.tp_rank) != (address.engine_id, address.tp_size, address.tp_rank):
+        raise HandOverFailed(
+            FailureCause.UNREACHABLE if rank.engine_id != address.engine_id else FailureCause.REFUSED,
+            f"engine {rank.engine_id} (rank {rank.tp_rank} of {rank.tp_size}) answers at {address.host}:"
+            f"{address.port}; expected rank {address.tp_rank} of {address.tp_size} of engine {address.engine_id}",
+        )
+    misfit = fits(local, rank)
+    if misfit:
+        raise HandOverFailed(FailureCause.REFUSED, f"{where} does not fit: {misfit}")
+    return answer.incarnation, rank
 
 
 def fits(local: LocalRank, rank: RankHandshake) -> str:

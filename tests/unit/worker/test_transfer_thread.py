@@ -73,13 +73,14 @@ from kvcached_nixl.wire.step import (
 )
 from kvcached_nixl.worker import commands
 from kvcached_nixl.worker import transfer_thread as thread
-from kvcached_nixl.worker.build import Rank, assemble
+from kvcached_nixl.worker.build import assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device
 from kvcached_nixl.worker.outcomes import Outcome
 from kvcached_nixl.worker.prefill.offers import OfferMatcher
 from kvcached_nixl.worker.prefill.registrations import Registrations
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
+from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
@@ -124,23 +125,19 @@ class Worker:
         self.memory = Memory()
         self.reason = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
         place = LocalRank(EngineId("local"), 1, 0, (GroupMemory((self.memory.planes,)),), MAX_TP_SIZE)
-        made = Settings(mode, **settings)
-        self.side = assemble(
-            Rank(
-                self.transport,
-                place,
-                self.reason,
-                TAG,
-                digests_over(self.memory.planes, as_bytes(self.memory.cells)),
-                Host(Process(), "DRAM"),
-            ),
-            made,
+        context = WorkerContext(
+            Settings(mode, **settings),
             self.clock if clock is None else clock,
-            self.asking,
-            Device(torch.device("cpu")),
-            self.offered.append,
+            self.asking,  # type: ignore[arg-type]
             threading.Event(),
+            self.transport,
+            place,
+            self.reason,
+            TAG,
+            digests_over(self.memory.planes, as_bytes(self.memory.cells)),
+            Host(Process(), "DRAM"),
         )
+        self.side = assemble(context, Device(torch.device("cpu")), self.offered.append)
         self.thread: TransferThread = self.side.thread
         self.thread.submit(commands.LocalIdentity(OWN, WAKE, START))
         self.side.identify(WEIGHTS)

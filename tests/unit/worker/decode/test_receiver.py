@@ -26,6 +26,7 @@ from support.worker_fakes import (
     wanted,
 )
 
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -70,14 +71,15 @@ class Decode(Local):
         self.moved: list[TransferTally] = []
         self.timed: list[Reported] = []
         self.known: list[int] = []
-        outcomes = SimpleNamespace(
+        outcomes: Any = SimpleNamespace(
             failed=self._failed,
             finished=self._finished,
             moved=self.moved.append,
             known=self.known.append,
             timed=self.timed.append,
         )
-        self.receiver = Receiver(self.side, mode, self.gates, outcomes)  # type: ignore[arg-type]
+        self.side.outcomes, self.side.settings = outcomes, Settings(mode)
+        self.receiver = Receiver(self.side, self.gates)
         self.listener.role, self.listener.may_write = self.receiver, self.receiver.may_write
 
     def _failed(self, wanted: FetchSpec, cause: HandOverFailed) -> None:

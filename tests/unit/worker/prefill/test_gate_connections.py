@@ -9,7 +9,7 @@ from support.worker_fakes import Local, Remote
 
 from experiments.common.memory_transport import MemoryGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.worker.prefill.writer import GateConnections
+from kvcached_nixl.worker.transfer.context import GateConnections
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 
 

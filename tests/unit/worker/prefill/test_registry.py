@@ -48,7 +48,6 @@ from kvcached_nixl.wire.timeline import Reported, State, Timeline
 from kvcached_nixl.worker.prefill.offers import GRACE_SECONDS
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.context import CAPACITY, RecentSet
-from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
 from kvcached_nixl.worker.transfer.slab import Slots, Use
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferTally
 
@@ -91,8 +90,8 @@ class Prefill(Local):
         self.revoked: list[RevocationCause] = []
         self.claimed: list[int] = []
         self.timed: list[Reported] = []
-        self.table = TokenTable(np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
-        outcomes = SimpleNamespace(
+        self.table = self.side.token_table
+        outcomes: Any = SimpleNamespace(
             done=self._done,
             hold_idle=self.quiet.append,
             expired=self.expired.append,
@@ -101,17 +100,13 @@ class Prefill(Local):
             claimed=self.claimed.append,
             timed=self.timed.append,
         )
-        self.registry = OfferRegistry(
-            self.side,
-            self.gate_connections,
-            self.table,
-            outcomes,  # type: ignore[arg-type]
-            Settings(
-                TransferMode.PUSH if is_push else TransferMode.PULL,
-                kv_lease_duration_seconds=LEASE,
-                handover_timeout_seconds=unmatched,
-            ),
+        self.side.outcomes = outcomes
+        self.side.settings = Settings(
+            TransferMode.PUSH if is_push else TransferMode.PULL,
+            kv_lease_duration_seconds=LEASE,
+            handover_timeout_seconds=unmatched,
         )
+        self.registry = OfferRegistry(self.side)
         self.listener.role = self.registry.registrations
         self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
 
