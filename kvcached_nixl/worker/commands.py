@@ -11,7 +11,7 @@ left prefill's blocks without an owner stops the engine.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -43,6 +43,7 @@ from kvcached_nixl.wire.step import (
     FetchSpec,
     Finish,
     LeaseRenewal,
+    Mark,
     OfferUpdate,
     Preempt,
     Revoke,
@@ -116,14 +117,6 @@ class Dispatch:
         self._registry = registry
         self.wake_address: WakeAddress | None = None
         self.computing: deque[Reached] = deque()
-        self._malformed = 0
-        self._defects = 0
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Counts messages that were ignored."""
-        mine = Counter(malformed=self._malformed, defect=self._defects)
-        return self._registry.registrations.dropped + self._receiver.dropped + self._context.peers.dropped + mine
 
     def take(self, command: Command) -> None:
         """Take in a command of the engine's thread."""
@@ -161,7 +154,7 @@ class Dispatch:
         # Who has begun to read meanwhile may not be overtaken.
         self.hear()
         if self._registry.outlasts(command.request_id, command.revocation):
-            self._context.outcomes.spared(command.revocation.number)
+            self._context.outcomes.marked(Mark.SPARED, command.revocation.number)
             return
         # It keeps its `Finish`: it ends by itself.
         self._forget_computing(command.request_id, OfferUpdate)
@@ -185,11 +178,11 @@ class Dispatch:
         try:
             message = read_heartbeat(notification) if is_heartbeat(notification) else decode(notification)
         except Malformed as error:
-            if not self._malformed:
+            if not self._context.dropped["malformed"]:
                 logger.warning(
                     "Dropping a malformed notification from %s; later ones are only counted: %s", agent, error
                 )
-            self._malformed += 1
+            self._context.dropped["malformed"] += 1
             return
         # Twice: nothing that a peer sends stops the engine, not even where its hand-over cannot be failed.
         with contained(self._count_defect), contained(lambda failure: self._fail_message(agent, message, failure)):
@@ -222,7 +215,7 @@ class Dispatch:
             rule.apply(self, command)
 
     def _count_defect(self, _: HandOverFailed) -> None:
-        self._defects += 1
+        self._context.dropped["defect"] += 1
 
 
 class _Rule(NamedTuple):

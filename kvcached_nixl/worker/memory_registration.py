@@ -24,16 +24,7 @@ from kvcached_nixl.worker.transfer.slab import Slab
 if TYPE_CHECKING:
     from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 
-__all__ = [
-    "LONGEST_AT_ONCE",
-    "Registered",
-    "SlabLoad",
-    "choose",
-    "make_slab",
-    "num_kept",
-    "num_slots",
-    "register",
-]
+__all__ = ["LONGEST_AT_ONCE", "Registered", "SlabLoad", "choose", "make_slab", "num_kept", "num_slots", "register"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -200,17 +191,14 @@ class Registered:
 
     def __str__(self) -> str:
         one = self.layout
-        reason = f"{one.arrangement.value}, {one.num_blocks} blocks, {one.descriptors_per_block} descriptors a block"
+        reason = f"{one.arrangement.value}, {one.num_blocks} blocks, {len(one.regions)} descriptors a block"
         if self.slab is None:
             return reason
         return f"{reason}; {self.slab.num_slots} slots of {self.slab.extent[1] / 2**20:,.0f} MiB in all"
 
 
 def register(
-    worker: WorkerView,
-    kv_caches: Mapping[str, torch.Tensor],
-    path: MemoryPath,
-    settings: Settings,
+    worker: WorkerView, kv_caches: Mapping[str, torch.Tensor], path: MemoryPath, settings: Settings
 ) -> Registered:
     """Register ``kv_caches``, kvcached's memory, or a slab in their place.
 

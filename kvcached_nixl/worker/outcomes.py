@@ -147,17 +147,9 @@ class OutcomeQueue:
             with self._lock:
                 self._counted.revoked[cause] += 1
 
-    def spared(self, number: int) -> None:
+    def marked(self, what: Mark, number: int) -> None:
         with self._news() as outcome:
-            outcome.marks.add(mark(Mark.SPARED, number))
-
-    def claimed(self, number: int) -> None:
-        with self._news() as outcome:
-            outcome.marks.add(mark(Mark.CLAIMED, number))
-
-    def known(self, attempt: int) -> None:
-        with self._news() as outcome:
-            outcome.marks.add(mark(Mark.KNOWN, attempt))
+            outcome.marks.add(mark(what, number))
 
     def moved_bytes(self, num_bytes: int) -> None:
         """A transfer of KV has succeeded."""

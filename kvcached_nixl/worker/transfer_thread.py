@@ -13,7 +13,7 @@
                   the end of a step on the device is polled, not waited for
     wakes         its own engine, which sleeps until something has ended
     stops when    `close` is called; transfers in flight are then waited for up to CLOSE_SECONDS
-    drops         messages that match nothing, counted in `TransferThread.dropped`; nothing else
+    drops         messages that match nothing, counted in `WorkerContext.dropped`; nothing else
 
 An exception in the handling of one message, one command or one transfer fails what that belongs to, and is counted.
 Any other exception stops the thread and is raised on the engine's thread at its next call: hand-overs never continue
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 from kvcached_nixl.deadlines import Clock
@@ -64,11 +64,7 @@ class TransferThread:
     """
 
     def __init__(
-        self,
-        context: WorkerContext,
-        receiver: Receiver,
-        registry: OfferRegistry,
-        select_device: Callable[[], None],
+        self, context: WorkerContext, receiver: Receiver, registry: OfferRegistry, select_device: Callable[[], None]
     ) -> None:
         self._context = context
         self._clock: Clock = context.clock
@@ -89,11 +85,6 @@ class TransferThread:
         self._dispatch = Dispatch(context, receiver, registry)
         # When the thread last had work.
         self._busy_seconds = 0.0
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Counts messages that were ignored."""
-        return self._dispatch.dropped
 
     # ---------------------------------------------------------------------------------------------- the engine's thread
 

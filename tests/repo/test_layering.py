@@ -59,7 +59,7 @@ ALLOWED = {
     "vllm/patches/worker.py": "from kvcached_nixl.worker import layout\nfrom kvcached_nixl.scheduler import lease",
     "worker/geometry/layout.py": "import torch\nfrom . import regions\nfrom kvcached_nixl.errors import LayoutRefused",
     "worker/prefill/registry.py": "from kvcached_nixl.worker.transfer.peers import Peers\nfrom . import offer",
-    "worker/build.py": "from kvcached_nixl.worker.prefill import registry\nfrom kvcached_nixl.worker import decode",
+    "worker/facade.py": "from kvcached_nixl.worker.prefill import registry\nfrom kvcached_nixl.worker import decode",
 }
 
 

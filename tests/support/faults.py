@@ -29,7 +29,7 @@ from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
-from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, OfferUpdate, Withdraw
+from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, Mark, OfferUpdate, Withdraw
 from kvcached_nixl.worker import facade
 from kvcached_nixl.worker.decode.arrived import ArrivedWrites, Stage, StagingWindow
 from kvcached_nixl.worker.decode.attempt import ReadPart
@@ -142,7 +142,6 @@ REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
         "an_idle_engine_does_not_look": (GivingWay, "watches", lambda self, blocks: bool(self._offering.num_kept)),
         "decode_never_yields": (GivingWay, "_hear", nothing),
         "every_prompt_begins_at_once": (StartGate, "may_start", always(True)),
-        "nobody_says_that_decode_has_registered": (OutcomeQueue, "claimed", nothing),
         # Decode asks prefill.
         "who_waits_for_an_equal_prompt_is_forgotten": (Asking, "_land", nothing),
         "what_was_promised_stays_promised": (Window, "settle", nothing),
@@ -405,7 +404,7 @@ def heads_are_not_told_apart(patch: Patcher) -> None:
 def the_last_write_is_taken_for_all_of_them(patch: Patcher) -> None:
     def take(real: Any, self: Any, message: Any) -> None:
         if isinstance(message, Written) and message.manifest is not None:
-            self._arrived.update(range(message.index))
+            self._arrived._following = message.index
         real(self, message)
 
     around(patch, WritePart, "take", take)
@@ -414,10 +413,9 @@ def the_last_write_is_taken_for_all_of_them(patch: Patcher) -> None:
 def writes_are_counted_and_not_told_apart(patch: Patcher) -> None:
     """A `Written` message that arrives twice counts as two WRITEs."""
 
-    def take(real: Any, self: Any, message: Any) -> None:
-        if message.index in self._indices:
-            self._indices.add(max(self._indices) + 1 if self._last is None else self._last - 1)
-        real(self, message)
+    def take(real: Any, self: Any, message: Any) -> Any:
+        self._following += message.index < self._following or message.index in self._waiting
+        return real(self, message)
 
     around(patch, ArrivedWrites, "take", take)
 
@@ -559,6 +557,14 @@ def prefill_s_blocks_are_free_while_their_digest_is_found(patch: Patcher) -> Non
             self._context.transfer_queue.drop(job)
 
     then(patch, Writer, "stop", stop)
+
+
+def nobody_says_that_decode_has_registered(patch: Patcher) -> None:
+    def marked(real: Any, self: Any, what: Mark, number: int) -> None:
+        if what is not Mark.CLAIMED:
+            real(self, what, number)
+
+    around(patch, OutcomeQueue, "marked", marked)
 
 
 def a_digest_is_of_all_heads(patch: Patcher) -> None:

@@ -45,12 +45,12 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress, Withdraw
-from kvcached_nixl.worker import build, commands
+from kvcached_nixl.worker import commands
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.decode import fencing
 from kvcached_nixl.worker.decode import receiver as receiver
 from kvcached_nixl.worker.decode.fencing import WriteGates
-from kvcached_nixl.worker.facade import Device
+from kvcached_nixl.worker.facade import Device, assemble
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
@@ -135,7 +135,7 @@ class Rank:
             Checksums(nothing, nothing, background, 0.0),
             host,
         )
-        self.side = build.assemble(context, Device(torch.device("cpu")), lambda weights: None, self.gates)
+        self.side = assemble(context, Device(torch.device("cpu")), lambda weights: None, self.gates)
         self.thread = self.side.thread
         self.own = Peer(place.engine_id, role, 1, 1, 0)
         self.thread.submit(commands.LocalIdentity(self.own, WakeAddress(role, 1, "key"), START))

@@ -35,11 +35,10 @@ from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.question import Question
 from kvcached_nixl.wire.step import FAILING, FetchSpec, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import Lasted, Reported
-from kvcached_nixl.worker.build import assemble
 from kvcached_nixl.worker.commands import IsReached
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.facade import WorkerFacade
+from kvcached_nixl.worker.facade import WorkerFacade, assemble
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.checksums import Checksums
 from kvcached_nixl.worker.transfer.context import WorkerContext

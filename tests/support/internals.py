@@ -164,9 +164,9 @@ def unfinished_handshakes(peers: Peers) -> list[object]:
     return [*(link.address for link in peers._links.values() if link.waiting or link.is_asked), *peers._ended]
 
 
-def addresses_of(peers: Peers) -> dict[str, dict[Peer, None]]:
-    """Returns the addresses under which each connected agent is known."""
-    return peers._addresses
+def agents_of(peers: Peers) -> list[str]:
+    """Returns the agents that are connected, or were."""
+    return [link.last_agent for link in peers._links.values() if link.last_agent is not None]
 
 
 def slot_queues_of(staging: Staging) -> list[dict[object, Any]]:

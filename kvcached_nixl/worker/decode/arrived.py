@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -83,19 +83,19 @@ class ArrivedWrites:
 
     def __init__(self) -> None:
         self.ranges: list[Written] = []
-        self._indices: set[int] = set()
+        # Before ``_following`` every WRITE has arrived; what has overtaken it waits.
+        self._following = 0
+        self._waiting: dict[int, Written] = {}
         self._highest = 0
         self._last: int | None = None
-        self._following = 0
-        self._ends_of_ranges: dict[int, Written] = {}
 
     @property
     def is_complete(self) -> bool:
         """Whether the last WRITE and every one before it has arrived."""
-        return self._last is not None and len(self._indices) > self._last
+        return self._last is not None and self._following > self._last
 
-    def take(self, message: Written) -> None:
-        """Note a WRITE.
+    def take(self, message: Written) -> list[Written]:
+        """Note a WRITE. Returns the ranges that have become complete with it.
 
         Raises:
             ValueError: the numbers contradict each other, so the bytes cannot be trusted. The rank may still write.
@@ -105,18 +105,15 @@ class ArrivedWrites:
         if last is not None and (self._highest > last or self._last not in (None, last)):
             raise ValueError(f"numbers WRITEs wrongly: {last} is the last one, and {self._highest} was sent")
         self._last = last
-        self._indices.add(message.index)
-        if message.end_token:
-            self._ends_of_ranges[message.index] = message
-
-    def follow(self) -> Iterator[Written]:
-        """Yield the ranges that have become complete since the last call, and keep them in ``ranges``."""
-        while self._following in self._indices:
-            written = self._ends_of_ranges.pop(self._following, None)
+        if message.index >= self._following:
+            self._waiting[message.index] = message
+        complete = []
+        while (written := self._waiting.pop(self._following, None)) is not None:
             self._following += 1
-            if written is not None:
-                self.ranges.append(written)
-                yield written
+            if written.end_token:
+                complete.append(written)
+        self.ranges += complete
+        return complete
 
 
 @dataclass(eq=False)

@@ -88,11 +88,6 @@ class ActiveWriters:
                     del self._at[part.address]
                     self._looked_at.pop(part.address, None)
 
-    def may_write(self, agent: str) -> bool:
-        """Whether an agent was told of blocks to write, and has not answered that it has stopped."""
-        parts = (part for attempt in self._attempts.values() for part in attempt.parts)
-        return any(part.may_write and part.agent == agent for part in parts)
-
     def look_after(self, attempt: Attempt) -> None:
         """Fence, or wait for the end of, the ranks that may still write for an attempt although they were asked to stop
         or cannot be asked."""
@@ -230,8 +225,7 @@ class WriteGates:
             TransportError: the gate cannot be opened.
         """
         if self._present is None:
-            gate = self._make()
-            self._present = GateUse(gate, gate.metadata())
+            self._present = self._made()
         return self._present
 
     def join(self, part: Part) -> GateUse:
@@ -267,19 +261,17 @@ class WriteGates:
                 due.append(one.closes_at_seconds)
         return min(due, default=None)
 
+    def _made(self) -> GateUse:
+        gate = self._make()
+        return GateUse(gate, gate.metadata())
+
     def _open(self) -> None:
         self._is_opening = True
         self._opens_at_seconds = self._clock.now_seconds() + AGAIN_SECONDS
-        found: list[GateUse] = []
 
-        def make() -> bool:
-            gate = self._make()
-            found.append(GateUse(gate, gate.metadata()))
-            return True
-
-        def made(_: bool | None, failed: str) -> None:
+        def made(use: GateUse | None, failed: str) -> None:
             self._is_opening = False
-            if failed:
+            if use is None:
                 logger.error(
                     "%s. Blocks that a peer without an answer may still write stay in quarantine; trying again every "
                     "%g s",
@@ -287,12 +279,12 @@ class WriteGates:
                     AGAIN_SECONDS,
                 )
                 return
-            before, self._present = self._present, found[0]
+            before, self._present = self._present, use
             assert before is not None
             before.closes_at_seconds = self._clock.now_seconds() + DRAIN_SECONDS
             self._retired.append(before)
 
-        self._works.submit(Work("opening another write gate", make, made))
+        self._works.submit(Work("opening another write gate", self._made, made))
 
     @staticmethod
     def _cut_off(use: GateUse) -> None:

@@ -9,7 +9,6 @@ how many attempts wait.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
@@ -19,8 +18,8 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import INTERVAL, heartbeats
 from kvcached_nixl.wire.messages import Peer, Release, StagingRequest, Stopped, Written, encode
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, UnneededOffer
-from kvcached_nixl.worker.decode.attempt import Attempt, ReadPart
+from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, Mark, UnneededOffer
+from kvcached_nixl.worker.decode.attempt import Attempt, Part, ReadPart
 from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
 from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.transfer.context import WorkerContext
@@ -112,7 +111,6 @@ class Receiver(PeerListener):
         self._unanswered: set[int] = set()
         self._writers = ActiveWriters(context, self._attempts)
         self.renewals = Renewals(context.clock)
-        self.dropped: Counter[str] = Counter()
 
     @property
     def gates(self) -> Iterable[WriteGate]:
@@ -197,22 +195,22 @@ class Receiver(PeerListener):
         """Handle a message of a contributing rank. Drops one that matches no attempt or comes from another agent."""
         attempt = self._attempts.get(message.attempt)
         if attempt is None:
-            self.dropped["unknown attempt"] += 1
+            self._context.dropped["unknown attempt"] += 1
             return
         for part in attempt.parts:
             if part.address.tp_rank == message.tp_rank and part.agent == agent:
                 if part.is_idle:
-                    self.dropped["after the end"] += 1
+                    self._context.dropped["after the end"] += 1
                 else:
                     part.take(message)
                 return
-        self.dropped["not a contributor"] += 1
+        self._context.dropped["not a contributor"] += 1
 
     def renew(self, agent: str, names: Iterable[str]) -> None:
         """Handle a heartbeat of prefill: it names attempts."""
         for attempt in (self._attempts.get(int(name)) for name in names if name.isdecimal()):
             if attempt is not None and attempt.failed is None and any(part.agent == agent for part in attempt.parts):
-                self._outcomes.known(attempt.number)
+                self._outcomes.marked(Mark.KNOWN, attempt.number)
 
     def send_heartbeats(self) -> float | None:
         """Send the heartbeats that are due; returns when the next one is, in the clock's seconds."""
@@ -229,35 +227,26 @@ class Receiver(PeerListener):
 
     def is_used(self, agent: str) -> bool:
         """Whether a part of an attempt still depends on an agent."""
-        parts = (part for attempt in self._attempts.values() for part in attempt.parts)
-        return any(part.agent == agent and not part.is_idle for part in parts)
+        return bool(self._parts_of(agent))
 
     def may_write(self, agent: str) -> bool:
         """Whether an agent was told of blocks to write, and has not answered that it has stopped."""
-        return self._writers.may_write(agent)
+        return any(part.may_write for _, part in self._parts_of(agent))
 
     def dead(self, agent: str) -> None:
         """Another engine answers at an agent's address. Its process may still run, but cannot be asked any more."""
-        for attempt in list(self._attempts.values()):
-            for part in attempt.parts:
-                if part.agent == agent and not part.is_idle:
-                    part.is_abandoned = True
-                    attempt.fail(
-                        HandOverFailed(
-                            FailureCause.LOST,
-                            f"another engine answers at the address of rank {part.address.tp_rank} of prefill",
-                        )
-                    )
+        for attempt, part in self._parts_of(agent):
+            part.is_abandoned = True
+            reason = f"another engine answers at the address of rank {part.address.tp_rank} of prefill"
+            attempt.fail(HandOverFailed(FailureCause.LOST, reason))
             self._writers.look_after(attempt)
 
     def unreachable(self, agent: str) -> None:
         """Nobody listens at an agent's address. Attempts that wait for it fail at once, but their blocks are held."""
-        for attempt in list(self._attempts.values()):
-            for part in attempt.parts:
-                if part.agent == agent and not part.is_idle:
-                    reason = f"nobody listens any more at the address of rank {part.address.tp_rank} of prefill"
-                    attempt.fail(HandOverFailed(FailureCause.LOST, reason))
-                    self._writers.look_after(attempt)
+        for attempt, part in self._parts_of(agent):
+            reason = f"nobody listens any more at the address of rank {part.address.tp_rank} of prefill"
+            attempt.fail(HandOverFailed(FailureCause.LOST, reason))
+            self._writers.look_after(attempt)
 
     def close(self) -> None:
         """Close the gates: the engine ends, and the transfer thread has stopped."""
@@ -281,6 +270,11 @@ class Receiver(PeerListener):
                         self._context.peers.probe(part.address)
         gates_due_at = None if self._gates is None else self._gates.turn()
         return earliest(self._asked_again.first_seconds, due_at, gates_due_at)
+
+    def _parts_of(self, agent: str) -> list[tuple[Attempt, Part]]:
+        """Returns the parts that still depend on an agent."""
+        parts = [(attempt, part) for attempt in self._attempts.values() for part in attempt.parts]
+        return [(attempt, part) for attempt, part in parts if part.agent == agent and not part.is_idle]
 
     def _be_written(self, attempt: Attempt, part: ReadPart, is_read: bool) -> None:
         """Replace a `ReadPart` by a `WritePart`: prefill stages, so it has to write; or, where ``is_read``, it sends

@@ -139,7 +139,7 @@ class WritePart(Part):
 
     def _take_written(self, message: Written) -> None:
         try:
-            self._arrived.take(message)
+            complete = self._arrived.take(message)
         except ValueError as error:
             self._fail(HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.tp_rank} of prefill {error}"))
             return
@@ -151,7 +151,7 @@ class WritePart(Part):
             misfit = self._misfit(message.manifest)
             if misfit is not None:
                 self._fail(misfit)
-        for written in self._arrived.follow():
+        for written in complete:
             if self._staging_window is not None and self._is_wanted:
                 self._staging_window.written(self.address.tp_rank, written.end_token)
         self._end_if_complete()

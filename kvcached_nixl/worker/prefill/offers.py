@@ -23,10 +23,11 @@ from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.messages import Registration, Release, StagingGrant
-from kvcached_nixl.wire.step import OfferUpdate
+from kvcached_nixl.wire.step import Mark, OfferUpdate
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.outcomes import OutcomeQueue
+from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
@@ -145,7 +146,7 @@ class Offer:
     def report_claim(self, outcomes: OutcomeQueue) -> None:
         """A rank of decode has registered for it, or needs nothing of it."""
         if self.claim:
-            outcomes.claimed(self.claim)
+            outcomes.marked(Mark.CLAIMED, self.claim)
             self.claim = 0
 
     def lose_blocks(self) -> None:
@@ -176,19 +177,17 @@ sides, and prefill's request arrives second."""
 class OfferMatcher:
     """Offers and registrations that wait for each other. Once per worker.
 
-    Args:
-        remembered_seconds: how long the name of a finished offer, and a release that arrived before its offer, are
-            remembered. A release by name only is remembered for `GRACE_SECONDS`: another request may use that name.
-        unmatched_seconds: how long a registration waits for prefill's request to appear.
+    The name of a finished offer, and a release that arrived before its offer, are remembered for as long as a lease; a
+    release by name only for `GRACE_SECONDS`: another request may use that name.
 
     Attributes:
         offers: those that are not finished, by request id.
     """
 
-    def __init__(self, clock: Clock, *, remembered_seconds: float, unmatched_seconds: float) -> None:
-        self._clock = clock
-        self._remembered_seconds = remembered_seconds
-        self._unmatched_seconds = unmatched_seconds
+    def __init__(self, context: WorkerContext) -> None:
+        self._clock: Clock = context.clock
+        self._remembered_seconds = context.settings.kv_lease_duration_seconds
+        self._unmatched_seconds = context.settings.handover_timeout_seconds
         self.offers: dict[PrefillRequestId, Offer] = {}
         self._named: dict[str, dict[PrefillRequestId, Offer]] = {}
         self._recent = Deadlines[str]()

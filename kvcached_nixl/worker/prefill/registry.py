@@ -19,7 +19,7 @@ from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import EXTENSION, INTERVAL
 from kvcached_nixl.wire.messages import Reading, Release
-from kvcached_nixl.wire.step import OfferUpdate, Revocation
+from kvcached_nixl.wire.step import Mark, OfferUpdate, Revocation
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteTask
 from kvcached_nixl.worker.prefill.registrations import Registrations
 from kvcached_nixl.worker.prefill.writer import Writer
@@ -72,11 +72,7 @@ class OfferRegistry:
         self._tokens = context.token_table
         settings = self._settings = context.settings
         self._outcomes = context.outcomes
-        self._matcher = OfferMatcher(
-            context.clock,
-            remembered_seconds=settings.kv_lease_duration_seconds,
-            unmatched_seconds=settings.handover_timeout_seconds,
-        )
+        self._matcher = OfferMatcher(context)
         self._leases = Leases(context.clock, lease_seconds=settings.kv_lease_duration_seconds)
         self._writer = Writer(context, self._ended, self._settle)
         self.registrations = Registrations(context, self._matcher, self._writer)
@@ -136,9 +132,9 @@ class OfferRegistry:
         self._settle(offer)
 
     def await_claim(self, request_id: PrefillRequestId, number: int) -> None:
-        """Prefill has not begun this request, and does so when ``claimed`` is called: a rank of decode has registered
-        for it, or needs nothing of it any more. At once if decode is asked only after prefill has answered: the last
-        registration named a request that had ended. Called again for one that decode may no longer want."""
+        """Prefill has not begun this request, and does so when that is marked as claimed: a rank of decode has
+        registered for it, or needs nothing of it any more. At once if decode is asked only after prefill has answered:
+        the last registration named a request that had ended. Called again for one that decode may no longer want."""
         offer = self._matcher.offers.get(request_id)
         if (
             not self.registrations.is_asked_at_once
@@ -148,7 +144,7 @@ class OfferRegistry:
             or offer.stopped
             or (offer.claim and self._clock.now_seconds() >= offer.wanted_until_seconds)
         ):
-            self._outcomes.claimed(number)
+            self._outcomes.marked(Mark.CLAIMED, number)
         else:
             offer.claim = number
 

@@ -11,15 +11,15 @@ Without a slab they are written from the request's blocks. With a slab they are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
+from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.slab import Use
-from kvcached_nixl.worker.transfer.staging import Held, Staging
+from kvcached_nixl.worker.transfer.staging import Held
 
 __all__ = ["FromBlocks", "Source", "Staged"]
 
@@ -78,13 +78,14 @@ class Staged(FromBlocks):
 
     def __init__(
         self,
-        staging: Staging,
+        context: WorkerContext,
         advance: Callable[[WriteTask], None],
         settle: Callable[[Offer], None],
         stop: Callable[[WriteTask, HandOverFailed], None],
     ) -> None:
-        self._block_sizes = staging.block_sizes
-        self._staging = staging
+        assert context.staging is not None
+        self._staging = context.staging
+        self._local = context.local
         self._advance = advance
         self._settle = settle
         self._stop = stop
@@ -119,7 +120,7 @@ class Staged(FromBlocks):
         assert offer is not None
         parked = self._parked.get(offer)
         if parked is not None:
-            end_token = _aligned(parked.staged_token, end_token, self._step(task))
+            end_token = _aligned(parked.staged_token, end_token, self._local.step_tokens(task.registration.block_sizes))
             return Source(_blocks(parked), end_token, parked) if end_token > task.next_token else None
         if not offer.may_be_read:
             return None
@@ -164,7 +165,7 @@ class Staged(FromBlocks):
 
     def _park(self, offer: Offer) -> bool:
         """Take slots for the whole offer. Returns whether there are enough now."""
-        step = math.lcm(*self._block_sizes)
+        step = self._local.step_tokens(())
         held = self._staging.take(Use.PARKED, offer.first_tokens, 0, offer.update.num_tokens, step, is_whole=True)
         if held is not None:
             self._parked[offer] = held
@@ -188,7 +189,7 @@ class Staged(FromBlocks):
     def _copy_parked(self, offer: Offer) -> None:
         parked, ready = self._parked[offer], offer.update.ready_tokens
         if ready < offer.update.num_tokens:
-            ready -= ready % math.lcm(*self._block_sizes)
+            ready -= ready % self._local.step_tokens(())
         # One copy after the other: what a failed one has left behind is told from what is there.
         if ready <= parked.staged_token or parked.copies or not offer.may_be_read:
             return
@@ -222,7 +223,9 @@ class Staged(FromBlocks):
         if len(groups) != len(offer.blocks):
             reason = f"found a registration of {len(groups)} KV-cache groups; expected {len(offer.blocks)}"
             raise HandOverFailed(FailureCause.RANGE, reason)
-        held = self._staging.take(Use.SENDING, groups, first_token, end_token, self._step(task))
+        held = self._staging.take(
+            Use.SENDING, groups, first_token, end_token, self._local.step_tokens(task.registration.block_sizes)
+        )
         if held is None:
             self._staging.wait(Use.SENDING, task, lambda: self._open_late(task, end_token))
             return False
@@ -263,10 +266,6 @@ class Staged(FromBlocks):
         """Give slots back, unless a copy or a WRITE still uses them."""
         if not held.copies and not held.jobs:
             self._staging.give_back(held)
-
-    def _step(self, task: WriteTask) -> int:
-        """Ranges end at multiples of this many tokens: where blocks of all KV-cache groups of both sides end."""
-        return math.lcm(*self._block_sizes, *task.registration.block_sizes)
 
 
 def _aligned(staged_token: int, end_token: int, step: int) -> int:

@@ -39,17 +39,14 @@ class Writer:
     """
 
     def __init__(
-        self,
-        context: WorkerContext,
-        ended: Callable[[WriteTask], None],
-        settle: Callable[[Offer], None],
+        self, context: WorkerContext, ended: Callable[[WriteTask], None], settle: Callable[[Offer], None]
     ) -> None:
         self._context = context
         self._ended = ended
         self._settle = settle
         self.source = FromBlocks()
         if context.staging is not None:
-            self.source = Staged(context.staging, self.advance, settle, self.stop)
+            self.source = Staged(context, self.advance, settle, self.stop)
         self.num_final = 0
 
     def connect(self, task: WriteTask) -> None:

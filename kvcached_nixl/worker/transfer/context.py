@@ -60,8 +60,8 @@ class GateConnections(PeerListener):
     def __init__(self, transport: Transport, agents: Peers) -> None:
         self._transport = transport
         self._agents = agents
-        self._name_of: dict[tuple[str, bytes], str] = {}
-        self._of_agent: dict[str, dict[str, bytes]] = {}
+        # Per rank, metadata -> name of its gates, the newest one last.
+        self._of_agent: dict[str, dict[bytes, str]] = {}
         self._agent_of: dict[str, str] = {}
         # Kept from a gate's first use until it is removed.
         self._connections: dict[str, object] = {}
@@ -76,18 +76,17 @@ class GateConnections(PeerListener):
         Raises:
             HandOverFailed: the gate cannot be reached, or belongs to another rank.
         """
-        name = self._name_of.get((known.agent, metadata))
+        of_agent = self._of_agent.get(known.agent, {})
+        name = of_agent.get(metadata)
         if name is None:
             try:
                 name = self._transport.add_peer(metadata, known.rank.device_id, known.rank.memory_type)
             except TransportError as error:
                 raise HandOverFailed(FailureCause.LOST, f"decode's write gate was not reached: {error}") from error
-            if self._agent_of.get(name, known.agent) != known.agent:
+            if self._agent_of.setdefault(name, known.agent) != known.agent:
                 raise HandOverFailed(FailureCause.PROTOCOL, "decode named a write gate of another rank")
-            before = list(self._of_agent.get(known.agent, ()))
-            self._name_of[known.agent, metadata] = name
-            self._of_agent.setdefault(known.agent, {})[name] = metadata
-            self._agent_of[name] = known.agent
+            before = list(of_agent.values())
+            self._of_agent.setdefault(known.agent, {})[metadata] = name
             self._connections.setdefault(name, object())
             for other in before:
                 self._remove_unused(other)
@@ -115,20 +114,19 @@ class GateConnections(PeerListener):
 
     def disconnected(self, agent: str) -> None:
         """Remove a rank's gates, which ends what is in flight to them."""
-        for gate in list(self._of_agent.get(agent, ())):
+        for gate in dict.fromkeys(self._of_agent.get(agent, {}).values()):
             self._remove(gate)
 
     def _remove_unused(self, gate: str) -> None:
         agent = self._agent_of.get(gate)
-        if agent is not None and not self._used[gate] and gate != next(reversed(self._of_agent[agent])):
+        if agent is not None and not self._used[gate] and gate != next(reversed(self._of_agent[agent].values())):
             self._remove(gate)
 
     def _remove(self, gate: str) -> None:
         agent = self._agent_of.pop(gate)
-        metadata = self._of_agent[agent].pop(gate)
-        if not self._of_agent[agent]:
-            del self._of_agent[agent]
-        del self._name_of[agent, metadata]
+        others = {metadata: name for metadata, name in self._of_agent.pop(agent).items() if name != gate}
+        if others:
+            self._of_agent[agent] = others
         self._connections.pop(gate, None)
         self._transport.remove_peer(gate)
 
@@ -151,6 +149,7 @@ class WorkerContext:
         weights: what this rank computes with; None until that is known.
         weight_names: of its tensors, as in `Weights.misfit`.
         waiting_for_buffer: called when a token buffer is free, by parts that still have to read their ownership token.
+        dropped: counts messages that were ignored.
         distrusted: (host, port, incarnation) of engines whose bytes did not match their checksums.
     """
 
@@ -179,6 +178,7 @@ class WorkerContext:
         self.peers = Peers(
             self.transport, self.local, self.compatibility, self.clock, self.channel.ask, self.host, self.wake.set
         )
+        self.dropped = self.peers.dropped
         self.gate_connections = GateConnections(self.transport, self.peers)
         self.transfer_queue = TransferQueue(
             self.transport,

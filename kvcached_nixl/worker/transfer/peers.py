@@ -87,7 +87,6 @@ class Peers:
         self._host = host
         self._wake = wake
         self._links: dict[Peer, Link] = {}
-        self._addresses: dict[str, dict[Peer, None]] = {}
         # Kept from an agent's first handshake until it is removed; later handshakes with it do not change it.
         self._connections: dict[str, object] = {}
         self._places: dict[tuple[str, int, int], Peer] = {}
@@ -291,7 +290,6 @@ class Peers:
         link.known, link.last_agent, link.tries, link.is_failing = known, known.agent, 0, False
         link.process = known.rank.process if self._host.sees(known.rank.process) else None
         self._places[local] = link.address
-        self._addresses.setdefault(known.agent, {})[link.address] = None
         self._connections.setdefault(known.agent, object())
         waiting, link.waiting = link.waiting, []
         for one in waiting:
@@ -326,12 +324,7 @@ class Peers:
         """The agent known at this address is not there any more; it is dead if no other address leads to it."""
         self._forget(link)
         agent, link.last_agent = link.last_agent, None
-        if agent is None:
-            return
-        addresses = self._addresses[agent]
-        del addresses[link.address]
-        if not addresses:
-            del self._addresses[agent]
+        if agent is not None and not self._links_of(agent):
             for one in self._listeners:
                 one.dead(agent)
 
@@ -347,9 +340,9 @@ class Peers:
     def _is_used(self, agent: str | None) -> bool:
         return agent is not None and any(one.is_used(agent) for one in self._listeners)
 
-    def _links_of(self, agent: str) -> list[Link]:
+    def _links_of(self, agent: str | None) -> list[Link]:
         """Returns all links to an agent: an engine may be known under several addresses, by IP address and by name."""
-        return [self._links[address] for address in self._addresses.get(agent, ())]
+        return [link for link in self._links.values() if link.last_agent == agent]
 
     def _drop(self, link: Link) -> None:
         self._let_go(link)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 
-from kvcached_nixl.ids import EngineId, KernelBlock, LogicalBlock
+from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import RankHandshake, differences, read_answer, read_rank
@@ -21,19 +21,10 @@ from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, spacing
-from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
+from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit, split
 from kvcached_nixl.worker.transfer.peer_link import PeerListener
 
-__all__ = [
-    "GroupRoutes",
-    "LocalRank",
-    "PeerRoutes",
-    "contributors",
-    "examine",
-    "fits",
-    "kernel_blocks",
-    "kernel_blocks_of",
-]
+__all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "examine", "fits", "kernel_blocks_of"]
 
 
 GroupRoutes: TypeAlias = tuple[tuple[Route, ...], ...]
@@ -150,29 +141,18 @@ class PeerRoutes(PeerListener):
         return Descriptors(*(np.concatenate([getattr(one, side) for one in found]) for side in ("local", "remote")))
 
 
-def kernel_blocks(blocks: Sequence[LogicalBlock], group: GroupMemory) -> Sequence[KernelBlock]:
-    """Returns the kernel blocks that make up these logical blocks. The only place that converts them; called on the
-    transfer thread.
+def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]) -> tuple[KernelBlocks, ...]:
+    """Returns the kernel blocks that make up the logical blocks of a manifest or of a `FetchSpec`. The only place that
+    converts them; called on the transfer thread.
 
     Args:
-        group: the blocks' KV-cache group on the rank that owns them.
-    """
-    if group.kernel_blocks_per_block == 1:
-        return cast("Sequence[KernelBlock]", blocks)
-    within = np.arange(group.kernel_blocks_per_block)
-    numbers = np.asarray(blocks, np.int64)[:, None] * group.kernel_blocks_per_block + within
-    found: list[KernelBlock] = numbers.reshape(-1).tolist()
-    return found
-
-
-def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]) -> tuple[KernelBlocks, ...]:
-    """Convert the block ranges of a manifest or of a `FetchSpec`, one per KV-cache group, as `kernel_blocks`.
+        groups: the KV-cache groups on the rank that owns the blocks.
 
     Raises:
         ValueError: there are not as many ranges as groups.
     """
     return tuple(
-        KernelBlocks(kernel_blocks(one.block_ids, group), one.first_token)
+        KernelBlocks(split(one.block_ids, group.kernel_blocks_per_block), one.first_token)
         for one, group in zip(ranges, groups, strict=True)
     )
 

@@ -27,8 +27,8 @@ def test_everything_is_taken_once(caplog: pytest.LogCaptureFixture) -> None:
     outcomes.finished(wanted(1))
     outcomes.done(P1)
     outcomes.hold_idle(4)
-    outcomes.spared(3)
-    outcomes.claimed(7)
+    outcomes.marked(Mark.SPARED, 3)
+    outcomes.marked(Mark.CLAIMED, 7)
     assert outcomes.take() == Outcome(
         {P1, idle_hold_id(4)},
         {finished_attempt_id(1)},
@@ -70,8 +70,8 @@ def test_the_engine_is_told_at_once_and_again_until_it_looks() -> None:
         lambda: outcomes.failed(wanted(1), HandOverFailed(FailureCause.LOST, "")),
         lambda: outcomes.done(P1),
         lambda: outcomes.hold_idle(4),
-        lambda: outcomes.spared(3),
-        lambda: outcomes.claimed(7),
+        lambda: outcomes.marked(Mark.SPARED, 3),
+        lambda: outcomes.marked(Mark.CLAIMED, 7),
     ):
         report()
         assert outcomes.take_news()

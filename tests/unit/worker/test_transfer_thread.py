@@ -73,9 +73,8 @@ from kvcached_nixl.wire.step import (
 )
 from kvcached_nixl.worker import commands
 from kvcached_nixl.worker import transfer_thread as thread
-from kvcached_nixl.worker.build import assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.facade import Device
+from kvcached_nixl.worker.facade import Device, assemble
 from kvcached_nixl.worker.outcomes import Outcome
 from kvcached_nixl.worker.prefill.offers import OfferMatcher
 from kvcached_nixl.worker.prefill.registrations import Registrations
@@ -125,7 +124,7 @@ class Worker:
         self.memory = Memory()
         self.reason = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
         place = LocalRank(EngineId("local"), 1, 0, (GroupMemory((self.memory.planes,)),), MAX_TP_SIZE)
-        context = WorkerContext(
+        context = self.context = WorkerContext(
             Settings(mode, **settings),
             self.clock if clock is None else clock,
             self.asking,  # type: ignore[arg-type]
@@ -270,8 +269,8 @@ def test_a_message_that_cannot_be_read_is_dropped(pull: Worker, notification: by
     remote.say("local", Release("p-1", "", DIGEST, 0, 1))
     outcome = pull.deliver()
     assert outcome.sent == {"p-1"}
-    assert pull.thread.dropped["malformed"] == (3 if notification else 0)
-    assert pull.thread.dropped["defect"] == 0
+    assert pull.context.dropped["malformed"] == (3 if notification else 0)
+    assert pull.context.dropped["defect"] == 0
 
 
 def defective(*_: Any, **__: Any) -> Any:
@@ -291,7 +290,7 @@ def test_a_defect_in_decodes_command_fails_its_attempts(
     pull.thread.submit(wanted(1, MANIFEST), writable((1, 2), always))
     outcome = pull.deliver()
     assert failed_mark(1, FailureCause.DEFECT) in outcome.marks
-    assert finished_attempt_id(1) in outcome.received and pull.thread.dropped["defect"] == 1
+    assert finished_attempt_id(1) in outcome.received and pull.context.dropped["defect"] == 1
     assert "IndexError: of ours" in caplog.text and "internal error in kvcached_nixl" in caplog.text
 
 
@@ -308,7 +307,7 @@ def test_a_defect_in_a_message_has_no_further_effect(
     push.deliver()
     told = [(type(one), one.attempt, one.cause) for one in remote.heard()]
     assert told == ([] if fails_twice else [(Stopped, 1, FailureCause.DEFECT)])
-    assert push.thread.dropped["defect"] == 1 + fails_twice
+    assert push.context.dropped["defect"] == 1 + fails_twice
 
 
 def test_a_defect_where_a_transfer_ends_fails_what_it_belongs_to(pull: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

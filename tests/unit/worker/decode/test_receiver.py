@@ -75,7 +75,7 @@ class Decode(Local):
             failed=self._failed,
             finished=self._finished,
             moved=self.moved.append,
-            known=self.known.append,
+            marked=lambda _, number: self.known.append(number),
             timed=self.timed.append,
         )
         self.side.outcomes, self.side.settings = outcomes, Settings(mode)
@@ -258,7 +258,7 @@ def test_it_is_there_when_every_write_has_arrived_in_any_order(push: Decode, ord
     assert not push.failed and push.is_clean()
     remote.say("local", Written(1, 0, 0))
     push.deliver()
-    assert push.receiver.dropped == {"unknown attempt": 1}
+    assert push.side.dropped == {"unknown attempt": 1}
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_one_failure_asks_the_others_to_stop_and_waits_for_them() -> None:
     assert [remote.heard() for remote in remotes] == [[], [Withdrawal(1, push.side.own)]]  # type: ignore[arg-type]
     remotes[0].say("local", Stopped(1, 0, FailureCause.LOST, "again"))
     push.deliver()
-    assert push.receiver.dropped == {"after the end": 1}
+    assert push.side.dropped == {"after the end": 1}
     remotes[1].say("local", Stopped(1, 1, FailureCause.STOPPED, "withdrawn"))
     push.deliver()
     assert push.over == [1] and push.is_clean()

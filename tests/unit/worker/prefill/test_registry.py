@@ -97,7 +97,7 @@ class Prefill(Local):
             expired=self.expired.append,
             moved=self.moved.append,
             revoked=self.revoked.append,
-            claimed=self.claimed.append,
+            marked=lambda _, number: self.claimed.append(number),
             timed=self.timed.append,
         )
         self.side.outcomes = outcomes
@@ -560,7 +560,7 @@ def test_a_withdrawal_before_its_registration_is_answered_and_counts(prefill: Pr
     prefill.deliver()
     assert said(remote) == [Stopped(1, 0, FailureCause.STOPPED, "withdrawn")]
     assert prefill.transport.posted == []
-    assert prefill.registry.registrations.dropped == {"doubled or late registration": 1}
+    assert prefill.side.dropped == {"doubled or late registration": 1}
     prefill.register(remote, 2)
     prefill.deliver()
     assert said(remote) == [written(LAST, attempt=2)], "another attempt of it is served"

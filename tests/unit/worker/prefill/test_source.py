@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -76,8 +78,10 @@ class Side:
         self.advanced: list[WriteTask] = []
         self.settled: list[Offer] = []
         self.failed: list[tuple[WriteTask, str]] = []
+        local = SimpleNamespace(step_tokens=lambda sizes: math.lcm(*block_sizes, *sizes))
+        context: Any = SimpleNamespace(staging=self.staging, local=local)
         self.staged = Staged(
-            self.staging,
+            context,
             self.advanced.append,
             self.settled.append,
             lambda task, why: self.failed.append((task, str(why))),

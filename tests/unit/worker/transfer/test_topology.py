@@ -14,12 +14,11 @@ from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes, moves
-from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks
+from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, split
 from kvcached_nixl.worker.transfer.topology import (
     LocalRank,
     contributors,
     fits,
-    kernel_blocks,
     kernel_blocks_of,
 )
 
@@ -126,9 +125,9 @@ def group_of(planes: Planes) -> tuple[GroupMemory, ...]:
 def test_a_block_of_the_scheduler_is_so_many_of_the_kernel(ratio: int) -> None:
     """A4: each side with its own ratio."""
     group = GroupMemory((Memory().planes,), ratio)
-    assert list(kernel_blocks([5, 2], group)) == [*range(5 * ratio, 6 * ratio), *range(2 * ratio, 3 * ratio)]
-    assert list(kernel_blocks([], group)) == []
-    assert kernel_blocks_of((BlockRange(8, (5,)),), (group,)) == (KernelBlocks(kernel_blocks((5,), group), 8),)
+    assert list(split([5, 2], ratio)) == [*range(5 * ratio, 6 * ratio), *range(2 * ratio, 3 * ratio)]
+    assert list(split([], ratio)) == []
+    assert kernel_blocks_of((BlockRange(8, (5,)),), (group,)) == (KernelBlocks(split((5,), ratio), 8),)
 
 
 def test_a_rank_knows_its_block_sizes_and_where_a_part_of_a_request_may_end() -> None:
