@@ -34,10 +34,10 @@ from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import Report, Reports, WakeAddress
 from kvcached_nixl.worker.background import Work
-from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode.fencing import WriteGates
-from kvcached_nixl.worker.facade import Device
+from kvcached_nixl.worker.facade import Device, assemble
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
+from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET, TokenArray
 from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
@@ -215,7 +215,7 @@ class Engine:
         settings: Settings,
         clock: Clock,
         transport: Transport,
-        channel: Channel,
+        channel: Any,
         planes: Planes,
         pool: Pool,
         words: TokenArray,
@@ -243,23 +243,20 @@ class Engine:
         place = LocalRank(EngineId(own.engine_id), 1, 0, groups, kv_shares=1)
         no_content, runs = Content((), ()), _AtOnce()
         process = Process() if make_gate is None else Process(f"{own.engine_id} {own.host}:{own.port}")
-        self.side = assemble(
-            Rank(
-                transport,
-                place,
-                words,
-                COMPATIBILITY,
-                Checksums(no_content, no_content, runs, fraction=0.0),
-                Host(process, "DRAM"),
-                gates=None if make_gate is None else WriteGates(make_gate, runs, clock),
-            ),
+        context = WorkerContext(
             settings,
             clock,
             channel,
-            Device(torch.device("cpu")),
-            lambda weights: None,
             threading.Event(),
+            transport,
+            place,
+            words,
+            COMPATIBILITY,
+            Checksums(no_content, no_content, runs, fraction=0.0),
+            Host(process, "DRAM"),
         )
+        gates = None if make_gate is None else WriteGates(make_gate, runs, clock)
+        self.side = assemble(context, Device(torch.device("cpu")), lambda weights: None, gates)
         self.side.identify(WEIGHTS)
         rank = RankHandshake(
             engine_id=place.engine_id,

@@ -39,7 +39,7 @@ class NotAtRest(Exception):
 
 
 class SideChannel:
-    """Implements `Channel`. Answers arrive in the next round, or never."""
+    """Stands in for the side channel. Answers arrive in the next round, or never."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

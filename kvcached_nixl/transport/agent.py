@@ -71,16 +71,28 @@ def descriptors(agent: Any, ranges: Ranges, memory_type: str, device_id: int = 0
     return agent.get_xfer_descs(rows, memory_type)
 
 
-def _heard(agent: Any) -> list[tuple[str, bytes]]:
-    """Raises `TransportError`."""
-    try:
-        heard = agent.get_new_notifs()
-    except Exception as error:
-        raise TransportError(f"NIXL did not return its notifications: {error}") from error
-    return [(peer, notification) for peer, some in heard.items() for notification in some]
+class _Agent:
+    def __init__(self, agent: Any) -> None:
+        self._agent: Any = agent
+
+    def metadata(self) -> bytes:
+        """What a peer needs to add this agent, or to write through it."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def received(self) -> list[tuple[str, bytes]]:
+        """(peer, notification) since the last call, oldest first for each peer.
+
+        Raises:
+            TransportError: the agent did not return them.
+        """
+        try:
+            heard = self._agent.get_new_notifs()
+        except Exception as error:
+            raise TransportError(f"NIXL did not return its notifications: {error}") from error
+        return [(peer, notification) for peer, some in heard.items() for notification in some]
 
 
-class WriteGate:
+class WriteGate(_Agent):
     """An agent that is used only for peers to write through into this side's memory.
 
     NIXL cannot revoke a peer's access. Removing the peer and deregistering the memory do not keep it from writing: over
@@ -95,7 +107,7 @@ class WriteGate:
     """
 
     def __init__(self, agent: Any) -> None:
-        self._agent: Any = agent
+        super().__init__(agent)
         self._left = [weakref.ref(agent), weakref.ref(agent.agent)]
         self._name = str(agent.name)
 
@@ -103,14 +115,6 @@ class WriteGate:
     def name(self) -> str:
         """The name under which peers know it after they have added it."""
         return self._name
-
-    def metadata(self) -> bytes:
-        """What a peer needs to write through it."""
-        return bytes(self._agent.get_agent_metadata())
-
-    def received(self) -> list[tuple[str, bytes]]:
-        """As `Transport.received`, for the WRITEs that have come through this gate."""
-        return _heard(self._agent)
 
     def close(self) -> bool:
         """Closes the gate: nothing can be written through it any more. Never raises.
@@ -124,7 +128,7 @@ class WriteGate:
         return all(one() is None for one in self._left)
 
 
-class Transport:
+class Transport(_Agent):
     """One agent and the peers it knows.
 
     Args:
@@ -134,14 +138,10 @@ class Transport:
     """
 
     def __init__(self, agent: Any, memory_type: str, device_id: int = 0) -> None:
-        self._agent = agent
+        super().__init__(agent)
         self._memory_type = memory_type
         self._device_id = device_id
         self._peers: dict[str, tuple[str, int]] = {}
-
-    def metadata(self) -> bytes:
-        """What a peer needs to add this agent."""
-        return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
         """Adds a peer's agent; returns its name. Idempotent.
@@ -180,14 +180,6 @@ class Transport:
             self._agent.send_notif(peer, notif_msg=notification)
         except Exception as error:
             raise TransportError(f"a notification to {peer} was not sent: {error}") from error
-
-    def received(self) -> list[tuple[str, bytes]]:
-        """(peer, notification) since the last call, oldest first for each peer.
-
-        Raises:
-            TransportError: the agent did not return them.
-        """
-        return _heard(self._agent)
 
     def post(
         self,

@@ -11,7 +11,7 @@ left prefill's blocks without an owner stops the engine.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -53,7 +53,6 @@ from kvcached_nixl.wire.step import (
     Withdraw,
 )
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peers import contained
@@ -111,23 +110,12 @@ class Dispatch:
         computing: commands that wait for the device, in order.
     """
 
-    def __init__(
-        self, context: WorkerContext, receiver: Receiver, registry: OfferRegistry, outcomes: OutcomeQueue
-    ) -> None:
+    def __init__(self, context: WorkerContext, receiver: Receiver, registry: OfferRegistry) -> None:
         self._context = context
         self._receiver = receiver
         self._registry = registry
-        self._outcomes = outcomes
         self.wake_address: WakeAddress | None = None
         self.computing: deque[Reached] = deque()
-        self._malformed = 0
-        self._defects = 0
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Counts messages that were ignored."""
-        mine = Counter(malformed=self._malformed, defect=self._defects)
-        return self._registry.registrations.dropped + self._receiver.dropped + self._context.peers.dropped + mine
 
     def take(self, command: Command) -> None:
         """Take in a command of the engine's thread."""
@@ -165,7 +153,7 @@ class Dispatch:
         # Who has begun to read meanwhile may not be overtaken.
         self.hear()
         if self._registry.outlasts(command.request_id, command.revocation):
-            self._outcomes.spared(command.revocation.number)
+            self._context.outcomes.spared(command.revocation.number)
             return
         # It keeps its `Finish`: it ends by itself.
         self._forget_computing(command.request_id, OfferUpdate)
@@ -189,11 +177,11 @@ class Dispatch:
         try:
             message = read_heartbeat(notification) if is_heartbeat(notification) else decode(notification)
         except Malformed as error:
-            if not self._malformed:
+            if not self._context.dropped["malformed"]:
                 logger.warning(
                     "Dropping a malformed notification from %s; later ones are only counted: %s", agent, error
                 )
-            self._malformed += 1
+            self._context.dropped["malformed"] += 1
             return
         # Twice: nothing that a peer sends stops the engine, not even where its hand-over cannot be failed.
         with contained(self._count_defect), contained(lambda failure: self._fail_message(agent, message, failure)):
@@ -226,7 +214,7 @@ class Dispatch:
             rule.apply(self, command)
 
     def _count_defect(self, _: HandOverFailed) -> None:
-        self._defects += 1
+        self._context.dropped["defect"] += 1
 
 
 class _Rule(NamedTuple):

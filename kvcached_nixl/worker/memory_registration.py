@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,22 +17,14 @@ from kvcached_nixl.errors import LayoutRefused, MemoryRefused, SettingsError, Un
 from kvcached_nixl.proof.result import Proof
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.wire.handshake import MemoryType
-from kvcached_nixl.wire.planes import HeadShare
-from kvcached_nixl.worker.geometry.layout import Layout, Page, plan
+from kvcached_nixl.worker.geometry.layout import Layout, plan
 from kvcached_nixl.worker.geometry.planes import Axes
-from kvcached_nixl.worker.staging.slab import Slab
+from kvcached_nixl.worker.transfer.slab import Slab
 
-__all__ = [
-    "LONGEST_AT_ONCE",
-    "StockWorker",
-    "Registered",
-    "SlabLoad",
-    "choose",
-    "make_slab",
-    "num_kept",
-    "num_slots",
-    "register",
-]
+if TYPE_CHECKING:
+    from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
+
+__all__ = ["LONGEST_AT_ONCE", "Registered", "SlabLoad", "choose", "make_slab", "num_kept", "num_slots", "register"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -175,51 +167,6 @@ def make_slab(layout: Layout, path: MemoryPath, load: SlabLoad, settings: Settin
         ) from error
 
 
-class StockWorker(Protocol):
-    """What a worker uses of vLLM's NIXL worker; implemented by ``adapter.nixl_worker.WorkerView``."""
-
-    @property
-    def agent(self) -> Any: ...
-    @property
-    def backends(self) -> list[str]: ...
-    @property
-    def memory_type(self) -> MemoryType: ...
-    @property
-    def device_id(self) -> int: ...
-    @property
-    def engine_id(self) -> str: ...
-    @property
-    def tp_size(self) -> int: ...
-    @property
-    def tp_rank(self) -> int: ...
-    @property
-    def kernel_blocks_per_block(self) -> int: ...
-    def share_of(self, num_heads: int) -> HeadShare: ...
-    @property
-    def kv_shares(self) -> int: ...
-    @property
-    def answers_before_drafts(self) -> bool: ...
-    @property
-    def zeroes_blocks(self) -> bool: ...
-    @property
-    def facts(self) -> tuple[tuple[str, str], ...]: ...
-    def keep_registered(self, descriptors: Any) -> None: ...
-    def offer_handshake(self, compatibility: str, metadata: bytes) -> None: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def num_pools(self) -> int: ...
-    @property
-    def unserved(self) -> Sequence[tuple[str, str]]: ...
-    def groups(self) -> Sequence[Mapping[str, Page]]: ...
-    def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]: ...
-    @property
-    def load(self) -> tuple[int, int]: ...
-    def register_memory(
-        self, extents: Sequence[tuple[int, int]], device_id: int, memory_type: MemoryType | None = None
-    ) -> None: ...
-
-
 @dataclass(frozen=True)
 class Registered:
     """The memory that NIXL may touch.
@@ -244,17 +191,14 @@ class Registered:
 
     def __str__(self) -> str:
         one = self.layout
-        reason = f"{one.arrangement.value}, {one.num_blocks} blocks, {one.descriptors_per_block} descriptors a block"
+        reason = f"{one.arrangement.value}, {one.num_blocks} blocks, {len(one.regions)} descriptors a block"
         if self.slab is None:
             return reason
         return f"{reason}; {self.slab.num_slots} slots of {self.slab.extent[1] / 2**20:,.0f} MiB in all"
 
 
 def register(
-    worker: StockWorker,
-    kv_caches: Mapping[str, torch.Tensor],
-    path: MemoryPath,
-    settings: Settings,
+    worker: WorkerView, kv_caches: Mapping[str, torch.Tensor], path: MemoryPath, settings: Settings
 ) -> Registered:
     """Register ``kv_caches``, kvcached's memory, or a slab in their place.
 

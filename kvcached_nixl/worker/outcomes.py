@@ -16,7 +16,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.step import FetchSpec, Report, Step
 from kvcached_nixl.wire.timeline import Lasted, Reported
-from kvcached_nixl.worker.staging.slab import SlabUse
+from kvcached_nixl.worker.transfer.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 __all__ = ["OutcomeQueue", "WorkerCounters"]

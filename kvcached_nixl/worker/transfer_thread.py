@@ -13,7 +13,7 @@
                   the end of a step on the device is polled, not waited for
     wakes         its own engine, which sleeps until something has ended
     stops when    `close` is called; transfers in flight are then waited for up to CLOSE_SECONDS
-    drops         messages that match nothing, counted in `TransferThread.dropped`; nothing else
+    drops         messages that match nothing, counted in `WorkerContext.dropped`; nothing else
 
 An exception in the handling of one message, one command or one transfer fails what that belongs to, and is counted.
 Any other exception stops the thread and is raised on the engine's thread at its next call: hand-overs never continue
@@ -24,15 +24,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.step import Report, WakeAddress
+from kvcached_nixl.wire.step import Report
 from kvcached_nixl.worker.commands import Command, Dispatch
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.context import WorkerContext
 
@@ -58,10 +57,6 @@ class TransferThread:
     """The engine's thread submits commands and takes outcomes; everything else runs on the transfer thread.
 
     Args:
-        outcomes: where ``receiver`` and ``registry`` report what has ended.
-        wake: set by any thread to wake the transfer thread.
-        wake_engine: called by the transfer thread when something has ended; does not block.
-        closed: called when the thread has stopped.
         select_device: called by the transfer thread before anything else.
 
     Attributes:
@@ -69,41 +64,27 @@ class TransferThread:
     """
 
     def __init__(
-        self,
-        context: WorkerContext,
-        receiver: Receiver,
-        registry: OfferRegistry,
-        outcomes: OutcomeQueue,
-        wake: threading.Event,
-        wake_engine: Callable[[WakeAddress], None],
-        closed: Callable[[], None],
-        select_device: Callable[[], None],
+        self, context: WorkerContext, receiver: Receiver, registry: OfferRegistry, select_device: Callable[[], None]
     ) -> None:
         self._context = context
         self._clock: Clock = context.clock
         self._receiver = receiver
         self._registry = registry
-        self._outcomes = outcomes
-        self._wake_engine = wake_engine
-        self._closed = closed
+        self._outcomes = context.outcomes
+        self._channel = context.channel
         self._select_device = select_device
         self._is_ready = threading.Event()
         self.engine_computes = False
         self._inbox: deque[Command] = deque()
-        self._wake = wake
+        self._wake = context.wake
         self._closing = threading.Event()
         self._defect: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._moved_at_seconds = context.clock.now_seconds()
         # Everything below is used by the transfer thread only.
-        self._dispatch = Dispatch(context, receiver, registry, outcomes)
+        self._dispatch = Dispatch(context, receiver, registry)
         # When the thread last had work.
         self._busy_seconds = 0.0
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Counts messages that were ignored."""
-        return self._dispatch.dropped
 
     # ---------------------------------------------------------------------------------------------- the engine's thread
 
@@ -143,12 +124,16 @@ class TransferThread:
         return self._outcomes.take()
 
     def close(self) -> None:
-        """Stop the thread, once all transfers have ended or CLOSE_SECONDS have passed."""
+        """Stop this thread, once all transfers have ended or CLOSE_SECONDS have passed; then all others."""
         self._closing.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(2 * CLOSE_SECONDS)
-        self._closed()
+        if self._context.staging is not None:
+            self._context.staging.copier.close()
+        self._context.checksums.close()
+        self._receiver.close()
+        self._channel.close()
 
     def _raise_defect(self) -> None:
         if self._defect is not None:
@@ -214,5 +199,6 @@ class TransferThread:
         return POLL_SECONDS if len(queue) else 2 * POLL_SECONDS
 
     def _wake_own(self) -> None:
-        if self._dispatch.wake_address is not None:
-            self._wake_engine(self._dispatch.wake_address)
+        address = self._dispatch.wake_address
+        if address is not None:
+            self._channel.wake(address.host, address.port, address.key)

@@ -36,7 +36,7 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
-from support.internals import addresses_of
+from support.internals import agents_of
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
@@ -223,7 +223,7 @@ def test_a_connection_that_nixl_has_let_go_of_is_made_anew(
     met: list[bytes] = []
     add = one.agent.add_remote_agent
     monkeypatch.setattr(one.agent, "add_remote_agent", lambda metadata: met.append(metadata) or add(metadata))
-    ((peer, _),) = addresses_of(one.context.peers).items() or [("", None)]
+    (peer,) = agents_of(one.context.peers) or [""]
     one.agent.remove_remote_agent(peer)
     decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)

@@ -36,16 +36,16 @@ from support.handover_node import (
     served,
     until_both,
 )
-from support.internals import leftovers
+from support.internals import leftovers, links_of
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.transport.agent import Transport
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.worker import memory_registration as sizing
-from kvcached_nixl.worker.staging.slab import Use
 from kvcached_nixl.worker.transfer import peers
 from kvcached_nixl.worker.transfer.checksums import Content
+from kvcached_nixl.worker.transfer.slab import Use
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, pair = handover_node.direction, handover_node.pair
@@ -216,7 +216,7 @@ def test_a_peer_that_was_forgotten_is_met_again(pair: tuple[Node, Node], monkeyp
     prefill, decode = pair
     monkeypatch.setattr(peers, "FORGOTTEN_SECONDS", 0.3)
     served(prefill, decode)
-    until(lambda: not any(len(one.context.peers) for one in pair))
+    until(lambda: not any(links_of(one.context.peers) for one in pair))
     until(lambda: not leftovers(*(one.context.peers for one in pair)))
     served(prefill, decode, 8)
 

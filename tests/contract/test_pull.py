@@ -22,7 +22,7 @@ from support.handover_node import (
     asked,
     rest,
 )
-from support.internals import token_rows_of
+from support.internals import token_rows_of, tokens_of
 from support.transports import until
 
 from kvcached_nixl.patching import Registry
@@ -42,12 +42,12 @@ def test_the_token_is_there_from_the_last_chunk_until_the_blocks_are_given_back(
     prefill.add(PREFILL_ID, SEND, 1)
     prefill.step()
     prefill.step()
-    assert not len(prefill.side.tokens) and PREFILL_ID not in prefill.transfer_params
+    assert not len(tokens_of(prefill.side.tokens)) and PREFILL_ID not in prefill.transfer_params
     prefill.step()
-    assert len(prefill.side.tokens) == 1 and PREFILL_ID in prefill.transfer_params
+    assert len(tokens_of(prefill.side.tokens)) == 1 and PREFILL_ID in prefill.transfer_params
     local = asked(decode, prefill.transfer_params[PREFILL_ID])
     prefill.step_until(lambda: PREFILL_ID in prefill.sent)
-    assert not len(prefill.side.tokens) and not token_rows_of(prefill.side.tokens).any()
+    assert not len(tokens_of(prefill.side.tokens)) and not token_rows_of(prefill.side.tokens).any()
     decode.step_until(lambda: DECODE_ID in decode.received)
     assert decode.holds(local)
     rest(prefill, decode)

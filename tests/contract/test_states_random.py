@@ -33,7 +33,7 @@ from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.worker.geometry.descriptors import Route
-from kvcached_nixl.worker.staging.slab import Slab
+from kvcached_nixl.worker.transfer.slab import Slab
 from kvcached_nixl.worker.transfer.topology import PeerRoutes
 
 pytestmark = pytest.mark.skipif(not installed_has(HITS_DIVERGE), reason="this vLLM cannot load states")

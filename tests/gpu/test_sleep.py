@@ -20,7 +20,7 @@ def test_a_slab_outlives_a_sleep() -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     from kvcached_nixl.worker.geometry.layout import plan
-    from kvcached_nixl.worker.staging.slab import Slab
+    from kvcached_nixl.worker.transfer.slab import Slab
 
     geometry, device = Geometry(num_pools=2), torch.device("cuda", 0)
     with device:

@@ -36,7 +36,7 @@ PLANTED = {
     "errors.py": "from . import ids",
     "activation/bootstrap.py": "__import__('torch')",
     "worker/prefill/registry.py": "from kvcached_nixl.worker.decode.receiver import Receiver",
-    "worker/decode/read_part.py": "from ..prefill import offer",
+    "worker/decode/attempt.py": "from ..prefill import offer",
     "worker/transfer/peers.py": "def f():\n    from kvcached_nixl.worker.decode import fencing",
     "worker/geometry/descriptors.py": "from kvcached_nixl.worker.transfer.topology import Routes",
     "activation/import_hooks.py": "from kvcached_nixl.activation.bootstrap import install",
@@ -59,7 +59,7 @@ ALLOWED = {
     "vllm/patches/worker.py": "from kvcached_nixl.worker import layout\nfrom kvcached_nixl.scheduler import lease",
     "worker/geometry/layout.py": "import torch\nfrom . import regions\nfrom kvcached_nixl.errors import LayoutRefused",
     "worker/prefill/registry.py": "from kvcached_nixl.worker.transfer.peers import Peers\nfrom . import offer",
-    "worker/build.py": "from kvcached_nixl.worker.prefill import registry\nfrom kvcached_nixl.worker import decode",
+    "worker/facade.py": "from kvcached_nixl.worker.prefill import registry\nfrom kvcached_nixl.worker import decode",
 }
 
 

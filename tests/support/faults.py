@@ -31,10 +31,9 @@ from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Written
 from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, OfferUpdate, Withdraw
 from kvcached_nixl.worker import facade
-from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow
-from kvcached_nixl.worker.decode.attempt import Stage
-from kvcached_nixl.worker.decode.fencing import WriteGates
-from kvcached_nixl.worker.decode.read_part import ReadPart
+from kvcached_nixl.worker.decode.arrived import ArrivedWrites, Stage, StagingWindow
+from kvcached_nixl.worker.decode.attempt import ReadPart
+from kvcached_nixl.worker.decode.fencing import GateUse
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.facade import WorkerFacade
@@ -45,13 +44,13 @@ from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
 from kvcached_nixl.worker.prefill.registry import Leases, OfferRegistry
 from kvcached_nixl.worker.prefill.source import Staged
 from kvcached_nixl.worker.prefill.writer import Writer
-from kvcached_nixl.worker.staging.slab import Slots
-from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer import peers, topology
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTable
 from kvcached_nixl.worker.transfer.peers import Peers
+from kvcached_nixl.worker.transfer.slab import Slots
+from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import PeerRoutes
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from support.flow_engine import FlowHost
@@ -117,7 +116,7 @@ REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
         "a_withdrawal_is_forgotten": (RecentSet, "add", nothing),
         "another_engine_in_its_place_is_taken_for_the_end": (Receiver, "dead", _takes_for_dead),
         "nobody_listens_is_taken_for_the_end": (Receiver, "unreachable", _takes_for_dead),
-        "who_is_not_heard_of_is_not_fenced": (WriteGates, "fence", staticmethod(nothing)),
+        "who_is_not_heard_of_is_not_fenced": (GateUse, "fence", nothing),
         "a_gate_is_not_closed_and_counts_as_closed": (MemoryGate, "close", lambda self: True),
         "who_could_write_past_a_gate_is_fenced_by_it": (FlowHost, "is_behind_network", lambda self, process: True),
         "the_end_of_a_process_is_not_seen": (FlowHost, "sees", lambda self, process: False),
@@ -354,10 +353,10 @@ def prefill_offers_more_than_it_has_computed(patch: Patcher) -> None:
 
     def advance(real: Any, self: Any, writing: Any) -> None:
         offer = writing.offer
-        if offer is None or not offer.ready_tokens:
+        if offer is None or not offer.update.ready_tokens:
             real(self, writing)
             return
-        update, ready = offer.update, min(offer.ready_tokens + 4, offer.num_tokens - 1)
+        update, ready = offer.update, min(offer.update.ready_tokens + 4, offer.update.num_tokens - 1)
         offer.update = msgspec.structs.replace(update, ready_tokens=max(update.ready_tokens, ready))
         real(self, writing)
         offer.update = update
@@ -406,7 +405,7 @@ def heads_are_not_told_apart(patch: Patcher) -> None:
 def the_last_write_is_taken_for_all_of_them(patch: Patcher) -> None:
     def take(real: Any, self: Any, message: Any) -> None:
         if isinstance(message, Written) and message.manifest is not None:
-            self._arrived.update(range(message.index))
+            self._arrived._following = message.index
         real(self, message)
 
     around(patch, WritePart, "take", take)
@@ -415,10 +414,9 @@ def the_last_write_is_taken_for_all_of_them(patch: Patcher) -> None:
 def writes_are_counted_and_not_told_apart(patch: Patcher) -> None:
     """A `Written` message that arrives twice counts as two WRITEs."""
 
-    def take(real: Any, self: Any, message: Any) -> None:
-        if message.index in self._indices:
-            self._indices.add(max(self._indices) + 1 if self._last is None else self._last - 1)
-        real(self, message)
+    def take(real: Any, self: Any, message: Any) -> Any:
+        self._following += message.index < self._following or message.index in self._waiting
+        return real(self, message)
 
     around(patch, ArrivedWrites, "take", take)
 

@@ -45,13 +45,14 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress, Withdraw
-from kvcached_nixl.worker import build, commands
+from kvcached_nixl.worker import commands
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.decode import fencing
 from kvcached_nixl.worker.decode import receiver as receiver
 from kvcached_nixl.worker.decode.fencing import WriteGates
-from kvcached_nixl.worker.facade import Device
+from kvcached_nixl.worker.facade import Device, assemble
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
+from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
@@ -122,23 +123,19 @@ class Rank:
         self.gates = WriteGates(lambda: open_gate(BACKENDS, [(address, self.memory.nbytes)], "DRAM"), background, clock)
         nothing = Content((), ())
         settings = Settings(TransferMode.PUSH, kv_lease_duration_seconds=300.0, handover_timeout_seconds=300.0)
-        self.side = build.assemble(
-            build.Rank(
-                transport,
-                place,
-                self.token_table,
-                TAG,
-                Checksums(nothing, nothing, background, 0.0),
-                host,
-                gates=self.gates,
-            ),
+        context = WorkerContext(
             settings,
             clock,
             self.channel,
-            Device(torch.device("cpu")),
-            lambda weights: None,
             threading.Event(),
+            transport,
+            place,
+            self.token_table,
+            TAG,
+            Checksums(nothing, nothing, background, 0.0),
+            host,
         )
+        self.side = assemble(context, Device(torch.device("cpu")), lambda weights: None, self.gates)
         self.thread = self.side.thread
         self.own = Peer(place.engine_id, role, 1, 1, 0)
         self.thread.submit(commands.LocalIdentity(self.own, WakeAddress(role, 1, "key"), START))

@@ -23,12 +23,13 @@ from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.messages import Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.timeline import Timeline
-from kvcached_nixl.worker.staging.slab import Use
+from kvcached_nixl.worker.transfer.slab import Use
 from support.flow_asker import Asked
 from support.flow_engine import Engine, Kind, Request, Status, Worker
 from support.flow_memory import Shape
 from support.internals import (
     asking_of,
+    bytes_in_flight,
     fetching_of,
     free_buffers_of,
     holds_of,
@@ -37,6 +38,7 @@ from support.internals import (
     registrations_of,
     renewals_of,
     report_of,
+    tokens_of,
     unfinished_handshakes,
     writer_of,
 )
@@ -404,11 +406,11 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
     yield from leftovers(context, context.transfer_queue, context.checksums, worker.awaiting_checksum)
     # What is counted is reported with the next step, which may never come.
     yield from leftovers(report_of(thread))
-    if writer.num_final or context.transfer_queue.num_bytes:
-        yield f"posting counts {writer.num_final} {context.transfer_queue.num_bytes}"
+    if writer.num_final or bytes_in_flight(context.transfer_queue):
+        yield f"posting counts {writer.num_final} {bytes_in_flight(context.transfer_queue)}"
     if len(free_buffers_of(context.token_buffers)) != worker.engine.kind.token_buffers:
         yield "a token buffer in use"
-    if len(worker.side.tokens) or worker.token_table.any():
+    if tokens_of(worker.side.tokens) or worker.token_table.any():
         yield "an ownership token"
     if worker.agent.unreleased():
         yield f"{len(worker.agent.unreleased())} transfers that were not released"

@@ -36,11 +36,10 @@ from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.question import Question
 from kvcached_nixl.wire.step import FAILING, FetchSpec, Report, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import Lasted, Reported
-from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.commands import IsReached
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.facade import WorkerFacade
+from kvcached_nixl.worker.facade import WorkerFacade, assemble
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.checksums import Checksums
 from kvcached_nixl.worker.transfer.context import WorkerContext
@@ -369,29 +368,25 @@ class Worker:
 
         self.channel = Channel(cluster, engine)
         self.gates = WriteGates(lambda: cluster.wire.open_gate(self.agent_name), self.awaiting_checksum, engine.clock)
-        self.side: WorkerFacade = assemble(
-            Rank(
-                self.agent,
-                place,
-                self.token_table,
-                tag,
-                Checksums(
-                    content_of(self.moved.planes, as_bytes(self.moved.array)),
-                    content_of(self.memory.planes, as_bytes(self.memory.array)),
-                    self.awaiting_checksum,
-                    engine.settings.verify_fraction,
-                ),
-                self.host,
-                self.staging,
-                self.gates,
-            ),
+        context = WorkerContext(
             engine.settings,
             engine.clock,
-            self.channel,
-            self.device,  # type: ignore[arg-type]
-            offer,
+            self.channel,  # type: ignore[arg-type]
             threading.Event(),
+            self.agent,
+            place,
+            self.token_table,
+            tag,
+            Checksums(
+                content_of(self.moved.planes, as_bytes(self.moved.array)),
+                content_of(self.memory.planes, as_bytes(self.memory.array)),
+                self.awaiting_checksum,
+                engine.settings.verify_fraction,
+            ),
+            self.host,
+            self.staging,
         )
+        self.side: WorkerFacade = assemble(context, self.device, offer, self.gates)  # type: ignore[arg-type]
         self.side.identify(engine.kind.weights)
         self.context.transfer_queue._budget = engine.kind.transfer_queue
 

@@ -160,7 +160,7 @@ class Pair:
         found: Counter[str] = Counter()
         for engine in self.cluster.alive:
             for worker in engine.workers:
-                found += worker.side.thread.dropped
+                found += worker.context.dropped
         return found
 
     def written_bytes(self) -> int:

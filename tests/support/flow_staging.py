@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcached_nixl.worker.background import Work
-from kvcached_nixl.worker.staging.slab import Slots, Use
-from kvcached_nixl.worker.staging.staging import Staging
+from kvcached_nixl.worker.transfer.slab import Slots, Use
+from kvcached_nixl.worker.transfer.staging import Staging
 from support.digest_fakes import Copy, StubSlab
 from support.flow_memory import RankMemory
 

@@ -33,9 +33,9 @@ from kvcached_nixl.wire.messages import (
 from kvcached_nixl.worker.decode.fencing import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS
 from kvcached_nixl.worker.prefill.offers import GRACE_SECONDS
-from kvcached_nixl.worker.staging.slab import Use
-from kvcached_nixl.worker.staging.staging import Held
 from kvcached_nixl.worker.transfer.peers import HANDSHAKE_TRIES
+from kvcached_nixl.worker.transfer.slab import Use
+from kvcached_nixl.worker.transfer.staging import Held
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status
@@ -1658,7 +1658,9 @@ def test_a_model_with_windows_is_handed_over(mode: TransferMode, sides: tuple[tu
         while not upstream.status.is_finished:
             told.append(offers_of(pair.prefill.workers[0].registry).get(PrefillRequestId(upstream.request_id)))
             pair.round()
-        assert not any(offer.ready_tokens for offer in told if offer is not None and offer.manifest is None)
+        assert not any(
+            offer.update.ready_tokens for offer in told if offer is not None and offer.update.manifest is None
+        )
         pair.settle()
         assert is_right(found, len(LONG) - 1)
     pair.nothing_is_left()

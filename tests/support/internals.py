@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     from kvcached_nixl.wire.step import Report
     from kvcached_nixl.worker.commands import Reached
     from kvcached_nixl.worker.decode.attempt import Attempt
-    from kvcached_nixl.worker.decode.fencing import ActiveWriters
+    from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
     from kvcached_nixl.worker.decode.receiver import Receiver, Renewals
     from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
     from kvcached_nixl.worker.prefill.registrations import Registrations
     from kvcached_nixl.worker.prefill.registry import Leases, OfferRegistry
     from kvcached_nixl.worker.prefill.writer import Writer
-    from kvcached_nixl.worker.staging.staging import Held, Staging
-    from kvcached_nixl.worker.transfer.context import WorkerContext
+    from kvcached_nixl.worker.transfer.context import GateConnections, WorkerContext
     from kvcached_nixl.worker.transfer.ownership_tokens import TokenArray, TokenBuffers, TokenTable
     from kvcached_nixl.worker.transfer.peers import Peers
+    from kvcached_nixl.worker.transfer.staging import Held, Staging
+    from kvcached_nixl.worker.transfer.topology import PeerRoutes
+    from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
     from kvcached_nixl.worker.transfer_thread import TransferThread
 
 CONTAINERS = (dict, list, set, deque, Deadlines)
@@ -162,9 +164,9 @@ def unfinished_handshakes(peers: Peers) -> list[object]:
     return [*(link.address for link in peers._links.values() if link.waiting or link.is_asked), *peers._ended]
 
 
-def addresses_of(peers: Peers) -> dict[str, dict[Peer, None]]:
-    """Returns the addresses under which each connected agent is known."""
-    return peers._addresses
+def agents_of(peers: Peers) -> list[str]:
+    """Returns the agents that are connected, or were."""
+    return [link.last_agent for link in peers._links.values() if link.last_agent is not None]
 
 
 def slot_queues_of(staging: Staging) -> list[dict[object, Any]]:
@@ -184,6 +186,36 @@ def token_rows_of(table: TokenTable) -> TokenArray:
 def tokens_of(table: TokenTable) -> MutableMapping[Hashable, int]:
     """Returns the ownership token of each owner."""
     return table._token_of
+
+
+def gates_of(connections: GateConnections) -> dict[str, str]:
+    """Returns the agent of each gate that a rank of prefill knows."""
+    return connections._agent_of
+
+
+def num_open(gates: WriteGates) -> int:
+    """Returns the number of gates that are not closed."""
+    return (gates._present is not None) + len(gates._retired)
+
+
+def links_of(peers: Peers) -> Collection[Peer]:
+    """Returns the addresses that are connected, or whose handshake is under way."""
+    return peers._links
+
+
+def known_routes(routes: PeerRoutes) -> Collection[object]:
+    """Returns the agents that routes are kept for."""
+    return routes._found
+
+
+def bytes_in_flight(queue: TransferQueue) -> int:
+    """Returns the bytes that are in flight, except those of transfers whose job was dropped."""
+    return queue._all_bytes
+
+
+def num_dropped(queue: TransferQueue) -> int:
+    """Returns the number of transfers in flight whose job was dropped."""
+    return len(queue._dropped)
 
 
 # ------------------------------------------------------------------------------------------- of an engine's scheduler

@@ -39,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proof": {"errors", "settings", "current_device", "wire", "transport"},
     "transport": {"errors", "ids", "side_channel_address", "settings", "wire"},
     "scheduler": {*BASICS, "wire", "settings", "side_channel_address"},
-    "worker": {*BASICS, "wire", "settings", "transport", "proof.result", "current_device"},
+    # Of vLLM's worker the type only.
+    "worker": {*BASICS, "wire", "settings", "transport", "proof.result", "current_device", "vllm.adapter.nixl_worker"},
     "vllm.patches": {
         *BASICS,
         "vllm",
@@ -68,10 +69,9 @@ to be named itself, not the one around it."""
 
 ROOMS: dict[str, set[str]] = {
     "worker/geometry": set(),
-    "worker/staging": {"geometry", "background"},
-    "worker/transfer": {"geometry", "staging", "background"},
-    "worker/prefill": {"geometry", "staging", "transfer", "outcomes"},
-    "worker/decode": {"geometry", "staging", "transfer", "background", "outcomes"},
+    "worker/transfer": {"geometry", "background", "outcomes"},
+    "worker/prefill": {"geometry", "transfer", "outcomes"},
+    "worker/decode": {"geometry", "transfer", "background", "outcomes"},
     "activation/autostart.py": {"import_hooks", "bootstrap"},
     "activation/import_hooks.py": set(),
 }

@@ -290,9 +290,9 @@ def test_ranges_that_cannot_be_cost_no_digest(ends: tuple[int, ...]) -> None:
     (attempt,) = attempts_of(worker.receiver).values()
     (share,) = attempt.parts
     offer = next(iter(offers_of(pair.prefill.workers[0].registry).values()))
-    assert offer.manifest is not None
+    assert offer.update.manifest is not None
     for index, end in enumerate(ends):
-        manifest = msgspec.structs.replace(offer.manifest, groups=()) if index == len(ends) - 1 else None
+        manifest = msgspec.structs.replace(offer.update.manifest, groups=()) if index == len(ends) - 1 else None
         said = Written(attempt.number, 0, index, manifest, end, "0" * 32)
         worker.receiver.handle(share.agent, said)
     assert not worker.awaiting_checksum.asked

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ import numpy as np
 from experiments.common.memory_transport import MemoryTransport, Network, Posted
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
+from kvcached_nixl.settings import Settings
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import TransferState
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights
@@ -24,22 +27,19 @@ from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.decode.fencing import WriteGates
-from kvcached_nixl.worker.prefill.writer import GateConnections
-from kvcached_nixl.worker.staging.slab import Slots
-from kvcached_nixl.worker.staging.staging import Staging
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUCKETS,
     BUFFERS,
     TOKENS_PER_BUCKET,
     TokenArray,
-    TokenBuffers,
     TokenTable,
 )
-from kvcached_nixl.worker.transfer.peer_link import Handshaker, Host
-from kvcached_nixl.worker.transfer.peers import Peers
-from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes, fits
-from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferQueue
+from kvcached_nixl.worker.transfer.peer_link import Host
+from kvcached_nixl.worker.transfer.slab import Slots
+from kvcached_nixl.worker.transfer.staging import Staging
+from kvcached_nixl.worker.transfer.topology import LocalRank
+from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.digest_fakes import Copy, InTurn, StubSlab, as_bytes, digests_over
 
 BLOCK_SIZE = 4
@@ -252,7 +252,7 @@ class Listener:
             self.role.unreachable(agent)
 
     def disconnected(self, agent: str) -> None:
-        self.local.gate_connections.forget(agent)
+        self.local.gate_connections.disconnected(agent)
 
 
 class Local:
@@ -283,39 +283,35 @@ class Local:
         self.dead: list[str] = []
         self.unreachable: list[str] = []
         self.woken = 0
-        handshaker = Handshaker(self.transport, TAG, lambda rank: fits(place, rank))
         self.host = KnownHost()
-        self.peers = Peers(handshaker, self.clock, self.asking.ask, self.host, self._wake)
-        self.gate_connections = GateConnections(self.transport, self.peers)
-        self.listener = Listener(self)
-        self.peers.listen(self.listener)
-        self.transfer_queue = TransferQueue(
-            self.transport,
-            self.clock,
-            self.gate_connections.lost,
-            budget,
-            self.gate_connections.connection,
-        )
-        self.token_rows = np.zeros((token_buffers, TOKENS_PER_BUCKET), dtype=np.uint64)
-        own = Peer(EngineId("local"), "10.0.0.1", 5600, tp_size, tp_rank)
+        tokens: TokenArray = np.zeros((BUCKETS + token_buffers, TOKENS_PER_BUCKET), dtype=np.uint64)
+        self.token_rows = tokens[BUCKETS:]
         self.awaiting_checksum = InTurn()
         checksums = digests_over(
             self.memory.planes, as_bytes(self.memory.cells), verify_fraction, self.awaiting_checksum, num_groups
         )
-        token_table = TokenBuffers(self.token_rows)
         self.gates = WriteGates(lambda: self.network.open_gate("local"), self.awaiting_checksum, self.clock)
+        wake: Any = SimpleNamespace(set=self._wake)
+        own = Peer(EngineId("local"), "10.0.0.1", 5600, tp_size, tp_rank)
         self.side = WorkerContext(
+            Settings(TransferMode.PULL),
             self.clock,
-            place,
+            self.asking,
+            wake,
             self.transport,
-            self.peers,
-            self.transfer_queue,
-            PeerRoutes(place),
-            token_table,
+            place,
+            tokens,
+            TAG,
             checksums,
             self.host,
             own=own,
         )
+        self.peers, self.gate_connections = self.side.peers, self.side.gate_connections
+        self.transfer_queue = self.side.transfer_queue
+        if budget is not None:
+            self.transfer_queue._budget = budget
+        self.listener = Listener(self)
+        self.peers.listen(self.listener)
         self.side.incarnation, self.side.weights = START, WEIGHTS
 
     def _wake(self) -> None:

@@ -25,12 +25,12 @@ from kvcached_nixl.proof.result import Question
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.planes import HeadShare
-from kvcached_nixl.worker import build as starting
+from kvcached_nixl.worker import facade as starting
 from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.facade import Device
 from kvcached_nixl.worker.geometry.layout import Layout, plan
 from kvcached_nixl.worker.memory_registration import Registered
-from kvcached_nixl.worker.staging.slab import Slab
+from kvcached_nixl.worker.transfer.slab import Slab
 
 RANK_1 = torch.device("cuda", 1)
 SECONDS = 10.0

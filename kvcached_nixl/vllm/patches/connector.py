@@ -36,7 +36,7 @@ from kvcached_nixl.vllm.adapter.series import ASKS_FOR_RESULTS, HASHES_AHEAD, HI
 from kvcached_nixl.vllm.adapter.specs import without_states
 from kvcached_nixl.vllm.patches.step_output import is_whole, scheduled
 from kvcached_nixl.worker import memory_registration as registration
-from kvcached_nixl.worker.build import build_worker
+from kvcached_nixl.worker.facade import build_worker
 from kvcached_nixl.worker.memory_registration import choose
 
 logger = logging.getLogger(SERVER_LOGGER)

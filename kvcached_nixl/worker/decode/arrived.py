@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: what has arrived of an attempt: WRITEs by their numbers, and ranges of tokens in slots. Owned by the transfer
-thread.
+"""Decode: how far an attempt is that prefill WRITEs. Owned by the transfer thread.
 
+* Whether the peer may still write, and whether the blocks are wanted (`Stage`, one per part).
 * A rank numbers its WRITEs from 0, and the last one says that it is the last. Notifications may overtake each other, so
   a WRITE counts only when all before it have arrived (`ArrivedWrites`, one per part).
 * Where KV is staged, prefill's ranks write into slots of a slab, range by range, and these are then copied into blocks
@@ -12,18 +12,66 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import enum
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.messages import Written
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.staging.slab import Use
-from kvcached_nixl.worker.staging.staging import Held, Staging
 from kvcached_nixl.worker.transfer.peers import contained
+from kvcached_nixl.worker.transfer.slab import Use
+from kvcached_nixl.worker.transfer.staging import Held, Staging
 
-__all__ = ["ArrivedWrites", "StagingWindow"]
+__all__ = ["NEXT", "ArrivedWrites", "Event", "Stage", "StagingWindow"]
+
+
+class Stage(enum.Enum):
+    """What a `write_part.WritePart` waits for; `NEXT` alone changes it. Blocks are free in ENDED only, when nothing is
+    copied out of the slab any more."""
+
+    CONNECTING = enum.auto()
+    """The peer was told of no block."""
+    WRITING = enum.auto()
+    """The peer was told of the blocks and may write them."""
+    WITHDRAWN = enum.auto()
+    """The peer may still write blocks that nobody wants, and was asked to stop."""
+    COMPARING = enum.auto()
+    """Everything is written; this rank reads the blocks to compare checksums."""
+    COMPARING_IN_VAIN = enum.auto()
+    """As before, but nobody wants the blocks any more."""
+    ENDED = enum.auto()
+
+
+class Event(enum.Enum):
+    """What moves a part on."""
+
+    TOLD = enum.auto()
+    UNWANTED = enum.auto()
+    STOPPED = enum.auto()
+    """The peer can no longer write: every WRITE has arrived, it says so, it is dead, or it is fenced."""
+    IS_COMPARED = enum.auto()
+    """Begins, when everything is written."""
+    COMPARED = enum.auto()
+
+
+NEXT: Mapping[tuple[Stage, Event], Stage] = MappingProxyType(
+    {
+        (Stage.CONNECTING, Event.TOLD): Stage.WRITING,
+        (Stage.CONNECTING, Event.UNWANTED): Stage.ENDED,
+        (Stage.WRITING, Event.UNWANTED): Stage.WITHDRAWN,
+        (Stage.WRITING, Event.IS_COMPARED): Stage.COMPARING,
+        (Stage.WRITING, Event.STOPPED): Stage.ENDED,
+        (Stage.WITHDRAWN, Event.STOPPED): Stage.ENDED,
+        # The peer has stopped already, and its word does not end what this rank reads.
+        (Stage.COMPARING, Event.UNWANTED): Stage.COMPARING_IN_VAIN,
+        (Stage.COMPARING, Event.COMPARED): Stage.ENDED,
+        (Stage.COMPARING_IN_VAIN, Event.COMPARED): Stage.ENDED,
+    }
+)
+"""Stage and event -> the next stage. An event that is not here changes nothing."""
 
 
 class ArrivedWrites:
@@ -35,19 +83,19 @@ class ArrivedWrites:
 
     def __init__(self) -> None:
         self.ranges: list[Written] = []
-        self._indices: set[int] = set()
+        # Before ``_following`` every WRITE has arrived; what has overtaken it waits.
+        self._following = 0
+        self._waiting: dict[int, Written] = {}
         self._highest = 0
         self._last: int | None = None
-        self._following = 0
-        self._ends_of_ranges: dict[int, Written] = {}
 
     @property
     def is_complete(self) -> bool:
         """Whether the last WRITE and every one before it has arrived."""
-        return self._last is not None and len(self._indices) > self._last
+        return self._last is not None and self._following > self._last
 
-    def take(self, message: Written) -> None:
-        """Note a WRITE.
+    def take(self, message: Written) -> list[Written]:
+        """Note a WRITE. Returns the ranges that have become complete with it.
 
         Raises:
             ValueError: the numbers contradict each other, so the bytes cannot be trusted. The rank may still write.
@@ -57,18 +105,15 @@ class ArrivedWrites:
         if last is not None and (self._highest > last or self._last not in (None, last)):
             raise ValueError(f"numbers WRITEs wrongly: {last} is the last one, and {self._highest} was sent")
         self._last = last
-        self._indices.add(message.index)
-        if message.end_token:
-            self._ends_of_ranges[message.index] = message
-
-    def follow(self) -> Iterator[Written]:
-        """Yield the ranges that have become complete since the last call, and keep them in ``ranges``."""
-        while self._following in self._indices:
-            written = self._ends_of_ranges.pop(self._following, None)
+        if message.index >= self._following:
+            self._waiting[message.index] = message
+        complete = []
+        while (written := self._waiting.pop(self._following, None)) is not None:
             self._following += 1
-            if written is not None:
-                self.ranges.append(written)
-                yield written
+            if written.end_token:
+                complete.append(written)
+        self.ranges += complete
+        return complete
 
 
 @dataclass(eq=False)

@@ -9,40 +9,39 @@
              waiting ─► failed       a part has failed, or the attempt was withdrawn; reported at once
                         ─► finished  no part has anything in flight: only now are the blocks free (rules R2, R9)
 
-The two kinds of parts differ in who moves the bytes and in what is verified. `read_part.ReadPart` reads the bytes, then
-the ownership token. `write_part.WritePart` registers blocks, and counts the WRITEs that arrive. Owned by the transfer
+The two kinds of parts differ in who moves the bytes and in what is verified. `ReadPart` reads the bytes, then the
+ownership token. `write_part.WritePart` registers blocks, and counts the WRITEs that arrive. Owned by the transfer
 thread.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.wire.causes import HandOverFailed
-from kvcached_nixl.wire.messages import Peer, StagingRequest, Stopped, Written
-from kvcached_nixl.wire.step import FetchSpec
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.manifest import Manifest
+from kvcached_nixl.wire.messages import Peer, Reading, Release, StagingRequest, Stopped, Written, encode
+from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.decode.arrived import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
+from kvcached_nixl.worker.transfer.peers import contained
+from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
+from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
-__all__ = ["NEXT", "Attempt", "Event", "Part", "Stage"]
+__all__ = ["Attempt", "Part", "ReadPart"]
 
 
 class Part:
     """What one rank of prefill contributes to an attempt.
 
     Attributes:
-        is_written: the rank WRITEs, and is asked to stop; else this rank READs.
         agent: the agent that was told of the blocks; None before that, and for a READ.
         is_abandoned: another engine answers at the rank's address, so the agent can no longer be asked to stop.
     """
-
-    is_written = False
 
     def __init__(self, context: WorkerContext, attempt: Attempt, address: Peer) -> None:
         self._context = context
@@ -98,52 +97,6 @@ class Part:
         """The part has taken too long: its gate is about to be closed."""
 
 
-class Stage(enum.Enum):
-    """What a `write_part.WritePart` waits for; `NEXT` alone changes it. Blocks are free in ENDED only, when nothing is
-    copied out of the slab any more."""
-
-    CONNECTING = enum.auto()
-    """The peer was told of no block."""
-    WRITING = enum.auto()
-    """The peer was told of the blocks and may write them."""
-    WITHDRAWN = enum.auto()
-    """The peer may still write blocks that nobody wants, and was asked to stop."""
-    COMPARING = enum.auto()
-    """Everything is written; this rank reads the blocks to compare checksums."""
-    COMPARING_IN_VAIN = enum.auto()
-    """As before, but nobody wants the blocks any more."""
-    ENDED = enum.auto()
-
-
-class Event(enum.Enum):
-    """What moves a part on."""
-
-    TOLD = enum.auto()
-    UNWANTED = enum.auto()
-    STOPPED = enum.auto()
-    """The peer can no longer write: every WRITE has arrived, it says so, it is dead, or it is fenced."""
-    IS_COMPARED = enum.auto()
-    """Begins, when everything is written."""
-    COMPARED = enum.auto()
-
-
-NEXT: Mapping[tuple[Stage, Event], Stage] = MappingProxyType(
-    {
-        (Stage.CONNECTING, Event.TOLD): Stage.WRITING,
-        (Stage.CONNECTING, Event.UNWANTED): Stage.ENDED,
-        (Stage.WRITING, Event.UNWANTED): Stage.WITHDRAWN,
-        (Stage.WRITING, Event.IS_COMPARED): Stage.COMPARING,
-        (Stage.WRITING, Event.STOPPED): Stage.ENDED,
-        (Stage.WITHDRAWN, Event.STOPPED): Stage.ENDED,
-        # The peer has stopped already, and its word does not end what this rank reads.
-        (Stage.COMPARING, Event.UNWANTED): Stage.COMPARING_IN_VAIN,
-        (Stage.COMPARING, Event.COMPARED): Stage.ENDED,
-        (Stage.COMPARING_IN_VAIN, Event.COMPARED): Stage.ENDED,
-    }
-)
-"""Stage and event -> the next stage. An event that is not here changes nothing."""
-
-
 class Attempt:
     """See the module.
 
@@ -154,6 +107,8 @@ class Attempt:
     Attributes:
         parts: one for each rank of prefill that has some of the bytes.
         failed: why it failed; None as long as it has not.
+        failed_at_seconds: when that was reported, and its writers were asked to stop.
+        unneeded: to be told to prefill when nothing of it is in flight any more.
         staging_window: the slots its KV arrives in; None until a rank of prefill is to be told of them.
         tally: of its READs.
         timeline: its state is that of the part that is furthest behind.
@@ -166,6 +121,8 @@ class Attempt:
         self.blocks = blocks
         self.parts: list[Part] = []
         self.failed: HandOverFailed | None = None
+        self.failed_at_seconds: float | None = None
+        self.unneeded: UnneededOffer | None = None
         self.staging_window: StagingWindow | None = None
         self.timeline = Timeline()
         self.timeline.enter(State.DECODE_ALLOCATED, clock.now_seconds())
@@ -201,3 +158,142 @@ class Attempt:
     def settle(self) -> None:
         """Called when something of the attempt has ended."""
         self._changed(self)
+
+
+class ReadPart(Part):
+    """Reads the blocks that one rank of prefill keeps, then the ownership token, which shows that they were still kept.
+
+    Args:
+        instead: called to replace this part by a `WritePart`: with False where blocks cannot be read because prefill
+            stages, with True where prefill has to send checksums of what was read.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        attempt: Attempt,
+        address: Peer,
+        manifest: Manifest,
+        instead: Callable[[Attempt, ReadPart, bool], None],
+    ) -> None:
+        super().__init__(context, attempt, address)
+        self._is_idle = False
+        self._manifest = manifest
+        self._instead = instead
+        self._known: ConnectedPeer | None = None
+        self._job: TransferJob | None = None
+        self._buffer: int | None = None
+        self._is_stopping = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self._is_idle
+
+    def begin(self) -> None:
+        self._attempt.reached(self, State.DECODE_HANDSHAKE)
+        self._context.meet(self.address, self._manifest.incarnation, self._connected, self._fail)
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        if self._job is None:
+            self._is_idle = True
+        else:
+            self._context.transfer_queue.drop(self._job)
+
+    def _connected(self, known: ConnectedPeer) -> None:
+        if self._is_stopping:
+            return
+        if known.rank.is_staged:
+            self._instead(self._attempt, self, False)
+            return
+        self._known = known
+        doubt = self._context.distrust_of(self.address, known.incarnation)
+        if doubt is not None:
+            self._fail(doubt)
+            return
+        context, spec, manifest = self._context, self._attempt.spec, self._manifest
+        memory = known.rank.groups
+        if manifest.block_sizes != tuple(one.block_size for one in memory) or len(manifest.groups) != len(spec.groups):
+            reason = "the manifest does not fit the handshake (block sizes or groups)"
+            self._fail(HandOverFailed(FailureCause.RANGE, reason))
+            return
+        theirs = kernel_blocks_of(manifest.groups, memory)
+        groups = [(here, there, here.first_token) for here, there in zip(self._attempt.blocks, theirs, strict=True)]
+        try:
+            routes = context.routes.of(known.agent, memory, is_prefill=False)
+            found = context.routes.ranges(routes, groups, spec.end_token)
+        except ValueError as error:
+            self._fail(HandOverFailed(FailureCause.RANGE, str(error)))
+            return
+        context.peers.send(self.address, encode(Reading(manifest.request_id, context.local.tp_rank)))
+        ended = contained(self._fail)(self._read)
+        self._job = TransferJob("READ", known.agent, found.local, found.remote, ended, tally=self._attempt.tally)
+        self._attempt.reached(self, State.DECODE_MOVING)
+        context.transfer_queue.submit(self._job)
+
+    def _read(self, failed: str) -> None:
+        self._job = None
+        if failed:
+            self._is_idle = True
+            self._fail(HandOverFailed(FailureCause.LOST, failed))
+        elif self._is_stopping:
+            self._end()
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        context, known = self._context, self._known
+        assert known is not None
+        if self._is_stopping:
+            return
+        self._attempt.reached(self, State.DECODE_VERIFYING)
+        self._buffer = context.token_buffers.take()
+        if self._buffer is None:
+            context.waiting_for_buffer.append(self._look)
+            return
+        ranges = context.token_buffers.ranges(
+            self._buffer, known.rank.token_table_address, self._manifest.ownership_token
+        )
+        self._job = TransferJob("READ", known.agent, *ranges, contained(self._fail)(self._looked), is_host=True)
+        context.transfer_queue.submit(self._job, is_urgent=True)
+
+    def _looked(self, failed: str) -> None:
+        context, known, buffer = self._context, self._known, self._buffer
+        assert known is not None and buffer is not None
+        # Reset before anything below can fail or stop the part: nothing is in flight any more.
+        self._job = self._buffer = None
+        is_kept = not failed and context.token_buffers.holds(buffer, self._manifest.ownership_token)
+        context.token_buffers.give_back(buffer)
+        self._is_idle = True
+        # A loop: a waiting part that was stopped meanwhile takes no buffer.
+        while context.waiting_for_buffer and context.token_buffers.has_room:
+            context.waiting_for_buffer.pop(0)()
+        if self._is_stopping:
+            self._end()
+        elif failed:
+            self._fail(HandOverFailed(FailureCause.LOST, failed))
+        elif not is_kept:
+            reason = (
+                f"prefill does not keep the KV of {self._manifest.request_id} any more, or never made these parameters"
+            )
+            self._fail(HandOverFailed(FailureCause.LEASE, reason))
+        elif (doubt := context.distrust_of(self.address, known.incarnation)) is not None:
+            # Another hand-over from this engine has failed its checksum meanwhile.
+            self._fail(doubt)
+        elif context.checksums.are_compared(self._attempt.number):
+            self._instead(self._attempt, self, True)
+        else:
+            local = context.local
+            done = Release(self._manifest.request_id, "", self._manifest.digest, local.tp_rank, local.tp_size)
+            context.peers.send(self.address, encode(done))
+            self._end()
+
+    def _end(self) -> None:
+        self._is_idle = True
+        self._attempt.settle()
+
+    def _fail(self, cause: HandOverFailed) -> None:
+        self._is_stopping = True
+        if self._job is None:
+            self._is_idle = True
+        self._attempt.fail(cause)

@@ -66,7 +66,6 @@ class ActiveWriters:
         self._attempts = attempts
         self._at: defaultdict[Peer, dict[int, None]] = defaultdict(dict)
         self._looked_at = Deadlines[Peer]()
-        self._failed_at: dict[int, float] = {}
         self._ended_at = Deadlines[tuple[str, int]]()
         self._is_put_off: set[tuple[str, int]] = set()
         self._turned_at_seconds = context.clock.now_seconds()
@@ -77,14 +76,9 @@ class ActiveWriters:
         self._at[part.address][number] = None
         self._looked_at.setdefault(part.address, self._clock.now_seconds() + LOOK_SECONDS)
 
-    def failed(self, number: int) -> None:
-        """An attempt has failed, so its writers are asked to stop; UNHEARD_SECONDS begin."""
-        self._failed_at[number] = self._clock.now_seconds()
-
     def finished(self, attempt: Attempt) -> None:
         """No rank writes for this attempt any more."""
         number = attempt.number
-        self._failed_at.pop(number, None)
         for part in attempt.parts:
             part.finish()
             waiting = self._at.get(part.address)
@@ -94,16 +88,11 @@ class ActiveWriters:
                     del self._at[part.address]
                     self._looked_at.pop(part.address, None)
 
-    def may_write(self, agent: str) -> bool:
-        """Whether an agent was told of blocks to write, and has not answered that it has stopped."""
-        parts = (part for attempt in self._attempts.values() for part in attempt.parts)
-        return any(part.may_write and part.agent == agent for part in parts)
-
     def look_after(self, attempt: Attempt) -> None:
         """Fence, or wait for the end of, the ranks that may still write for an attempt although they were asked to stop
         or cannot be asked."""
         now, number = self._clock.now_seconds(), attempt.number
-        is_unheard = now - self._failed_at.get(number, now) >= UNHEARD_SECONDS
+        is_unheard = attempt.failed_at_seconds is not None and now - attempt.failed_at_seconds >= UNHEARD_SECONDS
         for part in attempt.parts:
             if not part.may_write:
                 continue
@@ -195,6 +184,16 @@ class GateUse:
         """Whether a writer that is not fenced may still write through it."""
         return any(not part.is_idle for part in self.parts if part not in self.fenced)
 
+    def leave(self, part: Part) -> None:
+        """The part's attempt is finished, or the part was not registered after all."""
+        self.parts.pop(part, None)
+        self.fenced.discard(part)
+
+    def fence(self, part: Part) -> None:
+        """Fence a part whose writer does not answer; `Part.fenced` is called once that cannot write any more."""
+        if part in self.parts:
+            self.fenced.add(part)
+
 
 class WriteGates:
     """The gates of this rank's memory.
@@ -212,10 +211,6 @@ class WriteGates:
         self._is_opening = False
         self._opens_at_seconds = 0.0
 
-    def __len__(self) -> int:
-        """Number of gates that are not closed."""
-        return (self._present is not None) + len(self._retired)
-
     def __iter__(self) -> Iterator[WriteGate]:
         """Gates whose notifications have to be read."""
         if self._present is not None:
@@ -230,8 +225,7 @@ class WriteGates:
             TransportError: the gate cannot be opened.
         """
         if self._present is None:
-            gate = self._make()
-            self._present = GateUse(gate, gate.metadata())
+            self._present = self._made()
         return self._present
 
     def join(self, part: Part) -> GateUse:
@@ -239,18 +233,6 @@ class WriteGates:
         use = self.begin()
         use.parts[part] = None
         return use
-
-    @staticmethod
-    def leave(part: Part, use: GateUse) -> None:
-        """The part's attempt is finished, or the part was not registered after all."""
-        use.parts.pop(part, None)
-        use.fenced.discard(part)
-
-    @staticmethod
-    def fence(part: Part, use: GateUse) -> None:
-        """Fence a part whose writer does not answer; calls `Part.fenced` once that cannot write any more."""
-        if part in use.parts:
-            use.fenced.add(part)
 
     def close(self) -> None:
         """Close all gates, on the calling thread: the engine ends. `turn` must not be called afterwards."""
@@ -279,19 +261,17 @@ class WriteGates:
                 due.append(one.closes_at_seconds)
         return min(due, default=None)
 
+    def _made(self) -> GateUse:
+        gate = self._make()
+        return GateUse(gate, gate.metadata())
+
     def _open(self) -> None:
         self._is_opening = True
         self._opens_at_seconds = self._clock.now_seconds() + AGAIN_SECONDS
-        found: list[GateUse] = []
 
-        def make() -> bool:
-            gate = self._make()
-            found.append(GateUse(gate, gate.metadata()))
-            return True
-
-        def made(_: bool | None, failed: str) -> None:
+        def made(use: GateUse | None, failed: str) -> None:
             self._is_opening = False
-            if failed:
+            if use is None:
                 logger.error(
                     "%s. Blocks that a peer without an answer may still write stay in quarantine; trying again every "
                     "%g s",
@@ -299,12 +279,12 @@ class WriteGates:
                     AGAIN_SECONDS,
                 )
                 return
-            before, self._present = self._present, found[0]
+            before, self._present = self._present, use
             assert before is not None
             before.closes_at_seconds = self._clock.now_seconds() + DRAIN_SECONDS
             self._retired.append(before)
 
-        self._works.submit(Work("opening another write gate", make, made))
+        self._works.submit(Work("opening another write gate", self._made, made))
 
     @staticmethod
     def _cut_off(use: GateUse) -> None:
@@ -332,4 +312,4 @@ class WriteGates:
         for part in list(use.parts):
             if not part.is_idle:
                 part.fenced()
-            self.leave(part, use)
+            use.leave(part)

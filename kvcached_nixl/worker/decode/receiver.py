@@ -9,24 +9,21 @@ how many attempts wait.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import DecodeRequestId
-from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import INTERVAL, heartbeats
 from kvcached_nixl.wire.messages import Peer, Release, StagingRequest, Stopped, Written, encode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, UnneededOffer
-from kvcached_nixl.worker.decode.attempt import Attempt
+from kvcached_nixl.worker.decode.attempt import Attempt, Part, ReadPart
 from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
-from kvcached_nixl.worker.decode.read_part import ReadPart
 from kvcached_nixl.worker.decode.write_part import WritePart
-from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.peer_link import PeerListener
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
 __all__ = ["Receiver", "Renewals"]
@@ -53,10 +50,6 @@ class Renewals:
         self._wanted_by: dict[tuple[RemotePrefill, str], set[DecodeRequestId]] = {}
         self._interval_seconds: dict[tuple[RemotePrefill, str], float] = {}
         self._due = Deadlines[tuple[RemotePrefill, str]]()
-
-    def __len__(self) -> int:
-        """Number of requests whose leases are renewed."""
-        return len(self._lease_of)
 
     @property
     def first_seconds(self) -> float | None:
@@ -97,7 +90,7 @@ class Renewals:
         return found
 
 
-class Receiver:
+class Receiver(PeerListener):
     """See the module.
 
     Attributes:
@@ -106,29 +99,18 @@ class Receiver:
     Args:
         gates: write gates of this rank's memory; None: peers write through this rank's own agent, which cannot be
             closed.
-        outcomes: told once for each attempt that it has failed, once that it has finished, and of its timeline before.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        mode: TransferMode,
-        gates: WriteGates | None,
-        outcomes: OutcomeQueue,
-    ) -> None:
+    def __init__(self, context: WorkerContext, gates: WriteGates | None) -> None:
         self._context = context
         self._clock: Clock = context.clock
-        self._mode = mode
         self._gates = gates
-        self._outcomes = outcomes
+        self._outcomes = context.outcomes
         self._attempts: dict[int, Attempt] = {}
-        self._reported: set[int] = set()
         self._asked_again = Deadlines[int]()
         self._unanswered: set[int] = set()
-        self._unneeded: dict[int, UnneededOffer] = {}
         self._writers = ActiveWriters(context, self._attempts)
         self.renewals = Renewals(context.clock)
-        self.dropped: Counter[str] = Counter()
 
     @property
     def gates(self) -> Iterable[WriteGate]:
@@ -160,8 +142,9 @@ class Receiver:
         except ValueError as error:
             attempt.fail(HandOverFailed(FailureCause.REFUSED, str(error)))
             return
+        is_push, is_staged = self._context.settings.transfer_mode.is_push, self._context.staging is not None
         for address in writers:
-            if self._mode.is_push or (spec.manifest is not None and self._context.staging is not None):
+            if is_push or (spec.manifest is not None and is_staged):
                 attempt.parts.append(WritePart(self._context, self._gates, attempt, address))
             elif spec.manifest is not None:
                 attempt.parts.append(ReadPart(self._context, attempt, address, spec.manifest, self._be_written))
@@ -180,7 +163,7 @@ class Receiver:
         if attempt is None or attempt.failed is not None:
             return
         for part in attempt.parts:
-            if part.is_written:
+            if isinstance(part, WritePart):
                 self._writers.expect(part, number)
         for part in list(attempt.parts):
             # A part that cannot begin fails the attempt at once.
@@ -190,11 +173,12 @@ class Receiver:
     def release(self, released: UnneededOffer) -> None:
         """Tell all ranks of prefill that this rank of decode needs nothing, when nothing of the offer is being moved.
         If that gets lost, the lease expires."""
-        if released.attempt is not None and released.attempt in self._attempts:
-            self._unneeded[released.attempt] = released
-            return
-        if released.attempt is not None and self._uses(released.request_id):
-            return
+        if released.attempt is not None:
+            attempt = self._attempts.get(released.attempt)
+            if attempt is not None:
+                attempt.unneeded = released
+            if attempt is not None or self._uses(released.request_id):
+                return
         try:
             writers, others = self._context.local.contributors(released.prefill)
         except ValueError:
@@ -211,16 +195,16 @@ class Receiver:
         """Handle a message of a contributing rank. Drops one that matches no attempt or comes from another agent."""
         attempt = self._attempts.get(message.attempt)
         if attempt is None:
-            self.dropped["unknown attempt"] += 1
+            self._context.dropped["unknown attempt"] += 1
             return
         for part in attempt.parts:
             if part.address.tp_rank == message.tp_rank and part.agent == agent:
                 if part.is_idle:
-                    self.dropped["after the end"] += 1
+                    self._context.dropped["after the end"] += 1
                 else:
                     part.take(message)
                 return
-        self.dropped["not a contributor"] += 1
+        self._context.dropped["not a contributor"] += 1
 
     def renew(self, agent: str, names: Iterable[str]) -> None:
         """Handle a heartbeat of prefill: it names attempts."""
@@ -241,37 +225,33 @@ class Receiver:
                     self._context.peers.send(address, beat)
         return self.renewals.first_seconds
 
-    def is_waiting_for(self, agent: str) -> bool:
+    def is_used(self, agent: str) -> bool:
         """Whether a part of an attempt still depends on an agent."""
-        parts = (part for attempt in self._attempts.values() for part in attempt.parts)
-        return any(part.agent == agent and not part.is_idle for part in parts)
+        return bool(self._parts_of(agent))
 
-    def may_be_written_by(self, agent: str) -> bool:
+    def may_write(self, agent: str) -> bool:
         """Whether an agent was told of blocks to write, and has not answered that it has stopped."""
-        return self._writers.may_write(agent)
+        return any(part.may_write for _, part in self._parts_of(agent))
 
     def dead(self, agent: str) -> None:
         """Another engine answers at an agent's address. Its process may still run, but cannot be asked any more."""
-        for attempt in list(self._attempts.values()):
-            for part in attempt.parts:
-                if part.agent == agent and not part.is_idle:
-                    part.is_abandoned = True
-                    attempt.fail(
-                        HandOverFailed(
-                            FailureCause.LOST,
-                            f"another engine answers at the address of rank {part.address.tp_rank} of prefill",
-                        )
-                    )
+        for attempt, part in self._parts_of(agent):
+            part.is_abandoned = True
+            reason = f"another engine answers at the address of rank {part.address.tp_rank} of prefill"
+            attempt.fail(HandOverFailed(FailureCause.LOST, reason))
             self._writers.look_after(attempt)
 
     def unreachable(self, agent: str) -> None:
         """Nobody listens at an agent's address. Attempts that wait for it fail at once, but their blocks are held."""
-        for attempt in list(self._attempts.values()):
-            for part in attempt.parts:
-                if part.agent == agent and not part.is_idle:
-                    reason = f"nobody listens any more at the address of rank {part.address.tp_rank} of prefill"
-                    attempt.fail(HandOverFailed(FailureCause.LOST, reason))
-                    self._writers.look_after(attempt)
+        for attempt, part in self._parts_of(agent):
+            reason = f"nobody listens any more at the address of rank {part.address.tp_rank} of prefill"
+            attempt.fail(HandOverFailed(FailureCause.LOST, reason))
+            self._writers.look_after(attempt)
+
+    def close(self) -> None:
+        """Close the gates: the engine ends, and the transfer thread has stopped."""
+        if self._gates is not None:
+            self._gates.close()
 
     def turn(self) -> float | None:
         """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due."""
@@ -291,6 +271,11 @@ class Receiver:
         gates_due_at = None if self._gates is None else self._gates.turn()
         return earliest(self._asked_again.first_seconds, due_at, gates_due_at)
 
+    def _parts_of(self, agent: str) -> list[tuple[Attempt, Part]]:
+        """Returns the parts that still depend on an agent."""
+        parts = [(attempt, part) for attempt in self._attempts.values() for part in attempt.parts]
+        return [(attempt, part) for attempt, part in parts if part.agent == agent and not part.is_idle]
+
     def _be_written(self, attempt: Attempt, part: ReadPart, is_read: bool) -> None:
         """Replace a `ReadPart` by a `WritePart`: prefill stages, so it has to write; or, where ``is_read``, it sends
         checksums of what was read."""
@@ -309,15 +294,13 @@ class Receiver:
         number = attempt.number
         if number not in self._attempts:
             return
-        if attempt.failed is not None and number not in self._reported:
-            self._reported.add(number)
-            self._asked_again[number] = self._clock.now_seconds() + REPEAT_SECONDS
-            self._writers.failed(number)
+        if attempt.failed is not None and attempt.failed_at_seconds is None:
+            attempt.failed_at_seconds = self._clock.now_seconds()
+            self._asked_again[number] = attempt.failed_at_seconds + REPEAT_SECONDS
             self._report(attempt)
             self._outcomes.failed(attempt.spec, attempt.failed)
         if attempt.is_finished:
             del self._attempts[number]
-            self._reported.discard(number)
             self._asked_again.pop(number, None)
             self._unanswered.discard(number)
             self._writers.finished(attempt)
@@ -326,9 +309,8 @@ class Receiver:
                 if attempt.tally.num_bytes:
                     self._outcomes.moved(attempt.tally)
             self._outcomes.finished(attempt.spec)
-            unneeded = self._unneeded.pop(number, None)
-            if unneeded is not None:
-                self.release(unneeded)
+            if attempt.unneeded is not None:
+                self.release(attempt.unneeded)
 
     def _report(self, attempt: Attempt) -> None:
         attempt.timeline.end(self._clock.now_seconds())

@@ -19,13 +19,13 @@ from kvcached_nixl.wire.messages import (
     encode,
 )
 from kvcached_nixl.wire.timeline import State
-from kvcached_nixl.worker.decode.arrived import ArrivedWrites, StagingWindow
-from kvcached_nixl.worker.decode.attempt import NEXT, Attempt, Event, Part, Stage
+from kvcached_nixl.worker.decode.arrived import NEXT, ArrivedWrites, Event, Stage, StagingWindow
+from kvcached_nixl.worker.decode.attempt import Attempt, Part
 from kvcached_nixl.worker.decode.fencing import GateUse, WriteGates
-from kvcached_nixl.worker.staging.staging import Held
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.peers import contained
+from kvcached_nixl.worker.transfer.staging import Held
 
 __all__ = ["WritePart"]
 
@@ -40,8 +40,6 @@ class WritePart(Part):
     Attributes:
         stage: changed by `NEXT` only.
     """
-
-    is_written = True
 
     def __init__(
         self,
@@ -100,7 +98,7 @@ class WritePart(Part):
     def fence(self) -> bool:
         if self._gate_use is None or not self._is_behind_network:
             return False
-        WriteGates.fence(self, self._gate_use)
+        self._gate_use.fence(self)
         return True
 
     def fenced(self) -> None:
@@ -115,7 +113,7 @@ class WritePart(Part):
 
     def finish(self) -> None:
         if self._gate_use is not None:
-            WriteGates.leave(self, self._gate_use)
+            self._gate_use.leave(self)
 
     def _end_without(self, what: str) -> None:
         if not self.is_idle:
@@ -141,7 +139,7 @@ class WritePart(Part):
 
     def _take_written(self, message: Written) -> None:
         try:
-            self._arrived.take(message)
+            complete = self._arrived.take(message)
         except ValueError as error:
             self._fail(HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.tp_rank} of prefill {error}"))
             return
@@ -153,7 +151,7 @@ class WritePart(Part):
             misfit = self._misfit(message.manifest)
             if misfit is not None:
                 self._fail(misfit)
-        for written in self._arrived.follow():
+        for written in complete:
             if self._staging_window is not None and self._is_wanted:
                 self._staging_window.written(self.address.tp_rank, written.end_token)
         self._end_if_complete()

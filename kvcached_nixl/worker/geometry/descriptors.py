@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.transport.agent import Ranges
 from kvcached_nixl.wire.planes import Planes
 
-__all__ = ["KernelBlocks", "Descriptors", "Route", "misfit"]
+__all__ = ["KernelBlocks", "Descriptors", "Route", "misfit", "split"]
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -47,10 +47,6 @@ class Descriptors:
         nothing = np.empty((0, 2), np.int64)
         return cls(nothing, nothing)
 
-    @property
-    def total_bytes(self) -> int:
-        return int(self.local[:, 1].sum())
-
 
 @dataclass(frozen=True)
 class KernelBlocks:
@@ -59,6 +55,14 @@ class KernelBlocks:
 
     ids: Sequence[KernelBlock]
     first_token: int = 0
+
+
+def split(blocks: Sequence[int], number: int) -> Sequence[KernelBlock]:
+    """Returns the kernel blocks of these blocks, each of which is split into ``number``."""
+    if number == 1:
+        return cast("Sequence[KernelBlock]", blocks)
+    found: list[KernelBlock] = (np.asarray(blocks, np.int64)[:, None] * number + np.arange(number)).reshape(-1).tolist()
+    return found
 
 
 def misfit(local: Sequence[Planes], remote: Sequence[Planes]) -> str:

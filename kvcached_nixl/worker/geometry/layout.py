@@ -116,11 +116,6 @@ class Layout:
         """The device that holds the KV cache."""
         return next(iter(self.device_views.values())).device
 
-    @property
-    def descriptors_per_block(self) -> int:
-        """Number of descriptors that move one block of all layers."""
-        return len(self.regions)
-
     def areas(self) -> list[tuple[int, torch.Tensor]]:
         """Returns each region's address and its blocks as a byte tensor, (num_blocks, block_bytes), without a copy."""
         return [(region.address, self._blocks_of(region)) for region in self.regions]

@@ -22,12 +22,12 @@ import msgspec
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import HandOverFailed
-from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import Registration, Release, StagingGrant
 from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.outcomes import OutcomeQueue
+from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
@@ -120,25 +120,9 @@ class Offer:
     def request_id(self) -> PrefillRequestId:
         return self.update.request_id
 
-    @property
-    def name(self) -> str:
-        return self.update.name
-
-    @property
-    def digest(self) -> str:
-        return self.update.digest
-
-    @property
-    def num_tokens(self) -> int:
-        return self.update.num_tokens
-
-    @property
-    def ready_tokens(self) -> int:
-        return self.update.ready_tokens
-
-    @property
-    def manifest(self) -> Manifest | None:
-        return self.update.manifest
+    def means(self, other: OfferUpdate | Registration) -> bool:
+        """Whether that is of the same prompt."""
+        return (self.update.digest, self.update.num_tokens) == (other.digest, other.num_tokens)
 
     @property
     def first_tokens(self) -> list[int]:
@@ -193,19 +177,17 @@ sides, and prefill's request arrives second."""
 class OfferMatcher:
     """Offers and registrations that wait for each other. Once per worker.
 
-    Args:
-        remembered_seconds: how long the name of a finished offer, and a release that arrived before its offer, are
-            remembered. A release by name only is remembered for `GRACE_SECONDS`: another request may use that name.
-        unmatched_seconds: how long a registration waits for prefill's request to appear.
+    The name of a finished offer, and a release that arrived before its offer, are remembered for as long as a lease; a
+    release by name only for `GRACE_SECONDS`: another request may use that name.
 
     Attributes:
         offers: those that are not finished, by request id.
     """
 
-    def __init__(self, clock: Clock, *, remembered_seconds: float, unmatched_seconds: float) -> None:
-        self._clock = clock
-        self._remembered_seconds = remembered_seconds
-        self._unmatched_seconds = unmatched_seconds
+    def __init__(self, context: WorkerContext) -> None:
+        self._clock: Clock = context.clock
+        self._remembered_seconds = context.settings.kv_lease_duration_seconds
+        self._unmatched_seconds = context.settings.handover_timeout_seconds
         self.offers: dict[PrefillRequestId, Offer] = {}
         self._named: dict[str, dict[PrefillRequestId, Offer]] = {}
         self._recent = Deadlines[str]()
@@ -225,16 +207,16 @@ class OfferMatcher:
         Returns: the ranks of decode that have already released it: tp_rank -> tp_size.
         """
         self.offers[offer.request_id] = offer
-        self._named.setdefault(offer.name, {})[offer.request_id] = offer
-        for task in list(self._unmatched_of.get(offer.name, {}).values()):
+        self._named.setdefault(offer.update.name, {})[offer.request_id] = offer
+        for task in list(self._unmatched_of.get(offer.update.name, {}).values()):
             if task.stopping is None and self.wanted_by(task.registration) is offer:
                 self.forget(task)
                 self.join(task, offer)
-        self._released.pop((offer.name, offer.digest), None)
-        ranks = self._released_ranks.pop((offer.name, offer.digest), {})
-        waiving = self._forget_waived(offer.name)
+        self._released.pop((offer.update.name, offer.update.digest), None)
+        ranks = self._released_ranks.pop((offer.update.name, offer.update.digest), {})
+        waiving = self._forget_waived(offer.update.name)
         served = {task.registration.decode.tp_rank for task in offer.write_tasks.values()}
-        if len(self._named[offer.name]) == 1:
+        if len(self._named[offer.update.name]) == 1:
             offer.waived = waiving.keys() - ranks.keys() - served
             ranks = {**waiving, **ranks}
         return {tp_rank: tp_size for tp_rank, tp_size in ranks.items() if tp_rank not in served}
@@ -242,11 +224,11 @@ class OfferMatcher:
     def remove(self, offer: Offer) -> None:
         """Remove a finished offer. Its name is remembered for ``remembered_seconds``."""
         del self.offers[offer.request_id]
-        named = self._named[offer.name]
+        named = self._named[offer.update.name]
         del named[offer.request_id]
         if not named:
-            del self._named[offer.name]
-        self._recent[offer.name] = self._clock.now_seconds() + self._remembered_seconds
+            del self._named[offer.update.name]
+        self._recent[offer.update.name] = self._clock.now_seconds() + self._remembered_seconds
 
     def join(self, task: WriteTask, offer: Offer) -> None:
         """Serve a registration from this offer."""
@@ -261,14 +243,13 @@ class OfferMatcher:
 
     def wanted_by(self, registration: Registration) -> Offer | None:
         """Returns the oldest offer of this name and prompt that this rank of decode has not used yet."""
-        meant = registration.digest, registration.num_tokens
         rank = registration.decode.tp_rank
         for offer in self._named.get(registration.name, {}).values():
             had = {
                 *(offer.settled - offer.waived),
                 *(one.registration.decode.tp_rank for one in offer.write_tasks.values()),
             }
-            if (offer.digest, offer.num_tokens) == meant and not offer.stopped and rank not in had:
+            if offer.means(registration) and not offer.stopped and rank not in had:
                 return offer
         return None
 
@@ -300,12 +281,12 @@ class OfferMatcher:
         if message.request_id:
             found = self.offers.get(PrefillRequestId(message.request_id))
             # Parameters of one request may name another one's offer.
-            return found if found is None or message.digest in ("", found.digest) else None
+            return found if found is None or message.digest in ("", found.update.digest) else None
         named = self._named.get(message.name, {})
         if not message.digest and named:
             return self._waived_by(message, list(named.values()))
         for offer in named.values():
-            if offer.digest == message.digest and message.tp_rank not in offer.settled:
+            if offer.update.digest == message.digest and message.tp_rank not in offer.settled:
                 return offer
         meant = message.name, message.digest
         seconds = self._remembered_seconds if message.digest else min(self._remembered_seconds, GRACE_SECONDS)

@@ -8,19 +8,17 @@ request waits for its turn, or is computed: decode is told so by heartbeats, whi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import INTERVAL, heartbeats
 from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, Withdrawal
-from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
+from kvcached_nixl.worker.transfer.peer_link import PeerListener
 
 __all__ = ["Registrations"]
 
@@ -35,34 +33,22 @@ _STARTED_AGAIN = HandOverFailed(
 _WITHDRAWN = HandOverFailed(FailureCause.STOPPED, "withdrawn")
 
 
-class Registrations:
+class Registrations(PeerListener):
     """See the module.
 
     Attributes:
         tasks: those that are not finished.
         is_asked_at_once: whether the last one came without the request's id, and so without prefill's answer.
-        dropped: counts those that were ignored.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        matcher: OfferMatcher,
-        writer: Writer,
-        outcomes: OutcomeQueue,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, context: WorkerContext, matcher: OfferMatcher, writer: Writer) -> None:
         self._context = context
         self._clock: Clock = context.clock
         self._matcher = matcher
         self._writer = writer
-        self._outcomes = outcomes
-        self._mode = settings.transfer_mode
-        self._unmatched_seconds = settings.handover_timeout_seconds
+        self._unmatched_seconds = context.settings.handover_timeout_seconds
         self.tasks: dict[WriteKey, WriteTask] = {}
         self.is_asked_at_once = False
-        self.dropped: Counter[str] = Counter()
-        self._of_agent: dict[str, dict[WriteKey, WriteTask]] = {}
         self._finished = RecentSet[WriteKey]()
         self._stuck = Deadlines[WriteKey]()
         self._renew_seconds = min(RENEW_SECONDS, INTERVAL * self._unmatched_seconds)
@@ -74,10 +60,9 @@ class Registrations:
         """Serve a registration; one that came already, or was withdrawn, is dropped."""
         key = agent, registration.attempt
         if key in self.tasks or key in self._finished:
-            self.dropped["doubled or late registration"] += 1
+            self._context.dropped["doubled or late registration"] += 1
             return
         task = self.tasks[key] = WriteTask(agent, registration, next_token=registration.begin_token)
-        self._of_agent.setdefault(agent, {})[key] = task
         self.is_asked_at_once = not registration.request_id
         # Later than the matcher's deadline, so that a missing request is reported as that.
         self._stuck[key] = self._clock.now_seconds() + self._unmatched_seconds + PROBE_SECONDS
@@ -90,11 +75,11 @@ class Registrations:
                 why = "" if offer is None else f": {offer.stopped}"
                 reason = f"prefill does not keep this request any more{why}"
                 self._writer.stop(task, HandOverFailed(FailureCause.LEASE, reason))
-            elif (offer.digest, offer.num_tokens) != (registration.digest, registration.num_tokens):
+            elif not offer.means(registration):
                 self._writer.stop(task, HandOverFailed(FailureCause.DIGEST, "prefill computed another prompt"))
             else:
                 self._matcher.join(task, offer)
-        elif not self._mode.is_push:
+        elif not self._context.settings.transfer_mode.is_push:
             # In pull only an ended request may be written: before that vLLM may give its blocks to another one.
             reason = "found a pull without a request id; expected that of a request that has ended"
             self._writer.stop(task, HandOverFailed(FailureCause.PROTOCOL, reason))
@@ -105,7 +90,7 @@ class Registrations:
             else:
                 self._matcher.wait(task)
         if task.offer is not None:
-            task.offer.report_claim(self._outcomes)
+            task.offer.report_claim(self._context.outcomes)
             self._writer.follow(task.offer)
         self._writer.connect(task)
 
@@ -128,15 +113,17 @@ class Registrations:
 
     # ---------------------------------------------------------------------------------------------------- how they end
 
-    def is_writing_to(self, agent: str) -> bool:
+    def is_used(self, agent: str) -> bool:
         """Whether an agent has a registration that is not finished."""
-        return agent in self._of_agent
+        return any(task.agent == agent for task in self.tasks.values())
 
     def dead(self, agent: str) -> None:
-        """An agent is dead or unreachable: stop its registrations without an answer."""
-        for task in list(self._of_agent.get(agent, {}).values()):
+        """Stop an agent's registrations without an answer."""
+        for task in [one for one in self.tasks.values() if one.agent == agent]:
             cause = HandOverFailed(FailureCause.LOST, "the peer is dead or unreachable")
             self._writer.stop(task, cause, is_answered=False)
+
+    unreachable = dead
 
     def fail(self, key: WriteKey, failure: HandOverFailed) -> None:
         """An internal error occurred while this registration was served: stop it."""
@@ -176,10 +163,6 @@ class Registrations:
     def forget(self, task: WriteTask) -> None:
         """It is finished: nothing of it is in flight, and it has been answered if it was stopped."""
         del self.tasks[task.key]
-        of_agent = self._of_agent[task.agent]
-        del of_agent[task.key]
-        if not of_agent:
-            del self._of_agent[task.agent]
         self._finished.add(task.key)
         self._stuck.pop(task.key, None)
         self._renewed.pop(task.key, None)

@@ -16,17 +16,14 @@ from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import EXTENSION, INTERVAL
 from kvcached_nixl.wire.messages import Reading, Release
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
-from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteTask
 from kvcached_nixl.worker.prefill.registrations import Registrations
-from kvcached_nixl.worker.prefill.writer import GateConnections, Writer
+from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
 __all__ = ["Leases", "OfferRegistry"]
@@ -65,35 +62,20 @@ class Leases(Deadlines[PrefillRequestId]):
 class OfferRegistry:
     """See the module.
 
-    Args:
-        outcomes: told once for each request that its blocks are not needed any more, and for each hold that nothing
-            reads its blocks any more.
-
     Attributes:
         registrations: those of decode.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        gate_connections: GateConnections,
-        tokens: TokenTable,
-        outcomes: OutcomeQueue,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._clock: Clock = context.clock
-        self._tokens = tokens
-        self._settings = settings
-        self._outcomes = outcomes
-        self._matcher = OfferMatcher(
-            context.clock,
-            remembered_seconds=settings.kv_lease_duration_seconds,
-            unmatched_seconds=settings.handover_timeout_seconds,
-        )
+        self._tokens = context.token_table
+        settings = self._settings = context.settings
+        self._outcomes = context.outcomes
+        self._matcher = OfferMatcher(context)
         self._leases = Leases(context.clock, lease_seconds=settings.kv_lease_duration_seconds)
-        self._writer = Writer(context, gate_connections, self._ended, self._settle)
-        self.registrations = Registrations(context, self._matcher, self._writer, outcomes, settings)
+        self._writer = Writer(context, self._ended, self._settle)
+        self.registrations = Registrations(context, self._matcher, self._writer)
 
     def __len__(self) -> int:
         """Offers and registrations that are not finished."""
@@ -119,12 +101,12 @@ class OfferRegistry:
             offer = Offer(update)
             for tp_rank, tp_size in self._matcher.add(offer).items():
                 self._settle_rank(offer, tp_rank, tp_size)
-        elif (offer.name, offer.digest, offer.num_tokens) != (update.name, update.digest, update.num_tokens):
+        elif offer.update.name != update.name or not offer.means(update):
             # Its blocks are not what decode was told of. Its end is reported as that of any other.
             self._tokens.remove(update.request_id)
             self._let_down(offer, HandOverFailed(FailureCause.REVOKED, "another request came under its id"))
             return
-        if update.ready_tokens < offer.ready_tokens:
+        if update.ready_tokens < offer.update.ready_tokens:
             for task in list(offer.write_tasks.values()):
                 if task.next_token > update.ready_tokens:
                     reason = "prefill computes some of its tokens again"
@@ -150,9 +132,9 @@ class OfferRegistry:
         self._settle(offer)
 
     def await_claim(self, request_id: PrefillRequestId, number: int) -> None:
-        """Prefill has not begun this request, and does so when ``claimed`` is called: a rank of decode has registered
-        for it, or needs nothing of it any more. At once if decode is asked only after prefill has answered: the last
-        registration named a request that had ended. Called again for one that decode may no longer want."""
+        """Prefill has not begun this request, and does so when that is marked as claimed: a rank of decode has
+        registered for it, or needs nothing of it any more. At once if decode is asked only after prefill has answered:
+        the last registration named a request that had ended. Called again for one that decode may no longer want."""
         offer = self._matcher.offers.get(request_id)
         if (
             not self.registrations.is_asked_at_once

@@ -11,15 +11,15 @@ Without a slab they are written from the request's blocks. With a slab they are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
-from kvcached_nixl.worker.staging.slab import Use
-from kvcached_nixl.worker.staging.staging import Held, Staging
+from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.slab import Use
+from kvcached_nixl.worker.transfer.staging import Held
 
 __all__ = ["FromBlocks", "Source", "Staged"]
 
@@ -42,7 +42,7 @@ class FromBlocks:
         """Prefill has updated or finished an offer."""
 
     def forget(self, offer: Offer) -> None:
-        """Tokens from ``offer.ready_tokens`` on are computed again: drop copies of them."""
+        """Tokens from ``offer.update.ready_tokens`` on are computed again: drop copies of them."""
 
     def find(self, task: WriteTask, end_token: int) -> Source | None:
         """Returns where a registration's next tokens can be written from; None if not yet: it is advanced later."""
@@ -78,13 +78,14 @@ class Staged(FromBlocks):
 
     def __init__(
         self,
-        staging: Staging,
+        context: WorkerContext,
         advance: Callable[[WriteTask], None],
         settle: Callable[[Offer], None],
         stop: Callable[[WriteTask, HandOverFailed], None],
     ) -> None:
-        self._block_sizes = staging.block_sizes
-        self._staging = staging
+        assert context.staging is not None
+        self._staging = context.staging
+        self._local = context.local
         self._advance = advance
         self._settle = settle
         self._stop = stop
@@ -105,12 +106,12 @@ class Staged(FromBlocks):
 
     def forget(self, offer: Offer) -> None:
         parked = self._parked.get(offer)
-        if parked is not None and offer.ready_tokens < parked.asked_token:
+        if parked is not None and offer.update.ready_tokens < parked.asked_token:
             del self._parked[offer]
             self._let_go(parked)
         for task in offer.write_tasks.values():
             windows = self._windows.get(task, [])
-            for window in [one for one in windows if one.end_token > offer.ready_tokens]:
+            for window in [one for one in windows if one.end_token > offer.update.ready_tokens]:
                 windows.remove(window)
                 self._let_go(window)
 
@@ -119,7 +120,7 @@ class Staged(FromBlocks):
         assert offer is not None
         parked = self._parked.get(offer)
         if parked is not None:
-            end_token = _aligned(parked.staged_token, end_token, self._step(task))
+            end_token = _aligned(parked.staged_token, end_token, self._local.step_tokens(task.registration.block_sizes))
             return Source(_blocks(parked), end_token, parked) if end_token > task.next_token else None
         if not offer.may_be_read:
             return None
@@ -136,7 +137,7 @@ class Staged(FromBlocks):
 
     def is_free_of_blocks(self, offer: Offer) -> bool:
         parked = self._parked.get(offer)
-        return parked is not None and parked.staged_token >= offer.num_tokens and offer not in self._copying
+        return parked is not None and parked.staged_token >= offer.update.num_tokens and offer not in self._copying
 
     def written(self, task: WriteTask, held: Held | None) -> None:
         if held is None:
@@ -164,8 +165,8 @@ class Staged(FromBlocks):
 
     def _park(self, offer: Offer) -> bool:
         """Take slots for the whole offer. Returns whether there are enough now."""
-        step = math.lcm(*self._block_sizes)
-        held = self._staging.take(Use.PARKED, offer.first_tokens, 0, offer.num_tokens, step, is_whole=True)
+        step = self._local.step_tokens(())
+        held = self._staging.take(Use.PARKED, offer.first_tokens, 0, offer.update.num_tokens, step, is_whole=True)
         if held is not None:
             self._parked[offer] = held
         return held is not None
@@ -173,7 +174,7 @@ class Staged(FromBlocks):
     def _may_be_parked(self, offer: Offer) -> bool:
         """Whether the slab is large enough for the whole offer, and no window has a range of it."""
         has_windows = any(self._windows.get(task) for task in offer.write_tasks.values())
-        return not has_windows and self._staging.fits(Use.PARKED, offer.first_tokens, 0, offer.num_tokens)
+        return not has_windows and self._staging.fits(Use.PARKED, offer.first_tokens, 0, offer.update.num_tokens)
 
     def _park_late(self, offer: Offer) -> bool:
         """Called when slots are free: park a finished offer after all, so that its blocks can be freed. Returns False
@@ -186,9 +187,9 @@ class Staged(FromBlocks):
         return True
 
     def _copy_parked(self, offer: Offer) -> None:
-        parked, ready = self._parked[offer], offer.ready_tokens
-        if ready < offer.num_tokens:
-            ready -= ready % math.lcm(*self._block_sizes)
+        parked, ready = self._parked[offer], offer.update.ready_tokens
+        if ready < offer.update.num_tokens:
+            ready -= ready % self._local.step_tokens(())
         # One copy after the other: what a failed one has left behind is told from what is there.
         if ready <= parked.staged_token or parked.copies or not offer.may_be_read:
             return
@@ -222,7 +223,9 @@ class Staged(FromBlocks):
         if len(groups) != len(offer.blocks):
             reason = f"found a registration of {len(groups)} KV-cache groups; expected {len(offer.blocks)}"
             raise HandOverFailed(FailureCause.RANGE, reason)
-        held = self._staging.take(Use.SENDING, groups, first_token, end_token, self._step(task))
+        held = self._staging.take(
+            Use.SENDING, groups, first_token, end_token, self._local.step_tokens(task.registration.block_sizes)
+        )
         if held is None:
             self._staging.wait(Use.SENDING, task, lambda: self._open_late(task, end_token))
             return False
@@ -246,7 +249,7 @@ class Staged(FromBlocks):
     def _open_late(self, task: WriteTask, end_token: int) -> bool:
         # If prefill computes some of the tokens again, the registration is advanced when they are ready.
         offer = task.offer
-        if task.stopping is not None or offer is None or offer.ready_tokens < end_token or not offer.may_be_read:
+        if task.stopping is not None or offer is None or offer.update.ready_tokens < end_token or not offer.may_be_read:
             return True
         try:
             return self._open(task, end_token)
@@ -263,10 +266,6 @@ class Staged(FromBlocks):
         """Give slots back, unless a copy or a WRITE still uses them."""
         if not held.copies and not held.jobs:
             self._staging.give_back(held)
-
-    def _step(self, task: WriteTask) -> int:
-        """Ranges end at multiples of this many tokens: where blocks of all KV-cache groups of both sides end."""
-        return math.lcm(*self._block_sizes, *task.registration.block_sizes)
 
 
 def _aligned(staged_token: int, end_token: int, step: int) -> int:

@@ -1,122 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: makes the WRITEs for decode's registrations, ends them, and keeps the connections to the gates that they go
-through (`transport.agent.WriteGate`). Once per worker, on the transfer thread.
+"""Prefill: makes the WRITEs for decode's registrations, and ends them. Once per worker, on the transfer thread.
 
 A registration is finished when none of its WRITEs is in flight; only then is it answered, and only then are the blocks
 on both sides free (rule R2).
-
-A registration names the gate to write through. The connection is kept until a newer gate of the same rank is used and
-no WRITE to the old one is in flight; or until its rank is forgotten; or until a WRITE fails, because decode has closed
-the gate or is dead.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
-from kvcached_nixl.transport.agent import Transport, TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer, StagingGrant, StagingRequest, Stopped, Written, encode
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import FromBlocks, Source, Staged
-from kvcached_nixl.worker.staging.staging import Held
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
-from kvcached_nixl.worker.transfer.peers import Peers, contained
+from kvcached_nixl.worker.transfer.peers import contained
+from kvcached_nixl.worker.transfer.staging import Held
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 
-__all__ = ["GateConnections", "Writer"]
-
-
-class GateConnections:
-    """Connections to the write gates of decode's ranks. A name that is not a gate's is that of a rank's own agent, and
-    is passed on to ``agents``."""
-
-    def __init__(self, transport: Transport, agents: Peers) -> None:
-        self._transport = transport
-        self._agents = agents
-        self._name_of: dict[tuple[str, bytes], str] = {}
-        self._of_agent: dict[str, dict[str, bytes]] = {}
-        self._agent_of: dict[str, str] = {}
-        # Kept from a gate's first use until it is removed.
-        self._connections: dict[str, object] = {}
-        self._used: Counter[str] = Counter()
-
-    def __contains__(self, gate: object) -> bool:
-        return gate in self._agent_of
-
-    def __len__(self) -> int:
-        return len(self._agent_of)
-
-    def use(self, known: ConnectedPeer, metadata: bytes) -> str:
-        """Returns the agent name to post a WRITE to; call `used` when the WRITE has ended.
-
-        Args:
-            metadata: of the gate, from the registration.
-
-        Raises:
-            HandOverFailed: the gate cannot be reached, or belongs to another rank.
-        """
-        name = self._name_of.get((known.agent, metadata))
-        if name is None:
-            try:
-                name = self._transport.add_peer(metadata, known.rank.device_id, known.rank.memory_type)
-            except TransportError as error:
-                raise HandOverFailed(FailureCause.LOST, f"decode's write gate was not reached: {error}") from error
-            if self._agent_of.get(name, known.agent) != known.agent:
-                raise HandOverFailed(FailureCause.PROTOCOL, "decode named a write gate of another rank")
-            before = list(self._of_agent.get(known.agent, ()))
-            self._name_of[known.agent, metadata] = name
-            self._of_agent.setdefault(known.agent, {})[name] = metadata
-            self._agent_of[name] = known.agent
-            self._connections.setdefault(name, object())
-            for other in before:
-                self._remove_unused(other)
-        self._used[name] += 1
-        return name
-
-    def used(self, gate: str) -> None:
-        """A WRITE through this gate has ended."""
-        self._used -= Counter({gate: 1})
-        self._remove_unused(gate)
-
-    def connection(self, gate: str) -> object:
-        """Returns an object that stands for the current connection to a gate or agent; once lost, another or None."""
-        return self._connections.get(gate) or self._agents.connection(gate)
-
-    def lost(self, gate: str) -> None:
-        """A transfer has failed: take the connection down, because only that ends what is left of the transfer."""
-        agent = self._agent_of.get(gate)
-        if agent is None:
-            self._agents.lost(gate)
-            return
-        self._remove(gate)
-        # Decode may have closed its gate, or be dead: a handshake with its own agent tells.
-        self._agents.doubt(agent)
-
-    def forget(self, agent: str) -> None:
-        """The connection to a rank of decode is taken down: remove its gates, which ends what is in flight to them."""
-        for gate in list(self._of_agent.get(agent, ())):
-            self._remove(gate)
-
-    def _remove_unused(self, gate: str) -> None:
-        agent = self._agent_of.get(gate)
-        if agent is not None and not self._used[gate] and gate != next(reversed(self._of_agent[agent])):
-            self._remove(gate)
-
-    def _remove(self, gate: str) -> None:
-        agent = self._agent_of.pop(gate)
-        metadata = self._of_agent[agent].pop(gate)
-        if not self._of_agent[agent]:
-            del self._of_agent[agent]
-        del self._name_of[agent, metadata]
-        self._connections.pop(gate, None)
-        self._transport.remove_peer(gate)
+__all__ = ["Writer"]
 
 
 class Writer:
@@ -132,19 +39,14 @@ class Writer:
     """
 
     def __init__(
-        self,
-        context: WorkerContext,
-        gate_connections: GateConnections,
-        ended: Callable[[WriteTask], None],
-        settle: Callable[[Offer], None],
+        self, context: WorkerContext, ended: Callable[[WriteTask], None], settle: Callable[[Offer], None]
     ) -> None:
         self._context = context
-        self._gate_connections = gate_connections
         self._ended = ended
         self._settle = settle
         self.source = FromBlocks()
         if context.staging is not None:
-            self.source = Staged(context.staging, self.advance, settle, self.stop)
+            self.source = Staged(context, self.advance, settle, self.stop)
         self.num_final = 0
 
     def connect(self, task: WriteTask) -> None:
@@ -163,8 +65,8 @@ class Writer:
         offer, registration = task.offer, task.registration
         if task.stopping is not None or task.is_complete or offer is None:
             return
-        if offer.finished and offer.ready_tokens < registration.end_token:
-            reason = f"prefill computed {offer.ready_tokens} of {registration.end_token} tokens"
+        if offer.finished and offer.update.ready_tokens < registration.end_token:
+            reason = f"prefill computed {offer.update.ready_tokens} of {registration.end_token} tokens"
             self.stop(task, HandOverFailed(FailureCause.STOPPED, reason))
             return
         with contained(partial(self.stop, task)):
@@ -185,7 +87,7 @@ class Writer:
     def _advance(self, task: WriteTask, offer: Offer) -> bool:
         """Make one WRITE, if one can be made. Returns whether there may be another one to make."""
         known, registration = task.known, task.registration
-        end = min(offer.ready_tokens, registration.end_token)
+        end = min(offer.update.ready_tokens, registration.end_token)
         if end < registration.end_token:
             # A step may end inside a block; the tokens of that block go with the next step's.
             end -= end % self._context.local.step_tokens(registration.block_sizes)
@@ -265,9 +167,9 @@ class Writer:
                 source.held.jobs += 1
                 self.source.written(task, source.held)
             return
-        if is_final and offer.manifest is None:
+        if is_final and offer.update.manifest is None:
             raise HandOverFailed(FailureCause.PROTOCOL, "prefill has no manifest of what it computed")
-        manifest = None if offer.manifest is None else msgspec.structs.replace(offer.manifest, groups=())
+        manifest = None if offer.update.manifest is None else msgspec.structs.replace(offer.update.manifest, groups=())
         digest: str | None = None
 
         def notify(_: int, is_last: bool) -> bytes:
@@ -287,7 +189,7 @@ class Writer:
             self._written(task, job, source.held, failed)
 
         # Without a gate, or where nothing is written, the notification goes to the rank's own agent.
-        target = self._gate_connections.use(known, registration.gate) if registration.gate else known.agent
+        target = self._context.gate_connections.use(known, registration.gate) if registration.gate else known.agent
         job = TransferJob("WRITE", target, found.local, found.remote, ended, notify, tally=task.tally)
         if source.held is not None:
             source.held.jobs += 1
@@ -328,7 +230,7 @@ class Writer:
         self.num_final -= task.jobs.pop(job)
         self.source.written(task, held)
         if task.registration.gate:
-            self._gate_connections.used(job.peer)
+            self._context.gate_connections.used(job.peer)
         if failed:
             self.stop(task, HandOverFailed(FailureCause.LOST, failed))
         self._end_if_idle(task, True)

@@ -55,9 +55,6 @@ class TokenTable:
         self._token_of: dict[Hashable, int] = {}
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._token_of)
-
     def publish(self, owner: Hashable, ownership_token: int) -> bool:
         """Replace ``owner``'s token by this one. Returns whether the bucket had room; else ``owner`` has no token."""
         with self._lock:

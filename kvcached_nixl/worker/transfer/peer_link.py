@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of another engine: its handshake, whether the two may exchange KV, who is told what happens to it; whether it
-is a process of this host, and whether that has ended.
+"""A rank of another engine: what is known of it, who is told what happens to it; whether it is a process of this host,
+and whether that has ended.
 
 On the same host a peer may write this process's memory through the kernel or a device (``process_vm_writev``, CUDA
 IPC), without any endpoint, key or socket of this process; but there the kernel also tells whether the process has
@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcached_nixl.transport.agent import Transport
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.handshake import MemoryType, Process, RankHandshake, differences, read_answer, read_rank
+from kvcached_nixl.wire.causes import HandOverFailed
+from kvcached_nixl.wire.handshake import MemoryType, Process, RankHandshake
 from kvcached_nixl.wire.messages import Peer
 
-__all__ = ["ConnectedPeer", "Handshaker", "Host", "Link", "PeerListener", "Waiting", "own_process"]
+__all__ = ["ConnectedPeer", "Host", "Link", "PeerListener", "Waiting", "own_process"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROC = Path("/proc")
@@ -146,49 +145,6 @@ class ConnectedPeer(NamedTuple):
     rank: RankHandshake
 
 
-@dataclass(frozen=True)
-class Handshaker:
-    """Checks handshake answers and adds peers to the transport. Once per worker, on the transfer thread.
-
-    Attributes:
-        compatibility: this rank's compatibility string; a peer's must be equal.
-        fits: returns why a peer's memory does not fit this rank's, or "".
-    """
-
-    transport: Transport
-    compatibility: str
-    fits: Callable[[RankHandshake], str]
-
-    def examine(self, address: Peer, compatibility: str, metadata: bytes) -> ConnectedPeer:
-        """Check the answer from an address, and add the rank that answered as a peer.
-
-        Raises:
-            HandOverFailed: this rank and that one must not exchange KV, or another rank or engine answered.
-            TransportError, ValueError: the answer cannot be read.
-        """
-        where = f"engine {address.engine_id} at {address.host}:{address.port}"
-        if compatibility != self.compatibility:
-            raise HandOverFailed(
-                FailureCause.REFUSED,
-                f"{where} is another kind of engine: {differences(compatibility, self.compatibility)}. Run the same "
-                "vLLM, kvcached, kvcached_nixl and model with the same dtype and transfer_mode on both sides; "
-                "`python -m kvcached_nixl` prints what each has.",
-            )
-        answer = read_answer(metadata)
-        rank = read_rank(answer.rank)
-        if (rank.engine_id, rank.tp_size, rank.tp_rank) != (address.engine_id, address.tp_size, address.tp_rank):
-            raise HandOverFailed(
-                FailureCause.UNREACHABLE if rank.engine_id != address.engine_id else FailureCause.REFUSED,
-                f"engine {rank.engine_id} (rank {rank.tp_rank} of {rank.tp_size}) answers at {address.host}:"
-                f"{address.port}; expected rank {address.tp_rank} of {address.tp_size} of engine {address.engine_id}",
-            )
-        misfit = self.fits(rank)
-        if misfit:
-            raise HandOverFailed(FailureCause.REFUSED, f"{where} does not fit: {misfit}")
-        agent = self.transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
-        return ConnectedPeer(agent, answer.incarnation, rank)
-
-
 class Waiting(NamedTuple):
     """Who needs a rank of an incarnation, "" for any."""
 
@@ -235,7 +191,7 @@ class PeerListener:
     depends on none."""
 
     def is_used(self, agent: str) -> bool:
-        """Whether a transfer still depends on an agent that was not used for FORGOTTEN_SECONDS."""
+        """Whether something still depends on an agent, although no message was sent to it for FORGOTTEN_SECONDS."""
         return False
 
     def may_write(self, agent: str) -> bool:

@@ -22,10 +22,11 @@ from typing import TypeAlias
 
 from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transport.agent import TransportError
+from kvcached_nixl.transport.agent import Transport, TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Handshaker, Host, Link, PeerListener, Waiting
+from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Host, Link, PeerListener, Waiting
+from kvcached_nixl.worker.transfer.topology import LocalRank, examine
 
 __all__ = ["Ask", "Peers", "contained"]
 
@@ -62,7 +63,7 @@ class Peers:
     """See the module.
 
     Args:
-        handshaker: checks the answer from an address.
+        compatibility: this rank's compatibility string.
         ask: begins a handshake.
         host: tells which processes of this host live.
         wake: called, on any thread, when a handshake has ended.
@@ -70,36 +71,34 @@ class Peers:
 
     def __init__(
         self,
-        handshaker: Handshaker,
+        transport: Transport,
+        local: LocalRank,
+        compatibility: str,
         clock: Clock,
         ask: Ask,
         host: Host,
         wake: Callable[[], None],
     ) -> None:
-        self._handshaker = handshaker
-        self._transport = handshaker.transport
+        self._transport = transport
+        self._local = local
+        self._compatibility = compatibility
         self._clock = clock
         self._ask = ask
         self._host = host
         self._wake = wake
         self._links: dict[Peer, Link] = {}
-        self._addresses: dict[str, dict[Peer, None]] = {}
         # Kept from an agent's first handshake until it is removed; later handshakes with it do not change it.
         self._connections: dict[str, object] = {}
         self._places: dict[tuple[str, int, int], Peer] = {}
         self._ended: deque[tuple[Link, Future[tuple[str, bytes]]]] = deque()
         self._unused = Deadlines[Peer]()
         self._looked_at = Deadlines[Peer]()
-        self._listener = PeerListener()
+        self._listeners: tuple[PeerListener, ...] = ()
         self.dropped: Counter[str] = Counter()
 
-    def listen(self, listener: PeerListener) -> None:
-        """Tell ``listener`` what happens to peers. Call once, before any peer is used."""
-        self._listener = listener
-
-    def __len__(self) -> int:
-        """Ranks that are connected, or whose handshake is under way."""
-        return len(self._links)
+    def listen(self, *listeners: PeerListener) -> None:
+        """Tell ``listeners`` what happens to peers. Call once, before any peer is used."""
+        self._listeners = listeners
 
     def need(
         self,
@@ -247,7 +246,8 @@ class Peers:
             if link.known is not None and not is_doubted and answer == link.answer:
                 link.tries, link.is_failing = 0, False
                 return
-            known = self._handshaker.examine(link.address, *answer)
+            incarnation, rank = examine(self._local, self._compatibility, link.address, *answer)
+            agent = self._transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
         except ConnectionRefusedError:
             # Its listener may restart, and its workers may outlive it: this does not mean that the agent is dead.
             self._unreachable(link, f"nobody listens at {link.address.host}:{link.address.port}")
@@ -269,7 +269,7 @@ class Peers:
             reason = f"no handshake with {link.address}: {type(defect).__name__}: {defect}"
             self._fail(link, FailureCause.DEFECT, reason, is_gone=False)
         else:
-            self._know(link, known)
+            self._know(link, ConnectedPeer(agent, incarnation, rank))
             link.answer = answer
 
     def _know(self, link: Link, known: ConnectedPeer) -> None:
@@ -290,7 +290,6 @@ class Peers:
         link.known, link.last_agent, link.tries, link.is_failing = known, known.agent, 0, False
         link.process = known.rank.process if self._host.sees(known.rank.process) else None
         self._places[local] = link.address
-        self._addresses.setdefault(known.agent, {})[link.address] = None
         self._connections.setdefault(known.agent, object())
         waiting, link.waiting = link.waiting, []
         for one in waiting:
@@ -304,14 +303,15 @@ class Peers:
         agent = link.last_agent
         self._fail(link, FailureCause.UNREACHABLE, reason, is_gone=False)
         if agent is not None:
-            self._listener.unreachable(agent)
+            for one in self._listeners:
+                one.unreachable(agent)
 
     def _fail(self, link: Link, cause: FailureCause, reason: str, *, is_gone: bool) -> None:
         logger.log(link.level, "%s", reason)
         link.tries, link.is_failing = 0, True
         if is_gone:
             self._let_go(link)
-        elif link.known is None or not self._listener.may_write(link.known.agent):
+        elif link.known is None or not any(one.may_write(link.known.agent) for one in self._listeners):
             # The peer does not answer: taking the connection down ends the transfers in flight to it.
             self._forget(link)
         waiting, link.waiting = link.waiting, []
@@ -324,28 +324,25 @@ class Peers:
         """The agent known at this address is not there any more; it is dead if no other address leads to it."""
         self._forget(link)
         agent, link.last_agent = link.last_agent, None
-        if agent is None:
-            return
-        addresses = self._addresses[agent]
-        del addresses[link.address]
-        if not addresses:
-            del self._addresses[agent]
-            self._listener.dead(agent)
+        if agent is not None and not self._links_of(agent):
+            for one in self._listeners:
+                one.dead(agent)
 
     def _forget(self, link: Link) -> None:
         """Give up this address's use of the connection; the last address of an agent takes the connection down."""
         known, link.known = link.known, None
         if known is not None and all(other.known is None for other in self._links_of(known.agent)):
             self._connections.pop(known.agent, None)
-            self._listener.disconnected(known.agent)
+            for one in self._listeners:
+                one.disconnected(known.agent)
             self._transport.remove_peer(known.agent)
 
     def _is_used(self, agent: str | None) -> bool:
-        return agent is not None and self._listener.is_used(agent)
+        return agent is not None and any(one.is_used(agent) for one in self._listeners)
 
-    def _links_of(self, agent: str) -> list[Link]:
+    def _links_of(self, agent: str | None) -> list[Link]:
         """Returns all links to an agent: an engine may be known under several addresses, by IP address and by name."""
-        return [self._links[address] for address in self._addresses.get(agent, ())]
+        return [link for link in self._links.values() if link.last_agent == agent]
 
     def _drop(self, link: Link) -> None:
         self._let_go(link)

@@ -9,20 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 
-from kvcached_nixl.ids import EngineId, KernelBlock, LogicalBlock
+from kvcached_nixl.ids import EngineId
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
-from kvcached_nixl.wire.handshake import RankHandshake
+from kvcached_nixl.wire.handshake import RankHandshake, differences, read_answer, read_rank
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, spacing
-from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
+from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit, split
+from kvcached_nixl.worker.transfer.peer_link import PeerListener
 
-__all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "kernel_blocks", "kernel_blocks_of"]
+__all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "examine", "fits", "kernel_blocks_of"]
 
 
 GroupRoutes: TypeAlias = tuple[tuple[Route, ...], ...]
@@ -74,10 +76,10 @@ class LocalRank:
 
 
 @dataclass
-class PeerRoutes:
+class PeerRoutes(PeerListener):
     """How this rank's KV-cache groups map to those of each peer, computed once per peer.
 
-    `forget` is called when a peer's agent is dead. Any address may name any agent, so `of` compares the memory it is
+    Any address may name any agent, so `of` compares the memory it is
     given, too: what one address says about its memory is not used for another address.
     """
 
@@ -109,12 +111,9 @@ class PeerRoutes:
             self._found[agent, is_prefill] = groups, routes
         return routes
 
-    def forget(self, agent: str) -> None:
+    def dead(self, agent: str) -> None:
         for is_prefill in (True, False):
             self._found.pop((agent, is_prefill), None)
-
-    def __len__(self) -> int:
-        return len(self._found)
 
     @staticmethod
     def ranges(
@@ -142,29 +141,18 @@ class PeerRoutes:
         return Descriptors(*(np.concatenate([getattr(one, side) for one in found]) for side in ("local", "remote")))
 
 
-def kernel_blocks(blocks: Sequence[LogicalBlock], group: GroupMemory) -> Sequence[KernelBlock]:
-    """Returns the kernel blocks that make up these logical blocks. The only place that converts them; called on the
-    transfer thread.
+def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]) -> tuple[KernelBlocks, ...]:
+    """Returns the kernel blocks that make up the logical blocks of a manifest or of a `FetchSpec`. The only place that
+    converts them; called on the transfer thread.
 
     Args:
-        group: the blocks' KV-cache group on the rank that owns them.
-    """
-    if group.kernel_blocks_per_block == 1:
-        return cast("Sequence[KernelBlock]", blocks)
-    within = np.arange(group.kernel_blocks_per_block)
-    numbers = np.asarray(blocks, np.int64)[:, None] * group.kernel_blocks_per_block + within
-    found: list[KernelBlock] = numbers.reshape(-1).tolist()
-    return found
-
-
-def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]) -> tuple[KernelBlocks, ...]:
-    """Convert the block ranges of a manifest or of a `FetchSpec`, one per KV-cache group, as `kernel_blocks`.
+        groups: the KV-cache groups on the rank that owns the blocks.
 
     Raises:
         ValueError: there are not as many ranges as groups.
     """
     return tuple(
-        KernelBlocks(kernel_blocks(one.block_ids, group), one.first_token)
+        KernelBlocks(split(one.block_ids, group.kernel_blocks_per_block), one.first_token)
         for one, group in zip(ranges, groups, strict=True)
     )
 
@@ -201,6 +189,40 @@ def _of_more_ranks(
     copies = 1 if prefill_size % kv_shares else prefill_size // kv_shares
     writers = tuple(rank for rank in ranks if rank == ranks.start or rank % copies == 0)
     return writers, tuple(rank for rank in ranks if rank not in writers)
+
+
+def examine(
+    local: LocalRank, expected: str, address: Peer, compatibility: str, metadata: bytes
+) -> tuple[str, RankHandshake]:
+    """Check the handshake answer from an address. Returns the engine's incarnation and what the rank is.
+
+    Args:
+        expected: this rank's compatibility string; a peer's must be equal.
+
+    Raises:
+        HandOverFailed: this rank and that one must not exchange KV, or another rank or engine answered.
+        ValueError: the answer cannot be read.
+    """
+    where = f"engine {address.engine_id} at {address.host}:{address.port}"
+    if compatibility != expected:
+        raise HandOverFailed(
+            FailureCause.REFUSED,
+            f"{where} is another kind of engine: {differences(compatibility, expected)}. Run the same vLLM, kvcached, "
+            "kvcached_nixl and model with the same dtype and transfer_mode on both sides; `python -m kvcached_nixl` "
+            "prints what each has.",
+        )
+    answer = read_answer(metadata)
+    rank = read_rank(answer.rank)
+    if (rank.engine_id, rank.tp_size, rank.tp_rank) != (address.engine_id, address.tp_size, address.tp_rank):
+        raise HandOverFailed(
+            FailureCause.UNREACHABLE if rank.engine_id != address.engine_id else FailureCause.REFUSED,
+            f"engine {rank.engine_id} (rank {rank.tp_rank} of {rank.tp_size}) answers at {address.host}:"
+            f"{address.port}; expected rank {address.tp_rank} of {address.tp_size} of engine {address.engine_id}",
+        )
+    misfit = fits(local, rank)
+    if misfit:
+        raise HandOverFailed(FailureCause.REFUSED, f"{where} does not fit: {misfit}")
+    return answer.incarnation, rank
 
 
 def fits(local: LocalRank, rank: RankHandshake) -> str:

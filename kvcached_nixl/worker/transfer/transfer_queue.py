@@ -17,6 +17,7 @@ import numpy as np
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.transport.agent import Handle, Operation, Ranges, TransferState, Transport, TransportError
 from kvcached_nixl.wire.timeline import Timeline
+from kvcached_nixl.worker.transfer.peer_link import PeerListener
 
 __all__ = ["TransferTally", "Budget", "TransferJob", "TransferQueue"]
 
@@ -136,7 +137,7 @@ class _Lane:
     transfers: int = 0
 
 
-class TransferQueue:
+class TransferQueue(PeerListener):
     """See the module.
 
     Args:
@@ -196,19 +197,9 @@ class TransferQueue:
             return False
         return any(lane.queue for lane in self._lanes.values()) or any(batch.job.is_host for batch in self._active)
 
-    def is_used(self, peer: str) -> bool:
+    def is_used(self, agent: str) -> bool:
         """Whether transfers with a peer are queued or in flight whose job was not dropped."""
-        return peer in self._lanes
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in flight with all peers, except those of transfers whose job was dropped."""
-        return self._all_bytes
-
-    @property
-    def num_dropped(self) -> int:
-        """Transfers in flight whose job was dropped."""
-        return len(self._dropped)
+        return agent in self._lanes
 
     def submit(self, job: TransferJob, *, is_urgent: bool = False) -> None:
         """Queue a job; an urgent one goes ahead of the others for the same peer."""

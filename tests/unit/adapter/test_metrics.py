@@ -17,7 +17,7 @@ from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.headroom import AskingFigures, Computed, Ended, Headroom, encode_headroom
 from kvcached_nixl.wire.timeline import State
 from kvcached_nixl.worker.outcomes import WorkerCounters
-from kvcached_nixl.worker.staging.slab import SlabUse
+from kvcached_nixl.worker.transfer.slab import SlabUse
 
 STOCK = '''
 from dataclasses import dataclass, field

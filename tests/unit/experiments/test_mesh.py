@@ -157,7 +157,7 @@ def _deliver_half(network: Network, posted: Any) -> None:
 
 def test_a_table_that_is_not_cleared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table has routes to agents that do not exist any more."""
-    monkeypatch.setattr(PeerRoutes, "forget", lambda self, agent: None)
+    monkeypatch.setattr(PeerRoutes, "dead", lambda self, agent: None)
     found = experiment.measure("pull", 3, 200, 20, 1, lambda words: None)
     assert any(words.startswith("PeerRoutes._found has") for words in found.left)
 

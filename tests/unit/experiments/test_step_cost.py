@@ -102,7 +102,7 @@ def test_a_side_has_as_many_waiting_as_it_should_and_stays_so(kind: type[Side], 
         return
     # What was posted or registered for it stays until it is known to be idle.
     assert side.engine.handover.num_waiting == 30
-    assert len(side.engine.side.thread._receiver.renewals) == 30
+    assert len(side.engine.side.thread._receiver.renewals._lease_of) == 30
 
 
 @pytest.mark.parametrize("mode", TransferMode)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/build.py: a worker's parts over its registered memory, and what its handshake says."""
+"""worker/facade.py: a worker's parts over its registered memory, and what its handshake says."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.handshake import RankHandshake, Tensors, Weights, read_rank
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.wire.step import OfferUpdate, Step, WakeAddress
-from kvcached_nixl.worker.build import build_worker
-from kvcached_nixl.worker.facade import Device, WorkerFacade
+from kvcached_nixl.worker.facade import Device, WorkerFacade, build_worker
 from kvcached_nixl.worker.geometry.layout import layers_digest, plan
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
@@ -114,7 +113,7 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         opened.append(arguments)
         return network.open_gate("e")
 
-    monkeypatch.setattr("kvcached_nixl.worker.build.open_gate", open_gate)
+    monkeypatch.setattr("kvcached_nixl.worker.facade.open_gate", open_gate)
     return opened
 
 

@@ -10,7 +10,6 @@ import pytest
 from support.engine_fakes import grown
 from support.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
 
-from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.handshake import Weights
@@ -33,8 +32,7 @@ from kvcached_nixl.wire.step import (
 from kvcached_nixl.worker.commands import BlocksWritable, Command, Reached
 from kvcached_nixl.worker.facade import MOST_UNTAKEN, WorkerFacade
 from kvcached_nixl.worker.facade import Device as FacadeDevice
-from kvcached_nixl.worker.outcomes import OutcomeQueue
-from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
+from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer_thread import TransferThread
 
 P1 = PrefillRequestId("p-1")
@@ -93,23 +91,19 @@ class Worker:
         self.thread = Thread()
         self.device = Device()
         self.offered: list[Weights] = []
-        self.token_table = np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64)
-        self.local = Local(**place).side.local
-        table = TokenTable(self.token_table)
-        self.side = WorkerFacade(
-            cast(TransferThread, self.thread),
-            self.local,
-            table,
-            OutcomeQueue(ManualClock()),
-            cast(FacadeDevice, self.device),
-            self.offered.append,
-            is_read=is_read,
-            zeroes_blocks=zeroes_blocks,
-        )
+        self.context = Local(**place).side
+        self.token_table, self.local = self.context.tokens, self.context.local
+        if not is_read:
+            self.context.staging = cast(Staging, object())
+        self.side = self.facade(zeroes_blocks=zeroes_blocks)
         if is_known:
             self.side.begin_step(step())
             self.side.end_step()
             self.thread.take()
+
+    def facade(self, **more: bool) -> WorkerFacade:
+        thread, device = cast(TransferThread, self.thread), cast(FacadeDevice, self.device)
+        return WorkerFacade(self.context, thread, device, self.offered.append, **more)
 
 
 WAKE = WakeAddress("127.0.0.1", 5601, "key")
@@ -175,16 +169,7 @@ def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_n
     """Model runner V2 answers before a draft model has run, so the device is waited for before KV is offered."""
     worker = Worker(is_read=is_read, is_known=False)
     seen: list[tuple[int, bool, list[Command]]] = []
-    worker.side = WorkerFacade(
-        cast(TransferThread, worker.thread),
-        worker.local,
-        worker.side.tokens,
-        OutcomeQueue(ManualClock()),
-        cast(FacadeDevice, worker.device),
-        worker.offered.append,
-        is_read=is_read,
-        answers_early=True,
-    )
+    worker.side = worker.facade(answers_early=True)
     worker.device.waited = lambda: seen.append(
         (len(worker.device.events), bool(worker.token_table.any()), worker.thread.take())
     )

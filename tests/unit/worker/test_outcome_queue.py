@@ -13,7 +13,7 @@ from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.step import Report, Step, WakeAddress
 from kvcached_nixl.worker.outcomes import MOST_REASON, TELL_AGAIN_SECONDS, OutcomeQueue, WorkerCounters
-from kvcached_nixl.worker.staging.slab import SlabUse
+from kvcached_nixl.worker.transfer.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 P1 = PrefillRequestId("p1")

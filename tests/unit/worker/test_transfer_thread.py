@@ -69,12 +69,12 @@ from kvcached_nixl.wire.step import (
 )
 from kvcached_nixl.worker import commands
 from kvcached_nixl.worker import transfer_thread as thread
-from kvcached_nixl.worker.build import Rank, assemble
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.facade import Device
+from kvcached_nixl.worker.facade import Device, assemble
 from kvcached_nixl.worker.prefill.offers import OfferMatcher
 from kvcached_nixl.worker.prefill.registrations import Registrations
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
+from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
@@ -119,23 +119,19 @@ class Worker:
         self.memory = Memory()
         self.reason = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
         place = LocalRank(EngineId("local"), 1, 0, (GroupMemory((self.memory.planes,)),), MAX_TP_SIZE)
-        made = Settings(mode, **settings)
-        self.side = assemble(
-            Rank(
-                self.transport,
-                place,
-                self.reason,
-                TAG,
-                digests_over(self.memory.planes, as_bytes(self.memory.cells)),
-                Host(Process(), "DRAM"),
-            ),
-            made,
+        context = self.context = WorkerContext(
+            Settings(mode, **settings),
             self.clock if clock is None else clock,
-            self.asking,
-            Device(torch.device("cpu")),
-            self.offered.append,
+            self.asking,  # type: ignore[arg-type]
             threading.Event(),
+            self.transport,
+            place,
+            self.reason,
+            TAG,
+            digests_over(self.memory.planes, as_bytes(self.memory.cells)),
+            Host(Process(), "DRAM"),
         )
+        self.side = assemble(context, Device(torch.device("cpu")), self.offered.append)
         self.thread: TransferThread = self.side.thread
         self.thread.submit(commands.LocalIdentity(OWN, WAKE, START))
         self.side.identify(WEIGHTS)
@@ -266,8 +262,8 @@ def test_a_message_that_cannot_be_read_is_dropped(pull: Worker, notification: by
     remote.say("local", Release("p-1", "", DIGEST, 0, 1))
     sent, _ = pull.deliver()
     assert sent == {"p-1"}
-    assert pull.thread.dropped["malformed"] == (3 if notification else 0)
-    assert pull.thread.dropped["defect"] == 0
+    assert pull.context.dropped["malformed"] == (3 if notification else 0)
+    assert pull.context.dropped["defect"] == 0
 
 
 def defective(*_: Any, **__: Any) -> Any:
@@ -287,7 +283,7 @@ def test_a_defect_in_decodes_command_fails_its_attempts(
     pull.thread.submit(wanted(1, MANIFEST), writable((1, 2), always))
     _, report = pull.deliver()
     assert report.failed[1][0] is FailureCause.DEFECT
-    assert (1, 0) in report.ended and pull.thread.dropped["defect"] == 1
+    assert (1, 0) in report.ended and pull.context.dropped["defect"] == 1
     assert "IndexError: of ours" in caplog.text and "internal error in kvcached_nixl" in caplog.text
 
 
@@ -304,7 +300,7 @@ def test_a_defect_in_a_message_has_no_further_effect(
     push.deliver()
     told = [(type(one), one.attempt, one.cause) for one in remote.heard()]
     assert told == ([] if fails_twice else [(Stopped, 1, FailureCause.DEFECT)])
-    assert push.thread.dropped["defect"] == 1 + fails_twice
+    assert push.context.dropped["defect"] == 1 + fails_twice
 
 
 def test_a_defect_where_a_transfer_ends_fails_what_it_belongs_to(pull: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

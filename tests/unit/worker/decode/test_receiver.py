@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/decode/{receiver,attempt,read_part,write_part}.py: decode's attempts, from their blocks to the last byte."""
+"""worker/decode/{receiver,attempt,write_part}.py: decode's attempts, from their blocks to the last byte."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.internals import forbid_scans, leftovers, writers_of
+from support.internals import forbid_scans, leftovers, num_open, writers_of
 from support.worker_fakes import (
     BLOCK_SIZE,
     DIGEST,
@@ -26,6 +26,7 @@ from support.worker_fakes import (
     wanted,
 )
 
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -51,8 +52,8 @@ from kvcached_nixl.worker.decode.fencing import (
     UNHEARD_SECONDS,
 )
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS, Receiver
-from kvcached_nixl.worker.staging.slab import Slots
-from kvcached_nixl.worker.staging.staging import Staging
+from kvcached_nixl.worker.transfer.slab import Slots
+from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 MANIFEST = manifest(17, 13, 19)
@@ -70,15 +71,16 @@ class Decode(Local):
         self.moved: list[TransferTally] = []
         self.timed: list[Reported] = []
         self.known: list[int] = []
-        outcomes = SimpleNamespace(
+        outcomes: Any = SimpleNamespace(
             failed=self._failed,
             finished=self._finished,
             moved=self.moved.append,
-            known=self.known.append,
+            marked=lambda _, number: self.known.append(number),
             timed=self.timed.append,
         )
-        self.receiver = Receiver(self.side, mode, self.gates, outcomes)  # type: ignore[arg-type]
-        self.listener.role, self.listener.may_write = self.receiver, self.receiver.may_be_written_by
+        self.side.outcomes, self.side.settings = outcomes, Settings(mode)
+        self.receiver = Receiver(self.side, self.gates)
+        self.listener.role, self.listener.may_write = self.receiver, self.receiver.may_write
 
     def _failed(self, wanted: FetchSpec, cause: HandOverFailed) -> None:
         assert wanted.attempt not in self.failed, "reported twice"
@@ -256,7 +258,7 @@ def test_it_is_there_when_every_write_has_arrived_in_any_order(push: Decode, ord
     assert not push.failed and push.is_clean()
     remote.say("local", Written(1, 0, 0))
     push.deliver()
-    assert push.receiver.dropped == {"unknown attempt": 1}
+    assert push.side.dropped == {"unknown attempt": 1}
 
 
 @pytest.mark.parametrize(
@@ -350,7 +352,7 @@ def test_one_failure_asks_the_others_to_stop_and_waits_for_them() -> None:
     assert [remote.heard() for remote in remotes] == [[], [Withdrawal(1, push.side.own)]]  # type: ignore[arg-type]
     remotes[0].say("local", Stopped(1, 0, FailureCause.LOST, "again"))
     push.deliver()
-    assert push.receiver.dropped == {"after the end": 1}
+    assert push.side.dropped == {"after the end": 1}
     remotes[1].say("local", Stopped(1, 1, FailureCause.STOPPED, "withdrawn"))
     push.deliver()
     assert push.over == [1] and push.is_clean()
@@ -426,11 +428,11 @@ def test_a_writer_of_another_host_that_is_not_heard_of_is_fenced(how: str, push:
     push.asking.answers[remote.place] = SIDE_CHANNELS[how]
     push.receiver.fail(1, HandOverFailed(FailureCause.DEADLINE, "late"))
     pass_time(push, UNHEARD_SECONDS - 1)
-    assert not push.over and len(push.gates) == 1, "it may still write"
+    assert not push.over and num_open(push.gates) == 1, "it may still write"
     pass_time(push, 2 * REPEAT_SECONDS)
     assert push.over == [1] and push.failed == {1: FailureCause.DEADLINE}
     assert list(push.network.gates) == ["local#2"] and "local#1" not in push.network.agents
-    assert len(push.gates) == 1 and push.is_clean()
+    assert num_open(push.gates) == 1 and push.is_clean()
 
 
 def test_a_side_channel_that_refuses_and_is_then_unreachable_is_no_death(push: Decode) -> None:
@@ -483,7 +485,7 @@ def test_others_are_written_through_the_gate_that_is_to_be_closed_until_they_are
     push.network.vanish(remote.transport.name)
     push.receiver.fail(1, HandOverFailed(FailureCause.DEADLINE, "late"))
     pass_time(push, UNHEARD_SECONDS + REPEAT_SECONDS)
-    assert push.over == [] and len(push.gates) == 2
+    assert push.over == [] and num_open(push.gates) == 2
     later = registered_with(push, "later", 4)
     assert [gate_of(one) for one in (other, slow, later)] == [b"local#1", b"local#1", b"local#2"]
     other.say("local#1", Written(2, 0, 0, ALL_WRITTEN))
@@ -491,7 +493,7 @@ def test_others_are_written_through_the_gate_that_is_to_be_closed_until_they_are
     assert push.over == [2] and push.failed == {1: FailureCause.DEADLINE}
     pass_time(push, DRAIN_SECONDS)
     assert push.over == [2, 1, 3] and push.failed == {1: FailureCause.DEADLINE, 3: FailureCause.LOST}
-    assert len(push.gates) == 1
+    assert num_open(push.gates) == 1
     later.say("local#2", Written(4, 0, 0, ALL_WRITTEN))
     pass_time(push, 1)
     assert push.over == [2, 1, 3, 4] and push.is_clean()
@@ -514,7 +516,7 @@ def test_a_gate_that_cannot_be_opened_or_closed_keeps_what_may_be_written(
     assert push.over == [] and "stay in quarantine; trying again" in caplog.text
     push.awaiting_checksum.fails, first.is_held = 0, False
     pass_time(push, 2 * AGAIN_SECONDS)
-    assert push.over == [1] and push.is_clean() and len(push.gates) == 1
+    assert push.over == [1] and push.is_clean() and num_open(push.gates) == 1
 
 
 def test_a_turn_costs_what_is_due() -> None:

@@ -8,8 +8,8 @@ from support.worker_fakes import HeldCopies, staging_over
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.worker.decode.arrived import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.staging.slab import Slots, Use
-from kvcached_nixl.worker.staging.staging import Held, Staging
+from kvcached_nixl.worker.transfer.slab import Slots, Use
+from kvcached_nixl.worker.transfer.staging import Held, Staging
 
 
 def window(staging: Staging) -> tuple[StagingWindow, list[Held]]:

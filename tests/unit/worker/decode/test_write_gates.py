@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 from support.digest_fakes import InTurn
+from support.internals import num_open
 from support.worker_fakes import Local
 
 from kvcached_nixl.transport.agent import TransportError
-from kvcached_nixl.worker.decode.fencing import AGAIN_SECONDS, DRAIN_SECONDS, GateUse, WriteGates
+from kvcached_nixl.worker.decode.fencing import AGAIN_SECONDS, DRAIN_SECONDS, GateUse
 
 
 class Part:
@@ -50,12 +51,12 @@ def gates() -> Gates:
 
 
 def test_all_parts_share_one_gate_that_is_opened_once(gates: Gates) -> None:
-    assert len(gates.gates) == 0 and list(gates.gates) == [] and gates.gates.turn() is None
+    assert num_open(gates.gates) == 0 and list(gates.gates) == [] and gates.gates.turn() is None
     begun = gates.gates.begin()
     _, first = gates.join()
     _, second = gates.join()
     assert begun is first is second and begun.metadata == b"local#1" and gates.network.num_opened == 1
-    assert len(gates.gates) == 1 and list(gates.gates) == [begun.gate]
+    assert num_open(gates.gates) == 1 and list(gates.gates) == [begun.gate]
     assert gates.gates.turn() is None, "nobody is fenced"
 
 
@@ -63,29 +64,29 @@ def test_all_parts_share_one_gate_that_is_opened_once(gates: Gates) -> None:
 def test_a_part_that_need_not_be_fenced_opens_no_gate(why: str, gates: Gates) -> None:
     part, passage = gates.join()
     if why == "another gate's":
-        gates.gates.fence(Part(), passage)
+        passage.fence(Part())
     else:
-        gates.gates.fence(part, passage)
+        passage.fence(part)
         part.is_idle = why == "idle"
         if why == "left":
-            gates.gates.leave(part, passage)
+            passage.leave(part)
     assert gates.run() is None and gates.network.num_opened == 1
 
 
 def test_a_gate_with_a_fenced_part_alone_is_closed_as_soon_as_another_is_open(gates: Gates) -> None:
     """The part is told once it is closed, and never again."""
     part, passage = gates.join()
-    gates.gates.fence(part, passage)
+    passage.fence(part)
     gates.gates.turn()
     assert gates.gates.turn() is None and gates.network.num_opened == 1, "one is being opened"
     gates.runs.run()
     gates.runs.turn()
-    assert list(gates.network.gates) == ["local#1", "local#2"] and len(gates.gates) == 2
+    assert list(gates.network.gates) == ["local#1", "local#2"] and num_open(gates.gates) == 2
     assert [gate.metadata() for gate in gates.gates] == [b"local#2", b"local#1"] and part.told == []
     gates.gates.turn()
     assert [gate.metadata() for gate in gates.gates] == [b"local#2"], "what it still receives is not read"
     assert gates.run() is None
-    assert part.told == ["fenced"] and list(gates.network.gates) == ["local#2"] and len(gates.gates) == 1
+    assert part.told == ["fenced"] and list(gates.network.gates) == ["local#2"] and num_open(gates.gates) == 1
     assert passage.parts == {} and passage.fenced == set()
 
 
@@ -94,7 +95,7 @@ def test_parts_that_still_write_have_their_time(gates: Gates) -> None:
     silent, passage = gates.join()
     slow, _ = gates.join()
     quick, _ = gates.join()
-    gates.gates.fence(silent, passage)
+    passage.fence(silent)
     gates.run()
     due = gates.clock.now_seconds() + DRAIN_SECONDS
     assert gates.run() == due
@@ -111,19 +112,19 @@ def test_parts_that_still_write_have_their_time(gates: Gates) -> None:
 def test_a_gate_is_closed_when_its_last_part_is_done(gates: Gates) -> None:
     silent, passage = gates.join()
     slow, _ = gates.join()
-    gates.gates.fence(silent, passage)
+    passage.fence(silent)
     gates.run()
     gates.run()
-    assert silent.told == [] and len(gates.gates) == 2
+    assert silent.told == [] and num_open(gates.gates) == 2
     slow.is_idle = True
     gates.run()
-    assert silent.told == ["fenced"] and slow.told == [] and len(gates.gates) == 1
+    assert silent.told == ["fenced"] and slow.told == [] and num_open(gates.gates) == 1
 
 
 def test_a_gate_that_could_not_be_closed_is_tried_again_later(gates: Gates, caplog: pytest.LogCaptureFixture) -> None:
     """Not at once, and not while it is being tried; its parts are not told before it is closed."""
     part, passage = gates.join()
-    gates.gates.fence(part, passage)
+    passage.fence(part)
     gates.network.gates["local#1"].is_held = True
     gates.run()
     gates.runs.held = True
@@ -143,26 +144,26 @@ def test_a_gate_that_could_not_be_closed_is_tried_again_later(gates: Gates, capl
 def test_a_gate_that_could_not_be_opened_is_tried_again_later(gates: Gates, caplog: pytest.LogCaptureFixture) -> None:
     """The present one is kept meanwhile, and says when it wants to be asked again."""
     part, passage = gates.join()
-    gates.gates.fence(part, passage)
+    passage.fence(part)
     gates.runs.fails = 1
     due = gates.clock.now_seconds() + AGAIN_SECONDS
-    assert gates.run() == due and len(gates.gates) == 1
+    assert gates.run() == due and num_open(gates.gates) == 1
     assert "stay in quarantine; trying again" in caplog.text
     gates.clock.advance(AGAIN_SECONDS - 0.1)
     assert gates.run() == due and gates.network.num_opened == 1
     gates.clock.advance(0.1)
     gates.run()
-    assert gates.network.num_opened == 2 and len(gates.gates) == 2
+    assert gates.network.num_opened == 2 and num_open(gates.gates) == 2
 
 
 def test_gates_are_opened_one_after_the_other(gates: Gates) -> None:
     """Not more than one in AGAIN_SECONDS, so that only a few are open."""
     first, passage = gates.join()
-    gates.gates.fence(first, passage)
+    passage.fence(first)
     gates.run()
     second, passage = gates.join()
     assert passage.metadata == b"local#2"
-    gates.gates.fence(second, passage)
+    passage.fence(second)
     assert gates.run() == gates.clock.now_seconds() + AGAIN_SECONDS and gates.network.num_opened == 2
     gates.clock.advance(AGAIN_SECONDS)
     gates.run()
@@ -175,12 +176,12 @@ def test_a_gate_that_is_being_closed_keeps_no_other_from_being_closed(gates: Gat
     for _ in range(2):
         user, passage = gates.join()
         silent, _ = gates.join()
-        gates.gates.fence(silent, passage)
+        passage.fence(silent)
         gates.clock.advance(AGAIN_SECONDS)
         gates.run()
         parts.append((user, silent))
     gates.join()
-    assert len(gates.gates) == 3
+    assert num_open(gates.gates) == 3
     gates.runs.held = True
     for user, _ in parts:
         user.is_idle = True
@@ -188,7 +189,7 @@ def test_a_gate_that_is_being_closed_keeps_no_other_from_being_closed(gates: Gat
     assert len(gates.runs.asked) == 2, "both are being closed"
     gates.runs.held = False
     gates.runs.turn()
-    assert [silent.told for _, silent in parts] == [["fenced"]] * 2 and len(gates.gates) == 1
+    assert [silent.told for _, silent in parts] == [["fenced"]] * 2 and num_open(gates.gates) == 1
 
 
 def test_the_first_gate_that_cannot_be_opened_is_said(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +199,7 @@ def test_the_first_gate_that_cannot_be_opened_is_said(gates: Gates, monkeypatch:
     monkeypatch.setattr(gates.network, "open_gate", refuse)
     with pytest.raises(TransportError, match="no device"):
         gates.join()
-    assert len(gates.gates) == 0
+    assert num_open(gates.gates) == 0
     monkeypatch.undo()
     assert gates.join()[1].metadata == b"local#1"
 
@@ -209,7 +210,7 @@ def test_the_end_of_the_engine_closes_all_gates(retired: int, gates: Gates) -> N
     silent, passage = gates.join()
     gates.join()
     if retired:
-        gates.gates.fence(silent, passage)
+        passage.fence(silent)
         gates.run()
     assert len(gates.network.gates) == 1 + retired
     gates.gates.close()
@@ -220,10 +221,10 @@ def test_a_part_that_leaves_is_not_told_any_more() -> None:
     gates = Gates()
     silent, passage = gates.join()
     left, _ = gates.join()
-    gates.gates.fence(left, passage)
-    gates.gates.fence(silent, passage)
-    WriteGates.leave(left, passage)
-    WriteGates.leave(left, passage)
+    passage.fence(left)
+    passage.fence(silent)
+    passage.leave(left)
+    passage.leave(left)
     gates.run()
     gates.run()
     assert (silent.told, left.told) == (["fenced"], [])

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from kvcached_nixl.worker.decode.attempt import NEXT, Event, Stage
+from kvcached_nixl.worker.decode.arrived import NEXT, Event, Stage
 from kvcached_nixl.worker.decode.write_part import WritePart
 
 CONNECTING, WRITING, WITHDRAWN, COMPARING, IN_VAIN, ENDED = Stage

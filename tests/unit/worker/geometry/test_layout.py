@@ -85,7 +85,7 @@ def test_the_contiguous_layout_takes_one_descriptor_a_block(era: str) -> None:
     caches, _ = geometry.allocate()
     layout = plan(geometry, caches)
     assert layout.arrangement is Arrangement.CONTIGUOUS
-    assert layout.descriptors_per_block == 1
+    assert len(layout.regions) == 1
     assert layout.regions[0].block_bytes == 3 * geometry.page_bytes
 
 
@@ -95,7 +95,7 @@ def test_k_and_v_apart_are_two_regions_a_layer() -> None:
     caches, _ = geometry.allocate()
     layout = plan(geometry, caches)
     assert layout.arrangement is Arrangement.SPLIT_HALF
-    assert layout.descriptors_per_block == 4
+    assert len(layout.regions) == 4
     assert [region.block_bytes for region in layout.regions] == [geometry.page_bytes // 2] * 4
 
 
@@ -163,7 +163,7 @@ def test_a_layer_that_shares_anothers_cache_adds_no_region() -> None:
         num_blocks=geometry.num_blocks,
         num_pools=2,
     )
-    assert list(layout.device_views) == list(caches) and layout.descriptors_per_block == 4
+    assert list(layout.device_views) == list(caches) and len(layout.regions) == 4
 
 
 def test_layers_that_share_a_pool_are_moved_once() -> None:

@@ -47,9 +47,8 @@ from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.wire.timeline import Reported, State, Timeline
 from kvcached_nixl.worker.prefill.offers import GRACE_SECONDS
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
-from kvcached_nixl.worker.staging.slab import Slots, Use
 from kvcached_nixl.worker.transfer.context import CAPACITY, RecentSet
-from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenTable
+from kvcached_nixl.worker.transfer.slab import Slots, Use
 from kvcached_nixl.worker.transfer.transfer_queue import Budget, TransferTally
 
 P1, P2, P3 = map(PrefillRequestId, ("p-1", "p-2", "p-3"))
@@ -91,8 +90,8 @@ class Prefill(Local):
         self.revoked: list[RevocationCause] = []
         self.claimed: list[int] = []
         self.timed: list[Reported] = []
-        self.table = TokenTable(np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
-        outcomes = SimpleNamespace(
+        self.table = self.side.token_table
+        outcomes: Any = SimpleNamespace(
             done=self._done,
             hold_idle=self.quiet.append,
             expired=self.expired.append,
@@ -101,17 +100,13 @@ class Prefill(Local):
             claimed=self.claimed.append,
             timed=self.timed.append,
         )
-        self.registry = OfferRegistry(
-            self.side,
-            self.gate_connections,
-            self.table,
-            outcomes,  # type: ignore[arg-type]
-            Settings(
-                TransferMode.PUSH if is_push else TransferMode.PULL,
-                kv_lease_duration_seconds=LEASE,
-                handover_timeout_seconds=unmatched,
-            ),
+        self.side.outcomes = outcomes
+        self.side.settings = Settings(
+            TransferMode.PUSH if is_push else TransferMode.PULL,
+            kv_lease_duration_seconds=LEASE,
+            handover_timeout_seconds=unmatched,
         )
+        self.registry = OfferRegistry(self.side)
         self.listener.role = self.registry.registrations
         self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
 
@@ -546,7 +541,7 @@ def test_a_withdrawn_registration_is_answered_when_nothing_is_in_flight(prefill:
     prefill.turn()
     hear(prefill.registry, "remote-0", Withdrawal(1, remote.address))
     prefill.turn()
-    assert len(prefill.in_flight) == 1 and prefill.registry.registrations.is_writing_to("remote-0")
+    assert len(prefill.in_flight) == 1 and prefill.registry.registrations.is_used("remote-0")
     prefill.network.deliver(prefill.in_flight[0])
     prefill.clock.advance(1)
     prefill.deliver()
@@ -565,7 +560,7 @@ def test_a_withdrawal_before_its_registration_is_answered_and_counts(prefill: Pr
     prefill.deliver()
     assert said(remote) == [Stopped(1, 0, FailureCause.STOPPED, "withdrawn")]
     assert prefill.transport.posted == []
-    assert prefill.registry.registrations.dropped == {"doubled or late registration": 1}
+    assert prefill.side.dropped == {"doubled or late registration": 1}
     prefill.register(remote, 2)
     prefill.deliver()
     assert said(remote) == [written(LAST, attempt=2)], "another attempt of it is served"

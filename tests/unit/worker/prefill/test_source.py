@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,8 +21,8 @@ from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import WINDOWS, FromBlocks, Source, Staged
-from kvcached_nixl.worker.staging.slab import Slots, Use
-from kvcached_nixl.worker.staging.staging import Held
+from kvcached_nixl.worker.transfer.slab import Slots, Use
+from kvcached_nixl.worker.transfer.staging import Held
 
 BLOCKS = (7, 3, 9)
 
@@ -76,8 +78,10 @@ class Side:
         self.advanced: list[WriteTask] = []
         self.settled: list[Offer] = []
         self.failed: list[tuple[WriteTask, str]] = []
+        local = SimpleNamespace(step_tokens=lambda sizes: math.lcm(*block_sizes, *sizes))
+        context: Any = SimpleNamespace(staging=self.staging, local=local)
         self.staged = Staged(
-            self.staging,
+            context,
             self.advanced.append,
             self.settled.append,
             lambda task, why: self.failed.append((task, str(why))),

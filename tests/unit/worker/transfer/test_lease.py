@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.internals import leftovers
 
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
@@ -145,7 +146,7 @@ def test_a_lease_is_renewed_until_the_last_request_that_wants_it_has_ended(
     assert renewals.take_due() == {HERE: ["p1"]}
     renewals.end(D2)
     clock.advance(LEASE)
-    assert renewals.take_due() == {} and renewals.first_seconds is None and len(renewals) == 0
+    assert renewals.take_due() == {} and renewals.first_seconds is None and not leftovers(renewals)
 
 
 def test_a_request_arrives_once(renewals: Renewals) -> None:
@@ -153,7 +154,7 @@ def test_a_request_arrives_once(renewals: Renewals) -> None:
     renewals.begin(LeaseRenewal(D1, THERE, "p2", LEASE))
     assert renewals.take_due() == {HERE: ["p1"]}
     renewals.end(D1)
-    assert len(renewals) == 0
+    assert not leftovers(renewals)
 
 
 def test_a_turn_renews_so_many_and_the_next_one_the_others(renewals: Renewals) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.internals import leftovers
+from support.internals import leftovers, links_of
 from support.worker_fakes import OTHER_START, START, TAG, Local, Memory, Remote, address
 
 from kvcached_nixl.transport.agent import TransportError
@@ -54,7 +54,7 @@ def test_a_peer_that_offers_something_else_is_refused_in_words(local: Local, the
     assert all(one in needing.words for one in shown or (repr(theirs)[:1000], repr(TAG)))
     assert "engine remote at 10.0.0.2:5601" in needing.words
     assert "the same dtype and transfer_mode" in needing.words and len(needing.words) < 3000
-    assert len(local.peers) == 0
+    assert len(links_of(local.peers)) == 0
     Needing(local, remote.address)
     assert len(local.asking.asked) == 2, "it may have been replaced by one that fits"
 
@@ -142,7 +142,7 @@ def test_one_address_that_answers_as_two_engines_costs_what_it_is_asked_for(loca
     local.turn()
     local.peers.send(one.address, b"on")
     local.turn()
-    assert len(local.peers) == 1
+    assert len(links_of(local.peers)) == 1
 
 
 def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:
@@ -152,7 +152,7 @@ def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:
     local.asking.answers["by.name", 5601, 0] = remote.answer()
     by_name = Needing(local, where)
     local.turn()
-    assert [known.agent for known in by_name.known] == ["remote-0"] and len(local.peers) == 2
+    assert [known.agent for known in by_name.known] == ["remote-0"] and len(links_of(local.peers)) == 2
     local.asking.answers[remote.place] = ("another tag", b"")
     local.peers.probe(remote.address)
     local.turn()
@@ -161,7 +161,7 @@ def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:
     local.asking.answers["by.name", 5601, 0] = ("another tag", b"")
     local.peers.probe(where)
     local.turn()
-    assert local.dead == ["remote-0"] and len(local.peers) == 0
+    assert local.dead == ["remote-0"] and len(links_of(local.peers)) == 0
 
 
 def test_a_message_that_is_meant_for_one_agent_is_told_to_no_other(local: Local) -> None:
@@ -302,7 +302,7 @@ def test_who_is_named_no_more_is_forgotten(local: Local) -> None:
     assert Needing(local, remotes[0].address).known
     local.clock.advance(1)
     local.turn()
-    assert len(local.peers) == 1
+    assert len(links_of(local.peers)) == 1
     assert local.dead == ["r1-0", "r2-0"], "whoever keeps something of them lets go of it"
     assert local.transport.peers == {"r0-0"}
     Needing(local, remotes[1].address)
@@ -318,7 +318,7 @@ def test_who_is_being_asked_is_not_forgotten(local: Local) -> None:
     needing = Needing(local, remote.address)
     local.clock.advance(FORGOTTEN_SECONDS)
     local.turn()
-    assert len(local.peers) == 1
+    assert len(links_of(local.peers)) == 1
     local.asking.open.pop().set_result(remote.answer())
     local.turn()
     assert len(needing.known) == 1

@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 from support.kvcached_memory import Geometry
-from unit.worker.staging.test_slab import allocate
+from unit.worker.transfer.test_slab import allocate
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.worker.memory_registration import SlabLoad, make_slab, num_kept, num_slots
-from kvcached_nixl.worker.staging.slab import Slots, Use
+from kvcached_nixl.worker.transfer.slab import Slots, Use
 
 LAYOUT, _, _ = allocate(Geometry(num_pools=2, block_size=16, num_blocks=2000, reserved_blocks=2001))
 LARGEST_BLOCK_TOKENS = 256

@@ -14,8 +14,8 @@ from functools import partial
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.worker.background import Background, Work
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.staging.slab import Slab, SlabUse, Slots, Use
+from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, split
+from kvcached_nixl.worker.transfer.slab import Slab, SlabUse, Slots, Use
 
 __all__ = ["Held", "Staging"]
 
@@ -241,7 +241,7 @@ class Staging:
                     (sources, theirs.ids, theirs.first_token),
                 ):
                     within = ids[begin - first // size : end - first // size]
-                    found += _split(within, most // room)
+                    found += split(within, most // room)
         held.copies += 1
 
         def copied(_: object, failed: str) -> None:
@@ -250,8 +250,3 @@ class Staging:
 
         do = partial(self.slab.gather, sources, staged) if is_gather else partial(self.slab.scatter, staged, sources)
         self.copier.submit(Work(f"a copy of {len(sources)} blocks", do, copied))
-
-
-def _split(ids: Sequence[int], number: int) -> Sequence[int]:
-    """Returns the kernel blocks that these blocks are split into."""
-    return ids if number == 1 else [one * number + place for one in ids for place in range(number)]

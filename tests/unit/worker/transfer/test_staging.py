@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/staging/staging.py: how much of a slab one peer, and silent peers together, may have."""
+"""worker/transfer/staging.py: how much of a slab one peer, and silent peers together, may have."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from support.worker_fakes import HeldCopies, staging_over
 
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.staging.slab import SlabUse, Slots, Use
-from kvcached_nixl.worker.staging.staging import Held, Staging
+from kvcached_nixl.worker.transfer.slab import SlabUse, Slots, Use
+from kvcached_nixl.worker.transfer.staging import Held, Staging
 
 
 @pytest.fixture

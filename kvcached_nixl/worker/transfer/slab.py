@@ -25,13 +25,13 @@ peer: its slots are taken only when the source is ready.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from kvcached_nixl.current_device import select
@@ -209,7 +209,7 @@ class Slots:
             raise ValueError(f"found {count} slots; expected at least {2 * kept}, and {kept} to be above 0")
         self.count = count
         self._kept = kept
-        self._free: list[tuple[int, int]] = [(0, count)]
+        self._is_free = np.ones(count, dtype=bool)
         self._used = dict.fromkeys(Use, 0)
 
     def used(self, use: Use) -> int:
@@ -231,53 +231,21 @@ class Slots:
         number = min(wanted, self.available(use))
         if number < max(1, at_least):
             return []
+        free = np.flatnonzero(self._is_free)
+        # The first run of so many; without one, those that are free.
+        begins = np.flatnonzero(free[number - 1 :] - free[: len(free) - number + 1] == number - 1)
+        found = free[begins[0] if len(begins) else 0 :][:number]
+        self._is_free[found] = False
         self._used[use] += number
-        found: list[int] = []
-        while len(found) < number:
-            missing = number - len(found)
-            place = next((i for i, (_, length) in enumerate(self._free) if length >= missing), None)
-            if place is None:
-                place = max(range(len(self._free)), key=lambda i: self._free[i][1])
-            begin, length = self._free[place]
-            taken = min(length, missing)
-            found.extend(range(begin, begin + taken))
-            if taken == length:
-                del self._free[place]
-            else:
-                self._free[place] = (begin + taken, length - taken)
-        return found
+        return [int(slot) for slot in found]
 
     def give_back(self, slots: list[int], use: Use) -> None:
         """Free slots that no copy or transfer touches any more."""
-        for begin, length in _runs(slots):
-            self._free_run(begin, length)
+        wrong = [slot for slot in slots if slot >= self.count or self._is_free[slot]]
+        if wrong:
+            raise ValueError(f"found the slots {wrong} given back, which were free")
+        self._is_free[slots] = True
         self._used[use] -= len(slots)
 
     def _spared(self, use: Use) -> int:
         return max(0, self._kept - self._used[use])
-
-    def _free_run(self, begin: int, length: int) -> None:
-        place = bisect_left(self._free, (begin, 0))
-        after = self._free[place] if place < len(self._free) else (self.count, 0)
-        before = self._free[place - 1] if place else (0, 0)
-        if begin < before[0] + before[1] or begin + length > after[0] or begin + length > self.count:
-            raise ValueError(f"found the slots {begin} to {begin + length - 1} given back, some of which were free")
-        if place < len(self._free) and after[0] == begin + length:
-            length += after[1]
-            del self._free[place]
-        if place and before[0] + before[1] == begin:
-            begin, length = before[0], before[1] + length
-            place -= 1
-            del self._free[place]
-        self._free.insert(place, (begin, length))
-
-
-def _runs(slots: list[int]) -> list[tuple[int, int]]:
-    """Returns (begin, length) of each run of consecutive slots."""
-    runs: list[tuple[int, int]] = []
-    for slot in sorted(slots):
-        if runs and sum(runs[-1]) == slot:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((slot, 1))
-    return runs

@@ -17,7 +17,7 @@ from support.kvcached_memory import Geometry
 
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
 from kvcached_nixl.worker.geometry.layout import Layout, group_memory, plan
-from kvcached_nixl.worker.staging.slab import Slab
+from kvcached_nixl.worker.transfer.slab import Slab
 
 CPU = torch.device("cpu")
 geometries = st.builds(

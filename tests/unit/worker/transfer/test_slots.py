@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_nixl.worker.staging.slab import Slots, Use
+from kvcached_nixl.worker.transfer.slab import Slots, Use
 
 
 def test_a_requests_slots_lie_together() -> None:
