@@ -152,6 +152,11 @@ class DecodeFetches:
             return False
         return True
 
+    def may_compute(self, request: Request) -> bool:
+        """Whether a request whose attempt has failed may be computed here as it is: all of its prompt is here."""
+        fetch_request = self._fetch_requests[DecodeRequestId(request.request_id)]
+        return fetch_request.is_tried and fetch_request.may_be_computed
+
     def forget(self, request: Request, step: Step) -> None:
         """The hand-over of a request that has no blocks has failed, and another one may follow."""
         request_id = DecodeRequestId(request.request_id)

@@ -160,6 +160,8 @@ class Asker:
         # vLLM ends a request whose client sends no more, and an answer that is on its way here can still be read.
         for one in self._sockets.pop(number, ()):
             with contextlib.suppress(OSError):
+                # One that is being connected can be shut down, too, but another one would follow it.
+                one.getpeername()
                 one.shutdown(socket.SHUT_WR)
                 is_told = True
         if is_told:

@@ -32,7 +32,7 @@ from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input,
 from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
 from kvcached_nixl.vllm.adapter.versions import installed_has
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
-from kvcached_nixl.vllm.patches.step_output import reports_of, stood_still
+from kvcached_nixl.vllm.patches.step_output import has_reports, stood_still
 from kvcached_nixl.vllm.patches.weights import identify_if_due
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -142,8 +142,7 @@ def _bring_nothing(batches: Collection[Any]) -> bool:
         return False
     for future, *_ in batches:
         output = future.result()
-        reports = None if output is None else reports_of(output)
-        if reports is None or reports.sent or reports.received or reports.invalid:
+        if output is None or has_reports(output):
             return False
     return True
 

@@ -78,6 +78,17 @@ def reports_of(model_runner_output: Any) -> Reports:
     return reports
 
 
+def has_reports(model_runner_output: Any) -> bool:
+    """Whether a step's output reports anything; nothing is taken out of it."""
+    found = model_runner_output.kv_connector_output
+    return found is not None and bool(
+        found.finished_sending
+        or found.finished_recving
+        or found.invalid_block_ids
+        or list(reports_in(found.kv_connector_worker_meta))
+    )
+
+
 def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Reports) -> Any:
     """A copy of a step's output with these reports in place of its own. vLLM shares one output among empty steps."""
     from vllm.v1.outputs import KVConnectorOutput

@@ -14,7 +14,7 @@ from kvcached_nixl.vllm.adapter.attributes import attach
 from kvcached_nixl.vllm.patches import engine_loop
 from kvcached_nixl.vllm.patches.engine_loop import rest
 from kvcached_nixl.vllm.patches.step_output import note_step
-from kvcached_nixl.wire.step import Reports
+from kvcached_nixl.wire.step import Report, Reports
 
 LONGEST_SECONDS = 5.0
 OURS = "WAITING_FOR_REMOTE_KVS"
@@ -116,6 +116,7 @@ def rested(one: Any) -> list[float]:
     return waited
 
 
+REPORTED = SimpleNamespace(kvcached_nixl_report=Report({(1, 0)}))
 NO_REPORTS: dict[str, Any] = {
     "finished_sending": None,
     "finished_recving": None,
@@ -188,6 +189,7 @@ def test_below_several_connectors_it_rests_for_a_moment() -> None:
         core(OURS, batch_queue=[batch(), batch(reported={"finished_sending": {"a"}})]),
         core(OURS, batch_queue=[batch(reported={"finished_recving": {"a"}})]),
         core(OURS, batch_queue=[batch(reported={"invalid_block_ids": {-2}})]),
+        core(OURS, batch_queue=[batch(reported={"kv_connector_worker_meta": REPORTED})]),
         core(OURS, batch_queue=[batch(has_output=False)]),
         core(OURS, finished_req_ids={"a"}),
         core(OURS, deferred_frees=[1]),
@@ -203,6 +205,7 @@ def test_below_several_connectors_it_rests_for_a_moment() -> None:
         "sent",
         "received",
         "failed",
+        "ended on a rank",
         "no output",
         "an end to tell",
         "blocks that a step still writes",

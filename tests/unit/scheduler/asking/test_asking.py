@@ -148,6 +148,9 @@ class Fetching:
     def failure_of(self, request: Any) -> HandOverFailed | None:
         return self.failures.get(request.request_id)
 
+    def may_compute(self, request: Any) -> bool:
+        return True
+
     def forget(self, request: Any, step: Any) -> None:
         del self.failures[request.request_id]
 
