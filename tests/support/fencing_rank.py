@@ -56,6 +56,7 @@ from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
+from support.internals import num_open
 
 BACKENDS = ["UCX"]
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 1 << 16, 8192
@@ -214,7 +215,7 @@ def decode(folder: Path, ending: str, fault: str) -> None:
         os.kill(pid, signal.SIGCONT)
     time.sleep(LATE_SECONDS)
     found["changed"] = int((rank.memory != OTHERS).any(axis=1).sum())
-    found["gates"] = len(rank.gates)
+    found["gates"] = num_open(rank.gates)
     print("FOUND " + json.dumps(found), flush=True)
 
 

@@ -40,9 +40,9 @@ KEEP_STATE, KEPT_STATE = "keep_state", "state_of_another_token"
 Saved = list[list[list[torch.Tensor]]]
 """Of each group and layer, the tensors of one block."""
 ALL_GROUPS = -1
-STEP, OVER = "kvcached_nixl_step", "kvcached-nixl:over:"
-"""Names that kvcached_nixl uses: the attribute of the connector's metadata with the hand-overs for its workers, and
-the prefix that its workers put before the number of a finished attempt."""
+STEP, SIDE = "kvcached_nixl_step", "_kvcached_nixl"
+"""Attributes that kvcached_nixl sets: of the connector's metadata, the hand-overs for its workers; of the connector,
+the worker's half, which reports what has ended."""
 
 
 def step_pushes(connector: Any) -> bool:
@@ -138,8 +138,11 @@ class Recorder:
         return results
 
     def _note_finished(self, finished_sending: set[str], finished_receiving: set[str]) -> None:
-        for name in sorted(finished_receiving):
-            pending = self.pending.pop(name.removeprefix(OVER), None)
+        side = vars(self.connector).get(SIDE)
+        # vLLM asks for the report next.
+        ended = () if side is None else (str(attempt) for attempt, _ in side._report.ended)
+        for name in sorted({*finished_receiving, *ended}):
+            pending = self.pending.pop(name, None)
             if pending is not None:
                 self._record(pending)
         for name in sorted(finished_sending):
@@ -331,7 +334,7 @@ class KvProbe:
         held = {"allocated (MiB)": _allocated_bytes() / 2**20}
         if not has_kv_transfer_group():
             return held
-        thread = vars(get_kv_transfer_group())["_kvcached_nixl"].thread
+        thread = vars(get_kv_transfer_group())[SIDE].thread
         gates = list(thread._receiver.gates)
         return {**held, "NIXL peers": len(thread._context.transport._peers), "NIXL agents": 1 + len(gates)}
 

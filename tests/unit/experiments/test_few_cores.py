@@ -45,5 +45,5 @@ def test_an_idle_agent_uses_no_core_and_no_thread_is_pinned(is_asked: bool) -> N
         [sys.executable, "-c", IDLE], env=environment, check=True, capture_output=True, text=True, timeout=60
     )
     busy, has_every_core = done.stdout.split()[-2:]
-    assert float(busy) < 0.15 if is_asked else float(busy) > 0.5
+    assert float(busy) < 0.15 if is_asked else float(busy) > 0.3
     assert has_every_core == str(is_asked)

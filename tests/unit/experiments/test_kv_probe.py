@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from support.script_loading import load_script
 
+from kvcached_nixl.wire.step import Report
+
 torch: Any = pytest.importorskip("torch", reason="the KV probe runs inside vLLM's worker, next to torch")
 
 HEADS, TOKENS, DIM, BLOCKS = 2, 4, 3, 6
@@ -227,7 +229,7 @@ def test_a_pull_of_ours_is_recorded_under_the_number_of_its_attempt(probe: Modul
         attempt=7, request_id="on d", name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=manifest
     )
     begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[wanted])})
-    connector.moved = {f"{probe.OVER}7": None}
+    setattr(connector, probe.SIDE, SimpleNamespace(_report=Report({(7, 0)})))
     recorder.finish()
     (record,) = recorder.records
     assert (record["transfer"], record["local_block_ids"], record["remote_block_ids"]) == ("on p", [[4, 1]], [[0, 3]])
