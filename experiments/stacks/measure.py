@@ -63,6 +63,11 @@ class Outcome:
     hand_overs_after: int
     wrong: list[dict[str, object]]
 
+    @property
+    def num_errors(self) -> int:
+        """Requests that ended with an error while a prefill engine was killed and brought back."""
+        return sum(number for verdict, number in self.troubled.items() if verdict.startswith("error"))
+
 
 def spec(name: str, mode: str | None, *, is_stock: bool = False) -> ServerSpec:
     """Return the configuration of an engine; without ``mode``, of the stock instance that answers are compared with.

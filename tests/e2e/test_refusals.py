@@ -134,8 +134,8 @@ def test_what_cannot_be_served_stops_the_engine_at_start(
 
 
 @pytest.mark.long
-def test_a_side_channel_port_that_is_taken_says_which_engine_has_it(tmp_path: Path) -> None:
-    """The engine's id, its process, and the command line of the server that it belongs to; that server serves on."""
+def test_a_side_channel_port_that_is_taken_says_which_process_has_it(tmp_path: Path) -> None:
+    """The engine's process; its server serves on."""
     with running([spec("prefill")], tmp_path) as (prefill,):
         port = str(prefill.side_channel_port)
         second = spec("decode", environment={**KVCACHED, "VLLM_NIXL_SIDE_CHANNEL_PORT": port})
@@ -145,5 +145,3 @@ def test_a_side_channel_port_that_is_taken_says_which_engine_has_it(tmp_path: Pa
         log = (tmp_path / "decode.log").read_text(errors="replace")
         (found,) = {line.partition("found:")[2] for line in log.splitlines() if "found:" in line and "is taken" in line}
         assert f"port {port} of 127.0.0.1 is taken by process " in found and "EngineCore" in found
-        assert f"started by process {prefill.process.pid}: " in found and f"--port {prefill.port}" in found
-        assert found.endswith(f"engine {prefill.identity} answers")

@@ -13,4 +13,4 @@ from experiments.stacks.measure import Outcome
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_answer_is_that_of_one_instance(mode: str, check: Callable[[str, str], Outcome]) -> None:
-    assert check("Dynamo", mode).troubled.get("error", 0) > 0, "nobody noticed that prefill was killed"
+    assert check("Dynamo", mode).num_errors > 0, "nobody noticed that prefill was killed"
