@@ -255,7 +255,7 @@ _FINISHED_IN_VAIN = "the stock worker would take the transfer thread's notificat
     _FINISHED_IN_VAIN, remove_when=_REMOVE_WHEN
 )
 def get_finished(call: Call) -> tuple[set[str], set[str]]:
-    return _ended(call)
+    return _sent(call), set()
 
 
 @Patch(FACADE, "get_transfer_results", "worker", "self finished_req_ids", versions=ASKS_FOR_RESULTS.later).because(
@@ -264,15 +264,14 @@ def get_finished(call: Call) -> tuple[set[str], set[str]]:
 def get_transfer_results(call: Call) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-    sent, received = _ended(call)
-    return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
+    return KVConnectorTransferResults(finished_sending=_sent(call), finished_recving=set())
 
 
-def _ended(call: Call) -> tuple[set[str], set[str]]:
+def _sent(call: Call) -> set[str]:
     side = side_of(call.instance)
-    sent = side.take_sent()
+    sent: set[str] = side.take_sent()
     metrics.record(WorkerView(call.instance).stats, side.take_counted())
-    return sent, set()
+    return sent
 
 
 @Patch(CONNECTOR_BASE, "build_connector_worker_meta", "worker", "self").because(
