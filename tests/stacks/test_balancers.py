@@ -209,8 +209,9 @@ def test_a_stored_response_is_found_by_the_name_of_its_conversation(fleet: Fleet
     asyncio.run(run())
 
 
-HOW_A_WHOLE_ANSWER_ENDS = {"Service": "broken off", "nginx": "502", "vllm-router": "200"}
-"""One whose server is killed: only vllm-router sends a request again that a server has had."""
+HOW_A_WHOLE_ANSWER_ENDS = {"Service": ("broken off",), "nginx": ("502",), "vllm-router": ("200", "500")}
+"""One whose server is killed: only vllm-router sends a request again that a server has had, for a second, and to the
+same server until its health check has noticed."""
 
 
 def test_a_decode_server_is_killed(fleet: Fleet) -> None:
@@ -220,13 +221,13 @@ def test_a_decode_server_is_killed(fleet: Fleet) -> None:
     async def run() -> None:
         begun = [asyncio.Event() for _ in range(2 * len(fleet.balancers))]
         events = iter(begun)
-        under_way: list[tuple[str, str, Conversation, asyncio.Task[tuple[str, list[int]]]]] = []
+        under_way: list[tuple[str, tuple[str, ...], Conversation, asyncio.Task[tuple[str, list[int]]]]] = []
         for name, talks in fleet.talks.items():
             (first, second, *_), (other, *_) = ([one for one in talks if one.home is server] for server in (lost, left))
             for how, one, asked in (
-                ("broken off", first, first.stream(next(events))),
+                (("broken off",), first, first.stream(next(events))),
                 (HOW_A_WHOLE_ANSWER_ENDS[name], second, second.whole()),
-                ("complete", other, other.stream(next(events))),
+                (("complete",), other, other.stream(next(events))),
             ):
                 under_way.append((name, how, one, asyncio.create_task(asked)))
         async with asyncio.timeout(60):
@@ -239,8 +240,8 @@ def test_a_decode_server_is_killed(fleet: Fleet) -> None:
         fleet.serve("nginx", "vllm-router")
         for name, how, one, task in under_way:
             (found, ids), right = await task, await one.right(MANY)
-            assert found == how, name
-            assert ids == right[: len(ids)] and (ids == right or how not in ("complete", "200")), (name, how)
+            assert found in how, name
+            assert ids == right[: len(ids)] and (ids == right or found not in ("complete", "200")), (name, found)
         for name, talks in fleet.talks.items():
             for one in talks:
                 await soon_answered(one, NOTICED_SECONDS if fleet.balancers[name].checks_health else 0.0)
