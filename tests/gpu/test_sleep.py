@@ -19,19 +19,12 @@ def test_a_slab_outlives_a_sleep() -> None:
     from support.kvcached_memory import Geometry
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    from kvcached_nixl.worker.geometry.layout import plan
     from kvcached_nixl.worker.transfer.slab import Slab
 
     geometry, device = Geometry(num_pools=2), torch.device("cuda", 0)
     with device:
         caches, _ = geometry.allocate()
-    layout = plan(
-        caches,
-        axes=geometry.axes(),
-        pages=dict.fromkeys(caches, geometry.page()),
-        num_blocks=geometry.num_blocks,
-        num_pools=geometry.num_pools,
-    )
+    layout = geometry.layout(caches)
     allocator = CuMemAllocator.get_instance()
     with allocator.use_memory_pool(tag="kv_cache"):
         slept = torch.ones(1 << 20, dtype=torch.uint8, device=device)

@@ -41,13 +41,7 @@ def main(geometry: Geometry) -> dict[str, object]:
     )
     block_ids = manager.alloc(3)
     caches = {f"layer.{index}": tensor for index, tensor in enumerate(tensors)}
-    layout = plan(
-        caches,
-        axes=geometry.axes(),
-        pages=dict.fromkeys(caches, geometry.page()),
-        num_blocks=geometry.num_blocks,
-        num_pools=geometry.num_pools,
-    )
+    layout = geometry.layout(caches)
     one = torch.ones(1, dtype=geometry.dtype).view(torch.uint8).numpy().tobytes()
     wrong = []
     for block_id in block_ids:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvcached_nixl.worker.geometry.layout import Page
+from kvcached_nixl.worker.geometry.layout import Layout, Page, plan
 from kvcached_nixl.worker.geometry.planes import Axes
 
 
@@ -86,6 +86,11 @@ class Geometry:
         """Per KV-cache group, the names of its layers."""
         layers, pools = self.layer_names(), self.num_pools
         return tuple(tuple(layers[group * pools : (group + 1) * pools]) for group in range(self.groups))
+
+    def layout(self, caches: dict[str, torch.Tensor]) -> Layout:
+        """The layout of these tensors of all layers."""
+        pages = dict.fromkeys(caches, self.page())
+        return plan(caches, axes=self.axes(), pages=pages, num_blocks=self.num_blocks, num_pools=self.num_pools)
 
     def axes(self) -> Axes:
         """Returns what each dimension of the backend's shape stands for."""

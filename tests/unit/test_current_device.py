@@ -28,7 +28,7 @@ from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker import facade as starting
 from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.facade import Device
-from kvcached_nixl.worker.geometry.layout import Layout, plan
+from kvcached_nixl.worker.geometry.layout import Layout
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.transfer.slab import Slab
 
@@ -197,13 +197,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> Layout:
     """In ordinary memory, which says that it is device 1's."""
     geometry = Geometry(num_pools=2)
     caches, _ = geometry.allocate()
-    made = plan(
-        caches,
-        axes=geometry.axes(),
-        pages=dict.fromkeys(caches, geometry.page()),
-        num_blocks=geometry.num_blocks,
-        num_pools=geometry.num_pools,
-    )
+    made = geometry.layout(caches)
     monkeypatch.setattr(Layout, "device", RANK_1)
     return made
 

@@ -22,7 +22,7 @@ from kvcached_nixl.wire.handshake import RankHandshake, Tensors, Weights, read_r
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.wire.step import OfferUpdate, Step, WakeAddress
 from kvcached_nixl.worker.facade import Device, WorkerFacade, build_worker
-from kvcached_nixl.worker.geometry.layout import layers_digest, plan
+from kvcached_nixl.worker.geometry.layout import layers_digest
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 
@@ -93,13 +93,7 @@ class Channel:
 
 def registered(geometry: Geometry, **fields: Any) -> Registered:
     caches, _ = geometry.allocate()
-    layout = plan(
-        caches,
-        axes=geometry.axes(),
-        pages=dict.fromkeys(caches, geometry.page()),
-        num_blocks=geometry.num_blocks,
-        num_pools=geometry.num_pools,
-    )
+    layout = geometry.layout(caches)
     return Registered(layout, geometry.layers_of_groups(), **fields)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.kvcached_memory import Geometry
 
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
-from kvcached_nixl.worker.geometry.layout import Layout, group_memory, plan
+from kvcached_nixl.worker.geometry.layout import Layout, group_memory
 from kvcached_nixl.worker.transfer.slab import Slab
 
 CPU = torch.device("cpu")
@@ -39,13 +39,7 @@ def allocate(geometry: Geometry) -> tuple[Layout, list[torch.Tensor], tuple[Grou
     caches, memory = geometry.allocate()
     for number, pool in enumerate(memory):
         pool.view(torch.uint8).copy_(torch.arange(pool.nbytes).remainder(251 - number))
-    layout = plan(
-        caches,
-        axes=geometry.axes(),
-        pages=dict.fromkeys(caches, geometry.page()),
-        num_blocks=geometry.num_blocks,
-        num_pools=geometry.num_pools,
-    )
+    layout = geometry.layout(caches)
     groups = tuple(group_memory(layout, layers, 1, lambda _: HeadShare(0)) for layers in geometry.layers_of_groups())
     return layout, memory, groups
 
