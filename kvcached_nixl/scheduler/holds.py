@@ -20,7 +20,7 @@ class Holds:
 
     def __init__(self) -> None:
         self._held: dict[int, list[Any]] = {}
-        # A random start, because vLLM reports the holds of all connectors of an engine in one set.
+        # A random start, because the reports of all connectors of an engine are joined.
         self._numbers = itertools.count(secrets.randbits(60))
         self._num_blocks = 0
 

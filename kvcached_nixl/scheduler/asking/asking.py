@@ -205,11 +205,14 @@ class Asking:
         wanted = self._wanted[request_id]
         server, _ = self.servers.choose(wanted.tried, wanted.hashes)
         is_asked_for = self._has_tries(wanted) and not self._replaces(server)
-        if self._computes and not is_asked_for and self._fetching.may_compute(request):
+        if is_asked_for:
+            self._fetching.forget(request, step)
+            self._wait(wanted)
+        elif self._computes and self._fetching.may_compute(request):
             self._wait_locally(wanted)
         else:
             self._fetching.forget(request, step)
-            (self._wait if is_asked_for else self._compute_here)(wanted)
+            self._compute_here(wanted)
         self._to_hold.append(request_id)
         return True
 
