@@ -42,8 +42,7 @@ def run(tmp_path: Path) -> Run:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
         if transports == "tcp":
             environ["UCX_TLS"] = "tcp"
-        root = Path(__file__).parents[2]
-        environ["PYTHONPATH"] = os.pathsep.join([str(root), environ.get("PYTHONPATH", "")])
+        environ["PYTHONPATH"] = os.pathsep.join(sys.path)
         program = [sys.executable, str(FOLDER / "fencing_rank.py")]
         with subprocess.Popen([*program, "prefill", str(folder)], env=environ, stdout=subprocess.DEVNULL) as prefill:
             try:
