@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from urllib.parse import urlsplit
 
 from kvcached_nixl import install, status
 from kvcached_nixl.cli import report
@@ -55,22 +54,7 @@ exit status:
      --prefill: a server would not serve, and the output says why
   2  wrong usage
 """
-_DUMB = ("dumb", "unknown")
-_TOP = """\
-Shows prefill and decode servers in a terminal. It asks each for /metrics, and for nothing else, so it runs wherever
-they can be reached, and it sends no key.
-
-  role          prefill, decode or both, by what the server has done so far
-  run, wait     requests that vLLM computes, and that wait
-  KV used       share of the tokens of KV that the engine could hold now, and +N tokens of prompts that have no blocks
-  hand-overs/s  whose bytes this side has moved: decode with pull, prefill with push
-  held, asked   decode: requests that no prefill server is asked for yet, and that wait for an answer
-  free mem      of the device; mapped is what kvcached has mapped for KV
-  failed        hand-overs that brought no KV, by cause
-
-hand-overs/s and +N in failed are of the time since the last look.
-"""
-_TOP_EPILOG = """\
+_EPILOG = """\
 example:
   kvcached-nixl top http://prefill:8001 http://decode:8000
   kvcached-nixl top --once http://prefill:8001 https://[2001:db8::1]:8443/base
@@ -99,12 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
     parser.add_argument("--model", help="show which model runner vLLM uses for it: a folder or a name; no download")
     parser.add_argument("--version", action="version", version=f"kvcached_nixl {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="{doctor,top}")
+    commands = parser.add_subparsers(dest="command", metavar="{doctor}")
     _add_doctor(commands.add_parser)
-    _add_top(commands.add_parser)
     options = parser.parse_args(arguments)
-    if options.command == "top":
-        return _top(options)
     if options.command == "doctor":
         if options.prefill and (options.backend or options.peer or options.rank or options.device):
             parser.error("--backend, --peer, --rank and --device do not go with --prefill, which tests no transport")
@@ -152,65 +133,11 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--prefill-api-key-file", metavar="FILE", help="with --prefill: a file with their --api-key")
 
 
-def _add_top(add: Callable[..., argparse.ArgumentParser]) -> None:
-    parser = add(
-        "top",
-        help="prefill and decode servers, hand-overs and memory, live in a terminal",
-        description=_TOP,
-        epilog=_TOP_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_top_arguments(parser)
-
-
-def add_top_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", nargs="+", type=_url, metavar="URL", help="a prefill or decode server")
-    parser.add_argument(
-        "--interval", type=_interval, default=2.0, metavar="SECONDS", help="between two looks (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="look twice, print one table and end; the default where standard output is no terminal",
-    )
-
-
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
         raise argparse.ArgumentTypeError(f"found {text!r}; expected HOST:PORT, with a port of 1 to 65535")
     return host.strip("[]"), int(port)
-
-
-def _url(text: str) -> str:
-    try:
-        parts = urlsplit(text)
-        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_usable = False
-    if not is_usable or parts.query or parts.fragment or parts.username or not text.isascii() or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"found {text!r}; expected http[s]://HOST[:PORT][/PATH]")
-    return text.rstrip("/").removesuffix("/metrics")
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.5 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"found {text!r}; expected seconds, 0.5 to 3600")
-    return seconds
-
-
-def _top(options: argparse.Namespace) -> int:
-    try:
-        from kvcached_nixl.cli.top import run
-    except ImportError as error:
-        print(f"top: {error}. Run pip install '.[top]' in a clone to install it.", file=sys.stderr)
-        return 1
-    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in _DUMB
-    return run(options.url, options.interval, is_once=options.once or not is_terminal)
 
 
 def _ask(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ compile() {
     ../../.venvs/tools/bin/uv pip compile --quiet --generate-hashes --no-annotate --no-header --universal \
         --python-version 3.10 "$@" >/dev/null
 }
-project=(--extra top --extra dev ../../pyproject.toml)
+project=(--extra dev ../../pyproject.toml)
 compile "$@" "${project[@]}" pythons.in --output-file pythons.txt
 compile "$@" pythons-torch.in --constraint pythons.txt --output-file pythons-torch.txt
 # The lowest allowed version of each direct requirement, and the newest allowed version of their requirements.

@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Run:
             finally:
                 prefill.kill()
         lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-        assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+        assert lines, f"exit status {done.returncode}: " + done.stdout[-3000:] + done.stderr[-3000:]
         found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
         return found
 

@@ -188,12 +188,3 @@ def test_the_doctor_says_what_is_missing(with_wheel: Environment) -> None:
 def test_doctor_says_what_is_missing_to_ask_prefill(with_wheel: Environment) -> None:
     done = with_wheel.run(*COMMAND, "doctor", "--prefill", "http://127.0.0.1:1")
     assert done.returncode == 1 and "where vLLM is installed" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_top_without_its_extra_says_what_to_install(with_wheel: Environment) -> None:
-    """Its help, and what it says to a wrong URL, need nothing."""
-    done = with_wheel.run(*COMMAND, "top", "http://127.0.0.1:8000")
-    assert done.returncode == 1 and "pip install '.[top]'" in done.stderr and "Traceback" not in done.stderr
-    assert "exit status:" in with_wheel.run(*COMMAND, "top", "--help").stdout
-    done = with_wheel.run(*COMMAND, "top", "127.0.0.1:8000")
-    assert done.returncode == 2 and "expected http" in done.stderr

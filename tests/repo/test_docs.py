@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import importlib.util
@@ -18,8 +17,6 @@ from typing import Any
 import pytest
 from support import markdown_pages as pages
 
-from kvcached_nixl.__main__ import add_top_arguments
-from kvcached_nixl.cli.top import COLUMNS, WANTED
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.causes import FailureCause
@@ -192,25 +189,6 @@ def test_every_state_of_a_hand_over_is_defined() -> None:
     """And no other one is."""
     documented = pages.rows(pages.section(page("metrics.md"), "States of a hand-over"))
     assert [name for name in documented if name in {state.label for state in State}] == [state.label for state in State]
-
-
-def test_every_metric_that_top_shows_has_a_row() -> None:
-    """A column of a metric that was renamed would be empty for ever."""
-    known = {name.removesuffix("_total") for name in pages.rows(page("metrics.md"))}
-    ours = {re.sub("_(?:total|count|sum)$", "", name) for name in WANTED if not name.startswith("vllm:num_")}
-    assert ours <= known
-
-
-def test_every_column_of_top_has_a_row() -> None:
-    assert {*COLUMNS} == {*pages.rows(pages.section(page("metrics.md"), "Columns"))} - {"column"}
-
-
-def test_every_flag_of_top_has_a_row() -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    add_top_arguments(parser)
-    flags = {max(action.option_strings, key=len) for action in parser._actions if action.option_strings}
-    rows = pages.rows(pages.section(page("metrics.md"), "Flags"))
-    assert flags == {name.split()[0] for name in rows if name.startswith("--")}
 
 
 # -------------------------------------------------------------------------------------------------------------- README

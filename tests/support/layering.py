@@ -84,9 +84,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/side_channel.py",),
     "psutil": ("side_channel_address.py", "transport/start.py"),
-    "aiohttp": ("cli/top.py", "scheduler/asking/asker.py"),
+    "aiohttp": ("scheduler/asking/asker.py",),
     "prometheus_client": ("vllm/adapter/metrics.py",),
-    "rich": ("cli/top.py",),
     "hostvmm": (),
 }
 """Foreign package -> folders or files below the package that may import it."""
