@@ -38,7 +38,6 @@ from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.scheduler.starvation import Starvation
 from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.scheduler.timelines import Spans, Timelines
-from kvcached_nixl.scheduler.told_headroom import ToldHeadroom
 from kvcached_nixl.scheduler.worker_reports import WorkerReports
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill
@@ -105,12 +104,14 @@ class SchedulerFacade:
         self._giving_way = GivingWay(clock, terms, self._offering, self._fetching)
         self.asking = None if asks is None else self._build_asking(asks, asker)
         figures = None if self.asking is None else self.asking.figures
-        self._headroom = ToldHeadroom(clock, terms.groups.tokens_per_block, self._kept, self._fetching, figures)
         self._reports = WorkerReports(
             *(own.tp_size, self._fetching, self._offering), self._gate, self._giving_way, self.timelines
         )
         self.revocations = Revocations(self._link, clock, read, self._holds, self._offering, self._fetching)
-        self.side_channel = OwnSideChannel(self._link, self._offering, self.revocations, self._headroom)
+        self.side_channel = OwnSideChannel(
+            *(self._link, clock, terms.groups.tokens_per_block, self._offering, self._fetching),
+            *(self.revocations, figures),
+        )
         self._accepts_params = asks is None or asks.accepts_params
         self._reported_quarantine = 0
         self._failed: set[str] = set()
@@ -352,7 +353,7 @@ class SchedulerFacade:
         self.timelines.end(request.request_id)
         is_kept, params = self._offering.finished(request, is_whole, block_ids, self._link.bound(), self._link.step)
         if params is not None:
-            params[HEADROOM_KEY] = self._headroom.in_answer(self._link.bound())
+            params[HEADROOM_KEY] = self.side_channel.in_answer()
         return is_kept, params
 
     def keeps(self, request_id: str) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's own side channel: what it answers peers, and what its thread asks of the engine."""
+"""An engine's own side channel: what it answers peers, what it says of its memory, and what it asks of the engine."""
 
 from __future__ import annotations
 
@@ -8,25 +8,20 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine_link import EngineLink
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.revocations import Revocations
-from kvcached_nixl.scheduler.told_headroom import ToldHeadroom
-from kvcached_nixl.wire.handshake import Answer, Weights, read_rank
-from kvcached_nixl.wire.headroom import encode_headroom
+from kvcached_nixl.wire.handshake import Answer, read_rank
+from kvcached_nixl.wire.headroom import AskingFigures, Headroom, encode_headroom
 
-__all__ = [
-    "Answers",
-    "Envelope",
-    "HandshakeListener",
-    "OwnSideChannel",
-    "answers_of",
-    "is_staged",
-    "weights_of",
-]
+__all__ = ["ANSWER_SECONDS", "Answers", "HandshakeListener", "OwnSideChannel", "answers_of"]
 
 Answers = Mapping[int, tuple[str, bytes]]
 """Rank -> (compatibility string, metadata)."""
+ANSWER_SECONDS = 0.25
+"""Answers within this time say the same of the queue: what it costs to look grows with its length."""
 
 
 class HandshakeListener(Protocol):
@@ -54,45 +49,54 @@ def answers_of(metadata: Mapping[Any, Envelope], incarnation: str) -> Answers:
         incarnation: drawn when this engine started, or when its weights were changed.
     """
     return {
-        rank: (
-            one.compatibility_hash,
-            msgspec.msgpack.encode(Answer(incarnation, one.agent_metadata_bytes)),
-        )
+        rank: (one.compatibility_hash, msgspec.msgpack.encode(Answer(incarnation, one.agent_metadata_bytes)))
         for (_, rank), one in metadata.items()
     }
-
-
-def is_staged(metadata: Mapping[Any, Envelope]) -> bool:
-    """Whether a rank of this engine stages KV; ``metadata`` as for `answers_of`."""
-    return any(read_rank(one.agent_metadata_bytes).is_staged for one in metadata.values())
-
-
-def weights_of(metadata: Mapping[Any, Envelope]) -> dict[Any, Weights]:
-    """Identity of each rank's weights; ``metadata`` as for `answers_of`."""
-    return {key: read_rank(one.agent_metadata_bytes).weights for key, one in metadata.items()}
 
 
 class OwnSideChannel:
     """See the module. One per engine.
 
+    kvcached 0.1.6 says how much memory is mapped, but has no counters (``operation_counters`` in its
+    ``observability.py``). So the amount is looked at again and again, and its rises and falls are added up. What is
+    mapped and given back between two looks is not counted: both sums are lower bounds, and their difference is exact.
+
     Threads: the side channel's thread calls `woken`, `headroom` and `watch_memory`; the engine's thread calls the
     others.
+
+    Args:
+        tokens_per_block: of all KV-cache groups together.
+        asking: None if the engine asks no prefill servers.
     """
 
     def __init__(
-        self, link: EngineLink, offering: PrefillOffers, revocations: Revocations, headroom: ToldHeadroom
+        self,
+        link: EngineLink,
+        clock: Clock,
+        tokens_per_block: float,
+        offering: PrefillOffers,
+        fetching: DecodeFetches,
+        revocations: Revocations,
+        asking: AskingFigures | None,
     ) -> None:
         self._link = link
+        self._clock = clock
+        self._tokens_per_block = tokens_per_block
         self._offering = offering
+        self._fetching = fetching
         self._revocations = revocations
-        self._headroom = headroom
+        self._asking = asking
         self._listener: HandshakeListener | None = None
+        self._mapped_bytes = self._risen_bytes = self._fallen_bytes = 0
+        self._queued_tokens = 0
+        self._said_until_seconds = 0.0
 
     def introduce(self, metadata: Mapping[Any, Envelope], listen: Callable[[Answers], HandshakeListener]) -> None:
         """Sets the handshakes of this engine's ranks. Called when the workers have registered their memory, and again
         when their weights may have changed. Peers are answered with them until `close`."""
-        self._offering.is_read_early |= is_staged(metadata)
-        self._revocations.identified(weights_of(metadata))
+        ranks = {key: read_rank(one.agent_metadata_bytes) for key, one in metadata.items()}
+        self._offering.is_read_early |= any(one.is_staged for one in ranks.values())
+        self._revocations.identified({key: one.weights for key, one in ranks.items()})
         answers = answers_of(metadata, self._link.incarnation)
         if self._listener is None:
             self._listener = listen(answers)
@@ -111,20 +115,52 @@ class OwnSideChannel:
         if listener is not None:
             listener.close()
 
+    def woken(self) -> None:
+        """A worker has something to report: makes the engine step. May be called from any thread."""
+        self._link.woken()
+
+    # ---------------------------------------------------------------------------------------------- what it says of it
+
     def headroom(self) -> bytes:
         """Returns this engine's `Headroom`, encoded; empty before its first step."""
         self.watch_memory()
         if self._revocations.is_doubted:
             # An idle engine looks at its weights before its next step: now, since somebody asks.
             self._link.woken()
-        blocks = self._link.blocks
-        return b"" if blocks is None else encode_headroom(self._headroom.of(blocks))
+        if self._link.blocks is None:
+            return b""
+        usage, per_block = self._link.blocks.usage(), self._tokens_per_block
+        num_offers, num_kept, oldest_offer_seconds = self._offering.kept.kept_now()
+        num_fetches, oldest_fetch_seconds = self._fetching.waiting_now()
+        return encode_headroom(
+            Headroom(
+                free_tokens=int(usage.num_free * per_block),
+                used_tokens=int(usage.num_used * per_block),
+                queued_tokens=usage.queued_tokens,
+                kept_offers=num_offers,
+                kept_tokens=int(num_kept * per_block),
+                free_bytes=usage.free_bytes,
+                mapped_bytes=self._mapped_bytes,
+                map_bytes=self._risen_bytes,
+                unmap_bytes=self._fallen_bytes,
+                waiting_fetches=num_fetches,
+                oldest_fetch_seconds=oldest_fetch_seconds,
+                oldest_offer_seconds=oldest_offer_seconds,
+                asking=self._asking,
+            )
+        )
 
     def watch_memory(self) -> None:
-        """Counts what kvcached has mapped and unmapped since the last call."""
+        """Counts what kvcached has mapped and unmapped since the last call. The first amount is a rise from 0."""
         if self._link.blocks is not None:
-            self._headroom.watch(self._link.blocks)
+            before, self._mapped_bytes = self._mapped_bytes, self._link.blocks.mapped_bytes()
+            self._risen_bytes += max(0, self._mapped_bytes - before)
+            self._fallen_bytes += max(0, before - self._mapped_bytes)
 
-    def woken(self) -> None:
-        """A worker has something to report: makes the engine step. May be called from any thread."""
-        self._link.woken()
+    def in_answer(self) -> dict[str, int]:
+        """What prefill's answers say of this engine's queue."""
+        now = self._clock.now_seconds()
+        if now >= self._said_until_seconds:
+            self._said_until_seconds = now + ANSWER_SECONDS
+            self._queued_tokens = self._link.bound().usage().queued_tokens
+        return {"queued_tokens": self._queued_tokens}
