@@ -6,11 +6,10 @@ vLLM does not know of these blocks.
 
 from __future__ import annotations
 
-import itertools
-import secrets
 from typing import Any
 
 from kvcached_nixl.scheduler.engine import BlockPool
+from kvcached_nixl.wire.step import report_numbers
 
 __all__ = ["Holds"]
 
@@ -20,8 +19,7 @@ class Holds:
 
     def __init__(self) -> None:
         self._held: dict[int, list[Any]] = {}
-        # A random start, because the reports of all connectors of an engine are joined.
-        self._numbers = itertools.count(secrets.randbits(60))
+        self._numbers = report_numbers()
         self._num_blocks = 0
 
     @property

@@ -12,7 +12,6 @@ offer as it is if decode fetches it. In each case blocks are freed only when eve
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,7 +23,7 @@ from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.terms import Terms, is_meant
 from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID
-from kvcached_nixl.wire.step import BlockIds, Finish, OfferUpdate, Revocation, Revoke, Step
+from kvcached_nixl.wire.step import BlockIds, Finish, OfferUpdate, Revocation, Revoke, Step, report_numbers
 
 __all__ = ["KeptOffers"]
 
@@ -102,7 +101,7 @@ class KeptOffers:
         self._kept: dict[PrefillRequestId, _Kept] = {}
         self._closed: str | None = None
         self._revoked_at = Deadlines[PrefillRequestId]()
-        self._numbers = itertools.count(1)
+        self._numbers = report_numbers()
         # Number of a revocation that may be reported as spared -> its request.
         self._asked: dict[int, PrefillRequestId] = {}
 

@@ -11,12 +11,11 @@ does not want any more, too: see `OfferRegistry.await_claim`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.wire.step import AwaitClaim, Step
+from kvcached_nixl.wire.step import AwaitClaim, Step, report_numbers
 
 __all__ = ["StartGate"]
 
@@ -31,7 +30,7 @@ class StartGate:
     def __init__(self, clock: Clock, ask_again_seconds: float) -> None:
         self._clock = clock
         self._ask_again_seconds = ask_again_seconds
-        self._numbers = itertools.count(1)
+        self._numbers = report_numbers()
         self._held = Deadlines[PrefillRequestId]()
         # Those that may begin, until they do, or end.
         self._claimed: set[PrefillRequestId] = set()

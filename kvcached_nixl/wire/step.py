@@ -11,6 +11,9 @@ reported in vLLM's own set instead, under its own id, because a ``MultiConnector
 
 from __future__ import annotations
 
+import itertools
+import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -43,6 +46,7 @@ __all__ = [
     "UnneededOffer",
     "WakeAddress",
     "Withdraw",
+    "report_numbers",
 ]
 
 BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
@@ -50,6 +54,12 @@ BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
 
 FAILING = -1
 """A block id that no block has. Among the invalid blocks it makes vLLM ask which requests failed; our patch answers."""
+
+
+def report_numbers() -> Iterator[int]:
+    """Numbers for what workers report by number. They start at random, because vLLM joins the reports of all connectors
+    of an engine, and another one of them may have been given the same small numbers."""
+    return itertools.count(secrets.randbits(60))
 
 
 @dataclass
