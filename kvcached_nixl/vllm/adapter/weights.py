@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvcached_nixl.identity.files import checksum_of, processor_checksum, processor_code, settings_of
 from kvcached_nixl.identity.history import ModelReading, WeightsHistory, joined
@@ -42,6 +43,28 @@ def note_files(loader: Any, name: str, subfolder: str | None, files: Sequence[st
     _history(loader).reads_files(name, subfolder or "", read_alone, load)
 
 
+class _EmptyIsZero(TorchFunctionMode):  # type: ignore[misc]
+    """While a model is built, memory that nobody has written is zero.
+
+    Some parameters have rows that no checkpoint fills: K and V of a layer that shares those of another one (Gemma 4).
+    They would hold what was in memory before, and equal weights would look different.
+    """
+
+    _ALLOCATES = frozenset(
+        {
+            *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+            *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
+        }
+    )
+    is_over = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not self.is_over and func in self._ALLOCATES and type(made) is torch.Tensor and not made.is_meta:
+            made.untyped_storage().fill_(0)
+        return made
+
+
 def watch_loading(loader: Any) -> None:
     """Note what a new loader of weights loads, before and after kernels rewrite it.
 
@@ -52,9 +75,11 @@ def watch_loading(loader: Any) -> None:
     load_weights, load_model = private(loader, "load_weights"), private(loader, "load_model")
     get_all_weights = optional(loader, "get_all_weights")
     loaded: Reading = {}
+    building = _EmptyIsZero()
 
     def loads_weights(model: Any, *rest: Any, **named: Any) -> Any:
         nonlocal loaded
+        building.is_over = True
         _adopt(loader, model)
         before = read(_loaded_into(model))
         found = load_weights(model, *rest, **named)
@@ -63,7 +88,9 @@ def watch_loading(loader: Any) -> None:
         return found
 
     def loads_model(*arguments: Any, **named: Any) -> Any:
-        model = load_model(*arguments, **named)
+        building.is_over = False
+        with building:
+            model = load_model(*arguments, **named)
         history = _adopt(loader, model)
         history.built(loaded, distrust(type(loader)))
         history.begins(_reading(model, moves=False).tensors)

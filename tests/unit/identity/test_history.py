@@ -153,6 +153,33 @@ def test_kernels_may_differ() -> None:
         assert worker().weights().misfit(worker(2.0, rewrites).weights())
 
 
+def test_rows_that_no_checkpoint_fills_are_equal_everywhere() -> None:
+    """As K and V of a layer that uses those of another one."""
+
+    class Part(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = torch.nn.Parameter(torch.empty(64, 3))
+
+    class PartLoader(Loader):
+        def load_model(self, model_config: str) -> Model:
+            model = Part()
+            self.load_weights(model, model_config)
+            return model
+
+        def load_weights(self, model: Any, model_config: str) -> None:
+            super().load_weights(model, model_config)
+            model.qkv.data[:32] = 5
+
+    found = []
+    for left in (7.0, 8.0):
+        # Freed memory is given out again as it is.
+        [torch.full((64, 3), left) for _ in range(64)].clear()
+        found.append(worker(kind=PartLoader))
+    assert [one.model.qkv[32:].abs().max().item() for one in found] == [0, 0]
+    assert found[0].weights().misfit(found[1].weights()) == ""
+
+
 def plain_norm(model: Model) -> None:
     weight = model.norm.weight.data
     del model.norm.weight
