@@ -32,7 +32,7 @@ from kvcached_nixl.transport.agent import Operation, Ranges, Transport, descript
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.transfer.topology import PeerRoutes
+from kvcached_nixl.worker.transfer import topology
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
 BLOCK_SIZE = 16
@@ -270,12 +270,9 @@ class Node:
         return statistics.median(held)
 
     def _ranges(self, local: list[int], remote: list[int]) -> tuple[Ranges, Ranges]:
-        routes = PeerRoutes(self._engine.side.thread._context.local)
-        found = PeerRoutes.ranges(
-            routes.of("far", (GroupMemory((self._far_planes,)),), is_prefill=False),
-            [(KernelBlocks(local), KernelBlocks(remote), 0)],
-            self._tokens,
-        )
+        own = self._engine.side.thread._context.local
+        routes = topology.routes(own.groups, (GroupMemory((self._far_planes,)),), is_prefill=False)
+        found = topology.ranges(routes, [(KernelBlocks(local), KernelBlocks(remote), 0)], self._tokens)
         return found.local, found.remote
 
     def _prompt(self, name: str) -> list[int]:

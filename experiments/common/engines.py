@@ -20,6 +20,7 @@ import torch
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
+from kvcached_nixl.processes import Host
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.side_channel import answers_of
@@ -39,7 +40,6 @@ from kvcached_nixl.worker.facade import Device, assemble
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET, TokenArray
-from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
 
 COMPATIBILITY = "kvcached_nixl/experiments"

@@ -144,7 +144,7 @@ class MemoryTransport:
         self.posted: list[Posted] = []
         self.refuse_posts = False
         self.keeps_posted = True
-        self._peers: set[str] = set()
+        self._peers: dict[str, object] = {}
         self._lost: set[str] = set()
 
     @property
@@ -159,11 +159,14 @@ class MemoryTransport:
         name = metadata.decode(errors="replace")
         if name not in self.network.agents:
             raise TransportError(f"found no agent {name!r}")
-        self._peers.add(name)
+        self._peers.setdefault(name, object())
         return name
 
+    def connection(self, peer: str) -> object:
+        return self._peers.get(peer)
+
     def remove_peer(self, peer: str) -> None:
-        self._peers.discard(peer)
+        self._peers.pop(peer, None)
         self._lost.discard(peer)
         self._fail_pending(peer)
 
@@ -219,7 +222,7 @@ class MemoryTransport:
             self.network.fail(posted)
 
     def _require(self, peer: str) -> None:
-        if peer not in self._peers - self._lost or peer not in self.network.agents:
+        if peer not in self._peers.keys() - self._lost or peer not in self.network.agents:
             raise TransportError(f"found no connection to {peer!r}")
 
 

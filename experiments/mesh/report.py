@@ -114,7 +114,7 @@ TENTHS = 10
 MOST_GROWTH = 1.25
 """Limit of the last tenth relative to the first. Not 1: other load on the machine shows in both."""
 STALE_KEPT = 16
-REMEMBERED = ("Registrations._finished",)
+REMEMBERED = ("Writer._finished",)
 """Tables that remember finished registrations and finished prefill requests, up to a fixed capacity."""
 NEVER_EMPTY = frozenset({"TokenBuffers._free", *REMEMBERED})
 

@@ -142,6 +142,8 @@ class Transport(_Agent):
         self._memory_type = memory_type
         self._device_id = device_id
         self._peers: dict[str, tuple[str, int]] = {}
+        # Kept from a peer's first addition until it is removed.
+        self._connections: dict[str, object] = {}
 
     def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
         """Adds a peer's agent; returns its name. Idempotent.
@@ -159,10 +161,16 @@ class Transport(_Agent):
             raise TransportError(f"the peer's NIXL metadata was not accepted: {error}") from error
         peer = peer_name(name)
         self._peers[peer] = memory_type or self._memory_type, device_id
+        self._connections.setdefault(peer, object())
         return peer
+
+    def connection(self, peer: str) -> object:
+        """Returns an object that stands for the current connection to a peer; once it is removed, another or None."""
+        return self._connections.get(peer)
 
     def remove_peer(self, peer: str) -> None:
         """Removes a peer's agent and closes the connection. Transfers in flight to it fail. Never raises."""
+        self._connections.pop(peer, None)
         if self._peers.pop(peer, None) is not None:
             try:
                 self._agent.remove_remote_agent(peer)

@@ -1,180 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both ends of vLLM's side channel: a ZMQ socket in each engine core that answers requests for handshakes.
+"""Asks vLLM's side channels, a ZMQ socket in each engine core that answers requests for handshakes (`listener`).
 
-The stock listener parses a request and looks up its rank without handling errors; an error ends its thread, and every
-later handshake times out. This listener answers every request that it can read, in vLLM's
-format (``_nixl_handshake_listener`` in ``v1/nixl/base_scheduler.py``): a request names the rank and its pipeline stage,
-and the answer has a second frame, the listener's clock. vLLM below 0.26 names no stage, and expects one frame. So a
-stock peer gets as far as comparing hashes, which refuses it with a readable message.
-
-The engine's own workers wake the engine over it, with a key that only they know.
+An engine's workers ask those of its peers, and wake the engine over its own, with a key that only they know. A server's
+API process watches those of its own engines.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
 import logging
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import msgspec
 import zmq
 
 from kvcached_nixl.side_channel_address import Endpoint, look_up
 
+__all__ = ["HandshakeWatch", "Reply", "SideChannel", "url"]
+
 logger = logging.getLogger("vllm.kvcached_nixl")
 
-_ASK = b"get_meta_msg"
-_WAKE = b"kvcached_nixl has ended something"
-_HEADROOM = b"kvcached_nixl headroom"
-_T = TypeVar("_T")
+ASK = b"get_meta_msg"
+WAKE = b"kvcached_nixl has ended something"
+HEADROOM = b"kvcached_nixl headroom"
 _REPLY_SECONDS = 5.0
-_WATCH_SECONDS = 0.1
-"""How often the listener calls ``watch``, and looks whether it is to stop."""
 _ASKED_AT_ONCE, _ASKED_AT_ONCE_THERE = 256, 8
 """Concurrent requests, in all and per address: each holds sockets, and a router may name any number of addresses."""
 _LOOKED_UP_AT_ONCE, _NAMES_REMEMBERED = 64, 4096
 """Host names, looked up concurrently and cached: a name server that does not answer blocks a look-up for seconds."""
-_LONGEST_QUESTION_BYTES = 1024
 _LONGEST_ANSWER_BYTES = 64 << 20
 
 
-class _Reply(msgspec.Struct):
+class Reply(msgspec.Struct):
     compatibility_hash: str
     agent_metadata_bytes: bytes
-
-
-class Listener:
-    """Answers peers' requests for handshakes, on its own thread, until it is closed.
-
-    Args:
-        addresses: numeric; those that this host does not have are left out if it has another one of them.
-        answers: rank -> (compatibility string, metadata). A request for another rank is answered with an error text as
-            compatibility string, so that the peer refuses the handshake and logs the text.
-        woken: called on the listener's thread when a worker of this engine has something to report.
-        key: secret that such a worker sends.
-        headroom: returns what the engine could take now, encoded; empty if that is not known. Called on the listener's
-            thread.
-        watch: called there after each message, and every `_WATCH_SECONDS`.
-
-    Raises:
-        OSError: an address cannot be bound.
-    """
-
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        port: int,
-        answers: Mapping[int, tuple[str, bytes]],
-        woken: Callable[[], None],
-        key: str,
-        headroom: Callable[[], bytes] = lambda: b"",
-        watch: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._headroom, self._watch = headroom, watch
-        self._answers: dict[int, bytes] = {}
-        self.answer(answers)
-        self._woken = woken
-        self._key = key.encode()
-        self._closing = threading.Event()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # Without a limit, a message of any size would be read into memory before its size is checked.
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
-        try:
-            self._bind(addresses, port)
-        except OSError:
-            self._context.destroy(linger=0)
-            raise
-        self._thread = threading.Thread(target=self._run, name="kvcached-nixl-listener", daemon=True)
-        self._thread.start()
-
-    def answer(self, answers: Mapping[int, tuple[str, bytes]]) -> None:
-        """Replaces the answers. May be called from any thread."""
-        self._answers = {rank: msgspec.msgpack.encode(_Reply(*answer)) for rank, answer in answers.items()}
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._closing.set()
-        self._thread.join()
-
-    def _bind(self, addresses: Sequence[str], port: int) -> None:
-        missing: list[OSError] = []
-        for address in addresses:
-            self._socket.setsockopt(zmq.IPV6, int(":" in address))
-            try:
-                self._socket.bind(_url(address, port))
-            except zmq.ZMQError as error:
-                where = Endpoint(address, port)
-                failure = OSError(error.errno, f"the side channel cannot listen at {where}: {error.strerror}")
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise failure from error
-                missing.append(failure)
-        if len(missing) == len(addresses):
-            raise missing[0]
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.is_set():
-                if self._socket.poll(int(_WATCH_SECONDS * 1000)):
-                    self._take(self._socket.recv_multipart())
-                self._try(self._watch)
-        finally:
-            self._context.destroy(linger=0)
-
-    def _take(self, frames: list[bytes]) -> None:
-        question = frames[-1]
-        if len(frames) != 3 or len(question) > _LONGEST_QUESTION_BYTES:
-            logger.warning(
-                "Dropped a message to the side channel: found %d frames; expected 3, and a short request", len(frames)
-            )
-            return
-        try:
-            said = msgspec.msgpack.decode(question)
-        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-            logger.warning("Dropped a message to the side channel that cannot be read: %s", error)
-            return
-        if not isinstance(said, list) or len(said) not in (2, 3):
-            logger.warning("Dropped a message to the side channel: expected a request for a rank's handshake")
-        elif said == [_WAKE, self._key]:
-            self._woken()
-        elif said[0] == _HEADROOM:
-            self._send([frames[0], b"", self._try(self._headroom) or b""])
-        elif said[0] == _ASK:
-            answer = [frames[0], b"", self._answer(said[-1], said[-2] if len(said) == 3 else 0)]
-            if len(said) == 3:
-                answer.append(msgspec.msgpack.encode(time.perf_counter()))
-            self._send(answer)
-
-    def _answer(self, rank: object, stage: object) -> bytes:
-        found = self._answers.get(rank) if isinstance(rank, int) and stage == 0 else None
-        if found is None:
-            # Of other values only the type is shown: they may be nested too deep for repr.
-            shown = rank if isinstance(rank, int) else type(rank).__name__
-            said = f"no rank {shown}: this engine has {sorted(self._answers)}; correct the router's tp_size"
-            found = msgspec.msgpack.encode(_Reply(said, b""))
-        return found
-
-    def _try(self, read: Callable[[], _T]) -> _T | None:
-        try:
-            return read()
-        except Exception:
-            # The engine's thread changes meanwhile what is read here. It is read again soon.
-            logger.debug("The engine's headroom could not be read", exc_info=True)
-            return None
-
-    def _send(self, frames: list[bytes]) -> None:
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.warning("A request for a handshake was not answered: %s", error)
 
 
 class SideChannel:
@@ -252,9 +116,9 @@ class SideChannel:
             loop.close()
 
     async def _ask(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
-        frames = await self._exchanged(host, port, (_ASK, 0, tp_rank))
+        frames = await self._exchanged(host, port, (ASK, 0, tp_rank))
         try:
-            reply = msgspec.msgpack.decode(frames[0], type=_Reply)
+            reply = msgspec.msgpack.decode(frames[0], type=Reply)
         except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as error:
             raise ValueError(
                 f"the answer of the side channel at {Endpoint(host, port)} cannot be read: {error}"
@@ -262,7 +126,7 @@ class SideChannel:
         return reply.compatibility_hash, reply.agent_metadata_bytes
 
     async def _ask_headroom(self, host: str, port: int) -> bytes:
-        frames = await self._exchanged(host, port, (_HEADROOM, 0))
+        frames = await self._exchanged(host, port, (HEADROOM, 0))
         return bytes(frames[0]) if frames else b""
 
     async def _exchanged(self, host: str, port: int, question: tuple[object, ...]) -> list[bytes]:
@@ -283,7 +147,7 @@ class SideChannel:
             asking.setsockopt(zmq.MAXMSGSIZE, _LONGEST_ANSWER_BYTES)
             asking.setsockopt(zmq.IPV6, int(":" in address))
             try:
-                asking.connect(_url(address, port))
+                asking.connect(url(address, port))
                 await asking.send(msgspec.msgpack.encode(question))
                 return list(await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS))
             except asyncio.TimeoutError as error:
@@ -348,12 +212,80 @@ class SideChannel:
             own = self._own[host, port] = zmq.Context.shadow(self._context.underlying).socket(zmq.DEALER)
             own.setsockopt(zmq.LINGER, 0)
             own.setsockopt(zmq.IPV6, int(":" in host))
-            own.connect(_url(host, port))
+            own.connect(url(host, port))
         try:
-            own.send_multipart([b"", msgspec.msgpack.encode((_WAKE, key.encode()))], zmq.NOBLOCK)
+            own.send_multipart([b"", msgspec.msgpack.encode((WAKE, key.encode()))], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.info("The engine was not woken for a worker's report: %s", error)
 
 
-def _url(address: str, port: int) -> str:
+def url(address: str, port: int) -> str:
     return f"tcp://{Endpoint(address, port)}"
+
+
+WATCH_SECONDS = 2.0
+"""How often a server's own engines are asked."""
+
+
+class HandshakeWatch:
+    """Watches what the side channels of a server's own engines answer. One thread in its API server, until `close`,
+    until the listener is gone, or with the process.
+
+    An engine's identity exists in its own process only, and reaches the API server with no other message before the
+    first request. The side channel has it from the start, and again whenever the weights change.
+
+    Args:
+        channel: is closed at the end.
+        engines: index of each engine -> its side channel. Those on other hosts do not answer, and stay unknown.
+        ranks: of one engine.
+        listener: the metrics; ``say_kind`` and ``say_headroom`` are called on the watch's thread. The watch does not
+            keep it alive.
+    """
+
+    def __init__(self, channel: SideChannel, engines: Mapping[int, Endpoint], ranks: int, listener: Any) -> None:
+        self._channel = channel
+        self._engines = dict(engines)
+        self._ranks = ranks
+        self._listener = ref(listener)
+        self._known: dict[int, tuple[str, bytes]] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvcached-nixl-handshake-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._listener() is not None:
+                asked = {index: self._channel.ask(*where, 0) for index, where in self._engines.items()}
+                for index, first in asked.items():
+                    try:
+                        self._look(index, first.result())
+                        self._ask_headroom(index)
+                    except (OSError, ValueError, CancelledError) as error:
+                        logger.debug("The side channel of engine %d is not read: %s", index, error)
+                    except Exception:
+                        # A watch that ended would leave the metrics as they are for good.
+                        logger.exception("What engine %d's handshake compares is not in the metrics", index)
+                if self._closing.wait(WATCH_SECONDS):
+                    return
+        finally:
+            self._channel.close()
+
+    def _look(self, index: int, first: tuple[str, bytes]) -> None:
+        # Each rank's answer has the engine's incarnation, which is new whenever the weights are.
+        if not first[1] or self._known.get(index) == first:
+            return
+        others = [self._channel.ask(*self._engines[index], rank) for rank in range(1, self._ranks)]
+        answers = [first, *(one.result() for one in others)]
+        listener = self._listener()
+        if listener is not None and all(metadata for _, metadata in answers):
+            listener.say_kind(index, answers)
+            self._known[index] = first
+
+    def _ask_headroom(self, index: int) -> None:
+        headroom, listener = self._channel.ask_headroom(*self._engines[index]).result(), self._listener()
+        if listener is not None and headroom:
+            listener.say_headroom(index, headroom)

@@ -45,8 +45,6 @@ class Background:
     """See the module.
 
     Args:
-        name: of the thread.
-        device: where the memory is.
         wake: called on the background thread when work has ended; does not block.
 
     Raises:

@@ -118,7 +118,6 @@ class Dispatch:
         self.computing: deque[Reached] = deque()
 
     def take(self, command: Command) -> None:
-        """Take in a command of the engine's thread."""
         self._take(command, _COMMANDS)
 
     def take_reached(self) -> None:
@@ -144,7 +143,7 @@ class Dispatch:
     def _identify(self, command: LocalIdentity) -> None:
         self.wake_address, self._context.own = command.wake_address, command.own
         self._context.incarnation = command.incarnation
-        self._registry.registrations.started(command.incarnation)
+        self._registry.writer.started(command.incarnation)
 
     def _change_weights(self, command: NewWeights) -> None:
         self._context.weights, self._context.weight_names = command.weights, command.names
@@ -192,7 +191,7 @@ class Dispatch:
         if isinstance(message, (StagingRequest, Written, Stopped)):
             self._receiver.fail(message.attempt, failure)
         elif isinstance(message, (Registration, StagingGrant)):
-            self._registry.registrations.fail((agent, message.attempt), failure)
+            self._registry.writer.fail((agent, message.attempt), failure)
 
     def _take_heartbeat(self, agent: str, names: list[str]) -> None:
         self._registry.renew(names)
@@ -273,9 +272,9 @@ _REACHED: Mapping[type, _Rule] = MappingProxyType(
 _MESSAGES: Mapping[type[Message | list[str]], Callable[[Dispatch, str, Any], None]] = MappingProxyType(
     {
         list: Dispatch._take_heartbeat,
-        Registration: lambda taker, agent, one: taker._registry.registrations.register(agent, one),
-        StagingGrant: lambda taker, agent, one: taker._registry.registrations.take_grant(agent, one),
-        Withdrawal: lambda taker, agent, one: taker._registry.registrations.withdraw(agent, one),
+        Registration: lambda taker, agent, one: taker._registry.writer.register(agent, one),
+        StagingGrant: lambda taker, agent, one: taker._registry.writer.take_grant(agent, one),
+        Withdrawal: lambda taker, agent, one: taker._registry.writer.withdraw(agent, one),
         Reading: lambda taker, _, one: taker._registry.read(one),
         Release: lambda taker, _, one: taker._registry.release(one),
         StagingRequest: lambda taker, agent, one: taker._receiver.handle(agent, one),

@@ -24,25 +24,26 @@ from kvcached_nixl.current_device import select
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.ids import EngineId
+from kvcached_nixl.processes import Host
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
-from kvcached_nixl.transport.agent import Transport, WriteGate, open_gate, register_host_memory
+from kvcached_nixl.transport.agent import Transport, open_gate, register_host_memory
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.handshake import RankHandshake, Tag, Weights
 from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Report, Step
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.commands import BlocksWritable, Command, IsReached, LocalIdentity, NewWeights, Reached
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.geometry.layout import group_memory, layers_digest
+from kvcached_nixl.worker.geometry.layout import Layout, group_memory, layers_digest
 from kvcached_nixl.worker.memory_registration import Registered, num_kept
 from kvcached_nixl.worker.outcomes import WorkerCounters
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.checksums import Checksums, Content
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET, TokenArray
-from kvcached_nixl.worker.transfer.peer_link import Host
-from kvcached_nixl.worker.transfer.slab import Slots
+from kvcached_nixl.worker.transfer.slab import Slab, Slots
 from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer_thread import TransferThread
@@ -66,7 +67,6 @@ class Device:
         self._device = device
 
     def select(self) -> None:
-        """Make it the calling thread's."""
         select(self._device.type, self._device.index or 0)
 
     def record(self) -> IsReached:
@@ -210,11 +210,9 @@ class WorkerFacade:
         return None if found == Report() else found
 
     def take_counted(self) -> WorkerCounters:
-        """Returns the counts for the metrics since the last call."""
         return self._outcomes.take_counted()
 
     def close(self) -> None:
-        """Stop the transfer thread."""
         self.thread.close()
 
     def _commands(self, step: Step) -> list[Command]:
@@ -270,67 +268,87 @@ def build_worker(
     tokens: TokenArray = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
     worker.keep_registered(register_host_memory(worker.agent, tokens, worker.backends))
     memory_type = registered.memory_type or worker.memory_type
-    transport = Transport(worker.agent, memory_type, worker.device_id)
-    tag = Tag(
-        mode=settings.transfer_mode.value,
-        facts=(*worker.facts, ("layers of groups", layers_digest(layout, registered.layers_of_groups))),
-        planes=tuple(
-            tuple((len(kind.bases), kind.cell_bytes) for kind in group.parts or group.planes) for group in groups
-        ),
-    )
-    host = Host.here(memory_type, os.environ)
-    handshake = RankHandshake(
-        engine_id=local.engine_id,
-        tp_size=local.tp_size,
-        tp_rank=local.tp_rank,
-        agent_metadata=transport.metadata(),
-        device_id=worker.device_id,
-        memory_type=memory_type,
-        is_staged=slab is not None,
-        process=host.own,
-        groups=groups,
-        token_table_address=int(tokens.ctypes.data),
-        weights=Weights(),
-    )
-
-    def offer_handshake(weights: Weights) -> None:
-        told = msgspec.structs.replace(handshake, weights=weights)
-        worker.offer_handshake(str(tag), msgspec.msgpack.encode(told))
-
     # Other threads keep this event, not the transfer thread: so an engine without references is freed at once, with
     # its NIXL agent.
     wake = threading.Event()
-    staging = None
-    if slab is not None:
-        copier = Background("kvcached-nixl-copies", layout.device, wake.set)
-        slots = Slots(slab.num_slots, num_kept(slab.num_slots))
-        in_slot = tuple(group.planes[0].num_blocks // slab.num_slots for group in groups)
-        staging = Staging(slots, slab, copier, local.kernel_block_sizes, in_slot)
-    blocks = Content(own_groups, layout.areas())
     background = Background("kvcached-nixl-checksums", layout.device, wake.set)
-    checksums = Checksums(
-        blocks if slab is None else Content(groups, slab.areas), blocks, background, settings.verify_fraction
+    blocks = Content(own_groups, layout.areas())
+    sent = blocks if slab is None else Content(groups, slab.areas)
+    context = WorkerContext(
+        settings=settings,
+        clock=clock,
+        channel=channel,
+        wake=wake,
+        transport=Transport(worker.agent, memory_type, worker.device_id),
+        local=local,
+        tokens=tokens,
+        compatibility=str(_tag(worker, registered, groups, settings)),
+        checksums=Checksums(sent, blocks, background, settings.verify_fraction),
+        host=Host.here(memory_type, os.environ),
+        staging=None if slab is None else _staging(layout, slab, local, wake),
+        memory_path=registered.path,
     )
-    backends = tuple(worker.backends)
-
-    def make() -> WriteGate:
-        return open_gate(backends, registered.extents, memory_type, registered.device_id)
-
-    gates = WriteGates(make, background, clock)
-    if settings.transfer_mode.is_push or slab is not None:
-        # Otherwise the first gate is opened when this rank first meets a prefill that stages, and so writes in a pull.
-        gates.begin()
-    parts = transport, local, tokens, str(tag), checksums, host, staging, registered.path
     facade = assemble(
-        WorkerContext(settings, clock, channel, wake, *parts),
+        context,
         Device(layout.device),
-        offer_handshake,
-        gates,
+        _publisher(worker, context),
+        _gates(worker, registered, background, context),
         zeroes_blocks=worker.zeroes_blocks,
         answers_early=worker.answers_before_drafts,
     )
     facade.thread.start()
     return facade
+
+
+def _tag(worker: WorkerView, registered: Registered, groups: Sequence[GroupMemory], settings: Settings) -> Tag:
+    digest = layers_digest(registered.layout, registered.layers_of_groups)
+    return Tag(
+        mode=settings.transfer_mode.value,
+        facts=(*worker.facts, ("layers of groups", digest)),
+        planes=tuple(
+            tuple((len(kind.bases), kind.cell_bytes) for kind in group.parts or group.planes) for group in groups
+        ),
+    )
+
+
+def _staging(layout: Layout, slab: Slab, local: LocalRank, wake: threading.Event) -> Staging:
+    copier = Background("kvcached-nixl-copies", layout.device, wake.set)
+    slots = Slots(slab.num_slots, num_kept(slab.num_slots))
+    in_slot = tuple(group.planes[0].num_blocks // slab.num_slots for group in local.groups)
+    return Staging(slots, slab, copier, local.kernel_block_sizes, in_slot)
+
+
+def _publisher(worker: WorkerView, context: WorkerContext) -> Callable[[Weights], None]:
+    local = context.local
+    handshake = RankHandshake(
+        engine_id=local.engine_id,
+        tp_size=local.tp_size,
+        tp_rank=local.tp_rank,
+        agent_metadata=context.transport.metadata(),
+        device_id=worker.device_id,
+        memory_type=context.host.memory_type,
+        is_staged=context.staging is not None,
+        process=context.host.own,
+        groups=local.groups,
+        token_table_address=int(context.tokens.ctypes.data),
+        weights=Weights(),
+    )
+
+    def publish(weights: Weights) -> None:
+        told = msgspec.structs.replace(handshake, weights=weights)
+        worker.offer_handshake(context.compatibility, msgspec.msgpack.encode(told))
+
+    return publish
+
+
+def _gates(worker: WorkerView, registered: Registered, background: Background, context: WorkerContext) -> WriteGates:
+    # Copied: a reference to the worker would keep its agent.
+    where = tuple(worker.backends), registered.extents, context.host.memory_type, registered.device_id
+    gates = WriteGates(lambda: open_gate(*where), background, context.clock)
+    if context.settings.transfer_mode.is_push or context.staging is not None:
+        # Otherwise the first gate is opened when this rank first meets a prefill that stages, and so writes in a pull.
+        gates.begin()
+    return gates
 
 
 def assemble(
@@ -348,9 +366,7 @@ def assemble(
         gates: see `Receiver`; the others: see `WorkerFacade`.
     """
     receiver, registry = Receiver(context, gates), OfferRegistry(context)
-    context.peers.listen(
-        context.routes, receiver, registry.registrations, context.gate_connections, context.transfer_queue
-    )
+    context.peers.listen(receiver, registry.writer, context.gate_connections, context.transfer_queue)
     thread = TransferThread(context, receiver, registry, device.select)
     return WorkerFacade(
         context, thread, device, offer_handshake, zeroes_blocks=zeroes_blocks, answers_early=answers_early

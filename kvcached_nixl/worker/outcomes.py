@@ -64,7 +64,7 @@ the next request."""
 
 
 class OutcomeQueue:
-    """Passes what has ended from the transfer thread to the engine's thread. Once per worker.
+    """See the module.
 
     Args:
         route: transfer mode and memory path, for the metrics.
@@ -169,7 +169,6 @@ class OutcomeQueue:
                 self._counted.quarantined_blocks = step.quarantined_blocks
 
     def take_counted(self) -> WorkerCounters:
-        """Returns the counts for the metrics since the last call."""
         with self._lock:
             counted, self._counted = self._counted, WorkerCounters(route=self._counted.route)
             return counted

@@ -15,9 +15,8 @@
     stops when    `close` is called; transfers in flight are then waited for up to CLOSE_SECONDS
     drops         messages that match nothing, counted in `WorkerContext.dropped`; nothing else
 
-An exception in the handling of one message, one command or one transfer fails what that belongs to, and is counted.
-Any other exception stops the thread and is raised on the engine's thread at its next call: hand-overs never continue
-with half of the state updated.
+An exception that is not contained (`commands`) stops the thread and is raised on the engine's thread at its next call:
+hand-overs never continue with half of the state updated.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.geometry.planes import StatePart, part_planes, state_planes
 from kvcached_nixl.worker.transfer.checksums import Content
-from kvcached_nixl.worker.transfer.topology import PeerRoutes, contributors
+from kvcached_nixl.worker.transfer.topology import contributors, ranges, routes
 
 pytestmark = pytest.mark.skipif(not installed_has(HITS_DIVERGE), reason="this vLLM cannot load states")
 
@@ -209,8 +209,8 @@ def moved(prefill: list[Rank], decode: list[Rank]) -> None:
         needed, _ = contributors(source, tp_rank=rank.local.tp_rank, tp_size=len(decode), kv_shares=MAX_TP_SIZE)
         for one in needed:
             other = prefill[one]
-            routes = PeerRoutes(rank.local).of(f"p{one}", (other.group,), is_prefill=False)
-            found = PeerRoutes.ranges(routes, [(rank.blocks, other.blocks, 9)], 10)
+            between = routes(rank.local.groups, (other.group,), is_prefill=False)
+            found = ranges(between, [(rank.blocks, other.blocks, 9)], 10)
             here, there = rank.memory.view(-1), other.memory.view(-1)
             for (to, size), (at, _) in zip(found.local.tolist(), found.remote.tolist(), strict=True):
                 to, at = to - here.data_ptr(), at - there.data_ptr()
@@ -282,7 +282,7 @@ def test_where_a_group_may_be_a_copy_nothing_is_told(groups: set[int]) -> None:
     assert rank.group.parts == ()
     alone = Rank(model, whole_states(model), 0, 1, False)
     with pytest.raises(ValueError, match="cells of"):
-        PeerRoutes(rank.local).of("p", (alone.group,), is_prefill=False)
+        routes(rank.local.groups, (alone.group,), is_prefill=False)
 
 
 def test_another_kind_of_state_is_not_cut() -> None:

@@ -33,8 +33,8 @@ from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.worker.geometry.descriptors import Route
+from kvcached_nixl.worker.transfer import topology
 from kvcached_nixl.worker.transfer.slab import Slab
-from kvcached_nixl.worker.transfer.topology import PeerRoutes
 
 pytestmark = pytest.mark.skipif(not installed_has(HITS_DIVERGE), reason="this vLLM cannot load states")
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
@@ -255,8 +255,8 @@ def a_state_is_not_moved(patch: Patcher) -> None:
         ]
         return original(routes, kept if any(first < end_token for *_, first in kept) else groups, end_token)
 
-    original = PeerRoutes.ranges
-    patch.setattr(PeerRoutes, "ranges", staticmethod(ranges))
+    original = topology.ranges
+    patch.setattr(topology, "ranges", ranges)
 
 
 def groups_are_mixed_up(patch: Patcher) -> None:
@@ -349,8 +349,8 @@ def a_cached_prefix_counts_for_the_state(patch: Patcher) -> None:
         ]
         return original(routes, kept, end_token)
 
-    original = PeerRoutes.ranges
-    patch.setattr(PeerRoutes, "ranges", staticmethod(ranges))
+    original = topology.ranges
+    patch.setattr(topology, "ranges", ranges)
 
 
 def another_layout_is_taken_for_the_own_one(patch: Patcher) -> None:

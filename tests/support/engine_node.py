@@ -30,7 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvcached_nixl.transport import side_channel
+from kvcached_nixl.transport import listener
 from kvcached_nixl.vllm.adapter.series import LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.versions import installed_has
 from support.attention_engines import backend_of, spec_of, state_spec_of, vllm_log_to
@@ -312,7 +312,7 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         return one
 
     # How long a listener may take to notice that it shall stop.
-    with mock.patch.object(side_channel, "_WATCH_SECONDS", 0.02):
+    with mock.patch.object(listener, "_WATCH_SECONDS", 0.02):
         try:
             yield make
         finally:

@@ -51,7 +51,6 @@ from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTa
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.slab import Slots
 from kvcached_nixl.worker.transfer.staging import Staging
-from kvcached_nixl.worker.transfer.topology import PeerRoutes
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from support.flow_engine import FlowHost
 from support.flow_memory import Pool
@@ -216,7 +215,7 @@ def at_once(patch: Patcher, kind: type) -> None:
 def stopped_is_said_before_it_is_idle(patch: Patcher) -> None:
     def stop(real: Any, self: Any, writing: Any, cause: Any, *, is_answered: bool = True) -> None:
         if writing.stopping is None and is_answered:
-            self.answer(writing.agent, writing.registration.decode, writing.registration.attempt, cause)
+            self._answer(writing.agent, writing.registration.decode, writing.registration.attempt, cause)
         real(self, writing, cause, is_answered=is_answered)
 
     around(patch, Writer, "stop", stop)
@@ -232,11 +231,11 @@ def a_failed_transfer_is_taken_for_idle(patch: Patcher) -> None:
 def each_handshake_is_a_connection_of_its_own(patch: Patcher) -> None:
     """Transfers in flight would count as those of an earlier connection."""
 
-    def know(real: Any, self: Any, link: Any, known: Any) -> None:
-        self._connections.pop(known.agent, None)
-        real(self, link, known)
+    def add_peer(real: Any, self: Any, metadata: bytes, *where: Any) -> Any:
+        self._peers.pop(metadata.decode(errors="replace"), None)
+        return real(self, metadata, *where)
 
-    around(patch, Peers, "_know", know)
+    around(patch, MemoryTransport, "add_peer", add_peer)
 
 
 def what_is_given_up_is_taken_for_idle(patch: Patcher) -> None:
@@ -325,10 +324,8 @@ def other_ranks_are_not_told_of_a_failure(patch: Patcher) -> None:
 
 
 def a_token_too_few(patch: Patcher) -> None:
-    ranges = PeerRoutes.ranges
-    patch.setattr(
-        PeerRoutes, "ranges", staticmethod(lambda routes, groups, end: ranges(routes, groups, max(1, end - 1)))
-    )
+    ranges = topology.ranges
+    patch.setattr(topology, "ranges", lambda routes, groups, end: ranges(routes, groups, max(1, end - 1)))
 
 
 def blocks_are_paired_from_the_first(patch: Patcher) -> None:
@@ -470,8 +467,17 @@ def a_renewal_outlives_its_request(patch: Patcher) -> None:
 
 
 def blocks_are_free_while_they_are_copied(patch: Patcher) -> None:
-    patch.setattr(Staged, "is_copying", always(False))
-    patch.setattr(Staged, "is_free_of_blocks", lambda self, offer: offer in self._parked)
+    class Uncounted:
+        """Copies are under way, and nobody knows of them."""
+
+        def __get__(self, *_: Any) -> int:
+            return 0
+
+        def __set__(self, *_: Any) -> None:
+            return None
+
+    patch.setattr(Offer, "copies", Uncounted(), raising=False)
+    patch.setattr(Offer, "is_free_of_blocks", property(lambda self: self.parked is not None))
 
 
 def what_is_copied_is_told_before(patch: Patcher) -> None:
@@ -503,8 +509,8 @@ def slots_are_free_while_they_are_written_from(patch: Patcher) -> None:
 
     def find(self: Any, writing: Any, end_token: int) -> Any:
         found = real(self, writing, end_token)
-        if found is not None and found.held in self._windows.get(writing, ()):
-            self._windows[writing].remove(found.held)
+        if found is not None and found.held in writing.windows:
+            writing.windows.remove(found.held)
             self._let_go(found.held)
         return found
 

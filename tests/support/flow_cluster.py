@@ -35,7 +35,6 @@ from support.internals import (
     holds_of,
     leftovers,
     offering_of,
-    registrations_of,
     renewals_of,
     report_of,
     tokens_of,
@@ -400,9 +399,7 @@ def left_on(engine: Engine) -> Iterator[str]:
 
 def _left_on_worker(worker: Worker) -> Iterator[str]:
     thread, context, writer = worker.side.thread, worker.context, writer_of(worker.registry)
-    yield from leftovers(
-        thread, worker.receiver, worker.registry, registrations_of(worker.registry), renewals_of(thread)
-    )
+    yield from leftovers(thread, worker.receiver, worker.registry, writer, renewals_of(thread))
     yield from leftovers(context, context.transfer_queue, context.checksums, worker.awaiting_checksum)
     # What is counted is reported with the next step, which may never come.
     yield from leftovers(report_of(thread))
@@ -415,7 +412,7 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
     if worker.agent.unreleased():
         yield f"{len(worker.agent.unreleased())} transfers that were not released"
     if worker.copier is not None:
-        yield from leftovers(worker.staging, worker.copier, writer.source)
+        yield from leftovers(worker.staging, worker.copier)
         if any(worker.copier.slots.taken) or any(map(worker.copier.slots.used, Use)):
             yield f"slots: {[slot for slot, taken in enumerate(worker.copier.slots.taken) if taken]}"
     yield from (f"a handshake with {one}" for one in unfinished_handshakes(context.peers))

@@ -33,10 +33,10 @@ from support.internals import (
     leases_of,
     matcher_of,
     receiver_of,
-    registrations_of,
     registry_of,
     report_of,
     write_tasks_of,
+    writer_of,
 )
 from support.transports import until
 
@@ -355,7 +355,7 @@ def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
     terms = dataclasses.replace(fetching._terms, timeout_seconds=seconds)
     with (
         mock.patch.object(fetching, "_terms", terms),
-        mock.patch.object(registrations_of(registry), "_unmatched_seconds", seconds),
+        mock.patch.object(writer_of(registry), "_unmatched_seconds", seconds),
         mock.patch.object(matcher_of(registry), "_unmatched_seconds", seconds),
         mock.patch.object(leases_of(registry), "_lease_seconds", seconds),
     ):

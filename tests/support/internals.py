@@ -26,14 +26,12 @@ if TYPE_CHECKING:
     from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
     from kvcached_nixl.worker.decode.receiver import Receiver, Renewals
     from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
-    from kvcached_nixl.worker.prefill.registrations import Registrations
     from kvcached_nixl.worker.prefill.registry import Leases, OfferRegistry
     from kvcached_nixl.worker.prefill.writer import Writer
     from kvcached_nixl.worker.transfer.context import GateConnections, WorkerContext
     from kvcached_nixl.worker.transfer.ownership_tokens import TokenArray, TokenBuffers, TokenTable
     from kvcached_nixl.worker.transfer.peers import Peers
     from kvcached_nixl.worker.transfer.staging import Held, Staging
-    from kvcached_nixl.worker.transfer.topology import PeerRoutes
     from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
     from kvcached_nixl.worker.transfer_thread import TransferThread
 
@@ -128,11 +126,7 @@ def writers_of(receiver: Receiver) -> ActiveWriters:
 
 def write_tasks_of(registry: OfferRegistry) -> dict[WriteKey, WriteTask]:
     """Returns decode's registrations that are not finished."""
-    return registrations_of(registry).tasks
-
-
-def registrations_of(registry: OfferRegistry) -> Registrations:
-    return registry.registrations
+    return registry.writer.tasks
 
 
 def matcher_of(registry: OfferRegistry) -> OfferMatcher:
@@ -149,14 +143,12 @@ def leases_of(registry: OfferRegistry) -> Leases:
 
 
 def writer_of(registry: OfferRegistry) -> Writer:
-    return registry._writer
+    return registry.writer
 
 
 def parked_of(registry: OfferRegistry) -> dict[Offer, Held]:
     """Returns the slots of each offer that is parked, where prefill stages."""
-    source: Any = writer_of(registry).source
-    parked: dict[Offer, Held] = source._parked
-    return parked
+    return {offer: offer.parked for offer in offers_of(registry).values() if offer.parked is not None}
 
 
 def unfinished_handshakes(peers: Peers) -> list[object]:
@@ -201,11 +193,6 @@ def num_open(gates: WriteGates) -> int:
 def links_of(peers: Peers) -> Collection[Peer]:
     """Returns the addresses that are connected, or whose handshake is under way."""
     return peers._links
-
-
-def known_routes(routes: PeerRoutes) -> Collection[object]:
-    """Returns the agents that routes are kept for."""
-    return routes._found
 
 
 def bytes_in_flight(queue: TransferQueue) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from experiments.common.memory_transport import MemoryTransport, Network, Posted
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
+from kvcached_nixl.processes import Host
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import TransferState
@@ -35,7 +36,6 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
     TokenArray,
     TokenTable,
 )
-from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.slab import Slots
 from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import LocalRank
@@ -204,11 +204,6 @@ class HeldCopies:
     def end(self, failed: str = "") -> None:
         """Ends the oldest copy."""
         self.asked.popleft().ended(failed)
-
-    def end_all(self) -> None:
-        """Ends all copies, and those that are asked for meanwhile."""
-        while self.asked:
-            self.end()
 
     def submit(self, work: Work[None]) -> None:
         self.asked.append(Copy.of(work))

@@ -24,9 +24,8 @@ from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.proof.find import find_here
 from kvcached_nixl.scheduler.side_channel import Answers
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
-from kvcached_nixl.transport.handshake_watch import HandshakeWatch
-from kvcached_nixl.transport.side_channel import Listener, SideChannel
-from kvcached_nixl.transport.start import start
+from kvcached_nixl.transport.listener import Listener, start
+from kvcached_nixl.transport.side_channel import HandshakeWatch, SideChannel
 from kvcached_nixl.vllm.adapter import metrics
 from kvcached_nixl.vllm.adapter.attributes import address_of, attach, attach_step, carry, private, side_of, step_on
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER

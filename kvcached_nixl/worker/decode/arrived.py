@@ -46,8 +46,6 @@ class Stage(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What moves a part on."""
-
     TOLD = enum.auto()
     UNWANTED = enum.auto()
     STOPPED = enum.auto()
@@ -167,7 +165,6 @@ class StagingWindow:
 
     @property
     def is_copying(self) -> bool:
-        """Whether slots are being copied into blocks."""
         return any(held.copies for held in self._given)
 
     @property

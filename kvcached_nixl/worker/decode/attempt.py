@@ -27,9 +27,8 @@ from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.decode.arrived import StagingWindow
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.peers import contained
-from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
+from kvcached_nixl.worker.transfer.topology import ConnectedPeer, kernel_blocks_of
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
 __all__ = ["Attempt", "Part", "ReadPart"]
@@ -56,7 +55,7 @@ class Part:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Start moving bytes: the device has finished every step that could still write the blocks (rule R8)."""
+        """Start moving bytes."""
         raise NotImplementedError
 
     def stop(self) -> None:
@@ -207,10 +206,6 @@ class ReadPart(Part):
             self._instead(self._attempt, self, False)
             return
         self._known = known
-        doubt = self._context.distrust_of(self.address, known.incarnation)
-        if doubt is not None:
-            self._fail(doubt)
-            return
         context, spec, manifest = self._context, self._attempt.spec, self._manifest
         memory = known.rank.groups
         if manifest.block_sizes != tuple(one.block_size for one in memory) or len(manifest.groups) != len(spec.groups):
@@ -220,8 +215,7 @@ class ReadPart(Part):
         theirs = kernel_blocks_of(manifest.groups, memory)
         groups = [(here, there, here.first_token) for here, there in zip(self._attempt.blocks, theirs, strict=True)]
         try:
-            routes = context.routes.of(known.agent, memory, is_prefill=False)
-            found = context.routes.ranges(routes, groups, spec.end_token)
+            found = known.ranges(context.local, groups, spec.end_token, is_prefill=False)
         except ValueError as error:
             self._fail(HandOverFailed(FailureCause.RANGE, str(error)))
             return

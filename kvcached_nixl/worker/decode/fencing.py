@@ -77,7 +77,6 @@ class ActiveWriters:
         self._looked_at.setdefault(part.address, self._clock.now_seconds() + LOOK_SECONDS)
 
     def finished(self, attempt: Attempt) -> None:
-        """No rank writes for this attempt any more."""
         number = attempt.number
         for part in attempt.parts:
             part.finish()
@@ -218,12 +217,7 @@ class WriteGates:
         yield from (one.gate for one in self._retired if not one.is_closing)
 
     def begin(self) -> GateUse:
-        """Return the present gate; opens the first one. Called at start where ranks of prefill will write for certain;
-        else the first registration has to wait for it.
-
-        Raises:
-            TransportError: the gate cannot be opened.
-        """
+        """Return the present gate; opens the first one, which takes a while. Raises `TransportError` if it cannot."""
         if self._present is None:
             self._present = self._made()
         return self._present

@@ -23,7 +23,7 @@ from kvcached_nixl.worker.decode.attempt import Attempt, Part, ReadPart
 from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
 from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.peer_link import PeerListener
+from kvcached_nixl.worker.transfer.peers import PeerListener
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
 __all__ = ["Receiver", "Renewals"]
@@ -39,10 +39,8 @@ MOST_DUE = 256
 
 
 class Renewals:
-    """Decode: which leases to renew, and when the next heartbeat of each is due.
-
-    Several requests may want the same request of prefill; its lease is renewed once, as long as one of them wants it.
-    """
+    """Which leases to renew, and when the next heartbeat of each is due. If several requests want the same request of
+    prefill, its lease is renewed once, as long as one of them wants it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -91,15 +89,7 @@ class Renewals:
 
 
 class Receiver(PeerListener):
-    """See the module.
-
-    Attributes:
-        renewals: leases that are renewed.
-
-    Args:
-        gates: write gates of this rank's memory; None: peers write through this rank's own agent, which cannot be
-            closed.
-    """
+    """See the module. ``gates``: None if peers write through this rank's own agent, which cannot be closed."""
 
     def __init__(self, context: WorkerContext, gates: WriteGates | None) -> None:
         self._context = context
@@ -226,11 +216,9 @@ class Receiver(PeerListener):
         return self.renewals.first_seconds
 
     def is_used(self, agent: str) -> bool:
-        """Whether a part of an attempt still depends on an agent."""
         return bool(self._parts_of(agent))
 
     def may_write(self, agent: str) -> bool:
-        """Whether an agent was told of blocks to write, and has not answered that it has stopped."""
         return any(part.may_write for _, part in self._parts_of(agent))
 
     def dead(self, agent: str) -> None:
@@ -249,7 +237,6 @@ class Receiver(PeerListener):
             self._writers.look_after(attempt)
 
     def close(self) -> None:
-        """Close the gates: the engine ends, and the transfer thread has stopped."""
         if self._gates is not None:
             self._gates.close()
 
@@ -272,7 +259,6 @@ class Receiver(PeerListener):
         return earliest(self._asked_again.first_seconds, due_at, gates_due_at)
 
     def _parts_of(self, agent: str) -> list[tuple[Attempt, Part]]:
-        """Returns the parts that still depend on an agent."""
         parts = [(attempt, part) for attempt in self._attempts.values() for part in attempt.parts]
         return [(attempt, part) for attempt, part in parts if part.agent == agent and not part.is_idle]
 

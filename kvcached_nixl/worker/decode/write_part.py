@@ -23,9 +23,9 @@ from kvcached_nixl.worker.decode.arrived import NEXT, ArrivedWrites, Event, Stag
 from kvcached_nixl.worker.decode.attempt import Attempt, Part
 from kvcached_nixl.worker.decode.fencing import GateUse, WriteGates
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
 from kvcached_nixl.worker.transfer.peers import contained
 from kvcached_nixl.worker.transfer.staging import Held
+from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 
 __all__ = ["WritePart"]
 
@@ -242,10 +242,6 @@ class WritePart(Part):
         if context.own is None or self.stage is not Stage.CONNECTING:
             return
         self._known = known
-        doubt = context.distrust_of(self.address, known.incarnation)
-        if doubt is not None:
-            self._fail(doubt)
-            return
         self._join_window(known)
         # Slots are granted range by range; of what was read already, only checksums are asked for.
         has_no_blocks = context.staging is not None or self._is_read

@@ -113,7 +113,6 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        """The device that holds the KV cache."""
         return next(iter(self.device_views.values())).device
 
     def areas(self) -> list[tuple[int, torch.Tensor]]:

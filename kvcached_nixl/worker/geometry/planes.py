@@ -166,7 +166,6 @@ def state_planes(
 
     Args:
         pages: layer name -> its blocks, as `pages_of_state`, narrowed to the planned blocks.
-        state_bytes: layer name -> bytes of its state.
         first_head: identifies this rank's share of the states.
     """
     kinds: dict[int, dict[int, None]] = {}

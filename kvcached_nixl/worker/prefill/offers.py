@@ -14,21 +14,23 @@ Such a release counts for one offer, the only one of its name, and not for regis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.wire.causes import HandOverFailed
-from kvcached_nixl.wire.messages import Registration, Release, StagingGrant
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.manifest import Manifest
+from kvcached_nixl.wire.messages import Registration, Release, StagingGrant, Written, encode
 from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
+from kvcached_nixl.worker.transfer.staging import Held
+from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
 __all__ = ["GRACE_SECONDS", "Offer", "OfferMatcher", "WriteKey", "WriteTask"]
@@ -53,6 +55,7 @@ class WriteTask:
         awaiting_checksum: those of ``jobs`` whose checksum is being computed, so their bytes are being read.
         stopping: why nothing more is posted; None if it was not stopped.
         tally: of its WRITEs.
+        windows: slots for its next tokens, where prefill stages and its offer is not parked.
     """
 
     agent: str
@@ -68,6 +71,7 @@ class WriteTask:
     awaiting_checksum: set[TransferJob] = field(default_factory=set)
     stopping: HandOverFailed | None = None
     tally: TransferTally = field(default_factory=TransferTally)
+    windows: list[Held] = field(default_factory=list)
     is_finished: bool = False
 
     @property
@@ -78,6 +82,36 @@ class WriteTask:
     def is_complete(self) -> bool:
         """Whether a WRITE was made for every token."""
         return self.next_token >= self.registration.end_token
+
+    def paired_with(
+        self, blocks: Sequence[KernelBlocks], known: ConnectedPeer
+    ) -> list[tuple[KernelBlocks, KernelBlocks, int]]:
+        """Returns per KV-cache group the blocks to write from and into, and the first token to write.
+
+        Raises:
+            HandOverFailed: there are other groups or blocks on the other side than the handshake says.
+        """
+        registration = self.registration
+        targets = registration.groups if self.grant is None else self.grant.groups
+        block_sizes = tuple(group.kernel_block_size for group in known.rank.groups)
+        if len(targets) != len(blocks) or registration.block_sizes != block_sizes:
+            reason = "the registration does not fit the handshake (groups or block sizes)"
+            raise HandOverFailed(FailureCause.RANGE, reason)
+        return [
+            (here, KernelBlocks(there.block_ids, there.first_token), max(self.next_token, there.first_token))
+            for here, there in zip(blocks, targets, strict=True)
+        ]
+
+    def say(
+        self, tp_rank: int, end: int, manifest: Manifest | None, digest: str | None, _: int, is_last: bool
+    ) -> bytes:
+        """Returns the notification of the next WRITE. ``is_last``: of its range, which ends with the token ``end``."""
+        index, self.next_index = self.next_index, self.next_index + 1
+        said = Written(self.registration.attempt, tp_rank, index)
+        if is_last:
+            made = None if manifest is None else msgspec.structs.replace(manifest, groups=())
+            said = msgspec.structs.replace(said, manifest=made, end_token=end, digest=digest)
+        return encode(said)
 
 
 @dataclass(eq=False)
@@ -97,6 +131,8 @@ class Offer:
         awaited: how many ranks must be in ``settled``; None until a rank of decode has told its size.
         draining: holds of earlier preemptions, whose blocks may still be read.
         write_tasks: registrations that are served from it.
+        parked: slots that all of it is copied into; None where it is not parked.
+        copies: copies of its blocks under way.
         claim: number to report when decode registers for it; 0 for none.
         timeline: from the end of its request on. What is written before that is written while prefill computes.
     """
@@ -113,6 +149,8 @@ class Offer:
     awaited: int | None = None
     draining: list[int] = field(default_factory=list)
     write_tasks: dict[WriteKey, WriteTask] = field(default_factory=dict)
+    parked: Held | None = None
+    copies: int = 0
     claim: int = 0
     timeline: Timeline = field(default_factory=Timeline)
 
@@ -129,8 +167,8 @@ class Offer:
         """Per KV-cache group, the first token that it has: those that have left its sliding window are not kept."""
         return [blocks.first_token for blocks in self.blocks]
 
-    def follow(self, now_seconds: float, *, is_copied: bool) -> None:
-        """Note in what state it is now. ``is_copied``: its blocks are being copied into a slab."""
+    def follow(self, now_seconds: float) -> None:
+        """Note in the timeline in what state it is now."""
         if not self.finished or (self.is_satisfied and self.timeline.marks):
             return
         tasks, state = self.write_tasks.values(), State.PREFILL_OFFERED
@@ -139,7 +177,7 @@ class Offer:
             state = State.PREFILL_SENDING
         elif tasks:
             state = State.PREFILL_HANDSHAKE
-        elif is_copied:
+        elif self.copies:
             state = State.PREFILL_COPYING
         self.timeline.enter(state, now_seconds)
 
@@ -162,6 +200,11 @@ class Offer:
     def may_be_read(self) -> bool:
         """Whether it has blocks that vLLM will not reuse before they are reported idle, and decode may have them."""
         return bool(self.blocks) and (self.update.is_held or self.finished) and not self.stopped
+
+    @property
+    def is_free_of_blocks(self) -> bool:
+        """Whether all of it is copied into slots, so that its blocks are not needed any more."""
+        return self.parked is not None and self.parked.staged_token >= self.update.num_tokens and not self.copies
 
     @property
     def is_read(self) -> bool:

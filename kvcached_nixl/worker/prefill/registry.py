@@ -3,7 +3,7 @@
 
 An *offer* is kept from prefill's first update of it until all ranks of decode have what they need, it is stopped, or
 its lease has expired. In each case its ownership token is removed before its blocks are freed (rule R3).
-Tokens that are ready and registered (`registrations`) are written at once, so the blocks of one step are transferred
+Tokens that are ready and registered (`writer`) are written at once, so the blocks of one step are transferred
 while the next step computes.
 
 The cost of a turn depends on what is due in it, not on how many offers and registrations wait. Owned by the transfer
@@ -18,10 +18,9 @@ from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.lease import EXTENSION, INTERVAL
-from kvcached_nixl.wire.messages import Reading, Release
+from kvcached_nixl.wire.messages import Peer, Reading, Release
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
-from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteTask
-from kvcached_nixl.worker.prefill.registrations import Registrations
+from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
 from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
@@ -33,11 +32,7 @@ WANTED_INTERVALS = 2
 
 
 class Leases(Deadlines[PrefillRequestId]):
-    """When each lease ends, in the clock's seconds.
-
-    Args:
-        lease_seconds: how long a request's blocks are kept for decode after it has ended.
-    """
+    """When each lease ends, in the clock's seconds. ``lease_seconds``: after its request has ended."""
 
     def __init__(self, clock: Clock, *, lease_seconds: float) -> None:
         super().__init__()
@@ -60,11 +55,7 @@ class Leases(Deadlines[PrefillRequestId]):
 
 
 class OfferRegistry:
-    """See the module.
-
-    Attributes:
-        registrations: those of decode.
-    """
+    """See the module."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -74,22 +65,21 @@ class OfferRegistry:
         self._outcomes = context.outcomes
         self._matcher = OfferMatcher(context)
         self._leases = Leases(context.clock, lease_seconds=settings.kv_lease_duration_seconds)
-        self._writer = Writer(context, self._ended, self._settle)
-        self.registrations = Registrations(context, self._matcher, self._writer)
+        self.writer = Writer(context, self._matcher, self._settle)
 
     def __len__(self) -> int:
         """Offers and registrations that are not finished."""
-        return len(self._matcher.offers) + len(self.registrations.tasks)
+        return len(self._matcher.offers) + len(self.writer.tasks)
 
     @property
     def is_awaiting(self) -> bool:
         """Whether a rank of decode may send something urgent at any moment, or waits for something it has sent."""
-        return bool(self.registrations.tasks) or (self._settings.transfer_mode.is_push and bool(self._matcher.offers))
+        return bool(self.writer.tasks) or (self._settings.transfer_mode.is_push and bool(self._matcher.offers))
 
     @property
     def is_delivering(self) -> bool:
         """Whether the last WRITEs of a registration are under way: decode's request waits for nothing else."""
-        return self._writer.num_final > 0
+        return self.writer.num_final > 0
 
     # ---------------------------------------------------------------------------------- commands of prefill's scheduler
 
@@ -110,13 +100,13 @@ class OfferRegistry:
             for task in list(offer.write_tasks.values()):
                 if task.next_token > update.ready_tokens:
                     reason = "prefill computes some of its tokens again"
-                    self._writer.stop(task, HandOverFailed(FailureCause.STOPPED, reason))
+                    self.writer.stop(task, HandOverFailed(FailureCause.STOPPED, reason))
         # An offer without tokens has no blocks yet.
         blocks = kernel_blocks_of(update.groups, self._context.local.groups) if update.groups else ()
         offer.update, offer.blocks = update, blocks
-        self._writer.source.told(offer)
+        self.writer.source.told(offer)
         for task in list(offer.write_tasks.values()):
-            self._writer.advance(task)
+            self.writer.advance(task)
 
     def finish(self, request_id: PrefillRequestId) -> None:
         """The request computes no more tokens. Its blocks are kept until decode has them or the lease expires."""
@@ -125,10 +115,10 @@ class OfferRegistry:
             self._outcomes.done(request_id)
             return
         offer.finished = True
-        self._writer.source.told(offer)
+        self.writer.source.told(offer)
         self._leases.grant(request_id)
         for task in list(offer.write_tasks.values()):
-            self._writer.advance(task)
+            self.writer.advance(task)
         self._settle(offer)
 
     def await_claim(self, request_id: PrefillRequestId, number: int) -> None:
@@ -137,7 +127,7 @@ class OfferRegistry:
         the last registration named a request that had ended. Called again for one that decode may no longer want."""
         offer = self._matcher.offers.get(request_id)
         if (
-            not self.registrations.is_asked_at_once
+            not self.writer.is_asked_at_once
             or offer is None
             or offer.write_tasks
             or offer.settled
@@ -199,7 +189,7 @@ class OfferRegistry:
         self._tokens.clear()
         for offer in list(self._matcher.offers.values()):
             self._let_down(offer, HandOverFailed(FailureCause.REVOKED, reason))
-        self.registrations.close(reason)
+        self.writer.close(reason)
 
     def preempt(self, request_id: PrefillRequestId, hold: int) -> None:
         """The request was preempted and starts again in other blocks. Keep the old ones until ``hold_idle``: they may
@@ -214,7 +204,7 @@ class OfferRegistry:
             return
         offer.lose_blocks()
         offer.draining.append(hold)
-        self._writer.source.forget(offer)
+        self.writer.source.forget(offer)
         self._settle(offer)
 
     # ----------------------------------------------------------------------------------------------- messages of decode
@@ -225,7 +215,7 @@ class OfferRegistry:
         if offer is not None:
             offer.readers.add(message.tp_rank)
             self._wanted(offer)
-            self._writer.follow(offer)
+            offer.follow(self._clock.now_seconds())
 
     def release(self, message: Release) -> None:
         """A rank of decode needs nothing more of an offer."""
@@ -236,18 +226,15 @@ class OfferRegistry:
 
     def turn(self, *, is_engine_alive: bool = True) -> float | None:
         """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due.
-
-        Args:
-            is_engine_alive: it computes what waits for its turn, sooner or later.
-        """
+        ``is_engine_alive``: it computes what waits for its turn, sooner or later."""
         now = self._clock.now_seconds()
         for request_id in self._leases.take_due(now):
             offer = self._matcher.offers.get(request_id)
             # An offer with registrations stays: decode came before the lease expired.
             if offer is not None:
                 self._settle(offer)
-        self.registrations.turn(now, is_engine_alive=is_engine_alive)
-        return earliest(self._leases.first_seconds, self.registrations.first_seconds)
+        self.writer.turn(now, is_engine_alive=is_engine_alive)
+        return earliest(self._leases.first_seconds, self.writer.first_seconds)
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
@@ -255,46 +242,37 @@ class OfferRegistry:
         seconds = WANTED_INTERVALS * INTERVAL * self._settings.kv_lease_duration_seconds
         offer.wanted_until_seconds = self._clock.now_seconds() + seconds
 
-    def _ended(self, task: WriteTask) -> None:
-        """Forget a registration: nothing of it is in flight, and it has been answered if it was stopped."""
-        self.registrations.forget(task)
-        if task.stopping is None and task.tally.num_bytes:
-            self._outcomes.moved(task.tally)
-        offer = task.offer
-        if offer is not None:
-            del offer.write_tasks[task.key]
-            decode = task.registration.decode
-            self._settle_rank(offer, decode.tp_rank, decode.tp_size)
-            self._settle(offer)
-
     def _let_down(self, offer: Offer, cause: HandOverFailed) -> None:
         self._tokens.remove(offer.request_id)
         offer.stopped = offer.stopped or str(cause)
-        self.registrations.stop_those_of(offer, cause)
+        self.writer.stop_those_of(offer, cause)
         self._settle(offer)
 
     def _settle_rank(self, offer: Offer, tp_rank: int, tp_size: int) -> None:
-        """A rank of decode needs nothing more of an offer."""
         offer.report_claim(self._outcomes)
         offer.settled.add(tp_rank)
         # How many ranks of decode share this rank's heads.
         offer.awaited = max(1, tp_size // self._context.local.tp_size)
 
-    def _settle(self, offer: Offer) -> None:
-        """Report holds and blocks that nothing reads any more, and remove the offer if decode is done with it."""
-        source = self._writer.source
-        self._writer.follow(offer)
-        is_copying = source.is_copying(offer)
-        if offer.draining and not (is_copying or (offer.is_read and self._context.staging is None)):
+    def _settle(self, offer: Offer, decode: Peer | None = None) -> None:
+        """Report holds and blocks that nothing reads any more, and remove the offer if decode is done with it.
+
+        Args:
+            decode: a rank that needs nothing more of it, if this is called because of one.
+        """
+        if decode is not None:
+            self._settle_rank(offer, decode.tp_rank, decode.tp_size)
+        offer.follow(self._clock.now_seconds())
+        if offer.draining and not (offer.copies or (offer.is_read and self._context.staging is None)):
             for hold in offer.draining:
                 self._outcomes.hold_idle(hold)
             offer.draining = []
-        if offer.finished and offer.is_kept and source.is_free_of_blocks(offer):
+        if offer.finished and offer.is_kept and offer.is_free_of_blocks:
             offer.is_kept, offer.blocks = False, ()
             self._outcomes.done(offer.request_id)
         # The end of its last registration may have removed it already.
         is_known = self._matcher.offers.get(offer.request_id) is offer
-        if not offer.finished or is_copying or offer.write_tasks or not is_known:
+        if not offer.finished or offer.copies or offer.write_tasks or not is_known:
             return
         if not (offer.is_satisfied or offer.stopped):
             if offer.request_id in self._leases:
@@ -307,7 +285,7 @@ class OfferRegistry:
         self._tokens.remove(offer.request_id)
         self._leases.pop(offer.request_id, None)
         self._matcher.remove(offer)
-        self._writer.source.offer_finished(offer)
+        self.writer.source.offer_finished(offer)
         offer.timeline.end(self._clock.now_seconds())
         if not self._context.local.tp_rank:
             self._outcomes.timed(offer.timeline.reported(trace=offer.update.trace))

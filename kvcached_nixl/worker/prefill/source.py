@@ -49,16 +49,8 @@ class FromBlocks:
         assert task.offer is not None
         return Source(task.offer.blocks, end_token)
 
-    def is_copying(self, offer: Offer) -> bool:
-        """Whether an offer's blocks are being copied."""
-        return False
-
-    def is_free_of_blocks(self, offer: Offer) -> bool:
-        """Whether the whole offer is copied, so that its blocks are not needed any more."""
-        return False
-
-    def written(self, task: WriteTask, held: Held | None) -> None:
-        """A WRITE from a source that `find` returned has ended; ``held``: its slots, if staged."""
+    def written(self, task: WriteTask, held: Held | None, *, is_begun: bool = True) -> None:
+        """A WRITE from a source that `find` returned has ended, or need not be made; ``held``: its slots, if staged."""
 
     def task_finished(self, task: WriteTask) -> None:
         """A registration is finished."""
@@ -89,77 +81,62 @@ class Staged(FromBlocks):
         self._advance = advance
         self._settle = settle
         self._stop = stop
-        self._parked: dict[Offer, Held] = {}
-        self._windows: dict[WriteTask, list[Held]] = {}
-        self._copying: dict[Offer, int] = {}
 
     def told(self, offer: Offer) -> None:
         if not offer.may_be_read:
             return
         self.forget(offer)
-        if offer not in self._parked and not self._may_be_parked(offer):
+        if offer.parked is None and not self._may_be_parked(offer):
             return
-        if offer in self._parked or self._park(offer):
+        if offer.parked is not None or self._park(offer):
             self._copy_parked(offer)
         elif offer.finished:
             self._staging.wait(Use.PARKED, offer, lambda: self._park_late(offer))
 
     def forget(self, offer: Offer) -> None:
-        parked = self._parked.get(offer)
-        if parked is not None and offer.update.ready_tokens < parked.asked_token:
-            del self._parked[offer]
-            self._let_go(parked)
+        if offer.parked is not None and offer.update.ready_tokens < offer.parked.asked_token:
+            self._unpark(offer)
         for task in offer.write_tasks.values():
-            windows = self._windows.get(task, [])
-            for window in [one for one in windows if one.end_token > offer.update.ready_tokens]:
-                windows.remove(window)
+            for window in [one for one in task.windows if one.end_token > offer.update.ready_tokens]:
+                task.windows.remove(window)
                 self._let_go(window)
 
     def find(self, task: WriteTask, end_token: int) -> Source | None:
         offer = task.offer
         assert offer is not None
-        parked = self._parked.get(offer)
+        parked = offer.parked
         if parked is not None:
             end_token = _aligned(parked.staged_token, end_token, self._local.step_tokens(task.registration.block_sizes))
             return Source(_blocks(parked), end_token, parked) if end_token > task.next_token else None
         if not offer.may_be_read:
             return None
-        windows = self._windows.setdefault(task, [])
-        for window in windows:
+        for window in task.windows:
             if window.first_token <= task.next_token < window.end_token:
                 return Source(_blocks(window), window.end_token, window) if not window.copies else None
-        if len(windows) < WINDOWS and not self._staging.is_waiting(Use.SENDING, task):
+        if len(task.windows) < WINDOWS and not self._staging.is_waiting(Use.SENDING, task):
             self._open(task, end_token)
         return None
 
-    def is_copying(self, offer: Offer) -> bool:
-        return offer in self._copying
-
-    def is_free_of_blocks(self, offer: Offer) -> bool:
-        parked = self._parked.get(offer)
-        return parked is not None and parked.staged_token >= offer.update.num_tokens and offer not in self._copying
-
-    def written(self, task: WriteTask, held: Held | None) -> None:
+    def written(self, task: WriteTask, held: Held | None, *, is_begun: bool = True) -> None:
         if held is None:
             return
-        held.jobs -= 1
-        windows = self._windows.get(task, [])
-        if held in windows and not held.jobs and task.next_token >= held.end_token:
-            windows.remove(held)
-        is_parked = task.offer is not None and self._parked.get(task.offer) is held
-        if held not in windows and not is_parked:
+        held.jobs -= is_begun
+        if held in task.windows and not held.jobs and task.next_token >= held.end_token:
+            task.windows.remove(held)
+        is_parked = task.offer is not None and task.offer.parked is held
+        if held not in task.windows and not is_parked:
             self._let_go(held)
 
     def task_finished(self, task: WriteTask) -> None:
         self._staging.forget(Use.SENDING, task)
-        for window in self._windows.pop(task, ()):
+        windows, task.windows = task.windows, []
+        for window in windows:
             self._let_go(window)
 
     def offer_finished(self, offer: Offer) -> None:
         self._staging.forget(Use.PARKED, offer)
-        parked = self._parked.pop(offer, None)
-        if parked is not None:
-            self._let_go(parked)
+        if offer.parked is not None:
+            self._unpark(offer)
 
     # -------------------------------------------------------------------------------------------------------- inside
 
@@ -167,19 +144,23 @@ class Staged(FromBlocks):
         """Take slots for the whole offer. Returns whether there are enough now."""
         step = self._local.step_tokens(())
         held = self._staging.take(Use.PARKED, offer.first_tokens, 0, offer.update.num_tokens, step, is_whole=True)
-        if held is not None:
-            self._parked[offer] = held
+        offer.parked = held
         return held is not None
+
+    def _unpark(self, offer: Offer) -> None:
+        parked, offer.parked = offer.parked, None
+        if parked is not None:
+            self._let_go(parked)
 
     def _may_be_parked(self, offer: Offer) -> bool:
         """Whether the slab is large enough for the whole offer, and no window has a range of it."""
-        has_windows = any(self._windows.get(task) for task in offer.write_tasks.values())
+        has_windows = any(task.windows for task in offer.write_tasks.values())
         return not has_windows and self._staging.fits(Use.PARKED, offer.first_tokens, 0, offer.update.num_tokens)
 
     def _park_late(self, offer: Offer) -> bool:
         """Called when slots are free: park a finished offer after all, so that its blocks can be freed. Returns False
         if it still has to wait."""
-        if not offer.may_be_read or not self._may_be_parked(offer):
+        if offer.parked is not None or not offer.may_be_read or not self._may_be_parked(offer):
             return True
         if not self._park(offer):
             return False
@@ -187,7 +168,8 @@ class Staged(FromBlocks):
         return True
 
     def _copy_parked(self, offer: Offer) -> None:
-        parked, ready = self._parked[offer], offer.update.ready_tokens
+        parked, ready = offer.parked, offer.update.ready_tokens
+        assert parked is not None
         if ready < offer.update.num_tokens:
             ready -= ready % self._local.step_tokens(())
         # One copy after the other: what a failed one has left behind is told from what is there.
@@ -195,12 +177,11 @@ class Staged(FromBlocks):
             return
 
         def copied(failed: str) -> None:
-            self._copied(offer)
-            if self._parked.get(offer) is not parked:
+            offer.copies -= 1
+            if offer.parked is not parked:
                 self._let_go(parked)
             elif failed:
-                del self._parked[offer]
-                self._let_go(parked)
+                self._unpark(offer)
             else:
                 parked.staged_token = ready
                 self._copy_parked(offer)
@@ -208,7 +189,7 @@ class Staged(FromBlocks):
                 self._advance(task)
             self._settle(offer)
 
-        self._copying[offer] = self._copying.get(offer, 0) + 1
+        offer.copies += 1
         parked.asked_token = ready
         self._staging.gather(parked, offer.blocks, ready, copied)
 
@@ -216,7 +197,7 @@ class Staged(FromBlocks):
         """A window for the next tokens that are in none. Returns whether it does not wait for slots."""
         offer = task.offer
         assert offer is not None
-        first_token = max([task.next_token, *(one.end_token for one in self._windows[task])])
+        first_token = max([task.next_token, *(one.end_token for one in task.windows)])
         if first_token >= end_token:
             return True
         groups = [group.first_token for group in task.registration.groups]
@@ -229,12 +210,12 @@ class Staged(FromBlocks):
         if held is None:
             self._staging.wait(Use.SENDING, task, lambda: self._open_late(task, end_token))
             return False
-        self._windows[task].append(held)
+        task.windows.append(held)
 
         def copied(failed: str) -> None:
-            self._copied(offer)
+            offer.copies -= 1
             held.staged_token = held.end_token
-            if held not in self._windows.get(task, ()):
+            if held not in task.windows:
                 self._let_go(held)
             elif failed:
                 self._stop(task, HandOverFailed(FailureCause.DEFECT, failed))
@@ -242,7 +223,7 @@ class Staged(FromBlocks):
                 self._advance(task)
             self._settle(offer)
 
-        self._copying[offer] = self._copying.get(offer, 0) + 1
+        offer.copies += 1
         self._staging.gather(held, offer.blocks, held.end_token, copied)
         return True
 
@@ -256,11 +237,6 @@ class Staged(FromBlocks):
         except (ValueError, HandOverFailed) as error:
             self._stop(task, HandOverFailed(FailureCause.DEFECT, str(error)))
             return True
-
-    def _copied(self, offer: Offer) -> None:
-        self._copying[offer] -= 1
-        if not self._copying[offer]:
-            del self._copying[offer]
 
     def _let_go(self, held: Held) -> None:
         """Give slots back, unless a copy or a WRITE still uses them."""

@@ -1,64 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: makes the WRITEs for decode's registrations, and ends them. Once per worker, on the transfer thread.
+"""Prefill: decode's registrations, from their arrival until they are finished, and the WRITEs for them. Once per
+worker, on the transfer thread.
 
-A registration is finished when none of its WRITEs is in flight; only then is it answered, and only then are the blocks
-on both sides free (rule R2).
+A registration finds its offer by the request's id where decode knows that, else by name and digest; a name alone
+matches nothing (rule R7). One that finds no offer waits for it, for a limited time. No time is limited while its
+request waits for its turn, or is computed: decode is told so by heartbeats, which name attempts.
+
+It is finished when none of its WRITEs is in flight; only then is it answered, and only then are the blocks on both
+sides free (rule R2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
-import msgspec
-
+from kvcached_nixl.deadlines import Clock, Deadlines, earliest
+from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.messages import Peer, StagingGrant, StagingRequest, Stopped, Written, encode
-from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks
-from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
+from kvcached_nixl.wire.lease import INTERVAL, heartbeats
+from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, StagingRequest, Stopped, Withdrawal, encode
+from kvcached_nixl.worker.geometry.descriptors import Descriptors
+from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.source import FromBlocks, Source, Staged
-from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
-from kvcached_nixl.worker.transfer.peers import contained
+from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
+from kvcached_nixl.worker.transfer.peers import PeerListener, contained
 from kvcached_nixl.worker.transfer.staging import Held
+from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 
 __all__ = ["Writer"]
 
+PROBE_SECONDS = 5.0
+"""How often a rank of decode is probed once its registration is overdue."""
+RENEW_SECONDS = 5.0
+"""How often decode is told of registrations whose request is not computed yet, at least."""
 
-class Writer:
-    """Makes and ends WRITEs.
+_STARTED_AGAIN = "prefill was restarted, or its weights were changed, since decode's handshake with it"
+_WITHDRAWN = HandOverFailed(FailureCause.STOPPED, "withdrawn")
+
+
+class Writer(PeerListener):
+    """See the module.
 
     Args:
-        ended: called with a registration that is finished.
-        settle: called with an offer whose blocks may be free now.
+        settle: called with an offer whose blocks may be free now, and the rank of decode that needs nothing more of it,
+            if it is because of one.
 
     Attributes:
+        tasks: registrations that are not finished.
+        is_asked_at_once: whether the last one came without the request's id, and so without prefill's answer.
         source: the memory that the bytes are written from.
         num_final: last WRITEs of registrations that have not ended; decode waits for nothing else.
     """
 
     def __init__(
-        self, context: WorkerContext, ended: Callable[[WriteTask], None], settle: Callable[[Offer], None]
+        self, context: WorkerContext, matcher: OfferMatcher, settle: Callable[[Offer, Peer | None], None]
     ) -> None:
         self._context = context
-        self._ended = ended
+        self._clock: Clock = context.clock
+        self._matcher = matcher
         self._settle = settle
         self.source = FromBlocks()
         if context.staging is not None:
-            self.source = Staged(context, self.advance, settle, self.stop)
+            self.source = Staged(context, self.advance, lambda offer: settle(offer, None), self.stop)
         self.num_final = 0
+        self._unmatched_seconds = context.settings.handover_timeout_seconds
+        self.tasks: dict[WriteKey, WriteTask] = {}
+        self.is_asked_at_once = False
+        self._finished = RecentSet[WriteKey]()
+        self._stuck = Deadlines[WriteKey]()
+        self._renew_seconds = min(RENEW_SECONDS, INTERVAL * self._unmatched_seconds)
+        self._renewed = Deadlines[WriteKey]()
 
-    def connect(self, task: WriteTask) -> None:
-        """Begin a handshake with the rank that has registered, if there is no connection to it."""
-        if task.stopping is None or task.jobs:
-            self._context.peers.need(
-                task.registration.decode,
-                "",
-                partial(self._connected, task),
-                partial(self.stop, task, is_answered=False),
-                is_doubted=task.is_doubted,
-            )
+    def register(self, agent: str, registration: Registration) -> None:
+        """Serve a registration; one that came already, or was withdrawn, is dropped."""
+        key, now = (agent, registration.attempt), self._clock.now_seconds()
+        if key in self.tasks or key in self._finished:
+            self._context.dropped["doubled or late registration"] += 1
+            return
+        task = self.tasks[key] = WriteTask(agent, registration, next_token=registration.begin_token)
+        self.is_asked_at_once = not registration.request_id
+        # Later than the matcher's deadline, so that a missing request is reported as that.
+        self._stuck[key] = now + self._unmatched_seconds + PROBE_SECONDS
+        self._renewed[key] = now + self._renew_seconds
+        try:
+            self._find_offer(task)
+        except HandOverFailed as cause:
+            self.stop(task, cause)
+            return
+        if task.offer is not None:
+            task.offer.report_claim(self._context.outcomes)
+            task.offer.follow(now)
+        self._connect(task)
+
+    def _find_offer(self, task: WriteTask) -> None:
+        """Join a registration with its offer, or let it wait for that.
+
+        Raises:
+            HandOverFailed: there is none, and none will be.
+        """
+        registration, matcher = task.registration, self._matcher
+        if self._context.incarnation not in ("", registration.incarnation):
+            raise HandOverFailed(FailureCause.RESTARTED, _STARTED_AGAIN)
+        if registration.request_id:
+            offer = matcher.offers.get(PrefillRequestId(registration.request_id))
+            if offer is None or offer.stopped:
+                why = "" if offer is None else f": {offer.stopped}"
+                raise HandOverFailed(FailureCause.LEASE, f"prefill does not keep this request any more{why}")
+            if not offer.means(registration):
+                raise HandOverFailed(FailureCause.DIGEST, "prefill computed another prompt")
+        elif not self._context.settings.transfer_mode.is_push:
+            # In pull only an ended request may be written: before that vLLM may give its blocks to another one.
+            reason = "found a pull without a request id; expected that of a request that has ended"
+            raise HandOverFailed(FailureCause.PROTOCOL, reason)
+        else:
+            offer = matcher.wanted_by(registration)
+        if offer is not None:
+            matcher.join(task, offer)
+        else:
+            matcher.wait(task)
+
+    def take_grant(self, agent: str, grant: StagingGrant) -> None:
+        """Decode grants slots for the tokens that prefill has asked for; a late or repeated grant is ignored."""
+        task = self.tasks.get((agent, grant.attempt))
+        if task is None:
+            return
+        first_token, end_token = task.asked
+        if grant.first_token == first_token == task.next_token and grant.end_token <= end_token:
+            task.grant = grant
+            self.advance(task)
+
+    def withdraw(self, agent: str, message: Withdrawal) -> None:
+        """Decode needs a registration no more. It is answered in any case."""
+        key = agent, message.attempt
+        task = self.tasks.get(key)
+        if task is not None:
+            self.stop(task, _WITHDRAWN)
+            return
+        # It is finished, or its registration is still on its way: remember it, so that it is dropped when it arrives.
+        self._finished.add(key)
+        self._answer(agent, message.decode, message.attempt, _WITHDRAWN)
 
     def advance(self, task: WriteTask) -> None:
         """Make WRITEs of the tokens that are ready and in no WRITE yet, up to a block boundary of both sides."""
@@ -76,13 +158,6 @@ class Writer:
             except (ValueError, HandOverFailed) as error:
                 what = error.cause if isinstance(error, HandOverFailed) else FailureCause.RANGE
                 self.stop(task, HandOverFailed(what, f"no WRITE was made: {error}"))
-
-    def take_grant(self, task: WriteTask, grant: StagingGrant) -> None:
-        """Decode grants slots for the tokens that prefill has asked for; a late or repeated grant is ignored."""
-        first_token, end_token = task.asked
-        if grant.first_token == first_token == task.next_token and grant.end_token <= end_token:
-            task.grant = grant
-            self.advance(task)
 
     def _advance(self, task: WriteTask, offer: Offer) -> bool:
         """Make one WRITE, if one can be made. Returns whether there may be another one to make."""
@@ -110,87 +185,30 @@ class Writer:
             said = StagingRequest(task.registration.attempt, self._context.local.tp_rank, *task.asked)
             self._context.peers.send(task.registration.decode, encode(said), only=task.agent)
 
-    def follow(self, offer: Offer) -> None:
-        """Note in the timeline of an offer what state it is in now."""
-        offer.follow(self._context.clock.now_seconds(), is_copied=self.source.is_copying(offer))
-
-    def stop(self, task: WriteTask, cause: HandOverFailed, *, is_answered: bool = True) -> None:
-        """Stop a registration: post nothing more of it, and answer it once it is idle. Only the first reason counts."""
-        if task.stopping is not None:
-            return
-        task.stopping = cause
-        for job in [job for job in task.jobs if job not in task.awaiting_checksum]:
-            self._context.transfer_queue.drop(job)
-        if not is_answered:
-            task.known = None
-        self._end_if_idle(task, is_answered)
-
-    def answer(self, agent: str, decode: Peer, attempt: int, cause: HandOverFailed) -> None:
-        """Tell a rank of decode that nothing of its attempt is in flight, or will be; ``agent``: the one that asked."""
-        message = Stopped(attempt, self._context.local.tp_rank, int(cause.cause), str(cause)[:1000])
-        self._context.peers.send(decode, encode(message), only=agent)
-
-    def _connected(self, task: WriteTask, known: ConnectedPeer) -> None:
-        if known.agent != task.agent and not task.is_doubted:
-            # The known agent may be from before a restart, and this registration the first message of the new one.
-            task.is_doubted = True
-            self.connect(task)
-        elif known.agent != task.agent:
-            cause = HandOverFailed(FailureCause.LOST, "another engine answers at decode's address")
-            self.stop(task, cause, is_answered=False)
-        elif task.stopping is None:
-            task.known = known
-            if task.offer is not None:
-                self.follow(task.offer)
-            self.advance(task)
-
     def _write(self, task: WriteTask, offer: Offer, known: ConnectedPeer, source: Source) -> None:
-        registration, context = task.registration, self._context
-        memory, end = known.rank.groups, source.end_token
-        targets = registration.groups if task.grant is None else task.grant.groups
-        block_sizes = tuple(group.kernel_block_size for group in memory)
-        if len(targets) != len(source.groups) or registration.block_sizes != block_sizes:
-            raise HandOverFailed(
-                FailureCause.RANGE, "the registration does not fit the handshake (groups or block sizes)"
-            )
-        groups = [
-            (here, KernelBlocks(there.block_ids, there.first_token), max(task.next_token, there.first_token))
-            for here, there in zip(source.groups, targets, strict=True)
-        ]
-        routes = context.routes.of(known.agent, memory, is_prefill=True)
-        found = Descriptors.none() if registration.is_read else context.routes.ranges(routes, groups, end)
-        task.next_token = end
-        is_final = task.is_complete
+        registration, end = task.registration, source.end_token
+        groups = task.paired_with(source.groups, known)
+        found = Descriptors.none()
+        if not registration.is_read:
+            found = known.ranges(self._context.local, groups, end, is_prefill=True)
+        task.next_token, is_final = end, end >= registration.end_token
         if not (len(found.local) or is_final or registration.is_verified or registration.is_staged):
             # Other ranks write these tokens, and decode waits for the last range only.
-            if source.held is not None:
-                source.held.jobs += 1
-                self.source.written(task, source.held)
+            self.source.written(task, source.held, is_begun=False)
             return
-        if is_final and offer.update.manifest is None:
+        manifest = offer.update.manifest
+        if is_final and manifest is None:
             raise HandOverFailed(FailureCause.PROTOCOL, "prefill has no manifest of what it computed")
-        manifest = None if offer.update.manifest is None else msgspec.structs.replace(offer.update.manifest, groups=())
-        digest: str | None = None
-
-        def notify(_: int, is_last: bool) -> bytes:
-            said = Written(
-                registration.attempt,
-                context.local.tp_rank,
-                task.next_index,
-                manifest if is_final and is_last else None,
-                end if is_last else 0,
-                digest if is_last else None,
-            )
-            task.next_index += 1
-            return encode(said)
+        say = partial(task.say, self._context.local.tp_rank, end, manifest if is_final else None)
 
         @contained(partial(self.stop, task))
         def ended(failed: str) -> None:
             self._written(task, job, source.held, failed)
 
         # Without a gate, or where nothing is written, the notification goes to the rank's own agent.
-        target = self._context.gate_connections.use(known, registration.gate) if registration.gate else known.agent
-        job = TransferJob("WRITE", target, found.local, found.remote, ended, notify, tally=task.tally)
+        gates = self._context.gate_connections
+        target = gates.use(known, registration.gate) if registration.gate else known.agent
+        job = TransferJob("WRITE", target, found.local, found.remote, ended, partial(say, None), tally=task.tally)
         if source.held is not None:
             source.held.jobs += 1
         if not registration.is_verified:
@@ -198,15 +216,14 @@ class Writer:
             return
 
         @contained(partial(self.stop, task))
-        def digested(found_digest: str, failed: str) -> None:
-            nonlocal digest
-            digest = found_digest
+        def digested(digest: str, failed: str) -> None:
+            job.notify = partial(say, digest)
             self._checksummed(task, job, failed, is_final)
 
         # In `jobs` already: the checksum reads the bytes, so the blocks must not be freed before it has ended.
         task.jobs[job] = False
         sent = [(here, first) for here, _, first in groups], end
-        context.checksums.of_sent(known.agent, sent, memory, lambda: task.stopping is None, digested)
+        self._context.checksums.of_sent(known.agent, sent, known.rank.groups, lambda: task.stopping is None, digested)
         task.awaiting_checksum.add(job)
 
     def _submit(self, task: WriteTask, job: TransferJob, is_final: bool) -> None:
@@ -238,13 +255,132 @@ class Writer:
             # A staging window may be free now for the tokens that follow.
             self.advance(task)
             if task.offer is not None:
-                self._settle(task.offer)
+                self._settle(task.offer, None)
+
+    def _connect(self, task: WriteTask) -> None:
+        """Begin a handshake with the rank that has registered, if there is no connection to it."""
+        self._context.peers.need(
+            task.registration.decode,
+            "",
+            partial(self._connected, task),
+            partial(self.stop, task, is_answered=False),
+            is_doubted=task.is_doubted,
+        )
+
+    def _connected(self, task: WriteTask, known: ConnectedPeer) -> None:
+        if known.agent != task.agent and not task.is_doubted:
+            # The known agent may be from before a restart, and this registration the first message of the new one.
+            task.is_doubted = True
+            if task.stopping is None or task.jobs:
+                self._connect(task)
+        elif known.agent != task.agent:
+            cause = HandOverFailed(FailureCause.LOST, "another engine answers at decode's address")
+            self.stop(task, cause, is_answered=False)
+        elif task.stopping is None:
+            task.known = known
+            if task.offer is not None:
+                task.offer.follow(self._clock.now_seconds())
+            self.advance(task)
+
+    def is_used(self, agent: str) -> bool:
+        return any(task.agent == agent for task in self.tasks.values())
+
+    def dead(self, agent: str) -> None:
+        """Stop an agent's registrations without an answer."""
+        for task in [one for one in self.tasks.values() if one.agent == agent]:
+            cause = HandOverFailed(FailureCause.LOST, "the peer is dead or unreachable")
+            self.stop(task, cause, is_answered=False)
+
+    unreachable = dead
+
+    def stop(self, task: WriteTask, cause: HandOverFailed, *, is_answered: bool = True) -> None:
+        """Stop a registration: post nothing more of it, and answer it once it is idle. Only the first reason counts."""
+        if task.stopping is not None:
+            return
+        task.stopping = cause
+        for job in [job for job in task.jobs if job not in task.awaiting_checksum]:
+            self._context.transfer_queue.drop(job)
+        if not is_answered:
+            task.known = None
+        self._end_if_idle(task, is_answered)
+
+    def fail(self, key: WriteKey, failure: HandOverFailed) -> None:
+        """An internal error occurred while this registration was served: stop it."""
+        task = self.tasks.get(key)
+        if task is not None:
+            self.stop(task, failure)
+
+    def started(self, incarnation: str) -> None:
+        """Stop registrations that were made for another incarnation of this engine."""
+        for task in list(self.tasks.values()):
+            if task.registration.incarnation != incarnation:
+                self.stop(task, HandOverFailed(FailureCause.RESTARTED, _STARTED_AGAIN))
+
+    def stop_those_of(self, offer: Offer, cause: HandOverFailed) -> None:
+        """Nothing more of this offer is written."""
+        for task in list(offer.write_tasks.values()):
+            # Otherwise a decode that has vanished silently would be probed only at its deadline.
+            self._stuck[task.key] = self._clock.now_seconds() + PROBE_SECONDS
+            self.stop(task, cause)
+
+    def close(self, reason: str) -> None:
+        """The engine ends: tell the ranks of decode that wait."""
+        for task in list(self.tasks.values()):
+            self.stop(task, HandOverFailed(FailureCause.REVOKED, reason))
+
+    def _answer(self, agent: str, decode: Peer, attempt: int, cause: HandOverFailed) -> None:
+        """Tell a rank of decode that nothing of its attempt is in flight, or will be; ``agent``: the one that asked."""
+        message = Stopped(attempt, self._context.local.tp_rank, int(cause.cause), str(cause)[:1000])
+        self._context.peers.send(decode, encode(message), only=agent)
 
     def _end_if_idle(self, task: WriteTask, is_answered: bool) -> None:
         if task.is_finished or task.jobs or (task.stopping is None and not task.is_complete):
             return
         task.is_finished = True
         if task.stopping is not None and is_answered:
-            self.answer(task.agent, task.registration.decode, task.registration.attempt, task.stopping)
+            self._answer(task.agent, task.registration.decode, task.registration.attempt, task.stopping)
         self.source.task_finished(task)
-        self._ended(task)
+        del self.tasks[task.key]
+        self._finished.add(task.key)
+        self._stuck.pop(task.key, None)
+        self._renewed.pop(task.key, None)
+        self._matcher.forget(task)
+        if task.stopping is None and task.tally.num_bytes:
+            self._context.outcomes.moved(task.tally)
+        if task.offer is not None:
+            del task.offer.write_tasks[task.key]
+            self._settle(task.offer, task.registration.decode)
+
+    @property
+    def first_seconds(self) -> float | None:
+        """When something is due next, in the clock's seconds; None if nothing is."""
+        return earliest(*(one.first_seconds for one in (self._matcher, self._stuck, self._renewed)))
+
+    def turn(self, now_seconds: float, *, is_engine_alive: bool) -> None:
+        """Renew those whose request is not computed yet; stop those that are due: without an offer, or not written in
+        time."""
+        if due := self._renewed.take_due(now_seconds):
+            self._renewed.move(dict.fromkeys(due, now_seconds + self._renew_seconds))
+            if is_engine_alive:
+                self._renew(due, now_seconds)
+        for key in self._matcher.take_due(now_seconds):
+            self.fail(key, HandOverFailed(FailureCause.DEADLINE, "prefill has no request of this name and prompt"))
+        for key in self._stuck.take_due(now_seconds):
+            task = self.tasks.get(key)
+            if task is not None:
+                # Decode has given up by now. If it does not answer the probe, its connection is taken down, which ends
+                # what is in flight to it.
+                self._stuck[key] = now_seconds + PROBE_SECONDS
+                self.stop(task, HandOverFailed(FailureCause.DEADLINE, "prefill did not write it in time"))
+                self._context.peers.probe(task.registration.decode)
+
+    def _renew(self, keys: Iterable[WriteKey], now_seconds: float) -> None:
+        names: dict[tuple[Peer, str], list[str]] = {}
+        for task in map(self.tasks.__getitem__, keys):
+            if task.offer is not None and not (task.offer.finished or task.is_complete or task.stopping):
+                self._stuck[task.key] = now_seconds + self._unmatched_seconds + PROBE_SECONDS
+                registration = task.registration
+                names.setdefault((registration.decode, task.agent), []).append(str(registration.attempt))
+        for (address, agent), of_agent in names.items():
+            for beat in heartbeats(of_agent):
+                self._context.peers.send(address, beat, only=agent)

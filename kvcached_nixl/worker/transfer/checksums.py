@@ -144,7 +144,6 @@ class Checksums:
         self._served, self._is_busy = "", False
 
     def are_compared(self, attempt: int) -> bool:
-        """Whether this attempt's hand-over is verified."""
         return attempt < self._below
 
     def of_sent(
@@ -204,7 +203,6 @@ class Checksums:
         self._submit(agent, do, found)
 
     def turn(self) -> None:
-        """Deliver the results of finished work."""
         self._background.turn()
 
     def close(self) -> None:

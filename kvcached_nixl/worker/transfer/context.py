@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.processes import Host
 from kvcached_nixl.settings import MemoryPath, Settings
 from kvcached_nixl.transport.agent import Transport, TransportError
 from kvcached_nixl.transport.side_channel import SideChannel
@@ -25,10 +26,9 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.checksums import Checksums
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TokenArray, TokenBuffers, TokenTable
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Host, PeerListener
-from kvcached_nixl.worker.transfer.peers import Peers
+from kvcached_nixl.worker.transfer.peers import PeerListener, Peers
 from kvcached_nixl.worker.transfer.staging import Staging
-from kvcached_nixl.worker.transfer.topology import LocalRank, PeerRoutes
+from kvcached_nixl.worker.transfer.topology import ConnectedPeer, LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 
 __all__ = ["GateConnections", "RecentSet", "WorkerContext"]
@@ -63,8 +63,6 @@ class GateConnections(PeerListener):
         # Per rank, metadata -> name of its gates, the newest one last.
         self._of_agent: dict[str, dict[bytes, str]] = {}
         self._agent_of: dict[str, str] = {}
-        # Kept from a gate's first use until it is removed.
-        self._connections: dict[str, object] = {}
         self._used: Counter[str] = Counter()
 
     def use(self, known: ConnectedPeer, metadata: bytes) -> str:
@@ -87,7 +85,6 @@ class GateConnections(PeerListener):
                 raise HandOverFailed(FailureCause.PROTOCOL, "decode named a write gate of another rank")
             before = list(of_agent.values())
             self._of_agent.setdefault(known.agent, {})[metadata] = name
-            self._connections.setdefault(name, object())
             for other in before:
                 self._remove_unused(other)
         self._used[name] += 1
@@ -97,10 +94,6 @@ class GateConnections(PeerListener):
         """A WRITE through this gate has ended."""
         self._used -= Counter({gate: 1})
         self._remove_unused(gate)
-
-    def connection(self, gate: str) -> object:
-        """Returns an object that stands for the current connection to a gate or agent; once lost, another or None."""
-        return self._connections.get(gate) or self._agents.connection(gate)
 
     def lost(self, gate: str) -> None:
         """A transfer has failed: take the connection down, because only that ends what is left of the transfer."""
@@ -127,7 +120,6 @@ class GateConnections(PeerListener):
         others = {metadata: name for metadata, name in self._of_agent.pop(agent).items() if name != gate}
         if others:
             self._of_agent[agent] = others
-        self._connections.pop(gate, None)
         self._transport.remove_peer(gate)
 
 
@@ -136,12 +128,9 @@ class WorkerContext:
     """What everything that moves KV in one worker uses, whatever its role.
 
     Attributes:
-        channel: for handshakes, and to wake the engine.
         wake: set by any thread to wake the transfer thread.
         local: describes the slab's memory where KV is staged, else the KV cache's.
         tokens: registered host memory for ownership tokens, (BUCKETS and buffers, TOKENS_PER_BUCKET), all 0.
-        compatibility: a peer's must be equal.
-        host: tells which processes of this host live.
         staging: what KV passes through; None where NIXL touches the KV cache itself.
         memory_path: where the memory is that KV is moved from and to.
         own: this rank's address, which a registration carries; None until the first step brings it.
@@ -176,18 +165,13 @@ class WorkerContext:
         route = self.settings.transfer_mode.value, self.memory_path.value
         self.outcomes = OutcomeQueue(self.clock, self.local.tp_rank, route)
         self.peers = Peers(
-            self.transport, self.local, self.compatibility, self.clock, self.channel.ask, self.host, self.wake.set
+            self.transport, self.local, self.compatibility, self.clock, self.channel, self.host, self.wake.set
         )
         self.dropped = self.peers.dropped
         self.gate_connections = GateConnections(self.transport, self.peers)
         self.transfer_queue = TransferQueue(
-            self.transport,
-            self.clock,
-            self.gate_connections.lost,
-            connection=self.gate_connections.connection,
-            moved=self.outcomes.moved_bytes,
+            self.transport, self.clock, self.gate_connections.lost, moved=self.outcomes.moved_bytes
         )
-        self.routes = PeerRoutes(self.local)
         self.token_table = TokenTable(self.tokens[:BUCKETS])
         self.token_buffers = TokenBuffers(self.tokens[BUCKETS:])
 
@@ -214,12 +198,17 @@ class WorkerContext:
         *,
         is_doubted: bool = False,
     ) -> None:
-        """Connect to a rank of prefill; fails if it computes with other weights. Else as `Peers.need`."""
+        """Connect to a rank of prefill; fails if it computes with other weights, or is distrusted. Else as
+        `Peers.need`."""
 
         def met(known: ConnectedPeer) -> None:
             misfit = self.misfit_of(known)
             if misfit is None:
-                connected(known)
+                doubt = self.distrust_of(address, known.incarnation)
+                if doubt is None:
+                    connected(known)
+                else:
+                    failed(doubt)
             elif is_doubted:
                 failed(misfit)
             else:

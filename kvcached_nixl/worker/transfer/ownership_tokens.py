@@ -73,7 +73,6 @@ class TokenTable:
             self._remove(owner)
 
     def clear(self) -> None:
-        """Remove all tokens."""
         with self._lock:
             self._token_of.clear()
             self._tokens[:] = 0
@@ -99,11 +98,9 @@ class TokenBuffers:
 
     @property
     def has_room(self) -> bool:
-        """Whether a buffer is free."""
         return bool(self._free)
 
     def take(self) -> int | None:
-        """Take a free buffer; None if there is none."""
         return self._free.pop() if self._free else None
 
     def give_back(self, buffer: int) -> None:

@@ -6,9 +6,8 @@ not free before the connection is taken down: a server that is to take its place
 that are not used are looked after: a process of this host by its number, any other one by a handshake. An equal answer
 changes nothing, since NIXL keeps something of every one that it is given.
 
-Everything is per rank: one that does not answer, answers wrongly or is dead fails only the requests that name it.
-Handshakes run on another thread (``ask``), any number at a time, and are repeated if there is no answer in time. Owned
-by the transfer thread; once per worker.
+A rank that does not answer, answers wrongly or is dead fails only the requests that name it. Handshakes run on another
+thread, and are repeated if there is no answer in time. Owned by the transfer thread; once per worker.
 """
 
 from __future__ import annotations
@@ -18,23 +17,22 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvcached_nixl.deadlines import Clock, Deadlines
+from kvcached_nixl.processes import Host
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.agent import Transport, TransportError
+from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer, Host, Link, PeerListener, Waiting
-from kvcached_nixl.worker.transfer.topology import LocalRank, examine
+from kvcached_nixl.worker.transfer.topology import ConnectedPeer, LocalRank, examine
 
-__all__ = ["Ask", "Peers", "contained"]
+__all__ = ["PeerListener", "Peers", "contained"]
 
 logger = logging.getLogger(SERVER_LOGGER)
-
-Ask: TypeAlias = Callable[[str, int, int], "Future[tuple[str, bytes]]"]
-"""(host, port, tensor-parallel rank) -> (compatibility string, metadata) in a future that any thread may complete. It
-fails with `ConnectionRefusedError` if nobody listens, with another `OSError` or `TimeoutError` if that is not known."""
 
 HANDSHAKE_TRIES = 5
 """Handshakes in a row with a peer that does not answer, before it fails: one that stalls for seconds may be alive."""
@@ -58,43 +56,90 @@ def contained(failed: Callable[[HandOverFailed], None]) -> Iterator[None]:
 
 _STARTED_AGAIN = "prefill was restarted, or its weights were changed, since it made the parameters"
 
+_Waiting: TypeAlias = tuple[str, Callable[[ConnectedPeer], None], Callable[[HandOverFailed], None]]
+"""Who needs a rank: of which incarnation, "" for any; what is called once it is known, or else."""
 
+
+@dataclass(eq=False)
+class _Link:
+    """What is known of an address.
+
+    Attributes:
+        known: whom it is connected to; None if it is not.
+        answer: the handshake that ``known`` was made from.
+        process: that of ``known``, if it is one of this host whose end is visible.
+        last_agent: whom it was connected to last, until another one answers.
+        is_asked: a handshake is under way.
+        is_doubted: somebody depends on how it ends, so an equal answer is looked at, too.
+        is_failing: the last handshake has failed.
+        tries: handshakes in a row without an answer.
+        waiting: who is told how the handshake ends.
+    """
+
+    address: Peer
+    known: ConnectedPeer | None = None
+    answer: tuple[str, bytes] | None = None
+    process: Process | None = None
+    last_agent: str | None = None
+    is_asked: bool = False
+    is_doubted: bool = False
+    is_failing: bool = False
+    tries: int = 0
+    waiting: list[_Waiting] = field(default_factory=list)
+
+    @property
+    def level(self) -> int:
+        """Log level: a peer that may still write is asked until it answers or is fenced, so warn only once."""
+        return logging.INFO if self.is_failing else logging.WARNING
+
+
+class PeerListener:
+    """Depends on peers, and is told what happens to them (`Peers.listen`). Called on the transfer thread. This one
+    depends on none."""
+
+    def is_used(self, agent: str) -> bool:
+        """Whether something still depends on an agent, although no message was sent to it for FORGOTTEN_SECONDS."""
+        return False
+
+    def may_write(self, agent: str) -> bool:
+        """Whether an agent may be writing into this rank's memory. Its connection is then kept even if its side channel
+        fails: it has to be told to stop, and to answer that it has."""
+        return False
+
+    def dead(self, agent: str) -> None:
+        """No address leads to an agent any more: another one answers in its place. Its process may still run."""
+
+    def unreachable(self, agent: str) -> None:
+        """Nobody listens at an agent's address: its process may have ended, or only its listener."""
+
+    def disconnected(self, agent: str) -> None:
+        """The connection to an agent is about to be taken down."""
+
+
+@dataclass(eq=False)
 class Peers:
     """See the module.
 
-    Args:
-        compatibility: this rank's compatibility string.
-        ask: begins a handshake.
-        host: tells which processes of this host live.
+    Attributes:
+        compatibility: this rank's; a peer's must be equal.
         wake: called, on any thread, when a handshake has ended.
+        dropped: counts messages that were not sent.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        local: LocalRank,
-        compatibility: str,
-        clock: Clock,
-        ask: Ask,
-        host: Host,
-        wake: Callable[[], None],
-    ) -> None:
-        self._transport = transport
-        self._local = local
-        self._compatibility = compatibility
-        self._clock = clock
-        self._ask = ask
-        self._host = host
-        self._wake = wake
-        self._links: dict[Peer, Link] = {}
-        # Kept from an agent's first handshake until it is removed; later handshakes with it do not change it.
-        self._connections: dict[str, object] = {}
-        self._places: dict[tuple[str, int, int], Peer] = {}
-        self._ended: deque[tuple[Link, Future[tuple[str, bytes]]]] = deque()
-        self._unused = Deadlines[Peer]()
-        self._looked_at = Deadlines[Peer]()
-        self._listeners: tuple[PeerListener, ...] = ()
-        self.dropped: Counter[str] = Counter()
+    transport: Transport
+    local: LocalRank
+    compatibility: str
+    clock: Clock
+    channel: SideChannel
+    host: Host
+    wake: Callable[[], None]
+    dropped: Counter[str] = field(default_factory=Counter)
+    _links: dict[Peer, _Link] = field(default_factory=dict)
+    _places: dict[tuple[str, int, int], Peer] = field(default_factory=dict)
+    _ended: deque[tuple[_Link, Future[tuple[str, bytes]]]] = field(default_factory=deque)
+    _unused: Deadlines[Peer] = field(default_factory=Deadlines)
+    _looked_at: Deadlines[Peer] = field(default_factory=Deadlines)
+    _listeners: tuple[PeerListener, ...] = ()
 
     def listen(self, *listeners: PeerListener) -> None:
         """Tell ``listeners`` what happens to peers. Call once, before any peer is used."""
@@ -123,7 +168,7 @@ class Peers:
         ):
             known(link.known)
             return
-        link.waiting.append(Waiting(incarnation, known, failed))
+        link.waiting.append((incarnation, known, failed))
         self._begin(link)
 
     def probe(self, address: Peer) -> None:
@@ -155,7 +200,7 @@ class Peers:
                     self.need(address, "", lambda known: tell(known, True), untold, is_doubted=True)
                 return
             try:
-                self._transport.send(known.agent, notification)
+                self.transport.send(known.agent, notification)
             except TransportError as error:
                 logger.info("%s", error)
                 self.lost(known.agent)
@@ -174,10 +219,6 @@ class Peers:
         else:
             self.need(address, "", tell, untold)
 
-    def connection(self, agent: str) -> object:
-        """Returns an object that stands for the current connection to an agent; once that is lost, another or None."""
-        return self._connections.get(agent)
-
     def lost(self, agent: str) -> None:
         """The connection to an agent has failed. Its process may be alive, so take the connection down and begin a new
         handshake."""
@@ -192,7 +233,7 @@ class Peers:
         """Handle handshakes that have ended, look after peers that are not used, and forget them in the end."""
         while self._ended:
             self._take(*self._ended.popleft())
-        now = self._clock.now_seconds()
+        now = self.clock.now_seconds()
         for address in self._unused.take_due(now):
             link = self._links[address]
             if link.is_asked or self._is_used(link.last_agent):
@@ -203,42 +244,41 @@ class Peers:
             self._look_later(address)
             self._look(self._links[address])
 
-    def _look(self, link: Link) -> None:
-        """Find out whether a connected peer is still there."""
+    def _look(self, link: _Link) -> None:
         if link.known is None:
             return
         if link.process is None:
             self._begin(link, is_doubted=False)
-        elif self._host.is_dead(link.process):
+        elif self.host.is_dead(link.process):
             where = f"rank {link.address.tp_rank} of engine {link.address.engine_id}"
             self._unreachable(link, f"the process of {where} has ended")
 
     def _look_later(self, address: Peer) -> None:
         seconds = LOOK_SECONDS * max(1.0, len(self._links) / LOOKS)
-        self._looked_at[address] = self._clock.now_seconds() + seconds
+        self._looked_at[address] = self.clock.now_seconds() + seconds
 
-    def _link(self, address: Peer) -> Link:
+    def _link(self, address: Peer) -> _Link:
         link = self._links.get(address)
         if link is None:
-            link = self._links[address] = Link(address)
-        self._unused[address] = self._clock.now_seconds() + FORGOTTEN_SECONDS
+            link = self._links[address] = _Link(address)
+        self._unused[address] = self.clock.now_seconds() + FORGOTTEN_SECONDS
         self._look_later(address)
         return link
 
-    def _begin(self, link: Link, *, is_doubted: bool = True) -> None:
+    def _begin(self, link: _Link, *, is_doubted: bool = True) -> None:
         link.is_doubted |= is_doubted
         if link.is_asked:
             return
         link.is_asked = True
-        future = self._ask(link.address.host, link.address.port, link.address.tp_rank)
+        future = self.channel.ask(link.address.host, link.address.port, link.address.tp_rank)
 
         def ended(future: Future[tuple[str, bytes]]) -> None:
             self._ended.append((link, future))
-            self._wake()
+            self.wake()
 
         future.add_done_callback(ended)
 
-    def _take(self, link: Link, future: Future[tuple[str, bytes]]) -> None:
+    def _take(self, link: _Link, future: Future[tuple[str, bytes]]) -> None:
         is_doubted, link.is_asked, link.is_doubted = link.is_doubted, False, False
         link.tries += 1
         try:
@@ -246,8 +286,8 @@ class Peers:
             if link.known is not None and not is_doubted and answer == link.answer:
                 link.tries, link.is_failing = 0, False
                 return
-            incarnation, rank = examine(self._local, self._compatibility, link.address, *answer)
-            agent = self._transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
+            incarnation, rank = examine(self.local, self.compatibility, link.address, *answer)
+            agent = self.transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
         except ConnectionRefusedError:
             # Its listener may restart, and its workers may outlive it: this does not mean that the agent is dead.
             self._unreachable(link, f"nobody listens at {link.address.host}:{link.address.port}")
@@ -272,7 +312,7 @@ class Peers:
             self._know(link, ConnectedPeer(agent, incarnation, rank))
             link.answer = answer
 
-    def _know(self, link: Link, known: ConnectedPeer) -> None:
+    def _know(self, link: _Link, known: ConnectedPeer) -> None:
         local = (link.address.host, link.address.port, link.address.tp_rank)
         before = self._places.get(local)
         if before is not None and before != link.address and before in self._links:
@@ -288,25 +328,24 @@ class Peers:
                 # The old agent was known under other addresses, too: a handshake checks each of them.
                 self._begin(other)
         link.known, link.last_agent, link.tries, link.is_failing = known, known.agent, 0, False
-        link.process = known.rank.process if self._host.sees(known.rank.process) else None
+        link.process = known.rank.process if self.host.sees(known.rank.process) else None
         self._places[local] = link.address
-        self._connections.setdefault(known.agent, object())
         waiting, link.waiting = link.waiting, []
-        for one in waiting:
-            if one.incarnation in ("", known.incarnation):
-                with contained(one.failed):
-                    one.known(known)
+        for incarnation, connected, failed in waiting:
+            if incarnation in ("", known.incarnation):
+                with contained(failed):
+                    connected(known)
             else:
-                one.failed(HandOverFailed(FailureCause.RESTARTED, _STARTED_AGAIN))
+                failed(HandOverFailed(FailureCause.RESTARTED, _STARTED_AGAIN))
 
-    def _unreachable(self, link: Link, reason: str) -> None:
+    def _unreachable(self, link: _Link, reason: str) -> None:
         agent = link.last_agent
         self._fail(link, FailureCause.UNREACHABLE, reason, is_gone=False)
         if agent is not None:
             for one in self._listeners:
                 one.unreachable(agent)
 
-    def _fail(self, link: Link, cause: FailureCause, reason: str, *, is_gone: bool) -> None:
+    def _fail(self, link: _Link, cause: FailureCause, reason: str, *, is_gone: bool) -> None:
         logger.log(link.level, "%s", reason)
         link.tries, link.is_failing = 0, True
         if is_gone:
@@ -315,12 +354,12 @@ class Peers:
             # The peer does not answer: taking the connection down ends the transfers in flight to it.
             self._forget(link)
         waiting, link.waiting = link.waiting, []
-        for one in waiting:
-            one.failed(HandOverFailed(cause, reason))
+        for _, _, failed in waiting:
+            failed(HandOverFailed(cause, reason))
         if link.known is None and not link.waiting and not link.is_asked and link.last_agent is None:
             self._drop(link)
 
-    def _let_go(self, link: Link) -> None:
+    def _let_go(self, link: _Link) -> None:
         """The agent known at this address is not there any more; it is dead if no other address leads to it."""
         self._forget(link)
         agent, link.last_agent = link.last_agent, None
@@ -328,23 +367,22 @@ class Peers:
             for one in self._listeners:
                 one.dead(agent)
 
-    def _forget(self, link: Link) -> None:
+    def _forget(self, link: _Link) -> None:
         """Give up this address's use of the connection; the last address of an agent takes the connection down."""
         known, link.known = link.known, None
         if known is not None and all(other.known is None for other in self._links_of(known.agent)):
-            self._connections.pop(known.agent, None)
             for one in self._listeners:
                 one.disconnected(known.agent)
-            self._transport.remove_peer(known.agent)
+            self.transport.remove_peer(known.agent)
 
     def _is_used(self, agent: str | None) -> bool:
         return agent is not None and any(one.is_used(agent) for one in self._listeners)
 
-    def _links_of(self, agent: str | None) -> list[Link]:
+    def _links_of(self, agent: str | None) -> list[_Link]:
         """Returns all links to an agent: an engine may be known under several addresses, by IP address and by name."""
         return [link for link in self._links.values() if link.last_agent == agent]
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: _Link) -> None:
         self._let_go(link)
         self._links.pop(link.address, None)
         self._unused.pop(link.address, None)

@@ -88,11 +88,7 @@ class Slab:
         return list(_begins(layout.regions, num_slots * layout.blocks_per_slot))[-1]
 
     def groups(self, groups: Sequence[GroupMemory]) -> tuple[GroupMemory, ...]:
-        """Returns the KV-cache groups' planes at their addresses in the slab.
-
-        Args:
-            groups: in the KV cache.
-        """
+        """Returns the planes of the KV cache's groups at their addresses in the slab."""
         return tuple(
             msgspec.structs.replace(
                 group, planes=tuple(map(self._in_slab, group.planes)), parts=tuple(map(self._in_slab, group.parts))
@@ -107,8 +103,7 @@ class Slab:
         return msgspec.structs.replace(planes, bases=bases, num_blocks=self.num_slots * in_slot)
 
     def gather(self, blocks: Sequence[int], staged: Sequence[int]) -> None:
-        """Copy kernel blocks of the cache into those of the slab, pairwise; on an accelerator, in the current
-        stream."""
+        """Copy blocks of the cache into those of the slab, pairwise; on an accelerator, in the current stream."""
         for (source, area), ids, run in self._runs(blocks, staged):
             target = area[run]
             if target.device == source.device:
@@ -117,8 +112,7 @@ class Slab:
                 target.copy_(source.index_select(0, ids), non_blocking=True)
 
     def scatter(self, staged: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy kernel blocks of the slab into those of the cache, pairwise; on an accelerator, in the current
-        stream."""
+        """Copy blocks of the slab into those of the cache, pairwise; on an accelerator, in the current stream."""
         for (target, area), ids, run in self._runs(blocks, staged):
             target.index_copy_(0, ids, area[run].to(target.device, non_blocking=True))
 
@@ -130,8 +124,7 @@ class Slab:
     def _runs(
         self, blocks: Sequence[int], staged: Sequence[int]
     ) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, slice]]:
-        """Yields, for each run of consecutive blocks of the slab and each region: (its blocks, its area), block ids,
-        and the run."""
+        """Yields (blocks, area), block ids and the run, for each run of the slab's blocks and each region."""
         if len(blocks) != len(staged):
             raise ValueError(f"found {len(blocks)} blocks and {len(staged)} of the slab; expected as many")
         ids = torch.tensor(blocks, dtype=torch.int64, device=self._copied[0][0].device)
@@ -213,7 +206,6 @@ class Slots:
         self._used = dict.fromkeys(Use, 0)
 
     def used(self, use: Use) -> int:
-        """Number of slots taken for a use."""
         return self._used[use]
 
     def most(self, use: Use) -> int:
@@ -221,7 +213,6 @@ class Slots:
         return self.count - self._kept * sum(other is not use for other in (Use.SENDING, Use.RECEIVING))
 
     def available(self, use: Use) -> int:
-        """Number of slots that may be taken for a use now."""
         free = self.count - sum(self._used.values())
         spared = sum(self._spared(other) for other in (Use.SENDING, Use.RECEIVING) if other is not use)
         return max(0, free - spared)

@@ -161,7 +161,6 @@ class Staging:
         )
 
     def is_waiting(self, use: Use, who: object) -> bool:
-        """Whether ``who`` waits for slots."""
         return who in self._waiting.get((use, ""), ())
 
     def mark_stuck(self, held: Held) -> None:

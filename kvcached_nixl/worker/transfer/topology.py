@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's place and memory, which ranks of prefill contribute to it, and the byte ranges between it and a peer.
-
-Once per worker.
-"""
+"""This rank's place and memory, which ranks of prefill contribute to it, and the byte ranges between it and a peer."""
 
 from __future__ import annotations
 
@@ -22,10 +19,8 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, spacing
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit, split
-from kvcached_nixl.worker.transfer.peer_link import PeerListener
 
-__all__ = ["GroupRoutes", "LocalRank", "PeerRoutes", "contributors", "examine", "fits", "kernel_blocks_of"]
-
+__all__ = ["ConnectedPeer", "LocalRank", "contributors", "examine", "fits", "kernel_blocks_of", "ranges", "routes"]
 
 GroupRoutes: TypeAlias = tuple[tuple[Route, ...], ...]
 """Per KV-cache group, one route per kind of planes."""
@@ -75,70 +70,78 @@ class LocalRank:
         return math.lcm(*self.kernel_block_sizes, *block_sizes)
 
 
-@dataclass
-class PeerRoutes(PeerListener):
-    """How this rank's KV-cache groups map to those of each peer, computed once per peer.
+@dataclass(eq=False)
+class ConnectedPeer:
+    """A rank after its handshake.
 
-    Any address may name any agent, so `of` compares the memory it is
-    given, too: what one address says about its memory is not used for another address.
+    Attributes:
+        agent: its name in the transport, which changes whenever the rank restarts.
     """
 
-    local: LocalRank
-    _found: dict[tuple[str, bool], tuple[tuple[GroupMemory, ...], GroupRoutes]] = field(default_factory=dict)
+    agent: str
+    incarnation: str
+    rank: RankHandshake
+    _routes: dict[bool, GroupRoutes] = field(default_factory=dict)
 
-    def of(self, agent: str, groups: tuple[GroupMemory, ...], *, is_prefill: bool) -> GroupRoutes:
-        """Returns, per KV-cache group, one route per kind of planes that prefill's rank moves to decode's.
-
-        Args:
-            is_prefill: this is prefill's rank.
-
-        Raises:
-            ValueError: the two sides do not fit.
-        """
-        before, routes = self._found.get((agent, is_prefill), ((), ()))
-        if before is not groups and before != groups:
-            reason = _misfit(self.local.groups, groups)
-            if reason:
-                raise ValueError(reason)
-            routes = tuple(
-                tuple(
-                    Route(here, there)
-                    for here, there in zip(*exchanged(ours, theirs), strict=True)
-                    if moves(here, there, is_prefill=is_prefill)
-                )
-                for ours, theirs in zip(self.local.groups, groups, strict=True)
-            )
-            self._found[agent, is_prefill] = groups, routes
-        return routes
-
-    def dead(self, agent: str) -> None:
-        for is_prefill in (True, False):
-            self._found.pop((agent, is_prefill), None)
-
-    @staticmethod
     def ranges(
-        routes: GroupRoutes, groups: Sequence[tuple[KernelBlocks, KernelBlocks, int]], end_token: int
+        self,
+        local: LocalRank,
+        groups: Sequence[tuple[KernelBlocks, KernelBlocks, int]],
+        end_token: int,
+        *,
+        is_prefill: bool,
     ) -> Descriptors:
-        """Returns the descriptors of a transfer; none if other ranks move all of it.
+        """As `ranges`, between this rank and that one; their routes are computed once. Raises `ValueError` as
+        `routes` and `ranges`."""
+        if is_prefill not in self._routes:
+            self._routes[is_prefill] = routes(local.groups, self.rank.groups, is_prefill=is_prefill)
+        return ranges(self._routes[is_prefill], groups, end_token)
 
-        Args:
-            groups: per KV-cache group its local and remote blocks, and the first token to move.
-            end_token: one past the last token to move.
 
-        Raises:
-            ValueError: as `Route.descriptors`, or there is no token to move, or other groups than the routes are for.
-        """
-        if all(first >= end_token for _, _, first in groups):
-            raise ValueError(f"found no token before {end_token}; expected at least one to move")
-        found = [
-            route.descriptors(here, there, first, end_token)
-            for (here, there, first), of_group in zip(groups, routes, strict=True)
-            if first < end_token
-            for route in of_group
-        ]
-        if not found:
-            return Descriptors.none()
-        return Descriptors(*(np.concatenate([getattr(one, side) for one in found]) for side in ("local", "remote")))
+def routes(local: Sequence[GroupMemory], remote: Sequence[GroupMemory], *, is_prefill: bool) -> GroupRoutes:
+    """Returns, per KV-cache group, one route per kind of planes that prefill's rank moves to decode's.
+
+    Args:
+        is_prefill: the local rank is prefill's.
+
+    Raises:
+        ValueError: the two sides do not fit.
+    """
+    if reason := _misfit(local, remote):
+        raise ValueError(reason)
+    return tuple(
+        tuple(
+            Route(here, there)
+            for here, there in zip(*exchanged(ours, theirs), strict=True)
+            if moves(here, there, is_prefill=is_prefill)
+        )
+        for ours, theirs in zip(local, remote, strict=True)
+    )
+
+
+def ranges(
+    of_groups: GroupRoutes, groups: Sequence[tuple[KernelBlocks, KernelBlocks, int]], end_token: int
+) -> Descriptors:
+    """Returns the descriptors of a transfer; none if other ranks move all of it.
+
+    Args:
+        groups: per KV-cache group its local and remote blocks, and the first token to move.
+        end_token: one past the last token to move.
+
+    Raises:
+        ValueError: as `Route.descriptors`, or there is no token to move, or other groups than the routes are for.
+    """
+    if all(first >= end_token for _, _, first in groups):
+        raise ValueError(f"found no token before {end_token}; expected at least one to move")
+    found = [
+        route.descriptors(here, there, first, end_token)
+        for (here, there, first), of_group in zip(groups, of_groups, strict=True)
+        if first < end_token
+        for route in of_group
+    ]
+    if not found:
+        return Descriptors.none()
+    return Descriptors(*(np.concatenate([getattr(one, side) for one in found]) for side in ("local", "remote")))
 
 
 def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]) -> tuple[KernelBlocks, ...]:
@@ -160,14 +163,11 @@ def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]
 def contributors(
     prefill: RemotePrefill, *, tp_rank: int, tp_size: int, kv_shares: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the ranks of prefill whose bytes a rank of decode needs, and the ranks it only has to release.
+    """As `LocalRank.contributors`, by number.
 
     Every rank of prefill is in the result for at least one rank of decode, so that it learns when it is done. Of ranks
     that hold copies of the same KV, which lie side by side, one is enough: the bytes of two may differ in their last
     bits, where each rank rounds its own sums.
-
-    Args:
-        kv_shares: as in `LocalRank`.
 
     Raises:
         ValueError: neither tensor-parallel size divides the other.

@@ -17,7 +17,7 @@ import numpy as np
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.transport.agent import Handle, Operation, Ranges, TransferState, Transport, TransportError
 from kvcached_nixl.wire.timeline import Timeline
-from kvcached_nixl.worker.transfer.peer_link import PeerListener
+from kvcached_nixl.worker.transfer.peers import PeerListener
 
 __all__ = ["TransferTally", "Budget", "TransferJob", "TransferQueue"]
 
@@ -144,8 +144,6 @@ class TransferQueue(PeerListener):
         lost: called with a peer to which a transfer has failed, before the job's ``ended``. It must remove the peer:
             only that ends what is left of a failed transfer.
         moved: called with the bytes of KV of each transfer that has succeeded.
-        connection: returns an object that stands for the current connection to a peer, so that a transfer of an earlier
-            connection that fails does not take the current one down.
     """
 
     def __init__(
@@ -154,13 +152,11 @@ class TransferQueue(PeerListener):
         clock: Clock,
         lost: Callable[[str], None],
         budget: Budget | None = None,
-        connection: Callable[[str], object] = lambda _: None,
         moved: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._transport = transport
         self._clock = clock
         self._lost = lost
-        self._connection = connection
         self._moved = moved
         self._budget = Budget() if budget is None else budget
         self._lanes: dict[str, _Lane] = {}
@@ -198,7 +194,6 @@ class TransferQueue(PeerListener):
         return any(lane.queue for lane in self._lanes.values()) or any(batch.job.is_host for batch in self._active)
 
     def is_used(self, agent: str) -> bool:
-        """Whether transfers with a peer are queued or in flight whose job was not dropped."""
         return agent in self._lanes
 
     def submit(self, job: TransferJob, *, is_urgent: bool = False) -> None:
@@ -269,7 +264,8 @@ class TransferQueue(PeerListener):
 
     def _fail(self, job: TransferJob, reason: str, connection: object) -> None:
         job.failed = job.failed or reason
-        if self._connection(job.peer) is connection:
+        # Else it is of an earlier connection, and says nothing of the current one.
+        if self._transport.connection(job.peer) is connection:
             self._lost(job.peer)
 
     def _leave(self, batch: _Batch) -> None:
@@ -324,10 +320,10 @@ class TransferQueue(PeerListener):
                 job.operation, peer, job.local[rows], job.remote[rows], notification, is_host=job.is_host
             )
         except TransportError as error:
-            self._fail(job, str(error), self._connection(peer))
+            self._fail(job, str(error), self._transport.connection(peer))
             return True
         job.row, job.index, job.in_flight = end, job.index + 1, job.in_flight + 1
-        batch = _Batch(job, handle, num_bytes, end - rows.start, self._connection(peer))
+        batch = _Batch(job, handle, num_bytes, end - rows.start, self._transport.connection(peer))
         self._active[batch] = None
         self._moved_at_seconds = self._clock.now_seconds()
         job.tally.posted(self._moved_at_seconds)

@@ -30,8 +30,8 @@ from experiments.mesh.report import (
 )
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.worker.transfer import context
+from kvcached_nixl.worker.transfer.context import GateConnections
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenTable
-from kvcached_nixl.worker.transfer.topology import PeerRoutes
 
 WRONG, FAILED = End.WRONG.value, End.FAILED.value
 
@@ -93,8 +93,8 @@ def test_deadlines_may_keep_a_few_that_were_moved() -> None:
         ({}, []),
         ({"tables": {"TokenBuffers._free": 7, "Peers.dropped": 2, "Peers._links": 0}}, []),
         ({"tables": {"Peers._links": 1}}, ["Peers._links has 1"]),
-        ({"tables": {"Registrations._finished": 10}}, []),
-        ({"tables": {"Registrations._finished": 11}}, ["Registrations._finished has 11"]),
+        ({"tables": {"Writer._finished": 10}}, []),
+        ({"tables": {"Writer._finished": 11}}, ["Writer._finished has 11"]),
         ({"blocks": 3}, ["3 blocks are not free"]),
         ({"words": 2}, ["2 engines keep ownership tokens"]),
     ],
@@ -156,10 +156,10 @@ def _deliver_half(network: Network, posted: Any) -> None:
 
 
 def test_a_table_that_is_not_cleared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table has routes to agents that do not exist any more."""
-    monkeypatch.setattr(PeerRoutes, "dead", lambda self, agent: None)
-    found = experiment.measure("pull", 3, 200, 20, 1, lambda words: None)
-    assert any(words.startswith("PeerRoutes._found has") for words in found.left)
+    """The table has gates of agents that do not exist any more."""
+    monkeypatch.setattr(GateConnections, "disconnected", lambda self, agent: None)
+    found = experiment.measure("push", 3, 200, 20, 1, lambda words: None)
+    assert any(words.startswith("GateConnections._of_agent has") for words in found.left)
 
 
 def test_a_token_that_is_not_removed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

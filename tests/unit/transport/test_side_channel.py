@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transport/side_channel.py: both sides, against sockets that speak vLLM's protocol, or something else."""
+"""transport/{listener,side_channel}.py: both sides, against sockets that speak vLLM's protocol, or something else."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 import threading
 import time
@@ -16,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvcached_nixl.transport import listener as listening
 from kvcached_nixl.transport import side_channel as module
 
 JOIN_SECONDS = 20.0
@@ -132,23 +132,6 @@ def named(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
     monkeypatch.setattr(module, "look_up", look_up)
 
 
-def test_a_name_of_several_addresses_is_reached_at_the_one_that_listens(
-    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listener = listen([msgspec.msgpack.encode(REPLY)])
-    named(monkeypatch, peer=["127.0.0.2", "127.0.0.1", "127.0.0.3"])
-    assert channel().ask("peer", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
-
-
-def test_nobody_listens_at_any_address_of_a_name(
-    channel: Callable[..., module.SideChannel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a prefill with such a name would never be found dead, and decode keep its blocks for ever."""
-    named(monkeypatch, peer=["127.0.0.1", "127.0.0.2"])
-    with pytest.raises(ConnectionRefusedError):
-        channel().ask("peer", free_port(), 0).result(JOIN_SECONDS)
-
-
 @pytest.mark.usefixtures("impatient")
 def test_an_address_that_does_not_answer_may_be_the_one_that_lives(
     channel: Callable[..., module.SideChannel], monkeypatch: pytest.MonkeyPatch
@@ -211,13 +194,6 @@ def test_a_listener_that_keeps_silent_is_not_waited_for(
     assert listener.asked == [[ASK, 0, 1]]
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_process_that_hangs_is_not_waited_for(channel: Callable[..., module.SideChannel]) -> None:
-    """Its kernel takes the connection and nobody reads; the question that is left over does not keep the asker."""
-    with socket.create_server(("127.0.0.1", 0)) as hung, pytest.raises(TimeoutError):
-        channel().ask("127.0.0.1", hung.getsockname()[1], 0).result(JOIN_SECONDS)
-
-
 @pytest.mark.parametrize(
     "frame",
     [
@@ -274,12 +250,12 @@ class Own:
         self.woken = threading.Event()
         self.host, self.port = host, free_port()
         answers = {0: ("tag 0", b"rank 0"), 1: ("tag 1", b"rank 1")}
-        self.listener = module.Listener([host], self.port, answers, self.woken.set, "key")
+        self.listener = listening.Listener([host], self.port, answers, self.woken.set, "key")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.connect(module._url(host, self.port))
+        self._socket.connect(module.url(host, self.port))
 
     def say(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
@@ -298,7 +274,7 @@ class Own:
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
-    monkeypatch.setattr(module, "_WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(listening, "_WATCH_SECONDS", 0.02)
     made = Own()
     yield made
     made.close()
@@ -341,7 +317,7 @@ RUBBISH = {
     "many frames": (b"", b"", b"", b"x"),
     "too long": (b"", b"x" * 5000),
     "half a character": (b"", b"\x92\xa1\xff\x00"),
-    "another key": (b"", msgspec.msgpack.encode([module._WAKE, b"yek"])),
+    "another key": (b"", msgspec.msgpack.encode([module.WAKE, b"yek"])),
 }
 
 
@@ -391,7 +367,7 @@ def test_its_own_workers_wake_it(own: Own, channel: Callable[..., module.SideCha
 def test_it_listens_at_the_sixth_version(
     monkeypatch: pytest.MonkeyPatch, channel: Callable[..., module.SideChannel]
 ) -> None:
-    monkeypatch.setattr(module, "_WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(listening, "_WATCH_SECONDS", 0.02)
     made = Own("::1")
     try:
         asking = channel()
@@ -421,28 +397,14 @@ def test_it_listens_at_each_address_of_a_name_that_this_host_has(
     monkeypatch: pytest.MonkeyPatch,
     channel: Callable[..., module.SideChannel],
 ) -> None:
-    monkeypatch.setattr(module, "_WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(listening, "_WATCH_SECONDS", 0.02)
     port = free_port()
-    listener = module.Listener(addresses, port, {0: ("tag", b"rank")}, lambda: None, "key")
+    listener = listening.Listener(addresses, port, {0: ("tag", b"rank")}, lambda: None, "key")
     try:
         asking = channel()
         assert [asking.ask(one, port, 0).result(JOIN_SECONDS) for one in reached] == [("tag", b"rank")] * len(reached)
     finally:
         listener.close()
-
-
-@pytest.mark.parametrize("addresses", [["192.0.2.250"], ["192.0.2.250", "192.0.2.251"]], ids=len)
-def test_it_listens_at_no_other_hosts_address(addresses: list[str]) -> None:
-    with pytest.raises(OSError, match=r"cannot listen at 192\.0\.2\.250") as raised:
-        module.Listener(addresses, free_port(), {}, lambda: None, "key")
-    assert raised.value.errno == errno.EADDRNOTAVAIL
-
-
-def test_it_does_not_share_a_name_with_another_listener(own: Own) -> None:
-    """A free address of the name does not help: peers may try the other one first."""
-    with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{own.port}"):
-        module.Listener(["127.0.0.2", "127.0.0.1"], own.port, {}, lambda: None, "key")
-    socket.create_server(("127.0.0.2", own.port)).close()
 
 
 def test_when_it_is_closed_nobody_listens(own: Own, channel: Callable[..., module.SideChannel]) -> None:

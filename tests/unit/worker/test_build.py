@@ -220,19 +220,6 @@ def test_what_positions_make_up_for_is_not(geometry: Geometry) -> None:
     assert plain.offered[0] == other.offered[0]
 
 
-def test_a_latent_has_all_heads_on_every_rank() -> None:
-    stock = Stock(use_mla=True, share_of=lambda num_heads: HeadShare(0))
-    started(stock, Geometry(era="mla", num_pools=2))
-    assert stock.offered is not None
-    (kind,) = stock.offered[1].groups[0].planes
-    assert (kind.num_heads, kind.first_head) == (1, 0)
-
-
-def test_a_cpu_has_done_what_it_was_given() -> None:
-    """vLLM's CPU worker computes before it returns."""
-    assert Device(torch.device("cpu")).record()()
-
-
 def test_another_device_is_asked_by_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event is recorded by the call, and may be queried later on any thread."""
     reached: list[bool] = []

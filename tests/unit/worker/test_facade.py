@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from support.engine_fakes import grown
 from support.worker_fakes import DIGEST, TOKENS, Local, manifest, wanted
@@ -47,7 +46,6 @@ class Thread:
         self.commands: list[Command] = []
         self.outcome = set[str](), Report()
         self.engine_computes = False
-        self.is_closed = False
         self.num_moves = 0
 
     def engine_moves(self) -> None:
@@ -59,9 +57,6 @@ class Thread:
     def take_outcome(self) -> tuple[set[str], Report]:
         outcome, self.outcome = self.outcome, (set(), Report())
         return outcome
-
-    def close(self) -> None:
-        self.is_closed = True
 
     def take(self) -> list[Command]:
         commands, self.commands = self.commands, []
@@ -183,16 +178,6 @@ def test_a_prompt_is_offered_when_the_device_has_ended_it_where_an_answer_does_n
     assert bool(worker.token_table.any()) is is_read and len(worker.thread.take()) == 1
 
 
-def test_another_manifest_of_a_request_takes_the_place_of_its_first() -> None:
-    """A preempted request has other blocks, so its manifest and ownership token are replaced."""
-    worker = Worker()
-    worker.side.begin_step(step(offered()))
-    again = OfferUpdate(P1, "n", DIGEST, TOKENS, grown([1, 2, 4]), TOKENS, manifest(1, 2, 4))
-    worker.side.begin_step(step(again))
-    worker.side.end_step()
-    assert worker.token_table[np.nonzero(worker.token_table)].tolist() == [manifest(1, 2, 4).ownership_token]
-
-
 def test_a_token_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker()
     worker.token_table[:] = 1
@@ -200,23 +185,6 @@ def test_a_token_without_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> 
     worker.side.end_step()
     assert "The ownership-token table is full, so decode will not use the KV of request p-1" in caplog.text
     assert len(worker.thread.take()) == 1
-
-
-@pytest.mark.parametrize(
-    ("ends", "is_idle"), [("end_step", False), ("end_step", True), ("begin_step", True), ("take_sent", True)], ids=str
-)
-def test_a_step_that_was_not_ended_is_offered_before_anything_else(ends: str, is_idle: bool) -> None:
-    """vLLM calls ``wait_for_save`` only for a step that computes."""
-    worker = Worker(is_read=False)
-    worker.side.begin_step(step(offered(4, ([7],)), is_idle=is_idle))
-    assert worker.thread.engine_computes is not is_idle
-    if ends == "begin_step":
-        worker.side.begin_step(step(Finish(P1)))
-        assert kinds(worker.thread.take()) == [OfferUpdate, Finish]
-    else:
-        getattr(worker.side, ends)()
-        assert kinds(worker.thread.take()) == [OfferUpdate]
-        assert not worker.thread.engine_computes
 
 
 def test_what_a_draft_model_computes_behind_the_model_is_not_offered_before_it_has() -> None:
@@ -264,16 +232,6 @@ def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- what vLLM is told
-
-
-def test_what_has_ended_is_told_once() -> None:
-    """vLLM asks for both after each step; where it asks for one only, nothing is lost."""
-    worker = Worker()
-    for number in (6, 7):
-        worker.thread.outcome = {f"p-{number}"}, Report({(number, 0)})
-        assert worker.side.take_sent() == {f"p-{number}"}
-    assert worker.side.take_report() == Report({(6, 0), (7, 0)}) and worker.side.take_report() is None
-    assert worker.side.take_sent() == set()
 
 
 def test_a_connector_around_it_that_asks_for_no_report_ends_the_engine() -> None:

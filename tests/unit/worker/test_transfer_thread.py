@@ -34,6 +34,7 @@ from support.worker_fakes import (
 from experiments.common.memory_transport import MemoryTransport
 from kvcached_nixl.deadlines import Clock, ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
+from kvcached_nixl.processes import Host
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import TransportError
@@ -72,13 +73,12 @@ from kvcached_nixl.worker import transfer_thread as thread
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device, assemble
 from kvcached_nixl.worker.prefill.offers import OfferMatcher
-from kvcached_nixl.worker.prefill.registrations import Registrations
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
+from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
-from kvcached_nixl.worker.transfer.peer_link import Host
 from kvcached_nixl.worker.transfer.topology import LocalRank
-from kvcached_nixl.worker.transfer.transfer_queue import MOVING_SECONDS, TransferQueue
+from kvcached_nixl.worker.transfer.transfer_queue import MOVING_SECONDS
 from kvcached_nixl.worker.transfer_thread import (
     COMPUTING_POLL_SECONDS,
     IDLE_POLL_SECONDS,
@@ -200,20 +200,6 @@ def test_what_the_device_has_not_done_of_a_request_that_is_gone_is_not_waited_fo
     assert len(waiting_for_device(push.thread)) == 2
 
 
-def test_a_withdrawal_may_come_before_its_beginning(pull: Worker) -> None:
-    pull.thread.submit(wanted(1, MANIFEST), writable((1,), never), Withdraw(1, "dead"))
-    _, report = pull.deliver()
-    assert report.ended == {(1, 0)} and report.failed == {1: (FailureCause.STOPPED, "dead")}
-
-
-def test_a_prefill_of_which_nothing_can_come_gets_no_heartbeat() -> None:
-    worker = Worker()
-    odd = RemotePrefill("remote", "10.0.0.2", 5601, 2048)
-    worker.thread.submit(LeaseRenewal(DecodeRequestId("d1"), odd, "p-1", 30.0))
-    worker.deliver()
-    assert worker.asking.asked == []
-
-
 @pytest.mark.parametrize("message", ["reading", "heartbeat"])
 def test_a_revocation_does_not_overtake_who_was_there_before_it(pull: Worker, message: str) -> None:
     """Both have arrived when the thread wakes up."""
@@ -295,21 +281,12 @@ def test_a_defect_in_a_message_has_no_further_effect(
     remote = push.remote()
     monkeypatch.setattr(OfferMatcher, "wanted_by", defective)
     if fails_twice:
-        monkeypatch.setattr(Registrations, "fail", defective)
+        monkeypatch.setattr(Writer, "fail", defective)
     remote.say("local", registration(1, remote.address))
     push.deliver()
     told = [(type(one), one.attempt, one.cause) for one in remote.heard()]
     assert told == ([] if fails_twice else [(Stopped, 1, FailureCause.DEFECT)])
     assert push.context.dropped["defect"] == 1 + fails_twice
-
-
-def test_a_defect_where_a_transfer_ends_fails_what_it_belongs_to(pull: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    remote = pull.remote()
-    remote.table.publish("p-1", MANIFEST.ownership_token)
-    monkeypatch.setattr("kvcached_nixl.worker.transfer.ownership_tokens.TokenBuffers.holds", defective)
-    pull.thread.submit(wanted(1, MANIFEST), writable((1,), always))
-    _, report = pull.deliver()
-    assert [cause for cause, _ in report.failed.values()] == [FailureCause.DEFECT] and report.ended == {(1, 0)}
 
 
 def test_an_agent_that_cannot_be_asked_is_asked_again(pull: Worker) -> None:
@@ -354,10 +331,6 @@ def test_a_defect_with_prefills_blocks_stops_the_engine(push: Worker, monkeypatc
 # --------------------------------------------------------------------------------------------------- when to look again
 
 
-def test_an_idle_thread_looks_around_now_and_then(pull: Worker) -> None:
-    assert pull.thread.turn() == IDLE_POLL_SECONDS
-
-
 def test_it_looks_soon_while_something_is_in_flight_or_awaited(pull: Worker, push: Worker) -> None:
     pull.remote()
     pull.thread.submit(wanted(1, MANIFEST))
@@ -369,19 +342,6 @@ def test_it_looks_soon_while_something_is_in_flight_or_awaited(pull: Worker, pus
     assert pull.thread.turn() == COMPUTING_POLL_SECONDS
     push.offer()
     assert push.thread.turn() == 2 * POLL_SECONDS
-
-
-def test_what_is_left_to_post_is_posted_soon_while_the_engine_computes(
-    pull: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pull.remote()
-    pull.thread.submit(wanted(1, MANIFEST), writable((1,), always))
-    pull.thread.engine_computes = True
-    pull.thread.turn()
-    assert pull.thread.turn() == COMPUTING_POLL_SECONDS
-    with monkeypatch.context() as patched:
-        patched.setattr(TransferQueue, "is_moving", True)
-        assert pull.thread.turn() == POLL_SECONDS
 
 
 def test_the_end_of_a_hand_over_is_seen_soon_while_the_engine_computes(pull: Worker) -> None:
@@ -409,13 +369,6 @@ def test_decode_that_waits_for_the_last_write_is_not_kept_waiting_for_a_step(pus
     push.thread.turn()
     push.thread.engine_computes = True
     assert push.thread.turn() == POLL_SECONDS
-
-
-def test_what_prefill_keeps_for_readers_needs_no_hurry(pull: Worker) -> None:
-    """In a pull only a release can arrive, and nobody waits for its effect."""
-    pull.offer()
-    pull.thread.submit(Finish(P1))
-    assert pull.thread.turn() == COMPUTING_POLL_SECONDS
 
 
 def test_what_has_not_come_for_long_is_looked_for_less_often(push: Worker) -> None:

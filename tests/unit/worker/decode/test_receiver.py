@@ -9,20 +9,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.internals import forbid_scans, leftovers, num_open, writers_of
+from support.internals import leftovers, num_open, writers_of
 from support.worker_fakes import (
     BLOCK_SIZE,
-    DIGEST,
     OTHER_DIGEST,
     OTHER_START,
-    TOKENS,
-    HeldCopies,
     Local,
-    Memory,
     Remote,
     address,
     manifest,
-    staging_over,
     wanted,
 )
 
@@ -34,7 +29,6 @@ from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.messages import (
     Registration,
-    Release,
     StagingRequest,
     Stopped,
     Withdrawal,
@@ -42,8 +36,7 @@ from kvcached_nixl.wire.messages import (
     decode,
 )
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
-from kvcached_nixl.wire.timeline import Reported
+from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.worker.decode.fencing import (
     AGAIN_SECONDS,
     DEAD_SECONDS,
@@ -52,8 +45,8 @@ from kvcached_nixl.worker.decode.fencing import (
     UNHEARD_SECONDS,
 )
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS, Receiver
-from kvcached_nixl.worker.transfer.slab import Slots
-from kvcached_nixl.worker.transfer.staging import Staging
+from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers
+from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
 MANIFEST = manifest(17, 13, 19)
@@ -69,14 +62,11 @@ class Decode(Local):
         self.said: dict[int, str] = {}
         self.over: list[int] = []
         self.moved: list[TransferTally] = []
-        self.timed: list[Reported] = []
-        self.known: list[int] = []
         outcomes: Any = SimpleNamespace(
             failed=self._failed,
             finished=self._finished,
             moved=self.moved.append,
-            marked=lambda _, number: self.known.append(number),
-            timed=self.timed.append,
+            timed=lambda reported: None,
         )
         self.side.outcomes, self.side.settings = outcomes, Settings(mode)
         self.receiver = Receiver(self.side, self.gates)
@@ -151,7 +141,7 @@ def test_a_manifest_that_does_not_fit_prefills_memory_costs_only_its_attempt(pul
     pull.want(wanted(1, made))
     pull.deliver()
     assert (pull.over, pull.failed, pull.moved) == ([1], {1: FailureCause.RANGE}, [])
-    assert pull.transport.posted == [] and pull.peers.connection("remote-0")
+    assert pull.transport.posted == [] and pull.transport.connection("remote-0")
 
 
 def test_a_pull_without_a_manifest_is_refused(pull: Decode) -> None:
@@ -159,81 +149,19 @@ def test_a_pull_without_a_manifest_is_refused(pull: Decode) -> None:
     assert (pull.over, pull.failed) == ([1], {1: FailureCause.NO_MANIFEST})
 
 
-@pytest.mark.parametrize("cause", [FailureCause.UNREACHABLE, FailureCause.REFUSED])
-def test_a_prefill_that_is_not_met_costs_the_attempt(pull: Decode, cause: FailureCause) -> None:
-    remote = pull.remote()
-    error: Any = ConnectionRefusedError() if cause is FailureCause.UNREACHABLE else ("another tag", b"")
-    pull.asking.answers[remote.place] = error
-    pull.want(wanted(1, MANIFEST))
-    pull.deliver()
-    assert (pull.over, pull.failed) == ([1], {1: cause})
-
-
-def test_an_offer_that_another_attempt_uses_is_not_released(pull: Decode) -> None:
-    """A router has sent the same parameters again, and the first request was aborted."""
-    remote = pull.remote()
-    keep(remote)
-    for number in (1, 2):
-        pull.want(wanted(number, MANIFEST))
-    pull.turn()
-    pull.receiver.release(UnneededOffer(wanted(1, MANIFEST).prefill, "p-1", "", DIGEST, 1))
-    pull.receiver.fail(1, HandOverFailed(FailureCause.STOPPED, "the request has ended"))
-    pull.network.deliver(pull.in_flight[0])
-    pull.clock.advance(1.0)
-    pull.turn()
-    assert pull.over == [1] and remote.heard() == []
-    # The same, where the attempt was over before it was given up.
-    pull.receiver.release(UnneededOffer(wanted(1, MANIFEST).prefill, "p-1", "", DIGEST, 1))
-    pull.turn()
-    assert remote.heard() == []
-    pull.deliver()
-    assert pull.over == [1, 2] and pull.failed == {1: FailureCause.STOPPED}
-    assert remote.heard() == [Release("p-1", "", DIGEST, 0, 1)]
-
-
-def test_sizes_that_do_not_divide_fail_the_request_and_nothing_else() -> None:
-    decode = Decode(tp_size=2)
-    decode.want(wanted(1, MANIFEST, tp_size=3))
-    assert (decode.over, decode.failed) == ([1], {1: FailureCause.REFUSED})
-    assert "3 and decode's 2 do not divide" in decode.said[1]
-    decode.receiver.release(UnneededOffer(RemotePrefill("remote", "10.0.0.2", 5601, 3), "p-1", "", DIGEST))
-    assert decode.asking.asked == []
-
-
 @pytest.mark.parametrize("where", ["routes", "token_buffers"])
 def test_a_defect_while_it_is_read_costs_its_attempt(pull: Decode, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is in flight then, so it is over."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise IndexError("of ours")
 
-    monkeypatch.setattr(getattr(pull.side, where), "ranges" if where == "routes" else "holds", fail)
+    monkeypatch.setattr(*((ConnectedPeer, "ranges") if where == "routes" else (TokenBuffers, "holds")), fail)
     keep(pull.remote())
     pull.want(wanted(1, MANIFEST))
     pull.deliver()
     assert pull.failed == {1: FailureCause.DEFECT} and pull.said[1] == "IndexError: of ours"
     assert pull.over == [1]
-
-
-def test_more_tokens_than_there_is_room_for_are_read_one_after_the_other() -> None:
-    """Attempts that wait for a token buffer get one in turn, also behind an attempt that was aborted."""
-    decode = Decode(token_buffers=1)
-    remote = decode.remote()
-    keep(remote)
-    for number in range(1, 7):
-        decode.want(wanted(number, MANIFEST))
-    decode.turn()
-    for one in decode.in_flight:
-        decode.network.deliver(one)
-    decode.turn()
-    assert len(decode.in_flight) == 1 and len(decode.side.waiting_for_buffer) == 5
-    for number in (2, 3, 4):
-        decode.receiver.fail(number, HandOverFailed(FailureCause.STOPPED, "dead"))
-    decode.deliver()
-    assert sorted(decode.over) == [1, 2, 3, 4, 5, 6]
-    assert sorted(decode.failed) == [2, 3, 4]
-    assert decode.is_clean() and decode.side.token_buffers.has_room
-    assert len(remote.heard()) == 3
 
 
 # --------------------------------------------------------------------------------------------------------------- WRITE
@@ -244,21 +172,6 @@ def registered(push: Decode, one: FetchSpec, **more: Any) -> Remote:
     push.want(one)
     push.deliver()
     return remote
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 2, 0, 1), (0, 0, 0, 1, 2)], ids=str)
-def test_it_is_there_when_every_write_has_arrived_in_any_order(push: Decode, order: tuple[int, ...]) -> None:
-    """Notifications may be late, repeated or reordered: the numbers of the WRITEs decide (vllm#48633)."""
-    remote = registered(push, wanted(1, None))
-    for place, index in enumerate(order):
-        assert not push.over
-        remote.say("local", Written(1, 0, index, ALL_WRITTEN if index == 2 else None))
-        push.deliver()
-        assert bool(push.over) == ({0, 1, 2} <= set(order[: place + 1]))
-    assert not push.failed and push.is_clean()
-    remote.say("local", Written(1, 0, 0))
-    push.deliver()
-    assert push.side.dropped == {"unknown attempt": 1}
 
 
 @pytest.mark.parametrize(
@@ -307,13 +220,6 @@ def test_wrong_numbers_never_make_a_request_received(push: Decode, said: list[Wr
     assert push.over == [1] and push.is_clean()
 
 
-def test_a_cause_that_nobody_knows_is_one_all_the_same(push: Decode) -> None:
-    remote = registered(push, wanted(1, None))
-    remote.say("local", Stopped(1, 0, 4711, "of a later protocol"))
-    push.deliver()
-    assert push.failed == {1: FailureCause.STOPPED}
-
-
 def test_a_contributor_that_cannot_be_told_over_two_connections_fails_the_request(push: Decode) -> None:
     """It was not told of blocks, so it is neither waited for nor probed."""
     remote = push.remote()
@@ -337,62 +243,17 @@ def test_a_contributor_that_cannot_be_told_over_two_connections_fails_the_reques
     assert len(push.asking.asked) == asked
 
 
-def test_one_failure_asks_the_others_to_stop_and_waits_for_them() -> None:
-    push = Decode(TransferMode.PUSH, memory=Memory(num_heads=2))
-    remotes = [
-        push.remote(address=address(tp_size=2, tp_rank=rank), memory=Memory(num_heads=1, first_head=rank))
-        for rank in range(2)
-    ]
-    push.want(wanted(1, None, tp_size=2))
-    push.deliver()
-    assert [len(remote.heard()) for remote in remotes] == [1, 1]
-    remotes[0].say("local", Stopped(1, 0, FailureCause.LOST, "no peer"))
-    push.deliver()
-    assert (push.over, push.failed) == ([], {1: FailureCause.LOST})
-    assert [remote.heard() for remote in remotes] == [[], [Withdrawal(1, push.side.own)]]  # type: ignore[arg-type]
-    remotes[0].say("local", Stopped(1, 0, FailureCause.LOST, "again"))
-    push.deliver()
-    assert push.side.dropped == {"after the end": 1}
-    remotes[1].say("local", Stopped(1, 1, FailureCause.STOPPED, "withdrawn"))
-    push.deliver()
-    assert push.over == [1] and push.is_clean()
-
-
-# --------------------------------------------------------------------------------------------------------------- staged
-
-
-def staged() -> tuple[Decode, HeldCopies, Staging]:
-    """Decode that stages: KV arrives in 16 of 24 slots, which are all its memory, and is copied into blocks."""
-    push, copies = Decode(TransferMode.PUSH), HeldCopies()
-    push.side.staging = staging_over(Slots(24, 8), copies, (BLOCK_SIZE,))
-    return push, copies, push.side.staging
-
-
-def test_slots_are_granted_to_nobody_but_who_was_told_of_the_attempt() -> None:
-    """Another agent of prefill may answer at its address meanwhile."""
-    push, _, _ = staged()
-    remote = registered(push, wanted(1, None))
-    push.listener.role = None
-    another = Remote(remote.address, push.network.agent("another agent"))
-    push.asking.answers[remote.place] = another.answer()
-    push.peers.lost("remote-0")
-    push.deliver()
-    push.receiver.handle("remote-0", StagingRequest(1, 0, 0, TOKENS))
-    push.deliver()
-    assert another.heard() == [] and push.peers.dropped == {"meant for another agent": 1}
-
-
 # ----------------------------------------------------------------------------------------------------------- dead peers
 
 
 THERE, HERE = Process("there", "", 2, 2), Process("here", "", 3, 3)
 
 
-def pass_time(push: Decode, seconds: float, *, most: float = 1.0) -> None:
+def pass_time(push: Decode, seconds: float) -> None:
     """Advances the clock in slices, and runs everything that is due after each."""
     until = push.clock.now_seconds() + seconds
     while push.clock.now_seconds() < until:
-        push.clock.advance(min(most, until - push.clock.now_seconds()))
+        push.clock.advance(min(1.0, until - push.clock.now_seconds()))
         push.receiver.turn()
         push.gates.turn()
         push.deliver()
@@ -412,44 +273,6 @@ def gate_of(remote: Remote) -> bytes:
     return said.gate
 
 
-SIDE_CHANNELS: dict[str, Exception] = {
-    "times out for ever": TimeoutError("no connection"),
-    "accepts everything": TimeoutError("does not answer"),
-    "no route": OSError("no route to host"),
-    "refuses": ConnectionRefusedError(),
-}
-
-
-@pytest.mark.parametrize("how", SIDE_CHANNELS)
-def test_a_writer_of_another_host_that_is_not_heard_of_is_fenced(how: str, push: Decode) -> None:
-    """However its side channel fails, that is no sign that it has ended: its gate is closed after UNHEARD_SECONDS."""
-    remote = registered(push, wanted(1, None), process=THERE)
-    push.network.vanish(remote.transport.name)
-    push.asking.answers[remote.place] = SIDE_CHANNELS[how]
-    push.receiver.fail(1, HandOverFailed(FailureCause.DEADLINE, "late"))
-    pass_time(push, UNHEARD_SECONDS - 1)
-    assert not push.over and num_open(push.gates) == 1, "it may still write"
-    pass_time(push, 2 * REPEAT_SECONDS)
-    assert push.over == [1] and push.failed == {1: FailureCause.DEADLINE}
-    assert list(push.network.gates) == ["local#2"] and "local#1" not in push.network.agents
-    assert num_open(push.gates) == 1 and push.is_clean()
-
-
-def test_a_side_channel_that_refuses_and_is_then_unreachable_is_no_death(push: Decode) -> None:
-    """The request fails at once, but its blocks are held until the writer is fenced."""
-    remote = registered(push, wanted(1, None), process=THERE)
-    push.asking.answers[remote.place] = ConnectionRefusedError()
-    pass_time(push, LOOK_SECONDS + 1)
-    assert (push.over, push.failed) == ([], {1: FailureCause.LOST}), "the client hears at once"
-    # Over NIXL it was told to stop.
-    assert Withdrawal(1, push.side.own) in remote.heard()  # type: ignore[arg-type]
-    push.asking.answers[remote.place] = TimeoutError("unreachable")
-    pass_time(push, UNHEARD_SECONDS - 5)
-    assert push.over == []
-    pass_time(push, 3 * REPEAT_SECONDS)
-    assert push.over == [1] and push.is_clean()
-
-
 def test_what_a_process_of_this_host_has_left_is_taken_in_before_it_is_over(push: Decode) -> None:
     """If this process was suspended meanwhile, NIXL's thread was, too: DEAD_SECONDS begin when it goes on."""
     push.host.living.add(HERE)
@@ -462,20 +285,6 @@ def test_what_a_process_of_this_host_has_left_is_taken_in_before_it_is_over(push
     assert push.over == []
     pass_time(push, DEAD_SECONDS + 0.1)
     assert push.over == [1]
-
-
-def test_who_is_not_heard_of_costs_no_polling(push: Decode) -> None:
-    """The transfer thread polls often only while a notification may arrive at any moment."""
-    push.host.local.add(HERE)
-    push.host.living.add(HERE)
-    registered(push, wanted(1, None), process=HERE)
-    assert push.receiver.is_awaiting
-    push.receiver.fail(1, HandOverFailed(FailureCause.DEADLINE, "late"))
-    assert push.receiver.is_awaiting, "it is about to say that it has stopped"
-    pass_time(push, REPEAT_SECONDS)
-    assert not push.receiver.is_awaiting and not push.over
-    registered(push, wanted(2, None))
-    assert push.receiver.is_awaiting
 
 
 def test_others_are_written_through_the_gate_that_is_to_be_closed_until_they_are_done(push: Decode) -> None:
@@ -517,16 +326,3 @@ def test_a_gate_that_cannot_be_opened_or_closed_keeps_what_may_be_written(
     push.awaiting_checksum.fails, first.is_held = 0, False
     pass_time(push, 2 * AGAIN_SECONDS)
     assert push.over == [1] and push.is_clean() and num_open(push.gates) == 1
-
-
-def test_a_turn_costs_what_is_due() -> None:
-    """A turn does not visit the attempts that only wait."""
-    push = Decode(TransferMode.PUSH)
-    push.remote()
-    for number in range(1, 1001):
-        push.want(wanted(number, None))
-    push.deliver()
-    forbid_scans(push.receiver, writers_of(push.receiver))
-    for _ in range(3):
-        push.receiver.turn()
-        push.clock.advance(REPEAT_SECONDS)

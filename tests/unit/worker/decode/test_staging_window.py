@@ -20,24 +20,6 @@ def window(staging: Staging) -> tuple[StagingWindow, list[Held]]:
     return made, granted
 
 
-def test_a_request_for_slots_that_begins_elsewhere_is_ignored() -> None:
-    made, granted = window(staging_over(Slots(64, 8), HeldCopies(), (4,)))
-    made.ready(0, 4, 8)
-    assert granted == []
-    made.ready(0, 0, 8)
-    made.ready(0, 0, 12)
-    assert [(held.first_token, held.end_token) for held in granted] == [(0, 8)]
-    made.ready(0, 8, 16)
-    assert [(held.first_token, held.end_token) for held in granted] == [(0, 8), (8, 16)]
-
-
-def test_nothing_is_granted_after_the_end() -> None:
-    made, granted = window(staging_over(Slots(64, 8), HeldCopies(), (4,)))
-    made.stop()
-    made.ready(0, 0, 8)
-    assert granted == []
-
-
 def test_slots_that_cannot_be_granted_when_they_are_free_cost_this_hand_over_only() -> None:
     """The thread's turn goes on, and the next one in the queue gets its slots."""
     staging = staging_over(Slots(16, 4), HeldCopies(), (4,))

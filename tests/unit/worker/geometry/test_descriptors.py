@@ -136,24 +136,6 @@ def test_equal_sides_take_a_descriptor_for_each_run_of_blocks() -> None:
     assert pair(together, together, *runs, 0, 20).local[:, 1].sum() == 3 * 5 * 4 * 2 * CELL_BYTES
 
 
-def test_token_major_halves_of_the_heads_take_one_a_token() -> None:
-    """Between tensor-parallel sizes 1 and 2 a token's heads are the longest run there is."""
-    whole, half = side(1, 4, 4, 4, 0).planes, side(1, 4, 4, 2, 2).planes
-    assert len(pair(whole, half, KernelBlocks([1]), KernelBlocks([2]), 0, 4).local) == 4
-
-
-def test_a_route_is_found_once_and_gives_each_request_its_own() -> None:
-    """What lies inside a block does not depend on the request."""
-    apart = side(3, 16, 4, 2, 0).planes
-    route = Route(apart, side(3, 16, 8, 2, 0).planes)
-    for first, end, ids in ((0, 8, ([1, 2], [3])), (8, 24, ([5, 6, 7, 8], [9, 10])), (0, 3, ([4], [4]))):
-        made = pair(
-            apart, side(3, 16, 8, 2, 0).planes, KernelBlocks(ids[0], first), KernelBlocks(ids[1], first), first, end
-        )
-        found = route.descriptors(KernelBlocks(ids[0], first), KernelBlocks(ids[1], first), first, end)
-        assert np.array_equal(found.local, made.local) and np.array_equal(found.remote, made.remote)
-
-
 def test_no_descriptor_is_longer_than_what_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of many blocks is cut; no byte is lost, doubled or moved elsewhere."""
     planes = side(1, 16, 4, 2, 0).planes

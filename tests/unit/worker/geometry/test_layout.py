@@ -14,8 +14,7 @@ from support.kvcached_memory import Geometry
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.worker.geometry import layout as module
-from kvcached_nixl.worker.geometry.layout import Arrangement, Layout
-from kvcached_nixl.worker.geometry.planes import Axes
+from kvcached_nixl.worker.geometry.layout import Layout
 
 
 def plan(geometry: Geometry, caches: dict[str, torch.Tensor], num_blocks: int | None = None) -> Layout:
@@ -78,35 +77,6 @@ def test_nothing_is_registered_beyond_the_planned_blocks(geometry: Geometry) -> 
     assert [r.block_bytes for r in plan(geometry, larger).regions] == [r.block_bytes for r in layout.regions]
 
 
-@pytest.mark.parametrize("era", ["kv_apart", "packed", "mla", "latent"])
-def test_the_contiguous_layout_takes_one_descriptor_a_block(era: str) -> None:
-    """All layers of a block side by side are one region."""
-    geometry = Geometry(era=era, contiguous=True, num_pools=3)
-    caches, _ = geometry.allocate()
-    layout = plan(geometry, caches)
-    assert layout.arrangement is Arrangement.CONTIGUOUS
-    assert len(layout.regions) == 1
-    assert layout.regions[0].block_bytes == 3 * geometry.page_bytes
-
-
-def test_k_and_v_apart_are_two_regions_a_layer() -> None:
-    """The K of every block, and then the V, although the backend counts blocks first (vllm#42095)."""
-    geometry = Geometry(era="kv_apart", num_pools=2)
-    caches, _ = geometry.allocate()
-    layout = plan(geometry, caches)
-    assert layout.arrangement is Arrangement.SPLIT_HALF
-    assert len(layout.regions) == 4
-    assert [region.block_bytes for region in layout.regions] == [geometry.page_bytes // 2] * 4
-
-
-@pytest.mark.parametrize("era", ["packed", "mla", "latent"])
-def test_what_is_packed_is_one_region_a_layer(era: str) -> None:
-    geometry = Geometry(era=era, num_pools=2)
-    layout = plan(geometry, geometry.allocate()[0])
-    assert layout.arrangement is Arrangement.DENSE
-    assert [region.block_bytes for region in layout.regions] == [geometry.page_bytes] * 2
-
-
 @pytest.mark.parametrize(
     ("era", "change"),
     [
@@ -137,15 +107,6 @@ def test_cells_that_are_no_token_of_one_head_are_refused(era: str, change: dict[
         )
 
 
-def test_a_layer_with_heads_in_a_model_of_latents_is_refused() -> None:
-    """A draft model with other attention than its target: its heads would be taken for nothing."""
-    latent, heads = Geometry(era="latent", num_pools=1), Geometry(era="packed", num_pools=1)
-    caches = {**latent.allocate()[0], "draft": next(iter(heads.allocate()[0].values()))}
-    pages = dict(zip(caches, (latent.page(), heads.page()), strict=True))
-    with pytest.raises(LayoutRefused, match="4 heads a block"):
-        module.plan(caches, axes=latent.axes(), pages=pages, num_blocks=latent.num_blocks, num_pools=1)
-
-
 def test_a_model_without_a_cache_of_its_own_is_refused() -> None:
     geometry = Geometry()
     with pytest.raises(LayoutRefused, match="no layer with a KV cache of its own"):
@@ -164,13 +125,6 @@ def test_a_layer_that_shares_anothers_cache_adds_no_region() -> None:
         num_pools=2,
     )
     assert list(layout.device_views) == list(caches) and len(layout.regions) == 4
-
-
-def test_layers_that_share_a_pool_are_moved_once() -> None:
-    """Two groups over the same pools make the regions of one."""
-    one, _ = Geometry(groups=1).allocate()
-    three, _ = Geometry(groups=3).allocate()
-    assert len(plan(Geometry(groups=3), three).regions) == len(plan(Geometry(), one).regions)
 
 
 @pytest.mark.parametrize("wrong", ["hole", "stride", "few", "mixed", "order"])
@@ -212,9 +166,3 @@ def test_contiguous_blocks_that_the_kernel_splits_are_refused(era: str, num_pool
             num_blocks=2 * geometry.num_blocks,
             num_pools=num_pools,
         )
-
-
-def test_a_backend_shape_without_k_and_v_is_refused() -> None:
-    """Five dimensions without a 2 beside the blocks leave K and V unknown."""
-    with pytest.raises(LayoutRefused, match="Blocks, K and V, tokens or heads cannot be told apart"):
-        Axes.from_probe((1_000_003, 3, 48, 7, 1), num_blocks=1_000_003, block_size=48, num_heads=7)

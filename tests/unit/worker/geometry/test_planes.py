@@ -97,26 +97,6 @@ def test_a_shape_that_cannot_be_read_is_refused(shape: tuple[int, ...]) -> None:
         Axes.from_probe(shape, **NUMBERS)
 
 
-def test_layers_of_several_kinds_are_described_one_after_the_other() -> None:
-    """In the model's order, so that both sides have the same."""
-    wide, narrow = Geometry(era="packed", num_pools=2), Geometry(era="packed", num_pools=1, num_kv_heads=2)
-    caches: dict[str, Any] = wide.allocate()[0]
-    (name, other), *_ = narrow.allocate()[0].items()
-    first, second = caches.values()
-    found = planes_of({"a": first, f"b {name}": other, "c": second}, wide.axes(), lambda _: HeadShare(4))
-    assert [(len(kind.bases), kind.num_heads, kind.first_head) for kind in found] == [(2, 4, 4), (1, 2, 4)]
-    assert found[0].bases == (first.data_ptr(), second.data_ptr())
-
-
-def test_layers_of_several_groups_in_the_same_memory_are_one_plane() -> None:
-    one, _ = Geometry(groups=1).allocate()
-    three, _ = Geometry(groups=3).allocate()
-    axes = Geometry().axes()
-    assert [len(kind.bases) for kind in planes_of(three, axes, lambda _: HeadShare(0))] == [
-        len(kind.bases) for kind in planes_of(one, axes, lambda _: HeadShare(0))
-    ]
-
-
 @pytest.mark.parametrize("wrong", ["holes", "another stride", "another size"])
 def test_cells_with_holes_and_layers_that_share_memory_and_differ_are_refused(wrong: str) -> None:
     geometry = Geometry(era="packed", num_pools=2, groups=2)

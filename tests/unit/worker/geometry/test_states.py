@@ -16,10 +16,10 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
-from kvcached_nixl.worker.geometry.layout import Arrangement, Layout, Page, group_memory, layers_digest, plan
+from kvcached_nixl.worker.geometry.layout import Arrangement, Layout, Page, group_memory, plan
 from kvcached_nixl.worker.geometry.planes import pages_of_state
 from kvcached_nixl.worker.transfer.checksums import Content
-from kvcached_nixl.worker.transfer.topology import PeerRoutes
+from kvcached_nixl.worker.transfer.topology import ranges, routes
 
 STATE_BYTES = 200
 BASE = Geometry(era="packed", num_pools=3, groups=2, states=(1,), num_blocks=8, reserved_blocks=11)
@@ -79,17 +79,15 @@ def test_contiguous_states_of_all_layers_are_one_descriptor(split: int) -> None:
     groups = groups_of(layout_of(geometry, split), geometry, split)
     one, other = state_blocks(3), state_blocks(1)
     here = dataclasses.replace(Local().side.local, groups=groups)
-    routes = PeerRoutes(here).of("a", groups, is_prefill=False)
-    found = PeerRoutes.ranges(routes, [(nothing(), nothing(), 10), (one, other, 9)], 10)
+    between = routes(here.groups, groups, is_prefill=False)
+    found = ranges(between, [(nothing(), nothing(), 10), (one, other, 9)], 10)
     size = 3 * split * geometry.page_bytes
     base = groups[1].planes[0].bases[0]
     assert found.local.tolist() == [[base + 3 * size, size]]
     assert found.remote.tolist() == [[base + size, size]]
     padded = [msgspec.structs.replace(planes, padded_bytes=planes.padded_bytes + 64) for planes in groups[1].planes]
     theirs = (groups[0], msgspec.structs.replace(groups[1], planes=tuple(padded)))
-    found = PeerRoutes.ranges(
-        PeerRoutes(here).of("b", theirs, is_prefill=False), [(nothing(), nothing(), 10), (one, other, 9)], 10
-    )
+    found = ranges(routes(here.groups, theirs, is_prefill=False), [(nothing(), nothing(), 10), (one, other, 9)], 10)
     assert found.local[:, 1].tolist() == [STATE_BYTES] * 3
 
 
@@ -119,17 +117,6 @@ def test_the_checksum_covers_the_state_and_not_its_padding(split: int) -> None:
         views[1][2, STATE_BYTES - 1] ^= 1
         assert content.digest([(nothing(), 10), (state_blocks(2), 9)], 10, groups, is_prefill=True) != sums[-1]
     assert sums[0] == sums[1]
-
-
-def test_a_range_before_the_last_token_moves_no_state() -> None:
-    geometry = dataclasses.replace(BASE, contiguous=True)
-    groups = groups_of(layout_of(geometry), geometry)
-    routes = PeerRoutes(dataclasses.replace(Local().side.local, groups=groups)).of("a", groups, is_prefill=False)
-    blocks = KernelBlocks([KernelBlock(block) for block in (4, 5, 6)])
-    state = state_blocks(2)
-    found = PeerRoutes.ranges(routes, [(blocks, blocks, 0), (state, state, 9)], 8)
-    size = 3 * geometry.page_bytes
-    assert found.local.tolist() == [[groups[0].planes[0].bases[0] + 4 * size, 2 * size]]
 
 
 @pytest.mark.parametrize("wrong", ["too small", "too large", "holes", "type"])
@@ -167,22 +154,16 @@ def test_pages_that_lie_in_another_way_than_attentions_are_refused() -> None:
             plan(found, axes=geometry.axes(), pages=pages, num_blocks=8, num_pools=3)
 
 
-def test_layers_are_told_apart_by_what_they_keep() -> None:
-    """And not by the size of a state, which follows from the tensor-parallel size, nor by its padding."""
-    geometry = dataclasses.replace(BASE, contiguous=True)
-    layers = geometry.layers_of_groups()
-    one, share, padded = layout_of(geometry), layout_of(geometry, 1, 100), layout_of(geometry, 2)
-    assert layers_digest(one, layers) == layers_digest(padded, layers) == layers_digest(share, layers)
-    assert layers_digest(one, layers[::-1]) != layers_digest(one, layers)
-
-
 def test_no_bytes_of_neighbours_are_moved() -> None:
     """A copy by descriptors changes the state's page of the target block in each layer, and nothing else."""
     geometry = dataclasses.replace(BASE, contiguous=False)
     layout = layout_of(geometry)
     groups = groups_of(layout, geometry)
-    routes = PeerRoutes(dataclasses.replace(Local().side.local, groups=groups)).of("a", groups, is_prefill=False)
-    found = PeerRoutes.ranges(routes, [(nothing(), nothing(), 10), (state_blocks(6), state_blocks(2), 9)], 10)
+    found = ranges(
+        routes(groups, groups, is_prefill=False),
+        [(nothing(), nothing(), 10), (state_blocks(6), state_blocks(2), 9)],
+        10,
+    )
     areas = dict(layout.areas())
     expected = {address: area.clone() for address, area in areas.items()}
     for area in expected.values():

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.internals import tokens_of
-from support.worker_fakes import manifest
 
 from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUCKETS,
@@ -89,23 +88,7 @@ def test_a_table_that_does_not_fit_is_refused(table: TokenArray) -> None:
         TokenTable(table)
 
 
-def test_tokens_of_manifests_are_spread() -> None:
-    """Sixteen thousand kept at once leave every bucket half empty."""
-    made = [manifest(request_id=f"cmpl-{number}").ownership_token for number in range(16 * BUCKETS)]
-    assert len(set(made)) == len(made)
-    assert np.bincount([bucket_of(word) for word in made], minlength=BUCKETS).max() < TOKENS_PER_BUCKET // 1.5
-
-
 # --------------------------------------------------------------------------------------------------------------- decode
-
-
-def test_a_buffer_is_one_row_until_it_is_given_back() -> None:
-    token_buffers = TokenBuffers(empty(3))
-    taken = [token_buffers.take() for _ in range(4)]
-    assert sorted(taken[:3]) == [0, 1, 2] and taken[3] is None  # type: ignore[type-var]
-    assert not token_buffers.has_room
-    token_buffers.give_back(1)
-    assert token_buffers.has_room and token_buffers.take() == 1
 
 
 @pytest.mark.parametrize("word", [1, BUCKETS - 1, 2**64 - 1, 3 * BUCKETS + 5])

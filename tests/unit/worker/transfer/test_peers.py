@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.internals import leftovers, links_of
-from support.worker_fakes import OTHER_START, START, TAG, Local, Memory, Remote, address
+from support.internals import links_of
+from support.worker_fakes import OTHER_START, START, TAG, Local, Remote
 
 from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Answer, Process
 from kvcached_nixl.wire.messages import Peer
-from kvcached_nixl.worker.transfer.peer_link import ConnectedPeer
-from kvcached_nixl.worker.transfer.peers import FORGOTTEN_SECONDS, LOOK_SECONDS, LOOKS
+from kvcached_nixl.worker.transfer.peers import FORGOTTEN_SECONDS, LOOK_SECONDS
+from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 
 
 class Needing:
@@ -40,35 +40,6 @@ class Needing:
 @pytest.fixture
 def local() -> Local:
     return Local()
-
-
-@pytest.mark.parametrize("theirs", ["abc", TAG.replace("pull", "push"), TAG + " ", "", "x" * 10_000], ids=len)
-def test_a_peer_that_offers_something_else_is_refused_in_words(local: Local, theirs: str) -> None:
-    """The compatibility string is compared before the metadata is decoded, which may be of another protocol."""
-    remote = local.remote()
-    local.asking.answers[remote.place] = theirs, b"of another protocol"
-    needing = Needing(local, remote.address)
-    local.turn()
-    assert needing.cause is FailureCause.REFUSED
-    shown = ("found kvcached_nixl/6 push;", "expected kvcached_nixl/6 pull.") if "push" in theirs else ()
-    assert all(one in needing.words for one in shown or (repr(theirs)[:1000], repr(TAG)))
-    assert "engine remote at 10.0.0.2:5601" in needing.words
-    assert "the same dtype and transfer_mode" in needing.words and len(needing.words) < 3000
-    assert len(links_of(local.peers)) == 0
-    Needing(local, remote.address)
-    assert len(local.asking.asked) == 2, "it may have been replaced by one that fits"
-
-
-@pytest.mark.parametrize(
-    "memory",
-    [Memory(block_size=6), Memory(num_heads=1, first_head=1)],
-    ids=["block size", "heads"],
-)
-def test_memory_that_does_not_fit_is_refused_in_words(local: Local, memory: Memory) -> None:
-    remote = local.remote(memory=memory)
-    needing = Needing(local, remote.address)
-    local.turn()
-    assert needing.cause is FailureCause.REFUSED and "does not fit: " in needing.words
 
 
 def spoiled(remote: Remote) -> list[bytes]:
@@ -98,14 +69,6 @@ def test_metadata_that_cannot_be_read_costs_the_attempt(local: Local, number: in
     assert local.dead == []
 
 
-def test_an_agent_that_cannot_be_added_costs_the_attempt(local: Local) -> None:
-    remote = local.remote()
-    local.asking.answers[remote.place] = remote.answer(agent_metadata=b"nobody")
-    needing = Needing(local, remote.address)
-    local.turn()
-    assert needing.cause is FailureCause.PROTOCOL and "found no agent" in needing.words
-
-
 # ---------------------------------------------------------------------------------------------------------------- start
 
 
@@ -113,7 +76,7 @@ def met(local: Local, **more: Any) -> Remote:
     remote = local.remote(**more)
     Needing(local, remote.address)
     local.turn()
-    assert local.peers.connection(remote.transport.name)
+    assert local.transport.connection(remote.transport.name)
     return remote
 
 
@@ -143,25 +106,6 @@ def test_one_address_that_answers_as_two_engines_costs_what_it_is_asked_for(loca
     local.peers.send(one.address, b"on")
     local.turn()
     assert len(links_of(local.peers)) == 1
-
-
-def test_one_that_is_named_in_two_ways_is_one(local: Local) -> None:
-    """A peer known by an IP address and by a name is dead only when neither leads to it any more."""
-    remote = met(local)
-    where = Peer(remote.address.engine_id, "by.name", 5601, 1, 0)
-    local.asking.answers["by.name", 5601, 0] = remote.answer()
-    by_name = Needing(local, where)
-    local.turn()
-    assert [known.agent for known in by_name.known] == ["remote-0"] and len(links_of(local.peers)) == 2
-    local.asking.answers[remote.place] = ("another tag", b"")
-    local.peers.probe(remote.address)
-    local.turn()
-    assert local.dead == [] and local.peers.connection("remote-0")
-    local.transport.send("remote-0", b"still there")
-    local.asking.answers["by.name", 5601, 0] = ("another tag", b"")
-    local.peers.probe(where)
-    local.turn()
-    assert local.dead == ["remote-0"] and len(links_of(local.peers)) == 0
 
 
 def test_a_message_that_is_meant_for_one_agent_is_told_to_no_other(local: Local) -> None:
@@ -243,7 +187,7 @@ def test_memory_of_a_process_that_has_ended_here_is_let_go_within_seconds(local:
     """Its replacement would not find the accelerator's memory free, and would not start."""
     remote = neighbour(local)
     later(local)
-    assert local.peers.connection("remote-0"), "the kernel is asked, nobody else"
+    assert local.transport.connection("remote-0"), "the kernel is asked, nobody else"
     assert local.asking.asked == [remote.place]
     local.host.__dict__["living"].clear()
     later(local)
@@ -276,41 +220,13 @@ def test_who_may_write_is_kept_until_it_cannot(local: Local) -> None:
     local.listener.may_write = lambda agent: True
     local.host.__dict__["living"].clear()
     later(local)
-    assert local.peers.connection("remote-0") and local.unreachable == ["remote-0"]
+    assert local.transport.connection("remote-0") and local.unreachable == ["remote-0"]
     local.listener.may_write = lambda agent: False
     later(local)
     assert local.transport.peers == set()
 
 
-def test_many_are_looked_after_in_turn(local: Local) -> None:
-    """At most a few handshakes a second, however many there are."""
-    for number in range(4 * LOOKS):
-        met(local, name=f"r{number}", address=address(f"r{number}", port=6000 + number))
-    asked = len(local.asking.asked)
-    for _ in range(8):
-        later(local)
-    assert asked < len(local.asking.asked) <= asked + 8 * LOOKS
-
-
 # ----------------------------------------------------------------------------------------------------------- forgetting
-
-
-def test_who_is_named_no_more_is_forgotten(local: Local) -> None:
-    """A peer that was not used for FORGOTTEN_SECONDS is removed, with everything that was known of it."""
-    remotes = [met(local, name=f"r{n}", address=address(f"r{n}", port=6000 + n)) for n in range(3)]
-    local.clock.advance(FORGOTTEN_SECONDS - 1)
-    assert Needing(local, remotes[0].address).known
-    local.clock.advance(1)
-    local.turn()
-    assert len(links_of(local.peers)) == 1
-    assert local.dead == ["r1-0", "r2-0"], "whoever keeps something of them lets go of it"
-    assert local.transport.peers == {"r0-0"}
-    Needing(local, remotes[1].address)
-    local.turn()
-    assert local.peers.connection("r1-0")
-    local.clock.advance(2 * FORGOTTEN_SECONDS)
-    local.turn()
-    assert not leftovers(local.peers)
 
 
 def test_who_is_being_asked_is_not_forgotten(local: Local) -> None:

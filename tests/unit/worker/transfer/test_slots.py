@@ -10,27 +10,6 @@ from hypothesis import strategies as st
 from kvcached_nixl.worker.transfer.slab import Slots, Use
 
 
-def test_a_requests_slots_lie_together() -> None:
-    slots = Slots(100, 10)
-    first, second, third = (slots.take(20, Use.PARKED) for _ in range(3))
-    assert (first, second, third) == (list(range(20)), list(range(20, 40)), list(range(40, 60)))
-    slots.give_back(second, Use.PARKED)
-    # In the gap where they fit, not in the first one that is free.
-    assert slots.take(25, Use.SENDING) == list(range(60, 85))
-    assert slots.take(15, Use.PARKED) == list(range(20, 35))
-
-
-def test_where_they_cannot_they_are_had_even_so() -> None:
-    """Holes never make a slab smaller."""
-    slots = Slots(12, 1)
-    taken = [slots.take(1, Use.SENDING) for _ in range(11)]
-    for one in taken[::2]:
-        slots.give_back(one, Use.SENDING)
-    assert slots.available(Use.SENDING) == 6
-    assert len(slots.take(6, Use.SENDING)) == 6
-    assert slots.take(1, Use.SENDING) == [] and len(slots.take(1, Use.RECEIVING)) == 1
-
-
 def test_what_waits_leaves_room_for_what_moves() -> None:
     slots = Slots(10, 2)
     parked = slots.take(10, Use.PARKED)
@@ -42,13 +21,6 @@ def test_what_waits_leaves_room_for_what_moves() -> None:
     assert slots.available(Use.PARKED) == slots.available(Use.RECEIVING) == 0
     slots.give_back(parked, Use.PARKED)
     assert slots.available(Use.RECEIVING) == 6 and slots.available(Use.SENDING) == 8
-
-
-def test_all_or_nothing() -> None:
-    slots = Slots(10, 2)
-    assert slots.take(7, Use.PARKED, at_least=7) == []
-    assert len(slots.take(6, Use.PARKED, at_least=6)) == 6
-    assert slots.take(0, Use.SENDING) == []
 
 
 def test_what_is_free_cannot_be_given_back() -> None:

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from support.internals import known_routes
 from support.worker_fakes import Local, Memory
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
-from kvcached_nixl.wire.manifest import BlockRange
-from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes, moves
-from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, split
+from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks
 from kvcached_nixl.worker.transfer.topology import (
     LocalRank,
     contributors,
     fits,
-    kernel_blocks_of,
+    ranges,
+    routes,
 )
 
 MAX_RANKS = 12
@@ -35,28 +33,6 @@ def sizes() -> list[tuple[int, int]]:
     """(prefill's, decode's) of which one divides the other."""
     numbers = range(1, MAX_RANKS + 1)
     return [(theirs, ours) for theirs in numbers for ours in numbers if theirs % ours == 0 or ours % theirs == 0]
-
-
-@pytest.mark.parametrize(
-    ("prefill_size", "tp_size", "expected", "latent"),
-    [
-        (1, 1, [((0,), ())], [((0,), ())]),
-        (1, 2, [((0,), ()), ((0,), ())], [((0,), ()), ((0,), ())]),
-        (2, 1, [((0, 1), ())], [((0,), (1,))]),
-        (2, 4, [((0,), ()), ((0,), ()), ((1,), ()), ((1,), ())], [((0,), ()), ((0,), ()), ((1,), ()), ((1,), ())]),
-        (4, 2, [((0, 1), ()), ((2, 3), ())], [((0,), (1,)), ((2,), (3,))]),
-    ],
-    ids=["1 to 1", "1 to 2", "2 to 1", "2 to 4", "4 to 2"],
-)
-def test_contributors_of_each_rank_of_decode(
-    prefill_size: int,
-    tp_size: int,
-    expected: list[tuple[tuple[int, ...], tuple[int, ...]]],
-    latent: list[tuple[tuple[int, ...], tuple[int, ...]]],
-) -> None:
-    """(writers, others); of a latent that all ranks have, one rank is enough."""
-    assert [named(prefill_size, rank, tp_size, MAX_TP_SIZE) for rank in range(tp_size)] == expected
-    assert [named(prefill_size, rank, tp_size, 1) for rank in range(tp_size)] == latent
 
 
 @pytest.mark.parametrize("kv_shares", [MAX_TP_SIZE, 1])
@@ -108,11 +84,6 @@ def test_each_head_of_a_rank_is_written_by_one_rank_that_has_it() -> None:
                 assert sum(map(len, of_writers)) == len(written), "no head is written by two ranks"
 
 
-def test_ranks_are_at_their_engines_address() -> None:
-    found = LocalRank(EngineId("d"), 2, 0, (), 2).contributors(RemotePrefill("e", "h", 7, 4))
-    assert found == ((Peer(EngineId("e"), "h", 7, 4, 0),), (Peer(EngineId("e"), "h", 7, 4, 1),))
-
-
 def total_bytes(found: Descriptors) -> int:
     return int(found.local[:, 1].sum())
 
@@ -121,59 +92,15 @@ def group_of(planes: Planes) -> tuple[GroupMemory, ...]:
     return (GroupMemory((planes,)),)
 
 
-@pytest.mark.parametrize("ratio", [1, 2, 3])
-def test_a_block_of_the_scheduler_is_so_many_of_the_kernel(ratio: int) -> None:
-    """A4: each side with its own ratio."""
-    group = GroupMemory((Memory().planes,), ratio)
-    assert list(split([5, 2], ratio)) == [*range(5 * ratio, 6 * ratio), *range(2 * ratio, 3 * ratio)]
-    assert list(split([], ratio)) == []
-    assert kernel_blocks_of((BlockRange(8, (5,)),), (group,)) == (KernelBlocks(split((5,), ratio), 8),)
-
-
-def test_a_rank_knows_its_block_sizes_and_where_a_part_of_a_request_may_end() -> None:
-    """A part may end where blocks of all KV-cache groups of both sides end."""
-    groups = tuple(GroupMemory((Memory(block_size=size).planes,), 3) for size in (2, 6))
-    local = LocalRank(EngineId("e"), 1, 0, groups, MAX_TP_SIZE)
-    assert local.kernel_block_sizes == (2, 6) and [group.block_size for group in groups] == [6, 18]
-    assert local.step_tokens([2, 6]) == 6 and local.step_tokens([4, 9]) == 36
-
-
-def test_what_lies_between_two_ranks_is_found_once_and_forgotten() -> None:
-    local = Local()
-    there = Memory().planes
-    routes = local.side.routes
-    first = routes.of("a", group_of(there), is_prefill=False)
-    assert routes.of("a", group_of(there), is_prefill=False) is first and len(known_routes(routes)) == 1
-    with pytest.raises(ValueError, match="kinds of planes"):
-        routes.of("b", (GroupMemory((there, there)),), is_prefill=False)
-    with pytest.raises(ValueError, match="2 KV-cache groups; expected 1"):
-        routes.of("b", group_of(there) * 2, is_prefill=False)
-    routes.dead("a")
-    routes.dead("a")
-    assert len(known_routes(routes)) == 0
-
-
-def test_what_one_address_says_of_an_agents_memory_is_not_used_for_another() -> None:
-    """Anybody may answer with the metadata of another engine's agent, and with places of its own making."""
-    routes, liar, honest = Local().side.routes, Memory(), Memory()
-    lie = routes.of("a", group_of(liar.planes), is_prefill=False)
-    truth = routes.of("a", group_of(honest.planes), is_prefill=False)
-    groups = [(KernelBlocks((1,)), KernelBlocks((2,)), 0)]
-    assert not (routes.ranges(lie, groups, 4).remote == routes.ranges(truth, groups, 4).remote).all()
-    assert routes.of("a", group_of(honest.planes), is_prefill=False) is truth and len(known_routes(routes)) == 1
-
-
 def test_groups_are_moved_together_and_those_without_a_token_left_out() -> None:
-    local = Local(num_groups=2)
-    routes = local.side.routes.of("a", group_of(Memory().planes) * 2, is_prefill=False)
+    between = routes(group_of(Memory().planes) * 2, group_of(Memory().planes) * 2, is_prefill=False)
     one, two = (KernelBlocks([1, 2]), KernelBlocks([3, 4]), 0), (KernelBlocks([5, 6]), KernelBlocks([7, 8]), 0)
-    both = local.side.routes.ranges(routes, [one, two], 8)
-    alone = local.side.routes.ranges(routes[:1], [one], 8)
+    both, alone = ranges(between, [one, two], 8), ranges(between[:1], [one], 8)
     assert total_bytes(both) == 2 * total_bytes(alone) > 0
     behind = (KernelBlocks([5], 8), KernelBlocks([7], 8), 8)
-    assert total_bytes(local.side.routes.ranges(routes, [one, behind], 8)) == total_bytes(alone)
+    assert total_bytes(ranges(between, [one, behind], 8)) == total_bytes(alone)
     with pytest.raises(ValueError, match="no token before 8"):
-        local.side.routes.ranges(routes[:1], [behind], 8)
+        ranges(between[:1], [behind], 8)
 
 
 def test_what_does_not_fit_is_said_in_words() -> None:
@@ -256,15 +183,11 @@ def test_of_copies_a_rank_of_decode_gets_the_first_one() -> None:
 
 def test_what_only_other_ranks_move_needs_no_descriptor() -> None:
     """A chunk of a hybrid's prompt, whose attention other ranks move; the other way around, this rank moves it."""
-    local = Local()
-    copied = msgspec.structs.replace(Memory().planes, copies=2, copy=1)
+    here, copied = group_of(Memory().planes), msgspec.structs.replace(Memory().planes, copies=2, copy=1)
     groups = [(KernelBlocks((1,)), KernelBlocks((2,)), 0)]
-    routes = local.side.routes.of("a", group_of(copied), is_prefill=False)
-    found = local.side.routes.ranges(routes, groups, 4)
+    between = routes(here, group_of(copied), is_prefill=False)
+    found = ranges(between, groups, 4)
     assert total_bytes(found) == len(found.local) == len(found.remote) == 0
     with pytest.raises(ValueError, match="no token before 4"):
-        local.side.routes.ranges(routes, [(*groups[0][:2], 4)], 4)
-    back = local.side.routes.of("a", group_of(copied), is_prefill=True)
-    assert total_bytes(local.side.routes.ranges(back, groups, 4)) > 0
-    local.side.routes.dead("a")
-    assert len(known_routes(local.side.routes)) == 0
+        ranges(between, [(*groups[0][:2], 4)], 4)
+    assert total_bytes(ranges(routes(here, group_of(copied), is_prefill=True), groups, 4)) > 0

@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts an engine's side channel, and finds out whether peers reach it, as far as that can be seen from here.
+"""The side channel that an engine listens at: answers requests for handshakes; and whether peers reach it, as far as
+that can be seen from here.
 
-Peers get the advertised address with each hand-over. Here it is looked up and asked for a handshake, as they will do
-it: this engine should answer. Wrong bytes cannot come of a wrong address, since a peer compares the engine's id and
+The stock listener parses a request and looks up its rank without handling errors; an error ends its thread, and every
+later handshake times out. This listener answers every request that it can read, in vLLM's
+format (``_nixl_handshake_listener`` in ``v1/nixl/base_scheduler.py``): a request names the rank and its pipeline stage,
+and the answer has a second frame, the listener's clock. vLLM below 0.26 names no stage, and expects one frame. So a
+stock peer gets as far as comparing hashes, which refuses it with a readable message.
+
+Peers get the advertised address with each hand-over. At start it is looked up and asked for a handshake, as they will
+do it: this engine should answer. Wrong bytes cannot come of a wrong address, since a peer compares the engine's id and
 incarnation at each handshake; but all hand-overs would fail. So another engine there stops the start. That runs on a
 thread of its own: a name server or a firewall that does not answer takes seconds.
 """
@@ -12,8 +19,13 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from typing import TypeVar
+
+import msgspec
+import zmq
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -22,25 +34,157 @@ from kvcached_nixl.side_channel_address import (
     ADVERTISE_PORT,
     HOST,
     PORT,
+    Endpoint,
     SideChannelAddress,
     look_up,
     own_addresses,
 )
-from kvcached_nixl.transport.side_channel import Listener, SideChannel
+from kvcached_nixl.transport.side_channel import ASK, HEADROOM, WAKE, Reply, SideChannel, url
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.handshake import is_tagged, read_answer, read_rank
 
-__all__ = ["start"]
+__all__ = ["Answers", "Listener", "start"]
+
+logger = logging.getLogger(SERVER_LOGGER)
+
+_T = TypeVar("_T")
+_WATCH_SECONDS = 0.1
+"""How often the listener calls ``watch``, and looks whether it is to stop."""
+_LONGEST_QUESTION_BYTES = 1024
 
 Answers = Mapping[int, tuple[str, bytes]]
 """Rank -> (compatibility string, metadata)."""
-
-logger = logging.getLogger(SERVER_LOGGER)
 
 WAIT_SECONDS = 2.0
 """How long a start waits for the check. What it finds later is logged."""
 
 _UNKNOWN = "what answers cannot be read"
+
+
+class Listener:
+    """Answers peers' requests for handshakes, on its own thread, until it is closed.
+
+    Args:
+        addresses: numeric; those that this host does not have are left out if it has another one of them.
+        answers: rank -> (compatibility string, metadata). A request for another rank is answered with an error text as
+            compatibility string, so that the peer refuses the handshake and logs the text.
+        woken: called on the listener's thread when a worker of this engine has something to report.
+        key: secret that such a worker sends.
+        headroom: returns what the engine could take now, encoded; empty if that is not known. Called on the listener's
+            thread.
+        watch: called there after each message, and every `_WATCH_SECONDS`.
+
+    Raises:
+        OSError: an address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        port: int,
+        answers: Mapping[int, tuple[str, bytes]],
+        woken: Callable[[], None],
+        key: str,
+        headroom: Callable[[], bytes] = lambda: b"",
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._headroom, self._watch = headroom, watch
+        self._answers: dict[int, bytes] = {}
+        self.answer(answers)
+        self._woken = woken
+        self._key = key.encode()
+        self._closing = threading.Event()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # Without a limit, a message of any size would be read into memory before its size is checked.
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
+        try:
+            self._bind(addresses, port)
+        except OSError:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(target=self._run, name="kvcached-nixl-listener", daemon=True)
+        self._thread.start()
+
+    def answer(self, answers: Mapping[int, tuple[str, bytes]]) -> None:
+        """Replaces the answers. May be called from any thread."""
+        self._answers = {rank: msgspec.msgpack.encode(Reply(*answer)) for rank, answer in answers.items()}
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _bind(self, addresses: Sequence[str], port: int) -> None:
+        missing: list[OSError] = []
+        for address in addresses:
+            self._socket.setsockopt(zmq.IPV6, int(":" in address))
+            try:
+                self._socket.bind(url(address, port))
+            except zmq.ZMQError as error:
+                where = Endpoint(address, port)
+                failure = OSError(error.errno, f"the side channel cannot listen at {where}: {error.strerror}")
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise failure from error
+                missing.append(failure)
+        if len(missing) == len(addresses):
+            raise missing[0]
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                if self._socket.poll(int(_WATCH_SECONDS * 1000)):
+                    self._take(self._socket.recv_multipart())
+                self._try(self._watch)
+        finally:
+            self._context.destroy(linger=0)
+
+    def _take(self, frames: list[bytes]) -> None:
+        question = frames[-1]
+        if len(frames) != 3 or len(question) > _LONGEST_QUESTION_BYTES:
+            logger.warning(
+                "Dropped a message to the side channel: found %d frames; expected 3, and a short request", len(frames)
+            )
+            return
+        try:
+            said = msgspec.msgpack.decode(question)
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+            logger.warning("Dropped a message to the side channel that cannot be read: %s", error)
+            return
+        if not isinstance(said, list) or len(said) not in (2, 3):
+            logger.warning("Dropped a message to the side channel: expected a request for a rank's handshake")
+        elif said == [WAKE, self._key]:
+            self._woken()
+        elif said[0] == HEADROOM:
+            self._send([frames[0], b"", self._try(self._headroom) or b""])
+        elif said[0] == ASK:
+            answer = [frames[0], b"", self._answer(said[-1], said[-2] if len(said) == 3 else 0)]
+            if len(said) == 3:
+                answer.append(msgspec.msgpack.encode(time.perf_counter()))
+            self._send(answer)
+
+    def _answer(self, rank: object, stage: object) -> bytes:
+        found = self._answers.get(rank) if isinstance(rank, int) and stage == 0 else None
+        if found is None:
+            # Of other values only the type is shown: they may be nested too deep for repr.
+            shown = rank if isinstance(rank, int) else type(rank).__name__
+            said = f"no rank {shown}: this engine has {sorted(self._answers)}; correct the router's tp_size"
+            found = msgspec.msgpack.encode(Reply(said, b""))
+        return found
+
+    def _try(self, read: Callable[[], _T]) -> _T | None:
+        try:
+            return read()
+        except Exception:
+            # The engine's thread changes meanwhile what is read here. It is read again soon.
+            logger.debug("The engine's headroom could not be read", exc_info=True)
+            return None
+
+    def _send(self, frames: list[bytes]) -> None:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.warning("A request for a handshake was not answered: %s", error)
 
 
 def start(
@@ -145,7 +289,6 @@ def _another(address: SideChannelAddress, who: str) -> SettingsError:
 
 
 def _name_of(compatibility: str, metadata: bytes) -> str:
-    """Who gives this answer, as text."""
     if not is_tagged(compatibility):
         return f"the side channel of an engine without this package answers ({compatibility!r:.80})"
     try:
@@ -182,7 +325,6 @@ def _cannot_listen(address: SideChannelAddress, error: OSError) -> SettingsError
 
 
 def _holder(port: int) -> str:
-    """The process that has a TCP port."""
     # Comes with vLLM.
     import psutil
 
