@@ -409,7 +409,7 @@ def test_reports_take_the_place_of_a_steps_own(outputs: ModuleType) -> None:
 
 
 def test_timelines_are_taken_out_and_times_in_states_put_in(outputs: ModuleType) -> None:
-    found, timeline = outputs.KVConnectorOutput(), [7, "", [[1, 2.0, 0]], 3.0]
+    found, timeline = outputs.KVConnectorOutput(), [7, "", [[1, 2.0]], 3.0]
     stats = {"kvcached_nixl_timelines": [timeline], "kvcached_nixl_state_seconds": []}
     found.kv_connector_stats = SimpleNamespace(data=stats)
     step = SimpleNamespace(kv_connector_output=found)
