@@ -347,6 +347,6 @@ def build_prom_metrics(call: Call) -> Any:
         return made
     parallel = call.argument("vllm_config").parallel_config
     # The engine's own totals are the same for each of several API servers, whose counters are added up.
-    made.counts_engines = private(parallel, "_api_process_rank") < 1
-    HandshakeWatch(SideChannel(), engines, int(private(parallel, "tensor_parallel_size")), made)
+    made.of_engines.counts_engines = private(parallel, "_api_process_rank") < 1
+    HandshakeWatch(SideChannel(), engines, int(private(parallel, "tensor_parallel_size")), made.of_engines)
     return made
