@@ -170,9 +170,7 @@ WITHOUT_VLLM = {
     "vars(kind).get('__slots__', ())",
     "vars(module).get('cpu_linear')",
     # What kvcached has put there, and where a module or an engine may not be there yet.
-    "getattr(super(owner, owner), _LAYOUT, None)",
-    "vars(owner).get('__init__')",
-    "vars(sys.modules[module]).get(name)",
+    "vars(module).get(PULL_FACADE.qualname)",
     "vars(module).get('__version__')",
     "vars(core).get('scheduler')",
 }
