@@ -19,7 +19,6 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
-from kvcached_nixl.vllm.adapter.platform import runner_of
 from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.specs import (
     dims_first,
@@ -329,7 +328,8 @@ class WorkerView:
         speculative = self.vllm_config.speculative_config
         if not keeps_draft_kv(speculative):
             return False
-        return runner_of(self.vllm_config) == "V2" or bool(speculative.disable_padded_drafter_batch)
+        is_v2 = private(self.vllm_config, "use_v2_model_runner")
+        return bool(is_v2 or speculative.disable_padded_drafter_batch)
 
     # ---------------------------------------------------------------------------------------------------- its memory
 
