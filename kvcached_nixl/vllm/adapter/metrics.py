@@ -219,6 +219,14 @@ def _prom_class() -> Any:
     return HandOverPromMetrics
 
 
+def _made(table: Mapping[str, tuple[str, tuple[str, ...]]], make: Any, labelnames: Any, **options: str) -> Any:
+    """Returns the metrics of a table by their names without the prefix."""
+    return {
+        name.partition(":")[2]: make(name=name, documentation=text, labelnames=[*labelnames, *labels], **options)
+        for name, (text, labels) in table.items()
+    }
+
+
 class EngineMetrics:
     """All of ours in an API server, made with the classes of vLLM's exporter.
 
@@ -229,18 +237,8 @@ class EngineMetrics:
 
     def __init__(self, exporter: Any, labelnames: Any, labelvalues: Any) -> None:
         self._labelvalues = labelvalues
-        self._gauges, self._counters = (
-            {
-                name.partition(":")[2]: make(
-                    name=name, documentation=text, labelnames=[*labelnames, *labels], **options
-                )
-                for name, (text, labels) in table.items()
-            }
-            for table, make, options in (
-                (_GAUGES, exporter._gauge_cls, {"multiprocess_mode": "mostrecent"}),
-                (_COUNTERS, exporter._counter_cls, {}),
-            )
-        )
+        self._gauges = _made(_GAUGES, exporter._gauge_cls, labelnames, multiprocess_mode="mostrecent")
+        self._counters = _made(_COUNTERS, exporter._counter_cls, labelnames)
         self._states = exporter._histogram_cls(
             name="kvcached_nixl:handover_state_seconds",
             documentation="How long hand-overs were in each state. The states of one side add up to the whole.",
@@ -263,7 +261,10 @@ class EngineMetrics:
         figures = msgspec.structs.asdict(said)
         del figures["asking"]
         for name, number in figures.items():
-            (self._count_rise if name in self._counters else self._set)(name, engine_idx, number)
+            if name in self._counters:
+                self._count_rise(name, engine_idx, number)
+            else:
+                self._set(name, engine_idx, number)
         if said.asking is not None:
             self._say_asking(engine_idx, said.asking)
 
