@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 from packaging.version import Version
 
-from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE, LOADS_BEHIND
-from kvcached_nixl.vllm.adapter.versions import found_version
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, LOADS_BEHIND, found_version
 
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 EXTRA = "kv_connector_extra_config"

@@ -12,8 +12,7 @@ import pytest
 from support import FOLDER
 from support.environments import SITECUSTOMIZE, Environment
 
-from kvcached_nixl.vllm.adapter.series import ROWS
-from kvcached_nixl.vllm.adapter.versions import found_version, row_of
+from kvcached_nixl.vllm.adapter.versions import ROWS, found_version, row_of
 
 pytestmark = [
     pytest.mark.real_vllm,

@@ -19,7 +19,6 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
-from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.specs import (
     dims_first,
     groups_of_states,
@@ -34,7 +33,7 @@ from kvcached_nixl.vllm.adapter.specs import (
     unserved_states,
     without_states,
 )
-from kvcached_nixl.vllm.adapter.versions import found_version, installed_has
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, LOADS_BEHIND, found_version, installed_has
 from kvcached_nixl.vllm.adapter.weights import model_facts
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import MemoryType

@@ -32,8 +32,8 @@ from kvcached_nixl.vllm.adapter.attributes import address_of, attach, attach_ste
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.platform import side_channel_address
-from kvcached_nixl.vllm.adapter.series import ASKS_FOR_RESULTS, HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.specs import without_states
+from kvcached_nixl.vllm.adapter.versions import ASKS_FOR_RESULTS, HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND
 from kvcached_nixl.vllm.patches.step_output import is_whole, scheduled
 from kvcached_nixl.worker import memory_registration as registration
 from kvcached_nixl.worker.facade import build_worker

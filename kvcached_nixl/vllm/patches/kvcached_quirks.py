@@ -36,7 +36,7 @@ from kvcached_nixl.vllm.adapter.locate import (
     KVCACHED_PATCH,
     PULL_FACADE,
 )
-from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
 
 _LAYOUT = "get_required_kvcache_layout"
 _LAYOUT_SAVED = "_original_get_layout"

@@ -29,7 +29,7 @@ from kvcached_nixl.vllm.adapter.locate import (
     WORKER,
     WORKER_PROCESS,
 )
-from kvcached_nixl.vllm.adapter.series import (
+from kvcached_nixl.vllm.adapter.versions import (
     ASKS_FOR_RESULTS,
     BEYOND_KVCACHED,
     COUNTS_EXTERNAL_WEIGHTS,

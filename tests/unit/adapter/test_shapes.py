@@ -21,7 +21,7 @@ from support.shapes.judging import missing, troubles, verdicts
 from support.shapes.reads import READS
 
 import kvcached_nixl
-from kvcached_nixl.vllm.adapter.series import ROWS
+from kvcached_nixl.vllm.adapter.versions import ROWS
 
 PACKAGE = Path(kvcached_nixl.__file__).parent
 VERSIONS = sorted((path.stem for path in SERIES.glob("*.json")), key=Version)
