@@ -27,9 +27,6 @@ would get.
 
 It imports vLLM and applies the patches in its own process, as a server with ENABLE_KVCACHED=true
 would, so the server would get the same result. Nothing outside this process is changed.
-
-kvcached does not accept every model runner with every vLLM, and newer vLLM versions choose the runner by the model.
-With --model, the report shows vLLM's own choice for that model, with all other options at their defaults.
 """
 _DOCTOR = """\
 Tests through NIXL whether a memory registration stays correct when kvcached unmaps and maps pages. Each
@@ -81,7 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
-    parser.add_argument("--model", help="show which model runner vLLM uses for it: a folder or a name; no download")
     parser.add_argument("--version", action="version", version=f"kvcached_nixl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="{doctor}")
     _add_doctor(commands.add_parser)
@@ -100,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if gate == ActivationGate.PACKAGE_OFF.value:
         del os.environ["KVCACHED_NIXL"]
     with _only_ours_on_standard_output():
-        found = _take_stock(options.model)
+        found = _take_stock()
     if options.json:
         print(json.dumps({**report.to_json(found), "gate": gate}, indent=2))
     else:
@@ -194,11 +190,8 @@ def _only_ours_on_standard_output() -> Iterator[None]:
         os.close(ours)
 
 
-def _take_stock(model: str | None) -> Report:
-    """Install, import what a server would import, decide every patch, and ask vLLM for its runner of ``model``."""
-    if model is not None:
-        # vLLM reads these at import. A report must not download a model.
-        os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+def _take_stock() -> Report:
+    """Install, import what a server would import, and decide every patch."""
     registry = install()
     if registry is not None and found_version("vllm") is not None:
         print("importing vLLM, which takes some seconds ...", file=sys.stderr)
@@ -208,8 +201,7 @@ def _take_stock(model: str | None) -> Report:
             registry.refuse("vLLM", _cannot_import(error))
         else:
             registry.complete()
-            found = report.with_side_channel(status())
-            return found if model is None else report.asked(found, model)
+            return report.with_side_channel(status())
     return status()
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE, LOADS_BEHIND, ROWS, Evidence
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, LOADS_BEHIND, ROWS, Evidence
 
 TIERS = (
     "lint", "unit", "coverage", "flow", "repo", "install", "gpu", "pythons", "contract", "e2e", "stacks", "equivalence",

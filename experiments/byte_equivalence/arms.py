@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from experiments.common import device
-from experiments.common.device import FOLLOWS, PINNED, RUNNERS, role, runner_of, with_extra
+from experiments.common.device import FOLLOWS, PINNED, RUNNERS, accepted, role, runner_of, with_extra
 from experiments.common.model import ModelShape
 from experiments.common.servers import GIVES_BACK, ServerSpec
-from kvcached_nixl.vllm.adapter.versions import accepted
 
 SINGLE = "single"
 Order = Literal["asked", "P first", "D first"]

@@ -8,8 +8,11 @@ import functools
 import importlib.util
 from collections.abc import Mapping
 
-from kvcached_nixl.vllm.adapter.versions import SWITCH, accepted, found_version, named
+from packaging.version import Version
 
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, LOADS_BEHIND, found_version
+
+SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 EXTRA = "kv_connector_extra_config"
 LAYOUT = "KVCACHED_CONTIGUOUS_LAYOUT"
 REGISTRATION = "NIXL_HOSTVMM_REGISTRATION"
@@ -85,6 +88,14 @@ def num_gpus() -> int:
     return int(torch.cuda.device_count())
 
 
+def accepted(vllm: str | None) -> tuple[str, ...]:
+    """Return the model runners that kvcached accepts with a vLLM, the usual one of the servers here first."""
+    found = None if vllm is None else Version(vllm)
+    v1 = found is None or found < Version(LOADS_BEHIND.since)
+    v2 = found is not None and found >= Version(HITS_DIVERGE.since)
+    return (*["V1"] * v1, *["V2"] * v2)
+
+
 def serves_contiguous(vllm: str | None) -> bool:
     """Return whether kvcached's contiguous layout can be served here: since 0.29 an attention backend declares its
     layouts, and the CPU's has none with all layers in a block."""
@@ -99,7 +110,7 @@ def layout() -> dict[str, str]:
 def runner_of(asked: Mapping[str, str], vllm: str | None) -> str:
     """Return the model runner of a server: the one set in ``asked``, else the first that kvcached accepts with
     ``vllm``."""
-    return named(bool(int(asked[SWITCH]))) if SWITCH in asked else (accepted(vllm) or ("V1",))[0]
+    return ("V1", "V2")[int(asked[SWITCH])] if SWITCH in asked else accepted(vllm)[0]
 
 
 def runner_environment(asked: Mapping[str, str]) -> dict[str, str]:

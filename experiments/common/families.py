@@ -16,8 +16,7 @@ from typing import Any
 from experiments.common import device
 from experiments.common.model import CACHE, FORMAT, ModelShape, made_once
 from experiments.common.servers import REPOSITORY, SERVER_SIDE
-from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, installed_has
 
 STAND_INS = Path(__file__).resolve().parent / "stand_ins"
 

@@ -128,7 +128,6 @@ def render(findings: Findings, *, colour: bool = False) -> str:
     lines += [f"  {name:<16} {proof.environment[name].split()[0]}" for name in names if proof.environment[name]]
     lines += [
         f"  {'device':<16} {here.device} {proof.question.device_index}, which NIXL calls {here.memory_type}",
-        f"  {'model runner':<16} {here.runner}",
         f"  {'kvcached':<16} pages of {here.page_bytes >> 20} MiB, {order} layout",
     ]
     lines += [f"  {name:<16} {value}" for name, value in proof.environment.items() if name.isupper()]

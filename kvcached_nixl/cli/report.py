@@ -4,23 +4,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from kvcached_nixl.errors import Refused, SettingsError
+from kvcached_nixl.errors import Refused
 from kvcached_nixl.patching import PatchOutcome, PatchState, Registry
 from kvcached_nixl.settings import read_gate
 from kvcached_nixl.side_channel_address import look_up, own_addresses
 from kvcached_nixl.version import __version__
-from kvcached_nixl.vllm.adapter.platform import ask, side_channel_address
-from kvcached_nixl.vllm.adapter.versions import RunnerFound, environment_refusals, found_version, outlook
+from kvcached_nixl.vllm.adapter.platform import side_channel_address
+from kvcached_nixl.vllm.adapter.versions import environment_refusals, found_version
 
 _COLOURS = MappingProxyType(
     {PatchState.APPLIED: "32", PatchState.SKIPPED: "33", PatchState.REFUSED: "31", PatchState.PENDING: "2"}
 )
-_RUNNER = "runner"
 
 COMPARED: Mapping[str, str] = MappingProxyType(
     {
@@ -57,7 +56,6 @@ class Report:
         versions: library -> version; None if it cannot be imported.
         outcomes: one per patch, in order; empty if nothing was installed or vLLM is not imported yet.
         refusals: everything that stops a start, by name.
-        runners: vLLM's model runner; for a given model, one per kind of device that was asked about.
         side_channel: lines on where the side channel of a server in this environment would be; empty if not asked.
     """
 
@@ -65,7 +63,6 @@ class Report:
     versions: Mapping[str, str | None]
     outcomes: tuple[PatchOutcome, ...]
     refusals: tuple[tuple[str, Refused], ...]
-    runners: tuple[RunnerFound, ...] = ()
     side_channel: tuple[str, ...] = ()
 
     @property
@@ -84,22 +81,12 @@ def make(registry: Registry | None) -> Report:
     """Make the report; ``registry`` is None if nothing is installed. Imports none of the libraries it reports on."""
     versions = {library: found_version(library) for library in ("vllm", "kvcached", "nixl", "torch")}
     refusals = dict(registry.refusals() if registry is not None else ())
-    found = Report(
+    return Report(
         gate=gate(),
         versions=versions,
         outcomes=registry.outcomes() if registry is not None else (),
         refusals=tuple({**dict(environment_refusals()), **refusals}.items()),
     )
-    return _with_runners(found, lambda: outlook(versions["vllm"], os.environ))
-
-
-def asked(report: Report, model: str) -> Report:
-    """The report with vLLM's own choice of model runner for ``model``, a folder or a name. Imports vLLM.
-
-    If vLLM cannot answer, the reason is added as a refusal.
-    """
-    version = report.versions["vllm"]
-    return _with_runners(report, lambda: () if version is None else ask(model, version))
 
 
 def with_side_channel(report: Report) -> Report:
@@ -116,19 +103,6 @@ def with_side_channel(report: Report) -> Report:
         return replace(report, side_channel=(str(address), f"this host finds no address of the latter: {error}"))
     doubts = (doubt.line for doubt in address.doubts(leads_to, own_addresses()))
     return replace(report, side_channel=(str(address), *doubts))
-
-
-def _with_runners(report: Report, find: Callable[[], tuple[RunnerFound, ...]]) -> Report:
-    refusals = {name: cause for name, cause in report.refusals if name != _RUNNER}
-    try:
-        runners = find()
-    except SettingsError as error:
-        return replace(report, refusals=(*refusals.items(), (_RUNNER, error)))
-    except Refused as error:
-        return replace(report, refusals=(*report.refusals, ("model", error)))
-    # A refusal for another kind of device does not stop a server on this host.
-    new = [(_RUNNER, one.refusal) for one in runners if one.is_here and one.refusal is not None]
-    return replace(report, runners=runners, refusals=(*refusals.items(), *new))
 
 
 def render(report: Report, *, colour: bool = False) -> str:
@@ -148,13 +122,6 @@ def render(report: Report, *, colour: bool = False) -> str:
         lines.append("  none")
     lines += ["", "compared with every peer"]
     lines += [f"  {what}: {how}" for what, how in COMPARED.items()]
-    lines += ["", "runner"]
-    for one in report.runners:
-        place = f"{one.device}, {'here' if one.is_here else 'not here'}: " if one.device else ""
-        runner = f"{one.runner}: " if one.runner else ""
-        lines.append(f"  {place}{runner}{one.why}; {one.verdict}")
-    if not report.runners:
-        lines.append("  not known")
     if report.side_channel:
         lines += ["", "side channel", *(f"  {line}" for line in report.side_channel)]
     for name, cause in report.refusals:
@@ -178,17 +145,6 @@ def to_json(report: Report) -> dict[str, Any]:
             for o in report.outcomes
         ],
         "compared": dict(COMPARED),
-        "runner": [
-            {
-                "device": one.device or None,
-                "is_here": one.is_here,
-                "runner": one.runner or None,
-                "why": one.why,
-                "kvcached_accepts": list(one.accepted),
-                "remedy": one.refusal.remedy if one.refusal is not None else None,
-            }
-            for one in report.runners
-        ],
         "side_channel": list(report.side_channel),
         "refusals": [
             {"name": n, "found": c.found, "expected": c.expected, "consequence": c.consequence, "remedy": c.remedy}

@@ -237,8 +237,7 @@ class DecodeFetches:
         request.tell_cached(fetch_request.cached_tokens)
         attempt = self.attempts.start(request_id, fetch_request.adapter)
         self._timelines.enter(request_id, State.DECODE_REPORTING)
-        is_traced = bool(self._timelines.trace_of(request_id))
-        step.tell(fetch_request.spec(attempt, first_token, groups, is_traced=is_traced))
+        step.tell(fetch_request.spec(attempt, first_token, groups))
 
     def is_waiting(self, request_id: str) -> bool:
         """Whether the workers may be writing into a request's blocks."""

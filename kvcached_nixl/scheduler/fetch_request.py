@@ -182,13 +182,12 @@ class FetchRequest:
 
     # ----------------------------------------------------------------------------------- what the workers are told
 
-    def spec(self, attempt: int, first_token: int, groups: tuple[BlockRange, ...], *, is_traced: bool) -> FetchSpec:
+    def spec(self, attempt: int, first_token: int, groups: tuple[BlockRange, ...]) -> FetchSpec:
         """What the workers are told to fetch.
 
         Args:
             attempt: its number.
             groups: as `groups` returns them.
-            is_traced: its timeline is to have each chunk that is moved.
         """
         assert self.fetch is not None
         return FetchSpec(
@@ -202,7 +201,6 @@ class FetchRequest:
             first_token,
             self.end_token,
             groups,
-            is_traced,
         )
 
     def renew(self, step: Step, terms: Terms) -> None:

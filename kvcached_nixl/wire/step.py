@@ -125,7 +125,6 @@ class FetchSpec(_Command, frozen=True):
         name: as in `params.FetchParams`.
         digest: of the first ``num_tokens`` tokens; decode may fetch one less and compute the last one itself.
         groups: the blocks to fill, per KV-cache group; each range ends at ``end_token``.
-        is_traced: its timeline is to have each chunk that is moved.
     """
 
     attempt: int
@@ -138,7 +137,6 @@ class FetchSpec(_Command, frozen=True):
     first_token: int
     end_token: int
     groups: tuple[BlockRange, ...]
-    is_traced: bool = False
 
 
 class UnneededOffer(_Command, frozen=True):

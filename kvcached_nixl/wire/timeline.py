@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 __all__ = ["Interval", "Lasted", "Reported", "State", "Timeline", "attempt_of"]
 
 MOST_MARKS = 128
-"""Of one timeline: chunks beyond that are counted to the last one."""
+"""Of one timeline: an offer may be asked for and given up any number of times."""
 
 
 class State(enum.IntEnum):
@@ -53,8 +53,6 @@ class State(enum.IntEnum):
         return self.name.lower()
 
 
-_MOVES = (State.PREFILL_SENDING, State.DECODE_MOVING)
-
 Lasted: TypeAlias = tuple[int, bool, float]
 """A state, whether the direction is push, and how many seconds a hand-over was in that state."""
 
@@ -64,12 +62,11 @@ travel in vLLM's statistics."""
 
 
 class Interval(NamedTuple):
-    """A state, from when to when, and how many bytes had arrived or left at its end; 0 if that is not known."""
+    """A state, from when to when."""
 
     state: State
     begin_seconds: float
     end_seconds: float
-    num_bytes: int
 
 
 @dataclass
@@ -77,11 +74,11 @@ class Timeline:
     """See the module.
 
     Attributes:
-        marks: (state, since when, bytes moved by its end), the oldest first.
+        marks: (state, since when), the oldest first.
         end_seconds: when the last state ended; None until then.
     """
 
-    marks: list[tuple[State, float, int]] = field(default_factory=list)
+    marks: list[tuple[State, float]] = field(default_factory=list)
     end_seconds: float | None = None
 
     @property
@@ -91,39 +88,25 @@ class Timeline:
     def enter(self, state: State, now_seconds: float) -> None:
         """The hand-over is in a state from now on. Entering its present state changes nothing."""
         if self.state is not state and len(self.marks) < MOST_MARKS:
-            self.marks.append((state, now_seconds, 0))
-
-    def moved(self, num_bytes: int, now_seconds: float) -> None:
-        """A chunk has been moved: it ends here, and the next one begins. Ignored in other states."""
-        if self.state not in _MOVES:
-            return
-        state, begin_seconds, before = self.marks[-1]
-        self.marks[-1] = state, begin_seconds, before + num_bytes
-        # Leaves room for the states that follow.
-        if len(self.marks) < MOST_MARKS // 2:
-            self.marks.append((state, now_seconds, 0))
+            self.marks.append((state, now_seconds))
 
     def end(self, now_seconds: float) -> None:
         """The last state ends. A repeated call changes nothing."""
         if self.end_seconds is None:
             self.end_seconds = now_seconds
 
-    def take_in(self, marks: Sequence[tuple[State, float, int]], end_seconds: float) -> None:
+    def take_in(self, marks: Sequence[tuple[State, float]], end_seconds: float) -> None:
         """Put a worker's timeline in front of the present state: that state begins where the worker's ended, and the
         worker's first state where the present one had begun."""
         if self.marks and marks:
-            present, begin_seconds, _ = self.marks[-1]
-            state, _, num_bytes = marks[0]
-            self.marks[-1:] = [(state, begin_seconds, num_bytes), *marks[1:], (present, end_seconds, 0)]
+            present, begin_seconds = self.marks[-1]
+            self.marks[-1:] = [(marks[0][0], begin_seconds), *marks[1:], (present, end_seconds)]
 
     def intervals(self) -> Iterator[Interval]:
-        """All states in order, without gaps. Without the rest of time behind the last chunk, if that took none."""
-        ends = [begin for _, begin, _ in self.marks[1:]]
-        for place, (state, begin_seconds, num_bytes) in enumerate(self.marks):
-            end_seconds = ends[place] if place < len(ends) else (self.end_seconds or begin_seconds)
-            is_rest = place > 0 and self.marks[place - 1][0] is state and not num_bytes
-            if not (is_rest and end_seconds <= begin_seconds):
-                yield Interval(state, begin_seconds, max(begin_seconds, end_seconds), num_bytes)
+        """All states in order, without gaps."""
+        ends = [*(begin for _, begin in self.marks[1:]), self.end_seconds or 0.0]
+        for (state, begin_seconds), end_seconds in zip(self.marks, ends, strict=False):
+            yield Interval(state, begin_seconds, max(begin_seconds, end_seconds))
 
     def lasted(self) -> dict[State, float]:
         """Seconds in each state that it was in."""
@@ -134,7 +117,7 @@ class Timeline:
 
     def reported(self, attempt: int = 0, trace: str = "") -> Reported:
         """Returns what a worker sends of it."""
-        return [attempt, trace, [[int(state), begin, size] for state, begin, size in self.marks], self.end_seconds]
+        return [attempt, trace, [[int(state), begin] for state, begin in self.marks], self.end_seconds]
 
     @classmethod
     def read(cls, reported: Reported) -> tuple[int, str, Timeline]:
@@ -142,7 +125,7 @@ class Timeline:
         attempt, trace, marks, end_seconds = reported
         assert isinstance(attempt, int) and isinstance(trace, str) and isinstance(marks, list)
         assert isinstance(end_seconds, float)
-        return attempt, trace, cls([(State(state), begin, size) for state, begin, size in marks], end_seconds)
+        return attempt, trace, cls([(State(state), begin) for state, begin in marks], end_seconds)
 
 
 def attempt_of(reported: Reported) -> int:

@@ -10,8 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvcached_nixl.vllm.adapter.series import LOADS_BEHIND
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import LOADS_BEHIND, installed_has
 from kvcached_nixl.worker.geometry.planes import Axes
 
 pytestmark = pytest.mark.skipif(installed_has(LOADS_BEHIND), reason="vLLM 0.29 asks no backend for a shape")

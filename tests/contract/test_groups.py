@@ -29,8 +29,7 @@ from support.handover_node import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 
 pytestmark = pytest.mark.long
 

@@ -40,8 +40,7 @@ from support.internals import agents_of
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.vllm.adapter.series import HASHES_AHEAD
-from kvcached_nixl.vllm.adapter.versions import installed_row
+from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, installed_row
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 

@@ -48,23 +48,23 @@ KINDS = ("compatibility_id", "checkpoint_id", "weights_id")
 def test_an_engine_says_what_its_handshake_compares() -> None:
     one = made()
     assert said(*KINDS) == [None, None, None]
-    one.say_kind(0, [answer()])
+    one.of_engines.say_kind(0, [answer()])
     assert said(*KINDS) == [*Kind.of([answer()])]
-    one.say_kind(0, [("tag", b"\xc1")])
+    one.of_engines.say_kind(0, [("tag", b"\xc1")])
     assert said(*KINDS) == [*Kind.of([answer()])]
 
 
 def test_an_engine_says_what_it_could_take() -> None:
     one = made()
-    one.say_headroom(0, encode_headroom(Headroom(10, 20, 30, 1, 5, 2**40, 7, 9, 2, 3, 1.5, 0.0)))
-    one.say_headroom(0, b"\xc1")
+    one.of_engines.say_headroom(0, encode_headroom(Headroom(10, 20, 30, 1, 5, 2**40, 7, 9, 2, 3, 1.5, 0.0)))
+    one.of_engines.say_headroom(0, b"\xc1")
     assert said("free_tokens", "used_tokens", "queued_tokens") == [10, 20, 30]
     assert said("kept_offers", "kept_tokens", "free_bytes") == [1, 5, 2**40]
 
 
 def test_the_logger_may_be_made_anew() -> None:
     """As vLLM does it when data parallelism is scaled; it removes its own metrics only."""
-    made().say_kind(0, [answer()])
+    made().of_engines.say_kind(0, [answer()])
     made()
     assert said(*KINDS) == [None, None, None]
 

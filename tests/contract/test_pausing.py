@@ -21,8 +21,7 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, installed_has
 from kvcached_nixl.vllm.patches import engine_loop, patches_in
 
 

@@ -22,9 +22,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.vllm.adapter import specs
-from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE
 from kvcached_nixl.vllm.adapter.specs import parts_of_state, state_bytes
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.worker.geometry.descriptors import KernelBlocks

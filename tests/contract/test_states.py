@@ -18,8 +18,7 @@ from support.groups_node import GroupsNode, prefilled, runs_rightly
 from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, rest, until_both
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE, installed_has
 from kvcached_nixl.vllm.patches import arrival
 from kvcached_nixl.wire import kv_groups
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup

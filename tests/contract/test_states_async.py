@@ -23,8 +23,7 @@ from support.transports import until
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 
 pytestmark = pytest.mark.skipif(not installed_has(HITS_DIVERGE), reason="this vLLM cannot load states")
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched

@@ -26,8 +26,7 @@ from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, SEN
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
-from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 from kvcached_nixl.vllm.patches import arrival
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup

@@ -15,8 +15,7 @@ from experiments.step_cost.hand_over import RUNNING
 from experiments.step_cost.real_scheduler import Kind, Making, RealScheduler, measure, patched
 from experiments.step_cost.report import SCHEDULE_FORMS
 from kvcached_nixl.vllm.adapter.attributes import side_of
-from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, installed_has
 
 pytestmark = pytest.mark.skipif(
     installed_has(BEYOND_KVCACHED),

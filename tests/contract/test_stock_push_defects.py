@@ -25,8 +25,7 @@ from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, USABLE, nodes, sa
 from support.transports import until
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.vllm.adapter.series import LOADS_BEHIND
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import LOADS_BEHIND, installed_has
 
 pytestmark = [
     pytest.mark.long,

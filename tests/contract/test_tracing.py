@@ -60,14 +60,13 @@ def test_a_span_has_the_times_and_the_parent_that_it_is_given(spans: InMemorySpa
     timeline, now = Timeline(), time.perf_counter()
     timeline.enter(State.DECODE_HANDSHAKE, now - 2.0)
     timeline.enter(State.DECODE_MOVING, now - 1.5)
-    timeline.moved(64, now - 1.0)
     timeline.end(now - 0.5)
     EngineSpans().add(TRACE, timeline, {"kvcached_nixl.direction": "pull"})
     found = spans.get_finished_spans()
-    assert [one.name for one in found] == ["decode_handshake", "decode_moving", "decode_moving"]
-    assert [round((one.end_time - one.start_time) / 1e9, 6) for one in found] == [0.5, 0.5, 0.5]
+    assert [one.name for one in found] == ["decode_handshake", "decode_moving"]
+    assert [round((one.end_time - one.start_time) / 1e9, 6) for one in found] == [0.5, 1.0]
     assert found[-1].end_time == pytest.approx(time.time_ns() - 0.5e9, abs=0.2e9)
-    assert dict(found[1].attributes) == {"kvcached_nixl.direction": "pull", "kvcached_nixl.bytes": 64}
+    assert dict(found[1].attributes) == {"kvcached_nixl.direction": "pull"}
     assert named(spans)
 
 

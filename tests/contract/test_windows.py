@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED, COUNTS_EXTERNAL_WEIGHTS
-from kvcached_nixl.vllm.adapter.versions import installed_has, installed_row
+from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, COUNTS_EXTERNAL_WEIGHTS, installed_has, installed_row
 from kvcached_nixl.vllm.patches.windows import CONTACTS
 
 PROBE = Path(__file__).parents[1] / "support" / "windows_probe.py"

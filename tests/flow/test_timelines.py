@@ -44,7 +44,7 @@ def kept(pair: Pair) -> list[tuple[str, Timeline, dict[str, str]]]:
 
 
 def states_of(pair: Pair) -> set[State]:
-    return {state for _, timeline, _ in kept(pair) for state, _, _ in timeline.marks}
+    return {state for _, timeline, _ in kept(pair) for state, _ in timeline.marks}
 
 
 @pytest.mark.parametrize("is_staged", [False, True], ids=["direct", "staged"])
@@ -83,30 +83,11 @@ def test_where_decode_asks_prefill_both_are_in_the_trace_of_decodes_request(mode
     assert {State.DECODE_HELD, State.DECODE_ASKING, *_DECODE, *_PREFILL} <= states_of(pair)
     assert {trace for trace, _, _ in kept(pair)} == {TRACE} and len(kept(pair)) == 3
     (of_decode,) = [timeline for _, timeline, _ in kept(pair) if timeline.marks[0][0] is State.DECODE_HELD]
-    assert [state for state, _, _ in of_decode.marks[:3]] == [
+    assert [state for state, _ in of_decode.marks[:3]] == [
         *(State.DECODE_HELD, State.DECODE_ASKING, State.DECODE_QUEUED)
     ]
     assert of_decode.lasted()[State.DECODE_ASKING] >= 0.5
     pair.nothing_is_left()
-
-
-@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
-def test_what_is_moved_is_shown_by_chunk(mode: TransferMode) -> None:
-    """With a budget of one descriptor in a transfer; the chunks have all bytes."""
-    from kvcached_nixl.worker.transfer.transfer_queue import Budget
-
-    pair = Pair(mode, *[kind(transfer_queue=Budget(descriptors=1)) for _ in range(2)], is_traced=True)
-    traced(pair)
-    (of_decode,) = [timeline for _, timeline, _ in kept(pair) if timeline.marks[0][0] is State.DECODE_QUEUED]
-    chunks = [one for one in of_decode.marks if one[0] is State.DECODE_MOVING]
-    assert len(chunks) >= 3
-    (offer,) = [timeline for _, timeline, _ in kept(pair) if timeline.marks[0][0] is State.PREFILL_OFFERED]
-    if mode is PUSH:
-        assert sum(size for _, _, size in offer.marks) == pair.written_bytes() > 0
-        return
-    # The last READ is that of the ownership token.
-    *reads, _ = [one.local for one in pair.decode.workers[0].agent.posted if one.operation == "READ"]
-    assert [size for _, _, size in chunks if size] == [int(one[:, 1].sum()) for one in reads if one is not None]
 
 
 def test_times_in_states_add_up_to_the_hand_over() -> None:
@@ -159,12 +140,10 @@ def steps_of(pair: Pair) -> list[Step]:
 
 @pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
 def test_without_tracing_no_message_has_a_context(mode: TransferMode) -> None:
-    """And no chunk is noted."""
     pair = Pair(mode)
     told = steps_of(pair)
     traced(pair)
     assert any(step.of(FetchSpec) for step in told) and any(step.of(OfferUpdate) for step in told)
-    assert not any(one.is_traced for step in told for one in step.of(FetchSpec))
     assert not any(one.trace for step in told for one in step.of(OfferUpdate))
     assert pair.cluster.spans is None and pair.decode.lasted and pair.prefill.lasted
 

@@ -130,34 +130,6 @@ def test_a_side_channel_that_nobody_could_reach_is_refused(
     assert all(value in said for value in environ.values())
 
 
-@pytest.mark.parametrize(
-    ("version", "environ", "line"),
-    [
-        ("0.27.1", {}, "(--model MODEL asks vLLM); kvcached 0.1.6 accepts V1 only: set VLLM_USE_V2_MODEL_RUNNER=0"),
-        ("0.27.1", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "refuses it: Set VLLM_USE_V2_MODEL_RUNNER=0."),
-        ("0.28.0", {}, "(--model MODEL asks vLLM); kvcached 0.1.6 accepts both"),
-        ("0.28.0", {"VLLM_USE_V2_MODEL_RUNNER": "yes"}, "not known"),
-    ],
-)
-def test_the_model_runner_has_a_line_and_one_that_kvcached_refuses_exits_with_one(
-    with_wheel: Environment, tree: Tree, version: str, environ: dict[str, str], line: str
-) -> None:
-    """Without a model nothing of vLLM has to be asked."""
-    done = with_wheel.run(*COMMAND, path=(tree(version),), **environ)
-    _, _, shown = done.stdout.partition("\nrunner\n")
-    assert line in shown.splitlines()[0]
-    assert done.returncode == (1 if environ else 0) and ("refused: runner" in shown) == bool(environ)
-
-
-def test_a_model_that_cannot_be_read_is_refused_in_four_lines(with_wheel: Environment, tree: Tree) -> None:
-    """The stand-in for vLLM has no models at all."""
-    done = with_wheel.run(*COMMAND, "--model", "some/model", path=(tree("0.28.0"),))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    _, _, said = done.stdout.partition("refused: model\n")
-    assert "'some/model'" in said.splitlines()[0]
-    assert [word for word in ("found:", "expected:", "consequence:", "remedy:") if word not in said] == []
-
-
 def test_help_teaches_and_wrong_usage_exits_with_two(with_wheel: Environment) -> None:
     """The exit statuses are written down where people look."""
     shown = with_wheel.run(*COMMAND, "--help")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.environments import REPOSITORY, SITECUSTOMIZE, Environment, make_environment
 
-from kvcached_nixl.vllm.adapter.series import SUPPORTED
+from kvcached_nixl.vllm.adapter.versions import SUPPORTED
 
 ON = {"ENABLE_KVCACHED": "1"}
 OFF = [{}, {"ENABLE_KVCACHED": "0"}, {"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": "0"}]
@@ -77,13 +77,8 @@ def test_the_start_file_is_one_line_that_python_executes() -> None:
             ("--change", "Scheduler._preempt_request=self, request"),
             ["Scheduler._preempt_request", "(self, request)", "(self, request, timestamp, drop_stale_output)"],
         ),
-        (
-            "0.28.0",
-            ("--change", "NixlBaseConnector.has_pending_push_work=self, at"),
-            ["NixlBaseConnector.has_pending_push_work", "(self, at)", "would sleep"],
-        ),
     ],
-    ids=["vllm", "kvcached", "nixl", "signature", "push-signature", "push-connector"],
+    ids=["vllm", "kvcached", "nixl", "signature", "two-signatures"],
 )
 def test_a_refusal_stops_nixl_connectors_in_words_and_no_others(
     with_wheel: Environment, tree: Tree, version: str, options: tuple[str, ...], words: list[str]

@@ -17,8 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import kvcached_nixl
-from kvcached_nixl.vllm.adapter.series import CHANGES, ROWS, Evidence
-from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED, row_of
+from kvcached_nixl.vllm.adapter.versions import CHANGES, KVCACHED_SUPPORTED, ROWS, Evidence, row_of
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,8 +12,7 @@ import pytest
 from support.matrix import markdown
 
 from experiments.bench.__main__ import QUESTIONS
-from kvcached_nixl.vllm.adapter.series import ROWS, Evidence
-from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED
+from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED, ROWS, Evidence
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text()

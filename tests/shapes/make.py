@@ -29,8 +29,7 @@ from support.shapes.fixture import SERIES, load, make, save
 from support.shapes.judging import missing, verdicts
 
 from experiments.common.vllm_source import open_source
-from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED, ROWS
-from kvcached_nixl.vllm.adapter.versions import row_of
+from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, ROWS, row_of
 
 
 def write(versions: list[str]) -> int:

@@ -15,8 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, LOADS_BEHIND
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, LOADS_BEHIND, installed_has
 from kvcached_nixl.vllm.patches import PATCHES
 from support.kvcached_memory import Geometry
 from support.patches import applied

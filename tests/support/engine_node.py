@@ -31,8 +31,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcached_nixl.transport import listener
-from kvcached_nixl.vllm.adapter.series import LOADS_BEHIND
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import LOADS_BEHIND, installed_has
 from support.attention_engines import backend_of, spec_of, state_spec_of, vllm_log_to
 from support.kvcached_memory import Geometry
 from support.stock_pair import Engine, build_engine, single_process_group, write_model

@@ -164,38 +164,19 @@ SKELETON = {
             if os.getenv("ENABLE_KVCACHED", "").lower() in ("true", "1"):
                 NixlConnectorPatch().patch_connector()
     """,
-    # Leaves the same traces as kvcached 0.1.6. What its wrappers do does not matter here.
+    # Leaves the same trace on the connector as kvcached 0.1.6.
     "kvcached.integration.vllm.nixl_compat": """
         import importlib
-        V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
         class NixlConnectorPatch:
-            def _classes(self):
-                c, w = (importlib.import_module(V1 + name) for name in (".nixl.connector", ".nixl.worker"))
-                return c.NixlConnector, w.NixlConnectorWorker
             def patch_connector(self):
-                connector, worker = self._classes()
+                module = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector")
+                connector = module.NixlConnector
                 @classmethod
                 def layout(cls, *args, **kwargs):
                     return None
                 if not hasattr(connector, "_original_get_layout"):
                     connector._original_get_layout = connector.get_required_kvcache_layout
                 connector.get_required_kvcache_layout = layout
-                owner = next(c for c in worker.__mro__ if "register_kv_caches" in c.__dict__)
-                if not hasattr(owner, "_kvcached_original_register_kv_caches"):
-                    owner._kvcached_original_register_kv_caches = owner.register_kv_caches
-                def register(self, kv_caches, *args, **kwargs):
-                    return owner._kvcached_original_register_kv_caches(self, kv_caches, *args, **kwargs)
-                if not getattr(owner, "_kvcached_register_patched", False):
-                    owner.register_kv_caches = register
-                    owner._kvcached_register_patched = True
-                utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
-                topology = getattr(utils, "TransferTopology", None)
-                if topology is not None and not getattr(topology, "_kvcached_topology_patched", False):
-                    _orig_init = topology.__init__
-                    def init(self, *args, **kwargs):
-                        _orig_init(self, *args, **kwargs)
-                    topology.__init__ = init
-                    topology._kvcached_topology_patched = True
                 return True
     """,
 }
@@ -205,7 +186,6 @@ INIT = (
     "    super().__init__(vllm_config, role, kv_cache_config)"
 )
 LAYOUT = '@classmethod\ndef get_required_kvcache_layout(cls, vllm_config):\n    return "HND"'
-REGISTER = "def register_kv_caches(self, kv_caches):\n    return kv_caches"
 BASE = "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1"
 
 Classes = dict[str, dict[str, tuple[str, list[str]]]]
@@ -220,25 +200,13 @@ def base_pull_push() -> tuple[Classes, dict[str, str]]:
             "NixlPullConnector": ("NixlBaseConnector", [INIT]),
             "NixlPushConnector": ("NixlBaseConnector", [INIT]),
         },
-        f"{package}.base_scheduler": {"NixlBaseConnectorScheduler": ("", [])},
-        f"{package}.pull_scheduler": {"NixlPullConnectorScheduler": ("NixlBaseConnectorScheduler", [])},
-        f"{package}.base_worker": {"NixlBaseConnectorWorker": ("", [REGISTER])},
-        f"{package}.pull_worker": {"NixlPullConnectorWorker": ("NixlBaseConnectorWorker", [])},
-        f"{package}.worker": {},
-        f"{package}.scheduler": {},
+        f"{package}.base_worker": {"NixlBaseConnectorWorker": ("", [])},
         f"{package}.metadata": {},
-        f"{KV}.utils": {"TransferTopology": ("", ["def __init__(self, tp_rank):\n    self.tp_rank = tp_rank"])},
     }
     imports = {
         f"{package}.connector": BASE,
-        f"{package}.pull_scheduler": f"from {package}.base_scheduler import NixlBaseConnectorScheduler",
         f"{package}.base_worker": f"from {package}.metadata import *",
-        f"{package}.pull_worker": f"from {package}.base_worker import NixlBaseConnectorWorker",
-        f"{package}.worker": f"from {package}.pull_worker import NixlPullConnectorWorker as NixlConnectorWorker",
-        f"{package}.scheduler": (
-            f"from {package}.pull_scheduler import NixlPullConnectorScheduler as NixlConnectorScheduler"
-        ),
-        package: f"from {package}.connector import *\nimport {package}.worker, {package}.scheduler",
+        package: f"from {package}.connector import *\nimport {package}.base_worker",
     }
     return classes, imports
 

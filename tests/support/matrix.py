@@ -12,8 +12,7 @@ from itertools import groupby
 from types import MappingProxyType
 
 from kvcached_nixl.cli.report import COMPARED
-from kvcached_nixl.vllm.adapter.series import CHANGES, ROWS, Row
-from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED
+from kvcached_nixl.vllm.adapter.versions import CHANGES, KVCACHED_SUPPORTED, ROWS, Row
 
 __all__ = ["markdown"]
 

@@ -25,8 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheT
 
 from experiments.common.servers import free_ports
 from kvcached_nixl.vllm.adapter.attributes import side_of, sides
-from kvcached_nixl.vllm.adapter.series import LOADS_BEHIND
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import LOADS_BEHIND, installed_has
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill

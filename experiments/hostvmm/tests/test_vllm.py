@@ -18,8 +18,7 @@ from hostvmm import is_hostvmm_build
 
 from experiments.common.device import CPU_ENVIRONMENT, runner_environment
 from experiments.common.servers import ENVIRONMENT, SERVER_SIDE, UNIPROC
-from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED, LOADS_BEHIND
-from kvcached_nixl.vllm.adapter.versions import found_version, row_of
+from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, LOADS_BEHIND, found_version, row_of
 
 MODEL = """
 import sys, torch

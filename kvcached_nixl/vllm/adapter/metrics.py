@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our metrics beside vLLM's. Workers send them with a step's output to the API server, which exports them; what an
-engine's side channel says (`HeadroomMetrics`, `say_kind`) is there of an idle engine, too.
+"""Our metrics beside vLLM's. Workers send what happens with a step's output to the API server, which exports it. The
+side channel says what an engine is and could take now, also of an idle one, which takes no step.
 
 Two classes are subclasses of vLLM's (``NixlKVConnectorStats``, ``NixlPromMetrics``). They are created once per process,
 when vLLM can be imported.
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import STATS_MODULE
@@ -31,14 +32,83 @@ _OURS = (_FAILURES, _QUARANTINED, _REVOKED, _MOVED, _SLABS, _TIMELINES, _LASTED)
 """Lists in vLLM's statistics, which are joined over ranks and steps."""
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Seconds: from a READ within a host to the default of ``handover_timeout``."""
-_KINDS = (  # in the order of `Kind`
-    ("kvcached_nixl:compatibility_id", "versions, configuration and layout"),
-    ("kvcached_nixl:checkpoint_id", "files that the weights were loaded from; 0 if not known"),
-    ("kvcached_nixl:weights_id", "weights in memory; 0 if not known"),
-)
-_KIND = (
+_KINDS = ("compatibility_id", "checkpoint_id", "weights_id")
+"""In the order of `Kind`."""
+_USES = ("parked", "sending", "receiving")
+_IDENTIFIES = (
     "Identifies the {}. Engines hand over to each other if compatibility_id is equal, and checkpoint_id or weights_id "
     "is equal and not 0."
+)
+_GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "kvcached_nixl:quarantined_blocks": (
+            "Blocks that are held because a peer may still have transfers in flight.",
+            (),
+        ),
+        "kvcached_nixl:free_tokens": (
+            "Tokens of KV that the engine could take now: of its pool, and of the device's memory.",
+            (),
+        ),
+        "kvcached_nixl:used_tokens": (
+            "Tokens of KV in blocks that requests have, or that are kept or held for peers.",
+            (),
+        ),
+        "kvcached_nixl:queued_tokens": ("Tokens of the prompts of requests that have no blocks yet.", ()),
+        "kvcached_nixl:kept_offers": ("Requests of prefill whose KV is kept until decode has fetched it.", ()),
+        "kvcached_nixl:kept_tokens": ("Tokens of KV of kept offers; part of used_tokens.", ()),
+        "kvcached_nixl:free_bytes": ("Memory of the device that kvcached could map now.", ()),
+        "kvcached_nixl:mapped_bytes": ("Memory of the device that kvcached has mapped for KV, with its reserve.", ()),
+        "kvcached_nixl:waiting_fetches": ("Requests of decode whose KV has not arrived.", ()),
+        "kvcached_nixl:oldest_fetch_seconds": (
+            "How long the first request that has blocks has waited for its KV; 0 without one.",
+            (),
+        ),
+        "kvcached_nixl:oldest_offer_seconds": ("Since prefill has kept the oldest offer; 0 if it keeps none.", ()),
+        "kvcached_nixl:held_requests": ("Requests of decode that no prefill server is asked for yet.", ()),
+        "kvcached_nixl:asked_requests": ("Requests of decode that wait for the answer of a prefill server.", ()),
+        "kvcached_nixl:promised_blocks": (
+            "Blocks that decode counts on for requests which it has asked for, and which have none yet.",
+            (),
+        ),
+        "kvcached_nixl:slab_bytes": ("Memory of a rank's slab, through which KV is staged.", ("rank",)),
+        "kvcached_nixl:slab_slots": ("Slots of a rank's slab.", ("rank",)),
+        "kvcached_nixl:slab_used_slots": ("Slots of a rank's slab that are taken, by use.", ("rank", "use")),
+        "kvcached_nixl:slab_waiting": ("Hand-overs of a rank that wait for slots now.", ("rank",)),
+        "kvcached_nixl:compatibility_id": (_IDENTIFIES.format("versions, configuration and layout"), ()),
+        "kvcached_nixl:checkpoint_id": (
+            _IDENTIFIES.format("files that the weights were loaded from; 0 if not known"),
+            (),
+        ),
+        "kvcached_nixl:weights_id": (_IDENTIFIES.format("weights in memory; 0 if not known"), ()),
+    }
+)
+"""Name -> help text and labels. As for the counters, those of `Headroom` have the names of its fields."""
+_COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "kvcached_nixl:handover_failures": (
+            "Hand-overs that brought no KV, by cause; their requests failed or were recomputed.",
+            ("cause",),
+        ),
+        "kvcached_nixl:revoked_offers": (
+            "Offers that prefill has taken back before decode had fetched them, by cause.",
+            ("cause",),
+        ),
+        "kvcached_nixl:moved_bytes": (
+            "KV that this engine's transfers have moved, by transfer mode and memory path.",
+            ("direction", "path"),
+        ),
+        "kvcached_nixl:map_bytes": (
+            "Memory of the device that kvcached has mapped for KV since the start, at least.",
+            (),
+        ),
+        "kvcached_nixl:unmap_bytes": (
+            "Memory of the device that kvcached has given back since the start, at least.",
+            (),
+        ),
+        "kvcached_nixl:questions": ("Questions to prefill servers that have ended, by outcome.", ("outcome",)),
+        "kvcached_nixl:computed_prompts": ("Prompts that decode computes itself, by reason.", ("reason",)),
+        "kvcached_nixl:slab_waits": ("How often a hand-over of a rank has begun to wait for slots.", ("rank",)),
+    }
 )
 
 
@@ -132,35 +202,6 @@ def _stats_class() -> Any:
     return HandOverStats
 
 
-@dataclass(frozen=True)
-class _Maker:
-    """Makes metrics with the classes of vLLM's exporter."""
-
-    exporter: Any
-    labelnames: Any
-
-    def gauge(self, name: str, text: str, *labels: str) -> Any:
-        return self.exporter._gauge_cls(
-            name=name,
-            documentation=text,
-            multiprocess_mode="mostrecent",
-            labelnames=[*self.labelnames, *labels],
-        )
-
-    def counter(self, name: str, text: str, *labels: str) -> Any:
-        return self.exporter._counter_cls(name=name, documentation=text, labelnames=[*self.labelnames, *labels])
-
-
-def _count(counter: Any, labelvalues: Any, causes: Any, counted: Iterable[int], by: int = 1) -> None:
-    for cause in counted:
-        counter.labels(*labelvalues, causes(cause).label).inc(by)
-
-
-def _count_bytes(counter: Any, labelvalues: Any, moved: Iterable[tuple[str, str, int]]) -> None:
-    for direction, path, num_bytes in moved:
-        counter.labels(*labelvalues, direction, path).inc(num_bytes)
-
-
 @functools.cache
 def _prom_class() -> Any:
     stock = private(importlib.import_module(STATS_MODULE), "NixlPromMetrics")
@@ -169,183 +210,125 @@ def _prom_class() -> Any:
         def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
             _unregister()
             super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-            self._labelvalues = per_engine_labelvalues
-            make = _Maker(self, labelnames)
-            self._failures = make.counter(
-                "kvcached_nixl:handover_failures",
-                "Hand-overs that brought no KV, by cause; their requests failed or were recomputed.",
-                "cause",
-            )
-            self._revoked = make.counter(
-                "kvcached_nixl:revoked_offers",
-                "Offers that prefill has taken back before decode had fetched them, by cause.",
-                "cause",
-            )
-            self._quarantined = make.gauge(
-                "kvcached_nixl:quarantined_blocks",
-                "Blocks that are held because a peer may still have transfers in flight.",
-            )
-            for values in per_engine_labelvalues.values():
-                self._quarantined.labels(*values).set(0)
-                # From 0 on: Prometheus sees no rise where a counter appears with its first count.
-                _count(self._failures, values, FailureCause, FailureCause, by=0)
-                _count(self._revoked, values, RevocationCause, RevocationCause, by=0)
-            self._states = self._histogram_cls(
-                name="kvcached_nixl:handover_state_seconds",
-                documentation="How long hand-overs were in each state. The states of one side add up to the whole.",
-                buckets=list(_BUCKETS),
-                labelnames=[*labelnames, "direction", "state"],
-            )
-            self._kinds = [make.gauge(name, _KIND.format(what)) for name, what in _KINDS]
-            self._moved = make.counter(
-                "kvcached_nixl:moved_bytes",
-                "KV that this engine's transfers have moved, by transfer mode and memory path.",
-                "direction",
-                "path",
-            )
-            self._headroom, self._slabs = HeadroomMetrics(make), SlabMetrics(make)
-            self.counts_engines = True
-
-        def say_headroom(self, engine_idx: int, headroom: bytes) -> None:
-            """What an engine could take now. Called on a thread of its own, every two seconds."""
-            self._headroom.set(engine_idx, self._labelvalues[engine_idx], headroom, counts=self.counts_engines)
-
-        def say_kind(self, engine_idx: int, answers: list[tuple[str, bytes]]) -> None:
-            """An engine's side channel gives other answers than before. Called on a thread of its own."""
-            try:
-                kind = Kind.of(answers)
-            except Malformed:
-                # Another program answers there; the engine has refused to start then.
-                return
-            for gauge, value in zip(self._kinds, kind, strict=True):
-                gauge.labels(*self._labelvalues[engine_idx]).set(value)
+            self.of_engines = EngineMetrics(self, labelnames, per_engine_labelvalues)
 
         def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
             super().observe(transfer_stats_data, engine_idx)
-            values = self._labelvalues[engine_idx]
-            _count(self._failures, values, FailureCause, transfer_stats_data.get(_FAILURES, ()))
-            _count(self._revoked, values, RevocationCause, transfer_stats_data.get(_REVOKED, ()))
-            for state, is_push, seconds in transfer_stats_data.get(_LASTED, ()):
-                direction = "push" if is_push else "pull"
-                self._states.labels(*values, direction, State(state).label).observe(seconds)
-            for blocks in transfer_stats_data.get(_QUARANTINED, ())[-1:]:
-                self._quarantined.labels(*values).set(blocks)
-            _count_bytes(self._moved, values, transfer_stats_data.get(_MOVED, ()))
-            self._slabs.observe(values, transfer_stats_data.get(_SLABS, ()))
+            self.of_engines.observe(transfer_stats_data, engine_idx)
 
     return HandOverPromMetrics
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
-
-_GAUGES = (
-    (
-        "kvcached_nixl:free_tokens",
-        "Tokens of KV that the engine could take now: of its pool, and of the device's memory.",
-    ),
-    ("kvcached_nixl:used_tokens", "Tokens of KV in blocks that requests have, or that are kept or held for peers."),
-    ("kvcached_nixl:queued_tokens", "Tokens of the prompts of requests that have no blocks yet."),
-    ("kvcached_nixl:kept_offers", "Requests of prefill whose KV is kept until decode has fetched it."),
-    ("kvcached_nixl:kept_tokens", "Tokens of KV of kept offers; part of used_tokens."),
-    ("kvcached_nixl:free_bytes", "Memory of the device that kvcached could map now."),
-    ("kvcached_nixl:mapped_bytes", "Memory of the device that kvcached has mapped for KV, with its reserve."),
-    ("kvcached_nixl:waiting_fetches", "Requests of decode whose KV has not arrived."),
-    (
-        "kvcached_nixl:oldest_fetch_seconds",
-        "How long the first request that has blocks has waited for its KV; 0 without one.",
-    ),
-    ("kvcached_nixl:oldest_offer_seconds", "Since prefill has kept the oldest offer; 0 if it keeps none."),
-)
-"""Gauge and help text of fields of `Headroom`."""
-_TOTALS = (
-    ("kvcached_nixl:map_bytes", "Memory of the device that kvcached has mapped for KV since the start, at least."),
-    ("kvcached_nixl:unmap_bytes", "Memory of the device that kvcached has given back since the start, at least."),
-)
-"""Counter and help text of fields of `Headroom` that only grow."""
-_ASKING = (
-    ("kvcached_nixl:held_requests", "held", "Requests of decode that no prefill server is asked for yet."),
-    ("kvcached_nixl:asked_requests", "asked", "Requests of decode that wait for the answer of a prefill server."),
-    (
-        "kvcached_nixl:promised_blocks",
-        "promised_blocks",
-        "Blocks that decode counts on for requests which it has asked for, and which have none yet.",
-    ),
-)
-"""Gauge, field of `AskingFigures` and help text. Not there where no prefill servers are asked."""
-_ASKED = (
-    ("kvcached_nixl:questions", "ended", "outcome", "Questions to prefill servers that have ended, by outcome."),
-    ("kvcached_nixl:computed_prompts", "computed", "reason", "Prompts that decode computes itself, by reason."),
-)
-"""Counter, field, label and help text."""
-_SLAB = (
-    ("kvcached_nixl:slab_bytes", "Memory of a rank's slab, through which KV is staged."),
-    ("kvcached_nixl:slab_slots", "Slots of a rank's slab."),
-    ("kvcached_nixl:slab_waiting", "Hand-overs of a rank that wait for slots now."),
-)
-_USES = ("parked", "sending", "receiving")
+def _made(table: Mapping[str, tuple[str, tuple[str, ...]]], make: Any, labelnames: Any, **options: str) -> Any:
+    """Returns the metrics of a table by their names without the prefix."""
+    return {
+        name.partition(":")[2]: make(name=name, documentation=text, labelnames=[*labelnames, *labels], **options)
+        for name, (text, labels) in table.items()
+    }
 
 
-def _field(name: str) -> str:
-    return name.partition(":")[2]
+class EngineMetrics:
+    """All of ours in an API server, made with the classes of vLLM's exporter.
 
+    Attributes:
+        counts_engines: whether totals of the engines are counted here. In one process only: the counters of several API
+            servers are added up.
+    """
 
-class HeadroomMetrics:
-    """What an engine's side channel says. Set on a thread of its own."""
+    def __init__(self, exporter: Any, labelnames: Any, labelvalues: Any) -> None:
+        self._labelvalues = labelvalues
+        self._gauges = _made(_GAUGES, exporter._gauge_cls, labelnames, multiprocess_mode="mostrecent")
+        self._counters = _made(_COUNTERS, exporter._counter_cls, labelnames)
+        self._states = exporter._histogram_cls(
+            name="kvcached_nixl:handover_state_seconds",
+            documentation="How long hand-overs were in each state. The states of one side add up to the whole.",
+            buckets=list(_BUCKETS),
+            labelnames=[*labelnames, "direction", "state"],
+        )
+        self._totals: dict[tuple[Any, ...], int] = {}
+        self.counts_engines = True
+        for engine_idx in labelvalues:
+            self._set("quarantined_blocks", engine_idx, 0)
+            # From 0 on: Prometheus sees no rise where a counter appears with its first count.
+            self._count_causes(engine_idx, FailureCause, RevocationCause, by=0)
 
-    def __init__(self, make: _Maker) -> None:
-        self._gauges = {name: make.gauge(name, text) for name, text in _GAUGES}
-        self._counters = {name: make.counter(name, text) for name, text in _TOTALS}
-        self._asking = [(field, make.gauge(name, text)) for name, field, text in _ASKING]
-        self._asked = [(field, make.counter(name, text, label)) for name, field, label, text in _ASKED]
-        self._counted: dict[tuple[Any, ...], int] = {}
-
-    def set(self, engine_idx: int, labelvalues: Any, headroom: bytes, *, counts: bool) -> None:
-        """Show what engine ``engine_idx`` says.
-
-        Args:
-            counts: also what has grown since the last call. True in one process only: their counters are added up.
-        """
+    def say_headroom(self, engine_idx: int, headroom: bytes) -> None:
+        """What an engine could take now. Called on a thread of its own, every two seconds."""
         try:
             said = read_headroom(headroom)
         except Malformed:
             return
-        for name, gauge in self._gauges.items():
-            gauge.labels(*labelvalues).set(getattr(said, _field(name)))
-        for name, counter in self._counters.items() if counts else ():
-            self._count(counter.labels(*labelvalues), getattr(said, _field(name)), engine_idx, name)
+        figures = msgspec.structs.asdict(said)
+        del figures["asking"]
+        for name, number in figures.items():
+            if name in self._counters:
+                self._count_rise(name, engine_idx, number)
+            else:
+                self._set(name, engine_idx, number)
         if said.asking is not None:
-            self._set_asking(engine_idx, labelvalues, said.asking, counts=counts)
+            self._say_asking(engine_idx, said.asking)
 
-    def _set_asking(self, engine_idx: int, labelvalues: Any, said: AskingFigures, *, counts: bool) -> None:
-        for field, gauge in self._asking:
-            gauge.labels(*labelvalues).set(getattr(said, field))
-        for field, counter in self._asked if counts else ():
-            for label, total in getattr(said, field).items():
-                self._count(counter.labels(*labelvalues, label.value), total, engine_idx, field, label)
+    def _say_asking(self, engine_idx: int, said: AskingFigures) -> None:
+        self._set("held_requests", engine_idx, said.held)
+        self._set("asked_requests", engine_idx, said.asked)
+        self._set("promised_blocks", engine_idx, said.promised_blocks)
+        for outcome, total in said.ended.items():
+            self._count_rise("questions", engine_idx, total, outcome.value)
+        for reason, total in said.computed.items():
+            self._count_rise("computed_prompts", engine_idx, total, reason.value)
 
-    def _count(self, counter: Any, total: int, *key: Any) -> None:
-        before = self._counted.get(key, 0)
+    def say_kind(self, engine_idx: int, answers: list[tuple[str, bytes]]) -> None:
+        """An engine's side channel gives other answers than before. Called on a thread of its own."""
+        try:
+            kind = Kind.of(answers)
+        except Malformed:
+            # Another program answers there; the engine has refused to start then.
+            return
+        for name, value in zip(_KINDS, kind, strict=True):
+            self._set(name, engine_idx, value)
+
+    def observe(self, data: Mapping[str, Any], engine_idx: int) -> None:
+        failures, quarantined, revoked, moved, slabs, lasted = (
+            data.get(name, ()) for name in (_FAILURES, _QUARANTINED, _REVOKED, _MOVED, _SLABS, _LASTED)
+        )
+        self._count_causes(engine_idx, failures, revoked)
+        for state, is_push, seconds in lasted:
+            labels = "push" if is_push else "pull", State(state).label
+            self._states.labels(*self._labelvalues[engine_idx], *labels).observe(seconds)
+        for blocks in quarantined[-1:]:
+            self._set("quarantined_blocks", engine_idx, blocks)
+        for *route, num_bytes in moved:
+            self._count("moved_bytes", engine_idx, num_bytes, *route)
+        for slab in slabs:
+            self._observe_slab(engine_idx, *slab)
+
+    def _count_causes(self, engine_idx: int, failures: Iterable[int], revoked: Iterable[int], by: int = 1) -> None:
+        for cause in failures:
+            self._count("handover_failures", engine_idx, by, FailureCause(cause).label)
+        for cause in revoked:
+            self._count("revoked_offers", engine_idx, by, RevocationCause(cause).label)
+
+    def _observe_slab(self, engine_idx: int, rank: int, num_bytes: int, num_slots: int, *rest: int) -> None:
+        *used, waiting, waits = rest
+        self._set("slab_bytes", engine_idx, num_bytes, str(rank))
+        self._set("slab_slots", engine_idx, num_slots, str(rank))
+        for use, value in zip(_USES, used, strict=True):
+            self._set("slab_used_slots", engine_idx, value, str(rank), use)
+        self._set("slab_waiting", engine_idx, waiting, str(rank))
+        self._count("slab_waits", engine_idx, waits, str(rank))
+
+    def _set(self, name: str, engine_idx: int, value: float, *labels: str) -> None:
+        self._gauges[name].labels(*self._labelvalues[engine_idx], *labels).set(value)
+
+    def _count(self, name: str, engine_idx: int, number: int, *labels: str) -> None:
+        self._counters[name].labels(*self._labelvalues[engine_idx], *labels).inc(number)
+
+    def _count_rise(self, name: str, engine_idx: int, total: int, *labels: str) -> None:
+        """Count what has been added to an engine's own total since the last call."""
+        if not self.counts_engines:
+            return
+        key = name, engine_idx, *labels
+        before = self._totals.get(key, 0)
         # Less than before: another engine answers there, which counts from 0.
-        counter.inc(total - before if total >= before else total)
-        self._counted[key] = total
-
-
-class SlabMetrics:
-    """The slab of each rank, from a list of [rank, bytes, slots, parked, sending, receiving, waiting, waits]."""
-
-    def __init__(self, make: _Maker) -> None:
-        self._gauges = [make.gauge(name, text, "rank") for name, text in _SLAB]
-        self._used = make.gauge(
-            "kvcached_nixl:slab_used_slots", "Slots of a rank's slab that are taken, by use.", "rank", "use"
-        )
-        self._waits = make.counter(
-            "kvcached_nixl:slab_waits", "How often a hand-over of a rank has begun to wait for slots.", "rank"
-        )
-
-    def observe(self, labelvalues: Any, slabs: Iterable[list[int]]) -> None:
-        for rank, num_bytes, num_slots, *used, waiting, waits in slabs:
-            for gauge, value in zip(self._gauges, (num_bytes, num_slots, waiting), strict=True):
-                gauge.labels(*labelvalues, str(rank)).set(value)
-            for use, value in zip(_USES, used, strict=True):
-                self._used.labels(*labelvalues, str(rank), use).set(value)
-            self._waits.labels(*labelvalues, str(rank)).inc(waits)
+        self._count(name, engine_idx, total - before if total >= before else total, *labels)
+        self._totals[key] = total

@@ -19,8 +19,6 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
-from kvcached_nixl.vllm.adapter.platform import runner_of
-from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.specs import (
     dims_first,
     groups_of_states,
@@ -35,7 +33,7 @@ from kvcached_nixl.vllm.adapter.specs import (
     unserved_states,
     without_states,
 )
-from kvcached_nixl.vllm.adapter.versions import found_version, installed_has
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, LOADS_BEHIND, found_version, installed_has
 from kvcached_nixl.vllm.adapter.weights import model_facts
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import MemoryType
@@ -329,7 +327,8 @@ class WorkerView:
         speculative = self.vllm_config.speculative_config
         if not keeps_draft_kv(speculative):
             return False
-        return runner_of(self.vllm_config) == "V2" or bool(speculative.disable_padded_drafter_batch)
+        is_v2 = private(self.vllm_config, "use_v2_model_runner")
+        return bool(is_v2 or speculative.disable_padded_drafter_batch)
 
     # ---------------------------------------------------------------------------------------------------- its memory
 

@@ -17,8 +17,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvcached_nixl.vllm.adapter.attributes import optional, private, sides
-from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, installed_has
 
 _AHEAD = "_kvcached_nixl_ahead"
 

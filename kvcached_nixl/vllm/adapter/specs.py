@@ -24,8 +24,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from kvcached_nixl.vllm.adapter.attributes import optional
-from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
-from kvcached_nixl.vllm.adapter.versions import found_version, installed_has
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE, found_version, installed_has
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.worker.geometry.planes import StatePart
 

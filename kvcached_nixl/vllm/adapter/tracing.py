@@ -65,7 +65,7 @@ def _offset_ns() -> int:
     return time.time_ns() - time.perf_counter_ns()
 
 
-def _add(name: str, trace: str, begin_ns: int, end_ns: int, attributes: Mapping[str, str | int]) -> None:
+def _add(name: str, trace: str, begin_ns: int, end_ns: int, attributes: Mapping[str, str]) -> None:
     from vllm.tracing import extract_trace_context, instrument_manual
 
     try:
@@ -86,7 +86,6 @@ class EngineSpans:
     def add(self, trace: str, timeline: Timeline, attributes: Mapping[str, str]) -> None:
         """Make a span of each interval. Its begin and end are converted from `Clock` to time since the epoch."""
         offset_ns = _offset_ns()
-        for state, begin_seconds, end_seconds, num_bytes in timeline.intervals():
-            more = {"kvcached_nixl.bytes": num_bytes} if num_bytes else {}
+        for state, begin_seconds, end_seconds in timeline.intervals():
             begin_ns, end_ns = offset_ns + int(begin_seconds * 1e9), offset_ns + int(end_seconds * 1e9)
-            _add(state.label, trace, begin_ns, end_ns, {**attributes, **more})
+            _add(state.label, trace, begin_ns, end_ns, attributes)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the installed versions with the rows of `series`: of vLLM, of kvcached and what that accepts, and of NIXL.
+"""The one table of versions: changes of vLLM per series, and how each series was tested; and the installed versions of
+vLLM, kvcached and NIXL compared with it. The rows of the support matrix are made from it.
+
+The eight newest series are supported. To add one, add a line to ``TESTED`` and a `Change` for each difference,
+and delete the oldest with everything that only it needs.
 
 Supported means tested: every row names the release that the tests run against. Another release of the same series is
 assumed to have the same shape, and the signature checks of the patches refuse it if it does not. Everything else is
-refused.
-
-kvcached accepts a vLLM with a model runner, V1 or V2. Sources: kvcached 0.1.6, ``integration/vllm/patches.py``
-(``EngineCorePatch``) and ``autopatch.py``; vLLM's ``envs.py``. Nothing here imports either.
-``tests/contract/test_runner.py`` checks this module against both.
+refused. Nothing here imports any of the libraries.
 """
 
 from __future__ import annotations
@@ -19,20 +19,133 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
-from kvcached_nixl.errors import MissingDependency, Refused, SettingsError, UnsupportedVersion
-from kvcached_nixl.vllm.adapter.series import HITS_DIVERGE, LOADS_BEHIND, ROWS, SUPPORTED, Change, Row
+from kvcached_nixl.errors import MissingDependency, Refused, UnsupportedVersion
 
 if TYPE_CHECKING:
     from kvcached_nixl.patching import Patch
 
 KVCACHED = "0.1.6"
 KVCACHED_SUPPORTED = f"=={KVCACHED}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of vLLM, from one series on.
+
+    Attributes:
+        since: the first series with it, as in "0.28".
+        what: one line of text for the support matrix.
+    """
+
+    since: str
+    what: str
+
+    @property
+    def later(self) -> str:
+        """The version specifier of the series with this change."""
+        return f">={self.since}"
+
+    @property
+    def earlier(self) -> str:
+        """The version specifier of the series before it."""
+        return f"<{self.since}"
+
+
+HITS_DIVERGE = Change(
+    "0.28",
+    "kvcached 0.1.6 accepts model runner V2; blocks are zeroed by their own size and stride (vllm#50276); local prefix "
+    "hits of a model with states may differ by KV-cache group (supports_divergent_local_hybrid_hits)",
+)
+LOADS_BEHIND = Change(
+    "0.29",
+    "a connector's loads begin after the forward pass, and it is told of preemptions before it (handle_preemptions); "
+    "one logical view of every cache; kvcached 0.1.6 accepts model runner V2 only",
+)
+ASKS_FOR_RESULTS = Change("0.30", "the runner asks its connector for the results of transfers (get_transfer_results)")
+BEYOND_KVCACHED = Change(
+    "0.31",
+    "beyond kvcached 0.1.6's version windows, which this package opens if all of kvcached's patches fit; one queue of "
+    "waiting requests, and one of those that hold KV (kv_holding_waiting); the worker saves in empty steps, too; a "
+    "pause that fails tells its caller; decode's usage says what prefill had cached",
+)
+COUNTS_EXTERNAL_WEIGHTS = Change(
+    "0.32",
+    "a worker's memory is counted without weights that another process holds, and profiled with vLLM's current "
+    "configuration; blocks that a connector is to load are not zeroed when they are allocated; kernel blocks by a "
+    "layer's KV-cache spec; Mamba2 layers keep checkpoints of their states while a prompt is computed",
+)
+HASHES_AHEAD = Change(
+    "0.33",
+    "hashes of blocks may cover tokens behind them (num_hash_lookahead_tokens); with a draft model the worker saves "
+    "after it was asked for results; a connector is asked whether it can follow sleep mode, and answers no; NIXL 1.5",
+)
+CHANGES = (
+    Change("0.27", "torch 2.13"),
+    HITS_DIVERGE,
+    LOADS_BEHIND,
+    ASKS_FOR_RESULTS,
+    BEYOND_KVCACHED,
+    COUNTS_EXTERNAL_WEIGHTS,
+    HASHES_AHEAD,
+)
+"""The changes after the first supported series, oldest first. Code depends on those that have a variable."""
+
+
+class Evidence(Enum):
+    """How a release was tested, the strongest first."""
+
+    GPU = "GPU"
+    E2E = "e2e on CPU"
+    EQUIVALENCE = "byte equivalence on CPU"
+    CONTRACT = "contract"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One series of vLLM releases.
+
+    Attributes:
+        series: as in "0.28".
+        tested: the release that the tests run against.
+        evidence: how it was tested.
+    """
+
+    series: str
+    tested: str
+    evidence: tuple[Evidence, ...]
+
+    @property
+    def vllm(self) -> str:
+        """The version specifier of the series."""
+        major, minor = self.series.split(".")
+        return f">={self.series},<{major}.{int(minor) + 1}"
+
+
+_COMPARED = (Evidence.EQUIVALENCE, Evidence.CONTRACT)
+_SERVED = (Evidence.E2E, *_COMPARED)
+TESTED: Mapping[str, tuple[Evidence, ...]] = MappingProxyType(
+    {
+        "0.26.0": _SERVED,
+        "0.27.1": _COMPARED,
+        "0.28.0": _SERVED,
+        "0.29.0": _COMPARED,
+        "0.30.0": _COMPARED,
+        "0.31.0": _COMPARED,
+        "0.32.0": _COMPARED,
+        "0.33.0": _COMPARED,
+    }
+)
+"""One release of each series, the oldest first, and the kinds of tests that were run with it."""
+ROWS = tuple(Row(tested.rpartition(".")[0], tested, evidence) for tested, evidence in TESTED.items())
+SUPPORTED = f"{ROWS[0].vllm.partition(',')[0]},{ROWS[-1].vllm.partition(',')[2]}"
+"""The version specifier of all rows; no series between the first and the last is left out."""
+
+
+# ------------------------------------------------------------------------------------------------------------ installed
 
 _DISTRIBUTIONS = MappingProxyType(
     {
@@ -96,7 +209,7 @@ def installed_row() -> Row:
 def installed_has(change: Change) -> bool:
     """Whether the installed vLLM is of the series that began with ``change``, or of a later one. Raises as
     `installed_row`."""
-    return Version(installed_row().series) >= Version(change.since)
+    return ROWS.index(installed_row()) >= [row.series for row in ROWS].index(change.since)
 
 
 def reason_to_skip(patch: Patch) -> str | None:
@@ -163,152 +276,29 @@ def _unsupported(library: str, version: str | None, supported: str, doubt: str) 
     )
 
 
-@functools.cache
-def _matches(specifier: str, version: str | None) -> bool:
-    try:
-        return version is not None and SpecifierSet(specifier).contains(Version(version))
-    except InvalidVersion:
-        return False
-
-
-# -------------------------------------------------------------------------------------------------------- model runners
-
-SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
-
-_END = Version(SUPPORTED.rpartition("<")[2])
-"""From this version on kvcached accepts none."""
-_RUNNERS = (
-    (Version(LOADS_BEHIND.since), ("V2",)),
-    (Version(HITS_DIVERGE.since), ("V1", "V2")),
-    (Version("0"), ("V1",)),
-)
-"""(vLLM version, the runners that kvcached has an adapter for from there on), the newest first."""
-_OUTLOOK = (
-    (Version("0.29"), "V2 on a GPU for nearly every model without experts, else V1"),
-    (_END, "V2 wherever there is Triton, for nearly every model"),
-)
-"""(vLLM version, how vLLM below it chooses the runner). Only vLLM itself knows the choice for a given model."""
-
-
-@dataclass(frozen=True)
-class RunnerFound:
-    """The model runner that vLLM uses on one kind of device.
-
-    Attributes:
-        device: vLLM's name of the device; empty if the device does not matter or is not known.
-        is_here: whether a server that is started in this environment runs on that device.
-        runner: "V1" or "V2"; empty if it depends on the model.
-        why: what decides this, as text.
-        accepted: the runners that kvcached accepts with this vLLM.
-        refusal: kvcached's refusal of ``runner``; None if it accepts it, or if the runner depends on the model.
-    """
-
-    device: str
-    is_here: bool
-    runner: str
-    why: str
-    accepted: tuple[str, ...]
-    refusal: Refused | None
-
-    @property
-    def verdict(self) -> str:
-        """Whether kvcached accepts the runner, and what to set, in one line."""
-        if not self.accepted:
-            return f"kvcached {KVCACHED} accepts none"
-        if self.refusal is not None:
-            return f"kvcached {KVCACHED} refuses it: {self.refusal.remedy}"
-        if self.runner:
-            tested = f"; all tests of this package but byte equivalence run V1, which {SWITCH}=0 chooses"
-            limits = f" for attention layers only, without layers that share KV{tested}"
-            return f"kvcached {KVCACHED} accepts it{limits if self.runner == 'V2' and 'V1' in self.accepted else ''}"
-        if len(self.accepted) > 1:
-            return f"kvcached {KVCACHED} accepts both"
-        (only,) = self.accepted
-        return f"kvcached {KVCACHED} accepts {only} only: set {SWITCH}={int(only == 'V2')}"
-
-
-def named(wish: bool | None) -> str:
-    """The runner that vLLM's environment variable selects."""
-    return "as vLLM decides by the model" if wish is None else "V2" if wish else "V1"
-
-
-def accepted(vllm: str | None) -> tuple[str, ...]:
-    """The runners that kvcached accepts with this vLLM version; none if the version is unknown."""
-    version = _version(vllm)
-    if version is None or not version < _END:
-        return ()
-    return next(runners for since, runners in _RUNNERS if version >= since)
-
-
 def _beyond(vllm: str | None) -> UnsupportedVersion | None:
     """The refusal of a vLLM that is too new for kvcached; None for an older one."""
-    if _version(vllm) is None or accepted(vllm):
+    end = SUPPORTED.rpartition("<")[2]
+    if not _matches(f">={end}", vllm):
         return None
     return UnsupportedVersion(
         found=f"vLLM {vllm}, for which kvcached {KVCACHED} has no adapter: it stops below 0.31, and this package opens "
-        f"its windows below {_END} only",
+        f"its windows below {end} only",
         expected=f"vLLM {_supported()}",
         consequence="kvcached itself ends the engine at its start, with this package or without it.",
-        remedy=f"Install a vLLM below {_END}; or unset ENABLE_KVCACHED to run vLLM alone; or wait for releases of "
+        remedy=f"Install a vLLM below {end}; or unset ENABLE_KVCACHED to run vLLM alone; or wait for releases of "
         f"kvcached and of this package that support it. In a clone of this package, `python tests/shapes/make.py check "
         f"{vllm}` says what this vLLM would break.",
     )
 
 
-def stated(environ: Mapping[str, str]) -> bool | None:
-    """What vLLM's environment variable says: True for V2, False for V1, None if vLLM decides by the model.
+@functools.cache
+def _matches(specifier: str, version: str | None) -> bool:
+    # Here: tests/plan.py reads the table where nothing is installed.
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
 
-    Raises:
-        SettingsError: the value is not a number, so vLLM could not read it either.
-    """
-    text = environ.get(SWITCH)
-    if text is None:
-        return None
     try:
-        return bool(int(text))
-    except ValueError as error:
-        raise SettingsError(
-            found=f"{SWITCH}={text!r}",
-            expected="0 or 1",
-            consequence="vLLM expects a number there, and does not start.",
-            remedy=f"Set {SWITCH} to 0 or 1, or unset it.",
-        ) from error
-
-
-def outlook(vllm: str | None, environ: Mapping[str, str]) -> tuple[RunnerFound, ...]:
-    """What is known without a model and without importing vLLM; empty if the version is unknown.
-
-    Raises:
-        SettingsError: see `stated`.
-    """
-    version = _version(vllm)
-    if vllm is None or version is None:
-        return ()
-    wish = stated(environ)
-    if not accepted(vllm):
-        return (judged(vllm, "", "", f"kvcached stops below vLLM {_END}"),)
-    if wish is not None:
-        return (judged(vllm, "", named(wish), f"{SWITCH}={environ[SWITCH]}"),)
-    reason = next(reason for below, reason in _OUTLOOK if version < below)
-    return (judged(vllm, "", "", f"{reason} (--model MODEL asks vLLM)"),)
-
-
-def judged(vllm: str, device: str, runner: str, why: str, *, is_here: bool = True) -> RunnerFound:
-    """Make a `RunnerFound`, with kvcached's refusal of that runner with this vLLM, if any."""
-    runners = accepted(vllm)
-    refusal = None
-    if runner and runners and runner not in runners:
-        refusal = UnsupportedVersion(
-            found=f"model runner {runner} with vLLM {vllm} ({why})",
-            expected=f"model runner {runners[0]}, the only one that kvcached {KVCACHED} accepts with this vLLM",
-            consequence="kvcached itself ends the engine at its start.",
-            remedy=f"Set {SWITCH}=0." if runner == "V2" else f"Set {SWITCH}=1, or install a vLLM below 0.29.",
-        )
-    return RunnerFound(device, is_here, runner, why, runners, refusal)
-
-
-def _version(vllm: str | None) -> Version | None:
-    try:
-        return None if vllm is None else Version(vllm)
+        return version is not None and SpecifierSet(specifier).contains(Version(version))
     except InvalidVersion:
-        return None
+        return False

@@ -31,8 +31,8 @@ from kvcached_nixl.vllm.adapter.attributes import address_of, attach, attach_ste
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.platform import side_channel_address
-from kvcached_nixl.vllm.adapter.series import ASKS_FOR_RESULTS, HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND
 from kvcached_nixl.vllm.adapter.specs import without_states
+from kvcached_nixl.vllm.adapter.versions import ASKS_FOR_RESULTS, HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND
 from kvcached_nixl.vllm.patches.step_output import is_whole, scheduled
 from kvcached_nixl.worker import memory_registration as registration
 from kvcached_nixl.worker.facade import build_worker
@@ -346,6 +346,6 @@ def build_prom_metrics(call: Call) -> Any:
         return made
     parallel = call.argument("vllm_config").parallel_config
     # The engine's own totals are the same for each of several API servers, whose counters are added up.
-    made.counts_engines = private(parallel, "_api_process_rank") < 1
-    HandshakeWatch(SideChannel(), engines, int(private(parallel, "tensor_parallel_size")), made)
+    made.of_engines.counts_engines = private(parallel, "_api_process_rank") < 1
+    HandshakeWatch(SideChannel(), engines, int(private(parallel, "tensor_parallel_size")), made.of_engines)
     return made

@@ -29,8 +29,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import core_of, private, remember, side_of, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input, wake_of, wants_blocks
-from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
-from kvcached_nixl.vllm.adapter.versions import installed_has
+from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, installed_has
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.step_output import has_reports, stood_still
 from kvcached_nixl.vllm.patches.weights import identify_if_due

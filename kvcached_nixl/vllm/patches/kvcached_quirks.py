@@ -4,12 +4,8 @@ completed.
 
 This package's patches supersede its ``NixlConnectorPatch``. If that is loaded later, its ``patch_connector`` does
 nothing. If it was applied already (ENABLE_KVCACHED set in a script, this package loaded by vLLM's plugin loader), its
-three changes are undone:
-
-* ``get_required_kvcache_layout``, replaced on the class that the name ``NixlConnector`` refers to. That is the pull
-  connector, which only inherits the method, so there it is deleted;
-* ``register_kv_caches`` on the class that defines it;
-* ``__init__`` of ``TransferTopology``, whose original is only in the closure of the replacement.
+layout is taken off the connector: it refuses the contiguous one. Its other two changes, of the worker's
+``register_kv_caches`` and of what that constructs, stay: this package registers the memory itself.
 
 The others leave something out of vLLM below 0.28, and of what vLLM 0.32 and 0.33 expect, and report no KV events.
 Each of them patches a module, and what it put there is wrapped. What kvcached does not replace, because it has done so
@@ -25,57 +21,37 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
 import wrapt
 
-from kvcached_nixl.errors import ContractChanged, Refused
+from kvcached_nixl.errors import Refused
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.vllm import KV_TRANSFER, NIXL_PREFIX
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import (
     KVCACHED_ALLOCATION,
     KVCACHED_COORDINATOR,
     KVCACHED_GPU_WORKER,
     KVCACHED_PATCH,
+    PULL_FACADE,
 )
-from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE
 
-_NAMES = ((f"{NIXL_PREFIX}.connector", "NixlConnector"), (f"{NIXL_PREFIX}.worker", "NixlConnectorWorker"))
-"""The classes that kvcached's patch changes, by the names that it uses: the pull classes, and their bases."""
 _LAYOUT = "get_required_kvcache_layout"
 _LAYOUT_SAVED = "_original_get_layout"
-_REGISTER = "register_kv_caches"
-_REGISTER_SAVED = "_kvcached_original_register_kv_caches"
-_REGISTER_MARK = "_kvcached_register_patched"
-_TOPOLOGY_MARK = "_kvcached_topology_patched"
-_TOPOLOGY_CELL = "_orig_init"
 
 
 def take_off() -> tuple[str, ...]:
-    """Undo kvcached's patch wherever it was applied in this process.
-
-    Checks only modules that are imported already: kvcached imports what it patches.
-
-    Returns: one note per restored attribute; empty if kvcached had changed nothing.
-
-    Raises:
-        ContractChanged: kvcached left traces that this function does not know how to undo exactly.
-    """
-    notes: list[str] = []
-    for module, name in _NAMES:
-        cls = _find(module, name)
-        for owner in cls.__mro__ if cls is not None else ():
-            if _LAYOUT_SAVED in vars(owner):
-                notes.append(_restore_layout(owner))
-            if _REGISTER_SAVED in vars(owner):
-                notes.append(_restore_register(owner))
-    topology = _find(f"{KV_TRANSFER}.utils", "TransferTopology")
-    if topology is not None and _TOPOLOGY_MARK in vars(topology):
-        notes.append(_restore_topology(topology))
-    return tuple(notes)
+    """Delete kvcached's layout from the pull connector, which the name ``NixlConnector`` refers to: it only inherits
+    vLLM's. Returns a note if it was there; only in a module that is imported already, as kvcached imports it."""
+    module = sys.modules.get(PULL_FACADE.module)
+    cls = vars(module).get(PULL_FACADE.qualname) if module is not None else None
+    if cls is None or _LAYOUT_SAVED not in vars(cls):
+        return ()
+    delattr(cls, _LAYOUT_SAVED)
+    delattr(cls, _LAYOUT)
+    return (f"{cls.__qualname__}.{_LAYOUT}: kvcached's override removed, inherited again",)
 
 
 @Patch(
@@ -87,58 +63,6 @@ def take_off() -> tuple[str, ...]:
 def patch_connector(call: Call) -> bool:
     call.note("kvcached asked to patch NixlConnector: superseded, nothing was changed")
     return True
-
-
-def _restore_layout(owner: type) -> str:
-    saved = vars(owner)[_LAYOUT_SAVED]
-    replacement = vars(owner).get(_LAYOUT)
-    if not isinstance(saved, types.MethodType) or not isinstance(replacement, classmethod):
-        raise _cannot_undo(owner, _LAYOUT, f"{_LAYOUT_SAVED} is a {type(saved).__name__}")
-    inherited = getattr(super(owner, owner), _LAYOUT, None)
-    if not isinstance(inherited, types.MethodType) or inherited.__func__ is not saved.__func__:
-        raise _cannot_undo(owner, _LAYOUT, "the class did not inherit it")
-    delattr(owner, _LAYOUT_SAVED)
-    delattr(owner, _LAYOUT)
-    return f"{owner.__qualname__}.{_LAYOUT}: kvcached's override removed, inherited again"
-
-
-def _restore_register(owner: type) -> str:
-    saved = vars(owner)[_REGISTER_SAVED]
-    if not isinstance(saved, types.FunctionType) or _REGISTER_MARK not in vars(owner):
-        raise _cannot_undo(owner, _REGISTER, f"{_REGISTER_SAVED} is a {type(saved).__name__}")
-    setattr(owner, _REGISTER, saved)
-    delattr(owner, _REGISTER_SAVED)
-    delattr(owner, _REGISTER_MARK)
-    return f"{owner.__qualname__}.{_REGISTER}: kvcached's wrapper removed"
-
-
-def _restore_topology(owner: type) -> str:
-    replacement = vars(owner).get("__init__")
-    cells: dict[str, Any] = {}
-    if isinstance(replacement, types.FunctionType):
-        names = replacement.__code__.co_freevars
-        cells = {name: cell.cell_contents for name, cell in zip(names, replacement.__closure__ or (), strict=True)}
-    original = cells.get(_TOPOLOGY_CELL)
-    if not isinstance(original, types.FunctionType):
-        raise _cannot_undo(owner, "__init__", f"its replacement keeps no {_TOPOLOGY_CELL}")
-    owner.__init__ = original  # type: ignore[misc]
-    delattr(owner, _TOPOLOGY_MARK)
-    return f"{owner.__qualname__}.__init__: kvcached's wrapper removed"
-
-
-def _find(module: str, name: str) -> type | None:
-    cls = vars(sys.modules[module]).get(name) if module in sys.modules else None
-    return cls if isinstance(cls, type) else None
-
-
-def _cannot_undo(owner: type, attribute: str, found: str) -> ContractChanged:
-    return ContractChanged(
-        found=f"kvcached has patched {owner.__module__}.{owner.__qualname__}.{attribute} in an unknown way: {found}",
-        expected="the patch of kvcached 0.1.6",
-        consequence="Two patches of one method would contradict each other about the address of a block.",
-        remedy="Set ENABLE_KVCACHED in the environment before Python starts, so that this package is loaded first, "
-        "or install kvcached 0.1.6.",
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------- completed

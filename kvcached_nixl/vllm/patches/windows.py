@@ -27,8 +27,7 @@ from kvcached_nixl.errors import UnsupportedVersion
 from kvcached_nixl.patching import Call, Patch, parameter_lists
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.locate import KVCACHED_PATCH_MANAGER, KVCACHED_VERSION_RANGE
-from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
-from kvcached_nixl.vllm.adapter.versions import KVCACHED, found_version
+from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, KVCACHED, found_version
 
 logger = logging.getLogger(SERVER_LOGGER)
 

@@ -125,7 +125,7 @@ class Attempt:
         self.staging_window: StagingWindow | None = None
         self.timeline = Timeline()
         self.timeline.enter(State.DECODE_ALLOCATED, clock.now_seconds())
-        self.tally = TransferTally(timeline=self.timeline if spec.is_traced else None)
+        self.tally = TransferTally()
         self._clock = clock
         self._states: dict[Peer, State] = {}
         self._changed = changed

@@ -144,9 +144,6 @@ class WritePart(Part):
             self._fail(HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.tp_rank} of prefill {error}"))
             return
         self._reached(State.DECODE_MOVING)
-        if self._attempt.spec.is_traced:
-            # How many bytes it was is known to the writer only.
-            self._attempt.timeline.moved(0, self._context.clock.now_seconds())
         if message.manifest is not None:
             misfit = self._misfit(message.manifest)
             if misfit is not None:

@@ -280,8 +280,6 @@ class OfferMatcher:
             offer.waived.remove(tp_rank)
             offer.settled.discard(tp_rank)
         task.offer = offer
-        if offer.update.trace:
-            task.tally.timeline = offer.timeline
         offer.write_tasks[task.key] = task
 
     def wanted_by(self, registration: Registration) -> Offer | None:

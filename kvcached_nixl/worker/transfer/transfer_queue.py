@@ -16,7 +16,6 @@ import numpy as np
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.transport.agent import Handle, Operation, Ranges, TransferState, Transport, TransportError
-from kvcached_nixl.wire.timeline import Timeline
 from kvcached_nixl.worker.transfer.peers import PeerListener
 
 __all__ = ["TransferTally", "Budget", "TransferJob", "TransferQueue"]
@@ -28,13 +27,11 @@ class TransferTally:
 
     Attributes:
         seconds: time in which at least one of them was in flight.
-        timeline: is told of each transfer, as a chunk that was moved; None where nobody wants to know.
     """
 
     num_bytes: int = 0
     descriptors: int = 0
     seconds: float = 0.0
-    timeline: Timeline | None = None
     _in_flight: int = 0
     _since_seconds: float = 0.0
 
@@ -43,11 +40,9 @@ class TransferTally:
             self._since_seconds = now_seconds
         self._in_flight += 1
 
-    def succeeded(self, num_bytes: int, descriptors: int, now_seconds: float) -> None:
+    def succeeded(self, num_bytes: int, descriptors: int) -> None:
         self.num_bytes += num_bytes
         self.descriptors += descriptors
-        if self.timeline is not None:
-            self.timeline.moved(num_bytes, now_seconds)
 
     def ended(self, now_seconds: float) -> None:
         self._in_flight -= 1
@@ -246,7 +241,7 @@ class TransferQueue(PeerListener):
             now = self._moved_at_seconds = self._clock.now_seconds()
             job.tally.ended(now)
             if state is TransferState.DONE:
-                job.tally.succeeded(batch.num_bytes, batch.descriptors, now)
+                job.tally.succeeded(batch.num_bytes, batch.descriptors)
                 if not job.is_host:
                     self._moved(batch.num_bytes)
             if batch in self._active:

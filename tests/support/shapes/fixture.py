@@ -39,7 +39,6 @@ _CALLED_ON = {
     "connector base": _CONNECTOR,
     "pull connector": _CONNECTOR,
     "engine scheduler": _SCHEDULER,
-    "engine scheduler interface": _SCHEDULER,
     "engine core": frozenset({"engine_core"}),
     "engine core base": frozenset({"engine_core"}),
     "engine client": frozenset({"engine_client", "client", "async_llm"}),
@@ -49,7 +48,6 @@ _CALLED_ON = {
     "media processing": frozenset({"info"}),
     "model loader": frozenset(),
     "renderer": frozenset(),
-    "request state": frozenset({"RequestState", "req_state"}),
     "factory": frozenset({"KVConnectorFactory"}),
 }
 """Target -> variable names under which vLLM calls its methods. A call by another name shows as "no caller"."""

@@ -73,7 +73,8 @@ class Reader:
         return {name: node for node in _statements(self._tree(module).body) for name in _bound(node)}
 
     def resolve(self, module: str, qualname: str) -> str | None:
-        """Returns "module:qualname" of the definition of the class that a name means; None if it is not vLLM's."""
+        """Returns "module:qualname" of the definition of the class or function that a name means; None if it is not
+        vLLM's."""
         first, *rest = qualname.split(".")
         seen: set[tuple[str, str]] = set()
         while (module, first) not in seen:
@@ -82,6 +83,8 @@ class Reader:
             if isinstance(node, ast.ClassDef):
                 found = ".".join((first, *rest))
                 return f"{module}:{found}" if self._class(module, found) is not None else None
+            if isinstance(node, Function) and not rest:
+                return f"{module}:{first}"
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
                 first = node.value.id
             elif isinstance(node, ast.ImportFrom):

@@ -29,7 +29,7 @@ from kvcached_nixl.vllm.adapter.locate import (
     WORKER,
     WORKER_PROCESS,
 )
-from kvcached_nixl.vllm.adapter.series import (
+from kvcached_nixl.vllm.adapter.versions import (
     ASKS_FOR_RESULTS,
     BEYOND_KVCACHED,
     COUNTS_EXTERNAL_WEIGHTS,
@@ -250,7 +250,6 @@ READS = (
     _of("vllm.v1.engine.output_processor", "OutputProcessor", "request_states has_unfinished_requests propagate_error"),
     _of("vllm.v1.engine.exceptions", "", "EngineDeadError EngineGenerateError"),
     # Configuration.
-    _of("vllm.engine.arg_utils", "EngineArgs", "model create_engine_config"),
     _of(
         f"{_CONFIG}.vllm",
         "VllmConfig",
@@ -273,7 +272,7 @@ READS = (
     _of(
         f"{_CONFIG}.model",
         "ModelConfig",
-        "model architectures revision dtype quantization hf_config hf_text_config is_multimodal_model uses_mrope "
+        "model revision dtype quantization hf_config hf_text_config is_multimodal_model uses_mrope "
         "multimodal_config trust_remote_code max_model_len get_head_size get_hidden_size enable_prompt_embeds "
         "get_total_num_kv_heads get_total_num_hidden_layers model_impl disable_sliding_window quantization_config",
     ),
@@ -309,7 +308,7 @@ READS = (
     _of(
         "vllm.envs",
         "",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT VLLM_USE_V2_MODEL_RUNNER "
+        "VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT "
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
     ),
     _of("vllm.platforms.interface", "Platform", "device_type get_nixl_memory_type is_rocm"),

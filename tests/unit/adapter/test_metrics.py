@@ -220,9 +220,11 @@ def test_the_api_server_shows_bytes_by_route_and_each_ranks_slab(stock: ModuleTy
 def test_an_engines_totals_are_shown_as_rises_by_one_process(stock: ModuleType, counts: bool) -> None:
     """Prometheus' library adds up the counters of several API servers, and each of them asks the engine."""
     shown = metrics.prom_metrics("config", "types", ["model", "engine"], {0: ["m", "0"]})
-    shown.counts_engines = counts
+    shown.of_engines.counts_engines = counts
     for mapped, risen, fallen in ((100, 100, 0), (60, 140, 80), (10, 10, 0)):
-        shown.say_headroom(0, encode_headroom(Headroom(1, 2, 3, 4, 5, 6, mapped, risen, fallen, 0, 0.0, 0.0)))
+        shown.of_engines.say_headroom(
+            0, encode_headroom(Headroom(1, 2, 3, 4, 5, 6, mapped, risen, fallen, 0, 0.0, 0.0))
+        )
     made = {name.partition(":")[2]: metric.values for name, metric in stock.Metric.made.items()}
     assert made["mapped_bytes"] == {("m", "0"): 10}
     assert made["map_bytes"] == ({("m", "0"): 150} if counts else {}), "the last one is another engine"
@@ -232,15 +234,15 @@ def test_an_engines_totals_are_shown_as_rises_by_one_process(stock: ModuleType, 
 @pytest.mark.parametrize("counts", [True, False])
 def test_an_engine_that_asks_prefill_says_what_came_of_it(stock: ModuleType, counts: bool) -> None:
     shown = metrics.prom_metrics("config", "types", ["model", "engine"], {0: ["m", "0"]})
-    shown.counts_engines = counts
+    shown.of_engines.counts_engines = counts
     numbers: Any = (1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0.0, 0.0)
-    shown.say_headroom(0, encode_headroom(Headroom(*numbers)))
+    shown.of_engines.say_headroom(0, encode_headroom(Headroom(*numbers)))
     made = {name.partition(":")[2]: metric.values for name, metric in stock.Metric.made.items()}
     assert made["held_requests"] == made["questions"] == {}, "it asks nobody"
     figures = AskingFigures(held=3, asked=2, promised_blocks=7)
     for answered in (4, 9):
         figures.ended[Ended.ANSWERED] = answered
-        shown.say_headroom(0, encode_headroom(Headroom(*numbers, figures)))
+        shown.of_engines.say_headroom(0, encode_headroom(Headroom(*numbers, figures)))
     at = ("m", "0")
     assert [made[name] for name in ("held_requests", "asked_requests", "promised_blocks")] == [
         {at: 3},
@@ -257,16 +259,20 @@ def test_an_engine_that_asks_prefill_says_what_came_of_it(stock: ModuleType, cou
 def test_timelines_go_to_the_scheduler_and_come_back_as_times_in_states(is_one_of_several: bool) -> None:
     """In the same stats. The API server is not given any timeline."""
     account = metrics.stats()
-    metrics.record(account, counted(timelines=[[7, "", [[1, 2.0, 0]], 3.0]], lasted=[(2, False, 0.5)]))
+    metrics.record(account, counted(timelines=[[7, "", [[1, 2.0]], 3.0]], lasted=[(2, False, 0.5)]))
     assert not account.is_empty()
     several = SimpleNamespace(data={"0": SimpleNamespace(data={}), "1": account})
     whole = several if is_one_of_several else account
-    assert metrics.take_timelines(whole) == [[7, "", [[1, 2.0, 0]], 3.0]]
+    assert metrics.take_timelines(whole) == [[7, "", [[1, 2.0]], 3.0]]
     assert metrics.take_timelines(whole) == []
     metrics.add_lasted(whole, [(3, True, 0.25)])
     assert account.data["kvcached_nixl_state_seconds"] == [[2, False, 0.5], [3, True, 0.25]]
     assert "kvcached_nixl_timelines" not in account.data
-    for other in (None, object(), SimpleNamespace(data={"hits": [1]})):
+    for other in (
+        None,
+        object(),
+        *(SimpleNamespace(data=data) for data in ({"hits": [1], "0": object()}, [1], "text")),
+    ):
         metrics.add_lasted(other, [(3, True, 0.25)])
         assert metrics.take_timelines(other) == []
 
@@ -282,11 +288,3 @@ def test_the_api_server_shows_how_long_hand_overs_were_in_each_state(stock: Modu
         ("m", "0", "pull", "decode_moving"): [0.5, 0.25],
         ("m", "0", "push", "prefill_queued"): [2.0],
     }
-
-
-def test_the_stats_of_another_connector_are_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the engine's loop: whatever they are, nothing is imported for them and nothing is raised."""
-    monkeypatch.setattr(metrics, "_stats_class", lambda: pytest.fail("looked for NIXL's class"))
-    for data in ({"hits": [1], "0": object()}, [1], None, "text"):
-        assert metrics.take_timelines(SimpleNamespace(data=data)) == []
-    assert metrics.take_timelines(object()) == []

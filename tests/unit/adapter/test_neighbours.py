@@ -63,19 +63,6 @@ def test_a_connector_that_was_not_shown_to_be_safe_is_refused_in_words(name: str
     assert refusal.value.consequence.startswith("OffloadingConnector " if name == "Derived" else f"{name} ")
 
 
-def test_each_danger_is_told() -> None:
-    dangers = {
-        "OffloadingConnector": "after vLLM has freed it",
-        "SimpleCPUOffloadConnector": "would have allocated them",
-        "MooncakeConnector": "registers KV memory once",
-        "LMCacheConnectorV1": "need a GPU",
-        "HiSparseConnector": "not shown",
-    }
-    for name, words in dangers.items():
-        with pytest.raises(SettingsError, match=words):
-            require_servable(vllm_config(name))
-
-
 @pytest.mark.parametrize("use_mla", [False, True])
 def test_the_example_connector_is_served_where_it_indexes_blocks(use_mla: bool) -> None:
     """Else it reshapes a layer's tensor, which is a copy where kvcached's blocks are not adjacent."""
@@ -100,11 +87,6 @@ def test_a_connector_of_another_package_is_refused_until_somebody_vouches_for_it
 def test_nobody_can_vouch_for_one_that_is_known(name: str) -> None:
     with pytest.raises(SettingsError):
         require_servable(vllm_config(name, trusted=[name]))
-
-
-def test_without_a_multi_connector_there_is_nothing_beside_it() -> None:
-    transfer = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
-    require_servable(SimpleNamespace(kv_transfer_config=transfer))
 
 
 @pytest.mark.parametrize(

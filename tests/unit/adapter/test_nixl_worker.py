@@ -14,7 +14,7 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.vllm.adapter import nixl_worker
 from kvcached_nixl.vllm.adapter import specs as kv_cache_specs
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
-from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE, LOADS_BEHIND, Change
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE, LOADS_BEHIND, Change
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.worker.geometry.layout import Page
@@ -146,7 +146,7 @@ def cache_of(*specs: Any, pools: int = 1) -> KVCacheConfig:
     ids=["full", "latent", "window", "chunks", "unknown to its base", "state", "uniform", "windows", "mixed"],
 )
 def test_who_drops_blocks_is_told_by_the_kind_of_its_layers(spec: Any, keeps: Keeps) -> None:
-    """B5: not by the number of groups."""
+    """Not by the number of groups."""
     assert kv_cache_specs.keeps_of(spec) is keeps
 
 
@@ -220,7 +220,7 @@ def worker(**changed: Any) -> WorkerView:
     ],
 )
 def test_what_no_peer_could_make_sense_of_is_named(changed: dict[str, Any], found: str) -> None:
-    """A5."""
+    """Not by a peer, and not by this engine."""
     assert [one for one, _ in worker(**changed).unserved] == [found]
     assert worker(calculate_kv_scales=False).unserved == []
     pruning = SimpleNamespace(video_pruning_rate=0.5)
@@ -257,27 +257,27 @@ def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[st
     assert worker(kv_cache_config=cache_of(spec)).groups()
 
 
-@pytest.mark.parametrize(("sizes", "shown"), [((16,), "16"), ((32, 32), "32"), ((64, 32), "64+32")])
-def test_the_cpus_kernel_shares_whole_blocks_only(sizes: tuple[int, ...], shown: str) -> None:
-    """Peers with other blocks have another tag, and nothing is moved."""
-    config = cache_of(*map(with_blocks_of, sizes))
-    whole = {"kv_cache_config": config, "_physical_blocks_per_logical_kv_block": 1}
-    facts = dict(worker(attn_backends=[backend("CPU_ATTN")], **whole).facts)
-    assert facts["attention"] == f"CPU_ATTN, whole blocks of {shown} tokens"
-    assert (
-        dict(worker(attn_backends=[backend("FLASH_ATTN")], kv_cache_config=config).facts)["attention"] == "FLASH_ATTN"
+@pytest.mark.parametrize(
+    ("backends", "sizes", "ratio", "shown"),
+    [
+        (["CPU_ATTN"], (16,), 1, "CPU_ATTN, whole blocks of 16 tokens"),
+        (["CPU_ATTN"], (32, 32), 1, "CPU_ATTN, whole blocks of 32 tokens"),
+        (["CPU_ATTN"], (64, 32), 1, "CPU_ATTN, whole blocks of 64+32 tokens"),
+        (["FLASH_ATTN"], (64, 32), 1, "FLASH_ATTN"),
+        (["SPARSE", "V32_INDEXER"], (64,), 1, "SPARSE+V32_INDEXER, whole blocks of 64 tokens"),
+        (["SPARSE", "V32_INDEXER"], (64,), 2, "SPARSE+V32_INDEXER, whole blocks of 64 tokens in 2"),
+    ],
+)
+def test_what_shares_whole_blocks_only_has_a_tag_of_its_own(
+    backends: list[str], sizes: tuple[int, ...], ratio: int, shown: str
+) -> None:
+    """The CPU's kernel; and an indexer, whose scales are behind the keys of all tokens of a block (DeepSeek V3.2)."""
+    view = worker(
+        attn_backends=[*map(backend, backends)],
+        kv_cache_config=cache_of(*map(with_blocks_of, sizes)),
+        _physical_blocks_per_logical_kv_block=ratio,
     )
-
-
-def test_blocks_with_an_indexer_are_shared_whole_only() -> None:
-    """DeepSeek V3.2 keeps an indexer's keys and, behind those of all tokens of a block, their scales."""
-    backends = [backend("FLASHMLA_SPARSE"), backend("DEEPSEEK_V32_INDEXER")]
-    config = cache_of(with_blocks_of(64))
-    for ratio, shown in ((1, "64 tokens"), (2, "64 tokens in 2")):
-        facts = worker(
-            attn_backends=backends, kv_cache_config=config, _physical_blocks_per_logical_kv_block=ratio
-        ).facts
-        assert dict(facts)["attention"] == f"FLASHMLA_SPARSE+DEEPSEEK_V32_INDEXER, whole blocks of {shown}"
+    assert dict(view.facts)["attention"] == shown
 
 
 class Decided(SimpleNamespace):
@@ -329,22 +329,19 @@ def kernel_tokens(make_module: Callable[..., ModuleType]) -> Callable[[int], Non
     return at_most
 
 
-def test_groups_may_have_blocks_of_other_sizes(kernel_tokens: Callable[[int], None]) -> None:
-    """Gemma 4: 64 tokens in a sliding window's blocks, 32 in the others."""
-    kernel_tokens(64)
+@pytest.mark.parametrize(("at_most", "is_served"), [(64, True), (16, False)])
+def test_groups_may_have_blocks_of_other_sizes(
+    kernel_tokens: Callable[[int], None], at_most: int, is_served: bool
+) -> None:
+    """Gemma 4: 64 tokens in a sliding window's blocks, 32 in the others. Not if the kernel splits those of one group
+    only: a slot of a slab, and a block that is registered, has the same bytes in every group."""
+    kernel_tokens(at_most)
     view = worker(
         kv_cache_config=cache_of(FullAttentionSpec(), with_blocks_of(32)), _physical_blocks_per_logical_kv_block=1
     )
-    assert view.unserved == [] and view.groups() == [{"a": Page(64, 16, 4)}, {"b": Page(64, 32, 4)}]
-
-
-def test_blocks_that_the_kernel_splits_in_one_group_only_are_refused(kernel_tokens: Callable[[int], None]) -> None:
-    """A slot of a slab, and a block that is registered, has the same bytes in every group."""
-    kernel_tokens(16)
-    view = worker(
-        kv_cache_config=cache_of(FullAttentionSpec(), with_blocks_of(32)), _physical_blocks_per_logical_kv_block=1
-    )
-    assert view.unserved == [("KV-cache groups with 1, 2 kernel blocks in a block", "the same in every group")]
+    refused = [("KV-cache groups with 1, 2 kernel blocks in a block", "the same in every group")]
+    assert view.unserved == ([] if is_served else refused)
+    assert view.groups() == [{"a": Page(64, 16, 4)}, {"b": Page(64, 32, 4)}]
 
 
 @pytest.mark.parametrize(("tokens_of_wide", "is_served"), [(16, True), (8, False)])
@@ -439,7 +436,7 @@ NAMES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changed", NAMES, ids=lambda changed: next(iter(changed)))
 def test_what_a_model_is_called_is_none_nor_are_drafts_without_a_model(changed: dict[str, Any]) -> None:
-    """Findings A1 and B5: weights are compared by their content, and drafts that compute no KV by nothing."""
+    """Weights are compared by their content, and drafts that compute no KV by nothing."""
     assert worker(**changed).facts == worker().facts
 
 
@@ -557,26 +554,25 @@ def test_no_other_rank_has_a_share_of_a_state(attention_backends: list[list[str]
 
 @pytest.mark.parametrize(
     ("heads_here", "tp_size", "named", "expected"),
-    [(4, 2, {}, 8), (1, 8, {"num_key_value_heads": 2}, 8), (1, 2, {"num_key_value_heads": 2}, 2), (1, 1, {}, 1)],
-    ids=["counted", "one of eight by the model", "one of two", "alone"],
+    [
+        ([4], 2, {}, 8),
+        ([1], 8, {"num_key_value_heads": 2}, 8),
+        ([1], 2, {"num_key_value_heads": 2}, 2),
+        ([1], 1, {}, 1),
+        ([8, 2], 1, {}, 8),
+        ([2, 8], 1, {}, 8),
+    ],
 )
 def test_as_many_ranks_have_kv_of_their_own_as_there_are_heads(
-    heads_here: int, tp_size: int, named: dict[str, int], expected: int
+    heads_here: list[int], tp_size: int, named: dict[str, int], expected: int
 ) -> None:
-    """A rank's only head may be one of as many as the model has: more heads than there are mean fewer copies."""
-    spec = FullAttentionSpec()
-    spec.num_kv_heads = heads_here
-    found = worker(kv_cache_config=cache_of(spec), world_size=tp_size, hf_text_config=config_of(**named))
-    assert found.kv_shares == expected
-
-
-def test_the_layer_with_most_heads_says_how_many_ranks_have_kv_of_their_own() -> None:
-    """Its heads would not all arrive otherwise."""
-    specs = [FullAttentionSpec(), FullAttentionSpec()]
-    for spec, heads in zip(specs, (8, 2), strict=True):
+    """A rank's only head may be one of as many as the model has: more heads than there are mean fewer copies. The
+    layer with the most decides: its heads would not all arrive otherwise."""
+    specs = [FullAttentionSpec() for _ in heads_here]
+    for spec, heads in zip(specs, heads_here, strict=True):
         spec.num_kv_heads = heads
-    for order in (specs, specs[::-1]):
-        assert worker(kv_cache_config=cache_of(*order), world_size=1).kv_shares == 8
+    found = worker(kv_cache_config=cache_of(*specs), world_size=tp_size, hf_text_config=config_of(**named))
+    assert found.kv_shares == expected
 
 
 def test_latents_beside_states_are_not_all_that_a_rank_needs() -> None:

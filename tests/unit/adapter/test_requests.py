@@ -138,7 +138,7 @@ def test_embeddings_are_hashed_once_and_before_the_engine_asks(monkeypatch: pyte
 
 
 def test_where_embeddings_stand_among_tokens_is_told_apart() -> None:
-    """Finding A9: which positions are which was not in the digest."""
+    """Which positions are which was not in the digest."""
     torch = pytest.importorskip("torch")
     embeds = torch.zeros((TOKENS, 2))
     masks = [[False] * TOKENS, [True] * TOKENS, [True, *[False] * (TOKENS - 1)]]
@@ -154,7 +154,7 @@ def test_where_embeddings_stand_among_tokens_is_told_apart() -> None:
 
 
 def test_an_adapter_is_what_it_holds_under_whatever_name(tmp_path: Path) -> None:
-    """Finding A2: the same name, other adapters, and the reverse."""
+    """The same name, other adapters, and the reverse."""
     one, same = adapter(tmp_path / "one"), adapter(tmp_path / "elsewhere" / "same")
     other, scaled = adapter(tmp_path / "other", b"b" * 100), adapter(tmp_path / "scaled", lora_alpha=64)
     found = [view(lora_request=lora(path)).digest(8) for path in (one, same, other, scaled)]
@@ -352,7 +352,7 @@ def test_an_adapter_that_cannot_be_read_is_like_no_other(tmp_path: Path, what: s
 
 
 def test_placeholders_without_media_are_found() -> None:
-    """Finding A10: Dynamo 1.5 gives decode the expanded tokens of images, and no images."""
+    """Dynamo 1.5 gives decode the expanded tokens of images, and no images."""
     reads = reader(thinker_config={"image_token_id": IMAGE_TOKEN}, video_token_index="none")
     expanded = [1, 2, IMAGE_TOKEN, IMAGE_TOKEN, 3]
     assert view(reads, prompt_token_ids=expanded).lacks_media

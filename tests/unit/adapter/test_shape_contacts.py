@@ -36,7 +36,7 @@ class Source:
         ("Owner.gone", "self", "not there"),
         ("gone", "self", "not there"),
         ("nowhere", "self", "not there"),
-        ("renamed", "x y", "not there"),
+        ("renamed", "x y", None),
     ],
 )
 def test_a_difference_is_found(qualname: str, parameters: str, found: str | None) -> None:

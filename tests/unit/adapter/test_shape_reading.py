@@ -23,7 +23,7 @@ from support.shapes.reading import Reader
 
 from experiments.common import vllm_source as shape_source
 from experiments.common.vllm_source import Source, open_source
-from kvcached_nixl.vllm.adapter.series import ROWS
+from kvcached_nixl.vllm.adapter.versions import ROWS
 
 SHAPES = Path(__file__).resolve().parents[2] / "shapes"
 command = load_script("make_shapes", SHAPES / "make.py")

@@ -21,7 +21,7 @@ from support.shapes.judging import missing, troubles, verdicts
 from support.shapes.reads import READS
 
 import kvcached_nixl
-from kvcached_nixl.vllm.adapter.series import ROWS
+from kvcached_nixl.vllm.adapter.versions import ROWS
 
 PACKAGE = Path(kvcached_nixl.__file__).parent
 VERSIONS = sorted((path.stem for path in SERIES.glob("*.json")), key=Version)
@@ -170,9 +170,7 @@ WITHOUT_VLLM = {
     "vars(kind).get('__slots__', ())",
     "vars(module).get('cpu_linear')",
     # What kvcached has put there, and where a module or an engine may not be there yet.
-    "getattr(super(owner, owner), _LAYOUT, None)",
-    "vars(owner).get('__init__')",
-    "vars(sys.modules[module]).get(name)",
+    "vars(module).get(PULL_FACADE.qualname)",
     "vars(module).get('__version__')",
     "vars(core).get('scheduler')",
 }

@@ -11,15 +11,17 @@ import pytest
 from kvcached_nixl.patching import Patch
 from kvcached_nixl.vllm.adapter import versions
 from kvcached_nixl.vllm.adapter.locate import FACADE
-from kvcached_nixl.vllm.adapter.series import (
+from kvcached_nixl.vllm.adapter.versions import (
     CHANGES,
     HITS_DIVERGE,
     ROWS,
     SUPPORTED,
     Evidence,
     Row,
+    installed_has,
+    reason_to_skip,
+    row_of,
 )
-from kvcached_nixl.vllm.adapter.versions import installed_has, reason_to_skip, row_of
 
 
 def patch(**changes: Any) -> Patch:

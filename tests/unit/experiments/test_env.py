@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.script_loading import load_script
 
-from kvcached_nixl.vllm.adapter.series import ROWS
+from kvcached_nixl.vllm.adapter.versions import ROWS
 
 ROOT = Path(__file__).parents[3]
 lock = load_script("experiments_lock_pythons", ROOT / "experiments" / "locks" / "lock.py")

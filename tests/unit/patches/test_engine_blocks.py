@@ -88,26 +88,22 @@ def test_who_is_next_where_nothing_runs(
     assert blocks.stalled == [] and blocks.is_paused == (not running)
 
 
+def starving(free: int, waiting: list[Any], skipped: list[Any], own: list[Any] | None = None) -> EngineBlocks:
+    """``own``: blocks that the first request has; they are in the prefix cache, too."""
+    one = manager(**{} if own is None else {"r0": own})
+    coordinator = SimpleNamespace(single_type_managers=[one], find_longest_cache_hit=lambda hashes, most: ((own,), 16))
+    pool = SimpleNamespace(get_num_free_blocks=lambda: free)
+    kv_cache_manager = SimpleNamespace(enable_caching=own is not None, coordinator=coordinator, block_pool=pool)
+    queues = {"running": [], "waiting": waiting, "skipped_waiting": skipped, "pause_state": 0}
+    limits = {"max_num_running_reqs": 8, "num_lookahead_tokens": 0}
+    return EngineBlocks(SimpleNamespace(**queues, **limits, connector=connector(), kv_cache_manager=kv_cache_manager))
+
+
 def test_who_waits_before_one_that_would_fit_is_starved() -> None:
     """vLLM starts none behind it, so nobody is helped by what the other one finds."""
     large, small = of_status("WAITING", "WAITING")
     large.num_tokens, small.num_tokens = 20, 4
-    manager = SimpleNamespace(block_size=4, get_num_skipped_tokens=lambda _: 0, req_to_blocks={})
-    kv_cache_manager = SimpleNamespace(
-        enable_caching=False,
-        coordinator=SimpleNamespace(single_type_managers=[manager]),
-        block_pool=SimpleNamespace(get_num_free_blocks=lambda: 2),
-    )
-    scheduler = SimpleNamespace(
-        running=[],
-        max_num_running_reqs=8,
-        waiting=[small],
-        skipped_waiting=[large],
-        pause_state=0,
-        connector=connector(),
-        kv_cache_manager=kv_cache_manager,
-    )
-    assert EngineBlocks(scheduler).starved == ("r0", 5 - 2)
+    assert starving(2, [small], [large]).starved == ("r0", 5 - 2)
 
 
 def test_who_has_its_kv_and_lacks_a_block_is_starved() -> None:
@@ -116,25 +112,7 @@ def test_who_has_its_kv_and_lacks_a_block_is_starved() -> None:
     (request,) = of_status("WAITING")
     request.num_tokens, request.num_computed_tokens, request.block_hashes = 17, 16, ()
     own = [SimpleNamespace(ref_cnt=1, is_null=False)] * 4
-    manager = SimpleNamespace(block_size=4, get_num_skipped_tokens=lambda _: 0, req_to_blocks={"r0": own})
-    kv_cache_manager = SimpleNamespace(
-        enable_caching=True,
-        coordinator=SimpleNamespace(
-            single_type_managers=[manager], find_longest_cache_hit=lambda hashes, most: ((own,), 16)
-        ),
-        block_pool=SimpleNamespace(get_num_free_blocks=lambda: 0),
-    )
-    scheduler = SimpleNamespace(
-        running=[],
-        max_num_running_reqs=8,
-        num_lookahead_tokens=0,
-        waiting=[],
-        skipped_waiting=[request],
-        pause_state=0,
-        connector=connector(),
-        kv_cache_manager=kv_cache_manager,
-    )
-    assert EngineBlocks(scheduler).starved == ("r0", 1)
+    assert starving(0, [], [request], own).starved == ("r0", 1)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +258,7 @@ def test_what_a_window_keeps_starts_a_block() -> None:
 
 @pytest.mark.parametrize(("is_alone", "expected"), [(True, False), (False, True)])
 def test_blocks_are_shared_where_ours_is_one_of_several_connectors(is_alone: bool, expected: bool) -> None:
-    """A8: what another one has loaded may turn out to be no good."""
+    """What another one has loaded may turn out to be no good."""
     connector = SimpleNamespace()
     attach(connector, "ours")
     found = connector if is_alone else SimpleNamespace(_connectors=[connector, SimpleNamespace()])
@@ -409,7 +387,7 @@ def test_reports_take_the_place_of_a_steps_own(outputs: ModuleType) -> None:
 
 
 def test_timelines_are_taken_out_and_times_in_states_put_in(outputs: ModuleType) -> None:
-    found, timeline = outputs.KVConnectorOutput(), [7, "", [[1, 2.0, 0]], 3.0]
+    found, timeline = outputs.KVConnectorOutput(), [7, "", [[1, 2.0]], 3.0]
     stats = {"kvcached_nixl_timelines": [timeline], "kvcached_nixl_state_seconds": []}
     found.kv_connector_stats = SimpleNamespace(data=stats)
     step = SimpleNamespace(kv_connector_output=found)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.vllm.adapter.series import BEYOND_KVCACHED
+from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED
 from kvcached_nixl.vllm.patches import engine_loop
 from kvcached_nixl.vllm.patches.engine_loop import tell_who_waits
 

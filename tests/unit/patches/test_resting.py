@@ -158,12 +158,12 @@ def batch(
     ids=["waits", "keeps", "two", "paused", "held back", "no batch", "an idle batch", "two idle batches"],
 )
 def test_an_engine_that_only_waits_rests(one: Any) -> None:
-    """Finding B7: it would step a thousand times a second, and each step go on to the API server."""
+    """It would step a thousand times a second, and each step go on to the API server."""
     assert rested(one) == [LONGEST_SECONDS]
 
 
 def test_an_engine_that_is_full_rests_until_blocks_are_free_elsewhere() -> None:
-    """Finding B7: kvcached's memory is other engines', too, and nobody says when it is given back."""
+    """Kvcached's memory is other engines', too, and nobody says when it is given back."""
     look = engine_loop._LOOK_SECONDS
     assert rested(core("WAITING", OURS, blocks=Blocks(7, 7, 7, 8))) == [look] * 3
     assert rested(core("PREEMPTED", blocks=Blocks(7))) == [look] * round(LONGEST_SECONDS / look)
@@ -171,7 +171,7 @@ def test_an_engine_that_is_full_rests_until_blocks_are_free_elsewhere() -> None:
 
 
 def test_below_several_connectors_it_rests_for_a_moment() -> None:
-    """Finding B7: what others have ended is found in steps; what they load is waited for as vLLM does."""
+    """What others have ended is found in steps; what they load is waited for as vLLM does."""
     for statuses, expected in (((OURS,), [engine_loop._SHARED_SECONDS]), ((OURS, OURS), [])):
         one = core(*statuses, ours=side(1))
         one.scheduler.connector = SimpleNamespace(_connectors=[SimpleNamespace(), one.scheduler.connector])
@@ -214,7 +214,7 @@ def test_below_several_connectors_it_rests_for_a_moment() -> None:
     ],
 )
 def test_an_engine_that_has_something_to_do_does_not(one: Any) -> None:
-    """C4: no rest where ranks step together; an engine without requests waits as vLLM does."""
+    """No rest where ranks step together; an engine without requests waits as vLLM does."""
     assert rested(one) == []
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvcached_nixl.wire.timeline import MOST_MARKS, Interval, State, Timeline, attempt_of
+from kvcached_nixl.wire.timeline import MOST_MARKS, State, Timeline, attempt_of
 
 
 def decoded() -> Timeline:
@@ -35,7 +35,7 @@ def test_states_add_up_to_the_whole() -> None:
 def test_entering_a_state_again_changes_nothing() -> None:
     found = decoded()
     found.enter(State.DECODE_MOVING, 2.5)
-    assert found.marks[-1] == (State.DECODE_MOVING, 2.0, 0)
+    assert found.marks[-1] == (State.DECODE_MOVING, 2.0)
 
 
 def test_a_state_that_took_no_time_is_there() -> None:
@@ -49,29 +49,10 @@ def test_a_state_that_took_no_time_is_there() -> None:
     ]
 
 
-def test_what_is_moved_is_cut_into_chunks() -> None:
-    """They follow each other, so they add up like states; the last one ends with the state."""
-    found = decoded()
-    found.moved(10, 2.25)
-    found.moved(20, 3.0)
-    found.enter(State.DECODE_VERIFYING, 3.0)
-    found.moved(99, 3.5)
-    found.end(4.0)
-    assert list(found.intervals())[2:] == [
-        Interval(State.DECODE_MOVING, 2.0, 2.25, 10),
-        Interval(State.DECODE_MOVING, 2.25, 3.0, 20),
-        Interval(State.DECODE_VERIFYING, 3.0, 4.0, 0),
-    ]
-    assert found.lasted()[State.DECODE_MOVING] == 1.0
-
-
 def test_a_timeline_is_bounded() -> None:
-    """However many chunks there are, and however often an offer is asked for and given up."""
+    """However often an offer is asked for and given up."""
     found = decoded()
-    for number in range(10 * MOST_MARKS):
-        found.moved(1, 2.0 + number)
-    assert len(found.marks) == MOST_MARKS // 2 and found.marks[-1][2] > 9 * MOST_MARKS
-    for number in range(MOST_MARKS):
+    for number in range(2 * MOST_MARKS):
         found.enter(State.PREFILL_OFFERED if number % 2 else State.PREFILL_SENDING, 5e3 + number)
     found.end(1e5)
     assert len(found.marks) == MOST_MARKS and sum(found.lasted().values()) == pytest.approx(1e5 - 1.0)
