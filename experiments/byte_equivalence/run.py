@@ -21,6 +21,7 @@ from experiments.byte_equivalence.harness import Harness
 from experiments.common.families import FAMILIES
 from experiments.common.model import GQA
 from experiments.common.report import Narrator, begin, last_name, stdout_console, versions, write_json
+from experiments.common.servers import tag_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -75,7 +76,7 @@ def _write_last(
     """Write the file with the last result of each arm; a brief run has none."""
     is_partial = bool(options.arm or options.mode)
     if options.model is not None:
-        name = "".join(letter if letter.isalnum() else "-" for letter in options.model)
+        name = tag_of(options.model)
         last = RESULTS / f"last-{options.vllm}-{name}.json"
         kept = with_kept(rows, last if is_partial else None)
         verdict = content["verdict"] if content["verdict"] != VERDICTS[0] else VERDICTS[exit_status(kept)]

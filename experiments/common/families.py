@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.common import device
 from experiments.common.model import CACHE, FORMAT, ModelShape, made_once
-from experiments.common.servers import REPOSITORY, SERVER_SIDE
+from experiments.common.servers import REPOSITORY, SERVER_SIDE, tag_of
 from kvcached_nixl.vllm.adapter.series import COUNTS_EXTERNAL_WEIGHTS
 from kvcached_nixl.vllm.adapter.versions import installed_has
 
@@ -243,9 +243,8 @@ def make_family(name: str, *, cache: Path = CACHE) -> Path:
     """
     family = FAMILIES[name]
     key = [FORMAT, family.config, family.architecture, dict(family.values), family.seed, family.deviation]
-    tag = "".join(letter if letter.isalnum() else "-" for letter in name)
     shape = ModelShape(vocabulary=family.values["vocab_size"], max_positions=family.values["max_position_embeddings"])
-    return made_once(cache, tag, key, lambda folder: _write(family, folder), shape)
+    return made_once(cache, tag_of(name), key, lambda folder: _write(family, folder), shape)
 
 
 def _write(family: Family, folder: Path) -> None:

@@ -171,11 +171,15 @@ class ServerSpec:
         return [*arguments, *self.arguments]
 
 
+def tag_of(name: str) -> str:
+    """Return an arm's name as a part of a file's name."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name).strip("-")
+
+
 def prefill_and_decode(tag: str, kv_transfer: Mapping[str, object], **more: Any) -> list[ServerSpec]:
     """Return the configurations of two servers that differ in their role only; ``more`` are fields of both."""
-    name = "".join(letter if letter.isalnum() else "-" for letter in tag)
     return [
-        ServerSpec(name=f"{name}-{side}", kv_transfer={**kv_transfer, "kv_role": role(side)}, **more)
+        ServerSpec(name=f"{tag_of(tag)}-{side}", kv_transfer={**kv_transfer, "kv_role": role(side)}, **more)
         for side in ("prefill", "decode")
     ]
 

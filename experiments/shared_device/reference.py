@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common.client import Answer, answers_of
-from experiments.common.model import CACHE
+from experiments.common.model import CACHE, make_model
 from experiments.common.servers import Running, Server, ServerError, ServerSpec
-from experiments.shared_device.arms import MAX_MODEL_LEN, Device
+from experiments.shared_device.arms import BLOCK_SIZE, MAX_MODEL_LEN, MODELS
 from experiments.shared_device.clients import LENGTHS, MAX_TOKENS, draw_prompts
 from kvcached_nixl.vllm.adapter.versions import found_version
 
@@ -35,35 +35,30 @@ class Asked:
     answers: list[list[int]]
 
 
-def reference_of(
-    device: Device, folders: Mapping[str, Path], logs: Path, say: Callable[[str], None], cache: Path = CACHE
-) -> dict[str, Asked]:
+def reference_of(logs: Path, say: Callable[[str], None]) -> dict[str, Asked]:
     """Return the answers of an earlier run with this vLLM; else start a stock server for each model, ask, stop."""
+    folders = {model: make_model(shape) for model, shape in MODELS.items()}
     words = [
         *(found_version("vllm"), KEPT, DRAWN, LEAST_LEAD, LENGTHS, MAX_TOKENS, MAX_MODEL_LEN),
         *(f"{model} {folder.name}" for model, folder in folders.items()),
     ]
-    known = cache / f"answers-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]}.json"
+    known = CACHE / f"answers-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]}.json"
     if not known.is_file():
-        found = _reference_of(device, folders, logs, say)
-        cache.mkdir(parents=True, exist_ok=True)
+        found = _reference_of(folders, logs, say)
         partial = known.with_suffix(".partial")
         partial.write_text(json.dumps({model: dataclasses.asdict(one) for model, one in found.items()}))
         partial.replace(known)
     return {model: Asked(**one) for model, one in json.loads(known.read_text()).items()}
 
 
-def _reference_of(
-    device: Device, folders: Mapping[str, Path], logs: Path, say: Callable[[str], None]
-) -> dict[str, Asked]:
+def _reference_of(folders: Mapping[str, Path], logs: Path, say: Callable[[str], None]) -> dict[str, Asked]:
     specs = [
         ServerSpec(
             name=f"reference-{model}",
             model=folder,
             dtype="float32",
-            block_size=device.models[model].block_size,
+            block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
-            arguments=device.models[model].arguments(),
             forks=True,
         )
         for model, folder in folders.items()

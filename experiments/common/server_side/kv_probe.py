@@ -9,7 +9,6 @@ and are measured.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -215,23 +214,6 @@ class Recorder:
                     view.copy_(before_it)
 
 
-class _Allocated(ctypes.Structure):
-    """glibc's ``struct mallinfo2``."""
-
-    _fields_ = (
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
-    )
-
-
-def _allocated_bytes() -> int:
-    """Return what this process has from malloc and has not freed."""
-    libc = ctypes.CDLL(None)
-    libc.mallinfo2.restype = _Allocated
-    found = libc.mallinfo2()
-    return int(found.uordblks + found.hblkhd)
-
-
 def _views(cache: Cache) -> tuple[torch.Tensor, ...]:
     return cache if isinstance(cache, tuple) else (cache,)
 
@@ -324,19 +306,6 @@ class KvProbe:
             "pending": [one.transfer for one in recorder.pending.values()],
             "offered": [transfer for transfer, _ in recorder.offered.values()],
         }
-
-    def kv_probe_held(self) -> dict[str, float]:
-        """Give the memory that this process has freed back to the kernel; return what it has allocated, and, with a
-        connector, how many peers the worker's NIXL agent knows and how many agents it has."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        ctypes.CDLL(None).malloc_trim(0)
-        held = {"allocated (MiB)": _allocated_bytes() / 2**20}
-        if not has_kv_transfer_group():
-            return held
-        thread = vars(get_kv_transfer_group())[SIDE].thread
-        gates = list(thread._receiver.gates)
-        return {**held, "NIXL peers": len(thread._context.transport._peers), "NIXL agents": 1 + len(gates)}
 
     def kv_probe_plant(self, kind: str, index: int, group: int = ALL_GROUPS) -> dict[str, Any]:
         """Damage the blocks of the next received request. ``index`` is a position in its list of received blocks."""

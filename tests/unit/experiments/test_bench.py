@@ -11,9 +11,8 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
-from experiments.bench import bench_serve, family_cost, handshake_cost, memory_path, push_vs_pull
+from experiments.bench import bench_serve, family_cost, memory_path, push_vs_pull
 from experiments.bench.__main__ import QUESTIONS
-from experiments.bench.pairs import in_turn
 from experiments.bench.samples import Column, Samples, percentile
 from experiments.common.report import Verdict
 
@@ -81,10 +80,6 @@ def test_a_ratio_by_round_is_of_the_same_prompts() -> None:
     assert (found.found, found.reached) == ("2.00 x", True)
 
 
-def test_another_arm_is_first_in_each_turn() -> None:
-    assert [in_turn("abc", turn) for turn in (0, 1, 5)] == [("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")]
-
-
 # ------------------------------------------------------------------------------------------------------- push_vs_pull
 
 
@@ -119,23 +114,6 @@ def test_streamed_push_against_the_stock_one(length: int, stock: float, expected
     assert reached(push_vs_pull.judge(first_tokens("shared memory", length, stock=stock, streamed=1.0))) == expected
 
 
-def test_both_sides_of_an_arm_are_alike_but_for_their_roles(tmp_path: Path) -> None:
-    """And TCP is forced where the transport's name says so."""
-    for arm in push_vs_pull.ARMS:
-        for transport in push_vs_pull.TRANSPORTS.values():
-            prefill, decode = push_vs_pull.specs(arm, transport, tmp_path)
-            assert prefill.name != decode.name and prefill.kv_transfer and decode.kv_transfer
-            assert {**prefill.kv_transfer, "kv_role": ""} == {**decode.kv_transfer, "kv_role": ""}
-            assert (prefill.kv_transfer["kv_role"], decode.kv_transfer["kv_role"]) == ("kv_producer", "kv_consumer")
-            assert ("ENABLE_KVCACHED" in prefill.environment) is not arm.name.startswith("stock")
-            assert (prefill.environment.get("UCX_TLS") == "tcp") is transport.name.startswith("TCP")
-
-
-@pytest.mark.parametrize(("length", "at_a_time", "rounds"), [(128, 1, 6), (8192, 1, 3), (8192, 2, 2), (8192, 8, 1)])
-def test_long_prompts_have_fewer_rounds(length: int, at_a_time: int, rounds: int) -> None:
-    assert push_vs_pull.FULL.rounds(length, at_a_time) == rounds
-
-
 # --------------------------------------------------------------------------------------------------------- memory_path
 
 
@@ -148,11 +126,6 @@ def test_a_staged_arm_differs_in_its_memory_path_alone(tmp_path: Path) -> None:
             extra, others = mine.pop("kv_connector_extra_config"), theirs.pop("kv_connector_extra_config")
             assert mine == theirs
             assert others == {**extra, "memory_path": "host"}  # type: ignore[dict-item]
-
-
-def test_as_many_blocks_are_planned_as_fit() -> None:
-    blocks = memory_path.planned_blocks(8)
-    assert blocks * memory_path.BLOCK_BYTES <= 0.95 * 8 * 2**30 < (blocks + 1) * memory_path.BLOCK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -196,14 +169,7 @@ def test_blocks_stay_taken_for_the_copy(seconds: float, is_reached: bool) -> Non
     assert reached(memory_path.judge_pages(samples)) == [is_reached]
 
 
-def test_what_is_left_of_the_pool_is_counted_in_page_groups() -> None:
-    loaded, group = Samples(()), memory_path.PAGE_GROUP_BYTES
-    loaded.add((), "pull", rate=2.0, mapped=3.5 * group, pool=10 * group)
-    table = memory_path.table_of_loaded(loaded)
-    assert [list(column.cells) for column in table.columns[3:]] == [["35%"], ["6.5"]]
-
-
-# ------------------------------------------------------------------------------------------ family_cost, handshake_cost
+# --------------------------------------------------------------------------------------------------------- family_cost
 
 
 @pytest.mark.parametrize(
@@ -220,32 +186,6 @@ def test_a_family_has_its_targets(slower: float, descriptors: float, expected: l
             count = descriptors if is_judged else 40.0
             samples.add(("gemma4", 512), arm.name, first_token=one, descriptors=count, bytes=MIB)
     assert reached(family_cost.judge(samples)) == expected
-
-
-@pytest.mark.parametrize(
-    ("changed", "missed"),
-    [
-        ({}, []),
-        ({"cold": [0.14] * 5}, [0, 1]),
-        ({"cold": [0.125] * 5}, [1]),
-        ({"resident": [2**30 + 65 * MIB]}, [2]),
-        ({"idle": [33e-6]}, [3]),
-    ],
-    ids=["equal", "slow", "slower than stock", "memory", "wrappers"],
-)
-def test_each_verdict_on_a_cold_pair_falls_on_its_own_figure(
-    changed: dict[str, list[float]], missed: list[int]
-) -> None:
-    """A hand-over that the machine held up (3 s) changes none."""
-    samples = Samples(("{}",))
-    sizes = [f"{gib} GiB" for gib in handshake_cost.SIZES_GIB]
-    for name in (handshake_cost.STOCK.name, *sizes):
-        figures: dict[str, list[float]] = {"cold": [0.2, 0.1, 0.1, 0.1, 3.0], "resident": [2**30]}
-        figures |= {"step": [0.003], "idle": [2e-6]}
-        samples.figures[("ours",), name] = figures | (changed if name == sizes[-1] else {})
-    verdicts = handshake_cost.judge(samples)
-    assert [place for place, one in enumerate(verdicts) if not one.reached] == missed
-    assert len(verdicts) == 4
 
 
 # --------------------------------------------------------------------------------------------------------- bench_serve

@@ -18,10 +18,8 @@ import openai
 
 from experiments.common.counted import moved
 from experiments.stacks import traffic
-from experiments.stacks.measure import Outcome, Overhead, spec
-from experiments.stacks.ray_serve import as_keywords
-from experiments.stacks.report import targets, targets_of_overhead
-from experiments.stacks.stacks import STACKS
+from experiments.stacks.measure import Outcome
+from experiments.stacks.report import targets
 from experiments.stacks.traffic import Answer, Verdict, judged
 
 ANSWER = Answer("abc", (-1.0, -2.0, -3.0), "length")
@@ -124,28 +122,3 @@ def test_a_stack_that_asks_for_arguments_by_schema_is_held_to_those() -> None:
 def test_hand_overs_are_counted_from_a_moment_on_and_over_restarts() -> None:
     assert moved({"a": 5, "gone": 7}, {"a": 8, "new": 2}) == 5
     assert moved({"a": 5}, {"a": 0}) == 0
-
-
-@pytest.mark.parametrize("changed", [{"first_token_ms": 120.0}, {"batch_ms": 1200.0}], ids=str)
-def test_overhead_can_miss_its_targets(changed: dict[str, float]) -> None:
-    good = Overhead("a router", "pull", 100.0, 100.0, 1000.0, 1000.0)
-    assert all(one.reached for one in targets_of_overhead(good))
-    assert not all(one.reached for one in targets_of_overhead(dataclasses.replace(good, **changed)))
-
-
-def test_arguments_become_keywords() -> None:
-    keywords = as_keywords(spec("prefill", "pull").engine_arguments("an engine"))
-    assert keywords["max_model_len"] == 2048 and keywords["dtype"] == "float32" and keywords["enforce_eager"] is True
-    assert keywords["kv_transfer_config"]["kv_role"] == "kv_producer"
-
-
-def test_a_stack_says_why_it_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_name = {one.name: one for one in STACKS}
-    assert "0.28.0" in by_name["Dynamo"].reason_to_skip("0.31.0", 1) and not by_name["Dynamo"].reason_to_skip(
-        "0.28.0", 2
-    )
-    assert "1 engine" in by_name["vLLM's push demo"].reason_to_skip("0.28.0", 2)
-    monkeypatch.delenv("PRODUCTION_STACK", raising=False)
-    assert "PRODUCTION_STACK" in by_name["production-stack"].reason_to_skip("0.28.0", 1)
-    monkeypatch.setenv("PRODUCTION_STACK", "/a/checkout")
-    assert not by_name["production-stack"].reason_to_skip("0.28.0", 1)
