@@ -27,7 +27,6 @@ MODEL = ModelShape(layers=8, kv_heads=8, max_positions=4096)
 INPUT_TOKENS, OUTPUT_TOKENS = 1024, 64
 PROMPTS, QUICK_PROMPTS = {1: 6, 8: 16, 64: 64}, {8: 16}
 """Prompts of a run, by how many are in flight at a time."""
-ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def measure(run: Run, samples: Samples, arms: Sequence[Arm]) -> dict[str, tuple[
     was asked, and how many of them decode got KV for."""
     os.environ.update(ENVIRONMENT)
     prompts = QUICK_PROMPTS if run.quick else PROMPTS
-    rounds = 1 if run.quick else run.rounds or ROUNDS
+    rounds = run.times(3, 1)
     model = make_model(MODEL)
     with contextlib.ExitStack() as stack:
         deployed = []

@@ -16,8 +16,8 @@ import psutil
 from rich.table import Table
 
 from experiments.bench import push_vs_pull
-from experiments.bench.pairs import KVCACHED, Arm, Router, pair_specs
-from experiments.bench.push_vs_pull import BLOCK_SIZE, FORMS, KV_BYTES_PER_TOKEN, MODEL, SHARED_MEMORY, TCP, Load
+from experiments.bench.pairs import FORMS, KVCACHED, Arm, Router, pair_specs
+from experiments.bench.push_vs_pull import BLOCK_SIZE, KV_BYTES_PER_TOKEN, MODEL, SHARED_MEMORY, TCP, Load
 from experiments.bench.samples import Answer, Column, Run, Samples
 from experiments.common.client import AnswerError, at_a_time, http_client
 from experiments.common.model import make_model
@@ -67,7 +67,7 @@ def answer(run: Run) -> Answer:
     if "first-token" in parts:
         for transport in (TCP, SHARED_MEMORY):
             load = FIRST_TOKEN_QUICK if run.quick else FIRST_TOKEN
-            push_vs_pull.measure(run, first, (*ARMS, VERIFIED), [transport], load)
+            push_vs_pull.comparison((*ARMS, VERIFIED), transport, load).measure(run, first, transport.name)
     if "pages" in parts:
         for arm in ARMS:
             measure_pages(run, pages, loaded, arm)

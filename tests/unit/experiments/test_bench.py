@@ -13,6 +13,7 @@ pytest.importorskip("psutil")
 
 from experiments.bench import bench_serve, family_cost, memory_path, push_vs_pull
 from experiments.bench.__main__ import QUESTIONS
+from experiments.bench.pairs import FORMS
 from experiments.bench.samples import Column, Samples, percentile
 from experiments.common.report import Verdict
 
@@ -85,7 +86,7 @@ def test_a_ratio_by_round_is_of_the_same_prompts() -> None:
 
 def first_tokens(transport: str, length: int, **of_arms: float) -> Samples:
     names = {"pull": "pull", "stock": push_vs_pull.STOCK_PUSH.name, "streamed": push_vs_pull.STREAMED.name}
-    samples = Samples(push_vs_pull.FORMS)
+    samples = Samples(FORMS)
     for arm, seconds in of_arms.items():
         samples.add((transport, length, 1), names[arm], first_token=seconds, token=0.01)
     return samples
@@ -102,7 +103,7 @@ def test_streamed_push_against_pull(length: int, pull: float, is_reached: bool) 
 @pytest.mark.parametrize(("left", "is_reached"), [(0.11, True), (0.111, False)])
 def test_what_is_left_after_the_last_step(left: float, is_reached: bool) -> None:
     """As much as a prompt of one chunk leaves, whatever the length."""
-    samples = Samples(push_vs_pull.FORMS)
+    samples = Samples(FORMS)
     for length, seconds in ((push_vs_pull.CHUNK_TOKENS, 0.1), (512, left)):
         samples.add(("TCP", length, 1), push_vs_pull.STREAMED.name, left=seconds)
     (verdict,) = push_vs_pull.judge(samples)
@@ -153,7 +154,7 @@ def test_resident_memory_is_the_slab_and_the_same_for_every_reservation(
 @pytest.mark.parametrize(("seconds", "is_reached"), [(1.15, True), (1.16, False)])
 def test_first_token_staged_against_direct(seconds: float, is_reached: bool) -> None:
     """Over TCP; shared memory is reported only."""
-    samples = Samples(push_vs_pull.FORMS)
+    samples = Samples(FORMS)
     for transport in ("TCP", "shared memory"):
         for arm, first in (("pull", 1.0), ("pull, staged", seconds)):
             samples.add((transport, 512, 1), arm, first_token=first)
@@ -178,13 +179,13 @@ def test_blocks_stay_taken_for_the_copy(seconds: float, is_reached: bool) -> Non
 )
 def test_a_family_has_its_targets(slower: float, descriptors: float, expected: list[bool]) -> None:
     """A hand-over that the machine held up changes no verdict."""
-    samples = Samples(("{}", "{} tokens"))
+    samples = Samples(FORMS)
     for arm in family_cost.ARMS:
         is_judged = arm is family_cost.PULL
         seconds = 0.1 * slower if is_judged else 0.1
         for one in (seconds, seconds, 3.0):
             count = descriptors if is_judged else 40.0
-            samples.add(("gemma4", 512), arm.name, first_token=one, descriptors=count, bytes=MIB)
+            samples.add(("gemma4", 512, 1), arm.name, first_token=one, descriptors=count, bytes=MIB)
     assert reached(family_cost.judge(samples)) == expected
 
 
