@@ -14,8 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments.byte_equivalence.arms import SINGLE, Arm, Phase, of_size, phases
-from experiments.byte_equivalence.checks import VERDICTS, exit_status, summary_of, table_of
-from experiments.byte_equivalence.comparison import NotCaught
+from experiments.byte_equivalence.comparison import VERDICTS, NotCaught, exit_status, summary_of, table_of
 from experiments.byte_equivalence.family_run import FamilyRun
 from experiments.byte_equivalence.harness import Harness
 from experiments.common.families import FAMILIES

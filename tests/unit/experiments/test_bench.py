@@ -14,7 +14,7 @@ pytest.importorskip("psutil")
 from experiments.bench import bench_serve, family_cost, memory_path, push_vs_pull
 from experiments.bench.__main__ import QUESTIONS
 from experiments.bench.pairs import FORMS
-from experiments.bench.samples import Column, Samples, percentile
+from experiments.bench.samples import Samples, percentile
 from experiments.common.report import Verdict
 
 MIB = 2**20
@@ -42,21 +42,6 @@ def test_a_percentile_is_one_of_the_values(values: list[float], hundredths: int,
     assert percentile(hundredths)(values) == expected
 
 
-def test_nothing_of_one_setting_or_arm_is_mixed_with_another() -> None:
-    samples = Samples(("over {}", "{} tokens"))
-    samples.add(("TCP", 8), "pull", first=1.0)
-    samples.add(("TCP", 8), "push", first=8.0)
-    samples.add(("TCP", 16), "pull", first=4.0)
-    samples.add(("TCP", 8), "pull", first=3.0)
-    assert samples.median(("TCP", 8), "pull", "first") == 2.0
-    assert samples.values(("TCP", 16), "push", "first") == []
-    table = samples.table("", [Column("ms", "first"), Column("n", "first", 1, of=len), Column("left", "left")])
-    assert [column.header for column in table.columns] == ["over", "tokens", "arm", "ms", "n", "left"]
-    assert list(table.columns[3].cells) == ["2,000", "8,000", "4,000"]
-    assert list(table.columns[5].cells) == ["", "", ""]
-    assert samples.as_json()[0] == {"setting": {"over {}": "TCP", "{} tokens": 8}, "arm": "pull", "first": [1.0, 3.0]}
-
-
 def test_arms_are_compared_where_both_were_measured() -> None:
     samples = Samples(("{} tokens",))
     for length, ours, stock in ((8, 1.15, 1.0), (16, 1.16, 1.0), (32, 1.0, None)):
@@ -70,15 +55,6 @@ def test_arms_are_compared_where_both_were_measured() -> None:
     ]
     assert reached(samples.compare("ours", "stock", "seconds", "", least=1.155)) == [False, True]
     assert reached(samples.compare("ours", "stock", "seconds", "", most=1.0, where=lambda one: one[0] > 8)) == [False]
-
-
-def test_a_ratio_by_round_is_of_the_same_prompts() -> None:
-    samples = Samples(())
-    for ours, stock in ((10.0, 10.0), (40.0, 20.0), (90.0, 30.0)):
-        samples.add((), "ours", ms=ours)
-        samples.add((), "stock", ms=stock)
-    (found,) = samples.compare("ours", "stock", "ms", "", most=2.0, by_round=True)
-    assert (found.found, found.reached) == ("2.00 x", True)
 
 
 # ------------------------------------------------------------------------------------------------------- push_vs_pull
@@ -100,33 +76,12 @@ def test_streamed_push_against_pull(length: int, pull: float, is_reached: bool) 
     assert push_vs_pull.judge(first_tokens("shared memory", length, pull=pull, streamed=1.0)) == []
 
 
-@pytest.mark.parametrize(("left", "is_reached"), [(0.11, True), (0.111, False)])
-def test_what_is_left_after_the_last_step(left: float, is_reached: bool) -> None:
-    """As much as a prompt of one chunk leaves, whatever the length."""
-    samples = Samples(FORMS)
-    for length, seconds in ((push_vs_pull.CHUNK_TOKENS, 0.1), (512, left)):
-        samples.add(("TCP", length, 1), push_vs_pull.STREAMED.name, left=seconds)
-    (verdict,) = push_vs_pull.judge(samples)
-    assert (verdict.found, verdict.reached) == (f"{left * 1e3:.0f} ms of 100 ms", is_reached)
-
-
 @pytest.mark.parametrize(("length", "stock", "expected"), [(2048, 1.2, [True]), (2048, 1.1, [False]), (1024, 1.1, [])])
 def test_streamed_push_against_the_stock_one(length: int, stock: float, expected: list[bool]) -> None:
     assert reached(push_vs_pull.judge(first_tokens("shared memory", length, stock=stock, streamed=1.0))) == expected
 
 
 # --------------------------------------------------------------------------------------------------------- memory_path
-
-
-def test_a_staged_arm_differs_in_its_memory_path_alone(tmp_path: Path) -> None:
-    """So that what differs in its figures is what staging does."""
-    for pair in memory_path.PAIRS:
-        for one, two in zip(*(memory_path.specs(arm, 2, 8, {}, tmp_path) for arm in pair), strict=True):
-            assert (one.environment, one.arguments) == (two.environment, two.arguments)
-            mine, theirs = (dict(spec.kv_transfer or {}) for spec in (one, two))
-            extra, others = mine.pop("kv_connector_extra_config"), theirs.pop("kv_connector_extra_config")
-            assert mine == theirs
-            assert others == {**extra, "memory_path": "host"}  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,3 @@ def test_what_is_common_is_shared() -> None:
             for kind in ("cpu", "cuda")
         },
     }
-
-
-def test_torch_has_the_same_libraries_everywhere() -> None:
-    """A CPU build of torch comes without them, so they must all be in the file that it replaces."""
-    found = [lock.Target("0.2", "2.1.0", "1", (), "cuda"), lock.Target("0.2", "2.1.0", "1", (), "cpu")]
-    for target in found:
-        target.pins[f"triton=={target.kind}"] = ""
-    with pytest.raises(SystemExit, match="triton==cpu"):
-        lock.spread(found)

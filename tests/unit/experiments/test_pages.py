@@ -36,23 +36,6 @@ def test_the_account_is_read_as_kvcached_writes_it(tmp_path: Path) -> None:
     assert watch.count() == PageCount(3, 100, 0, 6, mapped_bytes=6, unmapped_bytes=5, remapped_bytes=0)
 
 
-def test_an_engine_that_is_gone_counts_nothing(tmp_path: Path) -> None:
-    """No account, no evidence."""
-    watch = PageWatch("engine", tmp_path)
-    watch.sample()
-    (tmp_path / "engine").write_bytes(b"short")
-    watch.sample()
-    assert watch.count() == PageCount()
-
-
-def test_the_watch_reads_once_more_when_it_ends(tmp_path: Path) -> None:
-    """What happens last is not missed."""
-    (tmp_path / "engine").write_bytes(struct.pack("=qqq", 100, 7, 0))
-    with PageWatch("engine", tmp_path) as watch:
-        pass
-    assert watch.count().highest_bytes == 7
-
-
 def test_an_engine_is_found_by_what_it_was_given(tmp_path: Path) -> None:
     """Its own name begins with that; of several each is watched by its own."""
     for name in ("kvx-dp0-1a", "kvx-dp1-1b", "kvxother-1c", "plain"):

@@ -54,7 +54,6 @@ from experiments.shared_device.report import (
     is_good,
     judge,
     judge_overload,
-    peaks,
 )
 
 GOOD = Received("a", 0.0, 256, Outcome.RIGHT, 1.0, "100 100")
@@ -89,11 +88,6 @@ def test_every_arm_gets_the_same_requests() -> None:
 def test_goodput_counts_right_answers_in_time(more: dict[str, Any], good: bool) -> None:
     assert is_good(received(**more)) is good
     assert figures_of([received(**more), GOOD], 4.0).goodput == (good + 1) / 4
-
-
-def test_who_got_no_token_is_in_no_percentile() -> None:
-    found = figures_of([received(first_token_seconds=None, gaps_ms="", outcome=Outcome.REFUSED), GOOD], 1.0)
-    assert (found.first_p50, found.token_p99, found.outcomes["refused"], found.outcomes["right"]) == (1.0, 0.1, 1, 1)
 
 
 @pytest.mark.parametrize(("prefilled", "moved", "share"), [(0, 0, None), (1000, 750, 0.25), (1000, 1032, 0.0)])
@@ -208,11 +202,6 @@ SAMPLES = [
     Sample(1.0, {"a, prefill": 0, "a, decode": 5 * MIB, "b, prefill": 20 * MIB, "b, decode": 10 * MIB}),
 ]
 RAN = Ran(PULL.name, 10.0, [GOOD], Counts(1000, 900, revoked=2), SAMPLES)
-
-
-def test_peaks_are_of_one_moment() -> None:
-    assert peaks(RAN) == (35 * MIB, {"a": 30 * MIB, "b": 30 * MIB})
-    assert peaks(Ran("x")) == (0, {})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ pytest.importorskip("openai", reason="the official client is not installed")
 
 import openai
 
-from experiments.common.counted import moved
 from experiments.stacks import traffic
 from experiments.stacks.measure import Outcome
 from experiments.stacks.report import targets
@@ -106,19 +104,8 @@ def test_each_target_can_be_missed(changed: dict[str, Any]) -> None:
     assert not all(one.reached for one in targets(dataclasses.replace(GOOD, **changed)))
 
 
-def test_no_two_prompts_begin_alike() -> None:
-    """Decode would find the beginning in its own prefix cache, and fetch less."""
-    heads = [tuple(traffic._numbers(number, kind)[:8]) for number, kind in itertools.product(range(36), range(1, 6))]
-    assert len(set(heads)) == len(heads)
-
-
 def test_a_stack_that_asks_for_arguments_by_schema_is_held_to_those() -> None:
     answers = {("tool", 1): ANSWER, (traffic.BY_SCHEMA, 1): dataclasses.replace(ANSWER, text="x"), ("chat", 1): ANSWER}
     assert traffic.expected_behind(answers, constrains_tools_itself=False) == {("tool", 1): ANSWER, ("chat", 1): ANSWER}
     changed = traffic.expected_behind(answers, constrains_tools_itself=True)
     assert changed == {("tool", 1): answers[traffic.BY_SCHEMA, 1], ("chat", 1): ANSWER}
-
-
-def test_hand_overs_are_counted_from_a_moment_on_and_over_restarts() -> None:
-    assert moved({"a": 5, "gone": 7}, {"a": 8, "new": 2}) == 5
-    assert moved({"a": 5}, {"a": 0}) == 0
