@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from experiments.common.command_line import KEEPS_LAST, add_quick, add_seed, add_word, make_parser, run_main
+from experiments.common.command_line import KEEPS_LAST, add_quick, add_word, make_parser, run_main
 
 PARTS = ("table", "overload")
 
@@ -46,11 +46,11 @@ table's memory over time."""
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
     add_quick(parser, "less load, and two arms if no --arm is given", KEEPS_LAST)
-    add_seed(parser)
+    parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (%(default)s)")
     parser.add_argument("--part", choices=PARTS, help=f"only this part; {KEEPS_LAST}")
     add_word(parser, "--arm", "arms of the table", KEEPS_LAST, default="")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    run_main("shared_device.table", parse())
+    run_main("shared_device.report", parse())

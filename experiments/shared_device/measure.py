@@ -20,9 +20,19 @@ from experiments.common.device import with_extra
 from experiments.common.report import Narrator
 from experiments.common.servers import Running, ServerError, asking, asks
 from experiments.shared_device.arms import BLOCK_SIZE, MODELS, PULL, Arm
-from experiments.shared_device.clients import Arrival, Outcome, Received, Swell, Target, arrivals, ask, nudge, offered
+from experiments.shared_device.clients import (
+    Arrival,
+    Asked,
+    Outcome,
+    Received,
+    Swell,
+    Target,
+    arrivals,
+    ask,
+    nudge,
+    offered,
+)
 from experiments.shared_device.counts import Counts, DeviceWatch, Engines, Sample, settled_counts
-from experiments.shared_device.reference import Asked
 from experiments.stacks.routers import vllm_router
 
 MODEL = "a"

@@ -41,12 +41,12 @@ from experiments.shared_device.clients import (
     Target,
     arrivals,
     ask,
+    chosen,
     draw_prompts,
 )
 from experiments.shared_device.counts import Counts, Sample
 from experiments.shared_device.measure import ASKS, Ran
 from experiments.shared_device.measure import BEHIND as BEHIND_ROUTER
-from experiments.shared_device.reference import chosen
 from experiments.shared_device.report import (
     FIRST_TOKEN_SECONDS,
     TOKEN_SECONDS,
