@@ -174,18 +174,3 @@ def test_asking_is_held_to_stock(changes: dict[str, float], moved: int, missed: 
     verdicts = bench_serve.judge(samples, {bench_serve.PULL.name: (9, moved)})
     found = [one.target for one in verdicts if not one.reached]
     assert len(found) == len(missed) and all(word in target for word, target in zip(missed, found, strict=True))
-
-
-def test_a_stock_arm_has_neither_kvcached_nor_this_packages_keys() -> None:
-    for arm, connector in ((bench_serve.STOCK_PULL, "NixlConnector"), (bench_serve.STOCK_PUSH, "NixlPushConnector")):
-        for spec in arm.specs(Path("model")):
-            assert spec.environment == {} and spec.kv_transfer is not None
-            assert spec.kv_transfer["kv_connector"] == connector
-            assert spec.kv_transfer["kv_connector_extra_config"] == {"num_threads": 0}
-    assert [one.kv_transfer for one in bench_serve.ONE.specs(Path("model"))] == [None]
-    for ours, other in bench_serve.PAIRS:
-        assert any(ours in group and other in group for group in bench_serve.GROUPS.values()), "they run side by side"
-        for spec in ours.specs(Path("model")):
-            assert spec.kv_transfer is not None and spec.environment["ENABLE_KVCACHED"] == "true"
-            extra = spec.kv_transfer["kv_connector_extra_config"]
-            assert extra == {"num_threads": 0, "transfer_mode": ours.mode}

@@ -98,13 +98,6 @@ def test_what_was_received_is_what_was_sent(
     assert aspects(observation, blocks=blocks, fewest=fewest) == expected
 
 
-def test_a_missing_group_is_reported() -> None:
-    """All KV-cache groups travel."""
-    observation = seen(DIGESTS)
-    two = replace(observation.hand_over, sent_block_ids=[[0, 1, 2], [3]], sent_digests=[DIGESTS, ["d"]])
-    assert "hand-over" in aspects(replace(observation, hand_over=two))
-
-
 def test_a_corruption_is_caught_by_bytes_and_by_output() -> None:
     """The two ways to catch one are told apart."""
     damaged = seen(["a", "b", "x"])
@@ -123,13 +116,6 @@ def test_senders_are_compared_over_full_blocks_only() -> None:
     )
     assert compare_senders("p", ours, tail, full_blocks=2) == []
     assert compare_senders("p", ours, start.hand_over, full_blocks=2)
-
-
-def test_what_d_asked_for_is_found_by_the_clients_id() -> None:
-    """Of a request for which D asked nobody there is no record."""
-    first, other = (replace(seen([]).hand_over, transfer=name) for name in ("one", "two"))
-    matched = match_records([first, other], [{"transfer": "t", "request_id": "cmpl-one-0-0123abcd"}])
-    assert [one.record and one.record["transfer"] for one in matched] == ["t", None]
 
 
 def test_what_p_sent_is_taken_from_its_records_where_the_client_could_not_look() -> None:

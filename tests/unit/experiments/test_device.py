@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from experiments.byte_equivalence.arms import ARMS, of_size, specs
+from experiments.byte_equivalence.arms import ARMS, specs
 from experiments.common import device
-from experiments.common.servers import ServerSpec
+from experiments.common.servers import REPOSITORY, ServerSpec
 
 
 @pytest.fixture(params=[False, True], ids=["cpu", "gpu"])
@@ -43,23 +43,8 @@ def test_an_arm_takes_the_path_of_its_name(has_gpu: bool, tmp_path: Path) -> Non
                 assert is_staged is (is_pinned or path in ("device", "host")), spec.name
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_ranks_have_a_gpu_each(has_gpu: bool, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """Servers share one; the ranks of a server cannot. On a CPU there is nothing to share."""
-    monkeypatch.setattr(device, "num_gpus", lambda: gpus if has_gpu else 0)
-    most = max(arm.ranks for arm in of_size("full", "0.28.0"))
-    assert most == (1 if has_gpu and gpus == 1 else 2)
-
-
-@pytest.mark.parametrize(("vllm", "usual"), [("0.28.0", "V1"), ("0.30.0", "V2"), (None, "V1")])
-def test_runner_v2_is_interpreted_where_there_is_no_gpu(
-    has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: str | None, usual: str
-) -> None:
-    """All servers of an arm have the runner of its name, the others the usual one; Triton compiles on a GPU."""
-    monkeypatch.setattr(device, "found_version", lambda library: vllm)
-    for arm in ARMS:
-        for spec in specs(arm, tmp_path, "float32", {}):
-            given = device.environment(spec.environment, 1, forks=True)
-            expected = "V2" if arm.has_own_runner else usual
-            assert given["VLLM_USE_V2_MODEL_RUNNER"] == {"V1": "0", "V2": "1"}[expected]
-            assert ("TRITON_INTERPRET" in given) is (expected == "V2" and not has_gpu)
+def test_no_harness_names_a_buffer_device() -> None:
+    """On a GPU "cpu" is refused, and "cuda" is not there without one."""
+    files = [*(REPOSITORY / "experiments").rglob("*.py"), *(REPOSITORY / "tests" / "e2e").rglob("*.py")]
+    assert [str(path.relative_to(REPOSITORY)) for path in files if "kv_buffer_device" in path.read_text()] == []
+    assert any("kv_connector" in path.read_text() for path in files)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -160,62 +159,3 @@ def test_environments_are_removed(run: Run, tmp_path: Path, arguments: list[str]
     found = run("--remove", *arguments)
     assert (found.returncode, found.stdout) == (2 if len(left) == 4 else 0, ""), found.stderr
     assert sorted(place.name for place in folder.iterdir()) == left
-
-
-class Gpu:
-    """A machine that says it has a GPU, a toolkit and an environment; uv and its python note what they are told."""
-
-    def __init__(self, folder: Path, commands: Path) -> None:
-        self.cuda = folder / "cuda"
-        (self.cuda / "include").mkdir(parents=True)
-        (self.cuda / "include" / "cuda.h").touch()
-        write(commands / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: a GPU'\n")
-        self.venv = folder / "repository" / ".venvs" / "vllm-0.28.0"
-        self._noted = folder / "noted"
-        tools = self.venv.parent / "tools"
-        for place in (tools / "bin", self.venv / "bin"):
-            place.mkdir(parents=True)
-        (self.venv / "pyvenv.cfg").write_text("home = /usr/bin\nversion_info = 3.11.7\n")
-        locked = hashlib.sha256((ROOT / "experiments" / "locks" / "tools.txt").read_bytes()).hexdigest()
-        (tools / ".stamp").write_text(locked)
-        write(tools / "bin" / "uv", f'#!/bin/sh\necho "uv $CUDA_HOME $*" >>"{self._noted}"\n')
-        write(self.venv / "bin" / "python", f'#!/bin/sh\necho "python $*" >>"{self._noted}"\n')
-
-    def installs(self, name: str) -> None:
-        """That torch, and no other."""
-        packages = self.venv / "lib" / "python3.11" / "site-packages"
-        shutil.rmtree(packages, ignore_errors=True)
-        (packages / f"{name}.dist-info").mkdir(parents=True)
-        (packages / f"{name}.dist-info" / "RECORD").write_text(f"{name},sha256=1,1\n")
-
-    def noted(self) -> list[str]:
-        """Since the last call."""
-        lines = self._noted.read_text().splitlines() if self._noted.exists() else []
-        self._noted.unlink(missing_ok=True)
-        # Whether it still runs.
-        return [line for line in lines if line != "python -c "]
-
-
-def test_a_gpus_kvcached_is_built_with_the_torch_that_is_installed(run: Run, tmp_path: Path, commands: Path) -> None:
-    """Not taken from uv's cache, where another torch's has the same name; built again when torch has changed."""
-    gpu = Gpu(tmp_path, commands)
-
-    def builds() -> list[str]:
-        return [line for line in gpu.noted() if "kvcached.txt" in line]
-
-    assert run("0.28.0", CUDA_HOME=str(gpu.cuda)).returncode == 0
-    assert len(builds()) == 1
-    gpu.installs("torch-2.13.0")
-    first = run("0.28.0", CUDA_HOME=str(gpu.cuda))
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.splitlines()[-1] == str(gpu.venv)
-    (built,) = builds()
-    assert built.startswith(f"uv {gpu.cuda} ")
-    for option in ("--no-cache", "--reinstall-package kvcached", "--no-build-isolation", "--require-hashes"):
-        assert option in built
-    again = run("0.28.0", CUDA_HOME=str(gpu.cuda))
-    assert (again.returncode, again.stdout, again.stderr) == (0, f"{gpu.venv}\n", "")
-    assert gpu.noted() == []
-    gpu.installs("torch-2.11.0")
-    assert run("0.28.0", CUDA_HOME=str(gpu.cuda)).returncode == 0
-    assert len(builds()) == 1

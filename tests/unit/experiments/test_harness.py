@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -11,18 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments.byte_equivalence import __main__ as cli
-from experiments.byte_equivalence import comparison, harness
 from experiments.byte_equivalence import run as last
 from experiments.byte_equivalence.arm_run import CORRUPTIONS, Dependence
-from experiments.byte_equivalence.arms import ARMS, Arm, of_size, phases, small_pool, specs
+from experiments.byte_equivalence.arms import ARMS, Arm, of_size, phases
 from experiments.byte_equivalence.compare import Difference
 from experiments.byte_equivalence.comparison import Check, compared, exit_status, summary_of
-from experiments.byte_equivalence.harness import Baseline, Harness
-from experiments.common.command_line import DEFAULT_VLLM
+from experiments.byte_equivalence.harness import came_back, remapped
 from experiments.common.model import GQA
-from experiments.common.report import Narrator
-from experiments.common.servers import ServerError
+from experiments.common.pages import PageCount
 
 ROOT = Path(__file__).parents[3]
 EQUAL = Check("arm", "tokens", True, "30 prompts")
@@ -60,57 +55,12 @@ def test_every_corruption_of_the_promise_is_planted() -> None:
     assert [one.words for one in CORRUPTIONS if not one.changes_output] == ["two full blocks swapped"]
 
 
-def test_stock_arms_do_not_know_kvcached(tmp_path: Path) -> None:
-    """A stock arm's servers get no setting of kvcached, whatever pool the phase has."""
-    for arm in ARMS:
-        for spec in specs(arm, tmp_path, "float32", small_pool(16 << 20, 5)):
-            assert arm.kvcached is any("KVCACHED" in name for name in spec.environment)
-
-
 def test_a_run_has_the_arms_whose_layout_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 0.29 on attention says which layouts it takes, and that of CPUs takes none with all layers in a block."""
     for has_gpu, vllm, expected in ((False, "0.28.0", True), (False, "0.30.0", False), (True, "0.30.0", True)):
         monkeypatch.setattr("experiments.common.device.has_gpu", lambda has_gpu=has_gpu: has_gpu)
         assert any(" contiguous" in arm.name for arm in of_size("brief", vllm)) is expected
     assert of_size("full", "0.28.0") == list(ARMS)
-
-
-def test_servers_that_do_not_start_are_a_row_and_the_next_arm_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One arm that cannot serve must not cost what the others would have shown."""
-
-    class Launched:
-        stopped = 0
-
-        def __init__(self, made: object, logs: Path, say: object) -> None:
-            self.names = [spec.name for spec in made]  # type: ignore[attr-defined]
-
-        def __enter__(self) -> Launched:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def ready(self) -> list[object]:
-            if any("non-contiguous" in name for name in self.names):
-                raise ServerError("status 1")
-            return []
-
-        def stop(self) -> None:
-            Launched.stopped += 1
-
-    async def served(run: object) -> None: ...
-
-    monkeypatch.setattr(harness, "Running", Launched)
-    monkeypatch.setattr(harness, "Asking", Launched)
-    monkeypatch.setattr(harness, "make_model", lambda shape: tmp_path)
-    monkeypatch.setattr(harness.Harness, "_reference", lambda *_: Baseline([], []))
-    monkeypatch.setattr(comparison, "with_pairs", lambda *_: asyncio.sleep(0))
-    brief = [arm for arm in ARMS if arm.in_runs == "brief"]
-    made = Harness(brief[::-1], tmp_path, Narrator("test"), quick=True)
-    made.run()
-    assert [(row.arm, row.passed, row.failed_setup) for row in made.rows] == [(brief[1].name, False, True)]
-    assert Launched.stopped == 2
 
 
 FULL = phases(GQA, quick=False)
@@ -155,10 +105,20 @@ def test_help_needs_no_environment() -> None:
     assert "exit status" in found.stdout
 
 
-def test_the_command_line_has_the_promised_options() -> None:
-    """``--vllm``, ``--mode``, ``--quick`` and ``--brief``; the newest vLLM unless told otherwise."""
-    usual = {"vllm": DEFAULT_VLLM, "mode": None, "size": "full", "arm": [], "model": None}
-    assert vars(cli.parse([])) == usual
-    assert cli.parse(["--brief"]).size == "brief"
-    found = vars(cli.parse(["--vllm", "0.28.0", "--mode", "pull", "--quick"]))
-    assert found == {**usual, "vllm": "0.28.0", "mode": "pull", "size": "quick"}
+PAGE_GROUP = 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("counted", "passed"), [(PageCount(5, 9, 1, 3, 2, 2, 2), True), (PageCount(5, 9, 1, 3, 2), False)]
+)
+def test_a_run_that_remapped_nothing_fails(counted: PageCount, passed: bool) -> None:
+    """Growing alone is no proof."""
+    assert remapped("arm", "what", counted).passed is passed
+
+
+@pytest.mark.parametrize(
+    ("resting", "passed"), [([PAGE_GROUP] * 2, True), ([PAGE_GROUP, 2 * PAGE_GROUP], False), ([], False)]
+)
+def test_memory_that_did_not_come_back_fails(resting: list[int], passed: bool) -> None:
+    """Every round has to end with one page group; never having looked is no success."""
+    assert came_back("arm", "what", resting, PAGE_GROUP).passed is passed

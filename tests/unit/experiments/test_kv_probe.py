@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from support.script_loading import load_script
 
-from kvcached_nixl.wire.step import Report
-
 torch: Any = pytest.importorskip("torch", reason="the KV probe runs inside vLLM's worker, next to torch")
 
 HEADS, TOKENS, DIM, BLOCKS = 2, 4, 3, 6
@@ -153,60 +151,3 @@ def test_each_corruption_changes_the_blocks_it_names(
     record, sent = received(probe, logical, plan)
     assert record["planted"] == plan[0]
     assert [ours != theirs for ours, theirs in zip(record["digests"][0], sent, strict=True)] == changed
-
-
-class FetchSpec(SimpleNamespace):
-    """As `wire.step.FetchSpec`."""
-
-
-class OfferUpdate(SimpleNamespace):
-    """As `wire.step.OfferUpdate`."""
-
-
-def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> None:
-    """Prefill's blocks when the request was sent, as its last step named them; decode's under the transfer's name."""
-    source = logical.transpose(2, 3).contiguous()
-    connector = FakeConnector(source, source, "push")
-    recorder = recorder_of(probe, connector)
-    wanted = FetchSpec(
-        attempt=7, request_id="on d", name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=None
-    )
-    announced, first, last = (
-        OfferUpdate(
-            request_id="on p",
-            name="u",
-            groups=[SimpleNamespace(block_ids=one) for one in blocks],
-            ready_tokens=len(blocks),
-        )
-        for blocks in ((), ([0],), ([0, 3],))
-    )
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[wanted, announced])})
-    assert not recorder.offered
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[first])})
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[last])})
-    assert [one.transfer for one in recorder.pending.values()] == ["t"]
-    connector.finished_sending = {"on p", "of another kind"}
-    recorder.finish()
-    assert (recorder.transfer("handle"), recorder.posted) == ("PROC", 1)
-    (sent,) = recorder.sent
-    assert (sent["transfer"], sent["block_ids"]) == ("u", [[0, 3]])
-    assert sent["digests"] == [[blocks().block_digest([source], block) for block in (0, 3)]]
-    recorder._record(recorder.pending.pop("7"))
-    assert (recorder.records[0]["transfer"], recorder.records[0]["remote_block_ids"]) == ("t", None)
-
-
-def test_a_pull_of_ours_is_recorded_under_the_number_of_its_attempt(probe: ModuleType, logical: Any) -> None:
-    """With the blocks of both sides, as the manifest and the step name them."""
-    source = logical.transpose(2, 3).contiguous()
-    connector = FakeConnector(source, source, "pull")
-    recorder = recorder_of(probe, connector)
-    manifest = SimpleNamespace(request_id="on p", groups=(SimpleNamespace(block_ids=(0, 3)),))
-    wanted = FetchSpec(
-        attempt=7, request_id="on d", name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=manifest
-    )
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[wanted])})
-    setattr(connector, probe.SIDE, SimpleNamespace(_report=Report({(7, 0)})))
-    recorder.finish()
-    (record,) = recorder.records
-    assert (record["transfer"], record["local_block_ids"], record["remote_block_ids"]) == ("on p", [[4, 1]], [[0, 3]])
-    assert record["request_id"] == "on d"

@@ -17,19 +17,12 @@ pytest.importorskip("httpx")
 import httpx
 
 from experiments.common.client import Answer
-from experiments.common.servers import ServerError, ServerSpec
+from experiments.common.servers import ServerError
 from experiments.shared_device import clients
 from experiments.shared_device.arms import (
-    ARMS,
-    BEHIND,
     DEVICE_BYTES,
-    NEVER_SECONDS,
     PULL,
-    PUSH,
-    QUEUE_SECONDS,
     STATIC,
-    WITHOUT_REVOCATION,
-    Arm,
 )
 from experiments.shared_device.clients import (
     LENGTHS,
@@ -94,28 +87,6 @@ def test_goodput_counts_right_answers_in_time(more: dict[str, Any], good: bool) 
 def test_what_no_decode_received_is_wasted(prefilled: float, moved: float, share: float | None) -> None:
     begun = Counts(100, 50)
     assert Counts(100 + prefilled, 50 + moved).since(begun).wasted_share == share
-
-
-def specs(arm: Arm) -> list[ServerSpec]:
-    return arm.specs("a", "d")
-
-
-def extra_of(spec: ServerSpec) -> Any:
-    return dict(spec.kv_transfer or {})["kv_connector_extra_config"]
-
-
-def test_arms_differ_in_what_their_names_say() -> None:
-    assert len({arm.tag for arm in ARMS}) == len(ARMS)
-    assert [arm.asks for arm in (PULL, PUSH, *WITHOUT_REVOCATION, *BEHIND)] == [True] * 4 + [False] * 2
-    assert not any(arm.asks for arm in ARMS if not arm.name.startswith("this package"))
-    for arm, beside in zip((*WITHOUT_REVOCATION, *BEHIND), (PULL, PUSH) * 2, strict=True):
-        assert arm.name.startswith(f"{beside.name}, ")
-        for mine, other in zip(specs(arm), specs(beside), strict=True):
-            assert (mine.environment, mine.arguments) == (other.environment, other.arguments)
-            differs = extra_of(mine).items() ^ extra_of(other).items()
-            is_asking = other.name.endswith("decode")
-            expected = {("queue_timeout", QUEUE_SECONDS)} if is_asking else set()
-            assert differs == (expected if arm in BEHIND else {("give_way_after", NEVER_SECONDS)})
 
 
 def answer(lead_nats: float, tokens: int = 2) -> Answer:
