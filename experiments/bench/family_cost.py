@@ -33,12 +33,7 @@ _KEPT: Mapping[str, str] = {
 STOCK = Arm("stock, pull", {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"})
 PULL = Arm("pull, contiguous", {**KVCACHED, **_KEPT})
 PULL_APART = Arm("pull, non-contiguous", {**APART, **_KEPT})
-ARMS = (
-    STOCK,
-    PULL,
-    PULL_APART,
-    Arm("push, contiguous", PULL.environment, {"transfer_mode": "push"}, is_streamed=True),
-)
+ARMS = (STOCK, PULL, PULL_APART, Arm("push, contiguous", PULL.environment, {"transfer_mode": "push"}, is_streamed=True))
 
 
 def answer(run: Run) -> Answer:

@@ -22,15 +22,7 @@ import httpx
 from experiments.bench.samples import Run, Samples
 from experiments.common.client import AnswerError, Client, http_client, offered_blocks
 from experiments.common.device import nixl, with_extra
-from experiments.common.servers import (
-    REPOSITORY,
-    SERVER_SIDE,
-    Asking,
-    Running,
-    Server,
-    ServerSpec,
-    prefill_and_decode,
-)
+from experiments.common.servers import REPOSITORY, SERVER_SIDE, Asking, Running, Server, ServerSpec, prefill_and_decode
 
 PROBE = Path(__file__).resolve().parent / "server_side"
 KVCACHED: Mapping[str, str] = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true"}

@@ -117,13 +117,7 @@ class PairRun:
         return self.pairs[place % len(self.pairs)]
 
     async def _one(
-        self,
-        prompt: Prompt,
-        salt: str,
-        request_id: str,
-        *,
-        place: int = 0,
-        max_tokens: int = MAX_TOKENS,
+        self, prompt: Prompt, salt: str, request_id: str, *, place: int = 0, max_tokens: int = MAX_TOKENS
     ) -> HandOver:
         pair = self._pair(place)
         if self.order == "asked":

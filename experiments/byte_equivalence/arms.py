@@ -166,10 +166,7 @@ def small_pool(page_group_bytes: int, page_groups: int) -> dict[str, str]:
     ``page_group_bytes`` is the memory of one page of block ids over all layers, K and V. kvcached leaves 5 % of the
     device free.
     """
-    return {
-        "KVCACHED_HOSTVMM_GIB": f"{page_groups * page_group_bytes / 0.95 / 2**30:.5f}",
-        **GIVES_BACK,
-    }
+    return {"KVCACHED_HOSTVMM_GIB": f"{page_groups * page_group_bytes / 0.95 / 2**30:.5f}", **GIVES_BACK}
 
 
 def _kv_transfer(arm: Arm, name: str) -> dict[str, object]:

@@ -167,14 +167,7 @@ FAMILIES: Mapping[str, Family] = {
     "falcon-h1": Family(
         "FalconH1Config",
         "FalconH1ForCausalLM",
-        {
-            **_SMALL,
-            "num_hidden_layers": 3,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "mamba_d_ssm": 256,
-            **_MAMBA2,
-        },
+        {**_SMALL, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 256, **_MAMBA2},
         None,
         has_mamba2=True,
     ),

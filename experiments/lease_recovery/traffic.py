@@ -166,11 +166,7 @@ class Traffic:
     ) -> tuple[Verdict, str]:
         try:
             answer = await decode.complete(
-                self.prompts[which],
-                max_tokens=TOKENS,
-                salt=name,
-                request_id=name,
-                kv_transfer_params=params,
+                self.prompts[which], max_tokens=TOKENS, salt=name, request_id=name, kv_transfer_params=params
             )
             found = read_answer(answer, TOKENS).token_ids
         except AnswerError as error:

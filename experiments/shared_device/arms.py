@@ -82,10 +82,7 @@ class Arm:
                 max_model_len=MAX_MODEL_LEN,
                 kv_transfer=self._transfer(side) if self.connector else None,
                 environment=self._elastic(device_name) if self.is_elastic else {},
-                arguments=(
-                    "--num-gpu-blocks-override",
-                    str(DEVICE_BLOCKS if self.is_elastic else SPLIT_BLOCKS[side]),
-                ),
+                arguments=("--num-gpu-blocks-override", str(DEVICE_BLOCKS if self.is_elastic else SPLIT_BLOCKS[side])),
                 forks=True,
             )
             for side in self.sides()

@@ -176,11 +176,7 @@ def run_arm(
 
 
 def offered_and_counted(
-    engines: Engines,
-    targets: Mapping[str, Target],
-    load: Sequence[Arrival],
-    salt: str,
-    say: Callable[[str], None],
+    engines: Engines, targets: Mapping[str, Target], load: Sequence[Arrival], salt: str, say: Callable[[str], None]
 ) -> tuple[list[Received], Counts]:
     """Offer the load; return what came of it, and what the servers have counted meanwhile."""
     before = settled_counts(engines)

@@ -79,10 +79,5 @@ STACKS: tuple[Stack, ...] = (
         asks_both_at_once=("push",),
         most_engines=1,
     ),
-    Stack(
-        "production-stack",
-        "a6c01db0",
-        _before(routers.production_stack),
-        needs=routers.PRODUCTION_STACK,
-    ),
+    Stack("production-stack", "a6c01db0", _before(routers.production_stack), needs=routers.PRODUCTION_STACK),
 )

@@ -271,11 +271,7 @@ class KvProbe:
         if not isinstance(getattr(getattr(connector, last), "__self__", None), Recorder):
             agent = connector.connector_worker.nixl_wrapper
             recorder = Recorder(
-                self._kv_probe_groups(),
-                connector,
-                getattr(connector, first),
-                getattr(connector, last),
-                agent.transfer,
+                self._kv_probe_groups(), connector, getattr(connector, first), getattr(connector, last), agent.transfer
             )
             setattr(connector, first, recorder.begin)
             setattr(connector, last, recorder.finish if last == "get_finished" else recorder.finish_with_results)
