@@ -20,7 +20,7 @@ from experiments.common.counted import hand_overs
 from experiments.common.device import nixl
 from experiments.common.model import ModelShape, make_model
 from experiments.common.report import Verdict
-from experiments.common.servers import ENVIRONMENT, Server, ServerSpec, asking, prefill_and_decode, running
+from experiments.common.servers import ENVIRONMENT, Asking, Running, Server, ServerSpec, prefill_and_decode
 from experiments.stacks.routers import vllm_router
 
 MODEL = ModelShape(layers=8, kv_heads=8, max_positions=4096)
@@ -143,14 +143,11 @@ def _children() -> frozenset[int]:
 @contextlib.contextmanager
 def _running(run: Run, arm: Arm, model: Path) -> Iterator[tuple[str, Sequence[Server]]]:
     """Yield where an arm's requests go, and its servers."""
-    specs = arm.specs(model)
-    if arm.mode and not arm.is_behind:
-        with asking(specs[:1], specs[1], run.logs) as (prefills, decode):
-            yield decode.base_url, [*prefills.servers, decode]
-        return
-    with running(specs, run.logs, run.show) as servers:
-        if not arm.mode:
-            yield servers[0].base_url, servers
+    start = Running if arm.is_behind else Asking
+    with start(arm.specs(model), run.logs, run.show) as launched:
+        servers = launched.ready()
+        if not arm.is_behind:
+            yield servers[-1].base_url, servers
             return
         with vllm_router(servers[:1], servers[1:], run.logs / f"{arm.name}-router.log", run.show) as url:
             yield url, servers

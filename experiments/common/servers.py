@@ -389,8 +389,8 @@ class Asking(Running):
     """Prefill servers, and after them decode servers that ask all of them; their names say their roles."""
 
     def configured(self, spec: ServerSpec) -> ServerSpec:
-        prefills = [one for one in self.servers if "prefill" in one.spec.name]
-        return asks(spec, prefills) if "decode" in spec.name else spec
+        prefills = [one for one in self.servers if role(one.spec.name) == "kv_producer"]
+        return asks(spec, prefills) if role(spec.name) == "kv_consumer" else spec
 
 
 @contextlib.contextmanager

@@ -189,16 +189,26 @@ async def ask(http: httpx.AsyncClient, target: Target, one: Arrival, salt: str) 
         "return_token_ids": True,
     }
     tokens: list[int] = []
+    first = asyncio.Event()
+    reading = asyncio.ensure_future(_read(http, f"{target.url}/v1/completions", body, tokens, found, first))
+    waiting = asyncio.ensure_future(first.wait())
     try:
-        async with asyncio.timeout(PATIENCE_SECONDS) as waiting:
-            found.outcome = await _read(http, f"{target.url}/v1/completions", body, tokens, found, waiting)
-    except TimeoutError:
-        found.outcome = Outcome.LEFT if found.first_token_seconds is None else Outcome.NO_END
-    except (httpx.HTTPError, httpx.StreamError, ValueError, LookupError) as error:
-        found.outcome, found.why = Outcome.FAILED, repr(error)[:200]
-    if found.outcome is Outcome.RIGHT and tokens != list(target.answers[one.prompt][: one.max_tokens]):
-        found.outcome = Outcome.WRONG
-    return found
+        await asyncio.wait({reading, waiting}, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if not first.is_set() and not reading.done():
+            found.outcome = Outcome.LEFT
+            return found
+        await asyncio.wait({reading}, timeout=ANSWER_SECONDS)
+        if reading.done() and not reading.exception():
+            found.outcome = reading.result()
+            if found.outcome is Outcome.RIGHT and tokens != list(target.answers[one.prompt][: one.max_tokens]):
+                found.outcome = Outcome.WRONG
+        elif reading.done():
+            found.outcome, found.why = Outcome.FAILED, repr(reading.exception())[:200]
+        return found
+    finally:
+        for task in (reading, waiting):
+            task.cancel()
+        await asyncio.gather(reading, waiting, return_exceptions=True)
 
 
 async def _read(
@@ -207,7 +217,7 @@ async def _read(
     body: dict[str, Any],
     tokens: list[int],
     found: Received,
-    waiting: asyncio.Timeout,
+    first: asyncio.Event,
 ) -> Outcome:
     begun = last = time.monotonic()
     gaps: list[float] = []
@@ -233,7 +243,7 @@ async def _read(
             now = time.monotonic()
             if found.first_token_seconds is None:
                 found.first_token_seconds = now - begun
-                waiting.reschedule(asyncio.get_running_loop().time() + ANSWER_SECONDS)
+                first.set()
                 gaps += [0.0] * (len(new) - 1)
             else:
                 gaps += [(now - last) / len(new)] * len(new)

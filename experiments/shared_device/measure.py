@@ -18,7 +18,7 @@ import httpx
 
 from experiments.common.device import with_extra
 from experiments.common.report import Narrator
-from experiments.common.servers import Running, ServerError, asking, asks
+from experiments.common.servers import Asking, Running, ServerError, asks
 from experiments.shared_device.arms import BLOCK_SIZE, MODELS, PULL, Arm
 from experiments.shared_device.clients import (
     Arrival,
@@ -77,11 +77,11 @@ def overload(
     seconds, rounds = (QUICK_LOAD_SECONDS, QUICK_ROUNDS) if quick else (LOAD_SECONDS, ROUNDS)
     with contextlib.ExitStack() as stack:
         place = logs / "overload"
-        launched, server = stack.enter_context(asking([prefill], decode, place))
-        engines = {(MODEL, "prefill"): launched.servers[0], (MODEL, "decode"): server}
-        router = stack.enter_context(vllm_router(launched.servers, [server], place / "router.log", narrator.update))
+        pair = stack.enter_context(Asking([prefill, decode], place, narrator.update)).ready()
+        engines = {(MODEL, side): one for side, one in zip(("prefill", "decode"), pair, strict=True)}
+        router = stack.enter_context(vllm_router(pair[:1], pair[1:], place / "router.log", narrator.update))
         prompts, answers = asked[MODEL].prompts, asked[MODEL].answers
-        targets = {ASKS: Target(server.base_url, prompts, answers), BEHIND: Target(router, prompts, answers)}
+        targets = {ASKS: Target(pair[1].base_url, prompts, answers), BEHIND: Target(router, prompts, answers)}
         capacity = asyncio.run(_capacity(targets[BEHIND], QUICK_CAPACITY_SECONDS if quick else CAPACITY_SECONDS))
         narrator.say(f"overload: decode answers {capacity:.2f} requests a second")
         found = {way: Ran(way) for way in WAYS}
