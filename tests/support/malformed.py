@@ -42,14 +42,8 @@ class Asked:
 
 @dataclass
 class Source:
-    """What faults are drawn from.
-
-    Attributes:
-        answers: parameters that prefill answered, also to other requests.
-        ports: ports of loopback: one that no process listens on, one whose listener never answers, and prefill's.
-        ids: of requests that the engines run or keep.
-        prompts: that a request may have.
-    """
+    """What faults are drawn from: parameters that prefill answered, also to other requests; ports of loopback, where no
+    process listens, or a listener never answers, or prefill's; ids of requests; prompts."""
 
     random: random.Random
     answers: Sequence[dict[str, Any]]
@@ -167,11 +161,12 @@ def _again(_: Source, params: dict[str, Any]) -> Any:
     return params
 
 
-def _key(key: str, *values: Any) -> Callable[[Source, dict[str, Any]], Any]:
-    """Return a change that sets a key to one of these values."""
+def _sets(key: str, *values: Any) -> Callable[[Source, Any], Any]:
+    """Return a change that sets a key of the parameters, or a field of the body, to one of these values."""
 
-    def change(source: Source, params: dict[str, Any]) -> Any:
-        return {**params, key: source.one_of(*values)}
+    def change(source: Source, changed: Any) -> Any:
+        (changed.body if isinstance(changed, Asked) else changed)[key] = source.one_of(*values)
+        return changed
 
     change.__name__ = key
     return change
@@ -180,9 +175,9 @@ def _key(key: str, *values: Any) -> Callable[[Source, dict[str, Any]], Any]:
 CHANGES: tuple[Callable[[Source, dict[str, Any]], Any], ...] = (
     *(_drop_a_key, _set_a_key, _set_a_key, _another_requests_value, _other_blocks, _other_blocks, _other_numbers),
     *(_elsewhere, _only_a_role, _only_a_role, _rebuilt_field_by_field, _deep, _again),
-    _key("tp_size", 0, 2, 3, 4, 1024, 1025, 10**9, -1, "1"),
-    _key("do_remote_decode", True, 1, "yes"),
-    _key("transfer_id", "a", "a,b", "x" * 1024, "x" * 1025, "\ud800", 7, ["a"]),
+    _sets("tp_size", 0, 2, 3, 4, 1024, 1025, 10**9, -1, "1"),
+    _sets("do_remote_decode", True, 1, "yes"),
+    _sets("transfer_id", "a", "a,b", "x" * 1024, "x" * 1025, "\ud800", 7, ["a"]),
 )
 
 
@@ -196,8 +191,8 @@ def _sampling(asked: Asked) -> dict[str, Any]:
 
 
 def _rejected(source: Source, asked: Asked) -> None:
-    """A request that vLLM rejects: it tells the connector that a request with the body's id has ended."""
-    asked.body |= {"request_id": source.one_of(*source.ids), "model": "no such model"}
+    """Another id; or a request that vLLM rejects: it tells the connector that one with the body's id has ended."""
+    asked.body |= {"request_id": source.one_of(*source.ids), "model": source.one_of("model", *2 * ["no such model"])}
 
 
 def _rejected_later(source: Source, asked: Asked) -> None:
@@ -205,10 +200,6 @@ def _rejected_later(source: Source, asked: Asked) -> None:
     limit = source.one_of(*[key for key in asked.body if key.startswith("max_")] or ["max_tokens"])
     asked.body |= {"request_id": source.one_of(*source.ids), limit: source.one_of(10**6, 0, -1)}
     asked.prompts = None
-
-
-def _request_id(source: Source, asked: Asked) -> None:
-    asked.body["request_id"] = source.one_of(*source.ids)
 
 
 def _header(source: Source, asked: Asked) -> None:
@@ -245,16 +236,11 @@ def _prompt(source: Source, asked: Asked) -> None:
 
 
 def _what_is_told(source: Source, asked: Asked) -> None:
-    """Request log-probabilities of the answer or of the prompt, or the prompt itself."""
-    where = _sampling(asked) or asked.body
-    where[source.one_of("logprobs", "prompt_logprobs", "echo", "top_logprobs")] = source.one_of(1, True, 5, -1, 0)
-    if "echo" in where:
+    """Request log-probabilities of the answer or of the prompt, or the prompt itself, or beam search."""
+    where, keys = _sampling(asked) or asked.body, ("logprobs", "prompt_logprobs", "echo", "top_logprobs")
+    where[source.one_of(*keys, "use_beam_search")] = source.one_of(1, True, 5, -1, 0)
+    if where.keys() & {"echo", "use_beam_search"}:
         asked.prompts = None
-
-
-def _search(source: Source, asked: Asked) -> None:
-    asked.body |= {"use_beam_search": True, "n": source.one_of(1, 2)}
-    asked.prompts = None
 
 
 def _parameters_of_any_type(source: Source, asked: Asked) -> None:
@@ -274,23 +260,13 @@ def _without_a_field(source: Source, asked: Asked) -> None:
     asked.prompts = None
 
 
-def _field(name: str, *values: Any) -> Callable[[Source, Asked], None]:
-    """Return a change that sets a field of the body to one of these values."""
-
-    def change(source: Source, asked: Asked) -> None:
-        asked.body[name] = source.one_of(*values)
-
-    change.__name__ = name
-    return change
-
-
 BODY_CHANGES: tuple[Callable[[Source, Asked], None], ...] = (
-    *(_request_id, _rejected, _rejected, _rejected_later, _header, _header, _stream, _stream, _fewer_tokens, _prompt),
-    *(_what_is_told, _search, _parameters_of_any_type, _another_value, _without_a_field),
-    _field("model", "no such model", "no-such-adapter", "", None, 7, ["model"], "model"),
-    _field("priority", 0, 1, -1, 2**63, -(2**70), "0", "high", None, 0.5),
-    _field("n", 0, 1, 2, 3, -1, 10**9, "2", None, 1.5),
-    _field("cache_salt", "", "x", "x" * 5000, 7, None, ["x"]),
+    *(_rejected, _rejected, _rejected, _rejected_later, _header, _header, _stream, _stream, _fewer_tokens, _prompt),
+    *(_what_is_told, _parameters_of_any_type, _another_value, _without_a_field),
+    _sets("model", "no such model", "no-such-adapter", "", None, 7, ["model"], "model"),
+    _sets("priority", 0, 1, -1, 2**63, -(2**70), "0", "high", None, 0.5),
+    _sets("n", 0, 1, 2, 3, -1, 10**9, "2", None, 1.5),
+    _sets("cache_salt", "", "x", "x" * 5000, 7, None, ["x"]),
     # Extra arguments that a client may pass to the engine.
-    _field("vllm_xargs", *({"kv_transfer_params": one} for one in ("x", 7, ["x"])), {"session_id": "x" * 3000}, []),
+    _sets("vllm_xargs", *({"kv_transfer_params": one} for one in ("x", 7, ["x"])), {"session_id": "x" * 3000}, []),
 )
