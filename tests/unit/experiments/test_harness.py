@@ -27,13 +27,7 @@ NOT_STARTED = Check("arm", "serves", False, "no", failed_setup=True)
 
 @pytest.mark.parametrize(
     ("rows", "status"),
-    [
-        ([EQUAL], 0),
-        ([EQUAL, UNEQUAL], 1),
-        ([NOT_STARTED, EQUAL], 2),
-        ([NOT_STARTED, UNEQUAL], 1),
-        ([], 2),
-    ],
+    [([EQUAL], 0), ([EQUAL, UNEQUAL], 1), ([NOT_STARTED, EQUAL], 2), ([NOT_STARTED, UNEQUAL], 1), ([], 2)],
 )
 def test_the_exit_status_tells_a_difference_from_a_failed_set_up(rows: list[Check], status: int) -> None:
     """A difference outweighs a server that did not start; having checked nothing is no success."""

@@ -13,13 +13,7 @@ import pytest
 from experiments.common.client import AnswerError, Client
 from experiments.lease_recovery.arms import TOKENS
 from experiments.lease_recovery.chaos import SHORTER, Recovery, Told
-from experiments.lease_recovery.report import (
-    LEAST_REQUESTS,
-    MEMORY_BACK_SECONDS,
-    TOLD_SECONDS,
-    Outcome,
-    judge,
-)
+from experiments.lease_recovery.report import LEAST_REQUESTS, MEMORY_BACK_SECONDS, TOLD_SECONDS, Outcome, judge
 from experiments.lease_recovery.traffic import Ended, Traffic, Verdict
 
 STOOD = f"prefill stands still, {SHORTER}"

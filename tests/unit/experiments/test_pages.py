@@ -13,13 +13,7 @@ from experiments.common.pages import PageCount, PageWatch, count_pages, own_name
 
 @pytest.mark.parametrize(
     ("levels", "mapped", "unmapped", "remapped"),
-    [
-        ([], 0, 0, 0),
-        ([4], 0, 0, 0),
-        ([0, 2, 6], 6, 0, 0),
-        ([6, 2, 0], 0, 6, 0),
-        ([0, 4, 2, 6], 8, 2, 4),
-    ],
+    [([], 0, 0, 0), ([4], 0, 0, 0), ([0, 2, 6], 6, 0, 0), ([6, 2, 0], 0, 6, 0), ([0, 4, 2, 6], 8, 2, 4)],
 )
 def test_only_a_rise_after_a_fall_is_a_remap(levels: list[int], mapped: int, unmapped: int, remapped: int) -> None:
     """A pool that only grows, or only shrinks, has remapped nothing."""

@@ -5,20 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.byte_equivalence.prompts import (
-    DAMAGED_BLOCKS,
-    Prompt,
-    damage_prompts,
-    fewest_received,
-    fixed_prompts,
-)
+from experiments.byte_equivalence.arm_run import CONCURRENCY
+from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt, damage_prompts, fewest_received, fixed_prompts
 
 BLOCK = 32
 
 
-def prompts() -> list[Prompt]:
-    """Return the prompts as the harness makes them."""
-    return fixed_prompts(block_size=BLOCK, max_batched=512, max_prompt=1900, vocabulary=512)
+def test_a_round_is_32_at_a_time() -> None:
+    assert len(fixed_prompts(block_size=BLOCK, max_batched=512, max_prompt=1900, vocabulary=512)) == CONCURRENCY
 
 
 def test_the_damaged_prompts_share_no_block() -> None:

@@ -19,11 +19,7 @@ import httpx
 from experiments.common.client import Answer
 from experiments.common.servers import ServerError
 from experiments.shared_device import clients
-from experiments.shared_device.arms import (
-    DEVICE_BYTES,
-    PULL,
-    STATIC,
-)
+from experiments.shared_device.arms import DEVICE_BYTES, PULL, STATIC
 from experiments.shared_device.clients import (
     LENGTHS,
     MAX_TOKENS,
@@ -181,10 +177,7 @@ RAN = Ran(PULL.name, 10.0, [GOOD], Counts(1000, 900, revoked=2), SAMPLES)
         (RAN, []),
         (dataclasses.replace(RAN, received=[received(outcome=Outcome.WRONG)]), ["wrong answers"]),
         (dataclasses.replace(RAN, received=[received(outcome=Outcome.NO_END)]), ["wrong answers"]),
-        (
-            dataclasses.replace(RAN, samples=[Sample(0.0, {"a, decode": DEVICE_BYTES + 1})]),
-            ["within the device"],
-        ),
+        (dataclasses.replace(RAN, samples=[Sample(0.0, {"a, decode": DEVICE_BYTES + 1})]), ["within the device"]),
         (dataclasses.replace(RAN, arm=STATIC.name, received=[received(outcome=Outcome.WRONG)]), []),
         (Ran(PULL.name, not_run="it does not start"), ["serves throughout"]),
         (Ran(STATIC.name, not_run="it does not start"), []),

@@ -61,8 +61,7 @@ def test_an_answer_is_right_only_if_it_is_that_of_one_instance(changed: dict[str
 
 
 @pytest.mark.parametrize(
-    ("pieces", "verdict"),
-    [([], Verdict.ERROR), (["a", "b"], Verdict.BROKEN), (["a", "x"], Verdict.WRONG)],
+    ("pieces", "verdict"), [([], Verdict.ERROR), (["a", "b"], Verdict.BROKEN), (["a", "x"], Verdict.WRONG)]
 )
 def test_what_came_before_an_error_must_be_right(
     monkeypatch: pytest.MonkeyPatch, pieces: list[str], verdict: Verdict
