@@ -97,17 +97,6 @@ def free_ports(count: int) -> list[int]:
     )
 
 
-def group_is_alive(group: int) -> bool:
-    """Return whether any process of ``group`` still runs; zombies do not count."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            # The command's name, in parentheses, may contain spaces and parentheses; then come state, parent, group.
-            state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(found) == group and state not in "ZX":
-                return True
-    return False
-
-
 @dataclass(frozen=True)
 class ServerSpec:
     """Configuration of one server: a name for its log, the model, and the settings of its arm.
@@ -229,11 +218,11 @@ class Server:
         }
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes of the server's session."""
+        """Return all processes of the server's session that still run; zombies do not count."""
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(ProcessLookupError):
-                if os.getsid(process.pid) == self.process.pid:
+            with contextlib.suppress(ProcessLookupError, psutil.Error):
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -285,7 +274,7 @@ class Server:
         self.kill()
         # The ports and the memory are free for the next server only when every process has ended.
         deadline = time.monotonic() + STOP_SECONDS
-        while group_is_alive(self.process.pid) and time.monotonic() < deadline:
+        while self.processes() and time.monotonic() < deadline:
             time.sleep(0.02)
         for leftover in [
             *Path("/dev/shm").glob(f"*{self.identity}*"),
