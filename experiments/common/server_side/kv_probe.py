@@ -107,12 +107,11 @@ class Recorder:
                 remote = normalise_block_ids(meta.remote.block_ids)
                 local = normalise_block_ids(meta.local_block_ids)
                 self._await(request_id, Pending(request_id, meta.remote.request_id, local, remote))
-        told = () if step is None else step.commands
-        # By their names: stock servers are probed without the package.
-        for wanted in (one for one in told if type(one).__name__ == "FetchSpec"):
-            self._await(str(wanted.attempt), self._wanted(wanted))
-        for one in (one for one in told if type(one).__name__ == "OfferUpdate"):
-            if one.ready_tokens:
+        for one in () if step is None else step.commands:
+            # By their names: stock servers are probed without the package.
+            if type(one).__name__ == "FetchSpec":
+                self._await(str(one.attempt), self._wanted(one))
+            elif type(one).__name__ == "OfferUpdate" and one.ready_tokens:
                 name = one.name if step_pushes(self.connector) else one.request_id
                 self.offered[one.request_id] = (name, [list(group.block_ids) for group in one.groups])
         return self.call_begin(*args, **kwargs)
@@ -127,14 +126,11 @@ class Recorder:
         )
 
     def finish(self, *args: Any, **kwargs: Any) -> Any:
-        finished_sending, finished_receiving = self.call_finish(*args, **kwargs)
-        self._note_finished(finished_sending, finished_receiving)
-        return finished_sending, finished_receiving
-
-    def finish_with_results(self, *args: Any, **kwargs: Any) -> Any:
-        results = self.call_finish(*args, **kwargs)
-        self._note_finished(results.finished_sending, results.finished_recving)
-        return results
+        found = self.call_finish(*args, **kwargs)
+        # From vLLM 0.30 on, an object of results.
+        has_names = hasattr(found, "finished_sending")
+        self._note_finished(*(found.finished_sending, found.finished_recving) if has_names else found)
+        return found
 
     def _note_finished(self, finished_sending: set[str], finished_receiving: set[str]) -> None:
         side = vars(self.connector).get(SIDE)
@@ -274,7 +270,7 @@ class KvProbe:
                 self._kv_probe_groups(), connector, getattr(connector, first), getattr(connector, last), agent.transfer
             )
             setattr(connector, first, recorder.begin)
-            setattr(connector, last, recorder.finish if last == "get_finished" else recorder.finish_with_results)
+            setattr(connector, last, recorder.finish)
             agent.transfer = recorder.transfer
         return {"connector": type(connector).__qualname__}
 
