@@ -42,28 +42,6 @@ What does it cost to hand over a model that keeps KV in several KV-cache groups?
 targets, for each model, medians:
   time to first token, pull contiguous / stock pull       <= 1.15
   a prompt's descriptors, contiguous / non-contiguous     <= 0.5""",
-        "handshake_cost": """\
-What does the first hand-over of a pair cost, and does the cost grow with the memory that kvcached reserves?
-  Fresh pairs, which take turns: this package in both layouts, and kvcached with its own NIXL patch, each with 1, 8 and
-  60 GiB reserved and beside stock vLLM. The very first hand-over; cold hand-overs, which include a handshake (the first
-  one, and twenty more, each after decode was made to forget its peer); decode's resident memory; descriptors per block;
-  and the time that this package's wrappers add to a decode step. --only names arms; --rounds is 2.
-targets, for this package (cold figures are first quartiles over all rounds: other load on the machine only adds time):
-  cold hand-over at 60 GiB   <= 1.3 x the one at 1 GiB, <= 1.2 x stock
-  resident memory            <= 64 MiB more at 60 GiB than at 1 GiB
-  wrappers                   <  1 % of a decode step""",
-        "transfer_rate": """\
-Which fraction of plain NIXL's rate does a long hand-over reach, with the same bytes in the same descriptors?
-  Two processes with real agents hand over 64k tokens, 1 GiB: 32 layers with K and V of 256 bytes a token each, in
-  blocks of 16 tokens that are scattered over the pool, so that none can be joined. A block is one descriptor of 256 KiB
-  (contiguous) or 64 of 4 KiB (non-contiguous). A hand-over is timed from the step that passes the request to decode's
-  worker until the engine is told that the KV has arrived. Plain NIXL is one transfer, polled without a pause. With idle
-  engines, and with engines that compute: a thread on each side that uses Python's interpreter for 2 ms and then leaves
-  it for 2 ms. --only names settings; --rounds is 5.
-targets, over shared memory and TCP, in both directions and layouts:
-  with idle engines >= 0.9 of plain NIXL's rate, with engines that compute >= 0.8 (medians)
-  the engine's pieces of work take <= 1.02 times as long as beside plain NIXL (means)
-  posting one batch of this package blocks the interpreter for <= 1 ms (median of 20)""",
         "bench_serve": """\
 What does vLLM's own load generator measure with prefill/decode, beside stock prefill/decode?
   `vllm bench serve` with random prompts of 512 to 1,536 tokens and answers of 32 to 96, against one prefill and one

@@ -20,14 +20,13 @@ from experiments.common.counted import hand_overs
 from experiments.common.device import nixl
 from experiments.common.model import ModelShape, make_model
 from experiments.common.report import Verdict
-from experiments.common.servers import ENVIRONMENT, Server, ServerSpec, asking, prefill_and_decode, running
+from experiments.common.servers import ENVIRONMENT, Asking, Running, Server, ServerSpec, prefill_and_decode
 from experiments.stacks.routers import vllm_router
 
 MODEL = ModelShape(layers=8, kv_heads=8, max_positions=4096)
 INPUT_TOKENS, OUTPUT_TOKENS = 1024, 64
 PROMPTS, QUICK_PROMPTS = {1: 6, 8: 16, 64: 64}, {8: 16}
 """Prompts of a run, by how many are in flight at a time."""
-ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def measure(run: Run, samples: Samples, arms: Sequence[Arm]) -> dict[str, tuple[
     was asked, and how many of them decode got KV for."""
     os.environ.update(ENVIRONMENT)
     prompts = QUICK_PROMPTS if run.quick else PROMPTS
-    rounds = 1 if run.quick else run.rounds or ROUNDS
+    rounds = run.times(3, 1)
     model = make_model(MODEL)
     with contextlib.ExitStack() as stack:
         deployed = []
@@ -144,14 +143,11 @@ def _children() -> frozenset[int]:
 @contextlib.contextmanager
 def _running(run: Run, arm: Arm, model: Path) -> Iterator[tuple[str, Sequence[Server]]]:
     """Yield where an arm's requests go, and its servers."""
-    specs = arm.specs(model)
-    if arm.mode and not arm.is_behind:
-        with asking(specs[:1], specs[1], run.logs) as (prefills, decode):
-            yield decode.base_url, [*prefills.servers, decode]
-        return
-    with running(specs, run.logs, run.show) as servers:
-        if not arm.mode:
-            yield servers[0].base_url, servers
+    start = Running if arm.is_behind else Asking
+    with start(arm.specs(model), run.logs, run.show) as launched:
+        servers = launched.ready()
+        if not arm.is_behind:
+            yield servers[-1].base_url, servers
             return
         with vllm_router(servers[:1], servers[1:], run.logs / f"{arm.name}-router.log", run.show) as url:
             yield url, servers

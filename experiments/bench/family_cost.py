@@ -4,22 +4,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 
-from experiments.bench.pairs import APART, KVCACHED, Arm, Router, in_turn, pair_specs, running_pairs
+from experiments.bench.pairs import APART, FORMS, KVCACHED, Arm, Comparison, Router, pair_specs
 from experiments.bench.samples import Answer, Column, Run, Samples
-from experiments.common.client import AnswerError, http_client
+from experiments.common.client import AnswerError
 from experiments.common.counted import counters
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import GQA, make_model
 from experiments.common.report import Verdict
-from experiments.common.servers import Server, ServerSpec
+from experiments.common.servers import ServerSpec
 
 ONE_GROUP = "one group"
 """A model with grouped-query attention in all layers, to compare with."""
 MODELS = (ONE_GROUP, "gemma4", "nemotron-h")
 LENGTHS = (512, 1900)
-ROUNDS, QUICK_ROUNDS = 10, 5
 SLOWEST = 1.15
 """Pull's time to first token, as a multiple of stock's."""
 COUNTERS = {"descriptors": "vllm:nixl_num_descriptors_sum", "bytes": "vllm:nixl_bytes_transferred_sum"}
@@ -33,32 +33,26 @@ _KEPT: Mapping[str, str] = {
 STOCK = Arm("stock, pull", {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"})
 PULL = Arm("pull, contiguous", {**KVCACHED, **_KEPT})
 PULL_APART = Arm("pull, non-contiguous", {**APART, **_KEPT})
-ARMS = (
-    STOCK,
-    PULL,
-    PULL_APART,
-    Arm("push, contiguous", PULL.environment, {"transfer_mode": "push"}, is_streamed=True),
-)
+ARMS = (STOCK, PULL, PULL_APART, Arm("push, contiguous", PULL.environment, {"transfer_mode": "push"}, is_streamed=True))
 
 
 def answer(run: Run) -> Answer:
     """Measure every model."""
-    samples = Samples(("{}", "{} tokens"))
-    rounds = QUICK_ROUNDS if run.quick else run.rounds or ROUNDS
+    samples = Samples(FORMS)
+    rounds = dict.fromkeys(((length, 1) for length in LENGTHS), run.times(10, 5))
     for model in run.chosen(MODELS):
-        with running_pairs(ARMS, lambda arm, model=model: specs(arm, model), run.logs, run.show) as pairs:  # type: ignore[misc]
-            asyncio.run(_take_turns(run, samples, model, rounds, pairs))
+        Comparison(ARMS, functools.partial(specs, model), ask, rounds).measure(run, samples, model)
         run.tell(f"{model}: done")
     columns = (
         Column("first token, ms", "first_token", digits=1),
         Column("descriptors", "descriptors", 1),
         Column("KiB", "bytes", 1 / 1024),
     )
-    table = samples.table(f"hand-overs by family, vLLM {run.vllm}, {rounds} rounds; medians", columns)
-    return Answer([table], judge(samples), {"rounds": rounds, "samples": samples.as_json()})
+    table = samples.table(f"hand-overs by family, vLLM {run.vllm}; medians", columns)
+    return Answer([table], judge(samples), {"samples": samples.as_json()})
 
 
-def specs(arm: Arm, model: str) -> list[ServerSpec]:
+def specs(model: str, arm: Arm) -> list[ServerSpec]:
     """Return the configurations of P and D of an arm."""
     if model == ONE_GROUP:
         return pair_specs(arm, model, {}, model=make_model(GQA), dtype="float32", forks=True)
@@ -75,20 +69,7 @@ def specs(arm: Arm, model: str) -> list[ServerSpec]:
     )
 
 
-async def _take_turns(run: Run, samples: Samples, model: str, rounds: int, pairs: Sequence[Sequence[Server]]) -> None:
-    async with http_client(2) as http:
-        routers = [Router(arm, *pair, http) for arm, pair in zip(ARMS, pairs, strict=True)]
-        for turn in range(rounds + 1):
-            for length in LENGTHS:
-                run.show(f"{model}: {length} tokens, round {turn} of {rounds}")
-                for router in in_turn(routers, turn):
-                    found = await _hand_over(router, length)
-                    # Not measured: handshakes, and the first touch of memory.
-                    if turn:
-                        samples.add((model, length), router.arm.name, **found)
-
-
-async def _hand_over(router: Router, length: int) -> dict[str, float]:
+async def ask(router: Router, length: int, _: int) -> list[dict[str, float]]:
     """Return the seconds until decode's first token, and what both servers have counted meanwhile."""
     before = await _counted(router)
     seconds = (await router.hand_over(length)).first_token_seconds
@@ -99,7 +80,7 @@ async def _hand_over(router: Router, length: int) -> dict[str, float]:
         after = await _counted(router)
         moved = {what: after[what] - before[what] for what in COUNTERS}
         if moved["bytes"]:
-            return {"first_token": seconds, **moved}
+            return [{"first_token": seconds, **moved}]
         await asyncio.sleep(0.05)
     raise AnswerError(f"found no bytes moved by {router.arm.name}; expected a hand-over. See the logs.")
 

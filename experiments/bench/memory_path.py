@@ -13,16 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
-from rich.table import Table
 
 from experiments.bench import push_vs_pull
-from experiments.bench.pairs import KVCACHED, Arm, Router, pair_specs
-from experiments.bench.push_vs_pull import BLOCK_SIZE, FORMS, KV_BYTES_PER_TOKEN, MODEL, SHARED_MEMORY, TCP, Load
+from experiments.bench.pairs import FORMS, KVCACHED, Arm, Router, pair_specs
+from experiments.bench.push_vs_pull import BLOCK_SIZE, KV_BYTES_PER_TOKEN, MODEL, SHARED_MEMORY, TCP, Load
 from experiments.bench.samples import Answer, Column, Run, Samples
 from experiments.common.client import AnswerError, at_a_time, http_client
 from experiments.common.model import make_model
 from experiments.common.pages import PageWatch
-from experiments.common.report import Verdict, finish, line, make_panels, make_table, save
+from experiments.common.report import Verdict, finish, line, make_panels, save
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
 
 PARTS = ("memory", "first-token", "pages")
@@ -42,6 +41,18 @@ LATE_SECONDS = 0.5
 """Under load, time between prefill's answer and decode's request, as with a router that waits for room on decode."""
 CLIENTS = 4
 MIB = 2**20
+PAGES = (
+    Column("blocks in use for", "occupied"),
+    Column("pages mapped for", "mapped"),
+    Column("copied for", "copied"),
+    Column("first token after", "whole"),
+)
+LOADED = (
+    Column("requests/s", "rate", 1, 1),
+    Column("mapped, MiB", "mapped", 1 / MIB),
+    Column("of the pool, %", "share", 100),
+    Column("page groups free for a second model", "free", 1 / PAGE_GROUP_BYTES, 1),
+)
 
 
 def staged(arm: Arm, gib: float | None = None) -> Arm:
@@ -67,23 +78,17 @@ def answer(run: Run) -> Answer:
     if "first-token" in parts:
         for transport in (TCP, SHARED_MEMORY):
             load = FIRST_TOKEN_QUICK if run.quick else FIRST_TOKEN
-            push_vs_pull.measure(run, first, (*ARMS, VERIFIED), [transport], load)
+            push_vs_pull.comparison((*ARMS, VERIFIED), transport, load).measure(run, first, transport.name)
     if "pages" in parts:
         for arm in ARMS:
             measure_pages(run, pages, loaded, arm)
     title = f"direct and staged, vLLM {run.vllm}"
-    columns = [
-        Column(heading, figure)
-        for heading, figure in (
-            *(("blocks in use for", "occupied"), ("pages mapped for", "mapped")),
-            *(("copied for", "copied"), ("first token after", "whole")),
-        )
-    ]
     tables = []
     if first.figures:
         tables.append(push_vs_pull.table_of(first, f"{title}; milliseconds"))
     if pages.figures:
-        tables += [pages.table(f"{title}: after prefill's last step, ms", columns), table_of_loaded(loaded)]
+        words = "under load, with late requests to decode: prefill's pool on average"
+        tables += [pages.table(f"{title}: after prefill's last step, ms", PAGES), loaded.table(words, LOADED)]
     content = {"memory": memory, "first_token": first, "pages": pages, "under_load": loaded}
     return Answer(
         tables,
@@ -259,8 +264,8 @@ class _Watched:
         return time.monotonic()
 
     async def load(self, requests: int, length: int) -> dict[str, float]:
-        """Hand prompts over, ``CLIENTS`` at a time, with late requests to decode; return the rate, the bytes of
-        prefill's pool mapped on average, and its size."""
+        """Hand prompts over, ``CLIENTS`` at a time, with late requests to decode; return the rate, and how
+        much of prefill's pool is mapped on average, and free."""
         calls = (self.router.hand_over(length, TOKENS, late_seconds=LATE_SECONDS) for _ in range(requests))
         begun, area, last = time.monotonic(), 0.0, time.monotonic()
         asking = asyncio.create_task(at_a_time(CLIENTS, calls))
@@ -269,7 +274,8 @@ class _Watched:
             now = time.monotonic()
             area, last = area + (self.watch.mapped_bytes() or 0) * (now - last), now
         await asking
-        return {"rate": requests / (last - begun), "mapped": area / (last - begun), "pool": self.watch.limit_bytes}
+        mapped, pool = area / (last - begun), self.watch.limit_bytes
+        return {"rate": requests / (last - begun), "mapped": mapped, "share": mapped / pool, "free": pool - mapped}
 
 
 def judge_pages(samples: Samples) -> list[Verdict]:
@@ -287,17 +293,6 @@ def judge_pages(samples: Samples) -> list[Verdict]:
                 )
             )
     return rows
-
-
-def table_of_loaded(samples: Samples) -> Table:
-    """Return a table of how much of prefill's pool is free for another model."""
-    rows = []
-    for arm in samples.arms:
-        rate, mapped, pool = (samples.median((), arm, name) for name in ("rate", "mapped", "pool"))
-        free = (pool - mapped) / PAGE_GROUP_BYTES
-        rows.append([arm, f"{rate:.1f}", f"{mapped / MIB:.0f}", f"{mapped / pool:.0%}", f"{free:.1f}"])
-    columns = ("arm", "requests/s", "mapped, MiB", "of the pool", "page groups free for a second model")
-    return make_table("under load, with late requests to decode: prefill's pool on average", columns, rows)
 
 
 def plot(pages: Samples, loaded: Samples, title: str, path: Path) -> None:

@@ -12,16 +12,17 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
-from experiments.common.client import AnswerError, Client, offered_blocks
-from experiments.common.device import nixl
-from experiments.common.servers import REPOSITORY, SERVER_SIDE, Server, ServerSpec, prefill_and_decode, running
+from experiments.bench.samples import Run, Samples
+from experiments.common.client import AnswerError, Client, http_client, offered_blocks
+from experiments.common.device import nixl, with_extra
+from experiments.common.servers import REPOSITORY, SERVER_SIDE, Asking, Running, Server, ServerSpec, prefill_and_decode
 
 PROBE = Path(__file__).resolve().parent / "server_side"
 KVCACHED: Mapping[str, str] = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true"}
@@ -39,6 +40,8 @@ class Arm:
         environment: of both servers; empty for stock vLLM on its own memory.
         is_streamed: both servers get their requests at once, and blocks are transferred while prefill computes. Else
             decode gets the parameters of prefill's answer.
+        asks: decode is asked, and asks prefill.
+        takes_both: decode can do so, and takes what a router sends, too.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Arm:
     extra: Mapping[str, object] = field(default_factory=dict)
     connector: str = "NixlConnector"
     is_streamed: bool = False
+    asks: bool = False
+    takes_both: bool = False
 
     @property
     def servers(self) -> str:
@@ -58,22 +63,10 @@ def pair_specs(arm: Arm, place: str, environment: Mapping[str, str], **more: Any
     search = os.pathsep.join(map(str, (SERVER_SIDE, PROBE, REPOSITORY)))
     arguments = ("--worker-extension-cls", "bench_probe.BenchProbe", *more.pop("arguments", ()))
     config = {**nixl("", arm.extra), "kv_connector": arm.connector}
+    if arm.takes_both:
+        config = with_extra(config, {"accept_kv_transfer_params": True})
     made = {"PYTHONPATH": search, **environment, **arm.environment}
     return prefill_and_decode(f"{arm.name}-{place}", config, environment=made, arguments=arguments, **more)
-
-
-@contextlib.contextmanager
-def running_pairs(
-    arms: Sequence[Arm], specs: Callable[[Arm], list[ServerSpec]], logs: Path, show: Callable[[str], None]
-) -> Iterator[list[list[Server]]]:
-    """Start a pair for each configuration of servers, and yield each arm's."""
-    with contextlib.ExitStack() as stack:
-        pairs: dict[str, list[Server]] = {}
-        for arm in arms:
-            # Started one after another: on few cores, all together would start too slowly.
-            if arm.servers not in pairs:
-                pairs[arm.servers] = stack.enter_context(running(specs(arm), logs, show))
-        yield [pairs[arm.servers] for arm in arms]
 
 
 def in_turn(items: Sequence[One], turn: int) -> Sequence[One]:
@@ -82,14 +75,67 @@ def in_turn(items: Sequence[One], turn: int) -> Sequence[One]:
     return (*items[first:], *items[:first])
 
 
+FORMS = ("{}", "{} tokens", "{} at a time")
+"""How settings are written."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Arms that take turns with the same load.
+
+    Attributes:
+        specs: returns the configurations of P and D of an arm.
+        ask: sends so many prompts of so many tokens at once, and returns the figures of each.
+        rounds: how often, by prompt tokens and number at a time.
+        prepare: is called with the first part of the settings before its load is sent.
+    """
+
+    arms: Sequence[Arm]
+    specs: Callable[[Arm], list[ServerSpec]]
+    ask: Callable[[Router, int, int], Awaitable[Sequence[Mapping[str, float]]]]
+    rounds: Mapping[tuple[int, int], int]
+    prepare: Callable[[str, Router], Awaitable[None]] | None = None
+
+    def measure(self, run: Run, samples: Samples, *names: str) -> None:
+        """Start all pairs, send the load to all arms in turn, once for each of ``names``, and stop the servers."""
+        with contextlib.ExitStack() as stack:
+            pairs: dict[str, list[Server]] = {}
+            for arm in self.arms:
+                # Started one after another: on few cores, all together would start too slowly.
+                if arm.servers not in pairs:
+                    start = Asking if arm.takes_both else Running
+                    launched = stack.enter_context(start(self.specs(arm), run.logs, run.show))
+                    pairs[arm.servers] = launched.ready()
+            asyncio.run(self._send(run, samples, pairs, names))
+
+    async def _send(
+        self, run: Run, samples: Samples, pairs: Mapping[str, Sequence[Server]], names: Sequence[str]
+    ) -> None:
+        longest, most = (max(sizes) for sizes in zip(*self.rounds, strict=True))
+        turns = itertools.count()
+        async with http_client(most) as http:
+            routers = [Router(arm, *pairs[arm.servers], http) for arm in self.arms]
+            for router in routers:
+                # Not measured: the handshake, both sides' first steps and the first touch of their memory.
+                run.show(f"{router.arm.name}: warming up")
+                await self.ask(router, longest, most)
+            for name in names:
+                if self.prepare:
+                    await self.prepare(name, routers[0])
+                for (length, number), times in self.rounds.items():
+                    run.show(f"{name}: {length} tokens, {number} at a time")
+                    for router in itertools.chain(*(in_turn(routers, next(turns)) for _ in range(times))):
+                        for figures in await self.ask(router, length, number):
+                            samples.add((name, length, number), router.arm.name, **figures)
+
+
 class Handed(NamedTuple):
-    """When a client asked, when it had prefill's answer, and when each token of decode's answer came.
+    """When a client asked, and when each token of the answer came.
 
     In seconds of ``time.perf_counter``, which on Linux is the monotonic clock that all processes share.
     """
 
     asked: float
-    offered: float
     tokens: list[float]
 
     @property
@@ -115,23 +161,18 @@ class Router:
         """
         name, prompt = self._next(length)
         asked = time.perf_counter()
+        if self.arm.asks:
+            return Handed(asked, await self.decode.token_times(prompt, tokens, name, None))
         if self.arm.is_streamed and late_seconds is None:
             params = {**self.coordinates, "do_remote_prefill": True, "transfer_id": name}
             decoding = asyncio.create_task(self.decode.token_times(prompt, tokens, name, params))
             await self.prefill.offer(prompt, salt=name, request_id=name, transfer_id=name)
-            return Handed(asked, time.perf_counter(), await decoding)
+            return Handed(asked, await decoding)
         params = await self.prefill.offer(prompt, salt=name, request_id=name)
         if not offered_blocks(params) and self.arm.connector == "NixlConnector":
             raise AnswerError(f"{name}: found no blocks in prefill's answer; expected a hand-over. See prefill's log.")
         await asyncio.sleep(late_seconds or 0.0)
-        offered = time.perf_counter()
-        return Handed(asked, offered, await self.decode.token_times(prompt, tokens, name, params))
-
-    async def ask_decode(self, length: int, tokens: int = 1) -> Handed:
-        """Ask decode only, which asks prefill."""
-        name, prompt = self._next(length)
-        asked = time.perf_counter()
-        return Handed(asked, asked, await self.decode.token_times(prompt, tokens, name, None))
+        return Handed(asked, await self.decode.token_times(prompt, tokens, name, params))
 
     def _next(self, length: int) -> tuple[str, list[int]]:
         number = next(self.names)

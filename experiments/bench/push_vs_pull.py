@@ -4,25 +4,25 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from experiments.bench.pairs import KVCACHED, Arm, Router, in_turn, pair_specs, running_pairs
+from experiments.bench.pairs import FORMS, KVCACHED, Arm, Comparison, Router, pair_specs
 from experiments.bench.samples import Answer, Column, Run, Samples, Setting, percentile
-from experiments.common.client import http_client
 from experiments.common.model import ModelShape, make_model
 from experiments.common.report import Verdict, finish, line, make_panels, save
-from experiments.common.servers import Server, ServerSpec
+from experiments.common.servers import ServerSpec
 
 MODEL = ModelShape(
     layers=8,
@@ -45,7 +45,6 @@ NUM_BLOCKS = 2304
 """A little more than eight of the longest prompts; 1.1 GiB."""
 KV_GIB = 2
 TOKENS = 16
-FORMS = ("over {}", "{} tokens", "{} at a time")
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,15 @@ class Load:
     most_rounds: int = 6
     tokens: int = 24_576
 
-    def rounds(self, length: int, at_a_time: int) -> int:
-        """Return how often ``at_a_time`` prompts of ``length`` tokens are sent at once."""
+    @property
+    def rounds(self) -> dict[tuple[int, int], int]:
+        """How often ``at_a_time`` prompts of ``length`` tokens are sent at once."""
         least = {1: 3, 2: 2}
-        return max(least.get(at_a_time, 1), min(self.most_rounds, self.tokens // (length * at_a_time)))
+        return {
+            (length, number): max(least.get(number, 1), min(self.most_rounds, self.tokens // (length * number)))
+            for length in self.lengths
+            for number in self.at_a_time
+        }
 
 
 FULL = Load()
@@ -114,23 +118,27 @@ def answer(run: Run) -> Answer:
     arms = [arm for arm in ARMS if arm is not STOCK_PUSH or run.vllm.startswith("0.28")]
     rates: dict[str, dict[str, float | None]] = {}
 
-    def enter_network(transport: Transport, prefill_tokens_per_second: float) -> None:
-        makes_gbit = prefill_tokens_per_second * KV_BYTES_PER_TOKEN * 8 / 1e9
+    async def enter_network(name: str, router: Router) -> None:
+        transport = TRANSPORTS[name]
+        makes_gbit = await _prefill_tokens_per_second(router, max(load.lengths)) * KV_BYTES_PER_TOKEN * 8 / 1e9
         carries_gbit = None if transport.of_prefill is None else round(makes_gbit * transport.of_prefill, 2)
         if has_network:
             limit(carries_gbit)
         rates[transport.name] = {"prefill makes": round(makes_gbit, 2), "it carries": carries_gbit}
         run.tell(f"over {transport.name}; Gbit/s: {rates[transport.name]}")
 
-    samples = Samples(FORMS)
-    for _, same in itertools.groupby(transports, key=lambda one: dict(one.environment)):
-        measure(run, samples, arms, list(same), QUICK if run.quick else FULL, enter_network)
+    samples, load = Samples(FORMS), QUICK if run.quick else FULL
+    for _, group in itertools.groupby(transports, key=lambda one: dict(one.environment)):
+        # The same servers can use all of them.
+        first, *others = group
+        turns = replace(comparison(arms, first, load), prepare=enter_network)
+        turns.measure(run, samples, first.name, *(one.name for one in others))
     title = f"push against pull, vLLM {run.vllm}; milliseconds"
     content = {"gbit_per_second": rates, "samples": samples.as_json()}
     return Answer([table_of(samples, title)], judge(samples), content, lambda path: plot(samples, run.vllm, path))
 
 
-def specs(arm: Arm, transport: Transport, model: Path) -> list[ServerSpec]:
+def specs(transport: Transport, model: Path, arm: Arm) -> list[ServerSpec]:
     """Return the configurations of P and D of an arm over a transport."""
     sizes = sizes_of(model, NUM_BLOCKS, CHUNK_TOKENS)
     return pair_specs(arm, transport.name, transport.environment, kv_space_gib=KV_GIB, **sizes)
@@ -149,50 +157,26 @@ def sizes_of(model: Path, num_blocks: int, batched_tokens: int) -> dict[str, Any
     }
 
 
-def measure(
-    run: Run,
-    samples: Samples,
-    arms: Sequence[Arm],
-    transports: Sequence[Transport],
-    load: Load,
-    enter_network: Callable[[Transport, float], None] = lambda *_: None,
-) -> None:
-    """Start all pairs, send the load to all arms in turn, stop the servers.
-
-    Args:
-        transports: transports with the same environment, so that the same servers can use all of them.
-        enter_network: called with each transport, and with the tokens that prefill computes per second.
-    """
-    model = make_model(MODEL)
-    with running_pairs(arms, lambda arm: specs(arm, transports[0], model), run.logs, run.show) as pairs:
-        asyncio.run(_take_turns(run, samples, arms, pairs, transports, load, enter_network))
+def comparison(arms: Sequence[Arm], transport: Transport, load: Load) -> Comparison:
+    """Return what sends ``load`` to ``arms`` over a transport."""
+    return Comparison(arms, functools.partial(specs, transport, make_model(MODEL)), ask, load.rounds)
 
 
-async def _take_turns(
-    run: Run,
-    samples: Samples,
-    arms: Sequence[Arm],
-    pairs: Sequence[Sequence[Server]],
-    transports: Sequence[Transport],
-    load: Load,
-    enter_network: Callable[[Transport, float], None],
-) -> None:
-    turns = itertools.count()
-    async with http_client(max(load.at_a_time)) as http:
-        routers = [Router(arm, *pair, http) for arm, pair in zip(arms, pairs, strict=True)]
-        for router in {router.arm.servers: router for router in routers}.values():
-            # Not measured: the handshake, both sides' first steps and the first touch of their memory.
-            run.show(f"warming up, {router.arm.name}")
-            for side in (router.prefill, router.decode):
-                await side.probe("time_transfers")
-            await asyncio.gather(*(router.hand_over(max(load.lengths), TOKENS) for _ in range(max(load.at_a_time))))
-        for transport in transports:
-            enter_network(transport, await _prefill_tokens_per_second(routers[0], max(load.lengths)))
-            for length, at_a_time in itertools.product(load.lengths, load.at_a_time):
-                run.show(f"over {transport.name}: {length} tokens, {at_a_time} at a time")
-                for _ in range(load.rounds(length, at_a_time)):
-                    for router in in_turn(routers, next(turns)):
-                        await _together(samples, (transport.name, length, at_a_time), router)
+async def ask(router: Router, length: int, number: int) -> list[dict[str, float]]:
+    """Return each request's time to first token and per token; of one alone, also the transfer after the last step."""
+    if number == 1:
+        for side in (router.prefill, router.decode):
+            await side.probe("time_transfers")
+    found = []
+    for handed in await asyncio.gather(*(router.hand_over(length, TOKENS) for _ in range(number))):
+        seconds = (handed.tokens[-1] - handed.tokens[0]) / (TOKENS - 1)
+        found.append({"first_token": handed.first_token_seconds, "token": seconds})
+    if number == 1:
+        # From the end of prefill's last step until decode's connector has all KV.
+        received = (await router.decode.probe("times"))["received"]
+        computed = (await router.prefill.probe("times"))["computed"]
+        found[0]["left"] = float(received - computed)
+    return found
 
 
 async def _prefill_tokens_per_second(router: Router, length: int) -> float:
@@ -204,19 +188,6 @@ async def _prefill_tokens_per_second(router: Router, length: int) -> float:
         await router.prefill.complete(prompt, max_tokens=1, salt=name, request_id=name)
         seconds.append(time.perf_counter() - begun)
     return length / statistics.median(seconds)
-
-
-async def _together(samples: Samples, setting: Setting, router: Router) -> None:
-    """Send as many prompts at once as the setting says."""
-    _, length, at_a_time = setting
-    for handed in await asyncio.gather(*(router.hand_over(length, TOKENS) for _ in range(at_a_time))):
-        seconds = (handed.tokens[-1] - handed.tokens[0]) / (TOKENS - 1)
-        samples.add(setting, router.arm.name, first_token=handed.first_token_seconds, token=seconds)
-    if at_a_time == 1:
-        # From the end of prefill's last step until decode's connector has all KV.
-        received = (await router.decode.probe("times"))["received"]
-        computed = (await router.prefill.probe("times"))["computed"]
-        samples.add(setting, router.arm.name, left=float(received - computed))
 
 
 def judge(samples: Samples) -> list[Verdict]:
@@ -251,7 +222,7 @@ def _hidden(samples: Samples) -> list[Verdict]:
             seconds, most = statistics.median(left), statistics.median(chunk)
             rows.append(
                 Verdict(
-                    f"over {transport}, {length} tokens: transfer left after the last step, / one chunk's (<= 1.1 x)",
+                    f"{transport}, {length} tokens: transfer left after the last step, / one chunk's (<= 1.1 x)",
                     f"{seconds * 1e3:.0f} ms of {most * 1e3:.0f} ms",
                     seconds <= 1.1 * most,
                 )

@@ -52,6 +52,10 @@ class Run:
     rounds: int | None = None
     only: str = ""
 
+    def times(self, full: int, quick: int) -> int:
+        """Return the number of rounds."""
+        return quick if self.quick else self.rounds or full
+
     def chosen(self, names: Sequence[str]) -> list[str]:
         """Return the names that contain `only`."""
         return [name for name in names if self.only.lower() in name.lower()]

@@ -59,7 +59,7 @@ class Traced:
     @property
     def first_token(self) -> float:
         """When decode's API server had the first token, in seconds since the epoch."""
-        return max(span.end for span in self.spans if span.name == "server_answering" and _process(span) == "decode")
+        return max(span.end for span in self.spans if span.name == "server_answering" and span.process == "decode")
 
     @property
     def leaves(self) -> list[Span]:
@@ -71,7 +71,7 @@ class Traced:
         return [
             span
             for span in self.parts
-            if (span.end <= asking.end if _process(span) == "prefill" else span.end <= self.first_token)
+            if (span.end <= asking.end if span.process == "prefill" else span.end <= self.first_token)
             and span is not asking
         ]
 
@@ -104,8 +104,8 @@ def answer(run_: Run) -> Answer:
     samples = Samples(("{}", "{}"))
     for arm, traced in found:
         for one in traced:
-            for process, name in dict.fromkeys((_process(span), span.name) for span in one.leaves):
-                spent = sum(span.seconds for span in one.leaves if (_process(span), span.name) == (process, name))
+            for process, name in dict.fromkeys((span.process, span.name) for span in one.leaves):
+                spent = sum(span.seconds for span in one.leaves if (span.process, span.name) == (process, name))
                 samples.add((process, name), arm.name, seconds=spent)
             samples.add(("client", "time to first token"), arm.name, seconds=one.first_token_seconds, share=one.share)
     table = samples.table("median milliseconds before the first token", [Column("ms", "seconds", digits=2)])
@@ -146,10 +146,6 @@ def is_whole(spans: list[Span]) -> bool:
     names = {span.name for span in spans}
     is_computed = sum(span.name == SUMMARY for span in spans) >= 2
     return is_computed and {"decode_first_token", "prefill_sending"} <= names
-
-
-def _process(span: Span) -> str:
-    return str(span.resource["service.name"])
 
 
 def client_span(trace_id: str) -> str:
@@ -196,7 +192,7 @@ def judge(arm: Arm, traced: Sequence[Traced]) -> list[Verdict]:
     found = f"{median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
     is_reached = abs(median(shares) - 1) <= WITHIN and all(abs(share - 1) <= AT_WORST for share in shares)
     missing = sorted(set.union(*(states_of(arm) - {span.name for span in one.spans} for one in traced)))
-    processes = {_process(span) for one in traced for span in one.spans}
+    processes = {span.process for one in traced for span in one.spans}
     return [
         Verdict(f"{arm.name}: spans / time to first token, median 0.95 to 1.05, any 0.9 to 1.1", found, is_reached),
         Verdict(f"{arm.name}: every state is there", ", ".join(missing) or "yes", not missing),
@@ -211,12 +207,12 @@ def plot(found: Sequence[tuple[Arm, Traced]], path: Path) -> None:
     for panel, (arm, one) in zip(panels, found, strict=True):
         begun = one.spans[0].begin
         spans = [span for span in one.parts if span.begin < one.first_token + 0.02]
-        lines = list(dict.fromkeys((_process(span), span.name) for span in spans))
+        lines = list(dict.fromkeys((span.process, span.name) for span in spans))
         last = (one.first_token - begun) * 1e3 * 1.06
         for span in spans:
-            place = lines.index((_process(span), span.name))
+            place = lines.index((span.process, span.name))
             begin, end = (span.begin - begun) * 1e3, min((span.end - begun) * 1e3, last)
-            colour = colours[_process(span)]
+            colour = colours[span.process]
             panel.barh(place, max(end - begin, last / 400), left=begin, color=colour, edgecolor="white", linewidth=0.4)
         panel.axvline((one.first_token - begun) * 1e3, color="tab:red", linewidth=0.8)
         panel.set_yticks(range(len(lines)), [name for _, name in lines], fontsize=7)
@@ -248,7 +244,7 @@ ENVIRONMENT = MappingProxyType(
 class Span:
     """One span. Times are in seconds since the epoch; ``parent_id`` is "" for the first one of a trace.
 
-    ``scope`` is OpenTelemetry's: the name of the library that made the span.
+    ``scope`` is OpenTelemetry's: the name of the library that made the span. ``process``: the name of its service.
     """
 
     trace_id: str
@@ -258,9 +254,7 @@ class Span:
     scope: str
     begin: float
     end: float
-    is_error: bool
-    attributes: dict[str, Any]
-    resource: dict[str, Any]
+    process: str
 
     @property
     def seconds(self) -> float:
@@ -289,9 +283,7 @@ class Collector:
                 scope=of_scope.scope.name,
                 begin=span.start_time_unix_nano / 1e9,
                 end=span.end_time_unix_nano / 1e9,
-                is_error=span.status.code == 2,
-                attributes=_plain(span.attributes),
-                resource=_plain(of_resource.resource.attributes),
+                process=_process(of_resource.resource),
             )
             for of_resource in said.resource_spans
             for of_scope in of_resource.scope_spans
@@ -313,8 +305,8 @@ class Collector:
                 self._received.wait(left)
 
 
-def _plain(attributes: Any) -> dict[str, Any]:
-    return {one.key: getattr(one.value, one.value.WhichOneof("value") or "string_value") for one in attributes}
+def _process(resource: Any) -> str:
+    return next((one.value.string_value for one in resource.attributes if one.key == "service.name"), "")
 
 
 @contextlib.contextmanager
@@ -325,10 +317,6 @@ def collecting() -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers.get("Content-Encoding") == "gzip":
-                import gzip
-
-                body = gzip.decompress(body)
             collector.take(body)
             self.send_response(200)
             self.send_header("Content-Length", "0")

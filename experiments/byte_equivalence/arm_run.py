@@ -117,20 +117,11 @@ class PairRun:
         return self.pairs[place % len(self.pairs)]
 
     async def _one(
-        self,
-        prompt: Prompt,
-        salt: str,
-        request_id: str,
-        *,
-        place: int = 0,
-        max_tokens: int = MAX_TOKENS,
+        self, prompt: Prompt, salt: str, request_id: str, *, place: int = 0, max_tokens: int = MAX_TOKENS
     ) -> HandOver:
         pair = self._pair(place)
-        if self.order == "asked":
-            hand_over = pair.asked
-        else:
-            hand_over = pair.hand_over if self.order == "P first" else pair.decode_first
-        return await hand_over(list(prompt.token_ids), max_tokens=max_tokens, salt=salt, request_id=request_id)
+        ways = {"asked": pair.asked, "P first": pair.hand_over, "D first": pair.decode_first}
+        return await ways[self.order](list(prompt.token_ids), max_tokens=max_tokens, salt=salt, request_id=request_id)
 
     async def sequential(self, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Observation]:
         """Hand the prompts over one at a time, in order."""

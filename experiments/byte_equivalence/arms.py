@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from experiments.common import device
 from experiments.common.device import FOLLOWS, PINNED, RUNNERS, accepted, role, runner_of, with_extra
 from experiments.common.model import ModelShape
-from experiments.common.servers import GIVES_BACK, ServerSpec
+from experiments.common.servers import GIVES_BACK, ServerSpec, tag_of
 
 SINGLE = "single"
 Order = Literal["asked", "P first", "D first"]
@@ -78,86 +79,58 @@ FLAT: Mapping[str, str] = {"ENABLE_KVCACHED": "true", device.LAYOUT: "false", **
 """kvcached's non-contiguous layout."""
 CONTIGUOUS: Mapping[str, str] = {**FLAT, device.LAYOUT: "true"}
 FLAT_PINNED, CONTIGUOUS_PINNED = {**FLAT, **PINNED}, {**CONTIGUOUS, **PINNED}
-SMALL_SLAB_GIB = 0.005
+SMALL_SLAB: Mapping[str, object] = {"staging_gib": 0.005}
 """40 slots of 32 tokens in float32: requests queue for slots, and long ones are transferred one range at a time."""
 VERIFIED: Mapping[str, object] = {"verify_fraction": 1.0}
 """In these arms D also compares every hand-over with the checksums that P sends."""
-PULL, PUSH = _connector(), _connector(transfer_mode="push")
-ASKED_AND_D_FIRST: tuple[Order, ...] = ("asked", "D first")
+NOTHING: Mapping[str, object] = MappingProxyType({})
+P_FIRST: tuple[Order, ...] = ("asked", "P first")
+D_FIRST: tuple[Order, ...] = ("asked", "D first")
 REFERENCE = Arm("single instance, stock", SINGLE, orders=())
-STOCK_PULL = Arm("stock P/D, pull", "pull", PULL, orders=("P first",))
-ARMS: tuple[Arm, ...] = (
+STOCK_PULL = Arm("stock P/D, pull", "pull", _connector(), orders=("P first",))
+
+
+def _pull(words: str, environment: Mapping[str, str], extra: Mapping[str, object] = NOTHING, **more: Any) -> Arm:
+    """Return an arm over kvcached that pulls; ``extra`` is of its connectors."""
+    return Arm(f"kvcached {words}, pull", "pull", _connector(**extra), environment, **more)
+
+
+def _push(words: str, environment: Mapping[str, str], extra: Mapping[str, object] = NOTHING, **more: Any) -> Arm:
+    more = {"orders": D_FIRST, **more}
+    return Arm(f"kvcached {words}, push", "push", _connector(transfer_mode="push", **extra), environment, **more)
+
+
+QUICK_ARMS = (
     REFERENCE,
     STOCK_PULL,
-    Arm("kvcached P/D, non-contiguous, pull", "pull", PULL, FLAT, ("asked", "P first")),
-    Arm("kvcached P/D, contiguous, pull", "pull", _connector(**VERIFIED), CONTIGUOUS, in_runs="brief"),
-    Arm("kvcached P/D, non-contiguous, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, in_runs="brief"),
-    Arm("kvcached P/D, contiguous, push", "push", PUSH, CONTIGUOUS, ("asked", "P first", "D first")),
+    _pull("P/D, non-contiguous", FLAT, orders=P_FIRST),
+    _pull("P/D, contiguous", CONTIGUOUS, VERIFIED, in_runs="brief"),
+    _push("P/D, non-contiguous", FLAT, in_runs="brief"),
+    _push("P/D, contiguous", CONTIGUOUS, orders=("asked", "P first", "D first")),
     # These two set no memory_path: the proof at start must find that registrations do not follow kvcached's pages.
-    Arm("kvcached P/D, staged, pull", "pull", PULL, FLAT_PINNED, is_staged=True),
-    Arm(
-        "kvcached P/D, staged, push",
-        "push",
-        _connector(transfer_mode="push", staging_gib=SMALL_SLAB_GIB, **VERIFIED),
-        CONTIGUOUS_PINNED,
-        ASKED_AND_D_FIRST,
-        is_staged=True,
-    ),
-    *(
-        replace(one, in_runs="full")
-        for one in (
-            Arm(
-                "kvcached P/D, staged, contiguous, pull",
-                "pull",
-                _connector(staging_gib=SMALL_SLAB_GIB),
-                CONTIGUOUS_PINNED,
-                is_staged=True,
-            ),
-            Arm("kvcached P/D, staged, non-contiguous, push", "push", PUSH, FLAT_PINNED, ASKED_AND_D_FIRST, True),
-            Arm(
-                "kvcached P/D, device slab, contiguous, pull",
-                "pull",
-                _connector(memory_path="device", staging_gib=SMALL_SLAB_GIB),
-                CONTIGUOUS,
-                is_staged=True,
-            ),
-            Arm("kvcached P/D, direct to staged, pull", "pull", PULL, FLAT, decode=PINNED),
-            Arm("kvcached P/D, direct to staged, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, decode=PINNED),
-            # P is staged by its config, not by pinned registrations: on host memory, a server with pinned registrations
-            # takes its peer's for pinned, too.
-            Arm(
-                "kvcached P/D, staged to direct, pull",
-                "pull",
-                PULL,
-                FLAT,
-                is_staged=True,
-                prefill={"memory_path": "host"},
-            ),
-            Arm(
-                "kvcached P/D, device slab, push",
-                "push",
-                _connector(transfer_mode="push", memory_path="device"),
-                FLAT,
-                ASKED_AND_D_FIRST,
-                is_staged=True,
-            ),
-            Arm("kvcached P/D, tensor parallel 2, pull", "pull", PULL, FLAT, ranks=2),
-            Arm("kvcached P/D, tensor parallel 2, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, ranks=2),
-            Arm("kvcached P/D, tensor parallel 2, staged, push", "push", PUSH, FLAT_PINNED, is_staged=True, ranks=2),
-            Arm("kvcached P/D, runner V2, pull", "pull", PULL, {**FLAT, **RUNNERS["V2"]}),
-            Arm(
-                "kvcached P/D, runner V2, contiguous, push",
-                "push",
-                PUSH,
-                {**CONTIGUOUS, **RUNNERS["V2"]},
-                ASKED_AND_D_FIRST,
-            ),
-            Arm("kvcached 2P/2D, pull", "pull", PULL, FLAT, has_both_roles=True, servers=2),
-            Arm("kvcached 2P/2D, push", "push", PUSH, FLAT, ASKED_AND_D_FIRST, has_both_roles=True, servers=2),
-            Arm("kvcached 2P/2D, staged, push", "push", PUSH, FLAT_PINNED, is_staged=True, servers=2),
-        )
-    ),
+    _pull("P/D, staged", FLAT_PINNED, is_staged=True),
+    _push("P/D, staged", CONTIGUOUS_PINNED, {**SMALL_SLAB, **VERIFIED}, is_staged=True),
 )
+FULL_ARMS = (
+    _pull("P/D, staged, contiguous", CONTIGUOUS_PINNED, SMALL_SLAB, is_staged=True),
+    _push("P/D, staged, non-contiguous", FLAT_PINNED, is_staged=True),
+    _pull("P/D, device slab, contiguous", CONTIGUOUS, {"memory_path": "device", **SMALL_SLAB}, is_staged=True),
+    _pull("P/D, direct to staged", FLAT, decode=PINNED),
+    _push("P/D, direct to staged", FLAT, decode=PINNED),
+    # P is staged by its config, not by pinned registrations: on host memory, a server with pinned registrations takes
+    # its peer's for pinned, too.
+    _pull("P/D, staged to direct", FLAT, is_staged=True, prefill={"memory_path": "host"}),
+    _push("P/D, device slab", FLAT, {"memory_path": "device"}, is_staged=True),
+    _pull("P/D, tensor parallel 2", FLAT, ranks=2),
+    _push("P/D, tensor parallel 2", FLAT, ranks=2),
+    _push("P/D, tensor parallel 2, staged", FLAT_PINNED, orders=("asked",), is_staged=True, ranks=2),
+    _pull("P/D, runner V2", {**FLAT, **RUNNERS["V2"]}),
+    _push("P/D, runner V2, contiguous", {**CONTIGUOUS, **RUNNERS["V2"]}),
+    _pull("2P/2D", FLAT, has_both_roles=True, servers=2),
+    _push("2P/2D", FLAT, has_both_roles=True, servers=2),
+    _push("2P/2D, staged", FLAT_PINNED, orders=("asked",), is_staged=True, servers=2),
+)
+ARMS: tuple[Arm, ...] = (*QUICK_ARMS, *(replace(one, in_runs="full") for one in FULL_ARMS))
 
 
 def of_size(size: Size, vllm: str) -> list[Arm]:
@@ -192,10 +165,7 @@ def small_pool(page_group_bytes: int, page_groups: int) -> dict[str, str]:
     ``page_group_bytes`` is the memory of one page of block ids over all layers, K and V. kvcached leaves 5 % of the
     device free.
     """
-    return {
-        "KVCACHED_HOSTVMM_GIB": f"{page_groups * page_group_bytes / 0.95 / 2**30:.5f}",
-        **GIVES_BACK,
-    }
+    return {"KVCACHED_HOSTVMM_GIB": f"{page_groups * page_group_bytes / 0.95 / 2**30:.5f}", **GIVES_BACK}
 
 
 def _kv_transfer(arm: Arm, name: str) -> dict[str, object]:
@@ -217,12 +187,11 @@ def specs(
     arguments: tuple[str, ...] = (),
 ) -> list[ServerSpec]:
     """Return the servers of ``arm``: one, or all P and then all D."""
-    tag = "".join(letter if letter.isalnum() else "-" for letter in arm.name).strip("-")
     names = [f"{side}{number or ''}" for side in ("prefill", "decode") for number in range(arm.servers)]
     executor = {"executor": "mp", "tensor_parallel_size": arm.ranks} if arm.ranks > 1 else {}
     return [
         ServerSpec(
-            name=f"{tag}-{dtype}-{name}",
+            name=f"{tag_of(arm.name)}-{dtype}-{name}",
             model=model,
             dtype=dtype,
             kv_transfer=_kv_transfer(arm, name) if arm.connector else None,

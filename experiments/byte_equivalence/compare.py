@@ -164,9 +164,7 @@ def compare_senders(prompt: str, expected: HandOver, found: HandOver, full_block
 
 
 def match_records(
-    hand_overs: Sequence[HandOver],
-    records: Sequence[Mapping[str, Any]],
-    sent: Sequence[Mapping[str, Any]] = (),
+    hand_overs: Sequence[HandOver], records: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]] = ()
 ) -> list[Observation]:
     """Pair each hand-over with D's record of it, and with P's where the client could not read P's blocks itself."""
     received = {record["transfer"]: record for record in records}

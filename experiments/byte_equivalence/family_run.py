@@ -16,7 +16,6 @@ from pathlib import Path
 
 from experiments.byte_equivalence.arm_run import Corruption, PairRun
 from experiments.byte_equivalence.arms import REFERENCE, Arm, specs
-from experiments.byte_equivalence.checks import Check, compared
 from experiments.byte_equivalence.compare import (
     Difference,
     Expected,
@@ -26,7 +25,7 @@ from experiments.byte_equivalence.compare import (
     compare_groups,
     largest_logprob_gap,
 )
-from experiments.byte_equivalence.comparison import Comparison, NotCaught, count_received
+from experiments.byte_equivalence.comparison import Check, Comparison, NotCaught, compared, count_received
 from experiments.byte_equivalence.prompts import Prompt, damage_prompts, fewest_received, fixed_prompts
 from experiments.common.client import Answer
 from experiments.common.device import with_extra

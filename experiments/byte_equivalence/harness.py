@@ -25,7 +25,6 @@ from experiments.byte_equivalence.arms import (
     phases,
     specs,
 )
-from experiments.byte_equivalence.checks import Check, compared
 from experiments.byte_equivalence.compare import (
     LOGPROB_TOLERANCE,
     Difference,
@@ -36,7 +35,7 @@ from experiments.byte_equivalence.compare import (
     compare_blocks,
     compare_senders,
 )
-from experiments.byte_equivalence.comparison import Comparison, count_received
+from experiments.byte_equivalence.comparison import Check, Comparison, compared, count_received
 from experiments.byte_equivalence.prompts import damage_prompts, fewest_received, fixed_prompts
 from experiments.common.client import Answer
 from experiments.common.model import GQA, make_model

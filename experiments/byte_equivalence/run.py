@@ -14,13 +14,13 @@ from typing import Any
 from rich.console import Console
 
 from experiments.byte_equivalence.arms import SINGLE, Arm, Phase, of_size, phases
-from experiments.byte_equivalence.checks import VERDICTS, exit_status, summary_of, table_of
-from experiments.byte_equivalence.comparison import NotCaught
+from experiments.byte_equivalence.comparison import VERDICTS, NotCaught, exit_status, summary_of, table_of
 from experiments.byte_equivalence.family_run import FamilyRun
 from experiments.byte_equivalence.harness import Harness
 from experiments.common.families import FAMILIES
 from experiments.common.model import GQA
 from experiments.common.report import Narrator, begin, last_name, stdout_console, versions, write_json
+from experiments.common.servers import tag_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -72,23 +72,20 @@ def main(options: argparse.Namespace) -> int:
 def _write_last(
     options: argparse.Namespace, rows: Sequence[dict[str, Any]], content: dict[str, Any], console: Console
 ) -> None:
-    """Write the file with the last result of each arm; a brief run has none."""
-    is_partial = bool(options.arm or options.mode)
-    if options.model is not None:
-        name = "".join(letter if letter.isalnum() else "-" for letter in options.model)
-        last = RESULTS / f"last-{options.vllm}-{name}.json"
-        kept = with_kept(rows, last if is_partial else None)
-        verdict = content["verdict"] if content["verdict"] != VERDICTS[0] else VERDICTS[exit_status(kept)]
-        write_json(last, {**content, "verdict": verdict, "checks": kept})
-    elif options.size != "brief":
-        is_quick = options.size == "quick"
-        last = RESULTS / f"{last_name(options.vllm, quick=is_quick)}.json"
-        arms = of_size(options.size, options.vllm)
-        found = summary(rows, last if is_partial else None, arms, phases(GQA, quick=is_quick))
-        if found["missing"]:
-            missing = "; ".join(found["missing"])
-            console.print(f"{last.name} does not cover all arms of such a run yet. Missing: {missing}")
-        write_json(last, {**content, **found})
+    """Write the file with the last result of each arm; a brief run of the usual model has none."""
+    is_family, is_quick = options.model is not None, options.size == "quick"
+    if options.size == "brief" and not is_family:
+        return
+    name = (
+        last_name(f"{options.vllm}-{tag_of(options.model)}") if is_family else last_name(options.vllm, quick=is_quick)
+    )
+    last = RESULTS / f"{name}.json"
+    complete = ([], []) if is_family else (of_size(options.size, options.vllm), phases(GQA, quick=is_quick))
+    found = summary(rows, last if options.arm or options.mode else None, *complete)
+    if found["missing"]:
+        missing = "; ".join(found["missing"])
+        console.print(f"{last.name} does not cover all arms of such a run yet. Missing: {missing}")
+    write_json(last, {**content, **found})
 
 
 def _run_of(options: argparse.Namespace, arms: Sequence[Arm], logs: Path, narrator: Narrator) -> Harness | FamilyRun:
@@ -111,19 +108,13 @@ def summary(
 
     Returns: "verdict" over all rows; "missing": arms that lack a required row; "checks": the rows.
     """
-    whole = with_kept(rows, last)
+    before = json.loads(last.read_text()) if last is not None and last.is_file() else {"checks": []}
+    run = {row["arm"] for row in rows}
+    kept = [{"commit": before["commit"], **row} for row in before["checks"] if row["arm"] not in run]
+    whole = [*kept, *rows]
     there = {(row["arm"], row["check"]) for row in whole}
     missing = [arm.name for arm in arms if not {(arm.name, check) for check in _needed(arm, phases)} <= there]
     return {"verdict": VERDICTS[exit_status(whole)], "missing": missing, "checks": whole}
-
-
-def with_kept(rows: Sequence[dict[str, Any]], last: Path | None) -> list[dict[str, Any]]:
-    """Return ``rows`` of this run behind the rows of other arms in the file ``last``; arguments as in `summary`."""
-    if last is None or not last.is_file():
-        return list(rows)
-    before = json.loads(last.read_text())
-    run = {row["arm"] for row in rows}
-    return [*({"commit": before["commit"], **row} for row in before["checks"] if row["arm"] not in run), *rows]
 
 
 def _needed(arm: Arm, phases: Sequence[Phase]) -> Iterator[str]:

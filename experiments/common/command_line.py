@@ -31,21 +31,9 @@ def add_quick(parser: argparse.ArgumentParser, less: str, files: str = "writes l
     parser.add_argument("--quick", action="store_true", help=f"{less}; {files}")
 
 
-def add_seed(parser: argparse.ArgumentParser) -> None:
-    """Add ``--seed``."""
-    parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (%(default)s)")
-
-
 def add_mode(parser: argparse.ArgumentParser, files: str = KEEPS_LAST) -> None:
     """Add ``--mode``; ``files`` tells what becomes of the results."""
     parser.add_argument("--mode", choices=MODES, help=f"only this transfer mode; {files}")
-
-
-def add_policy(parser: argparse.ArgumentParser) -> None:
-    """Add ``--policy``."""
-    parser.add_argument(
-        "--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy (%(default)s)"
-    )
 
 
 def add_rounds(parser: argparse.ArgumentParser, default: int | None, what: str) -> None:

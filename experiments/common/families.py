@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.common import device
 from experiments.common.model import CACHE, FORMAT, ModelShape, made_once
-from experiments.common.servers import REPOSITORY, SERVER_SIDE
+from experiments.common.servers import REPOSITORY, SERVER_SIDE, tag_of
 from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, installed_has
 
 STAND_INS = Path(__file__).resolve().parent / "stand_ins"
@@ -129,6 +129,7 @@ _NEMOTRON: Mapping[str, Any] = {
     "ssm_state_size": 64,
     "n_groups": 2,
 }
+_MAMBA2: Mapping[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 64}
 _GATED_DELTA_NET: Mapping[str, Any] = {"dtype": "bfloat16", "has_delta_net": True}
 
 
@@ -147,52 +148,25 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma4 shared": _gemma4("sfsfsf", num_kv_shared_layers=2),
     "nemotron-h": _hybrid("NemotronHConfig", "NemotronHForCausalLM", "smfsf", _NEMOTRON, has_mamba2=True),
-    # A block of 128 tokens is one page of kvcached in each layer, and a state takes half of it.
-    "nemotron-h, much KV": _hybrid(
-        "NemotronHConfig",
-        "NemotronHForCausalLM",
-        "smfsf",
-        {
-            **_NEMOTRON,
-            "hidden_size": 256,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "head_dim": 128,
-            "mamba_num_heads": 32,
-            "ssm_state_size": 128,
-        },
-        has_mamba2=True,
-    ),
     "granite4-h": _hybrid(
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
         "sssf",
         {
             **_SMALL,
+            **_MAMBA2,
             "num_key_value_heads": 2,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "shared_intermediate_size": 256,
             "position_embedding_type": "rope",
-            "mamba_n_heads": 4,
-            "mamba_d_head": 64,
-            "mamba_d_state": 64,
         },
         has_mamba2=True,
     ),
     "falcon-h1": Family(
         "FalconH1Config",
         "FalconH1ForCausalLM",
-        {
-            **_SMALL,
-            "num_hidden_layers": 3,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "mamba_d_ssm": 256,
-            "mamba_n_heads": 4,
-            "mamba_d_head": 64,
-            "mamba_d_state": 64,
-        },
+        {**_SMALL, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 256, **_MAMBA2},
         None,
         has_mamba2=True,
     ),
@@ -242,9 +216,8 @@ def make_family(name: str, *, cache: Path = CACHE) -> Path:
     """
     family = FAMILIES[name]
     key = [FORMAT, family.config, family.architecture, dict(family.values), family.seed, family.deviation]
-    tag = "".join(letter if letter.isalnum() else "-" for letter in name)
     shape = ModelShape(vocabulary=family.values["vocab_size"], max_positions=family.values["max_position_embeddings"])
-    return made_once(cache, tag, key, lambda folder: _write(family, folder), shape)
+    return made_once(cache, tag_of(name), key, lambda folder: _write(family, folder), shape)
 
 
 def _write(family: Family, folder: Path) -> None:

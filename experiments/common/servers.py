@@ -97,17 +97,6 @@ def free_ports(count: int) -> list[int]:
     )
 
 
-def group_is_alive(group: int) -> bool:
-    """Return whether any process of ``group`` still runs; zombies do not count."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            # The command's name, in parentheses, may contain spaces and parentheses; then come state, parent, group.
-            state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(found) == group and state not in "ZX":
-                return True
-    return False
-
-
 @dataclass(frozen=True)
 class ServerSpec:
     """Configuration of one server: a name for its log, the model, and the settings of its arm.
@@ -171,11 +160,15 @@ class ServerSpec:
         return [*arguments, *self.arguments]
 
 
+def tag_of(name: str) -> str:
+    """Return an arm's name as a part of a file's name."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name).strip("-")
+
+
 def prefill_and_decode(tag: str, kv_transfer: Mapping[str, object], **more: Any) -> list[ServerSpec]:
     """Return the configurations of two servers that differ in their role only; ``more`` are fields of both."""
-    name = "".join(letter if letter.isalnum() else "-" for letter in tag)
     return [
-        ServerSpec(name=f"{name}-{side}", kv_transfer={**kv_transfer, "kv_role": role(side)}, **more)
+        ServerSpec(name=f"{tag_of(tag)}-{side}", kv_transfer={**kv_transfer, "kv_role": role(side)}, **more)
         for side in ("prefill", "decode")
     ]
 
@@ -225,11 +218,11 @@ class Server:
         }
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes of the server's session."""
+        """Return all processes of the server's session that still run; zombies do not count."""
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(ProcessLookupError):
-                if os.getsid(process.pid) == self.process.pid:
+            with contextlib.suppress(ProcessLookupError, psutil.Error):
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -281,7 +274,7 @@ class Server:
         self.kill()
         # The ports and the memory are free for the next server only when every process has ended.
         deadline = time.monotonic() + STOP_SECONDS
-        while group_is_alive(self.process.pid) and time.monotonic() < deadline:
+        while self.processes() and time.monotonic() < deadline:
             time.sleep(0.02)
         for leftover in [
             *Path("/dev/shm").glob(f"*{self.identity}*"),
@@ -385,8 +378,8 @@ class Asking(Running):
     """Prefill servers, and after them decode servers that ask all of them; their names say their roles."""
 
     def configured(self, spec: ServerSpec) -> ServerSpec:
-        prefills = [one for one in self.servers if "prefill" in one.spec.name]
-        return asks(spec, prefills) if "decode" in spec.name else spec
+        prefills = [one for one in self.servers if role(one.spec.name) == "kv_producer"]
+        return asks(spec, prefills) if role(spec.name) == "kv_consumer" else spec
 
 
 @contextlib.contextmanager

@@ -5,15 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from experiments.common.command_line import (
-    KEEPS_LAST,
-    add_policy,
-    add_quick,
-    add_rounds,
-    add_word,
-    make_parser,
-    run_main,
-)
+from experiments.common.command_line import KEEPS_LAST, add_quick, add_rounds, add_word, make_parser, run_main
 
 DESCRIPTION = """\
 What do clients get when servers die, freeze or respond late, and how soon does the pair recover?
@@ -28,13 +20,7 @@ that are short of memory, kvcached's limits change at random, a neighbour on a s
 back and waits for more, and servers are shut down (SIGTERM).
 Arms: kvcached with pull and push, direct and staged, with registrations that follow its pages and that do not, and with
 a model whose layers keep states (Nemotron-H); and the stock connector for comparison. Every answer is compared with the
-answer of one server alone.
-
---soak instead: 10,000 hand-overs of mixed lengths, half of them pull and half push, between two servers each, with
-prefix caches on both sides. One of the two is killed or stopped and restarted on its address 25 times in each
-direction; the other one lives on, and is read every 50 hand-overs: memory, open files, threads, mappings, NIXL peers
-and agents, kvcached's pages. A linear regression gives their rise with hand-overs and restarts. Answers are
-compared with those of one stock server."""
+answer of one server alone."""
 
 EPILOG = """\
 targets, for the arms over kvcached:
@@ -43,22 +29,18 @@ targets, for the arms over kvcached:
   a pause or a reset of a serving engine returns within 5 s
   blocks and kvcached's mapped pages are back at their idle level within a lease and two heartbeats, on both sides
 
-targets of --soak:
-  10,000 hand-overs and 50 restarts; none wrong, none that hangs, no error but around a restart
-  nothing that lives on grows: rise and two standard errors beyond a stock server's are below the bounds in soak.py
-
 exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
-Results: tables; results/last-VERSION.json, with the text of every wrong answer and every error; with --soak
-results/soak-VERSION.json, with all readings."""
+Results: a table; results/last-VERSION.json, with the text of every wrong answer and every error."""
 
 
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
     add_rounds(parser, 2, "how often each fault is inflicted")
-    add_word(parser, "--arm", "arms", f'for example "pull", "staged", "staged push", "hybrid" or "stock"; {KEEPS_LAST}')
-    add_policy(parser)
-    parser.add_argument("--soak", action="store_true", help="many hand-overs and restarts, in place of the faults")
-    add_quick(parser, "with --soak: 300 hand-overs, 4 restarts, growth not judged", "writes quick-soak-VERSION.json")
+    add_word(parser, "--arm", "arms", f'such as "staged push" or "hybrid"; {KEEPS_LAST}', default="")
+    parser.add_argument(
+        "--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy (%(default)s)"
+    )
+    add_quick(parser, "each fault once, in the arms pull and push if no --arm is given", KEEPS_LAST)
     return parser.parse_args()
 
 

@@ -21,12 +21,7 @@ TOKENS = 12
 PROMPT_TOKENS = (200, 640)
 # A page group of kvcached holds 16 blocks of this model, so the pool has six page groups.
 MODEL = ModelShape(kv_heads=8, head_size=128)
-KVCACHED: Mapping[str, str] = {
-    "ENABLE_KVCACHED": "true",
-    **layout(),
-    "KVCACHED_HOSTVMM_GIB": "1",
-    **GIVES_BACK,
-}
+KVCACHED: Mapping[str, str] = {"ENABLE_KVCACHED": "true", **layout(), "KVCACHED_HOSTVMM_GIB": "1", **GIVES_BACK}
 
 
 @dataclass(frozen=True)

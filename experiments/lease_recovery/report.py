@@ -18,8 +18,7 @@ from rich.table import Table
 
 from experiments.common.report import Narrator, Verdict, begin, conclude, last_name, make_table
 from experiments.common.servers import Running
-from experiments.lease_recovery import soak
-from experiments.lease_recovery.arms import ARMS, HEARTBEAT_SECONDS, LEASE_SECONDS, Arm, prompts
+from experiments.lease_recovery.arms import ARMS, HEARTBEAT_SECONDS, LEASE_SECONDS, PULL, PUSH, Arm, prompts
 from experiments.lease_recovery.chaos import SHORTER, Chaos, Recovery, Told
 from experiments.lease_recovery.traffic import OUT_OF_DATE, Ended, Traffic
 
@@ -100,9 +99,9 @@ def _said(seconds: Sequence[float]) -> str:
 
 def main(options: argparse.Namespace) -> int:
     """Run all arms and return the exit status."""
-    if options.soak:
-        return soak.main(options)
-    arms = [arm for arm in ARMS if (options.arm or "") in arm.name]
+    arms = [arm for arm in ARMS if options.arm in arm.name]
+    if options.quick and not options.arm:
+        arms = [PULL, PUSH]
     if not arms:
         names = "; ".join(arm.name for arm in ARMS)
         sys.stderr.write(f"found no arm that fits --arm {options.arm!r}; there are: {names}.\n")
@@ -113,7 +112,7 @@ def main(options: argparse.Namespace) -> int:
         outcomes = [_outcome(arm, options, stamp, narrator) for arm in arms]
     content = {"began": began, "policy": options.policy, "arms": [_as_json(one) for one in outcomes]}
     verdicts = [verdict for one in outcomes if one.ours for verdict in judge(one)]
-    path = RESULTS / f"{stamp if options.arm else last_name(options.vllm)}.json"
+    path = RESULTS / f"{stamp if options.arm or options.quick else last_name(options.vllm)}.json"
     return conclude([table_of_faults(outcomes, title)], verdicts, path, content)
 
 
@@ -135,7 +134,7 @@ def _outcome(arm: Arm, options: argparse.Namespace, stamp: str, narrator: Narrat
         if arm.kvcached:
             await traffic.learn_other()
         chaos = Chaos(running, traffic, arm, narrator.update)
-        await chaos.run(options.rounds, LEAST_REQUESTS)
+        await chaos.run(1 if options.quick else options.rounds, LEAST_REQUESTS)
         return Outcome(arm.name, arm.kvcached, traffic.ended, chaos.recoveries, chaos.told)
 
     with Running(arm.specs(options.policy), RESULTS / stamp, narrator.update) as running:

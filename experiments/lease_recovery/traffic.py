@@ -42,12 +42,6 @@ class Ended:
     detail: str = ""
 
 
-def salt_of(name: str, sharing: int) -> str:
-    """Return the cache salt of a request, whose name ends with its number; ``sharing`` as in `Traffic`."""
-    number = int(name.rpartition("-")[2])
-    return f"shared-{number // sharing}" if sharing and number % 3 else name
-
-
 @dataclass
 class Traffic:
     """Requests through both servers, and their results.
@@ -56,8 +50,6 @@ class Traffic:
         expected: the right answer to each prompt.
         other: the right answer to each prompt with the weights of ``OTHER_WEIGHTS``.
         other_until_seconds: a request that began before this time may have either answer, but no mixture of both.
-        tokens: of each answer.
-        sharing: so many successive requests share prefix caches, except every third one, which shares with none.
         asking: while it is set, clients send requests.
     """
 
@@ -69,8 +61,6 @@ class Traffic:
     other_until_seconds: float = -math.inf
     ended: list[Ended] = field(default_factory=list)
     fault: str = "none"
-    tokens: int = TOKENS
-    sharing: int = 0
     asking: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -123,7 +113,7 @@ class Traffic:
             await prefill.probe("other_weights", FIRST_WEIGHTS)
 
     async def _alone(self, name: str) -> list[list[int]]:
-        found = await answers_of(self.pair[0].base_url, self.prompts, self.tokens, name)
+        found = await answers_of(self.pair[0].base_url, self.prompts, TOKENS, name)
         return [one.token_ids for one in found]
 
     async def one(self, leaves_after_seconds: float | None = None) -> Ended:
@@ -169,20 +159,16 @@ class Traffic:
 
     async def _prefill(self, prefill: Client, name: str, prompt: list[int]) -> dict[str, Any]:
         more = {"transfer_id": name} if self.mode == "push" else {}
-        return await prefill.offer(prompt, salt=salt_of(name, self.sharing), request_id=name, **more)
+        return await prefill.offer(prompt, salt=name, request_id=name, **more)
 
     async def _decode(
         self, decode: Client, name: str, which: int, params: dict[str, Any], began: float
     ) -> tuple[Verdict, str]:
         try:
             answer = await decode.complete(
-                self.prompts[which],
-                max_tokens=self.tokens,
-                salt=salt_of(name, self.sharing),
-                request_id=name,
-                kv_transfer_params=params,
+                self.prompts[which], max_tokens=TOKENS, salt=name, request_id=name, kv_transfer_params=params
             )
-            found = read_answer(answer, self.tokens).token_ids
+            found = read_answer(answer, TOKENS).token_ids
         except AnswerError as error:
             return "error", str(error)
         except httpx.HTTPError as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import argparse
 
-from experiments.common.command_line import KEEPS_LAST, add_quick, add_seed, add_word, make_parser, run_main
+from experiments.common.command_line import KEEPS_LAST, add_quick, add_word, make_parser, run_main
 
-PARTS = ("table", "overload", "hybrid")
+PARTS = ("table", "overload")
 
 DESCRIPTION = """\
 What is elastic memory with prefill/decode worth to an operator?
@@ -26,9 +26,6 @@ table      Two models on one device (the emulated one, of host memory) that is s
            All but this package's are behind vllm-router, too.
 overload   One model, whose decode has little memory. Its capacity is measured; then twice as many requests come as it
            can answer, to decode that asks and to vllm-router.
-hybrid     As table, with a hybrid model (Nemotron-H: attention and Mamba2 states) in place of one of the two, and fewer
-           arms: static split (as many tokens for each model, so less than half for the hybrid one), kvcached without
-           P/D, and this package's pull.
 
 Clients leave when they have no token after 15 s. Each answer is compared with that of one stock server."""
 
@@ -49,11 +46,11 @@ table's memory over time."""
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
     add_quick(parser, "less load, and two arms if no --arm is given", KEEPS_LAST)
-    add_seed(parser)
+    parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (%(default)s)")
     parser.add_argument("--part", choices=PARTS, help=f"only this part; {KEEPS_LAST}")
-    add_word(parser, "--arm", "arms of the tables", KEEPS_LAST, default="")
+    add_word(parser, "--arm", "arms of the table", KEEPS_LAST, default="")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    run_main("shared_device.table", parse())
+    run_main("shared_device.report", parse())

@@ -3,119 +3,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from experiments.common.device import layout, nixl
-from experiments.common.families import FAMILIES, Family, make_family
 from experiments.common.model import ModelShape, make_model
-from experiments.common.servers import GIVES_BACK, ServerSpec
+from experiments.common.servers import GIVES_BACK, ServerSpec, tag_of
 
 MAX_MODEL_LEN = 1792
-_ELEMENT_BYTES = 4
-"""Of float32."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model, and its part of a device that is split.
-
-    Attributes:
-        model: its dimensions, or the name of its family, which has attention and Mamba2 layers.
-        block_size: tokens in a block.
-        split_blocks: of its prefill and its decode server, where the device is split. A request needs one more for its
-            states, if it has any.
-        kv_bytes_per_token: of keys and values, in all layers.
-        state_bytes: of a request's states, in all layers.
-    """
-
-    model: ModelShape | str
-    block_size: int
-    split_blocks: Mapping[str, int]
-    kv_bytes_per_token: int
-    state_bytes: int = 0
-
-    def make(self) -> Path:
-        """Return the model's folder; makes it if it does not exist."""
-        return make_family(self.model) if isinstance(self.model, str) else make_model(self.model)
-
-    @property
-    def family(self) -> Family | None:
-        return FAMILIES[self.model] if isinstance(self.model, str) else None
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block, in all layers that use it: attention's, or those of the states, of which there are as many.
-
-        A state that is smaller than a block is padded.
-        """
-        return self.block_size * self.kv_bytes_per_token
-
-    @property
-    def split_bytes(self) -> int:
-        return sum(self.split_blocks.values()) * self.block_bytes
-
-    def arguments(self) -> tuple[str, ...]:
-        """Return more arguments of ``vllm serve``."""
-        if self.family is None:
-            return ()
-        caches = () if self.family.caches_prefixes else ("--no-enable-prefix-caching",)
-        return ("--no-disable-hybrid-kv-cache-manager", *self.family.arguments, *caches)
-
-    def stock_environment(self) -> Mapping[str, str]:
-        """Return what vLLM's own connector needs: it hands over a convolution's states in this layout only."""
-        return {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"} if self.state_bytes else {}
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device, as large as its split servers need together."""
-
-    models: Mapping[str, Served]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(one.split_bytes for one in self.models.values())
-
-    @property
-    def gib(self) -> float:
-        return self.num_bytes / 2**30
-
-    def make_models(self) -> dict[str, Path]:
-        """Return the folder of each model; makes those that do not exist."""
-        return {name: one.make() for name, one in self.models.items()}
-
-
-def _full_attention(seed: int) -> Served:
-    """Much KV and little to compute: a page of kvcached, of keys or values of a layer, holds 128 tokens."""
-    shape = ModelShape(layers=2, heads=16, kv_heads=16, head_size=256, intermediate=256, seed=seed)
-    # 2,048 and 3,072 tokens: more for decode, whose requests stay longer.
-    return Served(shape, 32, {"prefill": 64, "decode": 96}, 2 * 2 * 16 * 256 * _ELEMENT_BYTES)
-
-
-FULL_ATTENTION = Device({"a": _full_attention(20260), "b": _full_attention(20261)})
-WITH_HYBRID = Device(
-    {
-        # As many tokens as the other model, and four blocks for states.
-        "a": Served(
-            "nemotron-h, much KV",
-            128,
-            {"prefill": 20, "decode": 28},
-            # Two layers of attention.
-            kv_bytes_per_token=2 * 2 * 16 * 128 * _ELEMENT_BYTES,
-            # Two of Mamba2: its state, and three positions of each channel of its convolution.
-            state_bytes=2 * (2048 * 128 + 3 * (2048 + 2 * 2 * 128)) * _ELEMENT_BYTES,
-        ),
-        "b": FULL_ATTENTION.models["b"],
-    }
-)
-
-
-# ----------------------------------------------------------------------------------------------------------------- arms
-
-
+BLOCK_SIZE = 32
+MODELS: Mapping[str, ModelShape] = {
+    name: ModelShape(layers=2, heads=16, kv_heads=16, head_size=256, intermediate=256, seed=seed)
+    for name, seed in (("a", 20260), ("b", 20261))
+}
+"""Much KV and little to compute: a page of kvcached, of keys or values of a layer, holds 128 tokens."""
+KV_BYTES_PER_TOKEN = 2 * 2 * 16 * 256 * 4
+"""K and V of two layers, in float32."""
+SPLIT_BLOCKS: Mapping[str, int] = {"prefill": 64, "decode": 96}
+"""Of each model's servers, where the device is split: more for decode, whose requests stay longer."""
+DEVICE_BLOCKS = len(MODELS) * sum(SPLIT_BLOCKS.values())
+DEVICE_BYTES = DEVICE_BLOCKS * BLOCK_SIZE * KV_BYTES_PER_TOKEN
+DEVICE_GIB = DEVICE_BYTES / 2**30
 LEASE_SECONDS = 30.0
 NEVER_SECONDS = 86_400
 """``give_way_after``: its greatest value, so that no offer is taken back within a run."""
@@ -157,43 +65,36 @@ class Arm:
     @property
     def tag(self) -> str:
         """Its name for files."""
-        return "".join(letter if letter.isalnum() else "-" for letter in self.name)
+        return tag_of(self.name)
 
     def sides(self) -> tuple[str, ...]:
         """Return the servers of each model."""
         return ("prefill", "decode") if self.connector else ("alone",)
 
-    def specs(self, device: Device, model: str, folder: Path, device_name: str) -> list[ServerSpec]:
-        """Return the configuration of a model's servers.
+    def specs(self, model: str, device_name: str) -> list[ServerSpec]:
+        """Return the configuration of a model's servers; ``device_name`` is that of the emulated device."""
+        return [
+            ServerSpec(
+                name=f"{self.tag}-{model}-{side}",
+                model=make_model(MODELS[model]),
+                dtype="float32",
+                block_size=BLOCK_SIZE,
+                max_model_len=MAX_MODEL_LEN,
+                kv_transfer=self._transfer(side) if self.connector else None,
+                environment=self._elastic(device_name) if self.is_elastic else {},
+                arguments=("--num-gpu-blocks-override", str(DEVICE_BLOCKS if self.is_elastic else SPLIT_BLOCKS[side])),
+                forks=True,
+            )
+            for side in self.sides()
+        ]
 
-        Args:
-            folder: of the model.
-            device_name: of the emulated device that they share with others.
-        """
-        return [self._spec(device, model, side, folder, device_name) for side in self.sides()]
-
-    def _spec(self, device: Device, model: str, side: str, folder: Path, device_name: str) -> ServerSpec:
-        served = device.models[model]
-        blocks = device.num_bytes // served.block_bytes if self.is_elastic else served.split_blocks[side]
-        return ServerSpec(
-            name=f"{self.tag}-{model}-{side}",
-            model=folder,
-            dtype="float32",
-            block_size=served.block_size,
-            max_model_len=MAX_MODEL_LEN,
-            kv_transfer=self._transfer(side) if self.connector else None,
-            environment=self._elastic(device, device_name) if self.is_elastic else served.stock_environment(),
-            arguments=("--num-gpu-blocks-override", str(blocks), *served.arguments()),
-            forks=True,
-        )
-
-    def _elastic(self, device: Device, device_name: str) -> dict[str, str]:
+    def _elastic(self, device_name: str) -> dict[str, str]:
         own_patch = {"KVCACHED_CONTIGUOUS_LAYOUT": "false", "KVCACHED_NIXL": "0"}
         return {
             "ENABLE_KVCACHED": "true",
             **layout(),
             "KVCACHED_HOSTVMM_DEVICE": device_name,
-            "KVCACHED_HOSTVMM_GIB": str(device.gib),
+            "KVCACHED_HOSTVMM_GIB": str(DEVICE_GIB),
             # kvcached's defaults, ten pages and 16,000 tokens an engine, are more than this device.
             **GIVES_BACK,
             **(own_patch if self.connector == "own patch" else {}),
@@ -217,10 +118,8 @@ OWN_PATCH = Arm("kvcached's own Nixl patch", "own patch")
 PULL, PUSH = Arm("this package, pull", "ours"), Arm("this package, push", "ours", "push")
 STAGED = Arm("this package, staged pull", "ours", staged=True)
 WITHOUT_REVOCATION = tuple(
-    dataclasses.replace(arm, name=f"{arm.name}, without revocation", gives_way=False) for arm in (PULL, PUSH)
+    replace(arm, name=f"{arm.name}, without revocation", gives_way=False) for arm in (PULL, PUSH)
 )
-BEHIND = tuple(dataclasses.replace(arm, name=f"{arm.name}, behind vllm-router", is_behind=True) for arm in (PULL, PUSH))
+BEHIND = tuple(replace(arm, name=f"{arm.name}, behind vllm-router", is_behind=True) for arm in (PULL, PUSH))
 ARMS = (STATIC, STATIC_PUSH, ALONE, OWN_PATCH, PULL, PUSH, STAGED, *WITHOUT_REVOCATION, *BEHIND)
 """In the order of the table."""
-HYBRID_ARMS = (STATIC, ALONE, PULL)
-"""Where a model has states. kvcached's own patch refuses those."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from hostvmm.device import NAME_VARIABLE, SIZE_VARIABLE, device_info
 
-from experiments.common.counted import HAND_OVERS, samples, settled
+from experiments.common.counted import samples, settled
 from experiments.common.pages import Sampler
 from experiments.common.servers import Server
-from experiments.shared_device.arms import Device, Served
+from experiments.shared_device.arms import DEVICE_GIB, KV_BYTES_PER_TOKEN
 
 Engines = Mapping[tuple[str, str], Server]
 """By model and side."""
@@ -41,6 +42,9 @@ class Counts:
         """Return what was added since ``earlier``."""
         return Counts(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(Counts)))
 
+    def plus(self, more: Counts) -> Counts:
+        return Counts(*(getattr(self, one.name) + getattr(more, one.name) for one in fields(Counts)))
+
     @property
     def wasted_share(self) -> float | None:
         """Share of prefilled tokens whose KV no decode has received; None if nothing was prefilled."""
@@ -49,51 +53,26 @@ class Counts:
         return max(0.0, 1 - self.moved_tokens / self.prefilled_tokens)
 
 
-def read_counts(device: Device, engines: Engines) -> Counts:
-    """Read the metrics of servers once."""
-    pages = {place: _totals(one) for place, one in engines.items()}
+def settled_counts(engines: Engines) -> Counts:
+    """Read the metrics when nothing is added any more."""
+    return settled(lambda: _read(engines))
 
-    def total(name: str, model: str | None = None, side: str | None = None) -> float:
-        return sum(
-            page.get(name, 0.0)
-            for (of_model, of_side), page in pages.items()
-            if model in (None, of_model) and side in (None, of_side)
-        )
 
-    is_stock = not any("ENABLE_KVCACHED" in one.spec.environment for one in engines.values())
+def _read(engines: Engines) -> Counts:
+    found: Counter[tuple[str, str]] = Counter()
+    for (_, side), server in engines.items():
+        for labels, value in samples(f"{server.base_url}/metrics").items():
+            found[labels.partition("{")[0], side] += value  # type: ignore[assignment]
+
+    def total(name: str) -> float:
+        return sum(value for (of, _), value in found.items() if of == name)
+
     return Counts(
-        prefilled_tokens=total(_COMPUTED, side="prefill"),
-        moved_tokens=sum(
-            moved_tokens(device.models[model], total(_MOVED, model), total(HAND_OVERS, model), is_stock=is_stock)
-            for model in dict.fromkeys(model for model, _ in engines)
-        ),
+        prefilled_tokens=found[_COMPUTED, "prefill"],
+        moved_tokens=total(_MOVED) / KV_BYTES_PER_TOKEN,
         preempted=total(_PREEMPTED),
         revoked=total(_REVOKED),
     )
-
-
-def moved_tokens(served: Served, moved_bytes: float, hand_overs: float, *, is_stock: bool) -> float:
-    """Return how many tokens' keys and values are among bytes that were moved, beside the states of each hand-over.
-
-    Args:
-        is_stock: states move without their padding.
-    """
-    state_bytes = served.state_bytes if is_stock or not served.state_bytes else served.block_bytes
-    return max(0.0, moved_bytes - hand_overs * state_bytes) / served.kv_bytes_per_token
-
-
-def settled_counts(device: Device, engines: Engines) -> Counts:
-    """Read the metrics when nothing is added any more."""
-    return settled(lambda: read_counts(device, engines))
-
-
-def _totals(server: Server) -> dict[str, float]:
-    """Return the sum of each metric's series."""
-    found: dict[str, float] = {}
-    for labels, value in samples(f"{server.base_url}/metrics").items():
-        name = labels.partition("{")[0]
-        found[name] = found.get(name, 0.0) + value
-    return found
 
 
 # -------------------------------------------------------------------------------------------------- the emulated device
@@ -118,13 +97,13 @@ class DeviceWatch(Sampler):
     """Samples a device during a ``with`` block.
 
     Args:
-        name: of the emulated device, which is a ``device``.
+        name: of the emulated device.
         sessions: the engines' sessions (process ids of their leaders), by the engine's name.
     """
 
-    def __init__(self, device: Device, name: str, sessions: Mapping[str, int]) -> None:
+    def __init__(self, name: str, sessions: Mapping[str, int]) -> None:
         super().__init__(f"memory of {name}", SAMPLE_SECONDS)
-        self._environment = {NAME_VARIABLE: name, SIZE_VARIABLE: str(device.gib)}
+        self._environment = {NAME_VARIABLE: name, SIZE_VARIABLE: str(DEVICE_GIB)}
         self._names = {session: name for name, session in sessions.items()}
         self._begun_seconds = time.monotonic()
         self.samples: list[Sample] = []

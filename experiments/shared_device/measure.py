@@ -18,11 +18,21 @@ import httpx
 
 from experiments.common.device import with_extra
 from experiments.common.report import Narrator
-from experiments.common.servers import Running, ServerError, asking, asks
-from experiments.shared_device.arms import FULL_ATTENTION, PULL, Arm, Device
-from experiments.shared_device.clients import Arrival, Outcome, Received, Swell, Target, arrivals, ask, nudge, offered
+from experiments.common.servers import Asking, Running, ServerError, asks
+from experiments.shared_device.arms import BLOCK_SIZE, MODELS, PULL, Arm
+from experiments.shared_device.clients import (
+    Arrival,
+    Asked,
+    Outcome,
+    Received,
+    Swell,
+    Target,
+    arrivals,
+    ask,
+    nudge,
+    offered,
+)
 from experiments.shared_device.counts import Counts, DeviceWatch, Engines, Sample, settled_counts
-from experiments.shared_device.reference import Asked
 from experiments.stacks.routers import vllm_router
 
 MODEL = "a"
@@ -37,55 +47,55 @@ WAYS = (ASKS, BEHIND)
 
 
 @dataclass
-class Overloaded:
-    """One run at a multiple of decode's capacity. ``capacity`` in requests a second."""
+class Ran:
+    """One arm's run, or all runs of one way. ``load_seconds``: how long requests were sent; ``samples``: of the device,
+    none where it is split. ``not_run``: why it was not; then all else is empty."""
 
-    way: str
-    capacity: float
-    load_seconds: float
+    arm: str
+    load_seconds: float = 0.0
     received: list[Received] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
+    samples: list[Sample] = field(default_factory=list)
+    not_run: str = ""
 
 
 def overload(
-    folders: Mapping[str, Path],
-    asked: Mapping[str, Asked],
-    seed: int,
-    logs: Path,
-    narrator: Narrator,
-    *,
-    quick: bool,
-) -> list[Overloaded]:
-    """Start a pair, and a router before it, measure the capacity, then overload it in each way in turn."""
-    prefill, decode = PULL.specs(FULL_ATTENTION, MODEL, folders[MODEL], f"overload-{uuid.uuid4().hex[:8]}")
-    blocks = DECODE_TOKENS // FULL_ATTENTION.models[MODEL].block_size
+    asked: Mapping[str, Asked], seed: int, logs: Path, narrator: Narrator, *, quick: bool
+) -> tuple[float, list[Ran]]:
+    """Start a pair, and a router before it, measure the capacity, then overload it in each way in turn.
+
+    Returns: the requests a second that decode can answer, and what came of those in each way.
+    """
+    prefill, decode = PULL.specs(MODEL, f"overload-{uuid.uuid4().hex[:8]}")
     # The same servers serve both ways.
     assert decode.kv_transfer is not None
     decode = dataclasses.replace(
         decode,
-        arguments=("--num-gpu-blocks-override", str(blocks)),
+        arguments=("--num-gpu-blocks-override", str(DECODE_TOKENS // BLOCK_SIZE)),
         kv_transfer=with_extra(decode.kv_transfer, {"accept_kv_transfer_params": True}),
     )
     seconds, rounds = (QUICK_LOAD_SECONDS, QUICK_ROUNDS) if quick else (LOAD_SECONDS, ROUNDS)
     with contextlib.ExitStack() as stack:
         place = logs / "overload"
-        launched, server = stack.enter_context(asking([prefill], decode, place))
-        engines = {(MODEL, "prefill"): launched.servers[0], (MODEL, "decode"): server}
-        router = stack.enter_context(vllm_router(launched.servers, [server], place / "router.log", narrator.update))
+        pair = stack.enter_context(Asking([prefill, decode], place, narrator.update)).ready()
+        engines = {(MODEL, side): one for side, one in zip(("prefill", "decode"), pair, strict=True)}
+        router = stack.enter_context(vllm_router(pair[:1], pair[1:], place / "router.log", narrator.update))
         prompts, answers = asked[MODEL].prompts, asked[MODEL].answers
-        targets = {ASKS: Target(server.base_url, prompts, answers), BEHIND: Target(router, prompts, answers)}
+        targets = {ASKS: Target(pair[1].base_url, prompts, answers), BEHIND: Target(router, prompts, answers)}
         capacity = asyncio.run(_capacity(targets[BEHIND], QUICK_CAPACITY_SECONDS if quick else CAPACITY_SECONDS))
         narrator.say(f"overload: decode answers {capacity:.2f} requests a second")
-        found = []
+        found = {way: Ran(way) for way in WAYS}
         for number in range(rounds):
             rate = Swell(TIMES_CAPACITY * capacity, TIMES_CAPACITY * capacity)
             load = arrivals(MODEL, rate, seconds, len(asked[MODEL].prompts), seed + number)
             for way in WAYS if number % 2 == 0 else WAYS[::-1]:
                 name = f"overload, {way}, {number + 1} of {rounds}"
                 target = {MODEL: targets[way]}
-                came = offered_and_counted(FULL_ATTENTION, engines, target, load, name, narrator.update)
-                found.append(Overloaded(way, capacity, seconds, *came))
-    return found
+                received, counts = offered_and_counted(engines, target, load, name, narrator.update)
+                found[way].received += received
+                found[way].counts = found[way].counts.plus(counts)
+                found[way].load_seconds += seconds
+        return capacity, list(found.values())
 
 
 async def _capacity(target: Target, seconds: float) -> float:
@@ -116,23 +126,8 @@ WARM_UP_REQUESTS = 3
 ANSWERED_SECONDS = 60.0
 
 
-@dataclass
-class Ran:
-    """One arm's run. ``load_seconds``: how long requests were sent; ``samples``: of the device, none where it is
-    split. ``not_run``: why it was not; then all else is empty."""
-
-    arm: str
-    load_seconds: float = 0.0
-    received: list[Received] = field(default_factory=list)
-    counts: Counts = field(default_factory=Counts)
-    samples: list[Sample] = field(default_factory=list)
-    not_run: str = ""
-
-
 def run_arm(
     arm: Arm,
-    device: Device,
-    folders: Mapping[str, Path],
     asked: Mapping[str, Asked],
     load: Sequence[Arrival],
     seconds: float,
@@ -141,7 +136,7 @@ def run_arm(
 ) -> Ran:
     """Start everything, offer the load, stop everything. An arm whose servers do not serve throughout is not run."""
     device_name = f"shared-{uuid.uuid4().hex[:8]}"
-    specs = {model: arm.specs(device, model, folder, device_name) for model, folder in folders.items()}
+    specs = {model: arm.specs(model, device_name) for model in MODELS}
     place = logs / arm.tag
 
     def wait(text: str) -> None:
@@ -160,10 +155,10 @@ def run_arm(
             servers = {
                 (model, side): one
                 for side, some in zip(arm.sides(), ready, strict=False)
-                for model, one in zip(folders, some, strict=True)
+                for model, one in zip(MODELS, some, strict=True)
             }
             targets = {}
-            for model in folders:
+            for model in MODELS:
                 *prefills, last = (servers[model, side] for side in arm.sides())
                 url = last.base_url
                 if prefills and not arm.asks:
@@ -172,8 +167,8 @@ def run_arm(
             say(f"{arm.name}: warming up")
             asyncio.run(_warm_up(targets, load, arm))
             sessions = {f"{model}, {side}": one.process.pid for (model, side), one in servers.items()}
-            with DeviceWatch(device, device_name, sessions) as watch:
-                found = offered_and_counted(device, servers, targets, load, arm.tag, wait)
+            with DeviceWatch(device_name, sessions) as watch:
+                found = offered_and_counted(servers, targets, load, arm.tag, wait)
             return Ran(arm.name, seconds, *found, watch.samples if arm.is_elastic else [])
     except (ServerError, httpx.HTTPError) as error:
         (logs / f"{arm.tag}-error.txt").write_text(str(error))
@@ -181,20 +176,15 @@ def run_arm(
 
 
 def offered_and_counted(
-    device: Device,
-    engines: Engines,
-    targets: Mapping[str, Target],
-    load: Sequence[Arrival],
-    salt: str,
-    say: Callable[[str], None],
+    engines: Engines, targets: Mapping[str, Target], load: Sequence[Arrival], salt: str, say: Callable[[str], None]
 ) -> tuple[list[Received], Counts]:
     """Offer the load; return what came of it, and what the servers have counted meanwhile."""
-    before = settled_counts(device, engines)
+    before = settled_counts(engines)
     received = asyncio.run(offered(load, targets, salt, say))
     for one in engines.values():
         one.check_alive()
     asyncio.run(nudge(targets))
-    return received, settled_counts(device, engines).since(before)
+    return received, settled_counts(engines).since(before)
 
 
 async def _warm_up(targets: Mapping[str, Target], load: Sequence[Arrival], arm: Arm) -> None:

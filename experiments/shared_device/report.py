@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes tables, targets and the plot from runs. No side effects except the plot's file."""
+"""Tables, targets and the plot of runs; and a whole run: arms one after another, with the same requests."""
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from experiments.bench.samples import percentile
-from experiments.common.report import Verdict, make_panels, make_table, save
-from experiments.shared_device.arms import Device
-from experiments.shared_device.clients import Outcome, Received
-from experiments.shared_device.counts import Counts
-from experiments.shared_device.measure import ASKS, TIMES_CAPACITY, WAYS, Overloaded, Ran
+from experiments.common.report import (
+    Narrator,
+    Verdict,
+    begin,
+    conclude,
+    last_name,
+    make_panels,
+    make_table,
+    save,
+    write_json,
+)
+from experiments.shared_device.__main__ import PARTS
+from experiments.shared_device.arms import ARMS, DEVICE_BYTES, PULL, STATIC
+from experiments.shared_device.clients import Asked, Outcome, Received, Swell, arrivals, merged, reference_of
+from experiments.shared_device.measure import ASKS, TIMES_CAPACITY, Ran, overload, run_arm
 
 FIRST_TOKEN_SECONDS = 5.0
 TOKEN_SECONDS = 0.2
@@ -91,15 +103,11 @@ COLORS = {
 _MIB = 2**20
 _OUTCOMES = [kind.value.upper() if kind is Outcome.WRONG else kind.value for kind in Outcome]
 _SPEED = ("goodput/s", "first token, s: p50", "p99", "between tokens, ms: p50", "p99")
-_FATE = (*_OUTCOMES, "wasted", "taken back", "again", "peak, MiB")
+_FATE = (*_OUTCOMES, "Retry-After", "wasted", "taken back", "again", "peak, MiB")
 
 
 def tables_of(runs: Sequence[Ran], title: str) -> list[Table]:
-    """Return the tables that an operator decides by: how fast each arm was, and what came of requests and memory.
-
-    Args:
-        title: what is served.
-    """
+    """Return the tables that an operator decides by: how fast each arm was, and what came of requests and memory."""
     words = f"first token <= {FIRST_TOKEN_SECONDS:g} s, further ones <= {TOKEN_SECONDS * 1e3:g} ms on average"
     speed, fate = [], []
     for ran in runs:
@@ -115,10 +123,11 @@ def tables_of(runs: Sequence[Ran], title: str) -> list[Table]:
             [
                 ran.arm,
                 *(str(found.outcomes[kind.value]) for kind in Outcome),
+                str(sum(one.retry_after for one in ran.received)),
                 "-" if wasted is None else f"{wasted:.1%}",
                 f"{ran.counts.revoked:g}",
                 f"{ran.counts.preempted:g}",
-                f"{peaks(ran)[0] / _MIB:.0f}" if ran.samples else "split",
+                f"{peaks(ran)[0] / _MIB:.0f}" if ran.samples else "-",
             ]
         )
     reasons = [f"{ran.arm} was not run: {ran.not_run}" for ran in runs if ran.not_run]
@@ -134,15 +143,11 @@ def _shown(value: float | None, factor: float, digits: int) -> str:
     return "-" if value is None else f"{value * factor:.{digits}f}"
 
 
-def judge(runs: Sequence[Ran], device: Device, prefix: str = "") -> list[Verdict]:
-    """Return the targets: right tokens and an end for every request of this package; peaks that do not fit together.
-
-    Args:
-        prefix: of the targets' names.
-    """
+def judge(runs: Sequence[Ran]) -> list[Verdict]:
+    """Return the targets: right tokens and an end for every request of this package; peaks that do not fit together."""
     verdicts = []
     for ran in runs:
-        words = f"{prefix}{ran.arm}"
+        words = ran.arm
         if not ran.arm.startswith("this package"):
             continue
         if ran.not_run:
@@ -151,17 +156,17 @@ def judge(runs: Sequence[Ran], device: Device, prefix: str = "") -> list[Verdict
         bad = sum(one.outcome in (Outcome.WRONG, Outcome.NO_END) for one in ran.received)
         total, of_models = peaks(ran)
         mib = " and ".join(f"{count / _MIB:.0f}" for count in of_models.values())
-        within = f"{total / _MIB:.0f} of {device.num_bytes / _MIB:.0f} MiB"
+        within = f"{total / _MIB:.0f} of {DEVICE_BYTES / _MIB:.0f} MiB"
         verdicts += [
             Verdict(
                 f"{words}: wrong answers, and requests without an end (0)", f"{bad} of {len(ran.received)}", not bad
             ),
-            Verdict(f"{words}: the models' peaks, {mib} MiB, within the device", within, total <= device.num_bytes),
+            Verdict(f"{words}: the models' peaks, {mib} MiB, within the device", within, total <= DEVICE_BYTES),
         ]
     return verdicts
 
 
-def plot(runs: Sequence[Ran], device: Device, title: str, path: Path) -> None:
+def plot(runs: Sequence[Ran], title: str, path: Path) -> None:
     """Plot the memory of each engine over time, a panel for each elastic arm."""
     shown = [ran for ran in runs if ran.samples]
     if not shown:
@@ -172,66 +177,85 @@ def plot(runs: Sequence[Ran], device: Device, title: str, path: Path) -> None:
         engines = [name for name in COLORS if name in ran.samples[0].used_bytes]
         levels = [[one.used_bytes[engine] / _MIB for one in ran.samples] for engine in engines]
         panel.stackplot(seconds, *levels, labels=engines, colors=[COLORS[engine] for engine in engines])
-        panel.axhline(device.num_bytes / _MIB, color="black", linewidth=1, linestyle="--")
+        panel.axhline(DEVICE_BYTES / _MIB, color="black", linewidth=1, linestyle="--")
         panel.set_title(ran.arm.removeprefix("this package, "), fontsize=9)
-        panel.set(xlabel="seconds", ylim=(0, 1.3 * device.num_bytes / _MIB))
+        panel.set(xlabel="seconds", ylim=(0, 1.3 * DEVICE_BYTES / _MIB))
         if place % PANELS_A_ROW == 0:
             panel.set(ylabel="MiB of the device")
         panel.legend(fontsize=6, loc="upper left", ncols=2)
     save(figure, title, path)
 
 
-def table_of_overload(found: Sequence[Overloaded]) -> Table:
-    """Return a table of the runs at a multiple of decode's capacity, together for each way."""
-    words = "waste: prefilled tokens that no decode received"
-    rows = []
-    for way, runs in _by_way(found).items():
-        received, seconds, counts = _together(runs)
-        figures = figures_of(received, seconds)
-        wasted = counts.wasted_share
-        rows.append(
-            [
-                way,
-                f"{runs[0].capacity:.2f}",
-                f"{len(received) / seconds:.2f}",
-                f"{figures.goodput:.2f}",
-                *(str(figures.outcomes[kind.value]) for kind in Outcome),
-                str(sum(one.retry_after for one in received)),
-                "-" if wasted is None else f"{wasted:.1%}",
-                _shown(figures.first_p50, 1, 2),
-                _shown(figures.first_p99, 1, 2),
-            ]
-        )
-    columns = ("", "capacity/s", "asked/s", "goodput/s", *_OUTCOMES, "Retry-After", "wasted", "first token, s: p50")
-    title = f"{TIMES_CAPACITY:g} x as many requests as decode can answer; {words}"
-    return make_table(title, (*columns, "p99"), rows)
-
-
-def judge_overload(found: Sequence[Overloaded]) -> list[Verdict]:
+def judge_overload(found: Sequence[Ran]) -> list[Verdict]:
     """Return the targets at a multiple of decode's capacity."""
     verdicts = []
-    for way, runs in _by_way(found).items():
-        received, seconds, counts = _together(runs)
-        outcomes = figures_of(received, seconds).outcomes
-        bad = outcomes[Outcome.WRONG.value] + outcomes[Outcome.NO_END.value]
-        words = f"overload, {way}"
-        verdicts.append(Verdict(f"{words}: wrong answers, and requests without an end (0)", f"{bad}", bad == 0))
-        refused = [one for one in received if one.outcome is Outcome.REFUSED]
-        told = sum(one.retry_after for one in refused)
-        verdicts.append(
-            Verdict(f"{words}: refusals that say when to try again", f"{told} of {len(refused)}", told == len(refused))
-        )
-        if way == ASKS:
-            share = counts.wasted_share or 0.0
+    for ran in found:
+        bad = sum(one.outcome in (Outcome.WRONG, Outcome.NO_END) for one in ran.received)
+        told = [one.retry_after for one in ran.received if one.outcome is Outcome.REFUSED]
+        words = f"overload, {ran.arm}"
+        verdicts += [
+            Verdict(f"{words}: wrong answers, and requests without an end (0)", f"{bad}", not bad),
+            Verdict(f"{words}: refusals that say when to try again", f"{sum(told)} of {len(told)}", all(told)),
+        ]
+        if ran.arm == ASKS:
+            share = ran.counts.wasted_share or 0.0
             verdicts.append(Verdict(f"{words}: prefill wasted (0.0 %)", f"{share:.1%}", share < 0.0005))
     return verdicts
 
 
-def _by_way(found: Sequence[Overloaded]) -> dict[str, list[Overloaded]]:
-    return {way: some for way in WAYS if (some := [one for one in found if one.way == way])}
+# ---------------------------------------------------------------------------------------------------------- a whole run
 
 
-def _together(runs: Sequence[Overloaded]) -> tuple[list[Received], float, Counts]:
-    """Return the requests, the seconds of load and the counts of several runs."""
-    counts = Counts(*(sum(getattr(one.counts, each.name) for one in runs) for each in fields(Counts)))
-    return [each for one in runs for each in one.received], sum(one.load_seconds for one in runs), counts
+RESULTS = Path(__file__).resolve().parent / "results"
+SECONDS, QUICK_SECONDS = 36.0, 18.0
+SWELLS = {"a": Swell(0.2, 2.4, 18.0), "b": Swell(0.2, 2.4, 18.0, phase=0.5)}
+QUICK_ARMS = (STATIC, PULL)
+
+
+def measure(asked: Mapping[str, Asked], options: argparse.Namespace, logs: Path, narrator: Narrator) -> Iterator[Ran]:
+    """Run all arms that are asked for in turn, and yield each run when it has ended."""
+    seconds = QUICK_SECONDS if options.quick else SECONDS
+    load = merged(
+        *(arrivals(name, swell, seconds, len(asked[name].prompts), options.seed) for name, swell in SWELLS.items())
+    )
+    narrator.say(f"{len(load)} requests in {seconds:.0f} s")
+    for arm in QUICK_ARMS if options.quick and not options.arm else ARMS:
+        if options.arm in arm.name:
+            ran = run_arm(arm, asked, load, seconds, logs, narrator.update)
+            goodput = figures_of(ran.received, seconds).goodput
+            narrator.say(f"{arm.name}: {ran.not_run or f'{goodput:.2f} requests a second'}")
+            yield ran
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and return the exit status."""
+    began, stamp = begin(options.vllm)
+    logs = RESULTS / stamp
+    logs.mkdir(parents=True)
+    name = stamp if options.quick or options.part or options.arm else last_name(options.vllm)
+    path = RESULTS / f"{name}.json"
+    chosen = [options.part] if options.part else PARTS
+    found: dict[str, list[Any]] = {"overload": [], "runs": []}
+
+    def content() -> dict[str, Any]:
+        return {"began": began, "seed": options.seed, **{part: [*map(asdict, some)] for part, some in found.items()}}
+
+    verdicts: list[Verdict] = []
+    tables = []
+    with Narrator(f"two models on one device, vLLM {options.vllm}") as narrator:
+        asked = reference_of(logs, narrator.update)
+        if "overload" in chosen:
+            capacity, found["overload"] = overload(asked, options.seed, logs, narrator, quick=options.quick)
+            title = f"{TIMES_CAPACITY:g} x as many requests as decode can answer, which is {capacity:.2f} a second"
+            tables += tables_of(found["overload"], title)
+            verdicts += judge_overload(found["overload"])
+        if "table" in chosen:
+            runs = found["runs"]
+            for ran in measure(asked, options, logs, narrator):
+                runs.append(ran)
+                # At once: a run takes a quarter of an hour.
+                write_json(path, content())
+            tables += tables_of(runs, "two models on one device")
+            verdicts += judge(runs)
+            plot(runs, f"memory of one device over time, vLLM {options.vllm}", RESULTS / f"{name}.png")
+    return conclude(tables, verdicts, path, content())

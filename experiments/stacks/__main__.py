@@ -15,8 +15,7 @@ Starts one prefill and one decode engine in each stack's own way, with its own r
 and chats, streamed and not, and for calls of a tool, eight at a time, through the official OpenAI client; each request
 has a prompt of its own. Every answer, with its log-probabilities, is compared with that of one stock instance, and
 vLLM's own counter says how many requests got their KV from prefill. Then prefill is killed under load, stays away for
-two seconds and comes back, and as many other prompts are asked. At last the stack runs twice at the same time, with and
-without kvcached, and both are timed by turns.
+two seconds and comes back, and as many other prompts are asked.
 Stacks: none (decode asks prefill), vllm-router, Ray Serve LLM, Dynamo, vLLM's toy proxy and push demo,
 production-stack.
 Ray and Dynamo are run with vLLM 0.28.0. production-stack is on no package index: set PRODUCTION_STACK to a checkout.
@@ -28,7 +27,6 @@ targets, for each stack and transfer mode:
   no wrong answer and none without an end while prefill dies and comes back; errors are allowed, also on streams, but a
   stream does not just break off
   right answers again within 60 s of prefill's return
-  first token, and 24 requests, take at most 1.1 times as long as with the stock connector
 
 exit status: 0 all targets reached; 1 a target was missed; 2 setup failed
 Results: tables; results/last-VERSION.json."""
@@ -36,7 +34,7 @@ Results: tables; results/last-VERSION.json."""
 
 def parse() -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EPILOG)
-    add_quick(parser, "30 requests instead of 90, and no stock connector")
+    add_quick(parser, "30 requests instead of 90")
     add_mode(parser)
     add_word(parser, "--stack", "stacks", KEEPS_LAST)
     parser.add_argument(

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stack with one transfer mode: everything asked once, then engines are ended and brought back under load; and the
-same stack twice at the same time, with kvcached and this package, and with vLLM's stock connector."""
+"""One stack with one transfer mode: everything asked once, then engines are ended and brought back under load."""
 
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from experiments.common.client import at_a_time
 from experiments.common.counted import settled, since
 from experiments.common.device import layout, nixl
 from experiments.common.model import ModelShape, make_model
@@ -26,10 +22,6 @@ from experiments.stacks.traffic import TEMPLATE, Answer, Judged, Request, Verdic
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK}
 RECOVERY_SECONDS = 60.0
 SETTLE_SECONDS = 2.0
-PROMPT_TOKENS = 512
-ROUNDS = 40
-BATCHES = 10
-BATCH_REQUESTS = 24
 
 
 @dataclass(frozen=True)
@@ -69,22 +61,16 @@ class Outcome:
         return sum(number for verdict, number in self.troubled.items() if verdict.startswith("error"))
 
 
-def spec(name: str, mode: str | None, *, is_stock: bool = False) -> ServerSpec:
-    """Return the configuration of an engine; without ``mode``, of the stock instance that answers are compared with.
-
-    Args:
-        is_stock: vLLM's own connector, and no kvcached.
-    """
-    extra = {} if is_stock else {"transfer_mode": mode, "kv_lease_duration": 10.0}
-    connector = {"kv_connector": "NixlPushConnector"} if is_stock and mode == "push" else {}
-    transfer = nixl(name, extra, kv_load_failure_policy="fail", **connector)
+def spec(name: str, mode: str | None) -> ServerSpec:
+    """Return the configuration of an engine; without ``mode``, of the stock instance that answers are compared with."""
+    transfer = nixl(name, {"transfer_mode": mode, "kv_lease_duration": 10.0}, kv_load_failure_policy="fail")
     return ServerSpec(
         name=name,
         model=make_model(ModelShape(max_positions=4096)),
         dtype="float32",
         max_num_batched_tokens=256,
         kv_transfer=transfer if mode else None,
-        environment={**KVCACHED, **layout()} if mode and not is_stock else {},
+        environment={**KVCACHED, **layout()} if mode else {},
         # A tool's arguments by their schema would be spaces until they are cut off.
         arguments=("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
         http_arguments=(
@@ -195,89 +181,3 @@ async def _recovered(url: str, expected: dict[Request, Answer]) -> float | None:
                 return time.monotonic() - begun
             await asyncio.sleep(0.2)
     return None
-
-
-# --------------------------------------------------------------------------------- beside the stock connector
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """Times of this package and of the stock connector, taken by turns; medians, in milliseconds.
-
-    Attributes:
-        first_token_ms: of a streamed completion of `PROMPT_TOKENS`, one at a time.
-        batch_ms: until `BATCH_REQUESTS` completions of 16 tokens have ended, 8 at a time.
-    """
-
-    stack: str
-    mode: str
-    first_token_ms: float
-    stock_first_token_ms: float
-    batch_ms: float
-    stock_batch_ms: float
-
-    @property
-    def first_token_ratio(self) -> float:
-        return self.first_token_ms / self.stock_first_token_ms
-
-    @property
-    def batch_ratio(self) -> float:
-        return self.batch_ms / self.stock_batch_ms
-
-
-def measure_overhead(stack: Stack, mode: str, logs: Path, say: Say) -> Overhead:
-    """Start both deployments, ask them by turns, and stop them."""
-    words = f"{stack.name}, {mode}, overhead"
-    folder = logs / words.replace(" ", "-")
-    specs, stock_specs = (
-        [spec(role, mode, is_stock=is_stock) for role in ("prefill", "decode")] for is_stock in (False, True)
-    )
-    with (
-        stack.deploy(specs, folder / "kvcached", say) as ours,
-        stack.deploy(stock_specs, folder / "stock", say) as stock,
-    ):
-        first = asyncio.run(_by_turns(ours, stock, ROUNDS, _first_token))
-        batch = asyncio.run(_by_turns(ours, stock, BATCHES, _batch))
-    found = Overhead(stack.name, mode, *first, *batch)
-    say(f"{words}: first token {found.first_token_ratio:.2f} x stock, batch {found.batch_ratio:.2f} x")
-    return found
-
-
-async def _by_turns(
-    ours: Deployment, stock: Deployment, rounds: int, ask: Callable[[Any, int], Awaitable[float]]
-) -> tuple[float, float]:
-    """Return the medians of both, in milliseconds. The first round is for connections and handshakes."""
-    times: tuple[list[float], list[float]] = ([], [])
-    async with traffic.client_of(ours.url) as one, traffic.client_of(stock.url) as other:
-        for number in range(rounds + 1):
-            order = ((one, 0), (other, 1)) if number % 2 else ((other, 1), (one, 0))
-            for client, place in order:
-                times[place].append(await ask(client, number) * 1e3)
-    return statistics.median(times[0][1:]), statistics.median(times[1][1:])
-
-
-async def _first_token(client: Any, number: int) -> float:
-    """Returns seconds."""
-    prompt = [3 + (11 * place + 17 * number) % 500 for place in range(PROMPT_TOKENS)]
-    prompt[0] = 3 + number
-    begun = time.monotonic()
-    answer = await client.completions.create(model="model", prompt=prompt, max_tokens=2, temperature=0, stream=True)
-    parts = aiter(answer)
-    await anext(parts)
-    seconds = time.monotonic() - begun
-    # To its end: an aborted request would be cleared away while the next one is timed.
-    async for _ in parts:
-        pass
-    return seconds
-
-
-async def _batch(client: Any, number: int) -> float:
-    """Returns seconds."""
-    asked = {"model": "model", "max_tokens": 16, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    prompts = (
-        [3 + number, 3 + place, *(3 + (7 * each + 31 * place) % 500 for each in range(200))]
-        for place in range(BATCH_REQUESTS)
-    )
-    begun = time.monotonic()
-    await at_a_time(traffic.AT_ONCE, (client.completions.create(**asked, prompt=prompt) for prompt in prompts))
-    return time.monotonic() - begun

@@ -8,20 +8,16 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import openai
 from rich.table import Table
 
 from experiments.common.command_line import MODES
 from experiments.common.report import Narrator, begin, conclude, last_name, make_table
 from experiments.common.report import Verdict as Target
-from experiments.common.servers import ServerError
-from experiments.stacks.measure import RECOVERY_SECONDS, Outcome, Overhead, expected_of, measure, measure_overhead
+from experiments.stacks.measure import RECOVERY_SECONDS, Outcome, expected_of, measure
 from experiments.stacks.stacks import STACKS
 from experiments.stacks.traffic import Verdict
 
 RESULTS = Path(__file__).resolve().parent / "results"
-MOST_RATIO = 1.1
-"""Of a median, beside stock; kvcached without P/D has some of it (docs/measurements.md, bench_serve)."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -35,7 +31,6 @@ def main(options: argparse.Namespace) -> int:
     began, run = begin(options.vllm)
     logs = RESULTS / run
     outcomes: list[Outcome] = []
-    overheads: list[Overhead] = []
     skipped: list[str] = []
     with Narrator(f"behind {len(chosen)} stacks, vLLM {options.vllm}") as narrator:
         expected = expected_of(range(12 if options.quick else 36), logs)
@@ -47,28 +42,13 @@ def main(options: argparse.Namespace) -> int:
             for mode in modes:
                 if mode in stack.modes:
                     outcomes.append(measure(stack, mode, expected, logs, narrator.say, options.engines))
-                    if mode in stack.stock_modes and not options.quick and options.engines == 1:
-                        try:
-                            overheads.append(measure_overhead(stack, mode, logs, narrator.say))
-                        except (ServerError, openai.OpenAIError) as error:
-                            skipped.append(f"{stack.name}, {mode}, beside the stock connector: {str(error)[:200]}")
-                            narrator.say(f"not run: {skipped[-1]}")
     if not outcomes:
         sys.stderr.write(f"found nothing to run; {'; '.join(skipped) or 'no stack has that mode'}.\n")
         return 2
     is_part = bool(options.stack or options.mode or options.engines > 1)
     path = RESULTS / f"{logs.name if is_part else last_name(options.vllm, quick=options.quick)}.json"
-    content = {
-        "began": began,
-        "outcomes": [asdict(one) for one in outcomes],
-        "overheads": [asdict(one) for one in overheads],
-        "not run": skipped,
-    }
-    verdicts = [one for found in outcomes for one in targets(found)]
-    verdicts += [one for found in overheads for one in targets_of_overhead(found)]
-    return conclude(
-        [table_of(outcomes), *([table_of_overheads(overheads)] if overheads else [])], verdicts, path, content
-    )
+    content = {"began": began, "outcomes": [asdict(one) for one in outcomes], "not run": skipped}
+    return conclude([table_of(outcomes)], [one for found in outcomes for one in targets(found)], path, content)
 
 
 def table_of(outcomes: list[Outcome]) -> Table:
@@ -80,17 +60,6 @@ def table_of(outcomes: list[Outcome]) -> Table:
         rows.append([f"{one.stack} {one.version}", one.mode, *counts, recovered, _counts(one.rolling) or "not run"])
     columns = ("stack", "mode", "all up", "hand-overs", "prefill killed", "right again", "each restarted")
     return make_table("what clients got", columns, rows)
-
-
-def table_of_overheads(overheads: list[Overhead]) -> Table:
-    """Return a row for each stack and mode."""
-    rows = []
-    for one in overheads:
-        first = (f"{one.first_token_ms:.0f} ms", f"{one.stock_first_token_ms:.0f} ms", f"{one.first_token_ratio:.2f}")
-        batch = (f"{one.batch_ms:.0f} ms", f"{one.stock_batch_ms:.0f} ms", f"{one.batch_ratio:.2f}")
-        rows.append([one.stack, one.mode, *first, *batch])
-    columns = ("stack", "mode", "first token", "stock", "ratio", "24 requests", "stock", "ratio")
-    return make_table("beside the stock connector, without kvcached", columns, rows)
 
 
 def _counts(verdicts: dict[str, int]) -> str:
@@ -124,12 +93,4 @@ def targets(found: Outcome) -> list[Target]:
             recovered is not None
             and found.after == {Verdict.RIGHT.value: found.asked} == {"right": found.hand_overs_after},
         ),
-    ]
-
-
-def targets_of_overhead(found: Overhead) -> list[Target]:
-    words = f"{found.stack}, {found.mode}"
-    return [
-        Target(f"{words}: {what} / stock (<= {MOST_RATIO})", f"{ratio:.2f} x", ratio <= MOST_RATIO)
-        for what, ratio in (("first token", found.first_token_ratio), ("batch", found.batch_ratio))
     ]

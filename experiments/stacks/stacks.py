@@ -28,8 +28,6 @@ class Stack:
     Attributes:
         version: of what is started.
         modes: transfer modes that it asks for.
-        stock_modes: those that it has with vLLM's own connector, which asks nobody. Some refuse or do not start
-            NixlPushConnector.
         asks_both_at_once: modes in which decode may be asked before prefill has answered.
         constrains_tools_itself: it asks vLLM for a tool's arguments by their schema, not for the call of a tool.
         vllm: the one that it needs; empty if any will do.
@@ -41,7 +39,6 @@ class Stack:
     version: str
     deploy: Deploy
     modes: tuple[str, ...] = ("pull", "push")
-    stock_modes: tuple[str, ...] = ("pull", "push")
     asks_both_at_once: tuple[str, ...] = ()
     constrains_tools_itself: bool = False
     vllm: str = ""
@@ -69,10 +66,10 @@ def _before(router: Router, *, engine_ids_are_fixed: bool = False) -> Deploy:
 
 
 STACKS: tuple[Stack, ...] = (
-    Stack("none: decode asks prefill", "this package", alone, stock_modes=(), most_engines=1),
+    Stack("none: decode asks prefill", "this package", alone, most_engines=1),
     Stack("vllm-router", "0.1.17", _before(routers.vllm_router), asks_both_at_once=("push",)),
-    Stack("Ray Serve LLM", "2.58.1", ray_serve, stock_modes=("pull",), vllm="0.28.0"),
-    Stack("Dynamo", "1.5.1", dynamo, stock_modes=("pull",), constrains_tools_itself=True, vllm="0.28.0"),
+    Stack("Ray Serve LLM", "2.58.1", ray_serve, vllm="0.28.0"),
+    Stack("Dynamo", "1.5.1", dynamo, constrains_tools_itself=True, vllm="0.28.0"),
     Stack("vLLM's toy proxy", "0.28.0", _before(routers.toy_proxy)),
     Stack(
         "vLLM's push demo",
@@ -82,10 +79,5 @@ STACKS: tuple[Stack, ...] = (
         asks_both_at_once=("push",),
         most_engines=1,
     ),
-    Stack(
-        "production-stack",
-        "a6c01db0",
-        _before(routers.production_stack),
-        needs=routers.PRODUCTION_STACK,
-    ),
+    Stack("production-stack", "a6c01db0", _before(routers.production_stack), needs=routers.PRODUCTION_STACK),
 )

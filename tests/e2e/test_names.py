@@ -37,7 +37,6 @@ from experiments.common.servers import (
     SERVER_SIDE,
     Server,
     ServerSpec,
-    group_is_alive,
     running,
 )
 from kvcached_nixl.wire.params import MANIFEST_KEY
@@ -227,14 +226,14 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def test_nothing_is_left_after_sigterm(server: Server, group: bool) -> None:
     """Of the server itself, as systemd and Kubernetes do, or of every process, as a terminal and these tests do."""
     (os.killpg if group else os.kill)(server.process.pid, signal.SIGTERM)
-    wait_until(lambda: not group_is_alive(server.process.pid), server.tail)
+    wait_until(lambda: not server.processes(), server.tail)
     assert left_by(server.identity) == []
 
 
 def test_the_next_engine_clears_what_a_killed_one_left(server: Server, tmp_path: Path) -> None:
     """And touches nothing of one that lives."""
     server.kill()
-    wait_until(lambda: not group_is_alive(server.process.pid), server.tail)
+    wait_until(lambda: not server.processes(), server.tail)
     assert left_by(server.identity) != []
     with running([spec("living"), spec("next")], tmp_path) as others:
         assert left_by(server.identity) == []

@@ -3,12 +3,13 @@
 
 Answers are those of a stock instance: handed over, handed over with a prompt that prefill has loaded, and loaded by
 decode alone. The connectors: vLLM's ExampleConnector, which saves while a prompt is computed, and HostShelf
-(``experiments/common/server_side``), which holds a finished request's blocks until they are saved.
+(``tests/support/server_side``), which holds a finished request's blocks until they are saved.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,9 +25,13 @@ from experiments.common.client import Answer, Client, http_client, read_answer
 from experiments.common.counted import count, hand_overs
 from experiments.common.device import layout, role
 from experiments.common.pages import PageWatch
-from experiments.common.servers import GIVES_BACK, Server, ServerError, ServerSpec, running
+from experiments.common.servers import GIVES_BACK, REPOSITORY, SERVER_SIDE, Server, ServerError, ServerSpec, running
 
-KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **layout(), **GIVES_BACK}
+SHELF = REPOSITORY / "tests/support/server_side"
+KVCACHED = {
+    **{"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **layout(), **GIVES_BACK},
+    "PYTHONPATH": os.pathsep.join(map(str, (SERVER_SIDE, REPOSITORY, SHELF))),
+}
 BLOCK_SIZE = 32
 LENGTHS = (100, 230, 5000)
 """The last has more blocks than the pages that are always mapped, so that memory that is kept shows."""

@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from support.endpoints import ENDPOINTS, TEMPLATE, Endpoint, Failed, Prompt, read
 
 from experiments.common import model as models
 from experiments.common.client import AnswerError, Client, Pair, http_client, read_answer
 from experiments.common.device import layout, role
 from experiments.common.servers import ServerError, ServerSpec, running
-from experiments.fuzzed_parameters.endpoints import ENDPOINTS, TEMPLATE, Endpoint, Failed, Prompt, read
 
 CONNECTOR: dict[str, Any] = {
     "kv_connector": "NixlConnector",

@@ -22,7 +22,7 @@ STOP_SECONDS = 30.0
 def test_a_request_is_one_trace_that_accounts_for_its_first_token(arm: Arm, tmp_path: Path) -> None:
     traced = run(arm, 5, PROMPT_TOKENS, tmp_path)
     for one in traced:
-        assert {span.resource["service.name"] for span in one.spans} == set(PROCESSES)
+        assert {span.process for span in one.spans} == set(PROCESSES)
         names = {span.name for span in one.spans}
         assert states_of(arm) <= names, f"{states_of(arm) - names} are missing"
         known = {client_span(one.trace_id), *(span.span_id for span in one.spans)}

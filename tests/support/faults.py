@@ -12,7 +12,6 @@ from unittest import mock
 import msgspec
 import pytest
 
-from experiments.common.memory_transport import MemoryGate, MemoryTransport
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.scheduler import fetch_attempts
 from kvcached_nixl.scheduler.asking.limits import LocalPrefills, Window
@@ -54,6 +53,7 @@ from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from support.flow_engine import FlowHost
 from support.flow_memory import Pool
+from support.memory_transport import MemoryGate, MemoryTransport
 
 Patcher = pytest.MonkeyPatch
 Fault = Callable[[Patcher], None]

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from experiments.common.memory_transport import GATE, MemoryTransport, Network, Posted
 from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
@@ -41,6 +40,7 @@ from support.internals import (
     unfinished_handshakes,
     writer_of,
 )
+from support.memory_transport import GATE, MemoryTransport, Network, Posted
 
 LEASE_SECONDS, TIMEOUT_SECONDS = 30.0, 60.0
 FORGOTTEN_SECONDS = 700.0

@@ -7,7 +7,6 @@ import itertools
 from collections import Counter
 from typing import Any
 
-from experiments.common.memory_transport import Posted
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
@@ -17,6 +16,7 @@ from support.flow_cluster import FORGOTTEN_SECONDS, Cluster
 from support.flow_engine import Engine, Kind, Request, Status
 from support.flow_memory import Shape
 from support.flow_schedule import Defects
+from support.memory_transport import Posted
 
 PROMPT = tuple(range(3, 21))
 """18 tokens: four full blocks and a half."""

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from experiments.common.memory_transport import Posted
 from kvcached_nixl.ids import KernelBlock, PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.checked import convert
@@ -43,6 +42,7 @@ from support.flow_memory import Shape
 from support.flow_pair import PROMPT, Pair, kind
 from support.flow_schedule import SHAPES, Defects
 from support.internals import holds_of, offers_of, parked_of, slot_queues_of
+from support.memory_transport import Posted
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 BYTES_PER_TOKEN = 2 * 2 * 8

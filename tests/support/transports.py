@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.common.memory_transport import Network
 from kvcached_nixl.transport.agent import Transport
+from support.memory_transport import Network
 
 ARRIVAL_SECONDS = 20.0
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from support.kvcached_memory import Geometry
+from support.memory_transport import Network
 
-from experiments.common.memory_transport import Network
 from kvcached_nixl.current_device import select
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.proof import member

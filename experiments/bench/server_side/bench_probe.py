@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker extension that times steps, transfers and copies, reports registrations, and forgets peers.
+"""A worker extension that times steps, transfers and copies.
 
 Times are from the machine's monotonic clock, which all its processes share. Needs an executor that runs the worker in
 the engine's process.
@@ -31,7 +31,9 @@ class BenchProbe(KvProbe):
     _copied_seconds: list[float]
 
     def kv_probe_time_transfers(self) -> dict[str, Any]:
-        """Start recording the end of every step and of every receive."""
+        """Start recording the end of every step and of every receive. Idempotent."""
+        if hasattr(self, "_times"):
+            return {}
         connector = _connector()
         wait_for_save, get_finished = connector.wait_for_save, connector.get_finished
         self._times = times = {"computed": 0.0, "received": 0.0, "freed": 0.0}
@@ -89,41 +91,3 @@ class BenchProbe(KvProbe):
         taken = list(self._copied_seconds)
         del self._copied_seconds[: len(taken)]
         return {"seconds": sum(taken)}
-
-    def kv_probe_registration(self) -> dict[str, Any]:
-        """Return the number of descriptors per block, and of those that were made before the first request."""
-        worker = _connector().connector_worker
-        if _side() is not None:
-            extents = sum(found.descCount() for found in worker._registered_descs) - 1
-            return {"a_block": extents, "descriptors": 0}
-        made = len(worker.src_blocks_data)
-        return {"a_block": made // worker.num_blocks, "descriptors": made}
-
-    def kv_probe_forget_peers(self) -> dict[str, Any]:
-        """Drop every remote agent, as if its engine had ended, so that the next hand-over is cold."""
-        side, worker = _side(), _connector().connector_worker
-        if side is not None:
-            peers = side.thread._context.peers
-            links = list(peers._links.values())
-            for link in links:
-                peers._drop(link)
-            return {"forgotten": len(links)}
-        engines = list(worker._remote_agents)
-        for engine in engines:
-            if hasattr(worker, "_cleanup_remote_engine"):  # not in vLLM 0.33
-                worker._cleanup_remote_engine(engine, log_eviction=False)
-                continue
-            for handle in worker.dst_xfer_side_handles.pop(engine).values():
-                worker.nixl_wrapper.release_dlist_handle(handle)
-            for agent in worker._remote_agents.pop(engine).values():
-                worker.nixl_wrapper.remove_remote_agent(agent)
-            del worker.kv_caches_base_addr[engine], worker.dst_num_blocks[engine]
-        return {"forgotten": len(engines)}
-
-    def kv_probe_idle_seconds(self, calls: int) -> dict[str, Any]:
-        """Return the seconds per ``get_finished`` call, which every step makes, while no hand-over changes."""
-        get_finished = _connector().get_finished
-        begun = time.perf_counter()
-        for _ in range(calls):
-            get_finished(set())
-        return {"idle": (time.perf_counter() - begun) / calls}

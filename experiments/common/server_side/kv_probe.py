@@ -9,7 +9,6 @@ and are measured.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -108,12 +107,11 @@ class Recorder:
                 remote = normalise_block_ids(meta.remote.block_ids)
                 local = normalise_block_ids(meta.local_block_ids)
                 self._await(request_id, Pending(request_id, meta.remote.request_id, local, remote))
-        told = () if step is None else step.commands
-        # By their names: stock servers are probed without the package.
-        for wanted in (one for one in told if type(one).__name__ == "FetchSpec"):
-            self._await(str(wanted.attempt), self._wanted(wanted))
-        for one in (one for one in told if type(one).__name__ == "OfferUpdate"):
-            if one.ready_tokens:
+        for one in () if step is None else step.commands:
+            # By their names: stock servers are probed without the package.
+            if type(one).__name__ == "FetchSpec":
+                self._await(str(one.attempt), self._wanted(one))
+            elif type(one).__name__ == "OfferUpdate" and one.ready_tokens:
                 name = one.name if step_pushes(self.connector) else one.request_id
                 self.offered[one.request_id] = (name, [list(group.block_ids) for group in one.groups])
         return self.call_begin(*args, **kwargs)
@@ -128,14 +126,11 @@ class Recorder:
         )
 
     def finish(self, *args: Any, **kwargs: Any) -> Any:
-        finished_sending, finished_receiving = self.call_finish(*args, **kwargs)
-        self._note_finished(finished_sending, finished_receiving)
-        return finished_sending, finished_receiving
-
-    def finish_with_results(self, *args: Any, **kwargs: Any) -> Any:
-        results = self.call_finish(*args, **kwargs)
-        self._note_finished(results.finished_sending, results.finished_recving)
-        return results
+        found = self.call_finish(*args, **kwargs)
+        # From vLLM 0.30 on, an object of results.
+        has_names = hasattr(found, "finished_sending")
+        self._note_finished(*(found.finished_sending, found.finished_recving) if has_names else found)
+        return found
 
     def _note_finished(self, finished_sending: set[str], finished_receiving: set[str]) -> None:
         side = vars(self.connector).get(SIDE)
@@ -215,23 +210,6 @@ class Recorder:
                     view.copy_(before_it)
 
 
-class _Allocated(ctypes.Structure):
-    """glibc's ``struct mallinfo2``."""
-
-    _fields_ = (
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
-    )
-
-
-def _allocated_bytes() -> int:
-    """Return what this process has from malloc and has not freed."""
-    libc = ctypes.CDLL(None)
-    libc.mallinfo2.restype = _Allocated
-    found = libc.mallinfo2()
-    return int(found.uordblks + found.hblkhd)
-
-
 def _views(cache: Cache) -> tuple[torch.Tensor, ...]:
     return cache if isinstance(cache, tuple) else (cache,)
 
@@ -289,14 +267,10 @@ class KvProbe:
         if not isinstance(getattr(getattr(connector, last), "__self__", None), Recorder):
             agent = connector.connector_worker.nixl_wrapper
             recorder = Recorder(
-                self._kv_probe_groups(),
-                connector,
-                getattr(connector, first),
-                getattr(connector, last),
-                agent.transfer,
+                self._kv_probe_groups(), connector, getattr(connector, first), getattr(connector, last), agent.transfer
             )
             setattr(connector, first, recorder.begin)
-            setattr(connector, last, recorder.finish if last == "get_finished" else recorder.finish_with_results)
+            setattr(connector, last, recorder.finish)
             agent.transfer = recorder.transfer
         return {"connector": type(connector).__qualname__}
 
@@ -324,19 +298,6 @@ class KvProbe:
             "pending": [one.transfer for one in recorder.pending.values()],
             "offered": [transfer for transfer, _ in recorder.offered.values()],
         }
-
-    def kv_probe_held(self) -> dict[str, float]:
-        """Give the memory that this process has freed back to the kernel; return what it has allocated, and, with a
-        connector, how many peers the worker's NIXL agent knows and how many agents it has."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        ctypes.CDLL(None).malloc_trim(0)
-        held = {"allocated (MiB)": _allocated_bytes() / 2**20}
-        if not has_kv_transfer_group():
-            return held
-        thread = vars(get_kv_transfer_group())[SIDE].thread
-        gates = list(thread._receiver.gates)
-        return {**held, "NIXL peers": len(thread._context.transport._peers), "NIXL agents": 1 + len(gates)}
 
     def kv_probe_plant(self, kind: str, index: int, group: int = ALL_GROUPS) -> dict[str, Any]:
         """Damage the blocks of the next received request. ``index`` is a position in its list of received blocks."""

@@ -16,7 +16,7 @@ PREFILL, DECODE = "prefill", "decode"
 
 
 def span(name: str, begin: float, end: float, process: str, scope: str = "vllm.tracing.otel") -> Span:
-    return Span("t", name, "client", name, scope, begin, end, False, {}, {"service.name": process})
+    return Span("t", name, "client", name, scope, begin, end, process)
 
 
 def request(*more: Span) -> Traced:
@@ -55,5 +55,5 @@ def test_the_targets_can_be_missed() -> None:
     assert [verdict.reached for verdict in judge(PULL, [whole, whole, slow])] == [True, True, True]
     assert [verdict.reached for verdict in judge(PULL, [whole, slow, slow])] == [False, True, True]
     assert [verdict.reached for verdict in judge(PULL, [whole, whole, slower])] == [False, True, True]
-    torn = replace(whole, spans=[each for each in whole.spans if each.resource["service.name"] != PREFILL])
+    torn = replace(whole, spans=[each for each in whole.spans if each.process != PREFILL])
     assert not judge(PULL, [torn])[2].reached

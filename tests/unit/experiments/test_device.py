@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from experiments.byte_equivalence.arms import ARMS, SINGLE, of_size, specs
+from experiments.byte_equivalence.arms import ARMS, specs
 from experiments.common import device
-from experiments.common.server_side import triton_kernels
-from experiments.common.servers import ServerSpec
+from experiments.common.servers import REPOSITORY, ServerSpec
 
 
 @pytest.fixture(params=[False, True], ids=["cpu", "gpu"])
@@ -45,55 +43,8 @@ def test_an_arm_takes_the_path_of_its_name(has_gpu: bool, tmp_path: Path) -> Non
                 assert is_staged is (is_pinned or path in ("device", "host")), spec.name
 
 
-def test_a_stock_arm_is_told_no_path(has_gpu: bool, tmp_path: Path) -> None:
-    """A stock server does not know the option."""
-    for arm in (arm for arm in ARMS if not arm.kvcached and arm.mode != SINGLE):
-        assert all("memory_path" not in extra_of(spec) for spec in specs(arm, tmp_path, "float32", {}))
-
-
-def test_servers_share_the_device(has_gpu: bool, tmp_path: Path) -> None:
-    """Each takes a part of a GPU; on a CPU it has its own KV budget and its engine may be forked."""
-    command = ServerSpec("one", tmp_path).command(8000, "e")
-    assert ("--gpu-memory-utilization" in command) is has_gpu
-    given = device.environment({"A": "b"}, 3, forks=True)
-    assert given["A"] == "b"
-    assert given.get("VLLM_CPU_KVCACHE_SPACE") == (None if has_gpu else "3")
-    assert given.get("EXPERIMENT_FORK") == (None if has_gpu else "1")
-    assert most_servers() * device.GPU_MEMORY_FRACTION < 0.9
-
-
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_ranks_have_a_gpu_each(has_gpu: bool, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """Servers share one; the ranks of a server cannot. On a CPU there is nothing to share."""
-    monkeypatch.setattr(device, "num_gpus", lambda: gpus if has_gpu else 0)
-    most = max(arm.ranks for arm in of_size("full", "0.28.0"))
-    assert most == (1 if has_gpu and gpus == 1 else 2)
-
-
-def most_servers() -> int:
-    """That run at the same time in one arm: the reference with the first pair, or all of an arm."""
-    return max(3, *(2 * arm.servers * arm.ranks for arm in ARMS))
-
-
-@pytest.mark.parametrize(("vllm", "usual"), [("0.28.0", "V1"), ("0.30.0", "V2"), (None, "V1")])
-def test_runner_v2_is_interpreted_where_there_is_no_gpu(
-    has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: str | None, usual: str
-) -> None:
-    """All servers of an arm have the runner of its name, the others the usual one; Triton compiles on a GPU."""
-    monkeypatch.setattr(device, "found_version", lambda library: vllm)
-    for arm in ARMS:
-        for spec in specs(arm, tmp_path, "float32", {}):
-            given = device.environment(spec.environment, 1, forks=True)
-            expected = "V2" if arm.has_own_runner else usual
-            assert given["VLLM_USE_V2_MODEL_RUNNER"] == {"V1": "0", "V2": "1"}[expected]
-            assert ("TRITON_INTERPRET" in given) is (expected == "V2" and not has_gpu)
-
-
-def test_triton_names_a_backend_for_cpus_once() -> None:
-    """vLLM asks for its name alone; one that Triton has itself stays."""
-    backends = SimpleNamespace(backends={"nvidia": "theirs"})
-    triton_kernels.name_a_cpu_backend(backends)  # type: ignore[arg-type]
-    assert set(backends.backends) == {"nvidia", "cpu"}
-    backends.backends["cpu"] = "theirs"
-    triton_kernels.name_a_cpu_backend(backends)  # type: ignore[arg-type]
-    assert backends.backends == {"nvidia": "theirs", "cpu": "theirs"}
+def test_no_harness_names_a_buffer_device() -> None:
+    """On a GPU "cpu" is refused, and "cuda" is not there without one."""
+    files = [*(REPOSITORY / "experiments").rglob("*.py"), *(REPOSITORY / "tests" / "e2e").rglob("*.py")]
+    assert [str(path.relative_to(REPOSITORY)) for path in files if "kv_buffer_device" in path.read_text()] == []
+    assert any("kv_connector" in path.read_text() for path in files)

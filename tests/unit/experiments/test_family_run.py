@@ -6,16 +6,8 @@ from __future__ import annotations
 import pytest
 
 from experiments.byte_equivalence.compare import Expected
-from experiments.byte_equivalence.family_run import (
-    BLOCK_SIZE,
-    DAMAGED_TOKENS,
-    MAX_BATCHED_TOKENS,
-    Group,
-    corruptions_of,
-    is_alone,
-    may_be_cached,
-)
-from experiments.byte_equivalence.prompts import Prompt, fixed_prompts
+from experiments.byte_equivalence.family_run import DAMAGED_TOKENS, Group, corruptions_of, may_be_cached
+from experiments.byte_equivalence.prompts import Prompt
 
 FULL, WINDOW, STATE = Group(32, None, False, 2), Group(64, 128, False, 2), Group(160, None, True, 2)
 
@@ -48,11 +40,6 @@ def test_decode_may_have_all_but_the_last_token_of_a_prompt_that_began_like_anot
     assert may_be_cached(prompt(65, "f"), [FULL, WINDOW, STATE])
     assert not may_be_cached(prompt(65), [FULL, WINDOW])
     assert not may_be_cached(prompt(33, "f"), [FULL, WINDOW])
-
-
-def test_some_prompts_are_computed_as_by_a_single_instance() -> None:
-    prompts = fixed_prompts(block_size=BLOCK_SIZE, max_batched=MAX_BATCHED_TOKENS, max_prompt=1900, vocabulary=512)
-    assert sorted({len(one.token_ids) for one in prompts if is_alone(one)}) == [1, 513, 1025]
 
 
 def test_each_kind_of_group_is_damaged_in_its_own_ways() -> None:

@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from experiments.byte_equivalence import __main__ as cli
-from experiments.byte_equivalence import comparison, harness
 from experiments.byte_equivalence import run as last
 from experiments.byte_equivalence.arm_run import CORRUPTIONS, Dependence
-from experiments.byte_equivalence.arms import ARMS, SINGLE, Arm, of_size, phases, small_pool, specs
-from experiments.byte_equivalence.checks import Check, compared, exit_status, summary_of, table_of
+from experiments.byte_equivalence.arms import ARMS, Arm, of_size, phases
 from experiments.byte_equivalence.compare import Difference
-from experiments.byte_equivalence.harness import Baseline, Harness
-from experiments.common.command_line import DEFAULT_VLLM
+from experiments.byte_equivalence.comparison import Check, compared, exit_status, summary_of
+from experiments.byte_equivalence.harness import came_back, remapped
 from experiments.common.model import GQA
-from experiments.common.report import Narrator
-from experiments.common.servers import ServerError
+from experiments.common.pages import PageCount
 
 ROOT = Path(__file__).parents[3]
 EQUAL = Check("arm", "tokens", True, "30 prompts")
@@ -33,27 +27,11 @@ NOT_STARTED = Check("arm", "serves", False, "no", failed_setup=True)
 
 @pytest.mark.parametrize(
     ("rows", "status"),
-    [
-        ([EQUAL], 0),
-        ([EQUAL, UNEQUAL], 1),
-        ([NOT_STARTED, EQUAL], 2),
-        ([NOT_STARTED, UNEQUAL], 1),
-        ([], 2),
-    ],
+    [([EQUAL], 0), ([EQUAL, UNEQUAL], 1), ([NOT_STARTED, EQUAL], 2), ([NOT_STARTED, UNEQUAL], 1), ([], 2)],
 )
 def test_the_exit_status_tells_a_difference_from_a_failed_set_up(rows: list[Check], status: int) -> None:
     """A difference outweighs a server that did not start; having checked nothing is no success."""
     assert exit_status(summary_of(rows)) == status
-
-
-def test_the_table_shows_differences_as_they_are() -> None:
-    """Text from servers is not taken for markup, and many differences are cut short but counted."""
-    many = compared("arm", "blocks", [Difference(f"p{n}", "blocks", "x") for n in range(9)], "30 prompts")
-    console = Console(width=150, record=True, file=None, quiet=False, force_terminal=False)
-    with console.capture() as captured:
-        console.print(table_of([UNEQUAL, many], "title"))
-    assert "[red]found[/red] 1" in captured.get()
-    assert "and 6 more" in captured.get()
 
 
 def test_dependence_is_proved_only_if_repeating_changes_nothing() -> None:
@@ -71,89 +49,12 @@ def test_every_corruption_of_the_promise_is_planted() -> None:
     assert [one.words for one in CORRUPTIONS if not one.changes_output] == ["two full blocks swapped"]
 
 
-def test_stock_arms_do_not_know_kvcached(tmp_path: Path) -> None:
-    """A stock arm's servers get no setting of kvcached, whatever pool the phase has."""
-    for arm in ARMS:
-        for spec in specs(arm, tmp_path, "float32", small_pool(16 << 20, 5)):
-            assert arm.kvcached is any("KVCACHED" in name for name in spec.environment)
-
-
-def test_the_arms_are_one_reference_and_pairs(tmp_path: Path) -> None:
-    """One single instance without a connector; every other arm is P and D with one."""
-    assert [arm.name for arm in ARMS if arm.mode == SINGLE] == [ARMS[0].name]
-    for arm in ARMS:
-        made = specs(arm, tmp_path, "float32", {})
-        assert len(made) == (1 if arm.mode == SINGLE else 2 * arm.servers)
-        assert all((spec.kv_transfer is None) is (arm.mode == SINGLE) for spec in made)
-
-
-def test_of_a_mixed_arm_one_side_alone_is_staged(tmp_path: Path) -> None:
-    """Prefill because it is told to, decode because its registrations are pinned; the other's follow."""
-    for arm in (one for one in ARMS if "direct" in one.name):
-        prefill, decode = specs(arm, tmp_path, "float32", {})
-        registrations = [one.environment["NIXL_HOSTVMM_REGISTRATION"] for one in (prefill, decode)]
-        told = [one.kv_transfer["kv_connector_extra_config"].get("memory_path") for one in (prefill, decode)]  # type: ignore[index]
-        assert registrations == ["follows", "follows" if arm.is_staged else "pinned"]
-        assert told == ["host" if arm.is_staged else None, None]
-
-
-def test_a_brief_run_has_one_arm_each_way() -> None:
-    """In the layouts that differ, and what is in it is in a longer one, too."""
-    brief = [arm for arm in ARMS if arm.in_runs == "brief"]
-    assert [(arm.mode, "non-contiguous" in arm.name) for arm in brief] == [("pull", False), ("push", True)]
-    assert all(arm.kvcached for arm in brief)
-
-
-def test_a_run_has_the_arms_whose_runner_kvcached_accepts() -> None:
-    """V2 beside V1 with 0.28; in every arm from 0.29 on."""
-    have = {vllm: {arm.has_own_runner for arm in of_size("full", vllm)} for vllm in ("0.27.1", "0.28.0", "0.29.0")}
-    assert have == {"0.27.1": {False}, "0.28.0": {False, True}, "0.29.0": {False}}
-
-
 def test_a_run_has_the_arms_whose_layout_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 0.29 on attention says which layouts it takes, and that of CPUs takes none with all layers in a block."""
     for has_gpu, vllm, expected in ((False, "0.28.0", True), (False, "0.30.0", False), (True, "0.30.0", True)):
         monkeypatch.setattr("experiments.common.device.has_gpu", lambda has_gpu=has_gpu: has_gpu)
         assert any(" contiguous" in arm.name for arm in of_size("brief", vllm)) is expected
     assert of_size("full", "0.28.0") == list(ARMS)
-
-
-def test_servers_that_do_not_start_are_a_row_and_the_next_arm_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One arm that cannot serve must not cost what the others would have shown."""
-
-    class Launched:
-        stopped = 0
-
-        def __init__(self, made: object, logs: Path, say: object) -> None:
-            self.names = [spec.name for spec in made]  # type: ignore[attr-defined]
-
-        def __enter__(self) -> Launched:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def ready(self) -> list[object]:
-            if any("non-contiguous" in name for name in self.names):
-                raise ServerError("status 1")
-            return []
-
-        def stop(self) -> None:
-            Launched.stopped += 1
-
-    async def served(run: object) -> None: ...
-
-    monkeypatch.setattr(harness, "Running", Launched)
-    monkeypatch.setattr(harness, "Asking", Launched)
-    monkeypatch.setattr(harness, "make_model", lambda shape: tmp_path)
-    monkeypatch.setattr(harness.Harness, "_reference", lambda *_: Baseline([], []))
-    monkeypatch.setattr(comparison, "with_pairs", lambda *_: asyncio.sleep(0))
-    brief = [arm for arm in ARMS if arm.in_runs == "brief"]
-    made = Harness(brief[::-1], tmp_path, Narrator("test"), quick=True)
-    made.run()
-    assert [(row.arm, row.passed, row.failed_setup) for row in made.rows] == [(brief[1].name, False, True)]
-    assert Launched.stopped == 2
 
 
 FULL = phases(GQA, quick=False)
@@ -178,28 +79,6 @@ def test_what_was_not_run_again_stays_with_the_commit_it_is_of(tmp_path: Path) -
     assert found["checks"] == [*rows_of(PUSH, commit="old"), *rows_of(STOCK, commit="older"), *new]
 
 
-def test_a_failure_that_was_not_run_again_is_still_one(tmp_path: Path) -> None:
-    """The file's verdict covers everything in it."""
-    file = tmp_path / "last-1.json"
-    file.write_text(json.dumps({"commit": "old", "checks": rows_of(PUSH, passed=False)}))
-    assert last.summary(rows_of(PULL), file, [PULL, PUSH], FULL)["verdict"] == "NOT EQUAL"
-
-
-def test_servers_that_did_not_start_differ_in_nothing(tmp_path: Path) -> None:
-    """The file says as the run does that there was nothing to compare."""
-    rows = summary_of([NOT_STARTED, EQUAL])
-    assert last.summary(rows, tmp_path / "none", [PULL], FULL)["verdict"] == "could not be compared"
-
-
-@pytest.mark.parametrize("lacking", ["32 at a time: tokens", "one at a time: exactly as stock", "one at a time: SHA"])
-def test_an_arm_without_a_phase_or_a_comparison_is_missing(lacking: str, tmp_path: Path) -> None:
-    """A run that ended too soon, or one without the stock arm; and an arm that was never run."""
-    rows = [row for row in rows_of(PULL) if not str(row["check"]).startswith(lacking)]
-    assert len(rows) < len(rows_of(PULL))
-    found = last.summary(rows, tmp_path / "none", [STOCK, PULL], FULL)
-    assert found["missing"] == [STOCK.name, PULL.name]
-
-
 def test_the_rows_that_are_needed_are_those_that_a_run_gives() -> None:
     """Rows are named as in the committed results; a name without results would make every arm missing."""
     found = json.loads((ROOT / "experiments/byte_equivalence/results/last-0.28.0.json").read_text())
@@ -220,10 +99,20 @@ def test_help_needs_no_environment() -> None:
     assert "exit status" in found.stdout
 
 
-def test_the_command_line_has_the_promised_options() -> None:
-    """``--vllm``, ``--mode``, ``--quick`` and ``--brief``; the newest vLLM unless told otherwise."""
-    usual = {"vllm": DEFAULT_VLLM, "mode": None, "size": "full", "arm": [], "model": None}
-    assert vars(cli.parse([])) == usual
-    assert cli.parse(["--brief"]).size == "brief"
-    found = vars(cli.parse(["--vllm", "0.28.0", "--mode", "pull", "--quick"]))
-    assert found == {**usual, "vllm": "0.28.0", "mode": "pull", "size": "quick"}
+PAGE_GROUP = 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("counted", "passed"), [(PageCount(5, 9, 1, 3, 2, 2, 2), True), (PageCount(5, 9, 1, 3, 2), False)]
+)
+def test_a_run_that_remapped_nothing_fails(counted: PageCount, passed: bool) -> None:
+    """Growing alone is no proof."""
+    assert remapped("arm", "what", counted).passed is passed
+
+
+@pytest.mark.parametrize(
+    ("resting", "passed"), [([PAGE_GROUP] * 2, True), ([PAGE_GROUP, 2 * PAGE_GROUP], False), ([], False)]
+)
+def test_memory_that_did_not_come_back_fails(resting: list[int], passed: bool) -> None:
+    """Every round has to end with one page group; never having looked is no success."""
+    assert came_back("arm", "what", resting, PAGE_GROUP).passed is passed

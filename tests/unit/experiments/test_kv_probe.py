@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from support.script_loading import load_script
 
-from kvcached_nixl.wire.step import Report
-
 torch: Any = pytest.importorskip("torch", reason="the KV probe runs inside vLLM's worker, next to torch")
 
 HEADS, TOKENS, DIM, BLOCKS = 2, 4, 3, 6
@@ -75,18 +73,6 @@ def test_every_byte_of_a_block_changes_its_digest_and_no_other(probe: ModuleType
         assert [ours != theirs for ours, theirs in zip(before, after, strict=True)] == [
             block == 2 for block in range(BLOCKS)
         ], name
-
-
-def test_the_order_of_layers_counts(probe: ModuleType, logical: Any) -> None:
-    """Layer 0's bytes in layer 1's place are wrong bytes."""
-    caches = [logical.transpose(2, 3).contiguous(), logical.transpose(2, 3).flip(2).contiguous()]
-    assert blocks().block_digest(caches, 0) != blocks().block_digest(caches[::-1], 0)
-
-
-def test_an_unknown_layout_is_refused(probe: ModuleType) -> None:
-    """A digest of misunderstood memory would be worse than none."""
-    with pytest.raises(probe.ProbeError, match="found a KV tensor of shape"):
-        blocks().block_view(torch.zeros(7, 3), 0)
 
 
 class FakeConnector:
@@ -165,103 +151,3 @@ def test_each_corruption_changes_the_blocks_it_names(
     record, sent = received(probe, logical, plan)
     assert record["planted"] == plan[0]
     assert [ours != theirs for ours, theirs in zip(record["digests"][0], sent, strict=True)] == changed
-
-
-def test_a_corruption_strikes_once(probe: ModuleType, logical: Any) -> None:
-    """The request after the corrupted one is received untouched."""
-    source = logical.transpose(2, 3).contiguous()
-    recorder = recorder_of(probe, FakeConnector(torch.ones_like(source), source))
-    recorder.plan = ("zero_a_block", 0, probe.ALL_GROUPS)
-    for name in ("first", "second"):
-        meta = SimpleNamespace(local_block_ids=([4],), remote=SimpleNamespace(block_ids=[[0]], request_id=name))
-        begin(recorder, {name: meta})
-        recorder.finish()
-    assert [record["planted"] for record in recorder.records] == ["zero_a_block", None]
-
-
-class FetchSpec(SimpleNamespace):
-    """As `wire.step.FetchSpec`."""
-
-
-class OfferUpdate(SimpleNamespace):
-    """As `wire.step.OfferUpdate`."""
-
-
-def test_a_push_is_recorded_on_both_sides(probe: ModuleType, logical: Any) -> None:
-    """Prefill's blocks when the request was sent, as its last step named them; decode's under the transfer's name."""
-    source = logical.transpose(2, 3).contiguous()
-    connector = FakeConnector(source, source, "push")
-    recorder = recorder_of(probe, connector)
-    wanted = FetchSpec(
-        attempt=7, request_id="on d", name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=None
-    )
-    announced, first, last = (
-        OfferUpdate(
-            request_id="on p",
-            name="u",
-            groups=[SimpleNamespace(block_ids=one) for one in blocks],
-            ready_tokens=len(blocks),
-        )
-        for blocks in ((), ([0],), ([0, 3],))
-    )
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[wanted, announced])})
-    assert not recorder.offered
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[first])})
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[last])})
-    assert [one.transfer for one in recorder.pending.values()] == ["t"]
-    connector.finished_sending = {"on p", "of another kind"}
-    recorder.finish()
-    assert (recorder.transfer("handle"), recorder.posted) == ("PROC", 1)
-    (sent,) = recorder.sent
-    assert (sent["transfer"], sent["block_ids"]) == ("u", [[0, 3]])
-    assert sent["digests"] == [[blocks().block_digest([source], block) for block in (0, 3)]]
-    recorder._record(recorder.pending.pop("7"))
-    assert (recorder.records[0]["transfer"], recorder.records[0]["remote_block_ids"]) == ("t", None)
-
-
-def test_a_pull_of_ours_is_recorded_under_the_number_of_its_attempt(probe: ModuleType, logical: Any) -> None:
-    """With the blocks of both sides, as the manifest and the step name them."""
-    source = logical.transpose(2, 3).contiguous()
-    connector = FakeConnector(source, source, "pull")
-    recorder = recorder_of(probe, connector)
-    manifest = SimpleNamespace(request_id="on p", groups=(SimpleNamespace(block_ids=(0, 3)),))
-    wanted = FetchSpec(
-        attempt=7, request_id="on d", name="t", groups=(SimpleNamespace(block_ids=(4, 1)),), manifest=manifest
-    )
-    begin(recorder, {}, **{probe.STEP: SimpleNamespace(commands=[wanted])})
-    setattr(connector, probe.SIDE, SimpleNamespace(_report=Report({(7, 0)})))
-    recorder.finish()
-    (record,) = recorder.records
-    assert (record["transfer"], record["local_block_ids"], record["remote_block_ids"]) == ("on p", [[4, 1]], [[0, 3]])
-    assert record["request_id"] == "on d"
-
-
-@pytest.mark.parametrize(
-    ("vllm", "expected"),
-    [
-        ("0.28.0", ("start_load_kv", "get_finished")),
-        ("0.29.0", ("handle_preemptions", "get_finished")),
-        ("0.30.0", ("handle_preemptions", "get_transfer_results")),
-    ],
-)
-def test_a_step_is_taken_from_its_first_method_to_its_last(
-    probe: ModuleType, vllm: str, expected: tuple[str, str]
-) -> None:
-    """Recorded later, a receive could have ended before its blocks were looked at."""
-    assert probe.step_methods(vllm) == expected
-
-
-def test_a_step_of_a_newer_vllm_is_recorded(probe: ModuleType, logical: Any) -> None:
-    """It is told with its metadata before that is bound, and ends with an object of results."""
-    source = logical.transpose(2, 3).contiguous()
-    connector = FakeConnector(torch.ones_like(source), source)
-    recorder = recorder_of(probe, connector)
-    recorder.call_begin = lambda metadata: connector.moved.update(metadata.reqs_to_recv)
-    recorder.call_finish = lambda finished_req_ids: SimpleNamespace(
-        **dict(zip(("finished_sending", "finished_recving"), connector.get_finished(), strict=True))
-    )
-    meta = SimpleNamespace(local_block_ids=([4],), remote=SimpleNamespace(block_ids=[[0]], request_id="on p"))
-    recorder.begin(SimpleNamespace(reqs_to_recv={"on d": meta}))
-    assert recorder.finish_with_results(set()).finished_recving == {"on d"}
-    (record,) = recorder.records
-    assert record["digests"] == [[blocks().block_digest([source], 0)]]

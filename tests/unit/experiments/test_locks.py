@@ -43,35 +43,3 @@ def test_what_some_pythons_get_has_a_marker() -> None:
         'c==1 ; python_version == "3.10"': "--hash=sha256:6",
     }
     assert found == {name: f"{name} {hashes}" for name, hashes in lines.items()}
-
-
-def test_what_is_common_is_shared() -> None:
-    """A package stands in the one file that all targets read that have it, and in no other."""
-    found = [lock.Target("0.2", "2.1.0", "1", (), "cuda"), lock.Target("0.2", "2.1.0", "1", (), "cpu")]
-    found += [lock.Target("0.1", "2.1.0", "1", (), "cuda"), lock.Target("0.1", "2.1.0", "1", (), "cpu")]
-    for target in found:
-        of_kind = "tile==1" if target.kind == "cuda" else "openmp==1"
-        numpy = f"numpy=={target.vllm}"
-        names = ["torch==2.1.0", "triton==3", "rich==1", "nixl==1", f"vllm=={target.vllm}", of_kind, numpy]
-        target.pins.update({name: f"{name} --hash=sha256:0" for name in names})
-    files = {file: set(pins) for file, pins in lock.spread(found).items()}
-    assert files == {
-        "torch-2.1.txt": {"torch==2.1.0", "triton==3"},
-        "torch-2.1-common.txt": {"rich==1"},
-        "torch-2.1-cpu.txt": {"openmp==1"},
-        "torch-2.1-cuda.txt": {"tile==1"},
-        **{
-            f"vllm-{version}-{kind}.txt": {f"vllm=={version}", "nixl==1", f"numpy=={version}"}
-            for version in ("0.1", "0.2")
-            for kind in ("cpu", "cuda")
-        },
-    }
-
-
-def test_torch_has_the_same_libraries_everywhere() -> None:
-    """A CPU build of torch comes without them, so they must all be in the file that it replaces."""
-    found = [lock.Target("0.2", "2.1.0", "1", (), "cuda"), lock.Target("0.2", "2.1.0", "1", (), "cpu")]
-    for target in found:
-        target.pins[f"triton=={target.kind}"] = ""
-    with pytest.raises(SystemExit, match="triton==cpu"):
-        lock.spread(found)

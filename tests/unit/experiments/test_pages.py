@@ -13,13 +13,7 @@ from experiments.common.pages import PageCount, PageWatch, count_pages, own_name
 
 @pytest.mark.parametrize(
     ("levels", "mapped", "unmapped", "remapped"),
-    [
-        ([], 0, 0, 0),
-        ([4], 0, 0, 0),
-        ([0, 2, 6], 6, 0, 0),
-        ([6, 2, 0], 0, 6, 0),
-        ([0, 4, 2, 6], 8, 2, 4),
-    ],
+    [([], 0, 0, 0), ([4], 0, 0, 0), ([0, 2, 6], 6, 0, 0), ([6, 2, 0], 0, 6, 0), ([0, 4, 2, 6], 8, 2, 4)],
 )
 def test_only_a_rise_after_a_fall_is_a_remap(levels: list[int], mapped: int, unmapped: int, remapped: int) -> None:
     """A pool that only grows, or only shrinks, has remapped nothing."""
@@ -34,23 +28,6 @@ def test_the_account_is_read_as_kvcached_writes_it(tmp_path: Path) -> None:
         (tmp_path / "engine").write_bytes(struct.pack("=qqq", 100, used, reserved))
         watch.sample()
     assert watch.count() == PageCount(3, 100, 0, 6, mapped_bytes=6, unmapped_bytes=5, remapped_bytes=0)
-
-
-def test_an_engine_that_is_gone_counts_nothing(tmp_path: Path) -> None:
-    """No account, no evidence."""
-    watch = PageWatch("engine", tmp_path)
-    watch.sample()
-    (tmp_path / "engine").write_bytes(b"short")
-    watch.sample()
-    assert watch.count() == PageCount()
-
-
-def test_the_watch_reads_once_more_when_it_ends(tmp_path: Path) -> None:
-    """What happens last is not missed."""
-    (tmp_path / "engine").write_bytes(struct.pack("=qqq", 100, 7, 0))
-    with PageWatch("engine", tmp_path) as watch:
-        pass
-    assert watch.count().highest_bytes == 7
 
 
 def test_an_engine_is_found_by_what_it_was_given(tmp_path: Path) -> None:

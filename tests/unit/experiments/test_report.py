@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,34 +13,6 @@ pytest.importorskip("rich", reason="comes with the tools of experiments/env.sh")
 from experiments.common import report
 
 RUN = Path(__file__).parents[3] / "tests" / "run.sh"
-
-
-def test_an_unpacked_archive_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it lies in another project's repository, or there is no git."""
-    archive = tmp_path / "archive"
-    archive.mkdir()
-    monkeypatch.setattr(report, "REPOSITORY", archive)
-    if shutil.which("git"):
-        subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
-        subprocess.run(
-            [
-                "git",
-                "-C",
-                str(tmp_path),
-                "-c",
-                "user.name=a",
-                "-c",
-                "user.email=a@b",
-                "commit",
-                "-qm",
-                "a",
-                "--allow-empty",
-            ],
-            check=True,
-        )
-    assert report.commit() is None
-    monkeypatch.setenv("PATH", str(archive))
-    assert report.commit() is None
 
 
 @pytest.mark.parametrize(("reached", "status"), [([True, True], 0), ([True, False], 1), ([], 0)])

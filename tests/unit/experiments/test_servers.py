@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.servers import REPOSITORY, SERVER_SIDE, Running, ServerError, ServerSpec, free_ports, running
+from experiments.common.servers import REPOSITORY, SERVER_SIDE, Running, ServerError, ServerSpec, running
 
 STAND_IN = """\
 #!{python}
@@ -72,17 +72,3 @@ def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path
     spec = stand_in(tmp_path, "#!{python}\nimport sys\nprint('no such device')\nsys.exit(3)\n")
     with Running([spec], tmp_path) as launched, pytest.raises(ServerError, match=r"status 3[\s\S]*no such device"):
         launched.ready()
-
-
-def test_a_server_that_cannot_be_started_leaves_no_other_running(tmp_path: Path) -> None:
-    """The first server of a pair does not outlive a second one whose executable is missing."""
-    good = stand_in(tmp_path, STAND_IN)
-    launched = Running([good, ServerSpec(name="none", model=tmp_path, executable=tmp_path / "none")], tmp_path)
-    with pytest.raises(FileNotFoundError):
-        launched.__enter__()
-    assert launched.servers == []
-
-
-def test_ports_are_distinct() -> None:
-    """Ports given out together never collide with each other."""
-    assert len(set(free_ports(8))) == 8

@@ -45,24 +45,6 @@ def test_python_files_are_replaced_and_what_is_compiled_stays(installed: Path, t
     assert (installed / "vllm" / "_C.abi3.so").read_text() == "of a CPU"
 
 
-def test_an_installers_cache_stays_as_it_is(installed: Path, tmp_path: Path) -> None:
-    """Its files are linked into many environments."""
-    script.replace(source(tmp_path, NEW), installed)
-    assert (tmp_path / "cache" / "__init__.py").read_text() == "version = 1\n"
-    assert (tmp_path / "cache" / "old.py").exists()
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"vllm/__init__.py": "version = 3\n"}, {"vllm/more.py": ""}, {"vllm/__init__.pyvllm/v1/core.py": ""}],
-    ids=["content", "a file", "a name"],
-)
-def test_the_checksum_tells_every_difference(changed: dict[str, str], tmp_path: Path) -> None:
-    before = script.digest_of(source(tmp_path, NEW))
-    assert before == script.digest_of(source(tmp_path, dict(reversed(NEW.items()))))
-    assert before != script.digest_of(source(tmp_path, NEW | changed))
-
-
 def test_other_files_than_those_that_are_locked_change_nothing(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,13 +59,3 @@ def test_other_files_than_those_that_are_locked_change_nothing(
     (tmp_path / "vllm-2.0.0-python.sha256").write_text(script.digest_of(source(tmp_path, NEW)) + "\n")
     assert script.main(["2.0.0"]) == 0
     assert not (installed / "vllm" / "old.py").exists()
-
-
-def test_an_index_that_has_none_is_said_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(version: str) -> Source:
-        raise ValueError("this index gives no parts of files; download the wheel and give its path")
-
-    monkeypatch.setattr(script, "open_source", refuse)
-    assert script.main(["2.0.0"]) == 2
-    said = capsys.readouterr().err
-    assert "vLLM 2.0.0: this index gives no parts" in said and "Nothing was changed" in said

@@ -11,9 +11,9 @@ import pytest
 import torch
 from support.engine_fakes import grown
 from support.kvcached_memory import Geometry
+from support.memory_transport import Network
 from support.worker_fakes import DIGEST, TOKENS, manifest
 
-from experiments.common.memory_transport import Network
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import Settings

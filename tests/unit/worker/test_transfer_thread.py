@@ -14,6 +14,7 @@ import torch
 from support.digest_fakes import as_bytes, digests_over
 from support.engine_fakes import grown
 from support.internals import receiver_of, registry_of, waiting_for_device
+from support.memory_transport import MemoryTransport
 from support.parameter_ids import plain_id
 from support.worker_fakes import (
     DIGEST,
@@ -31,7 +32,6 @@ from support.worker_fakes import (
     wanted,
 )
 
-from experiments.common.memory_transport import MemoryTransport
 from kvcached_nixl.deadlines import Clock, ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.processes import Host

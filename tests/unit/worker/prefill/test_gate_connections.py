@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 from support.internals import gates_of
+from support.memory_transport import MemoryGate
 from support.worker_fakes import Local, Remote
 
-from experiments.common.memory_transport import MemoryGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.worker.transfer.context import GateConnections
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,18 +59,18 @@ class Endpoint:
     takes_n: bool = False
 
 
-def _common(salt: str, params: Any) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": "model", "kv_transfer_params": params}
-    return {**body, "cache_salt": salt} if salt else body
-
-
 # vLLM rejects n above 1 with a temperature of 0; with top_k 1 the best token is chosen, too.
 _BEST = {"temperature": 1.0, "top_k": 1, "ignore_eos": True}
 
 
+def _common(salt: str, params: Any, **more: Any) -> dict[str, Any]:
+    body = {"model": "model", "kv_transfer_params": params, **more}
+    return {**body, "cache_salt": salt} if salt else body
+
+
 def _completion(prompt: Prompt, salt: str, params: Any, n: int) -> dict[str, Any]:
     asked = {"prompt": list(prompt.token_ids), "max_tokens": TOKENS, "n": n, "return_token_ids": True}
-    return {**_common(salt, params), **_BEST, **asked}
+    return _common(salt, params, **_BEST, **asked)
 
 
 def _text_completion(prompt: Prompt, salt: str, params: Any, n: int) -> dict[str, Any]:
@@ -82,13 +82,7 @@ def _messages(prompt: Prompt) -> list[dict[str, str]]:
 
 
 def _chat(prompt: Prompt, salt: str, params: Any, n: int) -> dict[str, Any]:
-    return {
-        **_common(salt, params),
-        **_BEST,
-        "messages": _messages(prompt),
-        "max_completion_tokens": TOKENS,
-        "n": n,
-    }
+    return _common(salt, params, **_BEST, messages=_messages(prompt), max_completion_tokens=TOKENS, n=n)
 
 
 def _batch(prompt: Prompt, salt: str, params: Any, _: int) -> dict[str, Any]:
@@ -96,19 +90,17 @@ def _batch(prompt: Prompt, salt: str, params: Any, _: int) -> dict[str, Any]:
 
 
 def _responses(prompt: Prompt, salt: str, params: Any, _: int) -> dict[str, Any]:
-    asked = {"input": prompt.text, "max_output_tokens": TOKENS, "temperature": 0, "store": False}
-    return {**_common(salt, params), **asked}
+    return _common(salt, params, input=prompt.text, max_output_tokens=TOKENS, temperature=0, store=False)
 
 
 def _anthropic(prompt: Prompt, salt: str, params: Any, _: int) -> dict[str, Any]:
-    asked = {"messages": _messages(prompt), "max_tokens": TOKENS, "temperature": 0}
-    return {**_common(salt, params), **asked}
+    return _common(salt, params, messages=_messages(prompt), max_tokens=TOKENS, temperature=0)
 
 
 def _generate(prompt: Prompt, salt: str, params: Any, n: int) -> dict[str, Any]:
     """The endpoint passes ``extra_args`` of the sampling parameters to the engine without checking them."""
     sampling = {**_BEST, "max_tokens": TOKENS, "n": n, "extra_args": {"kv_transfer_params": params}}
-    return {**_common(salt, params), "token_ids": list(prompt.token_ids), "sampling_params": sampling}
+    return _common(salt, params, token_ids=list(prompt.token_ids), sampling_params=sampling)
 
 
 def _ids(answer: Any) -> list[list[int] | str]:
@@ -119,17 +111,12 @@ def _contents(answer: Any) -> list[list[int] | str]:
     return [choice["message"]["content"] or "" for choice in answer["choices"]]
 
 
-def _outputs(answer: Any) -> list[list[int] | str]:
-    parts = [part for item in answer["output"] for part in item.get("content") or ()]
+def _text(parts: Iterable[Any]) -> list[list[int] | str]:
     return ["".join(part.get("text") or "" for part in parts)]
 
 
-def _blocks(answer: Any) -> list[list[int] | str]:
-    return ["".join(part.get("text") or "" for part in answer["content"])]
-
-
-def _cohere_blocks(answer: Any) -> list[list[int] | str]:
-    return _blocks(answer["message"])
+def _outputs(answer: Any) -> list[list[int] | str]:
+    return _text(part for item in answer["output"] for part in item.get("content") or ())
 
 
 ENDPOINTS = (
@@ -138,8 +125,8 @@ ENDPOINTS = (
     Endpoint("chat", "/v1/chat/completions", _chat, _contents, takes_n=True),
     Endpoint("chat, batch", "/v1/chat/completions/batch", _batch, _contents, can_stream=False),
     Endpoint("responses", "/v1/responses", _responses, _outputs),
-    Endpoint("messages", "/v1/messages", _anthropic, _blocks),
-    Endpoint("chat of Cohere", "/cohere/v2/chat", _anthropic, _cohere_blocks),
+    Endpoint("messages", "/v1/messages", _anthropic, lambda answer: _text(answer["content"])),
+    Endpoint("chat of Cohere", "/cohere/v2/chat", _anthropic, lambda answer: _text(answer["message"]["content"])),
     Endpoint("invocations", "/invocations", _completion, _ids, takes_n=True),
     # No takes_n: with two choices vLLM 0.28 raises an IndexError in a stream, and otherwise returns the first only.
     Endpoint("generate", "/inference/v1/generate", _generate, _ids),

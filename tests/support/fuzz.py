@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends requests with malformed parameters and bodies to a pair of servers, and judges the answers and the servers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import json
+import random
+import socket
+import string
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from experiments.common.client import Client, Pair, http_client
+from experiments.common.counted import samples
+from experiments.common.device import layout, nixl
+from experiments.common.model import PADDED, make_model
+from experiments.common.servers import HOST, Server, ServerSpec, free_ports, prefill_and_decode
+from kvcached_nixl.wire.params import MANIFEST_KEY
+from support.endpoints import ENDPOINTS, TEMPLATE, TOKENS, Endpoint, Failed, Prompt, read
+from support.malformed import IDS, Asked, Source
+
+AT_A_TIME = 16
+HANG_SECONDS = 60.0
+REST_SECONDS = 30.0
+KEPT_ANSWERS = 24
+RENEWED_EVERY = 50
+"""Requests between two valid prefills. Malformed parameters are made from the answers of these."""
+LENGTHS = (33, 64, 100, 150, 200)
+
+
+def specs(mode: str, policy: str) -> list[ServerSpec]:
+    """Return the configurations of P and D."""
+    extra = {"transfer_mode": mode, "handover_timeout": 5, "kv_lease_duration": 6}
+    return prefill_and_decode(
+        mode,
+        nixl("", extra, kv_load_failure_policy=policy),
+        model=make_model(PADDED),
+        dtype="float32",
+        environment={"ENABLE_KVCACHED": "true", **layout(), "KVCACHED_HOSTVMM_GIB": "2"},
+        max_model_len=1024,
+        arguments=("--chat-template", TEMPLATE),
+        forks=True,
+    )
+
+
+class Fuzz:
+    """One pair of servers, which gets malformed requests and, between and after them, valid ones.
+
+    Attributes:
+        verdicts: how many requests came to each.
+        bad: descriptions of those with wrong answers, and of those that hang.
+    """
+
+    def __init__(self, pair: Sequence[Server], mode: str, seed: int) -> None:
+        self.servers = pair
+        self.mode = mode
+        self.random = random.Random(seed)
+        self.prompts: list[Prompt] = []
+        self.endpoints: list[Endpoint] = []
+        self.answers: list[tuple[int, str, dict[str, Any]]] = []
+        self.verdicts: Counter[str] = Counter()
+        self.bad: list[str] = []
+        self.numbers = itertools.count()
+
+    async def run(self, count: int) -> None:
+        """Send ``count`` malformed requests; raises AssertionError unless valid ones are handed over correctly."""
+        async with http_client(AT_A_TIME) as http:
+            pair = Pair(*(Client(server.base_url, http) for server in self.servers))
+            paths = (await http.get(f"{pair.decode.base_url}/openapi.json")).json()["paths"]
+            self.endpoints = [one for one in ENDPOINTS if one.path in paths]
+            letters = random.Random(7)
+            self.prompts = [await self._prompt(pair, letters, length) for length in LENGTHS]
+            # It accepts connections and never answers.
+            with socket.create_server((HOST, free_ports(1)[0])) as silent:
+                prefill_port = int(str(self.servers[0].coordinates["remote_port"]))
+                ports = [*free_ports(1), silent.getsockname()[1], prefill_port]
+                places, tasks = asyncio.Semaphore(AT_A_TIME), []
+                for number in range(count):
+                    if number % RENEWED_EVERY == 0:
+                        await self._valid(pair)
+                    await places.acquire()
+                    tasks.append(asyncio.create_task(self._one(pair, ports, places)))
+                await asyncio.gather(*tasks)
+            await self._valid(pair)
+            for client in (pair.prefill, pair.decode):
+                await self._rest(client)
+
+    async def _prompt(self, pair: Pair, letters: random.Random, length: int) -> Prompt:
+        """Return a prompt whose answer is printable text without an end token: endpoints without ``ignore_eos`` must
+        give the same answer."""
+        url, http = pair.prefill.base_url, pair.prefill.http
+        while True:
+            text = "".join(letters.choices(string.ascii_lowercase, k=length))
+            ids = (await http.post(f"{url}/tokenize", json={"model": "model", "prompt": text})).json()["tokens"]
+            name = f"alone-{next(self.numbers)}"
+            answer = await pair.prefill.complete(ids, max_tokens=TOKENS, salt=name, request_id=name)
+            # This answer's text has token names instead of text, so /detokenize is needed.
+            expected = answer["choices"][0]["token_ids"]
+            reply = await http.post(f"{url}/detokenize", json={"model": "model", "tokens": expected})
+            said = str(reply.json()["prompt"])
+            if said.isascii() and said.isprintable() and said == said.strip() and min(expected) > 1:
+                return Prompt(text, ids, expected, said)
+
+    async def _one(self, pair: Pair, ports: Sequence[int], places: asyncio.Semaphore) -> None:
+        try:
+            asked = self._draw(ports)
+            client = pair.decode if self.random.random() < 0.8 else pair.prefill
+            verdict, detail = await self._ask(client, asked)
+        finally:
+            places.release()
+        self.verdicts[verdict] += 1
+        if verdict in ("wrong", "hangs"):
+            said = f"{asked.endpoint.name}, {'+'.join(asked.changes)}: {detail} {json.dumps(asked.body)[:1500]}"
+            self.bad.append(f"{verdict}: {said}")
+
+    def _draw(self, ports: Sequence[int]) -> Asked:
+        """Return a request with faults in its parameters, or in the rest of the request, or both."""
+        which, salt, answer = self.random.choice(self.answers)
+        others = [one for *_, one in self.random.sample(self.answers, min(4, len(self.answers)))]
+        # Ids of requests that prefill keeps, or kept until recently: prefill's own and those of clients.
+        kept = [name for _, own, one in self.answers for name in (one[MANIFEST_KEY]["request_id"], own)]
+        source = Source(self.random, [answer, answer, answer, *others], ports, [*kept, *kept, *IDS], self.prompts)
+        is_wrong = self.random.random() < 0.6
+        params, changes = source.params() if is_wrong else (copy.deepcopy(answer), ["as prefill answered"])
+        # In most requests, the prompt that the parameters were made for.
+        is_another = is_wrong and self.random.random() < 0.3
+        prompt = self.random.choice(self.prompts) if is_another else self.prompts[which]
+        endpoint = self.random.choice(self.endpoints)
+        body = endpoint.ask(prompt, salt, params, source.one_of(1, 1, 1, 2) if endpoint.takes_n else 1)
+        if endpoint.can_stream and self.random.random() < 0.4:
+            body["stream"] = True
+        headers = {"X-Request-Id": f"fuzz-{next(self.numbers)}", "Content-Type": "application/json"}
+        asked = Asked(endpoint, body, headers, [prompt], changes=changes)
+        if not is_wrong or self.random.random() < 0.4:
+            source.change_body(asked)
+        return asked
+
+    async def _ask(self, client: Client, asked: Asked) -> tuple[str, str]:
+        url, content = f"{client.base_url}{asked.endpoint.path}", json.dumps(asked.body)
+        try:
+            reply = await asyncio.wait_for(client.http.post(url, content=content, headers=asked.headers), HANG_SECONDS)
+        except asyncio.TimeoutError:
+            return "hangs", ""
+        except httpx.HTTPError as error:
+            # /v1/responses closes the connection on an error in a stream. Valid requests show whether the server lives.
+            return "no answer", repr(error)
+        if reply.status_code != httpx.codes.OK:
+            return f"HTTP {reply.status_code}", ""
+        try:
+            return judge(asked, read(asked.endpoint, reply.headers["content-type"], reply.text))
+        except Failed:
+            return "failed in its stream", ""
+        except (ValueError, LookupError, TypeError) as error:
+            return "wrong", f"no answer: {error!r} {reply.text[:500]}"
+
+    async def _rest(self, client: Client) -> None:
+        """Wait until no request runs or waits in a server; raises after ``REST_SECONDS``."""
+        until = time.monotonic() + REST_SECONDS
+        pages = (f"{client.base_url}/metrics", "vllm:num_requests_")
+        while counted := {name: value for name, value in (await asyncio.to_thread(samples, *pages)).items() if value}:
+            assert time.monotonic() < until, f"{client.base_url} has requests that do not end: {counted}"
+            await asyncio.sleep(0.5)
+
+    async def _valid(self, pair: Pair) -> None:
+        """Hand over one request of each prompt as a router does; raises unless both servers still serve correctly."""
+        for which, prompt in enumerate(self.prompts):
+            # Unused parameters, which malformed ones are made from.
+            kept, name = (f"{word}-{next(self.numbers)}" for word in ("kept", "valid"))
+            self.answers = [*self.answers, (which, kept, await self._prefilled(pair, prompt, kept))][-KEPT_ANSWERS:]
+            params = await self._prefilled(pair, prompt, name)
+            names: dict[str, Any] = {"salt": name, "request_id": name, "kv_transfer_params": params}
+            decoded = await pair.decode.complete(list(prompt.token_ids), max_tokens=TOKENS, **names)
+            assert prompt.is_answered_by(decoded["choices"][0]["token_ids"]), name
+
+    async def _prefilled(self, pair: Pair, prompt: Prompt, name: str) -> dict[str, Any]:
+        more = {"transfer_id": name} if self.mode == "push" else {}
+        return await pair.prefill.offer(list(prompt.token_ids), salt=name, request_id=name, **more)
+
+
+def judge(asked: Asked, found: list[list[int] | str]) -> tuple[str, str]:
+    """Return the verdict on an answer with HTTP 200, and a description of what is wrong with it."""
+    if asked.prompts is None:
+        return "not judged", ""
+    prompts = [asked.prompts[place * len(asked.prompts) // len(found)] for place in range(len(found))]
+    pairs = zip(found, prompts, strict=True)
+    if found and all(prompt.is_answered_by(one, as_far_as_it_goes=asked.is_cut) for one, prompt in pairs):
+        return "right", ""
+    return "wrong", f"found {found}, expected {[(one.expected_ids, one.expected_text) for one in prompts]}"
