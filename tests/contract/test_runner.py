@@ -113,6 +113,7 @@ def test_vllm_reads_its_switch_like_that(monkeypatch: pytest.MonkeyPatch, text: 
         assert (read is None) == (text is None)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_command_gives_vllms_own_answer(tmp_path: Path) -> None:
     """For this device and, on a CPU, for a GPU as well. Nothing but JSON is on standard output."""
