@@ -91,9 +91,7 @@ def test_ngrams_on_either_side(mode: str, model: Path, expected: list[dict[str, 
             assert refused.status == 400 and "logit_bias" in str(refused)
 
 
-@pytest.mark.parametrize(
-    ("mode", "method"), [("pull", "eagle"), ("push", "eagle"), ("pull", "draft_model"), ("push", "draft_model")]
-)
+@pytest.mark.parametrize(("mode", "method"), [("push", "eagle"), ("pull", "draft_model")])
 def test_draft_models_on_both_sides(
     mode: str, method: str, model: Path, expected: list[dict[str, Answer]], tmp_path: Path
 ) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ import pytest
 
 pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 from support import feature_asks as asks
-from support.endpoint_asks import LEAVING, NUMBERED, Body, Row, chat, completion, ids, response
+from support.endpoint_asks import LEAVING, NUMBERED, Body, Row, completion
 from support.feature_models import CHAT_TEMPLATE, chat_model
 from support.feature_servers import spec
 from support.whole_answers import joined, plain
@@ -101,27 +99,6 @@ def test_an_endpoint_answers_as_one_instance(servers: Servers, row: Row, number:
     elif row.is_served:
         assert count([servers.prefill], PROMPT_TOKENS) == before
     assert not count([servers.decode], "kvcached_nixl:handover_failures_total")
-
-
-def test_responses_that_are_stored_continued_and_computed_in_the_background(servers: Servers) -> None:
-    async def run(server: Server) -> list[Any]:
-        async with client() as http:
-            first = await said(http, server, "v1/responses", response(600, store=True))
-            more = {"store": True, "previous_response_id": first[1]["id"]}
-            found = [first, await said(http, server, "v1/responses", response(601, **more))]
-            found.append(await said(http, server, f"v1/responses/{first[1]['id']}"))
-            background = {"store": True, "background": True}
-            found.append(await said(http, server, "v1/responses", response(603, stream=True, **background)))
-            begun = await said(http, server, "v1/responses", response(602, **background))
-            path = f"v1/responses/{begun[1]['id']}"
-            async with asyncio.timeout(SECONDS):
-                while (last := await said(http, server, path))[1]["status"] in ("queued", "in_progress"):
-                    await asyncio.sleep(0.05)
-            return [*found, last, await said(http, server, "v1/responses/none")]
-
-    found, expected = (asyncio.run(run(one)) for one in (servers.decode, servers.alone))
-    assert not asks.differences(plain(found), plain(expected))
-    assert found[-2][1]["status"] in ("completed", "incomplete")
 
 
 # ------------------------------------------------------------------------------------------------- clients that leave
@@ -217,68 +194,3 @@ def test_clients_that_leave_leave_nothing(servers: Servers, place: int) -> None:
     assert not asks.differences(plain(found[1]), plain(expected[1]))
     for one in both_sides:
         one.check_alive()
-
-
-def test_a_response_in_the_background_is_cancelled_before_prefill_has_answered(servers: Servers) -> None:
-    async def run() -> Any:
-        async with client() as http:
-            begun = await said(http, servers.decode, "v1/responses", response(950, store=True, background=True))
-            await asyncio.to_thread(until, "it waits", lambda: held(servers, "vllm:num_requests_waiting{") == 1)
-            return await said(http, servers.decode, f"v1/responses/{begun[1]['id']}/cancel", {})
-
-    servers.prefill.stand_still()
-    try:
-        status, found = asyncio.run(run())
-        until("it has left", lambda: held(servers, "vllm:num_requests_waiting{") == 0)
-    finally:
-        servers.prefill.go_on()
-    assert status == 200 and found["status"] == "cancelled"
-
-
-# ----------------------------------------------------------------------------------------------------- without a server
-
-
-@dataclasses.dataclass(frozen=True)
-class Offline(ServerSpec):
-    """An engine without a server."""
-
-    run: tuple[str, ...] = ()
-
-    def command(self, port: int, engine_id: str) -> list[str]:
-        return [*self.run, "--model", str(self.model), *self.engine_arguments(engine_id)]
-
-
-def run_offline(servers: Servers, folder: Path, name: str, *command: str, **environment: str) -> None:
-    fields = {one.name: getattr(servers.decode.spec, one.name) for one in dataclasses.fields(ServerSpec)}
-    fields |= {"name": name, "environment": {**servers.decode.spec.environment, **environment}}
-    with Running([Offline(**fields, run=command)], folder) as running:
-        assert running.servers[0].process.wait(300) == 0, running.servers[0].tail()
-
-
-def test_vllm_without_a_server_asks_prefill(servers: Servers, tmp_path: Path) -> None:
-    """``LLM`` with its engine in its own process, and ``vllm run-batch``."""
-    prompts = [ids(number) for number in range(960, 966)]
-    before = count([servers.prefill], PROMPT_TOKENS)
-    script = (sys.executable, str(SCRIPT), json.dumps(prompts), str(tmp_path / "llm.json"))
-    run_offline(servers, tmp_path, "llm-decode", *script, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    chats = {f"r{number}": {"model": "model", **chat(number)} for number in range(970, 974)}
-    path = "v1/chat/completions"
-    lines = [{"custom_id": name, "method": "POST", "url": f"/{path}", "body": body} for name, body in chats.items()]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    batch = (str(Path(sys.prefix) / "bin" / "vllm"), "run-batch", "-i", "in.jsonl", "-o", "out.jsonl")
-    run_offline(servers, tmp_path, "batch-decode", *batch)
-
-    async def expected() -> tuple[list[Any], dict[str, Any]]:
-        async with client() as http:
-            bodies = [completion(0, prompt=one, return_token_ids=True) for one in prompts]
-            alone = [await said(http, servers.alone, "v1/completions", one) for one in bodies]
-            return alone, {name: await said(http, servers.alone, path, body) for name, body in chats.items()}
-
-    alone, alone_chats = asyncio.run(expected())
-    assert json.loads((tmp_path / "llm.json").read_text()) == [one[1]["choices"][0]["token_ids"] for one in alone]
-    done = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert len(done) == len(chats)
-    for one in done:
-        assert not asks.differences(plain(one["response"]["body"]), plain(alone_chats[one["custom_id"]][1]))
-    tokens = sum(map(len, prompts)) + sum(one[1]["usage"]["prompt_tokens"] for one in alone_chats.values())
-    assert count([servers.prefill], PROMPT_TOKENS) - before == tokens, "prefill has computed all of them"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -42,22 +41,6 @@ ADAPTED = [
     for name in ("model", "a", "b")
 ]
 """The same prompts of the model and of two adapters."""
-_PLAIN = {"model": "model", "prompt": asks.prompt(210)}
-_CHAT = {"model": "model", "messages": asks.messages(211)}
-REFUSED = [
-    Ask("an adapter that is not loaded", {**_PLAIN, "model": "c"}),
-    Ask("no regular expression", {**_PLAIN, "structured_outputs": {"regex": "["}}),
-    Ask("no JSON schema", {**_CHAT, "structured_outputs": {"json": {"type": "no such type"}}}),
-    Ask(
-        "a tool that is not listed",
-        {**_CHAT, "tools": [asks.TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-    ),
-    Ask("a token that is not in the vocabulary", {**_PLAIN, "logit_bias": {"100000": 1}}),
-    Ask("a streamed prompt's log-probabilities", {**_PLAIN, "prompt_logprobs": 1, "stream": True}),
-    Ask("too many log-probabilities", {**_PLAIN, "logprobs": 21}),
-    Ask("a prompt that is too long", {**_PLAIN, "prompt": asks.prompt(212) * 40}),
-]
-"""With the same status."""
 
 
 @pytest.fixture(scope="module")
@@ -81,25 +64,16 @@ def asked(url: str) -> dict[str, Answer]:
     return asyncio.run(asks.answers(url, [*ONE_BY_ONE, *ADAPTED])) | asyncio.run(asks.answers(url, TOGETHER, AT_ONCE))
 
 
-@dataclass
-class Expected:
-    """What one stock instance says, and the statuses of what it refuses."""
-
-    answers: dict[str, Answer]
-    statuses: dict[str, int]
-
-
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """What one stock instance says."""
     with running([spec("alone", model, None, *serving(model))], tmp_path_factory.mktemp("alone")) as (alone,):
-        answers = asked(alone.base_url)
-        statuses = {one.name: asyncio.run(asks.refusal(alone.base_url, one)).status for one in REFUSED}
-    return Expected(answers, statuses)
+        return asked(alone.base_url)
 
 
-def test_what_is_compared_shows_each_feature(expected: Expected) -> None:
+def test_what_is_compared_shows_each_feature(expected: dict[str, Answer]) -> None:
     """Otherwise equal answers would say nothing."""
-    said = {name: asks.words(one) for name, one in expected.answers.items()}
+    said = {name: asks.words(one) for name, one in expected.items()}
     for number in (200, 201):
         assert len({said[f"{name}, prompt {number}"] for name in ("model", "a", "b")}) == 3
     for kind in ("", ", streamed"):
@@ -113,24 +87,22 @@ def test_what_is_compared_shows_each_feature(expected: Expected) -> None:
         assert thought["reasoning"] and thought["content"]
         assert json.loads(said[f"reasoning, then a choice{kind}"])["content"] in asks.WORDS
         for name in ("stopped", "ended"):
-            found = expected.answers[f"{name} at the first token{kind}"]
+            found = expected[f"{name} at the first token{kind}"]
             assert found["completion_tokens"] == 1 and found["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_answers_are_those_of_one_instance(mode: str, model: Path, expected: Expected, tmp_path: Path) -> None:
-    """Sampling, structured output, tools, reasoning and adapters. What is refused has the same status."""
+def test_answers_are_those_of_one_instance(mode: str, model: Path, expected: dict[str, Answer], tmp_path: Path) -> None:
+    """Sampling, structured output, tools, reasoning and adapters."""
     specs = [spec(name, model, mode, *serving(model)) for name in ("prefill", "decode")]
     with Asking(specs, tmp_path) as launched:
         servers = launched.ready()
         url = servers[1].base_url
-        asks.check(asked(url), expected.answers)
+        asks.check(asked(url), expected)
         handed_over = sum(one.hand_overs for one in (*ONE_BY_ONE, *ADAPTED, *TOGETHER))
         assert hand_overs(servers, handed_over) == handed_over
         # Both sides have the prompts of all adapters in their prefix caches now.
-        asks.check(asyncio.run(asks.answers(url, ADAPTED)), expected.answers)
-        statuses = {one.name: asyncio.run(asks.refusal(url, one)).status for one in REFUSED}
-        assert statuses == expected.statuses
+        asks.check(asyncio.run(asks.answers(url, ADAPTED)), expected)
         assert not count(servers, "kvcached_nixl:handover_failures_total")
         for one in servers:
             one.check_alive()

@@ -14,7 +14,6 @@ from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
 from support.pressed_servers import (
     LEASE_SECONDS,
     SOON_SECONDS,
-    cache_prefixes,
     gets_its_memory,
     keep_offers,
     neighbours,
@@ -25,7 +24,7 @@ from support.pressed_servers import (
 )
 
 from experiments.common.client import Client, Offer, Pair, http_client, read_answer
-from experiments.common.pages import PageWatch, own_names
+from experiments.common.pages import own_names
 from experiments.common.servers import Running, Server
 from experiments.lease_recovery.arms import NUM_BLOCKS, PULL, PUSH, TOKENS, Arm, prompts
 
@@ -50,24 +49,6 @@ def test_what_nobody_fetches_gives_way_to_another_engine_on_the_device(reserve: 
             server.check_alive()
 
     with Running(neighbours(PULL, reserve, **device), tmp_path) as running:
-        asyncio.run(run(*running.ready()))
-
-
-def test_an_idle_engine_gives_its_prefix_cache_to_another_engine_on_the_device(tmp_path: Path) -> None:
-    """It has no requests, and keeps no offers."""
-    device = short_device()
-
-    async def run(caches: Server, waits: Server) -> None:
-        watch = PageWatch(caches.identity)
-        at_rest = watch.mapped_bytes()
-        await cache_prefixes(caches)
-        cached = watch.mapped_bytes()
-        await gets_its_memory(waits)
-        assert at_rest < watch.mapped_bytes() < cached and not revoked(caches)
-        for server in (caches, waits):
-            server.check_alive()
-
-    with Running(neighbours(PULL, **device, KVCACHED_MAX_CACHED_TOKENS="16000"), tmp_path) as running:
         asyncio.run(run(*running.ready()))
 
 

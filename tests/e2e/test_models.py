@@ -92,47 +92,35 @@ class Case:
         )
 
 
+STAGED: Mapping[str, object] = {"memory_path": "host", "verify_fraction": 1.0}
 CASES = {
-    "multi-head, contiguous": Case(models.MHA),
     "multi-query, non-contiguous": Case(models.MQA, contiguous=False),
     "odd number of layers, contiguous": Case(models.ODD_LAYERS),
-    "sliding window and full attention, contiguous": Case(models.SLIDING_AND_FULL, block_sizes=(32, 32)),
-    "sliding window and full attention, non-contiguous": Case(
-        models.SLIDING_AND_FULL, contiguous=False, block_sizes=(32, 32)
-    ),
     "sliding window and full attention, contiguous, pushed and verified": Case(
         models.SLIDING_AND_FULL, block_sizes=(32, 32), extra=PUSHED
     ),
-    "Gemma 4, contiguous": Case(family="gemma4", block_sizes=(64, 32)),
     "Gemma 4, five windows to one, non-contiguous, pushed and verified": Case(
         family="gemma4 5:1", contiguous=False, block_sizes=(64, 64, 64, 64, 64, 32), extra=PUSHED
     ),
     "Gemma 4, K and V equal, contiguous, staged and verified": Case(
-        family="gemma4 K=V", block_sizes=(32, 64), extra={"memory_path": "host", "verify_fraction": 1.0}
+        family="gemma4 K=V", block_sizes=(32, 64), extra=STAGED
     ),
     "Gemma 4, shared layers, non-contiguous": Case(family="gemma4 shared", contiguous=False, block_sizes=(64, 32)),
     "Nemotron-H, contiguous": Case(family="nemotron-h", block_sizes=(1, 128)),
-    "Nemotron-H, non-contiguous, without prefix caching": Case(
-        family="nemotron-h", contiguous=False, block_sizes=(1, 128), arguments=("--no-enable-prefix-caching",)
-    ),
-    "Granite 4-H, contiguous, staged and verified": Case(
-        family="granite4-h", block_sizes=(1, 1, 1, 256), extra={"memory_path": "host", "verify_fraction": 1.0}
-    ),
-    "Falcon-H1, non-contiguous, pushed and verified": Case(
-        family="falcon-h1", contiguous=False, block_sizes=(128, 1), extra=PUSHED
+    "Granite 4-H, contiguous, staged and verified": Case(family="granite4-h", block_sizes=(1, 1, 1, 256), extra=STAGED),
+    "Falcon-H1, non-contiguous, without prefix caching, pushed and verified": Case(
+        family="falcon-h1",
+        contiguous=False,
+        block_sizes=(128, 1),
+        extra=PUSHED,
+        arguments=("--no-enable-prefix-caching",),
     ),
     "Zamba2, non-contiguous, staged and verified": Case(
-        family="zamba2",
-        contiguous=False,
-        block_sizes=(1, 1, 256),
-        extra={"memory_path": "host", "verify_fraction": 1.0},
+        family="zamba2", contiguous=False, block_sizes=(1, 1, 256), extra=STAGED
     ),
     "Qwen3.5, non-contiguous": Case(family="qwen3.5", contiguous=False, block_sizes=(1, 1, 1, 160), rounds=True),
     "Qwen3-Next, contiguous, pushed, staged and verified": Case(
-        family="qwen3-next",
-        block_sizes=(1, 1, 1, 256),
-        extra={**PUSHED, "memory_path": "host"},
-        rounds=True,
+        family="qwen3-next", block_sizes=(1, 1, 1, 256), extra={**PUSHED, **STAGED}, rounds=True
     ),
 }
 SERVED_FROM = "0.28"
@@ -199,8 +187,7 @@ def test_ranks_with_other_shares_of_a_state_get_theirs(case: str, tmp_path: Path
     assert {hand_over.transfer for hand_over in handed_over} <= set(records)
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_blocks_of_other_sizes_are_computed_again(mode: str, tmp_path: Path) -> None:
+def test_blocks_of_other_sizes_are_computed_again(tmp_path: Path, mode: str = "push") -> None:
     """The CPU's kernel keeps a block in an order of its own, in which no half of it is half of the tokens."""
     specs = [
         ServerSpec(

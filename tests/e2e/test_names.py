@@ -132,15 +132,6 @@ async def through(prefill: Server, decodes: Sequence[Server]) -> list[list[list[
         return await asked(lambda decode: handed_over(client, decode), decodes)
 
 
-def test_the_ranks_of_one_server_without_a_connector(tmp_path: Path, expected: list[list[int]]) -> None:
-    """Both ranks compute, each in pages of its own."""
-    with running([spec("alone", ranks=2)], tmp_path) as (server,):
-        names = own_names(server.identity)
-        (answers,) = asyncio.run(asked(directly, [server]))
-    assert wrong(answers, expected) == []
-    assert len(names) == 2
-
-
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_ranks_on_both_sides(mode: str, tmp_path: Path, expected: list[list[int]]) -> None:
     """Prefill with two ranks, decode with two."""
@@ -163,8 +154,8 @@ def test_two_decode_servers_with_one_name(tmp_path: Path, expected: list[list[in
     assert len(names) == 2
 
 
-def run_script(what: str, name: str = "") -> dict[str, Any]:
-    """One script whose engines have nothing but its environment; without a name that is none at all."""
+def run_script(name: str) -> dict[str, Any]:
+    """One script whose engines have nothing but its environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)}
     own_device = f"kvx{uuid.uuid4().hex}"
     environment |= {
@@ -172,10 +163,10 @@ def run_script(what: str, name: str = "") -> dict[str, Any]:
         "PYTHONPATH": f"{SERVER_SIDE}{os.pathsep}{REPOSITORY}",
         "KVCACHED_HOSTVMM_DEVICE": own_device,
     }
-    environment |= device.environment(KVCACHED, 1, forks=False) | ({"KVCACHED_IPC_NAME": name} if name else {})
+    environment |= device.environment(KVCACHED, 1, forks=False) | {"KVCACHED_IPC_NAME": name}
     model = str(make_model(MODEL))
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "one_script.py"), model, what],
+        [sys.executable, str(FOLDER / "one_script.py"), model],
         input=json.dumps([prompts(), TOKENS]),
         capture_output=True,
         text=True,
@@ -189,15 +180,10 @@ def run_script(what: str, name: str = "") -> dict[str, Any]:
     return found
 
 
-def test_two_engines_of_one_script(expected: list[list[int]]) -> None:
-    """Without a name: kvcached would make one from the process group."""
-    assert [wrong(one, expected) for one in run_script("two")["answers"]] == [[], []]
-
-
 def test_an_engine_inside_a_script(expected: list[list[int]]) -> None:
     """A second one beside it would have the first one's pages; the first is not disturbed, and leaves nothing."""
     name = f"kvx{uuid.uuid4().hex[:10]}"
-    found = run_script("inside", name)
+    found = run_script(name)
     assert [wrong(one, expected) for one in found["answers"]] == [[]]
     assert "an engine in this process already" in found["refused"]
     assert found["left"] == left_by(name) == []
@@ -223,20 +209,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield one
 
 
-@pytest.mark.parametrize("group", [False, True], ids=["the server alone", "its process group"])
-def test_nothing_is_left_after_sigterm(server: Server, group: bool) -> None:
-    """Of the server itself, as systemd and Kubernetes do, or of every process, as a terminal and these tests do."""
-    (os.killpg if group else os.kill)(server.process.pid, signal.SIGTERM)
+def test_nothing_is_left_after_sigterm(server: Server) -> None:
+    """Of the server alone, as systemd and Kubernetes do; these tests end every process."""
+    os.kill(server.process.pid, signal.SIGTERM)
     wait_until(lambda: not group_is_alive(server.process.pid), server.tail)
     assert left_by(server.identity) == []
-
-
-def test_the_next_engine_clears_what_a_killed_one_left(server: Server, tmp_path: Path) -> None:
-    """And touches nothing of one that lives."""
-    server.kill()
-    wait_until(lambda: not group_is_alive(server.process.pid), server.tail)
-    assert left_by(server.identity) != []
-    with running([spec("living"), spec("next")], tmp_path) as others:
-        assert left_by(server.identity) == []
-        assert [len(own_names(other.identity)) for other in others] == [1, 1]
-        assert asyncio.run(asked(directly, others))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/load-balancing.md: decode servers that ask prefill themselves, behind a Service, nginx and vllm-router at once.
+"""docs/load-balancing.md: decode servers that ask prefill themselves, behind nginx and vllm-router at once.
 
 The tests are one story, in this order: conversations, a decode server that is killed, one that is added, one that ends.
 """
@@ -19,11 +19,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support.balancers import Balancer, nginx, service, vllm_router
+from support.balancers import Balancer, nginx, vllm_router
 
 from experiments.common.client import REQUEST_TIMEOUT_SECONDS, AnswerError, Client, http_client
 from experiments.common.device import with_extra
-from experiments.common.servers import GIVES_BACK, HOST, Running, Server, ServerSpec
+from experiments.common.servers import GIVES_BACK, Running, Server, ServerSpec
 from experiments.stacks.measure import spec
 
 TOKENS, MANY = 12, 250
@@ -40,17 +40,11 @@ class Conversation:
         self.name, self.fleet, self.balancer = f"of-{balancer.url.rpartition(':')[2]}-{number}", fleet, balancer
         self.prompt: list[int] = []
         self.home: Server | None = None
-        self.number = number
 
     def http(self) -> httpx.AsyncClient:
-        """A client that says by a header, or by its address, which conversation it is."""
-        named, number = self.balancer.names_by_header, self.number
-        address = HOST if named else f"127.0.{1 + number // 250}.{1 + number % 250}"
-        return httpx.AsyncClient(
-            headers={"X-Session-ID": self.name} if named else {},
-            transport=httpx.AsyncHTTPTransport(local_address=address),
-            timeout=REQUEST_TIMEOUT_SECONDS,
-        )
+        """A client that says by a header which conversation it is."""
+        headers = {"X-Session-ID": self.name}
+        return httpx.AsyncClient(headers=headers, trust_env=False, timeout=REQUEST_TIMEOUT_SECONDS)
 
     async def right(self, tokens: int) -> list[int]:
         async with http_client(1) as http:
@@ -118,11 +112,10 @@ class Fleet:
     talks: dict[str, list[Conversation]] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
 
-    def serve(self, *untold: str) -> None:
+    def serve(self) -> None:
         """Tell the balancers which decode servers there are."""
-        for name, balancer in self.balancers.items():
-            if name not in untold:
-                balancer.serve([one.base_url for one in self.decodes])
+        for balancer in self.balancers.values():
+            balancer.serve([one.base_url for one in self.decodes])
 
     async def talk(self, name: str, servers: list[Server]) -> list[Conversation]:
         """New conversations behind a balancer, until each of these servers has some of them."""
@@ -172,7 +165,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         decode = stack.enter_context(Running([asks, dataclasses.replace(asks, name="decode2")], logs))
         (first,), both = prefill.ready(), decode.ready()
         urls = [one.base_url for one in both]
-        kinds = {"Service": service, "nginx": nginx, "vllm-router": vllm_router}
+        kinds = {"nginx": nginx, "vllm-router": vllm_router}
         balancers = {name: stack.enter_context(kind(urls, logs)) for name, kind in kinds.items()}
         yield Fleet(first, [*both], balancers, stack, logs)
 
@@ -192,24 +185,7 @@ def test_a_conversation_stays_where_its_kv_is(fleet: Fleet) -> None:
     asyncio.run(run())
 
 
-def test_a_stored_response_is_found_by_the_name_of_its_conversation(fleet: Fleet) -> None:
-    """Not behind vllm-router, which sends what has no body to any server."""
-
-    async def run() -> None:
-        for name in ("Service", "nginx"):
-            for one in fleet.talks[name]:
-                url, asked = f"{one.balancer.url}/v1/responses", {"model": "model", "max_output_tokens": 4}
-                async with one.http() as http:
-                    first = (await http.post(url, json={**asked, "input": "a b c"})).raise_for_status().json()["id"]
-                async with one.http() as http:
-                    assert (await http.get(f"{url}/{first}")).status_code == 200, name
-                    following = {**asked, "input": "d", "previous_response_id": first}
-                    assert (await http.post(url, json=following)).status_code == 200, name
-
-    asyncio.run(run())
-
-
-HOW_A_WHOLE_ANSWER_ENDS = {"Service": ("broken off",), "nginx": ("502",), "vllm-router": ("200", "500")}
+HOW_A_WHOLE_ANSWER_ENDS = {"nginx": ("502",), "vllm-router": ("200", "500")}
 """One whose server is killed: only vllm-router sends a request again that a server has had, for a second, and to the
 same server until its health check has noticed."""
 
@@ -236,8 +212,6 @@ def test_a_decode_server_is_killed(fleet: Fleet) -> None:
                 await asyncio.sleep(0.05)
         lost.kill()
         fleet.decodes.remove(lost)
-        # A container that has ended is no endpoint of a Service any more; nobody tells the others.
-        fleet.serve("nginx", "vllm-router")
         for name, how, one, task in under_way:
             (found, ids), right = await task, await one.right(MANY)
             assert found in how, name
@@ -277,8 +251,7 @@ def test_a_decode_server_is_added(fleet: Fleet) -> None:
 def test_a_decode_server_is_told_to_end(fleet: Fleet) -> None:
     """Its streams go on to their end, and new requests are served; no client gets an error.
 
-    A Service is told when its pod is to end, and vllm-router notices. nginx tries the other server when this one takes
-    no connections any more.
+    vllm-router notices. nginx tries the other server when this one takes no connections any more.
     """
     server = fleet.decodes[0]
 
@@ -288,7 +261,6 @@ def test_a_decode_server_is_told_to_end(fleet: Fleet) -> None:
         tasks = {name: asyncio.create_task(one.stream(begun[name])) for name, one in streams.items()}
         async with asyncio.timeout(60):
             await asyncio.gather(*(one.wait() for one in begun.values()))
-        fleet.balancers["Service"].serve([one.base_url for one in fleet.decodes if one is not server])
         server.process.send_signal(signal.SIGTERM)
         listens = True
         while listens:
@@ -297,7 +269,7 @@ def test_a_decode_server_is_told_to_end(fleet: Fleet) -> None:
                 for one in talks:
                     if one is not streams[name]:
                         await one.turn()
-                        assert (listens and name != "Service") or one.home is not server, name
+                        assert listens or one.home is not server, name
         for name, task in tasks.items():
             assert await task == ("complete", await streams[name].right(MANY)), name
 

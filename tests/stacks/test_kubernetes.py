@@ -2,13 +2,12 @@
 """docs/deploy/kubernetes: a schema validator accepts the manifests, and the servers that they start serve.
 
 Every command line is a manifest's. Only what a cluster provides is replaced: the model, addresses, ports, folders and
-keys; and the settings of a CPU are added. What a Service does is in test_balancers.py.
+keys; and the settings of a CPU are added. Balancers are in test_balancers.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -57,25 +56,6 @@ def validate() -> Callable[[Path, str], str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_schema_validator_accepts_them(path: Path, release: str, validate: Callable[[Path, str], str]) -> None:
     assert validate(path, release) == ""
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("containerPort: 8000", 'containerPort: "8000"'),
-        ("readinessProbe:", "readyProbe:"),
-        ("maxUnavailable: 1}", "maxUnavailable: [1]}"),
-        ("fieldPath: status.podIP", "path: status.podIP"),
-    ],
-)
-def test_the_validator_sees_planted_faults(
-    old: str, new: str, tmp_path: Path, validate: Callable[[Path, str], str]
-) -> None:
-    """A type, an unknown key, a key that is missing by then, a key deep below."""
-    text = (FOLDER / "prefill.yaml").read_text()
-    assert old in text
-    (tmp_path / "planted.yaml").write_text(text.replace(old, new))
-    assert "did not validate" in validate(tmp_path / "planted.yaml", RELEASES[-1])
 
 
 # -------------------------------------------------------------------------------------------------------------- servers
@@ -172,40 +152,6 @@ def test_every_probe_of_a_server_is_answered(pair: dict[str, Server], manifests:
     for name, server in pair.items():
         for kind, probe in manifests[name].serving.probes.items():
             assert is_ok(f"{server.base_url}{probe['httpGet']['path']}"), (name, kind)
-
-
-def test_ucx_listens_in_the_range_that_the_policy_opens(
-    pair: dict[str, Server], manifests: dict[str, Workload]
-) -> None:
-    """It listens at every address of the host, loopback and others alike."""
-    first, last = map(int, manifests["prefill"].serving.environ["UCX_TCP_PORT_RANGE"].split("-"))
-    for server in pair.values():
-        ports = listening(server.process.pid)
-        assert {server.port, server.side_channel_port} <= ports
-        assert [one for one in ports if first <= one <= last], f"{server.spec.name} listens at {sorted(ports)}"
-
-
-def listening(group: int) -> set[int]:
-    """TCP ports at which the processes of a session listen."""
-    sockets = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.getsid(int(folder.name)) == group:
-                sockets |= {os.readlink(one) for one in (folder / "fd").iterdir()}
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            cells = line.split()
-            if cells[3] == "0A" and f"socket:[{cells[9]}]" in sockets:
-                found.add(int(cells[1].rpartition(":")[2], 16))
-    return found
-
-
-def test_the_table_of_what_a_cluster_replaces_is_complete(manifests: dict[str, Workload]) -> None:
-    """Whatever else the cluster fills in, the servers above would run without it."""
-    for name in ROLES:
-        filled_in = {key for key, value in manifests[name].serving.environ.items() if value == ""}
-        assert filled_in == {ADDRESS, KEY} <= {*OF_THE_CLUSTER}
 
 
 @contextlib.contextmanager

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/load-balancing.md puts before decode servers, as processes: nginx and vllm-router. A Service is played."""
+"""What docs/load-balancing.md puts before decode servers, as processes: nginx and vllm-router."""
 
 from __future__ import annotations
 
 import contextlib
 import getpass
 import os
-import random
 import re
 import shutil
-import socket
-import struct
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +20,7 @@ from experiments.common.servers import HOST, free_ports
 from experiments.stacks.environments import environment
 from experiments.stacks.routers import running, running_router
 
-__all__ = ["Balancer", "nginx", "service", "vllm_router"]
+__all__ = ["Balancer", "nginx", "vllm_router"]
 
 NGINX_CONF = Path(__file__).resolve().parents[2] / "docs/deploy/nginx.conf"
 _RELOAD_SECONDS = 30.0
@@ -35,12 +31,10 @@ class Balancer(Protocol):
 
     Attributes:
         url: without a path.
-        names_by_header: a client names its conversation in ``X-Session-ID``; otherwise its address does.
         checks_health: it notices by itself that a server should get no more requests.
     """
 
     url: str
-    names_by_header: bool
     checks_health: bool
 
     def serve(self, servers: Sequence[str]) -> None:
@@ -48,73 +42,8 @@ class Balancer(Protocol):
         ...
 
 
-class _Service:
-    """What a Service of Kubernetes with ``sessionAffinity: ClientIP`` does with connections: each goes to a pod that is
-    ready, that of one address to the same one. A pod that is no endpoint any more keeps those that it has."""
-
-    names_by_header = checks_health = False
-
-    def __init__(self, servers: Sequence[str]) -> None:
-        self._listener = socket.create_server((HOST, 0))
-        self.url = f"http://{HOST}:{self._listener.getsockname()[1]}"
-        self._homes: dict[str, str] = {}
-        self._servers: Sequence[str] = servers
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def serve(self, servers: Sequence[str]) -> None:
-        self._servers = servers
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, (address, _) = self._listener.accept()
-                if self._homes.get(address) not in self._servers:
-                    self._homes[address] = random.choice(self._servers)
-                pod = urlsplit(self._homes[address])
-                try:
-                    upstream = socket.create_connection((pod.hostname, pod.port))
-                except OSError:
-                    # As if the packet had come there: the client's connection is reset.
-                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    client.close()
-                    continue
-                threading.Thread(target=_connect, args=(client, upstream), daemon=True).start()
-
-
-def _connect(client: socket.socket, upstream: socket.socket) -> None:
-    with client, upstream:
-        asks = threading.Thread(target=_pass_on, args=(client, upstream), daemon=True)
-        asks.start()
-        _pass_on(upstream, client)
-        # The pod has answered, or is gone: what the client may still say is for nobody.
-        with contextlib.suppress(OSError):
-            client.shutdown(socket.SHUT_RD)
-        asks.join()
-
-
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(65_536):
-            target.sendall(data)
-    with contextlib.suppress(OSError):
-        target.shutdown(socket.SHUT_WR)
-
-
-@contextlib.contextmanager
-def service(servers: Sequence[str], folder: Path) -> Iterator[Balancer]:
-    """No cluster is to be had here, so its connections are passed on by this process."""
-    found = _Service(servers)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
 class _Nginx:
-    names_by_header, checks_health = True, False
+    checks_health = False
 
     def __init__(self, folder: Path) -> None:
         self._folder, (port, self._version_port) = folder, free_ports(2)
@@ -170,7 +99,7 @@ def nginx(servers: Sequence[str], folder: Path) -> Iterator[Balancer]:
 
 
 class _VllmRouter:
-    names_by_header = checks_health = True
+    checks_health = True
 
     def __init__(self, url: str, servers: Sequence[str]) -> None:
         self.url, self._servers = url, {*servers}

@@ -86,12 +86,9 @@ ROWS: Mapping[str, Row] = {
         streams=False,
         is_asked=False,
     ),
-    "a suffix": Row("v1/completions", lambda n: completion(n, suffix="x"), is_served=False),
     "no prompt": Row("v1/completions", lambda n: completion(n, prompt=[]), is_served=False),
     "embeddings": Row("v1/completions", lambda n: completion(n, prompt=None, prompt_embeds=embeddings(n))),
-    "no embeddings": Row("v1/completions", lambda n: completion(n, prompt_embeds="none"), is_served=False),
     "chat, three sequences": Row("v1/chat/completions", lambda n: chat(n, n=3, logprobs=True, **SEEDED)),
-    "chat, beam search": Row("v1/chat/completions", lambda n: chat(n, use_beam_search=True, n=2), is_served=False),
     "chat, prompt log-probabilities": Row(
         "v1/chat/completions", lambda n: chat(n, prompt_logprobs=1), streams=False, is_asked=False
     ),
@@ -110,9 +107,6 @@ ROWS: Mapping[str, Row] = {
     ),
     "response, JSON": Row("v1/responses", lambda n: response(n, text={"format": SCHEMA})),
     "messages": Row("v1/messages", lambda n: chat(n, system="be brief")),
-    "messages, tools": Row(
-        "v1/messages", lambda n: chat(n, tools=[MESSAGES_TOOL], tool_choice={"type": "any"}), is_served=False
-    ),
     "tokens of messages": Row("v1/messages/count_tokens", chat, streams=False, is_asked=False),
     "tokens in and out": Row("inference/v1/generate", generation),
     "scores": Row(
@@ -121,24 +115,11 @@ ROWS: Mapping[str, Row] = {
         streams=False,
         is_served=False,
     ),
-    "decisions": Row(
-        "v1/decisions",
-        lambda n: {"input": text(n), "questions": [{"type": "predicate", "instructions": "is it so?"}]},
-        streams=False,
-        is_served=False,
-    ),
-    "one decision": Row(
-        "v1/systemone",
-        lambda n: {"state": text(n), "questions": {"a": {"type": "boolean", "question": "is it so?"}}},
-        streams=False,
-        is_served=False,
-    ),
     "tokenize": Row("tokenize", lambda n: {"prompt": text(n)}, streams=False, is_asked=False),
     "detokenize": Row("detokenize", lambda n: {"tokens": ids(n)}, streams=False, is_asked=False),
-    "rendered": Row("v1/chat/completions/render", chat, streams=False, is_served=False),
     **{
         path: Row(path, lambda n: {"input": text(n)}, streams=False, is_served=False)
-        for path in ("v1/embeddings", "pooling", "classify", "v1/score", "v1/rerank", "v1/audio/transcriptions")
+        for path in ("v1/embeddings", "v1/score")
     },
 }
 NUMBERED = [

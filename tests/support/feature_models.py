@@ -34,7 +34,6 @@ MEDIA_TOKENS = {
     "video": "<|video_pad|>",
 }
 IMAGE_SIZE, PATCH_SIZE, MERGE_SIZE = 112, 14, 2
-IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE // MERGE_SIZE) ** 2
 _TEXT: dict[str, Any] = {
     "hidden_size": SHAPE.hidden,
     "intermediate_size": SHAPE.intermediate,

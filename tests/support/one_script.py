@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_names.py: several engines in one script. argv: a folder with a model, and ``two`` or ``inside``.
+"""Run by test_names.py: an engine inside a script, and a second one beside it. argv: a folder with a model.
 
 Reads prompts and a number of tokens as JSON from standard input, and prints the result as a line of JSON.
 """
@@ -37,12 +37,6 @@ def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in done]
 
 
-def two(model: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Runs two engines, each in separate processes, in one process group."""
-    first, second = engine(model), engine(model)
-    return {"answers": [answers(one, prompts, tokens) for one in (first, second)]}
-
-
 def inside(model: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """Runs an engine in this process and tries to start a second one beside it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -58,6 +52,6 @@ def inside(model: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    model, what = sys.argv[1:]
+    (model,) = sys.argv[1:]
     prompts, tokens = json.load(sys.stdin)
-    print(json.dumps({"two": two, "inside": inside}[what](model, prompts, tokens)), flush=True)
+    print(json.dumps(inside(model, prompts, tokens)), flush=True)

@@ -82,14 +82,6 @@ async def keep_offers(keeps: Server, count: int = 5) -> None:
             await Pair(client, client).prefill_only(one, salt=f"o-{place}", request_id=f"o-{place}")
 
 
-async def cache_prefixes(server: Server, count: int = 5) -> None:
-    """Has it answer prompts that stay in its prefix cache, and nothing else."""
-    async with http_client(2) as http:
-        client = Client(server.base_url, http)
-        for place, one in enumerate(prompts(7, seed=9)[:count]):
-            await client.answer(one, max_tokens=1, salt=f"c-{place}", request_id=f"c-{place}")
-
-
 async def gets_its_memory(waits: Server) -> None:
     """Asserts that a long prompt is answered soon, and rightly, whatever memory the device has left."""
     async with http_client(2) as http:
