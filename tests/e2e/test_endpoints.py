@@ -27,7 +27,6 @@ from vllm.entrypoints.scale_out import factories
 from experiments.common.counted import count
 from experiments.common.servers import Running, Server, ServerSpec, asking
 
-SCRIPT = Path(__file__).parents[1] / "support" / "batch_script.py"
 SECONDS = 90.0
 CLEAN_SECONDS = 20.0
 """Less than a lease: what was computed for a client that left is given back, and not kept until its lease ends."""

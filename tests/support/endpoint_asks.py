@@ -13,7 +13,7 @@ import torch
 from support import feature_asks as asks
 from support.feature_models import SHAPE
 
-__all__ = ["LEAVING", "NUMBERED", "Body", "Row", "chat", "completion", "ids", "response"]
+__all__ = ["LEAVING", "NUMBERED", "Body", "Row", "completion"]
 
 TOKENS = 12
 Body = dict[str, Any]
