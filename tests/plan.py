@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which tests tests/run.sh runs with which vLLM, and print one job per line.
 
-A job is a tier, or one file of the slowest tiers (e2e, stacks, contract), with one vLLM. Its size is "brief" (without
+A job is a tier, or one file of the slowest tiers (e2e, stacks), with one vLLM. Its size is "brief" (without
 the tests marked ``long``) or "whole".
 
-    newcomer   every tier with one vLLM and one Python, brief where a brief form exists: within 25 minutes
+    newcomer   the tiers of `NEWCOMER` with one vLLM and one Python, brief where a brief form exists: within 12 minutes.
+               Real servers are those of equivalence
     all        every job
     turn       what CI runs. Each turn has lint, coverage (which runs unit and the fast subset of flow), repo, install,
                gpu and vllm-router; and contract and equivalence in brief with the newest vLLM that servers are tested
@@ -30,6 +31,7 @@ TIERS = (
 )  # fmt: skip
 ONCE = ("lint", "unit", "flow", "repo")
 """Tiers that do not depend on the vLLM, and so run once."""
+NEWCOMER = (*ONCE, "gpu", "contract", "equivalence")
 EACH_TURN = ("lint", "coverage", "repo", "install", "gpu")
 """Run by every turn, beside the fast subsets. ``coverage`` runs all of ``unit`` and the fast subset of ``flow``."""
 SERVED = tuple(row.tested for row in ROWS if Evidence.E2E in row.evidence)
@@ -58,14 +60,13 @@ BUDGET_MINUTES = 64.0
 MINUTES: dict[str, tuple[float | None, float]] = {
     "lint": (None, 1.0),
     "unit": (None, 2.2),
-    "coverage": (None, 8.5),
-    "flow": (2.5, 6.5),
+    "coverage": (None, 7.5),
+    "flow": (1.3, 6.0),
     "repo": (None, 0.3),
     "install": (None, 3.0),
     "gpu": (None, 0.2),
     "pythons": (None, 14.0),
-    "contract": (7.2, 18.0),
-    "contract/test_groups.py": (None, 5.0),
+    "contract": (2.5, 16.0),
     "e2e/test_asking.py": (None, 12.0),
     "e2e/test_command.py": (None, 1.5),
     "e2e/test_drafts.py": (None, 5.0),
@@ -135,17 +136,9 @@ def jobs(tier: str, vllm: str, size: str = "whole") -> list[Job]:
 
 
 def newcomer(vllm: str) -> list[Job]:
-    """Every tier except pythons, with one vLLM. Equivalence covers both directions.
-
-    Of e2e only test_refusals.py, and of stacks only vllm-router.
-    """
-    tiers = (*ONCE, "install", "gpu", "contract", *_with_servers(vllm))
-    chosen = [job for tier in tiers for job in jobs(tier, vllm, "brief")]
-    left_out = {what for what in MINUTES if what.startswith("e2e/")} - {"e2e/test_refusals.py"}
-    left_out |= {what for what in MINUTES if what.startswith(("contract/", "stacks/"))} - {ROUTER}
-    if "V1" in RUNNERS[vllm]:
-        left_out.add("equivalence/V2")
-    return [job for job in chosen if job.what not in left_out]
+    """Tiers with one vLLM, in brief. Equivalence covers both directions, with real servers."""
+    chosen = [job for tier in NEWCOMER for job in jobs(tier, vllm, "brief")]
+    return [job for job in chosen if job.what != "equivalence/V2" or "V1" not in RUNNERS[vllm]]
 
 
 def _with_servers(vllm: str) -> list[str]:

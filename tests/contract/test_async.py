@@ -38,8 +38,6 @@ from support.transports import until
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvcached_nixl.scheduler.holds import Holds
-
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction = handover_node.direction
 
@@ -147,24 +145,3 @@ def test_blocks_of_a_preempted_request_are_kept_while_they_are_read(
     until_both(prefill, decode, lambda: DECODE_ID in decode.received)
     assert decode.holds(local)
     rest(prefill, decode)
-
-
-@pytest.mark.parametrize("how", ["preempt", "abort"])
-def test_without_holds_they_are_free_while_they_are_read(
-    how: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A planted fault: if this finds nothing, the cases above show nothing. vLLM keeps no block of a pure producer."""
-    if direction == "pull":
-        pytest.skip("nothing of a request that computes is read")
-    prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK, kv_role="kv_producer"), node(DECODE_FILLING)
-    gate = transfers_held(prefill, monkeypatch)
-    registered(decode, prefill)
-    computing(prefill, **NAME)
-    until(lambda: gate.kept)
-    read = prefill.blocks(PREFILL_ID)[: CHUNK // RESERVED.block_size]
-    monkeypatch.setattr(Holds, "take", lambda *_: 0)
-    for asked_of_it in ("request_finished", "request_finished_all_groups"):
-        monkeypatch.setattr(prefill.scheduler.connector, asked_of_it, lambda *_: (False, None), raising=False)
-    getattr(prefill, how)(PREFILL_ID)
-    assert set(read) <= set(free_ids(prefill))
-    gate.closed = False

@@ -19,7 +19,6 @@ from vllm import platforms
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.vllm.patches import factory
 
 parallel_state, patched, engine_over = (
@@ -64,18 +63,6 @@ def test_a_buffer_on_the_host_is_a_slab_there(construct: Callable[..., tuple[Any
     connector, config = construct()
     assert connector.connector_scheduler.use_host_buffer is False
     assert (config.kv_buffer_device, config.kv_connector_extra_config["memory_path"]) == ("cuda", "host")
-
-
-def test_without_this_package_vllm_makes_a_buffer(construct: Callable[..., tuple[Any, Any]], patched: Any) -> None:
-    """What the case above would not see if vLLM called it otherwise."""
-    patched.uninstall()
-    connector, _ = construct()
-    assert connector.connector_scheduler.use_host_buffer is True
-
-
-def test_a_buffer_on_the_host_beside_another_path_is_refused(construct: Callable[..., tuple[Any, Any]]) -> None:
-    with pytest.raises(SettingsError, match="memory_path"):
-        construct(memory_path="direct")
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import Any
 
 import pytest
 
@@ -72,28 +69,3 @@ def test_a_running_engine_is_read_from_and_left_as_it_is(node: Callable[..., Nod
     assert {planes.num_blocks for planes in found.memory} == {RESERVED.num_blocks}
     assert found.read > 0 and found.descriptors > 0
     assert engine.are_filled(list(range(RESERVED.num_blocks)), PREFILL_FILLING)
-
-
-class Answers:
-    """A side channel that answers what a test has it answer."""
-
-    def __init__(self, *answer: Any) -> None:
-        self._answer = answer
-
-    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
-        future: Future[tuple[str, bytes]] = Future()
-        future.set_result(self._answer)  # type: ignore[arg-type]
-        return future
-
-
-@pytest.mark.parametrize("metadata", [b"", b"nonsense"], ids=["none", "nonsense"])
-def test_an_answer_that_is_none_is_said(metadata: bytes) -> None:
-    with pytest.raises(ValueError, match="no rank 7" if not metadata else "Expected"):
-        read_from(Answers("no rank 7: this engine has [0]", metadata), "127.0.0.1", 1, 7, QUESTION)
-
-
-def test_nobody_there_is_said(channel: SideChannel) -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        with pytest.raises(ConnectionRefusedError):
-            read_from(channel, "127.0.0.1", bound.getsockname()[1], 0, QUESTION)

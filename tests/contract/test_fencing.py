@@ -77,7 +77,8 @@ def test_over_tcp_a_writer_that_stands_still_is_fenced(run: Run) -> None:
     assert found["changed"] == 0 and found["gates"] == 1
 
 
-@pytest.mark.parametrize("ending", [pytest.param("goes on", marks=pytest.mark.long), "killed"])
+@pytest.mark.long
+@pytest.mark.parametrize("ending", ["goes on", "killed"])
 def test_over_shared_memory_a_writer_is_held_until_it_answers_or_has_ended(ending: str, run: Run) -> None:
     """Nothing that is closed here keeps it from writing: as long as it exists its blocks are nobody's."""
     found = run("", ending, "none")

@@ -24,8 +24,6 @@ from support.attention_engines import (  # noqa: F401
     parallel_state,
     patched,
     spec_of,
-    tag_of,
-    vllm_log_to,
 )
 from support.stock_pair import build_engine, write_model
 
@@ -44,7 +42,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("era", "contiguous", "overrides"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("era", "contiguous", "overrides"),
+    [pytest.param(*one, marks=[pytest.mark.long] if place >= 2 * len(ERAS) else []) for place, one in enumerate(CASES)],
+    ids=str,
+)
 def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(
     era: str, contiguous: tuple[bool, bool], overrides: dict[str, Any], engine_over: EngineOver
 ) -> None:
@@ -70,20 +72,6 @@ def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(
             assert torch.equal(cache[block_id], source[0][layer][source[1]]), (layer, block_id)
 
 
-@pytest.mark.parametrize(
-    ("era", "contiguous"), [*[(era, False) for era in ERAS], *[(era, True) for era in ERAS if era == "packed"]]
-)
-def test_kernel_blocks_smaller_than_blocks_arrive(era: str, contiguous: bool, engine_over: EngineOver) -> None:
-    """A block of two kernel blocks moves as both of them."""
-    geometry = dataclasses.replace(GQA, era=era, contiguous=contiguous, num_blocks=12, block_size=16)
-    prefill, sent = engine_over(geometry, kernel_blocks_per_block=2)
-    decode, received = engine_over(geometry, kernel_blocks_per_block=2)
-    assert decode.read("r1", [[3, 0]], [[5, 2]], prefill)
-    for layer, cache in received.items():
-        for to, frm in zip((6, 7, 0, 1), (10, 11, 4, 5), strict=True):
-            assert torch.equal(cache[to], sent[layer][frm])
-
-
 def test_registration_costs_what_was_planned_not_what_was_reserved(engine_over: EngineOver, patched: Registry) -> None:
     """A region each, as long as the planned blocks; the worker's own block count is left alone."""
     geometry = dataclasses.replace(GQA, era=ERAS[0], reserved_blocks=500)
@@ -95,23 +83,6 @@ def test_registration_costs_what_was_planned_not_what_was_reserved(engine_over: 
     lengths = [extents[place][1] for place in range(extents.descCount())]
     assert len(lengths) == geometry.expected_regions()
     assert sum(lengths) == geometry.num_blocks * geometry.block_bytes_of_all_layers()
-
-
-@pytest.mark.parametrize("sizes", [(32, 64), (64, 32)], ids=str)
-def test_blocks_of_other_sizes_arrive(sizes: tuple[int, int], engine_over: EngineOver) -> None:
-    """The same tokens, in half as many blocks or in twice as many."""
-    prefill, sent = engine_over(dataclasses.replace(GQA, era=ERAS[0], block_size=sizes[0]))
-    decode, received = engine_over(dataclasses.replace(GQA, era=ERAS[0], block_size=sizes[1]))
-    remote, local = ([5, 2, 9, 1], [3, 7]) if sizes[0] < sizes[1] else ([5, 2], [3, 7, 1, 8])
-    assert decode.read("r1", [local], [remote], prefill)
-
-    def tokens(caches: dict[str, torch.Tensor], layer: str, block_ids: list[int], size: int) -> torch.Tensor:
-        """Tokens first, whatever the backend has there."""
-        axis = dataclasses.replace(GQA, era=ERAS[0], block_size=size).axes().token - 1
-        return torch.cat([caches[layer][one].movedim(axis, 0) for one in block_ids])
-
-    for layer in received:
-        assert torch.equal(tokens(received, layer, local, sizes[1]), tokens(sent, layer, remote, sizes[0])), layer
 
 
 def test_memory_the_stock_worker_reads_otherwise_stops_the_engine(tmp_path: Path) -> None:

@@ -1,144 +1,390 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with sliding-window layers, alone or beside full attention, on the installed vLLM.
+"""Engines whose layers keep KV in several ways: full attention, sliding windows and states. Random schedules.
 
-Blocks that have left a window are freed while prefill still computes. So prefill tells, per KV-cache group, the first
-token whose KV it has kept, and decode takes the blocks that its next token needs. A push begins when the whole prompt
-is computed.
+Real: vLLM's schedulers, this package, NIXL. The model computes bytes that follow from all tokens so far, and before it
+computes a token it looks at everything that the token depends on, wherever it came from: computed here, cached, or
+handed over. Faults that are planted have to show.
+
+Blocks that have left a window are freed while prefill still computes, and a state is overwritten by every step. So
+prefill tells, per KV-cache group, the first token whose KV it has kept, and decode takes what its next token needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+import torch
 from support import attention_engines, engine_node
 from support.engine_node import DECODE_ID, PREFILL_ID, nodes
 from support.groups_node import GroupsNode, prefilled, runs_rightly
-from support.handover_node import (
-    ANOTHER_REQUESTS,
-    DECODE_FILLING,
-    PREFILL_FILLING,
-    RESERVED,
-    SEND,
-    rest,
-)
-from vllm.v1.request import RequestStatus
+from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, SEND, rest, until_both
+from vllm.v1.request import Request, RequestStatus
 
+from kvcached_nixl.scheduler.fetch_request import FetchRequest
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
-
-pytestmark = pytest.mark.long
+from kvcached_nixl.vllm.patches import arrival
+from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
+from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.worker.geometry.descriptors import Route
+from kvcached_nixl.worker.transfer import topology
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 
-WINDOW, BLOCK = 64, 16
-GEOMETRY = dataclasses.replace(RESERVED, block_size=BLOCK, num_blocks=60, reserved_blocks=70, num_pools=2)
-DIRECT, PUSHED_AND_STAGED = ("pull", "direct", "direct"), ("push", "host", "device")
+BLOCK, WINDOW = 16, 48
 WIDE = -WINDOW
 """A window of as many tokens, in blocks of twice as many tokens of half as many heads, as in Gemma 4."""
-KINDS: dict[str, tuple[int | str | None, ...]] = {
+GEOMETRY = dataclasses.replace(RESERVED, block_size=BLOCK, num_blocks=50, reserved_blocks=53, num_pools=2, groups=3)
+needs_states = pytest.mark.skipif(not installed_has(HITS_DIVERGE), reason="this vLLM cannot load states")
+WITH_WINDOWS = {
     "a full one and a window": (None, WINDOW),
     "a window alone": (WINDOW,),
     "a full one and a window of wide blocks": (None, WIDE),
-    "a full one and a state": (None, "none"),
-    "a state, a full one and a window, with prefix caching": ("align", None, WINDOW),
 }
+WITH_STATES = {
+    "a state first": ("align", None, WINDOW),
+    "a state last": (None, WINDOW, "align"),
+    "a state without prefix caching": (None, "none", WINDOW),
+}
+ORDERS: dict[str, tuple[int | str | None, ...]] = {**WITH_WINDOWS, **WITH_STATES}
+REQUESTS, TURNS = 10, 160
+DEFECTS = {FailureCause.DEFECT, FailureCause.PROTOCOL, FailureCause.RANGE, FailureCause.CHECKSUM, FailureCause.REFUSED}
+"""No hand-over fails for these, whatever happens to its request: decode would recompute, and be right all the same."""
 
 
-@pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))
-def windows(request: pytest.FixtureRequest) -> tuple[int | str | None, ...]:
-    found: tuple[int | str | None, ...] = request.param
-    return found
+class WrongBytes(Exception):
+    """A token was about to be computed from bytes that are not what it depends on."""
 
 
-@pytest.fixture(
-    params=[
-        DIRECT,
-        ("pull", "host", "direct"),
-        ("pull", "direct", "device"),
-        ("push", "direct", "direct"),
-        PUSHED_AND_STAGED,
-    ],
-    ids=["direct", "P staged", "D", "push", "push, staged"],
-)
-def paths(request: pytest.FixtureRequest) -> tuple[str, str, str]:
-    """Who moves the bytes, and the memory paths of prefill and of decode."""
-    found: tuple[str, str, str] = request.param
-    return found
+class Node(GroupsNode):
+    """Looks before it computes."""
+
+    def compute_tokens(self, request: Request, blocks: list[list[int]], begin: int, count: int) -> None:
+        token_ids = list(request.all_token_ids[:begin])
+        for group in self.with_kv:
+            window = self.windows[group]
+            first = 0 if window is None else max(0, begin - int(window) + 1)
+            for position, cell, expected in self.places(token_ids, first, blocks, group):
+                if cell is None or not torch.equal(cell, expected):
+                    found = "let go of" if cell is None else "wrong"
+                    raise WrongBytes(
+                        f"{request.request_id} at {begin}: group {group}, token {position} {found}; {blocks}"
+                    )
+        for group in self.with_states:
+            if not self.has_state(group, blocks, token_ids):
+                raise WrongBytes(f"{request.request_id} at {begin}: the state of group {group}")
+        super().compute_tokens(request, blocks, begin, count)
+
+
+@dataclasses.dataclass
+class Schedule:
+    """One random schedule, drawn from a seed."""
+
+    make: Callable[..., Node]
+    seed: int
+    order: tuple[int | str | None, ...]
+    verify_fraction: float = 1.0
+    kernel_blocks_per_block: int = 1
+    started: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.dice = random.Random(self.seed)
+        dice = self.dice
+        self.mode = dice.choice(["pull", "push"])
+        order = tuple(WINDOW if kind == WIDE else kind for kind in self.order)
+        split = self.kernel_blocks_per_block
+        geometry = dataclasses.replace(
+            GEOMETRY,
+            groups=len(order),
+            states=tuple(place for place, kind in enumerate(order) if isinstance(kind, str)),
+            wide=tuple(place for place, kind in enumerate(self.order) if kind == WIDE),
+            block_size=BLOCK // split,
+            num_blocks=GEOMETRY.num_blocks * split,
+            reserved_blocks=GEOMETRY.reserved_blocks * split,
+        )
+
+        def engine(filling: int) -> Node:
+            return self.make(
+                filling,
+                dataclasses.replace(geometry, contiguous=dice.random() < 0.5),
+                windows=order,
+                policy="recompute",
+                prefix_caching="none" not in order,
+                tokens_a_step=dice.choice([None, 24, 40, 64]),
+                transfer_mode=self.mode,
+                memory_path=dice.choice(["direct", "direct", "host"]),
+                verify_fraction=self.verify_fraction,
+                kernel_blocks_per_block=split,
+            )
+
+        self.prefill, self.decode = engine(PREFILL_FILLING), engine(DECODE_FILLING)
+        self.waiting: dict[str, tuple[int, int, int]] = {}
+
+    def run(self) -> None:
+        left = REQUESTS
+        for _ in range(TURNS):
+            kind = self.dice.choice(["start", "prefill", "prefill", "decode", "decode", "decode", "trouble"])
+            if kind == "start" and left:
+                left -= 1
+                self._start(REQUESTS - left)
+            elif kind == "trouble":
+                self._trouble()
+            else:
+                (self.prefill if kind == "prefill" else self.decode).step()
+            self._follow()
+        until_both(self.prefill, self.decode, self._is_over)
+        rest(self.prefill, self.decode)
+
+    def _start(self, number: int) -> None:
+        # Few beginnings, so that prefixes are found in the caches; and lengths around the window.
+        around = WINDOW + self.dice.randint(-1, BLOCK + 1)
+        family, num_tokens = self.dice.randrange(3), self.dice.choice([self.dice.randint(3, 150), around])
+        name = f"cmpl-{number}-0"
+        prefill_id, decode_id = f"{name}-aaaaaaaa", f"{name}-dddddddd"
+        shape = family * 40, num_tokens, self.dice.randint(1, 20)
+        params: dict[str, Any] = {**SEND, "transfer_id": name}
+        if self.mode == "push" and self.dice.random() < 0.5:
+            self._decode(decode_id, {**self.prefill.address(), "transfer_id": name}, shape)
+        else:
+            self.waiting[prefill_id] = shape
+        # One that goes on gives back what its window has left: that is not offered.
+        self.prefill.add(
+            prefill_id, params, self.dice.choice([1, 1, 1, 20]), num_tokens=num_tokens, first_token=shape[0]
+        )
+
+    def _follow(self) -> None:
+        """Decode's requests follow prefill's answers."""
+        for prefill_id in [one for one in self.waiting if one in self.prefill.ended or not self._lives(prefill_id=one)]:
+            shape = self.waiting.pop(prefill_id)
+            params = self.prefill.transfer_params.pop(prefill_id, None)
+            self._decode(prefill_id.replace("aaaaaaaa", "dddddddd"), params, shape)
+
+    def _lives(self, prefill_id: str) -> bool:
+        request = self.prefill.scheduler.requests.get(prefill_id)
+        return request is not None and not request.is_finished()
+
+    def _decode(self, decode_id: str, params: Any, shape: tuple[int, int, int]) -> None:
+        first_token, num_tokens, max_tokens = shape
+        self.decode.add(decode_id, params, max_tokens, num_tokens=num_tokens, first_token=first_token)
+        self.started[decode_id] = "length"
+
+    def _trouble(self) -> None:
+        node = self.dice.choice([self.prefill, self.decode])
+        running = sorted(one.request_id for one in node.scheduler.running)
+        living = sorted(one for one, request in node.scheduler.requests.items() if not request.is_finished())
+        if running and self.dice.random() < 0.6:
+            node.preempt(self.dice.choice(running))
+        elif living and self.dice.random() < 0.4:
+            name = self.dice.choice(living)
+            node.abort(name)
+            self.started.pop(name, None)
+
+    def _is_over(self) -> bool:
+        self._follow()
+        return not self.waiting and set(self.started) <= set(self.decode.ended)
 
 
 @pytest.fixture
-def node(
-    windows: tuple[int | str | None, ...], paths: tuple[str, str, str], tmp_path: Path, log: pytest.LogCaptureFixture
-) -> Iterator[Any]:
-    if any(isinstance(one, str) for one in windows) and not installed_has(HITS_DIVERGE):
-        pytest.skip("this vLLM cannot load states")
-    if any(isinstance(one, str) for one in windows) and paths not in (DIRECT, PUSHED_AND_STAGED):
-        pytest.skip("random schedules (test_states_random.py) have these")
-    wide = tuple(group for group, window in enumerate(windows) if window == WIDE)
-    states = tuple(group for group, window in enumerate(windows) if isinstance(window, str))
-    geometry = dataclasses.replace(GEOMETRY, groups=len(windows), wide=wide, states=states)
-    windows = tuple(abs(window) if isinstance(window, int) else window for window in windows)
-    mode, *of_sides = paths
-
-    with nodes(GroupsNode, tmp_path, log) as make:
-
-        def one(filling: int, contiguous: bool = False, **options: Any) -> GroupsNode:
-            shape = dataclasses.replace(geometry, contiguous=contiguous)
-            extra = {"transfer_mode": mode, "memory_path": of_sides[filling != PREFILL_FILLING]}
-            # As vLLM does where states are kept for whole requests only.
-            extra["prefix_caching"] = "none" not in windows
-            return make(filling, shape, windows=windows, **extra, **options)
-
+def make(tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., Node]]:
+    with nodes(Node, tmp_path, log) as one:
         yield one
 
 
-@pytest.mark.parametrize("contiguous", [(False, False), (True, True), (True, False)], ids=str)
-def test_prompts_around_the_window_arrive(contiguous: tuple[bool, bool], node: Callable[..., GroupsNode]) -> None:
-    """Finding B5: from inside the window to beyond it, over every block boundary; none is recomputed."""
-    prefill, decode = node(PREFILL_FILLING, contiguous[0]), node(DECODE_FILLING, contiguous[1])
-    for num_tokens in (
-        5,
-        16,
-        17,
-        *range(60, 101, 1 if contiguous == (True, True) else 4),
-        63,
-        64,
-        65,
-        66,
-        79,
-        80,
-        81,
-        129,
-        200,
-    ):
-        params = prefilled(prefill, PREFILL_ID, num_tokens)
-        # All of it is to come from prefill.
-        assert decode.scheduler.reset_prefix_cache()
-        decode.add(DECODE_ID, params, 3, num_tokens=num_tokens)
-        decode.step()
-        assert decode.status(DECODE_ID) == RequestStatus.WAITING_FOR_REMOTE_KVS, num_tokens
-        runs_rightly(prefill, decode, num_tokens)
-        rest(prefill, decode)
-        prefill.transfer_params.clear()
-        assert decode.account["kvcached_nixl_failures"] == [], num_tokens
+SPLIT = pytest.mark.parametrize("split", [2, pytest.param(4, marks=pytest.mark.long)])
+SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(one, marks=pytest.mark.long) for one in range(1, 8))])
 
 
-def test_prefill_that_goes_on_computing_gives_back_what_it_had_promised(node: Callable[..., GroupsNode]) -> None:
-    """Findings A1 (a), B5: with ``max_tokens`` above 1 the window moves on; freed blocks are not offered."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy="recompute")
-    for max_tokens in (2, 17, 40):
-        prefill.add(PREFILL_ID, SEND, max_tokens, num_tokens=100)
-        prefill.step_until(lambda: PREFILL_ID in prefill.ended)
-        params = prefill.transfer_params.pop(PREFILL_ID, None)
-        owned = prefill.of_groups(PREFILL_ID) if PREFILL_ID in prefill.scheduler.requests else []
-        prefill.fill(prefill.all_but([block_id for group in owned for block_id in group]), ANOTHER_REQUESTS)
-        assert decode.scheduler.reset_prefix_cache()
-        decode.add(DECODE_ID, params, 3, num_tokens=100)
-        runs_rightly(prefill, decode, 100)
-        rest(prefill, decode)
-        prefill.ended.clear()
+def is_right(schedule: Schedule) -> None:
+    schedule.run()
+    assert {one: schedule.decode.ended[one] for one in schedule.started} == schedule.started
+    assert not DEFECTS & {FailureCause(one) for one in schedule.decode.account["kvcached_nixl_failures"]}
+    assert RequestStatus.FINISHED_ERROR not in {one.status for one in schedule.decode.scheduler.requests.values()}
+    assert schedule.decode.received, "nothing was handed over"
+
+
+@SEEDS
+@pytest.mark.parametrize("order", [*WITH_WINDOWS, *(pytest.param(one, marks=needs_states) for one in WITH_STATES)])
+def test_every_token_is_computed_from_what_it_depends_on(order: str, seed: int, make: Callable[..., Node]) -> None:
+    is_right(Schedule(make, seed, ORDERS[order]))
+
+
+@needs_states
+@SEEDS
+@SPLIT
+def test_and_where_a_block_is_several_kernel_blocks(split: int, seed: int, make: Callable[..., Node]) -> None:
+    """A state lies across all of them, in the cache and in a slab."""
+    order = [*WITH_STATES.values()][seed % len(WITH_STATES)]
+    is_right(Schedule(make, seed, order, kernel_blocks_per_block=split))
+
+
+@needs_states
+@pytest.mark.parametrize("num_tokens", [BLOCK + 1, 4 * BLOCK + 1])
+def test_a_state_that_is_taken_away_before_its_request_runs_leaves_nothing(
+    num_tokens: int, make: Callable[..., GroupsNode]
+) -> None:
+    """The weights change while the request has its KV and waits for a free block. vLLM's notes of its blocks have to go
+    with them: it would later free the block that has the new state."""
+    geometry = dataclasses.replace(GEOMETRY, groups=2, states=(1,))
+    prefill, decode = (
+        make(filling, geometry, windows=(None, "align"), policy="recompute")
+        for filling in (PREFILL_FILLING, DECODE_FILLING)
+    )
+    params = prefilled(prefill, PREFILL_ID, num_tokens)
+    decode.add(DECODE_ID, params, 2 * BLOCK, num_tokens=num_tokens)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    pool = decode.scheduler.kv_cache_manager.block_pool
+    others = pool.get_new_blocks(pool.get_num_free_blocks())
+    decode.step()
+    assert decode.status(DECODE_ID) == RequestStatus.WAITING, "vLLM has noticed the KV, and has no block to go on"
+    decode.side_of_engine.revocations.weights_changed()
+    pool.free_blocks(others)
+    runs_rightly(prefill, decode, num_tokens)
+    rest(prefill, decode)
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+Patcher = pytest.MonkeyPatch
+
+
+def the_superseded_slot(patch: Patcher) -> None:
+    """Prefill names the block of an earlier chunk's state."""
+
+    def range_(self: KVGroup, blocks: list[int], first_token: int, end_token: int) -> BlockRange:
+        found = original(self, blocks, first_token, end_token)
+        place = (end_token - 1) // self.table_block_size - 1
+        if self.keeps is Keeps.STATE and place >= 0 and blocks[place]:
+            return BlockRange(end_token - 1, tuple(blocks[place : place + 1]))
+        return found
+
+    original = KVGroup.range
+    patch.setattr(KVGroup, "range", range_)
+
+
+def the_end_of_a_state_is_not_moved(patch: Patcher) -> None:
+    def init(self: Route, local: Any, remote: Any) -> None:
+        if local.padded_bytes:
+            local, remote = (
+                msgspec.structs.replace(one, padded_bytes=0, cell_bytes=one.cell_bytes - 8) for one in (local, remote)
+            )
+        original(self, local, remote)
+
+    original = Route.__init__
+    patch.setattr(Route, "__init__", init)
+
+
+def a_state_is_not_moved(patch: Patcher) -> None:
+    def ranges(routes: Any, groups: Any, end_token: int) -> Any:
+        kept = [
+            (here, there, end_token if len(here.ids) <= 1 and first == end_token - 1 else first)
+            for here, there, first in groups
+        ]
+        return original(routes, kept if any(first < end_token for *_, first in kept) else groups, end_token)
+
+    original = topology.ranges
+    patch.setattr(topology, "ranges", ranges)
+
+
+def groups_are_mixed_up(patch: Patcher) -> None:
+    """The first block of two groups change places where decode is told to put them."""
+
+    def groups(self: FetchRequest, block_ids: Any, first_token: int, terms: Any) -> Any:
+        found = list(original(self, block_ids, first_token, terms))
+        ids = [list(group.block_ids) for group in found[:2]]
+        if ids[0] and ids[1]:
+            ids[0][-1], ids[1][-1] = ids[1][-1], ids[0][-1]
+            found[:2] = (BlockRange(one.first_token, tuple(new)) for one, new in zip(found, ids, strict=False))
+        return tuple(found)
+
+    original = FetchRequest.groups
+    patch.setattr(FetchRequest, "groups", groups)
+
+
+def ranges_are_changed(patch: Patcher, keeps: Keeps, fewest: int, change: Callable[[BlockRange, int], Any]) -> None:
+    """Where decode puts a group of this kind that has at least ``fewest`` blocks; ``change`` gets tokens in a block."""
+
+    def groups(self: FetchRequest, block_ids: Any, first_token: int, terms: Any) -> Any:
+        found = list(original(self, block_ids, first_token, terms))
+        for place, group in enumerate(terms.groups.all):
+            if group.keeps is keeps and len(found[place].block_ids) >= fewest:
+                found[place] = change(found[place], group.table_block_size)
+        return tuple(found)
+
+    original = FetchRequest.groups
+    patch.setattr(FetchRequest, "groups", groups)
+
+
+def windows_begin_too_late(patch: Patcher) -> None:
+    """Decode leaves out the oldest block that the window still reaches."""
+    later = lambda found, size: BlockRange(found.first_token + size, found.block_ids[1:])  # noqa: E731
+    ranges_are_changed(patch, Keeps.WINDOW, 3, later)
+
+
+def chunks_end_in_the_middle_of_blocks(patch: Patcher) -> None:
+    """And the state of a token there is cached as that of the block's end."""
+
+    def align_chunks(scheduler: Any) -> None:
+        scheduler.cache_config.block_size = BLOCK // 2
+
+    patch.setattr(arrival, "align_chunks", align_chunks)
+
+
+def a_windows_blocks_are_one_too_old(patch: Patcher) -> None:
+    """Each arrives where the one before it belongs."""
+    ranges_are_changed(
+        patch,
+        Keeps.WINDOW,
+        2,
+        lambda found, _: BlockRange(found.first_token, (*found.block_ids[1:], found.block_ids[0])),
+    )
+
+
+def a_cached_prefix_counts_for_the_state(patch: Patcher) -> None:
+    """Decode has some of the prompt, and leaves out the state that is behind the rest."""
+
+    def ranges(routes: Any, groups: Any, end_token: int) -> Any:
+        starts = [first for here, _, first in groups if len(here.ids) > 1 or first < end_token - 1]
+        kept = [
+            (here, there, end_token if starts and min(starts) and first == end_token - 1 else first)
+            for here, there, first in groups
+        ]
+        return original(routes, kept, end_token)
+
+    original = topology.ranges
+    patch.setattr(topology, "ranges", ranges)
+
+
+FAULTS: tuple[Callable[[Patcher], None], ...] = (
+    the_superseded_slot,
+    the_end_of_a_state_is_not_moved,
+    a_state_is_not_moved,
+    groups_are_mixed_up,
+    windows_begin_too_late,
+    chunks_end_in_the_middle_of_blocks,
+    a_windows_blocks_are_one_too_old,
+    a_cached_prefix_counts_for_the_state,
+)
+
+
+@needs_states
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_shows(fault: Callable[[Patcher], None], make: Callable[..., Node]) -> None:
+    """Verification would notice some of them first, and the request would be computed again: it is off here."""
+    for seed in range(40):
+        order = [*WITH_STATES.values()][seed % len(WITH_STATES)]
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            try:
+                Schedule(make, seed, order, verify_fraction=0.0).run()
+            except (WrongBytes, AssertionError):
+                return
+    pytest.fail("no schedule showed it")

@@ -21,19 +21,16 @@ from packaging.specifiers import SpecifierSet
 from support import attention_engines, engine_node, handover_node
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, same
 from support.handover_node import (
-    BLOCK_SIZE,
     DECODE_FILLING,
     IDLE_SECONDS,
     PREFILL_FILLING,
     Node,
     asked,
-    computed_alone,
     ends_by_policy,
     mover,
     prefilled,
     rest,
     served,
-    transfers_held,
     until_both,
 )
 from support.internals import agents_of
@@ -41,7 +38,6 @@ from support.transports import until
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, installed_row
-from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
@@ -75,23 +71,25 @@ def test_an_idle_transfer_thread_uses_no_processor_time(pair: tuple[Node, Node])
 # ------------------------------------------------------------------------------------------------------- bytes arrive
 
 
-SAID = {0: 0, 16.0: 16, 2**63: 0, -1: 0, 0.5: 0, True: 0, "16": 0, None: 0}
+SAID = [(0, 0), (16.0, 16), (2**63, 0), (-1, 0), (0.5, 0), (True, 0), ("16", 0), (float("nan"), 0), (10**6, PROMPT)]
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
-@pytest.mark.parametrize(("said", "cached"), [*SAID.items(), (float("nan"), 0), ([2], 0), (10**6, PROMPT)], ids=repr)
-def test_usage_names_what_was_cached(pair: tuple[Node, Node], said: object, cached: int, is_begun: bool) -> None:
+def test_usage_names_what_was_cached(pair: tuple[Node, Node]) -> None:
     """By prefill, or by decode, if that is more; not all that is handed over. A client may have sent anything."""
     prefill, decode = pair
-    if is_begun:
-        decode.add("cmpl-y-0-dddddddd", None, num_tokens=PROMPT // BLOCKS + 1)
-        decode.step_until(lambda: "cmpl-y-0-dddddddd" in decode.ended)
-    decode.add(DECODE_ID, {**prefilled(prefill, PREFILL_ID), CACHED_TOKENS_KEY: said})
-    decode.step()
-    found = decode.scheduler.requests[DECODE_ID].prefill_stats
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    assert found.num_cached_tokens == max(cached, is_begun * PROMPT // BLOCKS)
-    assert found.num_local_cached_tokens + found.num_external_cached_tokens == PROMPT
+    block = PROMPT // BLOCKS
+    for place, (said, cached) in enumerate(SAID):
+        of_prefill, of_decode = f"cmpl-{place}-0-aaaaaaaa", f"cmpl-{place}-0-dddddddd"
+        params = prefilled(prefill, of_prefill, 100 * place)
+        if has_begun := place % 2:
+            decode.add("begun", None, 1, 100 * place, num_tokens=block + 1)
+            decode.step_until(lambda: decode.ended.pop("begun", None))
+        decode.add(of_decode, {**params, CACHED_TOKENS_KEY: said}, 4, 100 * place)
+        decode.step()
+        found = decode.scheduler.requests[of_decode].prefill_stats
+        until_both(prefill, decode, lambda name=of_decode: name in decode.ended)
+        assert found.num_cached_tokens == max(cached, has_begun * block), said
+        assert found.num_local_cached_tokens + found.num_external_cached_tokens == PROMPT
     rest(prefill, decode)
 
 
@@ -142,8 +140,7 @@ BROKEN: dict[str, dict[str, Callable[..., str]]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("broken", list(BROKEN))
+@pytest.mark.parametrize(("broken", "policy"), [*zip(BROKEN, 2 * POLICIES, strict=True)])
 def test_a_transfer_that_fails_ends_the_hand_over_by_policy_and_blocks_come_free(
     broken: str, policy: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,38 +174,6 @@ def test_what_has_come_and_is_revoked_before_it_is_scheduled_counts_as_computed_
     # What was given back is others', also where vLLM has cached it.
     decode.fill(blocks, DECODE_FILLING)
     ends_by_policy(policy, decode, prefill)
-
-
-def quarantined(decode: Node) -> int:
-    """As the metric has it."""
-    return int(([0, *decode.account["kvcached_nixl_quarantined_blocks"]])[-1])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_request_that_fits_beside_no_quarantine_is_told_so(
-    policy: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rule R4, for local requests as well: vLLM would wait at the head of its queue for blocks that are never freed."""
-    prefill = node(PREFILL_FILLING)
-    decode = node(DECODE_FILLING, policy=policy, handover_timeout=0.4)
-    served(prefill, decode)
-    gate = transfers_held(mover(direction, prefill, decode), monkeypatch)
-    asked(decode, prefilled(prefill, PREFILL_ID))
-    until(lambda: gate.kept)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    until_both(prefill, decode, lambda: not decode.scheduler.has_requests())
-    assert quarantined(decode) == BLOCKS
-    large, small = "cmpl-l-0-eeeeeeee", "cmpl-s-0-eeeeeeee"
-    decode.add(large, None, first_token=100, num_tokens=(USABLE - 1) * BLOCK_SIZE)
-    decode.add(small, None, first_token=300, num_tokens=BLOCK_SIZE)
-    decode.step_until(lambda: small in decode.ended)
-    assert (decode.ended[large], decode.ended[small]) == ("error", "length")
-    assert f"{BLOCKS} blocks are in quarantine" in decode.log.text
-    assert decode.account["kvcached_nixl_failures"] == [FailureCause.DEADLINE, FailureCause.QUARANTINE]
-    gate.closed = False
-    rest(prefill, decode)
-    computed_alone(decode)
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])

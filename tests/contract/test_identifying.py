@@ -117,26 +117,6 @@ def test_weights_are_read_once_for_calls_that_wait_together(monkeypatch: pytest.
     assert engine.call("one", "two", "one") == ["one", "two", "one", "changed by one, two", "identify"]
 
 
-def test_a_thousand_calls_that_each_wait_for_the_last_cost_one_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an idle engine, which takes no step between them. A request ends the row."""
-    engine = Engine(monkeypatch, is_idle=True)
-    left = 1000
-
-    def has_work() -> bool:
-        nonlocal left
-        if not engine.core.input_queue.empty() or not left:
-            return not left
-        left -= 1
-        engine.core.input_queue.put((EngineCoreRequestType.UTILITY, (0, left, "collective_rpc", ("update_weights",))))
-        return False
-
-    engine.core.has_work = has_work
-    take_input(engine.core)
-    assert engine.asked.count("update_weights") == 1000
-    assert engine.asked[-2:] == ["changed by update_weights", "identify"]
-    assert engine.asked.count("identify") == 1
-
-
 def test_what_peers_may_fetch_is_looked_at_before_the_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has called may ask them at once; and once for several calls."""
     engine = Engine(monkeypatch, is_idle=True)
@@ -186,17 +166,6 @@ def test_what_sleeps_without_a_word_to_the_executor_is_not_read(monkeypatch: pyt
     assert engine.call("wake_up") == ["wake_up", "changed by one, wake_up", "identify"]
 
 
-def test_a_function_is_a_call_of_unknown_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unhashable:
-        __hash__ = None  # type: ignore[assignment]
-
-        def __call__(self, worker: Any) -> None: ...
-
-    engine = Engine(monkeypatch, is_idle=True)
-    engine.core.collective_rpc(Unhashable())
-    assert engine.asked[1:] == ["changed by a function", "identify"]
-
-
 def test_calls_that_change_no_weights_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, is_idle=True)
     assert engine.call("profile", "list_loras") == ["profile", "list_loras"]
@@ -206,35 +175,6 @@ def test_weights_that_are_known_to_change_revoke_at_once(monkeypatch: pytest.Mon
     engine = Engine(monkeypatch, is_idle=False)
     expected = ["update_weights", "revoke", "two", "changed by two, update_weights", "identify"]
     assert engine.call("update_weights", "two") == expected
-
-
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_other_input_that_waits_does_not_put_it_off(monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
-    """Whoever called is told that the call has ended, and may ask peers at once."""
-    engine = Engine(monkeypatch, is_idle=is_idle)
-    for item in (
-        (EngineCoreRequestType.UTILITY, (0, 1, "collective_rpc", ("one",))),
-        (EngineCoreRequestType.WAKEUP, None),
-        (EngineCoreRequestType.UTILITY, (0, 2, "is_sleeping", ())),
-    ):
-        engine.core.input_queue.put(item)
-    take_input(engine.core)
-    assert engine.asked == ["one", "changed by one", "identify"]
-
-
-def test_a_call_that_is_rejected_by_a_shutdown_does_not_keep_it_from_being_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A step may follow: an engine that shuts down in peace finishes what it has begun."""
-    engine = Engine(monkeypatch, is_idle=False)
-    called = engine.core.model_executor.collective_rpc
-
-    def call(method: Any, *rest: Any, **named: Any) -> list[None]:
-        engine.core.shutdown_state = EngineShutdownState.REQUESTED
-        return list(called(method, *rest, **named))
-
-    monkeypatch.setattr(engine.core.model_executor, "collective_rpc", call)
-    assert engine.call("one", "two") == ["one", "changed by one", "identify"]
 
 
 def test_a_call_while_an_engine_starts_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,3 +200,17 @@ def test_a_loader_is_believed_if_vllm_s_base_class_says_when_it_loads() -> None:
     assert by_themselves - {"IpcModelLoader"} == {"ModelExpressModelLoader", "TensorizerLoader"}
     assert ("IpcModelLoader" in by_themselves) == ("ipc_cache" in _LOAD_FORMAT_TO_MODEL_LOADER)
     assert "Merging may put other weights in place" in distrust(Merging)
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_other_input_that_waits_does_not_put_it_off(monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
+    """Whoever called is told that the call has ended, and may ask peers at once."""
+    engine = Engine(monkeypatch, is_idle=is_idle)
+    for item in (
+        (EngineCoreRequestType.UTILITY, (0, 1, "collective_rpc", ("one",))),
+        (EngineCoreRequestType.WAKEUP, None),
+        (EngineCoreRequestType.UTILITY, (0, 2, "is_sleeping", ())),
+    ):
+        engine.core.input_queue.put(item)
+    take_input(engine.core)
+    assert engine.asked == ["one", "changed by one", "identify"]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hostvmm import is_hostvmm_build
@@ -22,19 +23,22 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 BASE = Geometry(num_kv_heads=4, head_size=32, block_size=16, num_blocks=10_000)
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "packed-HND": {"era": "packed", "head_major": True, "num_pools": 3},
+    "packed": {"era": "packed"},
+    "kv_apart": {"era": "kv_apart"},
+    "mla": {"era": "mla", "num_pools": 3},
+    "kv_apart-one head": {"era": "kv_apart", "num_kv_heads": 1},
+}
 
 
 @pytest.mark.parametrize("contiguous", [False, True], ids=["non-contiguous", "contiguous"])
 @pytest.mark.parametrize(
     "geometry",
     [
-        dataclasses.replace(BASE, era="kv_apart"),
-        dataclasses.replace(BASE, era="packed"),
-        dataclasses.replace(BASE, era="packed", head_major=True, num_pools=3),
-        dataclasses.replace(BASE, era="mla", num_pools=3),
-        dataclasses.replace(BASE, era="kv_apart", num_kv_heads=1),
+        pytest.param(dataclasses.replace(BASE, **changed), id=name, marks=[pytest.mark.long] if place else [])
+        for place, (name, changed) in enumerate(GEOMETRIES.items())
     ],
-    ids=lambda geometry: f"{geometry.era}{'-HND' if geometry.head_major else ''}-{geometry.num_kv_heads}",
 )
 def test_descriptors_hold_what_attention_wrote_on_real_kvcached_pages(geometry: Geometry, contiguous: bool) -> None:
     """Written through attention's views on mapped pages, read back at the descriptors' addresses, block by block."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -112,22 +111,6 @@ def test_an_idle_server_waits_until_routers_have_noticed() -> None:
     assert 0.5 <= time.monotonic() - begun < 10.0, "at most half of the time that there is"
 
 
-def test_the_delay_is_that_of_a_child_of_multi_connector() -> None:
-    """Where all keys of the NIXL connector are then. An engine checks them there, and nothing checks the others."""
-    children = [{"kv_connector": "Other"}, {"kv_connector": "NixlConnector"}, "odd", {"kv_connector_extra_config": 7}]
-    children[1]["kv_connector_extra_config"] = {"drain_delay": 0.5}
-    made, begun = client(extra={"connectors": children}), time.monotonic()
-    asyncio.run(shut_down(made, 20.0))
-    assert 0.5 <= time.monotonic() - begun < 4.0
-
-
-@pytest.mark.parametrize("delay", ["soon", None, [], float("nan"), True, -1, 10**400])
-def test_a_delay_that_nobody_has_checked_does_not_keep_the_server_from_ending(delay: object) -> None:
-    made = client(delay=delay)
-    asyncio.run(shut_down(made, 1.0))
-    assert len(made.engine_core.stopped_with) == 1
-
-
 def test_new_http_requests_get_503_and_metrics_are_served_to_the_end() -> None:
     made, app = client("one"), FastAPI()
     app.state.engine_client = made
@@ -145,16 +128,6 @@ def test_new_http_requests_get_503_and_metrics_are_served_to_the_end() -> None:
         assert http.get("/metrics").status_code == 200
         app.state.engine_client = None
         assert http.post("/v1/completions").status_code == 200
-
-
-def test_large_requests_get_503_and_no_reset() -> None:
-    made, app = client("one"), FastAPI()
-    app.state.engine_client = made
-    app.add_middleware(ScalingMiddleware)
-    vars(made)["_kvcached_nixl_leaving"] = time.monotonic()
-    with over_sockets.served_by_uvicorn(app) as port:
-        for _ in range(5):
-            assert over_sockets.status_of(port, "/v1/completions", bytes(1 << 24)) == 503
 
 
 @pytest.mark.parametrize("timeout", [0.0, 5.0])
@@ -180,33 +153,3 @@ def test_what_has_no_end_in_time_ends_with_an_error(timeout: float) -> None:
     ((given, unfinished),) = made.engine_core.stopped_with
     assert (given, unfinished) == (timeout and 1.0, 2)
     assert [type(one) for one in made.output_processor.errors] == [EngineDeadError] * 2
-
-
-def test_the_loops_own_thread_does_not_wait_for_itself() -> None:
-    made = client("one")
-
-    async def run() -> None:
-        begun = time.monotonic()
-        made.shutdown(timeout=20.0)
-        assert time.monotonic() - begun < 5.0 and made.engine_core.stopped_with == [(20.0, 1)]
-
-    asyncio.run(run())
-
-
-def test_a_second_call_waits_for_nothing() -> None:
-    made = client("one")
-    first = threading.Thread(target=made.shutdown, args=(20.0,))
-    first.start()
-    while not vars(made).get("_kvcached_nixl_leaving"):
-        time.sleep(0.01)
-    made.shutdown(timeout=20.0)
-    assert made.engine_core.stopped_with == [(20.0, 1)]
-    made.output_processor.request_states.clear()
-    first.join(10)
-    assert len(made.engine_core.stopped_with) == 2
-
-
-def test_a_server_without_a_connector_is_left_to_vllm() -> None:
-    made = client("one", connector=False)
-    asyncio.run(shut_down(made, 20.0))
-    assert made.engine_core.stopped_with == [(20.0, 1)] and not made.output_processor.errors

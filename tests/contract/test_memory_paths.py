@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-import torch
 from support import attention_engines, engine_node, handover_node
 from support.attention_engines import ERAS
-from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, nodes, same
+from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, nodes, same
 from support.handover_node import (
     ANOTHER_REQUESTS,
     BLOCK_SIZE,
@@ -29,28 +28,23 @@ from support.handover_node import (
     SEND,
     Node,
     asked,
-    computed_alone,
     ends_by_policy,
     prefilled,
     rest,
     served,
     until_both,
 )
-from support.internals import leftovers, links_of
 from support.transports import until
-from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.transport.agent import Transport
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.worker import memory_registration as sizing
-from kvcached_nixl.worker.transfer import peers
 from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.slab import Use
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, pair = handover_node.direction, handover_node.pair
 SHORT_SECONDS = 0.4
-POLICIES = ["fail", "recompute"]
 
 
 class Paths(NamedTuple):
@@ -146,21 +140,6 @@ def test_the_missing_blocks_arrive_and_no_other_changes(era: str, contiguous: bo
     rest(prefill, decode)
 
 
-def test_prefill_lets_go_of_what_decode_has_cached_altogether(pair: tuple[Node, Node]) -> None:
-    """Prefill frees its blocks long before the lease ends: decode tells it that it needs nothing (vllm#41269)."""
-    prefill, decode = pair
-    decode.add("cmpl-y-0-dddddddd", None, num_tokens=PROMPT + 1)
-    decode.step_until(lambda: "cmpl-y-0-dddddddd" in decode.ended)
-    params = prefilled(prefill, PREFILL_ID)
-    assert prefill.free_blocks == USABLE - BLOCKS
-    decode.add(DECODE_ID, params, num_tokens=PROMPT + 4)
-    decode.step()
-    assert decode.status(DECODE_ID) == RequestStatus.RUNNING
-    assert decode.holds(decode.blocks(DECODE_ID), end=PROMPT + 4)
-    until_both(prefill, decode, lambda: PREFILL_ID in prefill.sent)
-    rest(prefill, decode)
-
-
 def test_a_prompt_that_prefill_computed_in_chunks_arrives(node: Callable[..., Node]) -> None:
     """Chunks end inside blocks, and prefill is preempted once and starts again without its prefix cache."""
     prefill = node(PREFILL_FILLING, tokens_a_step=CHUNK, prefix_caching=False)
@@ -177,24 +156,11 @@ def test_a_prompt_that_prefill_computed_in_chunks_arrives(node: Callable[..., No
     rest(prefill, decode)
 
 
-def test_decodes_request_aborted_in_its_queue_frees_prefills_blocks(pair: tuple[Node, Node]) -> None:
-    prefill, decode = pair
-    params = prefilled(prefill, PREFILL_ID)
-    assert prefill.free_blocks == USABLE - BLOCKS
-    decode.add(DECODE_ID, params)
-    decode.abort(DECODE_ID)
-    assert decode.scheduler.has_requests()
-    decode.step()
-    prefill.step_until(lambda: PREFILL_ID in prefill.sent)
-    rest(prefill, decode)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("known", [False, True], ids=["strangers", "peers"])
+@pytest.mark.parametrize(("policy", "known"), [("fail", False), ("recompute", True)], ids=["strangers", "peers"])
 def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
     policy: str, known: bool, node: Callable[..., Node]
 ) -> None:
-    """The blocks hold another request's KV by then."""
+    """The blocks hold another request's KV by then (R3)."""
     prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING, policy=policy)
     if known:
         served(prefill, decode)
@@ -211,64 +177,7 @@ def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
     served(prefill, decode, 8)
 
 
-def test_a_peer_that_was_forgotten_is_met_again(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request has named the peer for a while, and neither side keeps any state of it (finding C5)."""
-    prefill, decode = pair
-    monkeypatch.setattr(peers, "FORGOTTEN_SECONDS", 0.3)
-    served(prefill, decode)
-    until(lambda: not any(links_of(one.context.peers) for one in pair))
-    until(lambda: not leftovers(*(one.context.peers for one in pair)))
-    served(prefill, decode, 8)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("known", [False, True], ids=["strangers", "peers"])
-def test_parameters_from_before_prefills_restart_give_no_bytes(
-    known: bool, policy: str, node: Callable[..., Node]
-) -> None:
-    """The restarted engine has the same id and address and, in the same blocks, another request."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy, handover_timeout=10)
-    if known:
-        served(prefill, decode)
-    params = prefilled(prefill, PREFILL_ID)
-    prefill.die()
-    again = node(ANOTHER_REQUESTS, replaces=prefill, kv_lease_duration=SHORT_SECONDS)
-    assert again.engine.engine_id == params["remote_engine_id"]
-    prefilled(again, PREFILL_ID, 200)
-    decode.add(DECODE_ID, params)
-    ends_by_policy(policy, decode, again)
-    (cause,) = decode.account["kvcached_nixl_failures"]
-    assert cause in (FailureCause.RESTARTED, FailureCause.LOST) if known else cause == FailureCause.RESTARTED
-    served(again, decode, 8)
-
-
-# ------------------------------------------------------------------------------------------------ staged, verified
-
-ONLY_STAGED, ONLY_VERIFIED = (
-    pytest.mark.parametrize("paths", [pytest.param(one, id=name, marks=pytest.mark.long) for name, one in of.items()])
-    for of in (STAGED, VERIFIED)
-)
-
-
-@ONLY_STAGED
-def test_prefills_blocks_are_free_long_before_decode_comes(node: Callable[..., Node], paths: Paths) -> None:
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    params = prefilled(prefill, PREFILL_ID)
-    if paths.prefill == "direct":
-        prefill.step()
-        assert PREFILL_ID not in prefill.sent
-    else:
-        prefill.step_until(lambda: PREFILL_ID in prefill.sent)
-        assert prefill.context.staging.slots.used(Use.PARKED)
-        # Somebody else has them now.
-        prefill.fill(list(range(1, RESERVED.num_blocks)), 0x55)
-    local = asked(decode, params)
-    until(lambda: prefill.step() and decode.step() and DECODE_ID in decode.received)
-    assert decode.holds(local)
-    rest(prefill, decode)
-
-
-@ONLY_STAGED
+@pytest.mark.parametrize("paths", [pytest.param(one, id=name, marks=pytest.mark.long) for name, one in STAGED.items()])
 def test_a_request_that_no_slab_could_hold_goes_through_range_by_range(
     node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,37 +192,3 @@ def test_a_request_that_no_slab_could_hold_goes_through_range_by_range(
     assert decode.holds(local)
     served(prefill, decode)
     assert not any(slab.slots.used(use) for slab in slabs if slab is not None for use in Use)
-
-
-@ONLY_VERIFIED
-@pytest.mark.parametrize("policy", POLICIES)
-def test_other_bytes_end_the_request_by_policy_and_are_not_used(
-    policy: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One byte of one head of the last token that was moved has become another since it was sent."""
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
-    received = decode.context.checksums._received
-    digest = received.digest
-    params = prefilled(prefill, PREFILL_ID)
-    local = asked(decode, params)
-
-    def changed(*arguments: Any, **options: Any) -> str:
-        cache = list(decode.caches.values())[-1]
-        block = cache[local[-1]].view(torch.uint8)
-        block[(-1,) * block.dim()] ^= 1
-        return digest(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(received, "digest", changed)
-        ends_by_policy(policy, decode, prefill)
-    assert [FailureCause(one) for one in decode.account["kvcached_nixl_failures"]] == [FailureCause.CHECKSUM]
-    assert "is not what prefill sent" in decode.log.text
-    computed_alone(decode)
-    # That engine is not believed again.
-    params = prefilled(prefill, "cmpl-w-0-aaaaaaaa", 100)
-    decode.ended.clear()
-    decode.add(DECODE_ID, params, first_token=100)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    assert decode.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
-    assert "memory_path" in decode.log.text
-    rest(prefill, decode)

@@ -95,7 +95,7 @@ def left(wish: str) -> list[str]:
     return sorted(str(path) for folder in ("/tmp", "/dev/shm") for path in Path(folder).glob(f"*{wish}*"))
 
 
-@pytest.mark.parametrize(("whose", "right"), [("ours", True), ("stock", False)])
+@pytest.mark.parametrize(("whose", "right"), [("ours", True), pytest.param("stock", False, marks=pytest.mark.long)])
 def test_pages_are_mapped_in_the_own_worker(engines: Callable[..., Engine], whose: str, right: bool) -> None:
     """kvcached alone maps those of the first engine in the second one's worker, and says that all is well."""
     first, second = engines(whose), engines(whose)
@@ -111,6 +111,7 @@ def test_pages_are_mapped_in_the_own_worker(engines: Callable[..., Engine], whos
     assert (first.name != second.name) is right
 
 
+@pytest.mark.long
 def test_each_owner_has_an_account_and_leaves_nothing(engines: Callable[..., Engine], wish: str) -> None:
     """kvctl sees two; the first one's end takes the first one's, although both leave by os._exit."""
     first, second = engines("ours"), engines("ours")
@@ -124,6 +125,7 @@ def test_each_owner_has_an_account_and_leaves_nothing(engines: Callable[..., Eng
     assert second.core.ask("take", 100) == 100
 
 
+@pytest.mark.long
 def test_the_next_owner_clears_what_killed_ones_left(engines: Callable[..., Engine], wish: str) -> None:
     """Sockets, account, and the device's account once nobody uses that; a worker that lives keeps its engine's."""
     dead, living = engines("ours"), engines("ours")
@@ -139,20 +141,10 @@ def test_the_next_owner_clears_what_killed_ones_left(engines: Callable[..., Engi
     assert [one for one in left(wish) if living.name in one]
 
 
+@pytest.mark.long
 def test_a_worker_without_its_engine_is_refused(engines: Callable[..., Engine]) -> None:
     """The refusal says that its engine core is on another host, or has ended."""
     engine = engines("ours")
     engine.core.end(signal.SIGKILL)
     said = engine.worker.ask("name", engine.name)
     assert "no engine that owns the kvcached name" in said and "remedy" in said
-
-
-def test_a_device_that_nobody_uses_any_more_is_forgotten(engines: Callable[..., Engine], wish: str) -> None:
-    """By the next process of this user that opens any device, whatever its name."""
-    engine = engines("ours")
-    engine.start()
-    engine.kill()
-    assert [one for one in left(wish) if "hostvmm" in one]
-    other = engines("ours", f"{wish}x")
-    other.start()
-    assert [one for one in left(wish) if "hostvmm" in one and f"{wish}x" not in one] == []

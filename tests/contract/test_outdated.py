@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights or adapters change on engines that are never idle: vLLM's scheduler, its pool and kvcached's, real NIXL.
+"""Weights or an adapter change while a request runs: vLLM's scheduler, its pool and kvcached's.
 
 Requests that arrive later share nothing with what was computed before, or in part before; they share what they compute
-themselves, and it is handed over.
+themselves. tests/flow/test_revocation.py has the hand-overs.
 """
 
 from __future__ import annotations
@@ -16,36 +16,21 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from support import attention_engines, engine_node, handover_node
 from support.engine_node import nodes
-from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, prefilled, until_both
+from support.handover_node import PREFILL_FILLING, RESERVED
 from support.kvcached_pool import elastic_pool, put_into
 from vllm.lora.request import LoRARequest
 
-from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.handshake import Tensors, Weights
-from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
-direction = handover_node.direction
-
 GEOMETRY = dataclasses.replace(RESERVED, num_blocks=41, reserved_blocks=50)
 BLOCK = GEOMETRY.block_size
-SHARED = 2 * BLOCK
 OTHER = Weights(Tensors("1" * 32, "8" * 32), files="9" * 32)
 ADAPTER = LoRARequest("a", 1, "/nowhere", load_inplace=True)
-BUSY = "cmpl-b-0-bbbbbbbb"
 
 
 class Node(handover_node.Node):
-    """An engine that is never idle: the model takes for ever to compute the first token of the request `BUSY`."""
-
     adapter: LoRARequest | None = None
-
-    def run(self, output: Any) -> Any:
-        result = super().run(output)
-        for place, request_id in enumerate(result.req_ids):
-            if request_id == BUSY:
-                result.sampled_token_ids[place] = []
-        return result
 
     def add(self, request_id: str, *arguments: Any, **options: Any) -> None:
         add_request = self.scheduler.add_request
@@ -63,15 +48,6 @@ class Node(handover_node.Node):
 
     def ends(self, request_id: str) -> None:
         self.step_until(lambda: request_id in self.ended)
-
-    def cached_tokens(self, request_id: str) -> int:
-        """Returns how many tokens of a request are in the prefix cache now."""
-        manager = self.scheduler.kv_cache_manager
-        return int(manager.get_computed_blocks(self.scheduler.requests[request_id])[1])
-
-    def blocks_in_use(self) -> int:
-        pool = self.scheduler.kv_cache_manager.block_pool
-        return sum(block.ref_cnt > 0 for block in pool.blocks if not block.is_null)
 
 
 class Content:
@@ -102,7 +78,6 @@ def content(monkeypatch: pytest.MonkeyPatch) -> Content:
 @pytest.fixture(params=["vLLM's pool", "kvcached's pool"])
 def make(
     request: pytest.FixtureRequest,
-    direction: str,
     tmp_path: Any,
     log: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,51 +85,12 @@ def make(
     with nodes(Node, tmp_path, log) as made:
 
         def one(filling: int, **options: Any) -> Node:
-            node = made(filling, GEOMETRY, transfer_mode=direction, **options)
+            node = made(filling, GEOMETRY, **options)
             if "kvcached" in request.param:
                 put_into(node.scheduler, elastic_pool(monkeypatch, GEOMETRY.num_blocks, BLOCK))
             return node
 
         yield one
-
-
-@pytest.fixture
-def busy(make: Callable[..., Node]) -> tuple[Node, Node]:
-    both = make(PREFILL_FILLING), make(DECODE_FILLING)
-    for node in both:
-        node.add(BUSY, None, num_tokens=SHARED + 6)
-        node.step()
-        assert node.blocks_in_use() == 3
-    return both
-
-
-def handed_over(prefill: Node, decode: Node, num_tokens: int) -> tuple[int, int]:
-    """Hands a prompt over that begins as `BUSY` does. Returns how many tokens of it each side had cached."""
-    theirs, ours = f"cmpl-{num_tokens}-0-aaaaaaaa", f"cmpl-{num_tokens}-0-dddddddd"
-    params = prefilled(prefill, theirs, num_tokens=num_tokens)
-    assert params is not None and not decode.account["kvcached_nixl_failures"]
-    decode.add(ours, params, num_tokens=num_tokens)
-    cached = decode.cached_tokens(ours)
-    decode.step()
-    blocks = decode.blocks(ours)
-    until_both(prefill, decode, lambda: ours in decode.received)
-    assert decode.holds(blocks, 0, num_tokens)
-    until_both(prefill, decode, lambda: ours in decode.ended)
-    assert decode.ended[ours] == "length" and not decode.account["kvcached_nixl_failures"]
-    return params[CACHED_TOKENS_KEY], cached
-
-
-def test_a_shared_prompt_is_served_on_at_once(busy: tuple[Node, Node], content: Content) -> None:
-    prefill, decode = busy
-    assert handed_over(prefill, decode, SHARED + 10) == (SHARED, SHARED)
-    for turn in range(2):
-        content.change(*busy)
-        assert handed_over(prefill, decode, SHARED + 14 + turn) == (0, 0)
-        assert handed_over(prefill, decode, SHARED + 18 + turn) == (SHARED, SHARED)
-    assert all(BUSY in node.scheduler.requests for node in busy)
-    for node in busy:
-        node.abort(BUSY)
-        until_both(*busy, lambda node=node: not node.blocks_in_use())  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("has_adapter", [False, True], ids=["weights", "adapter"])
@@ -184,22 +120,3 @@ def test_nobody_shares_what_was_computed_in_part_before(
             prefill.step()
         assert prefill.holds(prefill.blocks(name)[first:], first * BLOCK, num_tokens)
         prefill.ends(name)
-
-
-def test_an_adapter_leaves_what_others_share_now(busy: tuple[Node, Node]) -> None:
-    """And a name that is given to another adapter parts those that wait, too."""
-    prefill, _ = busy
-    blocks = EngineBlocks(prefill.scheduler)
-    asked: list[tuple[int, str]] = []
-    assert blocks.outdate(lambda *one: bool(asked.append(one))) == set() and asked == [(0, "")]
-    assert prefill.cached_tokens(BUSY) == SHARED
-    prefill.adapter = ADAPTER
-    prefill.add("cmpl-w-0-aaaaaaaa", None, num_tokens=SHARED + 6)
-    waiting = prefill.scheduler.requests["cmpl-w-0-aaaaaaaa"]
-    before = list(waiting.block_hashes)
-    assert blocks.outdate(lambda _, name: name == "a") == set() and waiting.block_hashes == before
-    blocks.outdate(lambda _, name: name == "a", even_waiting=True)
-    assert len(waiting.block_hashes) == 2 and not {*before} & {*waiting.block_hashes}
-    prefill.adapter = None
-    assert blocks.outdate(lambda *_: True) == {BUSY}
-    assert prefill.cached_tokens(BUSY) == 0

@@ -21,7 +21,6 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, installed_has
 from kvcached_nixl.vllm.patches import engine_loop, patches_in
 
 
@@ -62,17 +61,6 @@ def test_whoever_paused_an_engine_gets_an_error_and_the_engine_lives() -> None:
     assert not answered
     notify(engine)
     assert answered == [output] and "Failed to reset KV cache" in (output.failure_message or "")
-
-
-def test_without_this_package_the_engine_ends(patched: Registry) -> None:
-    """Below 0.31. From there on vLLM tells its caller itself."""
-    patched.uninstall()
-    engine, future = paused_engine()
-    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
-        notify(engine)
-        if installed_has(BEYOND_KVCACHED):
-            future.result(0)
-            pytest.fail("vLLM has told nobody")
 
 
 @dataclass

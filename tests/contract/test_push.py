@@ -19,7 +19,6 @@ from support.handover_node import (
     PREFILL_FILLING,
     SEND,
     Node,
-    asked,
     ends_by_policy,
     registered,
     rest,
@@ -41,39 +40,6 @@ node, pair = handover_node.node, handover_node.pair
 @pytest.fixture
 def direction() -> str:
     return "push"
-
-
-# ----------------------------------------------------------------------------------- who asks first, and by which name
-
-NAMES = {
-    "transfer_id": ({"transfer_id": "t1"}, {"transfer_id": "t1"}, DECODE_ID),
-    "X-Request-Id": ({}, {}, DECODE_ID),
-    "remote_request_id": ({}, {"remote_request_id": PREFILL_ID}, "cmpl-another-0-dddddddd"),
-}
-
-
-@pytest.mark.parametrize("first", ["prefill", "decode"])
-@pytest.mark.parametrize("name", list(NAMES))
-def test_the_two_requests_meet_in_either_order(name: str, first: str, pair: tuple[Node, Node]) -> None:
-    """With what prefill answers if it comes first, with what a router knows by itself if decode does."""
-    prefill, decode = pair
-    theirs, own, decode_id = NAMES[name]
-    if first == "decode":
-        asked(decode, {**prefill.address(), **own}, decode_id)
-        until(lambda: prefill.write_tasks)
-    # Another request, which nobody asks for.
-    prefill.add("cmpl-z-0-aaaaaaaa", {**SEND, **({"transfer_id": "t2"} if theirs else {})}, 1, 200)
-    prefill.add(PREFILL_ID, {**SEND, **theirs}, 1)
-    prefill.step()
-    if first == "prefill":
-        answer = prefill.transfer_params[PREFILL_ID]
-        assert answer.items() >= {**prefill.address(PREFILL_ID), **theirs, "transfer_mode": "push"}.items()
-        asked(decode, answer, decode_id)
-    local = decode.blocks(decode_id)
-    prefill.step_until(lambda: PREFILL_ID in prefill.sent)
-    decode.step_until(lambda: decode_id in decode.received)
-    assert decode.holds(local)
-    assert "cmpl-z-0-aaaaaaaa" not in prefill.sent and prefill.side_of_engine.num_kept
 
 
 # ----------------------------------------------------------------------------------------------- while prefill computes

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,12 @@ from support.handover_node import (
     RESERVED,
     SEND,
     Node,
-    all_free,
     asked,
-    ends_by_policy,
-    prefilled,
     registered,
     rest,
-    served,
-    transfers_held,
     until_both,
 )
-from support.internals import fetching_of, leftovers
-from support.shelf_connector import Shelf
-from support.transports import until
+from support.odd_connectors import Shelf
 
 from kvcached_nixl.vllm.adapter.attributes import side_of
 
@@ -78,7 +70,7 @@ def shared(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Ite
             "kv_buffer_device": "cpu",
             "kv_connector_extra_config": {"num_threads": 0},
         }
-        shelf = {"kv_connector": "Shelf", "kv_connector_module_path": "support.shelf_connector", "kv_role": "kv_both"}
+        shelf = {"kv_connector": "Shelf", "kv_connector_module_path": "support.odd_connectors", "kv_role": "kv_both"}
         return make(
             filling,
             RESERVED,
@@ -87,21 +79,10 @@ def shared(direction: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> Ite
             **{"policy": "recompute", **options},
         )
 
-    for told in (Shelf.promises, Shelf.broken, Shelf.saves, Shelf.saved):
+    for told in (Shelf.promises, Shelf.broken):
         told.clear()
     with nodes(SharedNode, tmp_path, log) as make:
         yield one
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_the_engine_s_role_counts_not_that_of_its_connector(
-    policy: str, direction: str, shared: Callable[..., SharedNode], node: Callable[..., Node]
-) -> None:
-    """Finding F3: vLLM frees blocks of a pure producer early, whatever a child of its MultiConnector says of itself."""
-    prefill, decode = node(PREFILL_FILLING), shared(DECODE_FILLING, kv_role="kv_producer", policy=policy)
-    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
-    ends_by_policy(policy, decode, prefill)
-    assert "this engine's kv_role is kv_producer" in decode.log.text
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -141,43 +122,3 @@ def test_tokens_that_another_connector_has_taken_back_are_handed_over_as_they_we
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
     assert decode.ended[DECODE_ID] == "length"
     rest(prefill, decode)
-
-
-@pytest.mark.parametrize("order", ["ours first", "theirs first", "at once"])
-def test_an_aborted_request_that_another_connector_saves_is_freed_once_and_when_both_have_let_go(
-    order: str,
-    shared: Callable[..., SharedNode],
-    node: Callable[..., Node],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vllm#46240: it is received and sent, in any order. vLLM frees it at the first, and ends at the second."""
-    prefill, decode = node(PREFILL_FILLING), shared(DECODE_FILLING)
-    # Prefill writes, in pull, too, where KV is staged.
-    gates = [transfers_held(one, monkeypatch) for one in (prefill, decode)]
-    asked(decode, prefilled(prefill, PREFILL_ID))
-    until(lambda: prefill.step() and decode.step() and any(gate.kept for gate in gates))
-    Shelf.saves.add(DECODE_ID)
-    decode.abort(DECODE_ID)
-    attempts = fetching_of(decode.side_of_engine).attempts
-    if order == "theirs first":
-        Shelf.saved.add(DECODE_ID)
-        decode.step_until(lambda: DECODE_ID not in decode.scheduler.requests)
-        assert attempts and not all_free(decode)
-    else:
-        decode.step()
-        assert DECODE_ID in decode.scheduler.requests
-    for gate in gates:
-        gate.closed = False
-    if order == "ours first":
-        until_both(prefill, decode, lambda: not attempts)
-        decode.step()
-        assert DECODE_ID in decode.scheduler.requests and not all_free(decode)
-    if order == "at once":
-        until(lambda: prefill.step() and decode.moved)
-    if order != "theirs first":
-        Shelf.saved.add(DECODE_ID)
-    step = functools.partial(engine_node.Node.step, decode)
-    until(lambda: step() and prefill.step() and DECODE_ID not in decode.scheduler.requests and all_free(decode))
-    assert not leftovers(attempts) and not decode.side_of_engine.num_held_blocks
-    rest(prefill, decode)
-    served(prefill, decode)

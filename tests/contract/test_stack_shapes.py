@@ -148,7 +148,13 @@ def stack(tmp_path: Path, log: pytest.LogCaptureFixture) -> Any:
         yield of
 
 
-@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.long] if place % 4 else [])
+        for place, path in enumerate(SHAPES)
+    ],
+)
 def test_kv_is_handed_over(path: Path, stack: Callable[..., Stack]) -> None:
     """To the blocks of decode's request, rightly; then both engines owe nothing, and work."""
     one = stack(json.loads(path.read_text()))

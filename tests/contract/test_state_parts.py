@@ -76,17 +76,8 @@ def gated_delta_net(keys: int, values: int) -> Model:
 
 MODELS = {
     "Mamba2, groups on each rank": mamba2(8),
-    "Mamba2, as many groups as ranks": mamba2(4),
     "Mamba2, one group": mamba2(1),
     "gated delta net": gated_delta_net(4, 8),
-    "delta attention with as many keys": gated_delta_net(4, 4),
-    "Mamba1": Model(
-        Kind.MAMBA1,
-        ((48, False),),
-        (48, 16),
-        Shapes.mamba1_state_shape,
-        {"intermediate_size": 48, "state_size": 16, "conv_kernel": KERNEL},
-    ),
     "short convolution": Model(
         Kind.SHORT_CONV,
         ((48, False),),
@@ -220,10 +211,13 @@ class _Source(NamedTuple):
     tp_size: int
 
 
-SIZES = [one for one in itertools.permutations((1, 2, 4), 2)]
+SIZES = [
+    pytest.param(one, id=str(one), marks=[] if one in ((2, 1), (1, 4)) else [pytest.mark.long])
+    for one in itertools.permutations((1, 2, 4), 2)
+]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_rank_gets_its_share_of_the_states(name: str, sizes: tuple[int, int], dim_first: bool) -> None:
     """Every byte of it, and nothing else; and both sides have the same checksum of what they share."""
@@ -256,20 +250,6 @@ def test_a_rank_gets_its_share_of_the_states(name: str, sizes: tuple[int, int], 
             differs = one.digest(other, is_prefill=True) != other.digest(one, is_prefill=False)
             assert differs or (one.local.tp_rank + 1) % times
             other.memory[other.block, 1, other.bytes - 1] ^= 1
-
-
-@pytest.mark.usefixtures("channels_last")
-def test_a_group_that_is_taken_for_a_copy_is_noticed_here() -> None:
-    """The kind of fault that this file is for: a checksum cannot know it."""
-    model = dataclasses.replace(MODELS["Mamba2, as many groups as ranks"], groups=frozenset({1}))
-    whole = whole_states(model)
-    prefill, decode = ([Rank(model, whole, rank, size, False) for rank in range(size)] for size in (4, 1))
-    for one in prefill:
-        one.fill()
-    moved(prefill, decode)
-    (one,) = decode
-    assert prefill[0].digest(one, is_prefill=True) == one.digest(prefill[0], is_prefill=False)
-    assert not torch.equal(one.memory[one.block, 0, : one.bytes], one.share[0])
 
 
 @pytest.mark.usefixtures("channels_last")

@@ -19,7 +19,6 @@ from support import attention_engines, engine_node
 from support.engine_node import DECODE_ID, PREFILL_ID, SAMPLED, nodes
 from support.groups_node import GroupsNode, prefilled
 from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, rest, until_both
-from support.transports import until
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -125,15 +124,11 @@ def with_a_step_in_flight(decode: Node) -> list[list[int]]:
     return blocks
 
 
-@pytest.mark.parametrize("is_fenced", [True, False])
-def test_states_arrive_after_the_steps_that_still_overwrite_them(is_fenced: bool, node: Callable[..., Node]) -> None:
-    """Rule R8 is a matter of tokens here: the step in flight writes the state behind a token that nobody wants. Without
-    the fence it lands in what has just arrived."""
+def test_states_arrive_after_the_steps_that_still_overwrite_them(node: Callable[..., Node]) -> None:
+    """Rule R8 is a matter of tokens here: the step in flight writes the state behind a token that nobody wants."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
     params = prefilled(prefill, PREFILL_ID, TOKENS)
     freed = with_a_step_in_flight(decode)
-    if not is_fenced:
-        decode.side.record_event = lambda: lambda: True
     decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
     output = decode.scheduler.schedule()
     decode.queued.append((output, decode.run(output), decode.num_submitted))
@@ -141,39 +136,29 @@ def test_states_arrive_after_the_steps_that_still_overwrite_them(is_fenced: bool
     assert set(freed[1]) <= {*blocks[0], *blocks[1]}, "the step in flight writes a state into one of its blocks"
     decode.settle()
     prefill.step()
-    if is_fenced:
-        assert not decode.moved and not decode.sees(DECODE_ID, TOKENS, TOKENS - 1)
-    else:
-        until(lambda: prefill.step() and decode.moved)
-        assert decode.sees(DECODE_ID, TOKENS, TOKENS - 1)
+    assert not decode.moved and not decode.sees(DECODE_ID, TOKENS, TOKENS - 1)
     decode.do_all()
     until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.sees(DECODE_ID, TOKENS, TOKENS - 1) is is_fenced
+    assert decode.sees(DECODE_ID, TOKENS, TOKENS - 1)
     decode.lags = False
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
     rest(prefill, decode)
 
 
-@pytest.mark.parametrize("is_fenced", [True, False])
-def test_blocks_are_filled_after_they_were_zeroed(is_fenced: bool, node: Callable[..., Node]) -> None:
+def test_blocks_are_filled_after_they_were_zeroed(node: Callable[..., Node]) -> None:
     """vllm#48481. From 0.28 on vLLM leaves such blocks alone, and this package asks for them."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
     params = prefilled(prefill, PREFILL_ID, TOKENS)
     decode.lags = True
-    if not is_fenced:
-        decode.side.record_event = lambda: lambda: True
     decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
     decode.step()
     assert decode.work, "the last block is to be zeroed"
-    if is_fenced:
-        decode.settle()
-        prefill.step()
-        assert not decode.moved
-    else:
-        until(lambda: prefill.step() and decode.moved)
+    decode.settle()
+    prefill.step()
+    assert not decode.moved
     decode.do_all()
     until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.sees(DECODE_ID, TOKENS, TOKENS - 1) is is_fenced
+    assert decode.sees(DECODE_ID, TOKENS, TOKENS - 1)
     decode.lags = False
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
     rest(prefill, decode)

@@ -46,7 +46,7 @@ def test_other_connectors_are_left_alone() -> None:
     for fields in (
         {"kv_connector": "NixlConnector"},
         {"kv_connector": "SharedStorageConnector"},
-        {"kv_connector_module_path": "support.shelf_connector"},
+        {"kv_connector_module_path": "support.odd_connectors"},
     ):
         config = read(**fields)
         assert config.kv_connector == fields.get("kv_connector", "NixlPushConnector")
@@ -67,13 +67,3 @@ def test_children_of_other_connectors_are_renamed_too() -> None:
     pushes = {"transfer_mode": "push"}
     assert renamed == {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": pushes}
     assert odd == "odd" and extra == given
-
-
-@pytest.mark.usefixtures("patched")
-@pytest.mark.parametrize(
-    "children", [None, "odd", {}, [1, None], [{"kv_connector": ["a list"]}], [{"kv_connector": {}}]]
-)
-def test_what_another_connector_keeps_under_that_key_is_left_alone(children: object) -> None:
-    """Its configuration is its own, whatever it looks like."""
-    config = read(kv_connector="Shelf", kv_connector_extra_config={"connectors": children})
-    assert (config.kv_connector, config.kv_connector_extra_config) == ("Shelf", {"connectors": children})

@@ -54,25 +54,6 @@ def test_a_write_moves_its_ranges_and_nothing_else_and_then_notifies(sides: tupl
     one.transport.release(handle)
 
 
-def test_cells_that_lie_in_another_order_arrive_one_by_one(sides: tuple[Side, Side]) -> None:
-    """As between engines of other tensor-parallel sizes or arrangements: thousands of short ranges in one WRITE."""
-    one, other = sides
-    random = np.random.default_rng(1)
-    one.memory[:] = random.integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
-    here, there = (random.permutation(MEMORY_BYTES // 64)[:4000] for _ in range(2))
-    expected = np.zeros((MEMORY_BYTES // 64, 64), dtype=np.uint8)
-    expected[there] = one.memory.reshape(-1, 64)[here]
-    peer = one.transport.add_peer(other.transport.metadata())
-    local, remote = (
-        ranges(side, *((int(cell) * 64, 64) for cell in cells)) for side, cells in ((one, here), (other, there))
-    )
-    handle = one.transport.post("WRITE", peer, local, remote, b"written")
-    notifications(other.transport, 1, [(one, handle)])
-    assert np.array_equal(other.memory, expected.reshape(-1))
-    until(lambda: one.transport.state(handle) is TransferState.DONE)
-    one.transport.release(handle)
-
-
 @pytest.mark.parametrize("is_host", [False, True])
 def test_a_read_fetches_its_ranges_and_nothing_else(is_host: bool, sides: tuple[Side, Side]) -> None:
     """Its bytes are in place when it is done, in host memory as in the KV cache's; nobody is notified."""
@@ -88,18 +69,6 @@ def test_a_read_fetches_its_ranges_and_nothing_else(is_host: bool, sides: tuple[
     assert np.array_equal(one.memory, expected)
     one.transport.release(handle)
     assert other.transport.received() == one.transport.received() == []
-
-
-def test_a_read_sees_what_was_there_before_it_was_posted(sides: tuple[Side, Side]) -> None:
-    """Each of a series, and so what is read after another READ's end is not older than that."""
-    one, other = sides
-    peer = one.transport.add_peer(other.transport.metadata())
-    for value in range(1, 20):
-        other.memory[:8] = value
-        handle = one.transport.post("READ", peer, ranges(one, (0, 8)), ranges(other, (0, 8)))
-        until(lambda handle=handle: one.transport.state(handle) is TransferState.DONE)
-        assert (one.memory[:8] == value).all()
-        one.transport.release(handle)
 
 
 def test_a_write_whose_state_nobody_asks_for_may_never_notify(sides: tuple[Side, Side]) -> None:
@@ -126,21 +95,6 @@ def test_a_write_whose_state_nobody_asks_for_may_never_notify(sides: tuple[Side,
         return True
 
     assert any(stays_silent(length) for length in (10, MEMORY_BYTES) * 10), "every WRITE notified unasked"
-
-
-def test_many_writes_each_notify_once(sides: tuple[Side, Side]) -> None:
-    one, other = sides
-    peer = one.transport.add_peer(other.transport.metadata())
-    handles = [
-        one.transport.post("WRITE", peer, ranges(one, (n * 100, 100)), ranges(other, (n * 100, 100)), b"%d" % n)
-        for n in range(50)
-    ]
-    arrived = notifications(other.transport, 50, [(one, handle) for handle in handles])
-    assert sorted(int(n) for _, n in arrived) == list(range(50))
-    until(lambda: all(one.transport.state(handle) is TransferState.DONE for handle in handles))
-    for handle in handles:
-        one.transport.release(handle)
-    assert other.transport.received() == []
 
 
 def test_notifications_without_a_write_arrive_in_order_in_both_directions(sides: tuple[Side, Side]) -> None:

@@ -16,6 +16,7 @@ OF_SOURCE = "page-flags"
 """C++, which is not installed: ``python upstream/reproduce.py page-flags`` fetches kvcached's source archive."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [path.stem for path in sorted(UPSTREAM.glob("*.diff")) if path.stem != OF_SOURCE])
 def test_the_reproduction_fails_without_the_change_and_passes_with_it(name: str) -> None:
     command = [sys.executable, str(UPSTREAM / "reproduce.py"), name]

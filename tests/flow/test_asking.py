@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.flow_asker import LOST
 from support.flow_asking import DIRECTIONS, OTHER, POLICIES, PULL, Asks, is_computed, is_fetched, prompt
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
@@ -48,13 +47,6 @@ def test_what_prefill_had_cached_is_told(mode: str) -> None:
     pair.serve()
     assert is_fetched(found) and found.told_cached == len(prefix)
     pair.nothing_is_left(LEASE_SECONDS)
-
-
-def test_a_prompt_of_one_block_is_computed_here() -> None:
-    pair = Asks(PULL)
-    found = pair.arrives(PROMPT[:4])
-    pair.settle()
-    assert is_computed(found) and not pair.asked
 
 
 def test_a_prompt_that_is_cached_here_is_computed_here() -> None:
@@ -179,15 +171,6 @@ def test_what_is_answered_for_a_client_that_left_is_not_kept_for_a_lease(mode: s
     pair.nothing_is_left(LEASE_SECONDS)
 
 
-def test_prefill_stops_computing_for_a_client_that_left() -> None:
-    pair = Asks(PULL)
-    first = pair.arrives()
-    upstream = pair.of(first).request
-    pair.prefill.step()
-    pair.decode.abort(first)
-    assert upstream is not None and upstream.status is Status.ABORTED
-
-
 # ----------------------------------------------------------------------------------------------------- servers that die
 
 
@@ -264,23 +247,6 @@ def test_garbage(mode: str, said: Any, others: tuple[str, ...]) -> None:
 
 @DIRECTIONS
 @POLICIES
-@pytest.mark.parametrize("said", GARBAGE, ids=str)
-def test_garbage_twice(mode: str, recomputes: bool, said: Any) -> None:
-    pair = Asks(mode, recomputes=recomputes)
-    found = pair.arrives()
-    for _ in range(2):
-        pair.compute()
-        pair.asked[0].say(said)
-        pair.settle()
-    pair.serve()
-    pair.pass_time(TIMEOUT_SECONDS)
-    assert is_computed(found) if recomputes else found.status is Status.ERROR
-    assert pair.causes()
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
-
-
-@DIRECTIONS
-@POLICIES
 @pytest.mark.parametrize("others", [(), ("q",)], ids=["alone", "two"])
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 def test_parameters_of_another_prompt(mode: str, recomputes: bool, others: tuple[str, ...], leaves: bool) -> None:
@@ -302,67 +268,9 @@ def test_parameters_of_another_prompt(mode: str, recomputes: bool, others: tuple
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
-@DIRECTIONS
-def test_the_lease_of_a_second_answer_is_renewed(mode: str) -> None:
-    pair = Asks(mode, "q")
-    first, second = pair.arrives(), pair.arrives(prompt(1))
-    pair.settle()
-    pair.of(first).say(copy.deepcopy(pair.of(second).request.answer))
-    pair.settle()
-    pair.answers()
-    pair.decode.admits = False
-    pair.pass_time(3 * LEASE_SECONDS)
-    pair.decode.admits = True
-    pair.serve()
-    assert is_fetched(first)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
-
-
-def test_an_answer_of_a_server_that_has_started_again_since() -> None:
-    pair = Asks(PULL)
-    found = pair.arrives()
-    pair.settle()
-    said = pair.asked[0].request.answer
-    pair.cluster.restart(pair.prefill)
-    pair.asked[0].say(said)
-    pair.serve()
-    assert is_computed(found)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
-
-
-def test_an_answer_that_comes_twice() -> None:
-    pair = Asks(PULL)
-    found = pair.arrives()
-    pair.settle()
-    asked = pair.asked[0]
-    asked.deliver()
-    asked.asker.answers(asked.number, asked.request.answer)
-    pair.serve()
-    assert is_fetched(found)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
-
-
 # --------------------------------------------------------------------------------------------------------- busy servers
 
 BUSY = Outcome("HTTP 503", is_of_server=True, is_busy=True, retry_after_seconds=10.0)
-
-
-def test_while_one_server_is_busy_the_engine_rests_and_the_other_one_is_asked() -> None:
-    pair = Asks(PULL, "q")
-    first, second = pair.arrives(), pair.arrives(prompt(1))
-    one, other = pair.of(first), pair.of(second)
-    assert one.server is not other.server
-    other.ends(BUSY)
-    one.ends(LOST)
-    pair.settle()
-    for _ in range(8):
-        pair.clock.advance(0.25)
-        pair.settle()
-        assert not pair.decode.handover.pending, "it would step for nothing"
-        pair.serve()
-        pair.cluster.answers_at_once = False
-    assert is_fetched(first) and is_fetched(second)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -377,28 +285,6 @@ def test_a_busy_server_is_waited_for_and_the_client_may_leave_meanwhile(mode: st
     pair.serve()
     assert is_fetched(second) and not pair.causes()
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
-
-
-def test_a_server_that_was_busy_is_not_asked_for_everything() -> None:
-    pair = Asks(PULL, "q")
-    first = pair.arrives()
-    pair.of(first).ends(BUSY)
-    pair.decode.handover.ask()
-    pair.decode.abort(first)
-    pair.clock.advance(11.0)
-    found = [pair.arrives(prompt(1 + seed)) for seed in range(6)]
-    assert sorted(pair.of(one).server.own.engine_id for one in found) == ["p"] * 3 + ["q"] * 3
-
-
-@POLICIES
-def test_a_prompt_that_is_refused(recomputes: bool) -> None:
-    pair = Asks(PULL, "q", recomputes=recomputes)
-    found = pair.arrives()
-    for _ in range(2):
-        pair.asked[0].ends(Outcome("HTTP 400", is_final=True))
-        pair.settle()
-    assert is_computed(found) if recomputes else found.status is Status.ERROR
-    pair.nothing_is_left(LEASE_SECONDS)
 
 
 @DIRECTIONS
@@ -425,19 +311,6 @@ def test_where_prefill_is_required_a_request_waits_for_one_that_lives(
         pair.prefill = pair.cluster.engine(name)
     pair.pass_time(TIMEOUT_SECONDS)
     assert is_fetched(found)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
-
-
-@DIRECTIONS
-def test_a_client_may_leave_while_its_prompt_waits_to_be_asked_for_again(mode: str) -> None:
-    pair = Asks(mode, recomputes=False)
-    found = pair.arrives()
-    stage_moving(pair, found)
-    pair.cluster.kill(pair.prefill)
-    while found.request_id not in pair.decode.held:
-        pair.pass_time(0.1)
-    assert found.request_id in pair.decode.held and not pair.asked
-    pair.decode.abort(found)
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
@@ -491,33 +364,6 @@ def test_one_that_waits_for_busy_servers_is_refused_and_says_when_to_try_again(
     pair.nothing_is_left(LEASE_SECONDS)
 
 
-# ------------------------------------------------------------------------------------------------------- what is local
-
-
-def test_few_prompts_are_computed_here_at_a_time_and_all_end() -> None:
-    pair = Asks(PULL, caches_prefixes=False, most_unclaimed_tokens=4 * len(PROMPT))
-    pair.cluster.kill(pair.prefill)
-    found = [pair.arrives(prompt(seed)) for seed in range(6)]
-    pair.serve()
-    pair.pass_time(5.0)
-    assert all(map(is_computed, found)) and pair.causes() == {"unreachable": 6}
-    pair.nothing_is_left(LEASE_SECONDS)
-
-
-def test_clients_may_leave_while_their_prompts_wait_to_be_computed_here() -> None:
-    pair = Asks(PULL, caches_prefixes=False, most_unclaimed_tokens=4 * len(PROMPT))
-    pair.decode.admits = False
-    pair.cluster.kill(pair.prefill)
-    found = [pair.arrives(prompt(seed)) for seed in range(4)]
-    pair.serve()
-    for one in (found[2], found[0]):
-        pair.decode.abort(one)
-    pair.decode.admits = True
-    pair.settle()
-    assert is_computed(found[1]) and is_computed(found[3])
-    pair.nothing_is_left(LEASE_SECONDS)
-
-
 # ----------------------------------------------------------------------------------------------- queues, memory, pauses
 
 
@@ -553,25 +399,6 @@ def test_a_paused_engine_starts_nothing_and_goes_on(mode: str) -> None:
     pair.serve()
     assert all(map(is_fetched, found)) and not pair.causes()
     pair.nothing_is_left(LEASE_SECONDS)
-
-
-@DIRECTIONS
-@POLICIES
-@pytest.mark.parametrize("num_dead", [0, 1, 2])
-def test_decode_is_short_of_blocks(mode: str, recomputes: bool, num_dead: int) -> None:
-    pair = Asks(mode, "q", recomputes=recomputes, num_blocks=1 + 2 * (BLOCKS_EACH + 1), caches_prefixes=False)
-    found = [pair.arrives(prompt(seed), max_tokens=1 + seed % 4) for seed in range(20)]
-    pair.settle()
-    for engine in (pair.prefill, *pair.others)[:num_dead]:
-        pair.cluster.kill(engine)
-    pair.cluster.answers_at_once = True
-    pair.pass_time((20 if num_dead == 2 else 2) * TIMEOUT_SECONDS)
-    if num_dead < 2:
-        assert all(map(is_fetched, found))
-    else:
-        ended = Status.STOPPED if recomputes else Status.ERROR
-        assert all(is_fetched(one) or one.status is ended for one in found)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -629,32 +456,8 @@ def test_an_adapter_is_loaded_again(mode: str, stage: Callable[[Asks, Request], 
 
 
 @DIRECTIONS
-def test_one_that_was_answered_is_preempted(mode: str) -> None:
-    pair = Asks(mode)
-    found, equal = pair.arrives(max_tokens=8), pair.arrives()
-    stage_running(pair, found)
-    pair.decode.running.remove(found)
-    pair.decode.preempt(found)
-    pair.serve()
-    assert found.status is equal.status is Status.STOPPED and not pair.causes()
-    pair.nothing_is_left(LEASE_SECONDS)
-
-
-@DIRECTIONS
-def test_two_that_ask_two(mode: str) -> None:
-    pair = Asks(mode, "q")
-    second = pair.cluster.engine("e", pair.decode.kind)
-    found = [pair.arrives(prompt(seed), engine=(pair.decode, second)[seed % 2]) for seed in range(12)]
-    second.handover.ask()
-    assert {one.server for one in pair.asked} == {pair.prefill, *pair.others}
-    pair.serve()
-    assert all(map(is_fetched, found)) and not pair.causes()
-    pair.nothing_is_left(LEASE_SECONDS)
-
-
-@DIRECTIONS
 @POLICIES
-@pytest.mark.parametrize("num_blocks", [100, 3 * BLOCKS_EACH, BLOCKS_EACH + 2])
+@pytest.mark.parametrize("num_blocks", [100, pytest.param(3 * BLOCKS_EACH, marks=pytest.mark.long), BLOCKS_EACH + 2])
 def test_two_that_ask_each_other(mode: str, recomputes: bool, num_blocks: int) -> None:
     pair = Asks(mode)
     room = {"num_blocks": num_blocks, "recomputes": recomputes, "is_asked": True}

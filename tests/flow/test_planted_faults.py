@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import pytest
+from flow import test_hand_over_cases as cases
+from flow import test_memory_pressure as pressure
+from flow import test_verified_hand_overs as verified
 from support import faults
-from support import hand_over_cases as cases
-from support import memory_pressure_cases as pressure
-from support import verified_hand_over_cases as verified
 from support.flow_memory import Shape
 from support.flow_pair import Pair
 from support.flow_schedule import Schedule
@@ -162,7 +162,13 @@ CAUGHT_BY: Mapping[str, Callable[[], None]] = MappingProxyType(
 FAULTS = [(name, CAUGHT_BY.get(name, schedules)) for name in faults.every()]
 
 
-@pytest.mark.parametrize(("name", "caught_by"), FAULTS, ids=[f"{name}-{by.__name__}" for name, by in FAULTS])
+@pytest.mark.parametrize(
+    ("name", "caught_by"),
+    [
+        pytest.param(name, by, id=f"{name}-{by.__name__}", marks=[pytest.mark.long] if by is schedules else [])
+        for name, by in FAULTS
+    ],
+)
 def test_a_planted_fault_is_caught(name: str, caught_by: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     faults.every()[name](monkeypatch)
     with pytest.raises(AssertionError) as caught:

@@ -13,13 +13,16 @@ import os
 import pytest
 from support.flow_schedule import Schedule
 
-pytestmark = pytest.mark.long
-
 SCHEDULES = int(os.environ.get("FLOW_SCHEDULES", "2000"))
 AT_ONCE = 50
+BRIEF = 200
+"""As many are run in brief, too."""
 
 
-@pytest.mark.parametrize("first", range(0, SCHEDULES, AT_ONCE))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(one, marks=[pytest.mark.long] if one >= BRIEF else []) for one in range(0, SCHEDULES, AT_ONCE)],
+)
 def test_whatever_happens_no_byte_is_wrong_and_nothing_is_left(first: int) -> None:
     for seed in range(first, first + AT_ONCE):
         try:
@@ -28,6 +31,7 @@ def test_whatever_happens_no_byte_is_wrong_and_nothing_is_left(first: int) -> No
             raise AssertionError(f"seed {seed}: {cause}") from cause
 
 
+@pytest.mark.long
 def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
     """Else they would say nothing: both directions, KV that is used, each kind of end, blocks that are held."""
     seen = {"READ": 0, "WRITE": 0, "fetched": 0, "asked": 0, "preempted": 0, "restarted": 0, "causes": set[int]()}

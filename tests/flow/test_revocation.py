@@ -174,20 +174,6 @@ def test_a_request_that_was_computed_in_part_before_the_change_is_not_offered(mo
         busy.end()
 
 
-def test_an_adapter_that_is_loaded_anew_leaves_what_others_share() -> None:
-    """Blocks that requests of other adapters have now stay in the prefix cache, and their offers stay."""
-    busy = Busy(PULL)
-    kept = busy.offered(tail(1))
-    busy.go_on(kept)
-    for engine in busy.engines:
-        engine.load_again(1)
-    assert busy.hand_over(tail(2)) == (12, 6)
-    found = busy.pair.ask_decode(kept.answer, tail(1))
-    busy.go_on(found)
-    assert found.num_external == 6 and not busy.pair.causes()
-    busy.end()
-
-
 @DIRECTIONS
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])
 def test_what_is_under_way_when_weights_change_is_used_by_nobody(mode: TransferMode, who: str) -> None:
@@ -237,21 +223,6 @@ def test_two_halves_of_one_prompt_with_other_weights_are_never_one(mode: Transfe
     assert upstream.status is Status.STOPPED and upstream.answer is None, "it is offered to nobody"
     assert fails_alone(found)
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
-
-
-def test_an_adapter_that_is_loaded_anew_takes_back_what_was_computed_with_it_and_nothing_else() -> None:
-    """Finding A2: its name and its number stay, its content does not (load_inplace)."""
-    pair = pair_of(PULL)
-    asked = [pair.prefill.add(Request(f"p{at}", PROMPT, {"do_remote_decode": True}, adapter=at)) for at in range(3)]
-    pair.settle()
-    assert set(pair.prefill.requests) == {"p0", "p1", "p2"}
-    pair.prefill.handover.revocations.adapters_changed(1)
-    pair.settle()
-    assert set(pair.prefill.requests) == {"p0", "p2"} and all(one.answer for one in asked)
-    pair.prefill.handover.revocations.adapters_changed()
-    pair.settle()
-    assert set(pair.prefill.requests) == {"p0"}, "of any adapter, where nobody says of which"
-    pair.nothing_is_left(LEASE_SECONDS + 10)
 
 
 def test_a_rank_that_has_ended_says_so_once() -> None:
@@ -347,23 +318,6 @@ def test_an_engine_that_waits_for_its_last_requests_leaves_decode_a_moment_for_t
     pair.pass_time(1.5)
     assert not pair.prefill.requests
     pair.nothing_is_left()
-
-
-@DIRECTIONS
-def test_a_cleared_decode_takes_nothing_that_was_under_way(mode: TransferMode) -> None:
-    """Finding A3 (b): what arrives after the cache was reset does not enter it."""
-    pair = Pair(mode, kind(budget=6), kind())
-    pair.acquaint()
-    upstream = pair.ask_prefill()
-    pair.settle()
-    found = pair.ask_decode(upstream.answer)
-    pair.until(found, Status.REMOTE)
-    assert pair.decode.handover.revocations.has_blocks
-    pair.decode.handover.revocations.clear()
-    pair.settle()
-    assert fails_alone(found) and pair.causes() == {"revoked": 1}
-    assert not pair.decode.handover.revocations.has_blocks
-    pair.nothing_is_left(LEASE_SECONDS + 10)
 
 
 def test_a_prefill_that_shuts_down_tells_who_is_registered() -> None:

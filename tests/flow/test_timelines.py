@@ -68,28 +68,6 @@ def test_every_state_of_a_hand_over_is_in_its_trace(mode: TransferMode, at_once:
     pair.nothing_is_left()
 
 
-@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
-def test_where_decode_asks_prefill_both_are_in_the_trace_of_decodes_request(mode: TransferMode) -> None:
-    """Decode's part begins with waiting for its turn, and for the answer; prefill's is that of the question."""
-    pair = Pair(mode, None, kind(asks=("p",)), is_traced=True)
-    found = pair.ask_decode(None, trace_headers=CONTEXT)
-    pair.decode.handover.ask()
-    pair.cluster.answers_at_once = True
-    pair.clock.advance(0.5)
-    pair.settle()
-    assert (found.status, found.num_external) == (Status.STOPPED, len(PROMPT))
-    pair.pass_time(1.0)
-    pair.settle()
-    assert {State.DECODE_HELD, State.DECODE_ASKING, *_DECODE, *_PREFILL} <= states_of(pair)
-    assert {trace for trace, _, _ in kept(pair)} == {TRACE} and len(kept(pair)) == 3
-    (of_decode,) = [timeline for _, timeline, _ in kept(pair) if timeline.marks[0][0] is State.DECODE_HELD]
-    assert [state for state, _ in of_decode.marks[:3]] == [
-        *(State.DECODE_HELD, State.DECODE_ASKING, State.DECODE_QUEUED)
-    ]
-    assert of_decode.lasted()[State.DECODE_ASKING] >= 0.5
-    pair.nothing_is_left()
-
-
 def test_times_in_states_add_up_to_the_hand_over() -> None:
     """On decode from its request's arrival to its first token. Nothing is traced."""
     pair = Pair(PULL)
@@ -182,12 +160,3 @@ def test_a_failed_hand_over_shows_its_cause_and_where_it_was() -> None:
     assert timeline.lasted()[State.DECODE_MOVING] == 1.0
     assert timeline.marks[-1][0] is State.DECODE_FAILED
     pair.nothing_is_left()
-
-
-def test_of_several_ranks_the_slowest_counts() -> None:
-    """And a hand-over is counted once, however many ranks it has."""
-    pair = Pair(PULL, kind(tp_size=2), kind(tp_size=2), is_traced=True)
-    pair.hand_over()
-    counts = Counter(State(state) for state, _, _ in (*pair.prefill.lasted, *pair.decode.lasted))
-    assert counts[State.DECODE_MOVING] == counts[State.DECODE_QUEUED] == 1
-    assert counts[State.PREFILL_SENDING] <= 1

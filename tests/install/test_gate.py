@@ -147,7 +147,7 @@ RANDOM_IDS, RUST = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "VLLM_USE_RUST_FRONT
     [
         # An operator who asks for something else must not get pull.
         ('NixlConnector{"transfer_mode": "both"}', {}, ["transfer_mode='both'"], []),
-        # tests/contract/test_stock_push_defects.py shows what vLLM's own does wrong.
+        # vLLM's own leaves requests waiting for ever when prefill fails.
         ("NixlPushConnector", {}, ["NixlPushConnector"], INSTEAD),
         (f"NixlPushConnector{PUSH}", {}, ["NixlPushConnector"], INSTEAD),
         # What decode asks prefill's memory about a request would be answered of its successor.

@@ -180,3 +180,9 @@ def test_the_start_file_reads_the_gate_as_the_settings_do() -> None:
         r'environ\.get\("ENABLE_KVCACHED", ""\)\.lower\(\) not in (\(.*?\))', (PACKAGE / "settings.py").read_text()
     )
     assert spoken is not None and spoken.group(1) in line
+
+
+def test_the_containerfile_copies_what_is_there() -> None:
+    text = (REPOSITORY / "docs/deploy/Containerfile").read_text().replace("\\\n", " ")
+    copied = [word for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE) for word in line.split()[:-1]]
+    assert copied and [name for name in copied if not (REPOSITORY / name).exists()] == []

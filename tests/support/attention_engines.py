@@ -105,7 +105,7 @@ def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int, window
     return FullAttentionSpec(**common)
 
 
-def _engine_of(geometry: Geometry, folder: Path, kernel_blocks_per_block: int) -> Engine:
+def _engine_of(geometry: Geometry, folder: Path) -> Engine:
     overrides: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": min(geometry.num_kv_heads, 8)}
     architecture = "Qwen2ForCausalLM"
     if geometry.is_latent:
@@ -126,16 +126,13 @@ def _engine_of(geometry: Geometry, folder: Path, kernel_blocks_per_block: int) -
     model = write_model(folder, architecture, **overrides)
     names = geometry.layer_names()
     pools = geometry.num_pools
-    groups = [
-        (names[g * pools : (g + 1) * pools], spec_of(geometry, g, kernel_blocks_per_block))
-        for g in range(geometry.groups)
-    ]
+    groups = [(names[g * pools : (g + 1) * pools], spec_of(geometry, g, 1)) for g in range(geometry.groups)]
     return build_engine(
         model,
         groups,
         [names[i::pools] for i in range(pools)],
-        geometry.num_blocks // kernel_blocks_per_block,
-        geometry.block_size * kernel_blocks_per_block,
+        geometry.num_blocks,
+        geometry.block_size,
         backend_of(geometry),
     )
 
@@ -145,8 +142,8 @@ def engine_over(tmp_path: Path) -> Iterator[EngineOver]:
     """Creates engines with filled caches, and shuts them down after the test."""
     with ExitStack() as ends:
 
-        def make(geometry: Geometry, kernel_blocks_per_block: int = 1) -> tuple[Engine, dict[str, torch.Tensor]]:
-            engine = _engine_of(geometry, tmp_path, kernel_blocks_per_block)
+        def make(geometry: Geometry) -> tuple[Engine, dict[str, torch.Tensor]]:
+            engine = _engine_of(geometry, tmp_path)
             ends.callback(engine.shutdown)
             caches, memory = geometry.allocate()
             for index, pool in enumerate(memory):
@@ -159,10 +156,6 @@ def engine_over(tmp_path: Path) -> Iterator[EngineOver]:
             return engine, caches
 
         yield make
-
-
-def tag_of(engine: Engine) -> str:
-    return str(engine.worker.connector_worker.xfer_handshake_metadata.compatibility_hash)
 
 
 class vllm_log_to:

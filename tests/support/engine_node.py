@@ -134,16 +134,14 @@ class Node:
         params: dict[str, Any] | None,
         max_tokens: int = 4,
         first_token: int = 0,
-        embeddings: torch.Tensor | None = None,
         num_tokens: int = PROMPT,
         priority: int = 0,
     ) -> None:
         request = Request(
             request_id,
-            prompt(first_token, num_tokens) if embeddings is None else None,
+            prompt(first_token, num_tokens),
             SamplingParams(extra_args={"kv_transfer_params": params}, ignore_eos=True, max_tokens=max_tokens),
             None,
-            prompt_embeds=embeddings,
             priority=priority,
             block_hasher=get_request_block_hasher(self.geometry.block_size * self.kernel_blocks_per_block, sha256),
         )
@@ -275,13 +273,11 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
     def make(
         fill: int,
         geometry: Geometry = GEOMETRY,
-        listening: bool = True,
         tokens_a_step: int | None = None,
         prefix_caching: bool = True,
         policy: str = "fail",
         kernel_blocks_per_block: int = 1,
         windows: Sequence[int | str | None] | None = None,
-        replaces: AnyNode | None = None,
         kv_role: str = "",
         **extra_config: Any,
     ) -> AnyNode:
@@ -290,13 +286,12 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         Args:
             windows: sliding window of each group; None for a group that keeps all tokens; the ``mamba_cache_mode`` of
                 one that keeps states.
-            replaces: an earlier node whose engine id and port the new one uses.
             kv_role: another than that of its filling.
         """
         geometry = dataclasses.replace(geometry, split=kernel_blocks_per_block)
         model = write_model(folder, num_key_value_heads=geometry.num_kv_heads)
         role = kv_role or kind.roles.get(fill, "kv_both")
-        engine = _engine(model, geometry, kernel_blocks_per_block, windows, replaces, role, extra_config)
+        engine = _engine(model, geometry, kernel_blocks_per_block, windows, role, extra_config)
         one = _node(kind, engine, log, geometry, tokens_a_step, prefix_caching, policy)
         one.kernel_blocks_per_block = kernel_blocks_per_block
         one.windows = windows or ()
@@ -306,8 +301,7 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
             pool.view(torch.uint8).fill_(fill)
         one.caches.update(caches)
         one.register()
-        if listening:
-            one.listen()
+        one.listen()
         return one
 
     # How long a listener may take to notice that it shall stop.
@@ -326,7 +320,6 @@ def _engine(
     geometry: Geometry,
     kernel_blocks_per_block: int,
     windows: Sequence[int | str | None] | None,
-    replaces: Node | None,
     kv_role: str,
     extra_config: dict[str, Any],
 ) -> Engine:
@@ -349,8 +342,6 @@ def _engine(
         geometry.block_size * kernel_blocks_per_block,
         backend_of(geometry),
         extra_config,
-        port=None if replaces is None else replaces.engine.port,
-        engine_id=None if replaces is None else replaces.engine.engine_id,
         kv_role=kv_role,
     )
 

@@ -14,7 +14,7 @@ from support.flow_engine import Request, Status
 from support.flow_pair import PROMPT, Pair, kind
 
 PULL, PUSH, AFTER = "pull", "push", "push after the answer"
-DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH, AFTER])
+DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH, pytest.param(AFTER, marks=pytest.mark.long)])
 POLICIES = pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
 OTHER = Weights(Tensors("1" * 32, "8" * 32), files="9" * 32)
 

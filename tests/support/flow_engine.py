@@ -48,7 +48,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_B
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.digest_fakes import InTurn, as_bytes, content_of
-from support.engine_fakes import kv_groups
+from support.engine_fakes import Reads, kv_groups
 from support.flow_asker import FlowAsker, url_of
 from support.flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
 from support.flow_staging import slab_of
@@ -73,31 +73,6 @@ class Status(enum.Enum):
 
 
 WEIGHTS = Weights(Tensors("1" * 32, "2" * 32), files="3" * 32)
-
-
-class Reads:
-    """Stands in for the reader of vLLM's requests: returns each request unchanged."""
-
-    def __call__(self, request: Any) -> Any:
-        return request
-
-    def take_renamed(self) -> set[str]:
-        return set()
-
-    def adapter_arrives(self, lora_request: Any) -> None:
-        """No adapter is known."""
-
-    def loaded(self, adapter: int) -> None:
-        """No adapter is known."""
-
-    def is_loaded(self, lora_request: Any) -> bool:
-        return False
-
-    def doubt(self, adapter: int) -> None:
-        """No adapter is known."""
-
-    def forget(self, adapter: int | None) -> None:
-        """No adapter is known."""
 
 
 @dataclass(eq=False, repr=False)

@@ -36,9 +36,6 @@ def state_behind(token_ids: list[int], layer: int) -> torch.Tensor:
 class GroupsNode(Node):
     """Its layers belong to groups with blocks of their own, in the same pools."""
 
-    num_checkpoints = 0
-    """States that were kept while a prompt was computed."""
-
     def of_groups(self, request_id: str) -> list[list[int]]:
         return [list(group) for group in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
 
@@ -157,7 +154,6 @@ class GroupsNode(Node):
             )
             if not offsets[0] or not blocks[group][columns[0]]:
                 continue
-            self.num_checkpoints += 1
             is_right = self.has_state(group, blocks, token_ids[:begin])
             found = token_ids[: begin + offsets[0]]
             for state, layer in self.states(group, blocks, columns[0] * manager.block_size + 1):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -214,12 +213,6 @@ class Node(engine_node.Node):
         self.thread.turn = counted
         until(lambda: len(done) > 2)
         del self.thread.turn
-
-    def die(self) -> None:
-        """Ends the process: its side channel closes and its agent cannot be reached."""
-        self.shutdown()
-        self.context.transport._agent = self.worker.nixl_wrapper = None
-        gc.collect()
 
 
 @dataclasses.dataclass

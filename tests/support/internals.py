@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from kvcached_nixl.worker.prefill.registry import Leases, OfferRegistry
     from kvcached_nixl.worker.prefill.writer import Writer
     from kvcached_nixl.worker.transfer.context import GateConnections, WorkerContext
-    from kvcached_nixl.worker.transfer.ownership_tokens import TokenArray, TokenBuffers, TokenTable
+    from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTable
     from kvcached_nixl.worker.transfer.peers import Peers
-    from kvcached_nixl.worker.transfer.staging import Held, Staging
+    from kvcached_nixl.worker.transfer.staging import Held
     from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
     from kvcached_nixl.worker.transfer_thread import TransferThread
 
@@ -161,18 +161,8 @@ def agents_of(peers: Peers) -> list[str]:
     return [link.last_agent for link in peers._links.values() if link.last_agent is not None]
 
 
-def slot_queues_of(staging: Staging) -> list[dict[object, Any]]:
-    """Returns the queues of those who wait for slots."""
-    return list(staging._waiting.values())
-
-
 def free_buffers_of(buffers: TokenBuffers) -> list[int]:
     return buffers._free
-
-
-def token_rows_of(table: TokenTable) -> TokenArray:
-    """Returns the memory of the table that decode reads."""
-    return table._tokens
 
 
 def tokens_of(table: TokenTable) -> MutableMapping[Hashable, int]:

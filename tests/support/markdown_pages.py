@@ -5,32 +5,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 LONGEST_SENTENCE = 40
 """In terms. A code span counts as one."""
-
-OLD_TERMS: Mapping[str, str] = MappingProxyType(
-    {
-        r"\bbeats?\b": "heartbeat",
-        r"\bwords?\b": "ownership token, message or reason",
-        r"\blandings?\b": "token buffer",
-        r"\bpostings?\b": "transfer queue",
-        r"\bbytes come to\b": "checksum",
-        r"\banew\b": "again",
-        r"\b(nobody|somebody)'s\b": "free, or who owns it",
-        r"\bis none\b": "is not one, or is ignored",
-        r"\bthe own\b": "its own",
-        r"\bmakes? of (it|them|such)\b": "handles",
-        r"\bquiet\b": "idle",
-        r"\bwish(es)?\b": "request",
-        r"\bof before\b": "earlier",
-        r"\bwhat of\b": "how are ... handled",
-    }
-)
-"""Terms that readers took for something else -> the field's."""
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
@@ -120,15 +99,12 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def faults(text: str) -> list[str]:
-    """Returns a line for each sentence that is too long and for each old term."""
+    """Returns a line for each sentence that is too long."""
     found = []
     for one in sentences(text):
         length = sum(1 for term in one.split() if re.search(r"\w", term))
         if length > LONGEST_SENTENCE:
             found.append(f"{length} terms, at most {LONGEST_SENTENCE}: {one}")
-        for pattern, better in OLD_TERMS.items():
-            if re.search(pattern, one, re.IGNORECASE):
-                found.append(f"{pattern} -> {better}: {one}")
     return found
 
 

@@ -182,15 +182,12 @@ def build_engine(
     backend: type,
     extra_config: Mapping[str, Any] | None = None,
     *,
-    port: int | None = None,
-    engine_id: str | None = None,
     kv_role: str = "kv_both",
 ) -> Engine:
     """Builds an engine with these KV-cache groups (layer names, spec). ``pools``: layers that share each pool."""
     import os
 
-    port = port or free_ports(1)[0]
-
+    (port,) = free_ports(1)
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
     os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = LISTENS_AT
     model_config = ModelConfig(
@@ -205,7 +202,7 @@ def build_engine(
             kv_connector="NixlConnector",
             kv_role=kv_role,
             kv_buffer_device="cpu",
-            engine_id=engine_id or str(uuid.uuid4()),
+            engine_id=str(uuid.uuid4()),
             kv_connector_extra_config={"num_threads": 0, **(extra_config or {})},
         ),
     )

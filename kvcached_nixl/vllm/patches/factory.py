@@ -211,7 +211,7 @@ def _require_startable(cls: type) -> None:
             found=f"kv_connector {cls.__name__}",
             expected='NixlConnector with "transfer_mode": "push"',
             consequence="vLLM's own push classes leave requests waiting for ever when prefill fails, and end "
-            "prefill's worker when a WRITE fails (tests/contract/test_stock_push_defects.py).",
+            "prefill's worker when a WRITE fails.",
             remedy='Set "kv_connector": "NixlConnector" and "kv_connector_extra_config": {"transfer_mode": "push"} '
             "on both sides.",
         )
@@ -243,7 +243,7 @@ _NAME, _MODULE, _EXTRA = "kv_connector", "kv_connector_module_path", "kv_connect
 
 @Patch(TRANSFER_CONFIG, "__post_init__", "every", "self").because(
     "A manifest that names vLLM's push connector would be refused: vLLM's own leaves requests waiting for ever.",
-    remove_when="vLLM's own push connector passes tests/contract/test_stock_push_defects.py, and serves kvcached",
+    remove_when="vLLM's own push connector survives failed WRITEs and ended leases, and serves kvcached",
 )
 def post_init(call: Call) -> None:
     """Replace ``NixlPushConnector``, also among the children of a ``MultiConnector``.
