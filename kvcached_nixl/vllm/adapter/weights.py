@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from kvcached_nixl.identity.files import checksum_of, processor_checksum, processor_code, settings_of
 from kvcached_nixl.identity.history import ModelReading, WeightsHistory, joined
@@ -43,26 +42,29 @@ def note_files(loader: Any, name: str, subfolder: str | None, files: Sequence[st
     _history(loader).reads_files(name, subfolder or "", read_alone, load)
 
 
-class _EmptyIsZero(TorchFunctionMode):  # type: ignore[misc]
-    """While a model is built, memory that nobody has written is zero.
+def _empty_is_zero() -> Any:
+    """A mode of torch until its ``is_over`` is set, in which memory that nobody has written is zero.
 
     Some parameters have rows that no checkpoint fills: K and V of a layer that shares those of another one (Gemma 4).
     They would hold what was in memory before, and equal weights would look different.
     """
+    from torch.overrides import TorchFunctionMode
 
-    _ALLOCATES = frozenset(
-        {
-            *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
-            *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
-        }
-    )
-    is_over = False
+    allocates = {
+        *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+        *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
+    }
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if not self.is_over and func in self._ALLOCATES and type(made) is torch.Tensor and not made.is_meta:
-            made.untyped_storage().fill_(0)
-        return made
+    class EmptyIsZero(TorchFunctionMode):  # type: ignore[misc]
+        is_over = False
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if not self.is_over and func in allocates and type(made) is torch.Tensor and not made.is_meta:
+                made.untyped_storage().fill_(0)
+            return made
+
+    return EmptyIsZero()
 
 
 def watch_loading(loader: Any) -> None:
@@ -75,7 +77,7 @@ def watch_loading(loader: Any) -> None:
     load_weights, load_model = private(loader, "load_weights"), private(loader, "load_model")
     get_all_weights = optional(loader, "get_all_weights")
     loaded: Reading = {}
-    building = _EmptyIsZero()
+    building = _empty_is_zero()
 
     def loads_weights(model: Any, *rest: Any, **named: Any) -> Any:
         nonlocal loaded
