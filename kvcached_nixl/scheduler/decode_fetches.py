@@ -96,7 +96,7 @@ class DecodeFetches:
         try:
             fetch = read_fetch(params, request.request_id, may_rendezvous=self._terms.mode.is_push)
         except HandOverFailed as error:
-            refused = error
+            refused = error.with_traceback(None)
         fetch_request = FetchRequest(request_id, request, fetch, request.adapter, refused, computes=computes)
         fetch_request.cached_tokens = cached_tokens_in(params)
         if request.is_session:

@@ -74,7 +74,7 @@ class FailedFetches:
             attempt: what it has waited for; None if it could not begin one.
         """
         request_id = fetch_request.request_id
-        fetch_request.refused = failure
+        fetch_request.refused = failure.with_traceback(None)
         self._timelines.failed(request_id, failure.cause)
         self._failing.add(request_id)
         # Who cannot be reached, or refuses, would not hear it.

@@ -87,7 +87,8 @@ class Writer(PeerListener):
         try:
             self._find_offer(task)
         except HandOverFailed as cause:
-            self.stop(task, cause)
+            # Its traceback would keep all frames that have led here, and their engine, until garbage is collected.
+            self.stop(task, cause.with_traceback(None))
             return
         if task.offer is not None:
             task.offer.report_claim(self._context.outcomes)

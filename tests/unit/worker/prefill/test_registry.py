@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,7 @@ from kvcached_nixl.wire.messages import (
     decode,
 )
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
+from kvcached_nixl.worker.prefill.offers import WriteTask
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.context import CAPACITY, RecentSet
 from kvcached_nixl.worker.transfer.slab import Slots, Use
@@ -192,6 +194,21 @@ def test_a_registration_that_does_not_fit_is_stopped_and_writes_nothing(
     assert isinstance(stopped, Stopped) and stopped.cause == FailureCause.RANGE
     assert not remote.memory.cells.any() and prefill.transport.connection("remote-0")
     assert prefill.done == ["p-1"] and prefill.is_clean()
+
+
+def test_what_was_refused_is_freed_without_a_search_for_garbage(prefill: Prefill, remote: Remote) -> None:
+    """Frames that a reason keeps keep the engine, and its NIXL agent, too."""
+    gc.collect()
+    gc.disable()
+    try:
+        prefill.offer(is_finished=True)
+        prefill.register(remote, digest=OTHER_DIGEST, request_id="p-1")
+        prefill.deliver()
+        (stopped,) = said(remote)
+        assert isinstance(stopped, Stopped) and stopped.cause == FailureCause.DIGEST
+        assert not [one for one in gc.get_objects() if type(one) is WriteTask]
+    finally:
+        gc.enable()
 
 
 def test_who_registers_for_another_is_refused(prefill: Prefill, remote: Remote) -> None:
