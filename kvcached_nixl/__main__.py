@@ -52,16 +52,6 @@ exit status:
   2  wrong usage
 """
 _EPILOG = """\
-example:
-  kvcached-nixl top http://prefill:8001 http://decode:8000
-  kvcached-nixl top --once http://prefill:8001 https://[2001:db8::1]:8443/base
-
-exit status:
-  0  every server answered, with --once; otherwise, it was ended by Ctrl-C or SIGTERM
-  1  --once: a server did not answer. Or what top needs is not installed
-  2  wrong usage
-"""
-_EPILOG = """\
 exit status:
   0  a server with a NIXL connector would start
   1  something would be refused; each refusal says what was found, what was expected,

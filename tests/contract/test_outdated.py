@@ -20,6 +20,7 @@ from support.handover_node import PREFILL_FILLING, RESERVED
 from support.kvcached_pool import elastic_pool, put_into
 from vllm.lora.request import LoRARequest
 
+from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.handshake import Tensors, Weights
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
@@ -120,3 +121,15 @@ def test_nobody_shares_what_was_computed_in_part_before(
             prefill.step()
         assert prefill.holds(prefill.blocks(name)[first:], first * BLOCK, num_tokens)
         prefill.ends(name)
+
+
+def test_a_name_that_is_given_to_another_adapter_parts_those_that_wait_too(make: Callable[..., Node]) -> None:
+    """Else one that waits would find blocks of the new adapter under its name."""
+    prefill = make(PREFILL_FILLING)
+    prefill.adapter = ADAPTER
+    prefill.add("cmpl-w-0-aaaaaaaa", None, num_tokens=2 * BLOCK + 1)
+    waiting, blocks = prefill.scheduler.requests["cmpl-w-0-aaaaaaaa"], EngineBlocks(prefill.scheduler)
+    before = list(waiting.block_hashes)
+    assert blocks.outdate(lambda _, name: name == "a") == set() and waiting.block_hashes == before
+    blocks.outdate(lambda _, name: name == "a", even_waiting=True)
+    assert len(waiting.block_hashes) == len(before) == 2 and not {*before} & {*waiting.block_hashes}

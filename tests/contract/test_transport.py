@@ -71,6 +71,18 @@ def test_a_read_fetches_its_ranges_and_nothing_else(is_host: bool, sides: tuple[
     assert other.transport.received() == one.transport.received() == []
 
 
+def test_a_connection_lasts_until_its_peer_is_removed(sides: tuple[Side, Side]) -> None:
+    """A repeated handshake adds the peer again. What moves bytes then belongs to the same connection."""
+    transport, metadata = sides[0].transport, sides[1].transport.metadata()
+    peer = transport.add_peer(metadata)
+    first = transport.connection(peer)
+    assert first is not None and transport.add_peer(metadata) == peer and transport.connection(peer) is first
+    transport.remove_peer(peer)
+    assert transport.connection(peer) is None
+    transport.add_peer(metadata)
+    assert transport.connection(peer) not in (None, first)
+
+
 def test_a_write_whose_state_nobody_asks_for_may_never_notify(sides: tuple[Side, Side]) -> None:
     """NIXL notifies from the writer's own question, or from the post if the WRITE ended within it.
 

@@ -225,6 +225,21 @@ def test_two_halves_of_one_prompt_with_other_weights_are_never_one(mode: Transfe
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
+def test_an_adapter_that_is_loaded_anew_takes_back_what_was_computed_with_it_and_nothing_else() -> None:
+    """Its name and its number stay, its content does not (load_inplace)."""
+    pair = pair_of(PULL)
+    asked = [pair.prefill.add(Request(f"p{at}", PROMPT, {"do_remote_decode": True}, adapter=at)) for at in range(3)]
+    pair.settle()
+    assert set(pair.prefill.requests) == {"p0", "p1", "p2"}
+    pair.prefill.handover.revocations.adapters_changed(1)
+    pair.settle()
+    assert set(pair.prefill.requests) == {"p0", "p2"} and all(one.answer for one in asked)
+    pair.prefill.handover.revocations.adapters_changed()
+    pair.settle()
+    assert set(pair.prefill.requests) == {"p0"}, "of any adapter, where nobody says of which"
+    pair.nothing_is_left(LEASE_SECONDS + 10)
+
+
 def test_a_rank_that_has_ended_says_so_once() -> None:
     """Else what one rank says twice would stand for another one, which still reads the blocks."""
     pair = Pair(PUSH, kind(tp_size=2, caches_prefixes=False), kind(tp_size=2, caches_prefixes=False))

@@ -7,6 +7,7 @@ Sources: ``v1/worker/gpu_worker.py``, ``v1/worker/gpu_model_runner.py``, ``v1/wo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import sys
@@ -60,8 +61,13 @@ def _empty_is_zero() -> Any:
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             made = func(*args, **(kwargs or {}))
-            if not self.is_over and func in allocates and type(made) is torch.Tensor and not made.is_meta:
-                made.untyped_storage().fill_(0)
+            is_new = func in allocates and "out" not in (kwargs or {}) and type(made) is torch.Tensor
+            if self.is_over or not is_new or torch.compiler.is_compiling():
+                return made
+            if made.layout is torch.strided and not made.is_meta:
+                # What traces functions has tensors without memory.
+                with contextlib.suppress(NotImplementedError):
+                    made.untyped_storage().fill_(0)
             return made
 
     return EmptyIsZero()

@@ -170,6 +170,10 @@ def test_rows_that_no_checkpoint_fills_are_equal_everywhere() -> None:
         def load_weights(self, model: Any, model_config: str) -> None:
             super().load_weights(model, model_config)
             model.qkv.data[:32] = 5
+            # Others' memory, which is written only from here on.
+            kept = torch.full((4, 3), 2.0)
+            torch.empty(2, 3, out=kept[:2])
+            assert (kept == 2).all()
 
     found = []
     for left in (7.0, 8.0):

@@ -517,3 +517,11 @@ def test_only_who_would_run_with_more_memory_is_stalled(
     vars(blocks)["_wants"] = SimpleNamespace(say=said.append)
     assert blocks.tell_neighbours(lambda one: needs_others and one == "r1")
     assert said == [Want(24, is_stalled)]
+
+
+@pytest.mark.parametrize("is_consumer", [True, False])
+def test_the_role_of_the_engine_counts(is_consumer: bool) -> None:
+    """Whatever a connector below a ``MultiConnector`` says of itself."""
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_consumer=is_consumer))
+    scheduler = SimpleNamespace(vllm_config=config, connector=connector())
+    assert EngineBlocks(scheduler).is_producer is not is_consumer

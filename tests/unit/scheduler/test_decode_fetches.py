@@ -217,6 +217,11 @@ def test_tokens_that_end_inside_a_block_are_refused_under_both_policies() -> Non
     assert decode.failures.counts == {FailureCause.RANGE: 1}
 
 
+def test_an_engine_that_only_offers_fetches_nothing() -> None:
+    """Rule R8: vLLM frees its blocks while a step that is under way may still write into them."""
+    assert Decode(Pool(is_producer=True)).fails(of_decode()) is FailureCause.PARAMETERS
+
+
 # ----------------------------------------------------------------------------------------------------------------- ends
 
 

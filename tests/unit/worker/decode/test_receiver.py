@@ -12,6 +12,7 @@ import pytest
 from support.internals import leftovers, num_open, writers_of
 from support.worker_fakes import (
     BLOCK_SIZE,
+    DIGEST,
     OTHER_DIGEST,
     OTHER_START,
     Local,
@@ -29,6 +30,7 @@ from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.messages import (
     Registration,
+    Release,
     StagingRequest,
     Stopped,
     Withdrawal,
@@ -36,7 +38,7 @@ from kvcached_nixl.wire.messages import (
     decode,
 )
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import FetchSpec
+from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.worker.decode.fencing import (
     AGAIN_SECONDS,
     DEAD_SECONDS,
@@ -147,6 +149,28 @@ def test_a_manifest_that_does_not_fit_prefills_memory_costs_only_its_attempt(pul
 def test_a_pull_without_a_manifest_is_refused(pull: Decode) -> None:
     pull.want(wanted(1, None))
     assert (pull.over, pull.failed) == ([1], {1: FailureCause.NO_MANIFEST})
+
+
+def test_an_offer_that_another_attempt_uses_is_not_released(pull: Decode) -> None:
+    """A router has sent the same parameters again, and the first request was aborted."""
+    remote = pull.remote()
+    keep(remote)
+    for number in (1, 2):
+        pull.want(wanted(number, MANIFEST))
+    pull.turn()
+    pull.receiver.release(UnneededOffer(wanted(1, MANIFEST).prefill, "p-1", "", DIGEST, 1))
+    pull.receiver.fail(1, HandOverFailed(FailureCause.STOPPED, "the request has ended"))
+    pull.network.deliver(pull.in_flight[0])
+    pull.clock.advance(1.0)
+    pull.turn()
+    assert pull.over == [1] and remote.heard() == []
+    # The same, where the attempt was over before it was given up.
+    pull.receiver.release(UnneededOffer(wanted(1, MANIFEST).prefill, "p-1", "", DIGEST, 1))
+    pull.turn()
+    assert remote.heard() == []
+    pull.deliver()
+    assert pull.over == [1, 2] and pull.failed == {1: FailureCause.STOPPED}
+    assert remote.heard() == [Release("p-1", "", DIGEST, 0, 1)]
 
 
 @pytest.mark.parametrize("where", ["routes", "token_buffers"])
@@ -280,6 +304,8 @@ def test_what_a_process_of_this_host_has_left_is_taken_in_before_it_is_over(push
     push.host.living.remove(HERE)
     pass_time(push, LOOK_SECONDS)
     assert push.failed == {1: FailureCause.LOST}
+    pass_time(push, DEAD_SECONDS / 2)
+    assert push.over == []
     push.clock.advance(100.0)
     push.receiver.turn()
     assert push.over == []

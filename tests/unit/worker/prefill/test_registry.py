@@ -26,17 +26,19 @@ from support.worker_fakes import (
     staging_over,
 )
 
-from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.ids import KernelBlock, PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import (
+    KernelBlockRange,
     Message,
     Reading,
     Registration,
     Release,
     StagingGrant,
+    StagingRequest,
     Stopped,
     Withdrawal,
     Written,
@@ -131,13 +133,15 @@ class Prefill(Local):
         return made
 
     def is_clean(self) -> bool:
-        """Whether no offer, registration, deadline or transfer is left. Names of finished offers are remembered."""
+        """Whether no offer, registration, deadline, transfer or slot is left. Finished offers' names are remembered."""
         writer, matcher = writer_of(self.registry), matcher_of(self.registry)
         left = [
             *leftovers(self.registry, writer),
             *leftovers(matcher, but=("_recent",)),
         ]
-        return not left and not self.unreleased() and writer.num_final == 0
+        staging = self.side.staging
+        has_slots = staging is not None and any(staging.slots.used(use) for use in Use)
+        return not (left or has_slots or self.unreleased() or writer.num_final)
 
 
 @pytest.fixture
@@ -223,6 +227,35 @@ def test_who_registers_for_another_is_refused(prefill: Prefill, remote: Remote) 
     prefill.deliver()
     assert said(remote) == [], "it counts as a rank that needs no more; another offer will be its own"
     assert prefill.done == ["p-1"]
+
+
+# ----------------------------------------------------------------------------------------------- decode's staging slab
+
+
+def grant(remote: Remote, first_token: int, end_token: int, *blocks: int, attempt: int = 1) -> StagingGrant:
+    slots = tuple(map(KernelBlock, blocks))
+    return StagingGrant(attempt, remote.address, first_token, end_token, (KernelBlockRange(first_token, slots),))
+
+
+@pytest.mark.parametrize(
+    ("first_token", "end_token", "attempt", "agent"),
+    [(4, 8, 1, "remote-0"), (0, 9, 1, "remote-0"), (0, 8, 2, "remote-0"), (0, 8, 1, "another-0")],
+    ids=["not asked for", "more than was asked for", "attempt", "agent"],
+)
+def test_a_grant_that_was_not_asked_for_is_ignored(
+    prefill: Prefill, remote: Remote, first_token: int, end_token: int, attempt: int, agent: str
+) -> None:
+    prefill.register(remote, is_staged=True, block_ids=((),))
+    prefill.offer(8, blocks=([7, 3],))
+    prefill.deliver()
+    hear(prefill.registry, agent, grant(remote, first_token, end_token, 20, 21, 22, attempt=attempt))
+    prefill.deliver()
+    assert said(remote) == [StagingRequest(1, 0, 0, 8)] and not prefill.transport.posted
+    hear(prefill.registry, "remote-0", grant(remote, 0, 8, 20, 21))
+    hear(prefill.registry, "remote-0", grant(remote, 0, 8, 22, 23))
+    prefill.deliver()
+    assert said(remote) == [written(end_token=8)]
+    assert is_written(prefill, remote, (7, 3), (20, 21)) and not remote.memory.cells[:, 22].any()
 
 
 # ----------------------------------------------------------------------------------------------- prefill's staging slab
@@ -337,6 +370,16 @@ def test_a_release_by_id_for_another_prompt_is_dropped(prefill: Prefill) -> None
     assert prefill.done == ["p-1"]
 
 
+def test_a_release_by_name_means_that_prompt_and_one_that_is_not_settled(prefill: Prefill) -> None:
+    for request_id in (P1, P2):
+        prefill.offer(request_id=request_id, is_finished=True)
+    hear(prefill.registry, "remote-0", Release("", NAME, OTHER_DIGEST, 0, 1))
+    assert prefill.done == []
+    for rank, expected in ((0, []), (0, []), (1, ["p-1"]), (1, ["p-1", "p-2"])):
+        hear(prefill.registry, "remote-0", Release("", NAME, DIGEST, rank, 2))
+        assert prefill.done == expected
+
+
 WAIVED = Release("", NAME, "", 0, 1)
 """A release of a request that decode's server has rejected: it has no digest, as its prompt is not known there."""
 
@@ -378,6 +421,14 @@ def test_who_wants_another_prompt_does_not_have_what_a_name_gave_up(prefill: Pre
     hear(prefill.registry, "another", WAIVED)
     prefill.register(remote, digest=OTHER_DIGEST)
     prefill.offer(is_finished=True)
+    assert prefill.done == ["p-1"]
+
+
+def test_a_name_alone_counts_rank_by_rank(prefill: Prefill) -> None:
+    hear(prefill.registry, "a", Release("", NAME, "", 0, 2))
+    prefill.offer(is_finished=True)
+    assert not prefill.done
+    hear(prefill.registry, "b", Release("", NAME, "", 1, 2))
     assert prefill.done == ["p-1"]
 
 

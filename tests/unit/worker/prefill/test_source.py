@@ -143,6 +143,16 @@ def test_a_registration_begins_where_decodes_prefix_cache_ends(narrow: Side) -> 
     assert narrow.staged.find(task, 8) is None and narrow.copies.blocks == [[3]]
 
 
+def test_a_window_that_cannot_be_copied_fails_its_registration(narrow: Side) -> None:
+    offer = offer_of()
+    task = task_of(offer)
+    assert narrow.staged.find(task, TOKENS) is None
+    narrow.copies.end("no room")
+    assert narrow.failed == [(task, "no room")] and narrow.advanced == [] and narrow.settled == [offer]
+    narrow.staged.task_finished(task)
+    assert narrow.is_clean()
+
+
 @pytest.mark.parametrize("failed", ["", "no room"])
 def test_a_window_that_is_not_wanted_any_more_is_freed_when_its_copy_has_ended(failed: str, narrow: Side) -> None:
     offer = offer_of()
