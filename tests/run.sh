@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: bash tests/run.sh              fast tests with one vLLM, both transfer directions, real servers: 12 minutes
+usage: bash tests/run.sh              fast tests with one vLLM, both transfer directions, real servers: 6 minutes
        bash tests/run.sh --all        every test with every supported vLLM: hours
        bash tests/run.sh --turn [N]   what CI runs for the N-th commit: the tiers that need no vLLM, the fast subset of
                                       contract and equivalence with two vLLMs, and as many of the other tests as fit
