@@ -87,8 +87,7 @@ class Writer(PeerListener):
         try:
             self._find_offer(task)
         except HandOverFailed as cause:
-            # Its traceback would keep all frames that have led here, and their engine, until garbage is collected.
-            self.stop(task, cause.with_traceback(None))
+            self.stop(task, cause)
             return
         if task.offer is not None:
             task.offer.report_claim(self._context.outcomes)
@@ -298,7 +297,8 @@ class Writer(PeerListener):
         """Stop a registration: post nothing more of it, and answer it once it is idle. Only the first reason counts."""
         if task.stopping is not None:
             return
-        task.stopping = cause
+        # Its traceback would keep all frames that have led here, and their engine, until garbage is collected.
+        task.stopping = cause.with_traceback(None)
         for job in [job for job in task.jobs if job not in task.awaiting_checksum]:
             self._context.transfer_queue.drop(job)
         if not is_answered:
