@@ -184,6 +184,30 @@ def test_rows_that_no_checkpoint_fills_are_equal_everywhere() -> None:
     assert found[0].weights().misfit(found[1].weights()) == ""
 
 
+def test_memory_is_zeroed_only_while_a_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated to load weights is written in full, and may be as large as they are."""
+    zeroed: list[int] = []
+    fill = torch.UntypedStorage.fill_
+
+    def fills(storage: Any, value: int) -> Any:
+        zeroed.append(storage.nbytes())
+        return fill(storage, value)
+
+    class Counted(Loader):
+        def load_model(self, model_config: str) -> Model:
+            torch.empty(31)
+            return super().load_model(model_config)
+
+        def load_weights(self, model: Any, model_config: str) -> None:
+            torch.empty(37)
+            super().load_weights(model, model_config)
+
+    monkeypatch.setattr(torch.UntypedStorage, "fill_", fills)
+    worker(kind=Counted)
+    torch.empty(41)
+    assert 4 * 31 in zeroed and not {4 * 37, 4 * 41} & {*zeroed}
+
+
 def plain_norm(model: Model) -> None:
     weight = model.norm.weight.data
     del model.norm.weight
