@@ -219,7 +219,7 @@ def _bad(extra_config: Mapping[str, Any], key: str, expected: str) -> SettingsEr
 
 _KEYS = (
     *_OTHERWISE,
-    *("enforce_handshake_compat", "trusted_connectors", "queue_timeout"),
+    *("enforce_handshake_compat", "trusted_connectors", "queue_timeout", "max_local_prefill_tokens"),
     *("prefill", "prefill_required", "prefill_api_key_file", "accept_kv_transfer_params"),
 )
 _ALMOST = 0.8

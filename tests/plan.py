@@ -69,6 +69,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "contract": (2.5, 16.0),
     "e2e/test_asking.py": (None, 12.0),
     "e2e/test_command.py": (None, 1.5),
+    "e2e/test_conversations.py": (None, 4.0),
     "e2e/test_drafts.py": (None, 5.0),
     "e2e/test_endpoints.py": (None, 3.5),
     "e2e/test_features.py": (None, 1.7),

@@ -11,13 +11,14 @@ each request and step is here; what happens to the whole engine is in `Revocatio
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from kvcached_nixl.deadlines import Clock, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.asking import Asking
+from kvcached_nixl.scheduler.asking.break_even import BreakEven
 from kvcached_nixl.scheduler.asking.limits import LocalPrefills
 from kvcached_nixl.scheduler.asking.resolver import Resolver
 from kvcached_nixl.scheduler.asking.servers import Servers
@@ -40,7 +41,7 @@ from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.scheduler.timelines import Spans, Timelines
 from kvcached_nixl.scheduler.worker_reports import WorkerReports
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HEADROOM_KEY, RemotePrefill
 from kvcached_nixl.wire.step import BlockIds, FetchSpec, Reports, Step, WakeAddress
 
 __all__ = ["SchedulerFacade"]
@@ -128,6 +129,7 @@ class SchedulerFacade:
             self._clock,
             self.own.engine_id,
             LocalPrefills(self._terms.most_unclaimed_tokens // 4),
+            BreakEven(self._clock, self._terms.most_unclaimed_tokens, asks.max_local_prefill_tokens),
             self.timelines,
             block_tokens,
             # Two that ask each other would wait for the blocks that they keep for each other.
@@ -293,6 +295,25 @@ class SchedulerFacade:
         if self.asking is not None:
             self.asking.allocated(request.request_id)
         self._fetching.allocated(request, block_ids, num_external_tokens, self._link.step)
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether `answered` has to be called."""
+        return self.timelines.awaits_tokens or (self.asking is not None and self.asking.break_even.awaits_tokens)
+
+    def answered(self, request_ids: Collection[str]) -> None:
+        """Requests have got a token."""
+        self.timelines.answered(request_ids)
+        if self.asking is not None:
+            self.asking.break_even.answered(request_ids)
+
+    def look_up(self, num_cached_tokens: int) -> dict[str, Any]:
+        """The ``kv_transfer_params`` for a peer that asks how many tokens of a prompt are cached."""
+        return {
+            "remote_engine_id": self.own.engine_id,
+            CACHED_TOKENS_KEY: num_cached_tokens,
+            HEADROOM_KEY: self.side_channel.in_answer(),
+        }
 
     def take_step(self, progress: Iterable[Progress]) -> Step:
         """Returns all changes for the workers since the last call.

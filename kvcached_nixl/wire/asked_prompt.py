@@ -18,6 +18,7 @@ from kvcached_nixl.wire.checked import Identifier
 
 __all__ = [
     "ASKED_PATH",
+    "LOOK_UP_PATH",
     "MOST_BODY_BYTES",
     "MOST_SENT_BYTES",
     "WIDTHS",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 ASKED_PATH = "v1/kvcached_nixl/prefill"
+LOOK_UP_PATH = "v1/kvcached_nixl/cached"
+"""How many tokens of a prompt are cached: nothing is computed."""
 MOST_BODY_BYTES = 256 << 20
 MOST_SENT_BYTES = MOST_BODY_BYTES - (16 << 20)
 """Of tensors; names, positions and token ids have the rest."""
@@ -112,7 +115,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What prefill is to compute. It has features or embeddings.
+    """What prefill is to compute, or to look up. It may have features, or embeddings.
 
     Attributes:
         token_ids: 32 bits each, little-endian; none for a prompt of embeddings only.
@@ -131,8 +134,8 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         num_tokens, rest = divmod(len(self.token_ids), 4)
-        if rest or (self.embeddings is None) == (not self.features):
-            raise ValueError("a prompt has ids of 4 bytes, and either features or embeddings")
+        if rest or (self.embeddings is not None and self.features):
+            raise ValueError("a prompt has ids of 4 bytes, and not both features and embeddings")
         if self.embeddings is not None:
             shape = self.embeddings.shape
             # Without ids all are embeddings; with them, it is said for each token.

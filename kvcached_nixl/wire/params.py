@@ -44,6 +44,7 @@ from kvcached_nixl.wire.manifest import Manifest, as_json
 
 __all__ = [
     "CACHED_TOKENS_KEY",
+    "LOOK_UP_KEY",
     "HEADROOM_KEY",
     "MANIFEST_KEY",
     "FetchParams",
@@ -62,6 +63,8 @@ __all__ = [
 MANIFEST_KEY = "kvcached_nixl"
 CACHED_TOKENS_KEY = "remote_prefill_cached_tokens"
 """vLLM's own: from 0.31 on its API server reads it, too."""
+LOOK_UP_KEY = "kvcached_nixl_look_up"
+"""Of a request that computes nothing: its answer has `CACHED_TOKENS_KEY`."""
 HEADROOM_KEY = "kvcached_nixl_headroom"
 """``queued_tokens`` of the engine that answers; see `wire.headroom`."""
 MAX_REQUEST_ID = 1000

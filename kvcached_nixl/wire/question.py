@@ -4,7 +4,7 @@
 The request is one of vLLM's own, ``POST /v1/completions`` with token ids, which vLLM's authentication guards and which
 ends when the connection does. Prefill computes the prompt and one token. (``/inference/v1/generate`` answers 403 from
 0.33 on, unless vLLM was started with ``--enable-scale-out``.) Prompts with images, sounds, ..., or of embeddings go to
-an endpoint of this package (`wire.asked_prompt`).
+an endpoint of this package (`wire.asked_prompt`), and so does the question how much of a prompt a server has cached.
 
 Source: ``vllm/entrypoints/openai/completion``.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, Prompt, encode
 from kvcached_nixl.wire.headroom import Computed, Ended
@@ -95,6 +96,11 @@ class Question:
         if self.salt:
             found["cache_salt"] = self.salt
         return msgspec.json.encode(found)
+
+    def look_up_body(self) -> bytes:
+        """Of a request that asks how many of the tokens are cached; not for a prompt that has more than tokens."""
+        token_ids = np.asarray(self.token_ids, "<u4").tobytes()
+        return encode(Prompt(plain_id(self.request_id), token_ids, adapter=self.adapter, salt=self.salt))
 
 
 def plain_id(request_id: str) -> str:

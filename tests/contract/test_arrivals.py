@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from kvcached_nixl.vllm.adapter import requests
+from kvcached_nixl.vllm.adapter import attributes, requests
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, LOOK_UP_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
@@ -221,6 +223,40 @@ def step_and_tell(node: Node) -> dict[int, Any]:
     node.step()
     del node.scheduler.update_from_output
     return told
+
+
+# ----------------------------------------------------------------------------------------------- what is cached is told
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pair: tuple[Node, Node]) -> None:
+    """Of its salt and its adapter only, in whole blocks; whatever the client sends beside, nothing is offered."""
+    node, _ = pair
+    size = node.geometry.block_size
+    node.add(PREFILL_ID, None, 1)
+    node.step_until(lambda: PREFILL_ID in node.ended)
+    if is_paused:
+        node.scheduler.set_pause_state(type(node.scheduler.pause_state).PAUSED_ALL)
+    core = core_around(node)
+    core.request_block_hasher, core.output_queue = get_request_block_hasher(size, sha256), queue.Queue()
+    attributes.remember(core)
+    told = {}
+    for name, salt, tokens in (
+        ("whole", None, PROMPT),
+        ("part", None, size + 1),
+        ("short", None, size),
+        ("salt", "s", PROMPT),
+    ):
+        request = core_request(name, {LOOK_UP_KEY: True, "do_remote_decode": True}, client_index=2)
+        request.prompt_token_ids, request.cache_salt = prompt(0, tokens), salt
+        core.add_request(*core.preprocess_add_request(request))
+        client, outputs = core.output_queue.get_nowait()
+        (output,) = outputs.outputs
+        assert (client, output.request_id, output.new_token_ids, str(output.finish_reason)) == (2, name, [], "abort")
+        told[name] = output.kv_transfer_params[CACHED_TOKENS_KEY]
+        assert output.kv_transfer_params["remote_engine_id"] == node.side_of_engine.own.engine_id
+    assert told == {"whole": (PROMPT - 1) // size * size, "part": size, "short": 0, "salt": 0}
+    assert not node.scheduler.requests and not node.scheduler.has_unfinished_requests() and all_free(node)
 
 
 # --------------------------------------------------------------------------------------- what prefill keeps is released

@@ -33,7 +33,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.vllm.patches import answering, frontend, patches_in
-from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_SENT_BYTES, Prompt, encode
+from kvcached_nixl.wire.asked_prompt import ASKED_PATH, LOOK_UP_PATH, MOST_SENT_BYTES, Prompt, encode
+from kvcached_nixl.wire.params import LOOK_UP_KEY
 from kvcached_nixl.wire.question import Question
 
 HIDDEN = 8
@@ -101,11 +102,11 @@ def served(client: Client, **transfer: Any) -> Any:
     return app
 
 
-def post(app: Any, body: bytes, **headers: str) -> httpx.Response:
+def post(app: Any, body: bytes, path: str = ASKED_PATH, **headers: str) -> httpx.Response:
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://prefill") as http:
-            return await http.post(f"/{ASKED_PATH}", content=body, headers={**KEY, **headers})
+            return await http.post(f"/{path}", content=body, headers={**KEY, **headers})
 
     return asyncio.run(run())
 
@@ -247,6 +248,17 @@ def test_what_the_model_does_not_take_is_refused(body: bytes, client: Client, mo
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     reply = post(served(client), body)
     assert reply.status_code == 400 and not client.asked, reply.text
+
+
+def test_how_much_of_a_prompt_is_cached_is_asked_of_the_engine(client: Client) -> None:
+    asked = Question("r", IDS, "adapter", salt="salt", trace_headers={"traceparent": "00-1-2-01"})
+    app, body = served(client), asked.look_up_body()
+    assert post(app, body, LOOK_UP_PATH, Authorization="Bearer other").status_code == 401
+    reply = post(app, body, LOOK_UP_PATH)
+    assert reply.status_code == 200 and reply.json() == {"kv_transfer_params": PARAMS}, reply.text
+    ((prompt, params, _, more),) = client.asked
+    assert (prompt["type"], prompt["prompt_token_ids"], prompt["cache_salt"]) == ("token", IDS, "salt")
+    assert params.extra_args == {"kv_transfer_params": {LOOK_UP_KEY: True}} and more["lora_request"].lora_int_id == 1
 
 
 def test_only_prefill_answers_and_only_with_the_key(client: Client) -> None:

@@ -49,12 +49,13 @@ class Balancer(Protocol):
 
 
 class _Service:
-    """What a Service of Kubernetes with ``sessionAffinity: ClientIP`` does with connections: each goes to a pod that is
-    ready, that of one address to the same one. A pod that is no endpoint any more keeps those that it has."""
+    """What a Service of Kubernetes does with connections: each goes to a pod that is ready; with ``sessionAffinity:
+    ClientIP``, that of one address to the same one. A pod that is no endpoint any more keeps those that it has."""
 
     names_by_header = checks_health = False
 
-    def __init__(self, servers: Sequence[str]) -> None:
+    def __init__(self, servers: Sequence[str], *, is_sticky: bool) -> None:
+        self._is_sticky = is_sticky
         self._listener = socket.create_server((HOST, 0))
         self.url = f"http://{HOST}:{self._listener.getsockname()[1]}"
         self._homes: dict[str, str] = {}
@@ -71,7 +72,7 @@ class _Service:
         with contextlib.suppress(OSError):
             while True:
                 client, (address, _) = self._listener.accept()
-                if self._homes.get(address) not in self._servers:
+                if not self._is_sticky or self._homes.get(address) not in self._servers:
                     self._homes[address] = random.choice(self._servers)
                 pod = urlsplit(self._homes[address])
                 try:
@@ -104,9 +105,9 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def service(servers: Sequence[str], folder: Path) -> Iterator[Balancer]:
+def service(servers: Sequence[str], folder: Path, *, is_sticky: bool = True) -> Iterator[Balancer]:
     """No cluster is to be had here, so its connections are passed on by this process."""
-    found = _Service(servers)
+    found = _Service(servers, is_sticky=is_sticky)
     try:
         yield found
     finally:

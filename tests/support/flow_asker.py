@@ -87,6 +87,12 @@ class FlowAsker(Asker):
             # An answer that is on its way is taken all the same.
             one.deliver() if one.is_ready else one.hang_up()
 
+    def look_up(self, server: Server, question: Question, most_seconds: float) -> None:
+        running = self.engine.cluster.running
+        found = next((one for one in running if url_of(one.own.engine_id) == server.url), None)
+        params = None if found is None else found.look_up(question.token_ids or (), question.adapter)
+        self._looked_up.append((question.request_id, server, params))
+
     def check(self, server: Server) -> None:
         running = self.engine.cluster.running
         self._checked.append((server, any(url_of(one.own.engine_id) == server.url for one in running)))

@@ -225,6 +225,7 @@ class Kind:
         is_required: it computes nothing because they do not answer.
         is_asked: it is asked for KV by others, too.
         queue_seconds: how long its requests may wait to be asked for.
+        local_tokens: ``max_local_prefill_tokens``. By default what is missing is always asked for.
         model: what its tag says.
         clock_seconds: its clocks are ahead by so much.
     """
@@ -249,6 +250,7 @@ class Kind:
     is_required: bool = False
     is_asked: bool = False
     queue_seconds: float = math.inf
+    local_tokens: int | None = 0
     model: str = "m"
     clock_seconds: float = 0.0
 
@@ -486,6 +488,7 @@ class Engine:
                 kind.is_required,
                 is_asked=kind.is_asked,
                 queue_seconds=kind.queue_seconds,
+                max_local_prefill_tokens=kind.local_tokens,
             )
             if kind.asks
             else None,
@@ -516,6 +519,13 @@ class Engine:
         self.reported: Counter[str] = Counter()
 
     # ------------------------------------------------------------------------------- called by the API server
+
+    def look_up(self, token_ids: Sequence[int], adapter: str) -> dict[str, Any]:
+        """What a peer is told of a prompt."""
+        request = Request("looked up", tuple(token_ids))
+        request.adapter = int(adapter or 0)
+        request.lora = lambda: self._adapter(request.adapter)
+        return self.handover.look_up(len(self.pool.hits(request)) * self.kind.shape.block_size)
 
     def add(self, request: Request) -> Request:
         assert request.request_id not in self.requests
@@ -898,7 +908,7 @@ class Engine:
             return
         request.placeholders -= not is_stale
         request.num_tokens += 1
-        self.handover.timelines.answered([request.request_id])
+        self.handover.answered([request.request_id])
         if request.is_over:
             self._unqueue(request)
             request.status = Status.STOPPED

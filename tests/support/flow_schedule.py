@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvcached_nixl.scheduler import fetch_attempts as fetching
+from kvcached_nixl.scheduler.asking import prefixes
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
@@ -183,6 +184,7 @@ class Schedule:
             drops_blocks=self.has_windows,
             asks=tuple(one.own.engine_id for one in self.prefills) if self.asks and name[0] == "d" else (),
             is_required=self.asks and dice.random() < 0.2,
+            local_tokens=dice.choice([None, 0, 12]) if self.asks else 0,
         )
         return self.cluster.engine(name, kind)
 
@@ -196,7 +198,9 @@ class Schedule:
     def run(self, num_events: int | None = None) -> None:
         """Runs the schedule and the final checks. Raises AssertionError if one fails."""
         numbers = patch.object(fetching, "draw_attempt", self.cluster.next_number)
-        with Defects() as defects, numbers:
+        # Prompts are short here.
+        looks_up = patch.object(prefixes, "LEAST_TOKENS", 8)
+        with Defects() as defects, numbers, looks_up:
             for _ in range(self.dice.randint(1, 3)):
                 self._task()
             for _ in range(self.dice.randint(30, 150) if num_events is None else num_events):

@@ -219,7 +219,17 @@ def holds_of(handover: SchedulerFacade) -> dict[int, list[Any]]:
 def asking_of(handover: SchedulerFacade) -> list[object]:
     """Returns the parts of asking that keep anything; none if the engine asks nobody."""
     asking = handover.asking
-    return [] if asking is None else [asking, asking.local, asking.window, asking.servers, *asking.servers.all]
+    if asking is None:
+        return []
+    return [
+        asking,
+        asking.local,
+        asking.break_even,
+        asking.window,
+        asking._prefixes,
+        asking.servers,
+        *asking.servers.all,
+    ]
 
 
 def draw_as(handover: SchedulerFacade, dice: random.Random) -> None:

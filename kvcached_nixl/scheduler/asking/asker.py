@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.asked_prompt import LOOK_UP_PATH
 from kvcached_nixl.wire.question import MOST_ANSWER_BYTES, AskFailed, Outcome, Question, read_answer
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Asker:
         self._woken = woken
         self._answers: deque[tuple[int, dict[str, Any] | Outcome]] = deque()
         self._checked: deque[tuple[Server, bool]] = deque()
+        self._looked_up: deque[tuple[str, Server, dict[str, Any] | None]] = deque()
         self._tasks: dict[object, asyncio.Task[None]] = {}
         # By question.
         self._sockets: dict[int, list[socket.socket]] = {}
@@ -75,6 +77,15 @@ class Asker:
         """Returns, since the last call, servers that were checked, and whether they are well."""
         return [self._checked.popleft() for _ in range(len(self._checked))]
 
+    def look_up(self, server: Server, question: Question, most_seconds: float) -> None:
+        """Asks a server how much of a prompt it has cached; `take_looked_up` has the answer, in any case."""
+        self._called(self._begin_look_up, server, server.address, question, most_seconds)
+
+    def take_looked_up(self) -> list[tuple[str, Server, dict[str, Any] | None]]:
+        """Returns the answers since the last call, with the ids of the requests: ``kv_transfer_params``, or None if a
+        server has not answered in time."""
+        return [self._looked_up.popleft() for _ in range(len(self._looked_up))]
+
     def cancel(self, number: int) -> None:
         """Nobody waits for the answer any more: prefill is told to stop computing the prompt. What it has answered by
         then may still be taken, within 5 s."""
@@ -86,8 +97,8 @@ class Asker:
 
     @property
     def has_answers(self) -> bool:
-        """Whether `take` or `take_checked` would return any."""
-        return bool(self._answers or self._checked)
+        """Whether `take`, `take_checked` or `take_looked_up` would return any."""
+        return bool(self._answers or self._checked or self._looked_up)
 
     def close(self) -> None:
         """Cancels all questions, and ends the thread."""
@@ -151,6 +162,29 @@ class Asker:
             is_well = False
         self._tasks.pop(server, None)
         self._checked.append((server, is_well))
+        self._woken()
+
+    def _begin_look_up(self, server: Server, address: str, question: Question, most_seconds: float) -> None:
+        task = asyncio.ensure_future(self._look_up(server, address, question, most_seconds))
+        self._tasks[task] = task
+        task.add_done_callback(self._tasks.pop)
+
+    async def _look_up(self, server: Server, address: str, question: Question, most_seconds: float) -> None:
+        import aiohttp
+
+        params = None
+        try:
+            url, more = self._target(server.url, address, LOOK_UP_PATH, **{"Content-Type": "application/msgpack"})
+            more |= {"timeout": aiohttp.ClientTimeout(total=most_seconds), "allow_redirects": False}
+            async with self._opened().post(url, data=question.look_up_body(), **more) as response:
+                params = read_answer(response.status, response.headers, await _answer_of(response))
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError, AskFailed) as error:
+            # Its text may repeat the key.
+            logger.debug("Prefill server %s does not say what it has cached: %s", server, type(error).__name__)
+        except Exception:
+            # Without an answer the request would wait for ever.
+            logger.exception("A prefill server could not be asked what it has cached; expected no such error")
+        self._looked_up.append((question.request_id, server, params))
         self._woken()
 
     def _end(self, number: int) -> None:

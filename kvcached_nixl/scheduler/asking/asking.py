@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode: requests whose KV prefill servers are asked for, before they may begin. One per engine, on its thread.
 
-    WAITING ─► ASKED ─► FETCHING ─► a step computes it
-       ▲         │         │
-       └─────────┴─ FAILED ┴─► LOCAL: computed here, few at a time (`LocalPrefills`), or it fails, as
-                               ``kv_load_failure_policy`` says
+    WAITING ─► LOOKING ─► ASKED ─► FETCHING ─► a step computes it
+       ▲  └───────────────▲ │         │
+       └────────────────────┴─ FAILED ┴─► LOCAL: computed here, few at a time (`LocalPrefills`), or it fails, as
+                                          ``kv_load_failure_policy`` says
 
 Meanwhile requests are held: they stay in vLLM's queue, are counted and can be aborted, but no step looks at them. With
 the ``kv_transfer_params`` of the answer they go on. In push a request goes on when it is asked for, so that prefill
 finds its blocks and sends KV while it computes, if it has nothing else to compute, and its engine is known.
 
 After a failure another server is asked, once, or a busy one again. What is not cached here may be too little to ask
-for: the request goes on at once. Of equal prompts one is asked for; the others find it cached.
+for: the request goes on at once, or in its turn (`BreakEven`). Of several servers the one that has most of the prompt
+is asked (`Prefixes`). Of equal prompts one is asked for; the others find it cached.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ import msgspec
 
 from kvcached_nixl.deadlines import Clock, earliest
 from kvcached_nixl.scheduler.asking.asker import Asker
+from kvcached_nixl.scheduler.asking.break_even import BreakEven
 from kvcached_nixl.scheduler.asking.limits import LocalPrefills, QueueLimit, Window
+from kvcached_nixl.scheduler.asking.prefixes import Prefixes
 from kvcached_nixl.scheduler.asking.resolver import Resolver
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
 from kvcached_nixl.scheduler.asking.wanted import Queue, Stage, Wanted
@@ -35,7 +38,7 @@ from kvcached_nixl.scheduler.engine import BlockPool, Progress, Request
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import AskingFigures, Computed, Ended
-from kvcached_nixl.wire.params import KvTransferParams
+from kvcached_nixl.wire.params import KvTransferParams, asks
 from kvcached_nixl.wire.question import Outcome, engine_in, queued_tokens_in
 from kvcached_nixl.wire.step import Step
 from kvcached_nixl.wire.timeline import State
@@ -61,7 +64,8 @@ class Asking:
 
     Args:
         own_engine_id: of this engine, which never fetches from itself.
-        local: what is computed here because no server gives it.
+        local: what is computed here.
+        break_even: whether that is sooner.
         block_tokens: of the smallest KV-cache blocks. If no more tokens are missing, they are computed here.
         pushes: prefill is told where the KV goes, and sends it.
         recomputes: what no server gives may be computed here (``kv_load_failure_policy``).
@@ -69,7 +73,7 @@ class Asking:
         queue_seconds: how long a request may wait to be asked for.
 
     Attributes:
-        servers, local: as above.
+        servers, local, break_even: as above.
         window: how much is asked for at a time.
         figures: for the metrics. Read on another thread, too.
     """
@@ -83,6 +87,7 @@ class Asking:
         clock: Clock,
         own_engine_id: str,
         local: LocalPrefills,
+        break_even: BreakEven,
         timelines: Timelines,
         block_tokens: int,
         *,
@@ -98,6 +103,8 @@ class Asking:
         self._clock = clock
         self._own_engine_id = own_engine_id
         self.local = local
+        self.break_even = break_even
+        self._prefixes = Prefixes(servers, asker, own_engine_id)
         self._timelines = timelines
         self._block_tokens = block_tokens
         self._pushes = pushes
@@ -119,7 +126,7 @@ class Asking:
     @property
     def num_waiting(self) -> int:
         """Requests that nobody is asked for yet."""
-        return len(self._queue)
+        return len(self._queue) + len(self._prefixes)
 
     @property
     def num_asked(self) -> int:
@@ -140,6 +147,9 @@ class Asking:
 
     def arrived(self, request: Request, blocks: BlockPool) -> bool:
         """A request has entered the engine. Returns whether it is to be held."""
+        if asks(request.params, "do_remote_decode"):
+            # It is a peer's question.
+            return False
         is_short = request.num_prompt_tokens <= self._block_tokens
         question = None if is_short else request.question
         if question is None:
@@ -156,6 +166,8 @@ class Asking:
         """A request has ended."""
         self.window.settle(request_id)
         self.local.gone(request_id)
+        self.break_even.gone(request_id)
+        self._prefixes.gone(request_id)
         self._limit.gone(request_id)
         wanted = self._wanted.pop(request_id, None)
         if wanted is None:
@@ -203,13 +215,13 @@ class Asking:
             return False
         self.window.settle(request_id)
         wanted = self._wanted[request_id]
-        server, _ = self.servers.choose(wanted.tried, wanted.hashes)
+        server, _ = self.servers.choose(wanted.tried, wanted.hashes, wanted.cached)
         is_asked_for = self._has_tries(wanted) and not self._replaces(server)
         if is_asked_for:
             self._fetching.forget(request, step)
             self._wait(wanted)
         elif self._computes and self._fetching.may_compute(request):
-            self._wait_locally(wanted)
+            self._wait_locally(wanted, wanted.outcome.computed, wanted.request.num_prompt_tokens)
         else:
             self._fetching.forget(request, step)
             self._compute_here(wanted)
@@ -227,20 +239,7 @@ class Asking:
             if request_id in self._wanted:
                 blocks.hold(request_id)
         self._to_hold.clear()
-        for url, addresses in self._resolver.take().items():
-            self.servers.are_at(url, addresses)
-        may_begin = False
-        for number, found in self._asker.take():
-            if isinstance(found, Outcome):
-                self._not_answered(number, found, blocks, step)
-            else:
-                may_begin |= self._answered(number, found, blocks, step)
-        for server, is_well in self._asker.take_checked():
-            for number in list(server.asked) if self.servers.has_failed(server, is_well=is_well) else ():
-                late = Outcome("it has answered nothing for too long", is_of_server=True)
-                self._not_answered(number, late, blocks, step)
-        for server in self.servers.take_silent():
-            self._asker.check(server)
+        may_begin = self._take_answers(blocks, step)
         self._refuse_late()
         may_begin |= self._look_up_fresh(blocks)
         self._rested_at_seconds = None
@@ -255,6 +254,28 @@ class Asking:
         self._resolver.close()
         self._asker.close()
 
+    def _take_answers(self, blocks: BlockPool, step: Step) -> bool:
+        """Takes what the threads have found. Returns whether a request goes on."""
+        for url, addresses in self._resolver.take().items():
+            self.servers.are_at(url, addresses)
+        may_begin = False
+        for number, found in self._asker.take():
+            if isinstance(found, Outcome):
+                self._not_answered(number, found, blocks, step)
+            else:
+                may_begin |= self._answered(number, found, blocks, step)
+        for server, is_well in self._asker.take_checked():
+            for number in list(server.asked) if self.servers.has_failed(server, is_well=is_well) else ():
+                late = Outcome("it has answered nothing for too long", is_of_server=True)
+                self._not_answered(number, late, blocks, step)
+        for server in self.servers.take_silent():
+            self._asker.check(server)
+        for wanted in self._prefixes.take():
+            self.window.settle(wanted.request.request_id)
+            wanted.stage = Stage.WAITING
+            self._queue.push(wanted)
+        return may_begin
+
     # -------------------------------------------------------------------------------------------------------- asking
 
     def _wait(self, wanted: Wanted) -> None:
@@ -267,17 +288,21 @@ class Asking:
         """Lets those go on that are cached here, whatever others wait for. Returns whether there are any."""
         may_begin = False
         for wanted in self._queue.take_fresh():
-            if self._is_cached(wanted, blocks):
-                may_begin = True
-            else:
+            num_missing = self._missing(wanted, blocks)
+            if not (self._is_cached(wanted, num_missing, blocks) or self._is_sooner_here(wanted, num_missing)):
                 self._queue.push(wanted)
+            may_begin |= wanted.stage is Stage.OVER
         return may_begin
 
-    def _is_cached(self, wanted: Wanted, blocks: BlockPool) -> bool:
-        """Whether too little of a prompt is missing to ask for it. Then it goes on."""
-        request_id = wanted.request.request_id
-        if wanted.request.num_prompt_tokens - blocks.num_cached_tokens(request_id) > self._block_tokens:
+    def _missing(self, wanted: Wanted, blocks: BlockPool) -> int:
+        """How many tokens of a prompt are not cached here."""
+        return wanted.request.num_prompt_tokens - blocks.num_cached_tokens(wanted.request.request_id)
+
+    def _is_cached(self, wanted: Wanted, num_missing: int, blocks: BlockPool) -> bool:
+        """Whether all of a prompt is cached but for less than a block. Then it goes on."""
+        if num_missing > self._block_tokens:
             return False
+        request_id = wanted.request.request_id
         del self._wanted[request_id]
         wanted.stage = Stage.OVER
         self._queue.land(wanted, is_cached=True)
@@ -285,6 +310,22 @@ class Asking:
         self.figures.computed[Computed.CACHED] += 1
         blocks.release(request_id, None)
         self._timelines.end(request_id)
+        return True
+
+    def _is_sooner_here(self, wanted: Wanted, num_missing: int) -> bool:
+        """Whether the rest of a prompt is computed here sooner than prefill hands it over. Then it is, in its turn; or
+        it waits for an equal one."""
+        request_id, num_tokens = wanted.request.request_id, wanted.request.num_prompt_tokens
+        server, num_there = self.servers.choose(wanted.tried, wanted.hashes, wanted.cached)
+        num_asked = server.num_tokens(self._clock.now_seconds()) + num_tokens - num_there
+        num_cached, num_local = num_tokens - num_missing, self.local.num_tokens
+        if not self.break_even.computes_here(num_missing, num_cached, num_local, num_asked):
+            return False
+        if not self._queue.follows(wanted):
+            self._queue.leads(wanted)
+            self._limit.gone(request_id)
+            self._timelines.end(request_id)
+            self._wait_locally(wanted, Computed.CACHED, num_missing)
         return True
 
     def _refuse_late(self) -> None:
@@ -330,17 +371,22 @@ class Asking:
         # First, since it is looked at in each step: a choice takes the longer the longer the prompt is.
         if not rests and not self.window.has_room(num_blocks, *room):
             return False
-        server, num_cached = self.servers.choose(wanted.tried, wanted.hashes)
+        server, num_cached = self.servers.choose(wanted.tried, wanted.hashes, wanted.cached)
         if rests and not self._replaces(server):
             self._rested_at_seconds = server.rests_until_seconds
             return False
-        if self._is_cached(wanted, blocks):
+        num_missing = self._missing(wanted, blocks)
+        if self._is_cached(wanted, num_missing, blocks) or self._is_sooner_here(wanted, num_missing):
             return True
         if rests:
             self._compute_here(wanted)
+            return True
+        self.window.promise(request.request_id, num_blocks)
+        likely_seconds = self.break_even.asked_seconds(num_missing)
+        if self._prefixes.begin(wanted, num_missing, likely_seconds):
+            self._queue.leads(wanted)
         else:
-            self.window.promise(request.request_id, num_blocks)
-            self._ask(wanted, server, num_cached * self._block_tokens, blocks, step)
+            self._ask(wanted, server, num_cached, blocks, step)
         return True
 
     def _ask(self, wanted: Wanted, server: Server, num_cached_tokens: int, blocks: BlockPool, step: Step) -> None:
@@ -352,9 +398,10 @@ class Asking:
         self._queue.leads(wanted)
         self._timelines.enter(wanted.request.request_id, State.DECODE_ASKING)
         # While prefill computes others, this one's blocks are better used here.
-        is_next = not server.num_tokens(self._clock.now_seconds())
-        wanted.named = server.engine if self._pushes and is_next else None
+        num_before = server.num_tokens(self._clock.now_seconds())
+        wanted.named = server.engine if self._pushes and not num_before else None
         num_tokens = wanted.request.num_prompt_tokens - num_cached_tokens
+        self.break_even.is_asked_for(wanted.request.request_id, num_before + num_tokens)
         self.servers.asked(server, wanted.number, num_tokens, wanted.hashes)
         question = wanted.question
         if wanted.named is not None:
@@ -448,12 +495,13 @@ class Asking:
         """No server gives the KV of a held request: it is computed here, or fails."""
         wanted.stage = Stage.LOCAL
         if self._fetching.refuse(wanted.request, _failure(wanted.outcome), computes=not self._is_required):
-            self._wait_locally(wanted)
+            self._wait_locally(wanted, wanted.outcome.computed, wanted.request.num_prompt_tokens)
 
-    def _wait_locally(self, wanted: Wanted) -> None:
+    def _wait_locally(self, wanted: Wanted, reason: Computed, num_tokens: int) -> None:
         wanted.stage = Stage.LOCAL
-        self.figures.computed[wanted.outcome.computed] += 1
-        self.local.add(wanted.request, wanted.order)
+        self.figures.computed[reason] += 1
+        self.break_even.begins_here(wanted.request.request_id, self.local.num_tokens + num_tokens)
+        self.local.add(wanted.request, wanted.order, num_tokens)
 
     def _withdraw(self, wanted: Wanted, ended: Ended) -> None:
         """Nobody waits for the answer any more."""

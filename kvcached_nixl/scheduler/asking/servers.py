@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -40,6 +41,7 @@ VAIN_SILENCES = 10
 MOST_HASHES = 65_536
 STRIDE = 4
 """Of every so many blocks the hash of one is remembered."""
+_NOTHING: Mapping[Server, int] = MappingProxyType({})
 
 
 @dataclass(eq=False)
@@ -61,6 +63,8 @@ class Server:
         refused_seconds: when it has refused a prompt last.
         last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
         queued_tokens: tokens of all prompts in its queue, as reported with its last answer.
+        queued_seconds: when that was.
+        is_own: it is this engine's own server, as far as its last answer says.
         checked_seconds: when it was asked last whether it is well.
     """
 
@@ -79,6 +83,8 @@ class Server:
     last_sign_seconds: float = 0.0
     checked_seconds: float = 0.0
     queued_tokens: int = 0
+    queued_seconds: float = 0.0
+    is_own: bool = False
 
     def __str__(self) -> str:
         return f"{self.url} ({self.address})" if self.address else self.url
@@ -90,7 +96,7 @@ class Server:
 
     def num_tokens(self, now_seconds: float) -> int:
         """How many tokens of prompts it has to compute."""
-        is_fresh = now_seconds < self.last_sign_seconds + FRESH_SECONDS
+        is_fresh = now_seconds < self.queued_seconds + FRESH_SECONDS
         return max(sum(num_tokens for num_tokens, _ in self.asked.values()), self.queued_tokens if is_fresh else 0)
 
 
@@ -126,24 +132,48 @@ class Servers:
         left = [one for one in (*self._leaving, *of_url.values()) if one not in self.all]
         self._leaving = [one for one in dict.fromkeys(left) if one.asked]
 
-    def choose(self, tried: Collection[Server], hashes: Sequence[bytes]) -> tuple[Server, int]:
-        """Returns the one to ask next, and how many of these blocks it may have cached. It does not rest, was not tried
-        yet, and has the fewest tokens of this engine to compute, the prompt's with them. If all rest, it is one that is
-        busy, or rests for the shortest time.
+    def choose(
+        self, tried: Collection[Server], hashes: Sequence[bytes], cached: Mapping[Server, int] = _NOTHING
+    ) -> tuple[Server, int]:
+        """Returns the one to ask next, and how many tokens of these blocks it may have cached. It does not rest, was
+        not tried yet, and has the fewest tokens of this engine to compute, the prompt's with them. If all rest, it is
+        one that is busy, or rests for the shortest time.
+
+        Args:
+            cached: tokens of the prompt, of those that were asked.
         """
         now = self._clock.now_seconds()
         self.random.shuffle(self.all)
         knowing, num_known = self._find(hashes)
 
-        def order(one: Server) -> tuple[bool, bool, bool, bool, float, int]:
+        def may_have(one: Server) -> int:
+            return cached.get(one, num_known if one is knowing else 0)
+
+        def order(one: Server) -> tuple[bool, bool, bool, bool, bool, float, int]:
             rests_seconds = max(0.0, one.rests_until_seconds - now)
             rests = rests_seconds > 0
-            num_tokens = one.num_tokens(now) - (num_known * self._block_tokens if one is knowing else 0)
+            num_tokens = one.num_tokens(now) - may_have(one)
             refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.refused_seconds + LONGEST_PAUSE_SECONDS
-            return rests, one in tried, refuses, rests and not one.is_busy, rests_seconds, num_tokens
+            return rests, one.is_own, one in tried, refuses, rests and not one.is_busy, rests_seconds, num_tokens
 
         found = min(self.all, key=order)
-        return found, num_known if found is knowing else 0
+        return found, may_have(found)
+
+    def that_may_have(
+        self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, most: int
+    ) -> list[Server]:
+        """Returns the servers to ask how much of a prompt they have cached: the one that was asked for most of it, and
+        some others; none if one is known that has most of it, or if there is no choice.
+
+        Args:
+            num_tokens: of the prompt.
+        """
+        knowing, num_known = self._find(hashes)
+        found = [one for one in self.all if not (self.rests(one) or one.is_own or one in tried)]
+        if len(found) < 2 or (knowing in found and 2 * num_known >= num_tokens):
+            return []
+        self.random.shuffle(found)
+        return sorted(found, key=lambda one: one is not knowing)[:most]
 
     @property
     def all_rest(self) -> bool:
@@ -157,8 +187,6 @@ class Servers:
     def asked(self, server: Server, number: int, num_tokens: int, hashes: Sequence[bytes]) -> None:
         """A server is asked for a prompt with these blocks, of which so many tokens may not be cached there."""
         now = self._clock.now_seconds()
-        if now >= server.last_sign_seconds + FRESH_SECONDS:
-            server.queued_tokens = 0
         if not server.asked:
             server.last_sign_seconds = now
         server.asked[number] = num_tokens, now
@@ -188,9 +216,14 @@ class Servers:
         """
         server.asked.pop(number, None)
         now = server.last_sign_seconds = self._clock.now_seconds()
-        server.num_refused, server.queued_tokens = 0, queued_tokens
+        server.num_refused = 0
+        self.has_queued(server, queued_tokens)
         last_seconds = now - VAIN_SILENCES * self._silence_seconds
         return [one for one, (_, at_seconds) in server.asked.items() if one < number and at_seconds < last_seconds]
+
+    def has_queued(self, server: Server, num_tokens: int) -> None:
+        """A server has said how many tokens of prompts are in its queue."""
+        server.queued_tokens, server.queued_seconds = num_tokens, self._clock.now_seconds()
 
     def served(self, server: Server) -> None:
         """The KV that a server has offered is here, and is used."""
@@ -252,9 +285,9 @@ class Servers:
         return [one for one in (*self.all, *self._leaving) if one.asked]
 
     def _find(self, hashes: Sequence[bytes]) -> tuple[Server | None, int]:
-        """Returns the server that was asked for most of a prompt, and for how many of its blocks."""
+        """Returns the server that was asked for most of a prompt, and for how many of its tokens."""
         for place in range(len(hashes) // STRIDE * STRIDE - 1, 0, -STRIDE):
             server, num_outages = self._known.get(hashes[place], (None, 0))
             if server is not None and server.num_outages == num_outages:
-                return server, place + 1
+                return server, (place + 1) * self._block_tokens
         return None, 0

@@ -7,6 +7,8 @@ kv_transfer_config.kv_connector_extra_config:
     prefill_required     true: no prompt is computed here because no prefill server answers; it waits. false by default
     queue_timeout        seconds. A request that has waited so long to be asked for is refused (HTTP 503). Without it,
                          requests wait as long as it takes
+    max_local_prefill_tokens    decode computes prompts of which no more tokens than these are missing in its prefix
+                         cache; less than a block always. Without it, what is sooner is measured (`break_even`)
     prefill_api_key_file a file with the key of the prefill servers (``--api-key``); or the environment variable
                          KVCACHED_NIXL_PREFILL_API_KEY
     accept_kv_transfer_params    true: clients, or a router, may name a prefill server in their requests, too. false by
@@ -41,6 +43,7 @@ class AskSettings:
         api_key: "" for none.
         is_asked: others may fetch KV from this engine, too (``kv_both``).
         queue_seconds: how long a request may wait to be asked for.
+        max_local_prefill_tokens: None to measure what is computed here sooner.
     """
 
     servers: tuple[str, ...]
@@ -49,6 +52,7 @@ class AskSettings:
     api_key: str = field(default="", repr=False)
     is_asked: bool = False
     queue_seconds: float = math.inf
+    max_local_prefill_tokens: int | None = None
 
     @classmethod
     def from_extra_config(
@@ -70,12 +74,16 @@ class AskSettings:
         is_required, accepts = flags
         consequence = "Requests would be refused at once, or wait for ever."
         queue_seconds = read_seconds(extra_config, "queue_timeout", math.inf, consequence)
+        most_local = extra_config.get("max_local_prefill_tokens")
+        if most_local is not None and (type(most_local) is not int or most_local < 0):
+            expected = "a number of tokens, 0 or more"
+            raise bad("max_local_prefill_tokens", most_local, expected, "It is not known which prompts to ask for.")
         if not servers:
             return None
         if not is_consumer:
             raise bad("prefill", said, "no such key with kv_role kv_producer, which fetches no KV", _UNKNOWN)
         urls = tuple(dict.fromkeys(one.rstrip("/") for one in servers))
-        return cls(urls, is_required, accepts, _api_key(extra_config), is_producer, queue_seconds)
+        return cls(urls, is_required, accepts, _api_key(extra_config), is_producer, queue_seconds, most_local)
 
 
 def _is_url(said: object) -> bool:

@@ -25,6 +25,8 @@ class Stage(Enum):
 
     WAITING = auto()
     """In the queue of those to be asked for, or for another request with the same prompt."""
+    LOOKING = auto()
+    """Servers are asked how much of it they have cached (`prefixes`)."""
     ASKED = auto()
     """Held until the answer."""
     FETCHING = auto()
@@ -50,6 +52,8 @@ class Wanted:
         named: the engine that was named before the answer (push).
         outcome: of the last question.
         tried: the servers that were asked, and were not busy.
+        is_looked_up: servers were asked how much of it they have cached.
+        cached: tokens, by what they have said.
         num_lost: servers that have ended with its prompt.
         passed_since_seconds: when it first found no room; 0 if it never did.
     """
@@ -65,6 +69,8 @@ class Wanted:
     named: RemotePrefill | None = None
     outcome: Outcome = Outcome("none may be asked now", is_of_server=True)
     tried: list[Server] = field(default_factory=list)
+    is_looked_up: bool = False
+    cached: dict[Server, int] = field(default_factory=dict)
     num_lost: int = 0
     passed_since_seconds: float = 0.0
 

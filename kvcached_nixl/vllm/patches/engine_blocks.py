@@ -78,10 +78,11 @@ class EngineBlocks:
         return sum(_blocks_of(manager, request) for manager in self._managers())
 
     def num_cached_tokens(self, request_id: str) -> int:
-        if not self.caches_prefixes:
-            return 0
-        request = private(self.engine_scheduler, "requests")[request_id]
-        return int(self._hits(request)[1])
+        return self.num_cached_tokens_of(private(self.engine_scheduler, "requests")[request_id])
+
+    def num_cached_tokens_of(self, request: Any) -> int:
+        """How many tokens of a request of vLLM's are in the prefix cache, whether the scheduler knows it or not."""
+        return int(self._hits(request)[1]) if self.caches_prefixes else 0
 
     def hold(self, request_id: str) -> None:
         hold(self.engine_scheduler, private(self.engine_scheduler, "requests")[request_id])

@@ -144,11 +144,11 @@ def tell_reasons(outputs: Any, told: dict[str, str]) -> None:
 
 
 def note_tokens(found: Iterable[Any], outputs: Any) -> None:
-    """Tell these facades which requests have got tokens, if a hand-over ends with that."""
+    """Tell these facades which requests have got tokens, if any of them waits for that."""
     for side in found:
-        if side.timelines.awaits_tokens:
+        if side.awaits_tokens:
             told = (one for of_client in outputs.values() for one in of_client.outputs)
-            side.timelines.answered(one.request_id for one in told if one.new_token_ids)
+            side.answered([one.request_id for one in told if one.new_token_ids])
 
 
 def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, outputs: Any) -> None:

@@ -123,8 +123,8 @@ READS = (
     ),
     _at(
         ENGINE_CORE,
-        "scheduler vllm_config input_queue batch_queue engines_running shutdown_state _idle_state_callbacks "
-        "process_input_queue_block _process_engine_step _send_error_outputs_to_client has_work",
+        "scheduler vllm_config input_queue output_queue batch_queue engines_running shutdown_state "
+        "_idle_state_callbacks process_input_queue_block _process_engine_step _send_error_outputs_to_client has_work",
     ),
     _at(ENGINE_CORE_BASE, "scheduler model_executor"),
     _of("vllm.v1.executor.abstract", "Executor", "is_sleeping get_kv_connector_handshake_metadata"),
@@ -218,9 +218,11 @@ READS = (
         prompt_logprob_token_ids=BEYOND_KVCACHED.later,
     ),
     _of("vllm.exceptions", "VLLMValidationError"),
-    _of("vllm.v1.engine", "EngineCoreOutput", "request_id finish_reason new_token_ids trace_headers"),
+    _of(
+        "vllm.v1.engine", "EngineCoreOutput", "request_id finish_reason new_token_ids trace_headers kv_transfer_params"
+    ),
     _of("vllm.v1.engine", "FinishReason", "ERROR ABORT"),
-    _of("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
+    _of("vllm.v1.engine", "EngineCoreOutputs", "outputs finished_requests"),
     _of("vllm.v1.engine.output_processor", "RequestState", "queue detokenizer stats external_req_id parent_req"),
     _of("vllm.v1.engine.parallel_sampling", "ParentRequest", "output_aggregator"),
     _of("vllm.v1.metrics.stats", "PrefillStats", "num_cached_tokens num_local_cached_tokens num_prompt_tokens"),
@@ -237,7 +239,7 @@ READS = (
     # Its endpoint for prompts with images, ...
     _of("vllm.entrypoints.openai.models.serving", "OpenAIServingModels", "lora_requests"),
     _of("vllm.entrypoints.serve.utils.api_utils", "", "with_cancellation"),
-    _of("vllm.inputs", "", "embeds_input mm_input"),
+    _of("vllm.inputs", "", "embeds_input mm_input tokens_input"),
     _of("vllm.multimodal.cache", "", "MultiModalProcessorOnlyCache"),
     _of(
         "vllm.multimodal.inputs",

@@ -406,7 +406,7 @@ def test_a_hand_over_ends_with_a_token_of_its_request(awaits: bool) -> None:
     def output(name: str, *tokens: int) -> SimpleNamespace:
         return SimpleNamespace(request_id=name, new_token_ids=list(tokens))
 
-    side = SimpleNamespace(timelines=SimpleNamespace(awaits_tokens=awaits, answered=told.extend))
+    side = SimpleNamespace(awaits_tokens=awaits, answered=told.extend)
     outputs = {0: SimpleNamespace(outputs=[output("a", 5), output("b")]), 1: SimpleNamespace(outputs=[output("c", 6)])}
     note_tokens([side], outputs if awaits else None)
     assert told == (["a", "c"] if awaits else [])

@@ -81,7 +81,6 @@ BAD = {
     "an unknown field": changed(prompt(), lora_path="/etc"),
     "an id that heartbeats would split": changed(prompt(), request_id="a,b"),
     "half an id": changed(prompt(), token_ids=bytes(5)),
-    "neither features nor embeddings": changed(prompt(), features=[]),
     "both": changed(prompt(), embeddings=fields(tensor())),
     "a priority beyond 64 bits": changed(prompt(), priority=2**64 - 1, request_id=7),
     "a negative offset": image(offset=-1),

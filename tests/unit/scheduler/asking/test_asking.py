@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvcached_nixl.scheduler.asking.asking import Asking
+from kvcached_nixl.scheduler.asking.break_even import BreakEven
 from kvcached_nixl.scheduler.asking.limits import LocalPrefills
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
 from kvcached_nixl.scheduler.timelines import Timelines
@@ -20,6 +21,7 @@ from kvcached_nixl.wire.question import Outcome, Question
 SILENCE_SECONDS = 120.0
 BLOCK = 16
 CHUNK = 8 * BLOCK
+MOST = 64 * BLOCK
 ANSWER = {"do_remote_prefill": True, "remote_engine_id": "p"}
 DEAD = Outcome("refused", is_of_server=True)
 BUSY = Outcome("HTTP 503", is_of_server=True, is_busy=True, retry_after_seconds=3.0)
@@ -41,6 +43,7 @@ class Request:
     block_hashes: tuple[bytes, ...] = ()
     priority: int = 0
     can_be_asked: bool = True
+    params: Any = None
 
     @property
     def question(self) -> Question | None:
@@ -82,7 +85,8 @@ class Blocks:
 
 @dataclass
 class Asker:
-    """Nobody is asked: ``asked`` has the questions, by number, and the test answers."""
+    """Nobody is asked: ``asked`` has the questions, by number, and the test answers. What servers say at once of what
+    they have cached is in ``says``, by URL; None: the test answers that, too."""
 
     asked: dict[int, tuple[str, str]] = field(default_factory=dict)
     addresses: dict[int, str] = field(default_factory=dict)
@@ -91,6 +95,18 @@ class Asker:
     checked: list[tuple[Server, bool]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     answers: list[tuple[int, Any]] = field(default_factory=list)
+    looked_up: list[tuple[str, Server]] = field(default_factory=list)
+    found: list[tuple[str, Server, Any]] = field(default_factory=list)
+    says: dict[str, Any] | None = field(default_factory=dict)
+
+    def look_up(self, server: Server, question: Question, most_seconds: float) -> None:
+        self.looked_up.append((question.request_id, server))
+        if self.says is not None:
+            self.found.append((question.request_id, server, self.says.get(server.url)))
+
+    def take_looked_up(self) -> list[tuple[str, Server, Any]]:
+        found, self.found = self.found, []
+        return found
 
     def ask(self, number: int, server: Server, question: Question) -> None:
         self.asked[number] = (server.url, question.request_id)
@@ -113,7 +129,7 @@ class Asker:
 
     @property
     def has_answers(self) -> bool:
-        return bool(self.answers)
+        return bool(self.answers or self.found)
 
     def close(self) -> None:
         """Has no thread."""
@@ -161,7 +177,13 @@ class Fetching:
 
 class Decode:
     def __init__(
-        self, *urls: str, recomputes: bool = True, is_required: bool = False, pushes: bool = False, **blocks: Any
+        self,
+        *urls: str,
+        recomputes: bool = True,
+        is_required: bool = False,
+        pushes: bool = False,
+        local_tokens: int | None = 0,
+        **blocks: Any,
     ) -> None:
         self.clock, self.asker, self.blocks, self.fetching = Clock(), Asker(), Blocks(**blocks), Fetching()
         servers = Servers(urls or ("http://p1",), self.clock, SILENCE_SECONDS, BLOCK)
@@ -169,7 +191,8 @@ class Decode:
         self.names: dict[str, tuple[str, ...]] = {}
         resolver = SimpleNamespace(take=self._changed)
         self.asking = Asking(
-            *(servers, self.asker, resolver, self.fetching, self.clock, "own", LocalPrefills(CHUNK), timelines, BLOCK),  # type: ignore[arg-type]
+            *(servers, self.asker, resolver, self.fetching, self.clock, "own"),  # type: ignore[arg-type]
+            *(LocalPrefills(CHUNK), BreakEven(self.clock, MOST, local_tokens), timelines, BLOCK),
             pushes=pushes,
             recomputes=recomputes,
             is_required=is_required,
@@ -183,6 +206,8 @@ class Decode:
         request = self.blocks.requests[request_id] = Request(request_id, **changed)
         held = self.asking.arrived(request, self.blocks)  # type: ignore[arg-type]
         self.turn()
+        if self.asker.found:
+            self.turn()
         return held
 
     def turn(self, *, may_ask: bool = True) -> None:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which server has how much of a prompt cached. Before a prompt is asked for, a few servers that could compute it say
+how many of its tokens they have: a conversation that lands here for the first time is in the cache of another decode
+server, or of a prefill server that others have asked.
+
+Used on the engine's thread only.
+"""
+
+from __future__ import annotations
+
+from kvcached_nixl.scheduler.asking.asker import Asker
+from kvcached_nixl.scheduler.asking.servers import Server, Servers
+from kvcached_nixl.scheduler.asking.wanted import Stage, Wanted
+from kvcached_nixl.wire.params import cached_tokens_in
+from kvcached_nixl.wire.question import queued_tokens_in
+
+__all__ = ["Prefixes"]
+
+LEAST_TOKENS = 128
+"""Of less, so little is saved that nobody is asked first."""
+MOST_ASKED = 4
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.1, 1.0
+"""How long their answers are waited for: half as long as the KV itself is likely to take."""
+
+
+class Prefixes:
+    """See the module.
+
+    Args:
+        own_engine_id: of this engine. A name may stand for its own server, too.
+    """
+
+    def __init__(self, servers: Servers, asker: Asker, own_engine_id: str) -> None:
+        self._servers = servers
+        self._asker = asker
+        self._own_engine_id = own_engine_id
+        # By request: who has not answered yet.
+        self._open: dict[str, tuple[Wanted, set[Server]]] = {}
+
+    def __len__(self) -> int:
+        """Requests whose servers have not all answered."""
+        return len(self._open)
+
+    def begin(self, wanted: Wanted, num_missing: int, likely_seconds: float | None) -> bool:
+        """Asks who has the prefix of a request, once. Returns whether anybody is asked.
+
+        Args:
+            num_missing: tokens that are not cached here.
+            likely_seconds: until the KV would be here if no server had anything; None if that is not known.
+        """
+        if wanted.is_looked_up or num_missing < LEAST_TOKENS or wanted.question.prompt is not None:
+            return False
+        wanted.is_looked_up = True
+        num_tokens = wanted.request.num_prompt_tokens
+        asked = self._servers.that_may_have(wanted.tried, wanted.hashes, num_tokens, MOST_ASKED)
+        if not asked:
+            return False
+        wanted.stage = Stage.LOOKING
+        self._open[wanted.request.request_id] = wanted, set(asked)
+        seconds = LONGEST_SECONDS if likely_seconds is None else likely_seconds / 2
+        for one in asked:
+            self._asker.look_up(one, wanted.question, min(max(SHORTEST_SECONDS, seconds), LONGEST_SECONDS))
+        return True
+
+    def take(self) -> list[Wanted]:
+        """Returns requests whose servers have all answered, or are not waited for any longer."""
+        ended: list[Wanted] = []
+        for request_id, server, params in self._asker.take_looked_up():
+            wanted, open_ = self._open.get(request_id, (None, set()))
+            if wanted is None or server not in open_:
+                continue
+            open_.remove(server)
+            if params is not None:
+                server.is_own = params.get("remote_engine_id") == self._own_engine_id
+                wanted.cached[server] = min(cached_tokens_in(params), wanted.request.num_prompt_tokens)
+                self._servers.has_queued(server, queued_tokens_in(params))
+            if not open_:
+                del self._open[request_id]
+                ended.append(wanted)
+        return ended
+
+    def gone(self, request_id: str) -> None:
+        """A request has ended."""
+        self._open.pop(request_id, None)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers: conversations whose turns arrive at any of three servers behind a plain balancer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
+from support.balancers import Balancer, service
+
+from experiments.common.client import Client
+from experiments.common.counted import samples
+from experiments.common.device import with_extra
+from experiments.common.servers import GIVES_BACK, HOST, Running, Server, ServerSpec, free_ports
+from experiments.common.servers import running as running_servers
+from experiments.lease_recovery.arms import BLOCK_SIZE, PULL, PUSH, Arm
+
+TOKENS = 12
+CONVERSATIONS, TURNS = 4, 4
+FIRST_TOKENS, NEW_TOKENS = 320, 150
+VOCABULARY = range(10, 500)
+Ask = Callable[[int, int, list[int]], Awaitable[list[int]]]
+"""The numbers of a conversation and of its turn, and the turn's prompt -> its answer."""
+
+
+class Peers(Running):
+    """Servers that all name each other in ``prefill``."""
+
+    def __enter__(self) -> Peers:
+        ports = free_ports(2 * len(self.specs))
+        urls = [f"http://{HOST}:{port}" for port in ports[::2]]
+        for place, spec in enumerate(self.specs):
+            assert spec.kv_transfer is not None
+            others = {"prefill": [*urls[:place], *urls[place + 1 :]]}
+            spec = replace(spec, kv_transfer=with_extra(spec.kv_transfer, others))
+            self.servers.append(Server(spec, self.logs, (ports[2 * place], ports[2 * place + 1])))
+        return self
+
+
+@contextlib.contextmanager
+def peers(arm: Arm, logs: Path) -> Iterator[tuple[Running, Server]]:
+    """Three servers that ask each other, and a stock one."""
+    one, _ = arm.specs("recompute")
+    assert one.kv_transfer is not None
+    keeps = {name: value for name, value in one.environment.items() if name not in GIVES_BACK}
+    both = replace(one, kv_transfer={**one.kv_transfer, "kv_role": "kv_both"}, environment=keeps)
+    several = [replace(both, name=f"{arm.name}-peer{number}") for number in range(3)]
+    stock = ServerSpec("stock", one.model, dtype=one.dtype, block_size=BLOCK_SIZE, max_model_len=1024, forks=True)
+    with running_servers([stock], logs) as (alone,), Peers(several, logs) as launched:
+        launched.ready()
+        yield launched, alone
+        for server in launched.servers:
+            server.check_alive()
+
+
+def computed_tokens(servers: Sequence[Server]) -> int:
+    """How many tokens of prompts servers have computed."""
+    found = [samples(f"{one.base_url}/metrics", "vllm:prompt_tokens_by_source_total") for one in servers]
+    return sum(int(value) for one in found for key, value in one.items() if "local_compute" in key)
+
+
+async def converse(stock: Server, http: httpx.AsyncClient, ask: Ask, seed: int) -> None:
+    """Conversations, a turn of each at a time: every answer is that of the stock server."""
+    dice = random.Random(seed)
+    alone = Client(stock.base_url, http)
+    histories = [dice.choices(VOCABULARY, k=FIRST_TOKENS) for _ in range(CONVERSATIONS)]
+    for turn in range(TURNS):
+        for number, history in enumerate(histories):
+            name = f"conversation{number}"
+            expected = await alone.answer(history, max_tokens=TOKENS, salt=name, request_id=f"{name}-{turn}")
+            assert await ask(number, turn, history) == expected.token_ids, f"{name}, turn {turn}"
+            history += expected.token_ids + dice.choices(VOCABULARY, k=NEW_TOKENS)
+
+
+@pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
+def test_turns_are_computed_at_home_and_elsewhere_their_history_is_fetched_from_there(arm: Arm, tmp_path: Path) -> None:
+    async def run(servers: Sequence[Server], stock: Server) -> None:
+        async with httpx.AsyncClient(timeout=180) as http:
+            clients = [Client(one.base_url, http) for one in servers]
+
+            async def ask(number: int, turn: int, prompt: list[int]) -> list[int]:
+                client = clients[(number + (turn == TURNS - 1)) % len(clients)]
+                name = f"conversation{number}"
+                answer = await client.answer(prompt, max_tokens=TOKENS, salt=name, request_id=f"{name}-{turn}")
+                return answer.token_ids
+
+            await converse(stock, http, ask, seed=7)
+        new_tokens = CONVERSATIONS * (FIRST_TOKENS + (TURNS - 1) * (NEW_TOKENS + TOKENS))
+        turns = CONVERSATIONS * TURNS
+        assert computed_tokens(servers) <= new_tokens + turns * 2 * BLOCK_SIZE, "what is new, on two servers at most"
+
+    with peers(arm, tmp_path) as (running, stock):
+        asyncio.run(run(running.servers, stock))
+
+
+@pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
+def test_behind_a_plain_balancer_conversations_go_on_when_a_server_is_killed(arm: Arm, tmp_path: Path) -> None:
+    async def run(running: Running, stock: Server, balancer: Balancer) -> None:
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=180, limits=limits) as http:
+            client = Client(balancer.url, http)
+
+            async def ask(number: int, turn: int, prompt: list[int]) -> list[int]:
+                if (number, turn) == (0, 1):
+                    running.servers[0].kill()
+                    running.replace(0)
+                balancer.serve([one.base_url for one in running.servers if one.is_ready()])
+                name = f"conversation{number}"
+                answer = await client.answer(prompt, max_tokens=TOKENS, salt=name, request_id=f"{name}-{turn}")
+                return answer.token_ids
+
+            await converse(stock, http, ask, seed=8)
+
+    with peers(arm, tmp_path) as (running, stock), contextlib.ExitStack() as stack:
+        urls = [one.base_url for one in running.servers]
+        asyncio.run(run(running, stock, stack.enter_context(service(urls, tmp_path, is_sticky=False))))
+        assert len(running.ready()) == 3

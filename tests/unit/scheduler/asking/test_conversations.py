@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that begin as others did: what is computed here, and who is asked for the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcached_nixl.scheduler.asking.break_even import FIRST_TOKENS, HALF_LIFE_SECONDS, BreakEven, SecondsByTokens
+from kvcached_nixl.wire.headroom import Computed
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HEADROOM_KEY
+
+from .test_asking import ANSWER, BLOCK, CHUNK, DEAD, MOST, Clock, Decode, Step, hashes
+
+LONG = 64 * BLOCK
+LOCAL = {"cached": 1}
+
+
+# ------------------------------------------------------------------------------------------------ what is computed here
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_seconds_are_learned_from_tokens(noise: float) -> None:
+    found = SecondsByTokens()
+    assert found.expected_seconds(100, 0.0) is None
+    for place, tokens in enumerate((100, 900, 300, 700)):
+        found.add(tokens, 0.1 + tokens / 1000 + noise * (-1) ** place, 0.0)
+    assert found.expected_seconds(500, 0.0) == pytest.approx(0.6, abs=0.03)
+    assert found.expected_seconds(2000, 0.0) == pytest.approx(2.1, abs=0.15)
+
+
+def test_equal_prompts_say_nothing_of_longer_ones_and_nothing_is_less_than_nothing() -> None:
+    found = SecondsByTokens()
+    for seconds in (1.0, 1.1, 0.9):
+        found.add(100, seconds, 0.0)
+    assert found.expected_seconds(9000, 0.0) == pytest.approx(1.0)
+    found.add(4000, 9.0, 0.0)
+    assert found.expected_seconds(0, 0.0) == pytest.approx(0.8, abs=0.2)
+    falling = SecondsByTokens()
+    for tokens, seconds in ((100, 2.0), (1000, 1.0)):
+        falling.add(tokens, seconds, 0.0)
+    assert falling.expected_seconds(5000, 0.0) == pytest.approx(1.5)
+
+
+def test_what_was_long_ago_counts_less_and_in_the_end_nothing() -> None:
+    found = SecondsByTokens()
+    for _ in range(8):
+        found.add(100, 8.0, 0.0)
+    for _ in range(8):
+        found.add(100, 1.0, 10 * HALF_LIFE_SECONDS)
+    assert found.expected_seconds(100, 10 * HALF_LIFE_SECONDS) == pytest.approx(1.0, abs=0.02)
+    assert found.expected_seconds(100, 20 * HALF_LIFE_SECONDS) is None
+
+
+def measured(local: dict[int, float], asked: dict[int, float], fixed: int | None = None) -> BreakEven:
+    """After requests of so many tokens have taken so many seconds."""
+    clock = Clock()
+    found = BreakEven(clock, MOST, fixed)
+    for begins, seconds_by_tokens in ((found.begins_here, local), (found.is_asked_for, asked)):
+        for tokens, seconds in seconds_by_tokens.items():
+            begins("a", tokens)
+            clock.now += seconds
+            found.answered(["a", "another"])
+    assert not found.awaits_tokens
+    return found
+
+
+SLOW = {1000: 1.0, 2000: 2.0}
+"""Prefill, for a prompt whose beginning it does not have."""
+
+
+@pytest.mark.parametrize(
+    ("here", "num_missing", "num_cached", "is_here"),
+    [
+        (measured({}, {}), FIRST_TOKENS, 2000, True),
+        (measured({}, {}), FIRST_TOKENS + 1, 2000, False),
+        (measured({}, {}), 200, 100, False),
+        (measured({}, SLOW), FIRST_TOKENS + 1, 2000, False),
+        (measured({200: 0.1}, SLOW), 400, 2000, True),
+        (measured({200: 0.1}, SLOW), 401, 2000, False),
+        (measured({200: 0.1, 400: 0.2}, SLOW), 800, 2000, True),
+        (measured({200: 4.0, 400: 8.0}, SLOW), 40, 2000, True),
+        (measured({200: 4.0, 400: 8.0}, SLOW), 300, 2000, False),
+        (measured({900: 0.01}, SLOW), MOST, 2000, True),
+        (measured({900: 0.01}, SLOW), MOST + 1, 2000, False),
+        (measured({}, {}, 100), 100, 0, True),
+        (measured({900: 0.01}, SLOW, 100), 101, 2000, False),
+        (measured({}, {}, 0), 17, 2000, False),
+    ],
+)
+def test_break_even(here: BreakEven, num_missing: int, num_cached: int, is_here: bool) -> None:
+    assert here.computes_here(num_missing, num_cached, 0, num_missing + num_cached) is is_here
+
+
+def test_what_waits_at_prefill_counts_and_what_waits_here() -> None:
+    here = measured({100: 0.5, 400: 2.0}, SLOW)
+    assert not here.computes_here(300, 700, 0, 1000) and here.computes_here(300, 700, 0, 3000)
+    assert not here.computes_here(300, 700, 900, 3000)
+
+
+def turn(decode: Decode, name: str, num_missing: int, num_tokens: int = LONG) -> bool:
+    """A turn of a conversation arrives. Returns whether it may begin."""
+    decode.blocks.cached[name] = num_tokens - num_missing
+    decode.arrives(name, num_prompt_tokens=num_tokens)
+    return name in decode.blocks.released
+
+
+def counts(decode: Decode) -> dict[str, int]:
+    return {one.value: count for one, count in decode.asking.figures.computed.items() if count}
+
+
+def test_the_next_turn_is_computed_here() -> None:
+    decode = Decode(local_tokens=None)
+    assert turn(decode, "a", FIRST_TOKENS) and counts(decode) == LOCAL and not decode.asker.asked
+    assert not turn(decode, "b", FIRST_TOKENS + 1) and decode.is_asked("b")
+    assert not turn(decode, "cold", FIRST_TOKENS, FIRST_TOKENS) and decode.is_asked("cold")
+
+
+def test_few_turns_are_computed_at_a_time_so_that_streams_keep_their_pace() -> None:
+    decode = Decode(local_tokens=None)
+    assert turn(decode, "a", CHUNK - BLOCK) and not turn(decode, "b", 2 * BLOCK) and decode.blocks.chunk_tokens == CHUNK
+    assert not decode.asker.asked and decode.asking.num_waiting == 0
+    decode.asking.computed([Step("a", LONG)])  # type: ignore[list-item]
+    decode.turn()
+    assert "b" in decode.blocks.released
+    decode.asking.computed([Step("b", LONG)])  # type: ignore[list-item]
+    decode.turn()
+    assert not decode.blocks.chunk_tokens and not decode.asking.local.is_busy
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_of_equal_turns_one_is_computed(leaves: bool) -> None:
+    decode = Decode(local_tokens=None)
+    for name in "abc":
+        decode.blocks.cached[name] = LONG - 4 * BLOCK
+        decode.arrives(name, num_prompt_tokens=LONG, block_hashes=(b"same",))
+    assert list(decode.blocks.released) == ["a"]
+    if leaves:
+        decode.asking.gone("a")
+        decode.turn()
+        assert list(decode.blocks.released) == ["a", "b"]
+    else:
+        decode.asking.computed([Step("a", LONG)])  # type: ignore[list-item]
+        decode.blocks.cached |= dict.fromkeys("bc", LONG)
+        decode.turn()
+        assert list(decode.blocks.released) == ["a", "b", "c"]
+    assert not decode.asker.asked
+
+
+def test_how_long_they_take_is_measured_until_the_first_token() -> None:
+    decode = Decode(local_tokens=None)
+    even = decode.asking.break_even
+    turn(decode, "a", 100)
+    decode.clock.now += 3.0
+    decode.arrives("cold", num_prompt_tokens=LONG)
+    decode.clock.now += 1.0
+    even.answered(["a"])
+    decode.answers("cold")
+    decode.clock.now += 1.0
+    even.answered(["cold"])
+    assert not even.awaits_tokens and even.asked_seconds(LONG) == pytest.approx(2.0)
+    assert not turn(decode, "b", 110, 400), "4 s here, 2 s there"
+    turn(decode, "gone", 10)
+    decode.asking.gone("gone")
+    decode.asking.gone("b")
+    assert not even.awaits_tokens
+
+
+# -------------------------------------------------------------------------------------------- who is asked for the rest
+
+
+def says(num_tokens: int, engine_id: str = "p", queued_tokens: int = 0) -> dict[str, Any]:
+    return {
+        "remote_engine_id": engine_id,
+        CACHED_TOKENS_KEY: num_tokens,
+        HEADROOM_KEY: {"queued_tokens": queued_tokens},
+    }
+
+
+URLS = ("http://p1", "http://p2", "http://p3")
+
+
+def looks(says: dict[str, Any] | None, **changed: Any) -> Decode:
+    decode = Decode(*URLS, num_free=10_000, **changed)
+    decode.asker.says = says
+    return decode
+
+
+def test_the_server_that_has_most_of_a_prompt_is_asked() -> None:
+    decode = looks({URLS[0]: says(2 * BLOCK), URLS[1]: says(30 * BLOCK), URLS[2]: None})
+    for place in range(8):
+        decode.arrives(f"r{place}", num_prompt_tokens=LONG)
+        assert decode.url(f"r{place}") == URLS[1]
+        assert decode.asking.servers.all, "the prompt's own tokens are what it has to compute"
+        decode.asking.gone(f"r{place}")
+
+
+def test_unless_it_has_more_to_compute_than_that_saves() -> None:
+    decode = looks({URLS[0]: says(0), URLS[1]: says(30 * BLOCK, queued_tokens=31 * BLOCK), URLS[2]: says(0)})
+    decode.arrives("a", num_prompt_tokens=LONG)
+    assert decode.url("a") != URLS[1]
+
+
+@pytest.mark.parametrize("said", [None, {}, says(-1), says(2**70), {CACHED_TOKENS_KEY: "1"}, says(LONG + 1)])
+def test_whatever_servers_say_one_is_asked(said: Any) -> None:
+    decode = looks(dict.fromkeys(URLS, said))
+    decode.arrives("a", num_prompt_tokens=LONG)
+    assert decode.is_asked("a")
+    decode.answers("a")
+    assert decode.blocks.released == {"a": ANSWER}
+
+
+def test_this_engine_is_asked_last() -> None:
+    decode = looks({URLS[0]: says(LONG, "own"), URLS[1]: says(0), URLS[2]: says(0)})
+    decode.arrives("a", num_prompt_tokens=LONG)
+    assert decode.url("a") != URLS[0]
+    decode.arrives("b", num_prompt_tokens=LONG)
+    assert [server.url for name, server in decode.asker.looked_up if name == "b"].count(URLS[0]) == 0
+
+
+def test_nobody_is_asked_before_if_there_is_no_choice_or_little_to_save_or_most_is_known() -> None:
+    one = Decode(num_free=10_000)
+    one.arrives("a", num_prompt_tokens=LONG)
+    short = looks({})
+    short.arrives("a", num_prompt_tokens=LONG, block_hashes=())
+    short.asker.looked_up.clear()
+    short.arrives("b", num_prompt_tokens=7 * BLOCK)
+    assert one.is_asked("a") and short.is_asked("b") and not one.asker.looked_up and not short.asker.looked_up
+    known = looks({})
+    known.arrives("a", num_prompt_tokens=8 * BLOCK, block_hashes=hashes("system", "a"))
+    known.asker.looked_up.clear()
+    known.arrives("b", num_prompt_tokens=8 * BLOCK, block_hashes=hashes("system", "a"))
+    assert not known.asker.looked_up
+
+
+def test_equal_prompts_wait_while_servers_are_asked_and_one_that_leaves_is_followed() -> None:
+    decode = looks(None)
+    for name in "abc":
+        decode.arrives(name, num_prompt_tokens=LONG, block_hashes=(b"same",))
+    asked = [(name, server) for name, server in decode.asker.looked_up]
+    assert {name for name, _ in asked} == {"a"} and len(asked) == 3 and decode.asking.num_waiting == 3
+    decode.asker.found += [(name, server, says(0)) for name, server in asked[:2]]
+    decode.turn()
+    assert not decode.asker.asked, "one has not answered"
+    decode.asking.gone("a")
+    decode.asker.found += [(name, server, says(0)) for name, server in asked[2:]]
+    decode.turn()
+    assert {name for name, _ in decode.asker.looked_up} == {"a", "b"} and not decode.asker.asked
+    decode.asker.found += [(name, server, says(0)) for name, server in decode.asker.looked_up[3:]]
+    decode.turn()
+    assert decode.is_asked("b") and not decode.is_asked("c")
+
+
+def test_after_a_failure_the_next_best_is_asked_and_nobody_is_looked_up_again() -> None:
+    decode = looks({URLS[0]: says(8 * BLOCK), URLS[1]: says(30 * BLOCK), URLS[2]: says(0)})
+    decode.arrives("a", num_prompt_tokens=LONG)
+    decode.answers("a", DEAD)
+    assert decode.url("a") == URLS[0] and len(decode.asker.looked_up) == 3
+
+
+def test_while_the_engine_is_paused_nobody_is_asked_with_what_was_found() -> None:
+    decode = looks(None)
+    decode.arrives("a", num_prompt_tokens=LONG)
+    decode.asker.found += [(name, server, says(0)) for name, server in decode.asker.looked_up]
+    decode.turn(may_ask=False)
+    assert not decode.asker.asked and decode.asking.num_waiting == 1 and not decode.asking.window.num_promised
+    decode.turn()
+    assert decode.is_asked("a") and counts(decode) == {} and Computed.CACHED in decode.asking.figures.computed
