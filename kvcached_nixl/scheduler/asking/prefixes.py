@@ -42,7 +42,7 @@ class Prefixes:
         return len(self._open)
 
     def begin(self, wanted: Wanted, num_missing: int, likely_seconds: float | None) -> bool:
-        """Asks who has the prefix of a request, once. Returns whether anybody is asked.
+        """Asks who has the prefix of a request, once. Returns whether an answer is waited for.
 
         Args:
             num_missing: tokens that are not cached here.
@@ -53,28 +53,29 @@ class Prefixes:
         wanted.is_looked_up = True
         num_tokens = wanted.request.num_prompt_tokens
         asked = self._servers.that_may_have(wanted.tried, wanted.hashes, num_tokens, MOST_ASKED)
-        if not asked:
-            return False
-        wanted.stage = Stage.LOOKING
-        self._open[wanted.request.request_id] = wanted, set(asked)
         seconds = LONGEST_SECONDS if likely_seconds is None else likely_seconds / 2
+        seconds = min(max(SHORTEST_SECONDS, seconds), LONGEST_SECONDS)
         for one in asked:
-            self._asker.look_up(one, wanted.question, min(max(SHORTEST_SECONDS, seconds), LONGEST_SECONDS))
-        return True
+            self._asker.look_up(one, wanted.question, seconds if one.answers_look_ups else LONGEST_SECONDS)
+        waited_for = {one for one in asked if one.answers_look_ups}
+        if waited_for:
+            wanted.stage = Stage.LOOKING
+            self._open[wanted.request.request_id] = wanted, waited_for
+        return bool(waited_for)
 
     def take(self) -> list[Wanted]:
         """Returns requests whose servers have all answered, or are not waited for any longer."""
         ended: list[Wanted] = []
         for request_id, server, params in self._asker.take_looked_up():
+            server.answers_look_ups = params is not None
             wanted, open_ = self._open.get(request_id, (None, set()))
-            if wanted is None or server not in open_:
-                continue
-            open_.remove(server)
             if params is not None:
                 server.is_own = params.get("remote_engine_id") == self._own_engine_id
-                wanted.cached[server] = min(cached_tokens_in(params), wanted.request.num_prompt_tokens)
                 self._servers.has_queued(server, queued_tokens_in(params))
-            if not open_:
+                if wanted is not None:
+                    wanted.cached[server] = min(cached_tokens_in(params), wanted.request.num_prompt_tokens)
+            open_.discard(server)
+            if wanted is not None and not open_:
                 del self._open[request_id]
                 ended.append(wanted)
         return ended

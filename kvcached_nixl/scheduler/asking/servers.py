@@ -65,6 +65,7 @@ class Server:
         queued_tokens: tokens of all prompts in its queue, as reported with its last answer.
         queued_seconds: when that was.
         is_own: it is this engine's own server, as far as its last answer says.
+        answers_look_ups: it has said in time how much of the last prompt it has cached. Else nobody waits for it.
         checked_seconds: when it was asked last whether it is well.
     """
 
@@ -85,6 +86,7 @@ class Server:
     queued_tokens: int = 0
     queued_seconds: float = 0.0
     is_own: bool = False
+    answers_look_ups: bool = True
 
     def __str__(self) -> str:
         return f"{self.url} ({self.address})" if self.address else self.url

@@ -42,7 +42,7 @@ def add_request(call: Call) -> None:
     arrival = arrival_of(call.instance, request)
     found = list(bound_sides(call.instance))
     if found and asks(request.kv_transfer_params, LOOK_UP_KEY) and (core := core_of(call.instance)) is not None:
-        answer_look_up(core, found[0].look_up(EngineBlocks(call.instance).num_cached_tokens_of(request)), request)
+        answer_look_up(core, found[0], request)
         return
     for side in found:
         if arrival is Arrival.REPEATED or side.keeps(request.request_id):
@@ -58,10 +58,13 @@ def add_request(call: Call) -> None:
         hold(call.instance, request)
 
 
-def answer_look_up(core: Any, params: dict[str, Any], request: Any) -> None:
-    """Answer a request that asks how much of it is cached, without a step: it never enters the scheduler."""
+def answer_look_up(core: Any, side: Any, request: Any) -> None:
+    """Answer a request that asks how much of it is cached, without a step: it never enters the scheduler. While the
+    engine is paused, what is cached is of no use to others."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
+    blocks = EngineBlocks(core.scheduler)
+    params = side.look_up(blocks.num_cached_tokens_of(request) if blocks.admits else 0)
     output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT, kv_transfer_params=params)
     outputs = EngineCoreOutputs(finished_requests={request.request_id}, outputs=[output])
     core.output_queue.put_nowait((request.client_index, outputs))

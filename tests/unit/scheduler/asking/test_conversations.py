@@ -267,3 +267,29 @@ def test_while_the_engine_is_paused_nobody_is_asked_with_what_was_found() -> Non
     assert not decode.asker.asked and decode.asking.num_waiting == 1 and not decode.asking.window.num_promised
     decode.turn()
     assert decode.is_asked("a") and counts(decode) == {} and Computed.CACHED in decode.asking.figures.computed
+
+
+def test_a_server_that_has_not_answered_in_time_is_not_waited_for_until_it_does() -> None:
+    decode = looks({URLS[0]: says(0), URLS[1]: None, URLS[2]: says(0)})
+    decode.arrives("a", num_prompt_tokens=LONG)
+    decode.asker.says = None
+    decode.arrives("b", num_prompt_tokens=LONG)
+    asked = {server.url: server for name, server in decode.asker.looked_up if name == "b"}
+    assert set(asked) == set(URLS)
+    decode.asker.found += [("b", asked[url], says(0)) for url in (URLS[0], URLS[2])]
+    decode.turn()
+    assert decode.is_asked("b")
+    decode.asker.found.append(("b", asked[URLS[1]], says(8 * BLOCK)))
+    decode.turn()
+    decode.arrives("c", num_prompt_tokens=LONG)
+    decode.asker.found += [("c", server, says(0)) for url, server in asked.items() if url != URLS[1]]
+    decode.turn()
+    assert not decode.is_asked("c"), "it has answered again"
+
+
+def test_where_no_server_answers_in_time_nobody_waits() -> None:
+    decode = looks({})
+    decode.arrives("a", num_prompt_tokens=LONG)
+    decode.asker.says = None
+    decode.arrives("b", num_prompt_tokens=LONG)
+    assert decode.is_asked("b") and len(decode.asker.looked_up) == 6
