@@ -19,7 +19,8 @@ from support.balancers import Balancer, service
 from experiments.common.client import Client
 from experiments.common.counted import samples
 from experiments.common.device import with_extra
-from experiments.common.servers import GIVES_BACK, HOST, Running, Server, ServerSpec, free_ports
+from experiments.common.families import FAMILIES
+from experiments.common.servers import GIVES_BACK, HOST, Running, Server, free_ports
 from experiments.common.servers import running as running_servers
 from experiments.lease_recovery.arms import BLOCK_SIZE, PULL, PUSH, Arm
 
@@ -53,7 +54,8 @@ def peers(arm: Arm, logs: Path) -> Iterator[tuple[Running, Server]]:
     keeps = {name: value for name, value in one.environment.items() if name not in GIVES_BACK}
     both = replace(one, kv_transfer={**one.kv_transfer, "kv_role": "kv_both"}, environment=keeps)
     several = [replace(both, name=f"{arm.name}-peer{number}") for number in range(3)]
-    stock = ServerSpec("stock", one.model, dtype=one.dtype, block_size=BLOCK_SIZE, max_model_len=1024, forks=True)
+    plain = {name: value for name, value in one.environment.items() if "KVCACHED" not in name}
+    stock = replace(one, name="stock", kv_transfer=None, environment=plain)
     with running_servers([stock], logs) as (alone,), Peers(several, logs) as launched:
         launched.ready()
         yield launched, alone
@@ -80,7 +82,11 @@ async def converse(stock: Server, http: httpx.AsyncClient, ask: Ask, seed: int) 
             history += expected.token_ids + dice.choices(VOCABULARY, k=NEW_TOKENS)
 
 
-@pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
+STAGED = Arm("staged", "push", extra={"memory_path": "device"})
+WINDOWS, STATES = (Arm(name, "pull", family=name) for name in ("gemma4", "nemotron-h"))
+
+
+@pytest.mark.parametrize("arm", [PULL, PUSH, STAGED, WINDOWS, STATES], ids=lambda arm: arm.name)
 def test_turns_are_computed_at_home_and_elsewhere_their_history_is_fetched_from_there(arm: Arm, tmp_path: Path) -> None:
     async def run(servers: Sequence[Server], stock: Server) -> None:
         async with httpx.AsyncClient(timeout=180) as http:
@@ -95,8 +101,13 @@ def test_turns_are_computed_at_home_and_elsewhere_their_history_is_fetched_from_
             await converse(stock, http, ask, seed=7)
         new_tokens = CONVERSATIONS * (FIRST_TOKENS + (TURNS - 1) * (NEW_TOKENS + TOKENS))
         turns = CONVERSATIONS * TURNS
-        assert computed_tokens(servers) <= new_tokens + turns * 2 * BLOCK_SIZE, "what is new, on two servers at most"
+        # A state can only be used at the end of its block, and vLLM keeps few of those.
+        assert arm is STATES or computed_tokens(servers) <= new_tokens + turns * 2 * BLOCK_SIZE, (
+            "what is new, on two servers at most"
+        )
 
+    if arm.family and not FAMILIES[arm.family].caches_prefixes:
+        pytest.skip("vLLM caches no prefixes of this model on a CPU")
     with peers(arm, tmp_path) as (running, stock):
         asyncio.run(run(running.servers, stock))
 
