@@ -41,7 +41,7 @@ from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.scheduler.timelines import Spans, Timelines
 from kvcached_nixl.scheduler.worker_reports import WorkerReports
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HEADROOM_KEY, RemotePrefill
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY, RemotePrefill
 from kvcached_nixl.wire.step import BlockIds, FetchSpec, Reports, Step, WakeAddress
 
 __all__ = ["SchedulerFacade"]
@@ -312,6 +312,7 @@ class SchedulerFacade:
         return {
             "remote_engine_id": self.own.engine_id,
             CACHED_TOKENS_KEY: num_cached_tokens,
+            HAS_CLIENTS_KEY: not self._link.bound().is_producer,
             HEADROOM_KEY: self.side_channel.in_answer(),
         }
 

@@ -40,7 +40,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.vllm.adapter import attributes, requests
-from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, LOOK_UP_KEY
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, LOOK_UP_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
@@ -255,6 +255,7 @@ def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pai
         assert (client, output.request_id, output.new_token_ids, str(output.finish_reason)) == (2, name, [], "abort")
         told[name] = output.kv_transfer_params[CACHED_TOKENS_KEY]
         assert output.kv_transfer_params["remote_engine_id"] == node.side_of_engine.own.engine_id
+        assert output.kv_transfer_params[HAS_CLIENTS_KEY] is False
     cached = {"whole": (PROMPT - 1) // size * size, "part": size, "short": 0, "salt": 0}
     assert told == (dict.fromkeys(cached, 0) if is_paused else cached)
     assert not node.scheduler.requests and not node.scheduler.has_unfinished_requests() and all_free(node)

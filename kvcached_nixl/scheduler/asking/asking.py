@@ -215,7 +215,7 @@ class Asking:
             return False
         self.window.settle(request_id)
         wanted = self._wanted[request_id]
-        server, _ = self.servers.choose(wanted.tried, wanted.hashes, wanted.cached)
+        server, _ = self.servers.choose(*wanted.choice)
         is_asked_for = self._has_tries(wanted) and not self._replaces(server)
         if is_asked_for:
             self._fetching.forget(request, step)
@@ -316,7 +316,7 @@ class Asking:
         """Whether the rest of a prompt is computed here sooner than prefill hands it over. Then it is, in its turn; or
         it waits for an equal one."""
         request_id, num_tokens = wanted.request.request_id, wanted.request.num_prompt_tokens
-        server, num_there = self.servers.choose(wanted.tried, wanted.hashes, wanted.cached)
+        server, num_there = self.servers.choose(*wanted.choice)
         num_asked = server.num_tokens(self._clock.now_seconds()) + num_tokens - num_there
         num_cached, num_local = num_tokens - num_missing, self.local.num_tokens
         if not self.break_even.computes_here(num_missing, num_cached, num_local, num_asked):
@@ -371,7 +371,7 @@ class Asking:
         # First, since it is looked at in each step: a choice takes the longer the longer the prompt is.
         if not rests and not self.window.has_room(num_blocks, *room):
             return False
-        server, num_cached = self.servers.choose(wanted.tried, wanted.hashes, wanted.cached)
+        server, num_cached = self.servers.choose(*wanted.choice)
         if rests and not self._replaces(server):
             self._rested_at_seconds = server.rests_until_seconds
             return False

@@ -11,7 +11,7 @@ from __future__ import annotations
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
 from kvcached_nixl.scheduler.asking.wanted import Stage, Wanted
-from kvcached_nixl.wire.params import cached_tokens_in
+from kvcached_nixl.wire.params import HAS_CLIENTS_KEY, cached_tokens_in
 from kvcached_nixl.wire.question import queued_tokens_in
 
 __all__ = ["Prefixes"]
@@ -71,6 +71,7 @@ class Prefixes:
             wanted, open_ = self._open.get(request_id, (None, set()))
             if params is not None:
                 server.is_own = params.get("remote_engine_id") == self._own_engine_id
+                server.has_clients = params.get(HAS_CLIENTS_KEY) is True
                 self._servers.has_queued(server, queued_tokens_in(params))
                 if wanted is not None:
                     wanted.cached[server] = min(cached_tokens_in(params), wanted.request.num_prompt_tokens)

@@ -17,7 +17,6 @@ import random
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -41,7 +40,6 @@ VAIN_SILENCES = 10
 MOST_HASHES = 65_536
 STRIDE = 4
 """Of every so many blocks the hash of one is remembered."""
-_NOTHING: Mapping[Server, int] = MappingProxyType({})
 
 
 @dataclass(eq=False)
@@ -65,6 +63,7 @@ class Server:
         queued_tokens: tokens of all prompts in its queue, as reported with its last answer.
         queued_seconds: when that was.
         is_own: it is this engine's own server, as far as its last answer says.
+        has_clients: it may have clients of its own, as far as it has said.
         answers_look_ups: it has said in time how much of the last prompt it has cached. Else nobody waits for it.
         checked_seconds: when it was asked last whether it is well.
     """
@@ -86,6 +85,7 @@ class Server:
     queued_tokens: int = 0
     queued_seconds: float = 0.0
     is_own: bool = False
+    has_clients: bool = False
     answers_look_ups: bool = True
 
     def __str__(self) -> str:
@@ -135,13 +135,14 @@ class Servers:
         self._leaving = [one for one in dict.fromkeys(left) if one.asked]
 
     def choose(
-        self, tried: Collection[Server], hashes: Sequence[bytes], cached: Mapping[Server, int] = _NOTHING
+        self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, cached: Mapping[Server, int]
     ) -> tuple[Server, int]:
         """Returns the one to ask next, and how many tokens of these blocks it may have cached. It does not rest, was
-        not tried yet, and has the fewest tokens of this engine to compute, the prompt's with them. If all rest, it is
-        one that is busy, or rests for the shortest time.
+        not tried yet, and has the fewest tokens to compute, the prompt's with them. The prompt's count twice where they
+        slow a server's own clients. If all rest, it is one that is busy, or rests for the shortest time.
 
         Args:
+            num_tokens: of the prompt.
             cached: tokens of the prompt, of those that were asked.
         """
         now = self._clock.now_seconds()
@@ -154,9 +155,10 @@ class Servers:
         def order(one: Server) -> tuple[bool, bool, bool, bool, bool, float, int]:
             rests_seconds = max(0.0, one.rests_until_seconds - now)
             rests = rests_seconds > 0
-            num_tokens = one.num_tokens(now) - may_have(one)
+            num_here = (num_tokens - may_have(one)) * (2 if one.has_clients else 1)
             refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.refused_seconds + LONGEST_PAUSE_SECONDS
-            return rests, one.is_own, one in tried, refuses, rests and not one.is_busy, rests_seconds, num_tokens
+            last = refuses, rests and not one.is_busy, rests_seconds, one.num_tokens(now) + num_here
+            return rests, one.is_own, one in tried, *last
 
         found = min(self.all, key=order)
         return found, may_have(found)

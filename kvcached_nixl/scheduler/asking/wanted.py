@@ -8,7 +8,7 @@ computed. If the leader gets no KV, the first of its followers leads.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -73,6 +73,11 @@ class Wanted:
     cached: dict[Server, int] = field(default_factory=dict)
     num_lost: int = 0
     passed_since_seconds: float = 0.0
+
+    @property
+    def choice(self) -> tuple[Collection[Server], Sequence[bytes], int, Mapping[Server, int]]:
+        """What `Servers.choose` takes."""
+        return self.tried, self.hashes, self.request.num_prompt_tokens, self.cached
 
 
 class Queue:

@@ -9,7 +9,7 @@ import pytest
 
 from kvcached_nixl.scheduler.asking.break_even import FIRST_TOKENS, HALF_LIFE_SECONDS, BreakEven, SecondsByTokens
 from kvcached_nixl.wire.headroom import Computed
-from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HEADROOM_KEY
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY
 
 from .test_asking import ANSWER, BLOCK, CHUNK, DEAD, MOST, Clock, Decode, Step, hashes
 
@@ -293,3 +293,13 @@ def test_where_no_server_answers_in_time_nobody_waits() -> None:
     decode.asker.says = None
     decode.arrives("b", num_prompt_tokens=LONG)
     assert decode.is_asked("b") and len(decode.asker.looked_up) == 6
+
+
+@pytest.mark.parametrize(
+    ("num_there", "asks_peer"), [(0, False), (LONG // 2 - BLOCK, False), (LONG // 2 + BLOCK, True)]
+)
+def test_a_server_with_clients_of_its_own_is_asked_if_that_saves_half(num_there: int, asks_peer: bool) -> None:
+    decode = looks({URLS[0]: says(0), URLS[1]: {**says(num_there), HAS_CLIENTS_KEY: True}, URLS[2]: None})
+    decode.asking.servers.all = [one for one in decode.asking.servers.all if one.url != URLS[2]]
+    decode.arrives("a", num_prompt_tokens=LONG)
+    assert decode.url("a") == URLS[asks_peer]
