@@ -241,7 +241,7 @@ class Asking:
         self._to_hold.clear()
         may_begin = self._take_answers(blocks, step)
         self._refuse_late()
-        may_begin |= self._look_up_fresh(blocks)
+        may_begin |= self._look_up_fresh(blocks, may_compute=may_ask)
         self._rested_at_seconds = None
         if may_ask:
             may_begin |= self._ask_all(blocks, step)
@@ -284,12 +284,15 @@ class Asking:
         self._timelines.begin(wanted.request, State.DECODE_HELD)
         self._queue.add(wanted)
 
-    def _look_up_fresh(self, blocks: BlockPool) -> bool:
-        """Lets those go on that are cached here, whatever others wait for. Returns whether there are any."""
+    def _look_up_fresh(self, blocks: BlockPool, *, may_compute: bool) -> bool:
+        """Lets those go on that are cached here, or computed here sooner, whatever others wait for. Returns whether any
+        goes on now."""
         may_begin = False
         for wanted in self._queue.take_fresh():
             num_missing = self._missing(wanted, blocks)
-            if not (self._is_cached(wanted, num_missing, blocks) or self._is_sooner_here(wanted, num_missing)):
+            if not self._is_cached(wanted, num_missing, blocks) and not (
+                may_compute and self._is_sooner_here(wanted, num_missing)
+            ):
                 self._queue.push(wanted)
             may_begin |= wanted.stage is Stage.OVER
         return may_begin

@@ -11,7 +11,7 @@ from kvcached_nixl.scheduler.asking.break_even import FIRST_TOKENS, HALF_LIFE_SE
 from kvcached_nixl.wire.headroom import Computed
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY
 
-from .test_asking import ANSWER, BLOCK, CHUNK, DEAD, MOST, Clock, Decode, Step, hashes
+from .test_asking import ANSWER, BLOCK, CHUNK, DEAD, MOST, Clock, Decode, Request, Step, hashes
 
 LONG = 64 * BLOCK
 LOCAL = {"cached": 1}
@@ -115,6 +115,17 @@ def test_the_next_turn_is_computed_here() -> None:
     assert turn(decode, "a", FIRST_TOKENS) and counts(decode) == LOCAL and not decode.asker.asked
     assert not turn(decode, "b", FIRST_TOKENS + 1) and decode.is_asked("b")
     assert not turn(decode, "cold", FIRST_TOKENS, FIRST_TOKENS) and decode.is_asked("cold")
+
+
+def test_while_a_neighbour_waits_for_memory_no_turn_is_computed() -> None:
+    decode = Decode(local_tokens=None)
+    decode.blocks.cached["a"] = LONG - 4 * BLOCK
+    request = decode.blocks.requests["a"] = Request("a", LONG)
+    decode.asking.arrived(request, decode.blocks)  # type: ignore[arg-type]
+    decode.turn(may_ask=False)
+    assert not decode.blocks.released and decode.asking.num_waiting == 1
+    decode.turn()
+    assert "a" in decode.blocks.released and not decode.asker.asked
 
 
 def test_few_turns_are_computed_at_a_time_so_that_streams_keep_their_pace() -> None:
