@@ -18,8 +18,7 @@ from kvcached_nixl.deadlines import Clock, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.asking import Asking
-from kvcached_nixl.scheduler.asking.break_even import BreakEven
-from kvcached_nixl.scheduler.asking.limits import LocalPrefills
+from kvcached_nixl.scheduler.asking.local import BreakEven, LocalPrefills
 from kvcached_nixl.scheduler.asking.resolver import Resolver
 from kvcached_nixl.scheduler.asking.servers import Servers
 from kvcached_nixl.scheduler.asking.settings import AskSettings
@@ -121,6 +120,7 @@ class SchedulerFacade:
     def _build_asking(self, asks: AskSettings, asker: Callable[[str, Callable[[], None]], Asker]) -> Asking:
         # Where layers keep states, a block of theirs may be as long as the longest request.
         block_tokens = min(one.block_size for one in self._terms.groups.all)
+        most_tokens = self._terms.most_unclaimed_tokens
         return Asking(
             Servers(asks.servers, self._clock, self._terms.timeout_seconds, block_tokens),
             asker(asks.api_key, self._link.woken),
@@ -128,8 +128,7 @@ class SchedulerFacade:
             self._fetching,
             self._clock,
             self.own.engine_id,
-            LocalPrefills(self._terms.most_unclaimed_tokens // 4),
-            BreakEven(self._clock, self._terms.most_unclaimed_tokens, asks.max_local_prefill_tokens),
+            LocalPrefills(most_tokens // 4, BreakEven(self._clock, most_tokens, asks.max_local_prefill_tokens)),
             self.timelines,
             block_tokens,
             # Two that ask each other would wait for the blocks that they keep for each other.
@@ -299,13 +298,13 @@ class SchedulerFacade:
     @property
     def awaits_tokens(self) -> bool:
         """Whether `answered` has to be called."""
-        return self.timelines.awaits_tokens or (self.asking is not None and self.asking.break_even.awaits_tokens)
+        return self.timelines.awaits_tokens or (self.asking is not None and self.asking.local.break_even.awaits_tokens)
 
     def answered(self, request_ids: Collection[str]) -> None:
         """Requests have got a token."""
         self.timelines.answered(request_ids)
         if self.asking is not None:
-            self.asking.break_even.answered(request_ids)
+            self.asking.local.break_even.answered(request_ids)
 
     def look_up(self, num_cached_tokens: int) -> dict[str, Any]:
         """The ``kv_transfer_params`` for a peer that asks how many tokens of a prompt are cached."""

@@ -224,7 +224,7 @@ def asking_of(handover: SchedulerFacade) -> list[object]:
     return [
         asking,
         asking.local,
-        asking.break_even,
+        asking.local.break_even,
         asking.window,
         asking._prefixes,
         asking.servers,

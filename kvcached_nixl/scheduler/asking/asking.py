@@ -27,8 +27,8 @@ import msgspec
 
 from kvcached_nixl.deadlines import Clock, earliest
 from kvcached_nixl.scheduler.asking.asker import Asker
-from kvcached_nixl.scheduler.asking.break_even import BreakEven
-from kvcached_nixl.scheduler.asking.limits import LocalPrefills, QueueLimit, Window
+from kvcached_nixl.scheduler.asking.limits import QueueLimit, Window
+from kvcached_nixl.scheduler.asking.local import LocalPrefills
 from kvcached_nixl.scheduler.asking.prefixes import Prefixes
 from kvcached_nixl.scheduler.asking.resolver import Resolver
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
@@ -65,7 +65,6 @@ class Asking:
     Args:
         own_engine_id: of this engine, which never fetches from itself.
         local: what is computed here.
-        break_even: whether that is sooner.
         block_tokens: of the smallest KV-cache blocks. If no more tokens are missing, they are computed here.
         pushes: prefill is told where the KV goes, and sends it.
         recomputes: what no server gives may be computed here (``kv_load_failure_policy``).
@@ -73,7 +72,7 @@ class Asking:
         queue_seconds: how long a request may wait to be asked for.
 
     Attributes:
-        servers, local, break_even: as above.
+        servers, local: as above.
         window: how much is asked for at a time.
         figures: for the metrics. Read on another thread, too.
     """
@@ -87,7 +86,6 @@ class Asking:
         clock: Clock,
         own_engine_id: str,
         local: LocalPrefills,
-        break_even: BreakEven,
         timelines: Timelines,
         block_tokens: int,
         *,
@@ -103,7 +101,6 @@ class Asking:
         self._clock = clock
         self._own_engine_id = own_engine_id
         self.local = local
-        self.break_even = break_even
         self._prefixes = Prefixes(servers, asker, own_engine_id)
         self._timelines = timelines
         self._block_tokens = block_tokens
@@ -166,7 +163,6 @@ class Asking:
         """A request has ended."""
         self.window.settle(request_id)
         self.local.gone(request_id)
-        self.break_even.gone(request_id)
         self._prefixes.gone(request_id)
         self._limit.gone(request_id)
         wanted = self._wanted.pop(request_id, None)
@@ -322,7 +318,7 @@ class Asking:
         server, num_there = self.servers.choose(*wanted.choice)
         num_asked = server.num_tokens(self._clock.now_seconds()) + num_tokens - num_there
         num_cached, num_local = num_tokens - num_missing, self.local.num_tokens
-        if not self.break_even.computes_here(num_missing, num_cached, num_local, num_asked):
+        if not self.local.break_even.computes_here(num_missing, num_cached, num_local, num_asked):
             return False
         if not self._queue.follows(wanted):
             self._queue.leads(wanted)
@@ -385,7 +381,7 @@ class Asking:
             self._compute_here(wanted)
             return True
         self.window.promise(request.request_id, num_blocks)
-        likely_seconds = self.break_even.asked_seconds(num_missing)
+        likely_seconds = self.local.break_even.asked_seconds(num_missing)
         if self._prefixes.begin(wanted, num_missing, likely_seconds):
             self._queue.leads(wanted)
         else:
@@ -404,7 +400,7 @@ class Asking:
         num_before = server.num_tokens(self._clock.now_seconds())
         wanted.named = server.engine if self._pushes and not num_before else None
         num_tokens = wanted.request.num_prompt_tokens - num_cached_tokens
-        self.break_even.is_asked_for(wanted.request.request_id, num_before + num_tokens)
+        self.local.break_even.is_asked_for(wanted.request.request_id, num_before + num_tokens)
         self.servers.asked(server, wanted.number, num_tokens, wanted.hashes)
         question = wanted.question
         if wanted.named is not None:
@@ -503,7 +499,6 @@ class Asking:
     def _wait_locally(self, wanted: Wanted, reason: Computed, num_tokens: int) -> None:
         wanted.stage = Stage.LOCAL
         self.figures.computed[reason] += 1
-        self.break_even.begins_here(wanted.request.request_id, self.local.num_tokens + num_tokens)
         self.local.add(wanted.request, wanted.order, num_tokens)
 
     def _withdraw(self, wanted: Wanted, ended: Ended) -> None:

@@ -8,7 +8,7 @@ kv_transfer_config.kv_connector_extra_config:
     queue_timeout        seconds. A request that has waited so long to be asked for is refused (HTTP 503). Without it,
                          requests wait as long as it takes
     max_local_prefill_tokens    decode computes prompts of which no more tokens than these are missing in its prefix
-                         cache; less than a block always. Without it, what is sooner is measured (`break_even`)
+                         cache; less than a block always. Without it, what is sooner is measured (`asking.local`)
     prefill_api_key_file a file with the key of the prefill servers (``--api-key``); or the environment variable
                          KVCACHED_NIXL_PREFILL_API_KEY
     accept_kv_transfer_params    true: clients, or a router, may name a prefill server in their requests, too. false by

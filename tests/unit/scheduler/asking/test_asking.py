@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvcached_nixl.scheduler.asking.asking import Asking
-from kvcached_nixl.scheduler.asking.break_even import BreakEven
-from kvcached_nixl.scheduler.asking.limits import LocalPrefills
+from kvcached_nixl.scheduler.asking.local import BreakEven, LocalPrefills
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
 from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import HandOverFailed
@@ -192,7 +191,7 @@ class Decode:
         resolver = SimpleNamespace(take=self._changed)
         self.asking = Asking(
             *(servers, self.asker, resolver, self.fetching, self.clock, "own"),  # type: ignore[arg-type]
-            *(LocalPrefills(CHUNK), BreakEven(self.clock, MOST, local_tokens), timelines, BLOCK),
+            *(LocalPrefills(CHUNK, BreakEven(self.clock, MOST, local_tokens)), timelines, BLOCK),
             pushes=pushes,
             recomputes=recomputes,
             is_required=is_required,

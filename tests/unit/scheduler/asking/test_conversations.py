@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.scheduler.asking.break_even import FIRST_TOKENS, HALF_LIFE_SECONDS, BreakEven, SecondsByTokens
+from kvcached_nixl.scheduler.asking.local import FIRST_TOKENS, HALF_LIFE_SECONDS, BreakEven, SecondsByTokens
 from kvcached_nixl.wire.headroom import Computed
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY
 
@@ -161,7 +161,7 @@ def test_of_equal_turns_one_is_computed(leaves: bool) -> None:
 
 def test_how_long_they_take_is_measured_until_the_first_token() -> None:
     decode = Decode(local_tokens=None)
-    even = decode.asking.break_even
+    even = decode.asking.local.break_even
     turn(decode, "a", 100)
     decode.clock.now += 3.0
     decode.arrives("cold", num_prompt_tokens=LONG)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether decode computes the rest of a prompt itself, most of which it has cached: the next turn of a conversation.
+"""What decode computes itself: prompts that no prefill server gives, and the rest of those of which it has most cached,
+the next turns of conversations, if that is sooner than to ask for it.
 
 Both ways are measured, from the decision to the first token: what is computed here, beside the running streams, and
 what is asked for, with prefill's queue and the link. What was measured a minute ago counts half as much. (Dynamo has a
@@ -10,11 +11,13 @@ Used on the engine's thread only.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.scheduler.engine import BlockPool, Request
 
-__all__ = ["BreakEven", "SecondsByTokens"]
+__all__ = ["BreakEven", "LocalPrefills", "SecondsByTokens"]
 
 HALF_LIFE_SECONDS = 60.0
 LEAST_WEIGHT = 0.5
@@ -63,7 +66,7 @@ class SecondsByTokens:
 
 
 class BreakEven:
-    """See the module.
+    """Whether to compute the rest of a prompt here; see the module.
 
     Args:
         most_tokens: that are computed here of a prompt because it is sooner.
@@ -130,3 +133,74 @@ class BreakEven:
     def gone(self, request_id: str) -> None:
         """A request has ended, or is not measured any more."""
         self._begun.pop(request_id, None)
+
+
+class LocalPrefills:
+    """Prompts that decode computes because no prefill server gives their KV, or because that is sooner.
+
+    Few begin at a time, so that running streams keep their pace: together they have at most as many tokens as a step
+    computes of one of them while others run; one prompt may have more.
+
+    Args:
+        most_tokens: of such prompts that a step computes while other requests run.
+
+    Attributes:
+        break_even: whether it is sooner.
+    """
+
+    def __init__(self, most_tokens: int, break_even: BreakEven) -> None:
+        self.break_even = break_even
+        self._most_tokens = most_tokens
+        # Requests that wait, with those that have ended meanwhile.
+        self._queue: list[tuple[tuple[int, int], str]] = []
+        # Requests that wait -> tokens to compute; and those that may begin, with their prompts' tokens.
+        self._waiting: dict[str, tuple[int, int]] = {}
+        self._begun: dict[str, tuple[int, int]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any prompt is computed or waits."""
+        return bool(self._begun or self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are to be computed."""
+        return sum(num_tokens for of in (self._waiting, self._begun) for num_tokens, _ in of.values())
+
+    def add(self, request: Request, order: tuple[int, int], num_tokens: int) -> None:
+        """A held request is to be computed here, or to fail.
+
+        Args:
+            order: its place among all that were ever held.
+            num_tokens: to compute.
+        """
+        self.break_even.begins_here(request.request_id, self.num_tokens + num_tokens)
+        self._waiting[request.request_id] = num_tokens, request.num_prompt_tokens
+        heapq.heappush(self._queue, (order, request.request_id))
+
+    def computed(self, request_id: str, num_computed_tokens: int) -> None:
+        """A step computes a request up to this token."""
+        if request_id in self._begun and num_computed_tokens >= self._begun[request_id][1]:
+            del self._begun[request_id]
+
+    def gone(self, request_id: str) -> None:
+        """A request has ended."""
+        self.break_even.gone(request_id)
+        self._begun.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+
+    def turn(self, blocks: BlockPool) -> bool:
+        """Lets the next ones begin. Called before each step. Returns whether there are any."""
+        num_begun = len(self._begun)
+        while self._queue:
+            _, request_id = self._queue[0]
+            num_tokens, _ = self._waiting.get(request_id, (0, 0))
+            num_begun_tokens = sum(one for one, _ in self._begun.values())
+            if num_tokens and self._begun and num_begun_tokens + num_tokens > self._most_tokens:
+                break
+            heapq.heappop(self._queue)
+            if num_tokens:
+                self._begun[request_id] = self._waiting.pop(request_id)
+                blocks.release(request_id, None)
+        blocks.limit_chunks(self._most_tokens if self._begun else 0)
+        return len(self._begun) > num_begun
