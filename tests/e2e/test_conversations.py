@@ -63,10 +63,10 @@ def peers(arm: Arm, logs: Path) -> Iterator[tuple[Running, Server]]:
             server.check_alive()
 
 
-def computed_tokens(servers: Sequence[Server]) -> int:
-    """How many tokens of prompts servers have computed."""
+def prompt_tokens(servers: Sequence[Server], source: str) -> int:
+    """How many tokens of prompts servers have from this source, by vLLM's own counter."""
     found = [samples(f"{one.base_url}/metrics", "vllm:prompt_tokens_by_source_total") for one in servers]
-    return sum(int(value) for one in found for key, value in one.items() if "local_compute" in key)
+    return sum(int(value) for one in found for key, value in one.items() if f'"{source}"' in key)
 
 
 async def converse(stock: Server, http: httpx.AsyncClient, ask: Ask, seed: int) -> None:
@@ -102,9 +102,10 @@ def test_turns_are_computed_at_home_and_elsewhere_their_history_is_fetched_from_
         new_tokens = CONVERSATIONS * (FIRST_TOKENS + (TURNS - 1) * (NEW_TOKENS + TOKENS))
         turns = CONVERSATIONS * TURNS
         # A state can only be used at the end of its block, and vLLM keeps few of those.
-        assert arm is STATES or computed_tokens(servers) <= new_tokens + turns * 2 * BLOCK_SIZE, (
-            "what is new, on two servers at most"
-        )
+        computed, fetched = (prompt_tokens(servers, one) for one in ("local_compute", "external_kv_transfer"))
+        if arm is not STATES:
+            assert computed <= new_tokens + turns * 2 * BLOCK_SIZE, "what is new, on two servers at most"
+        assert fetched <= CONVERSATIONS * FIRST_TOKENS + new_tokens, "the first turns, and the last ones elsewhere"
 
     if arm.family and not FAMILIES[arm.family].caches_prefixes:
         pytest.skip("vLLM caches no prefixes of this model on a CPU")
