@@ -27,7 +27,7 @@ from kvcached_nixl.scheduler.side_channel import OwnSideChannel
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
-from kvcached_nixl.wire.messages import Written
+from kvcached_nixl.wire.messages import KernelBlockRange, Written
 from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, OfferUpdate, Withdraw
 from kvcached_nixl.worker import facade
 from kvcached_nixl.worker.decode.arrived import ArrivedWrites, Stage, StagingWindow
@@ -36,7 +36,7 @@ from kvcached_nixl.worker.decode.fencing import GateUse
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.facade import WorkerFacade
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
+from kvcached_nixl.worker.geometry.descriptors import Route
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill import registry
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
@@ -332,7 +332,7 @@ def blocks_are_paired_from_the_first(patch: Patcher) -> None:
     """Blocks are not paired by the positions of their tokens."""
 
     def descriptors(real: Any, self: Any, here: Any, there: Any, first: int, end: int) -> Any:
-        moved = type(there)(there.ids, here.first_token) if not there.first_token else there
+        moved = type(there)(here.first_token, there.block_ids) if not there.first_token else there
         return real(self, here, moved, first, end)
 
     around(patch, Route, "descriptors", descriptors)
@@ -379,7 +379,7 @@ def one_rank_of_several_contributes(patch: Patcher) -> None:
 
 def blocks_of_the_kernel_are_not_counted(patch: Patcher) -> None:
     def uncounted(ranges: Any, groups: Any) -> Any:
-        return tuple(KernelBlocks(one.block_ids, one.first_token) for one in ranges)
+        return tuple(KernelBlockRange(one.first_token, one.block_ids) for one in ranges)
 
     patch.setattr(registry, "kernel_blocks_of", uncounted)
 

@@ -21,11 +21,19 @@ from collections.abc import Callable
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import Manifest
-from kvcached_nixl.wire.messages import Peer, Reading, Release, StagingRequest, Stopped, Written, encode
+from kvcached_nixl.wire.messages import (
+    KernelBlockRange,
+    Peer,
+    Reading,
+    Release,
+    StagingRequest,
+    Stopped,
+    Written,
+    encode,
+)
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.decode.arrived import StagingWindow
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peers import contained
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer, kernel_blocks_of
@@ -114,7 +122,7 @@ class Attempt:
     """
 
     def __init__(
-        self, spec: FetchSpec, blocks: tuple[KernelBlocks, ...], clock: Clock, changed: Callable[[Attempt], None]
+        self, spec: FetchSpec, blocks: tuple[KernelBlockRange, ...], clock: Clock, changed: Callable[[Attempt], None]
     ) -> None:
         self.spec = spec
         self.blocks = blocks

@@ -260,8 +260,7 @@ class WritePart(Part):
             end_token=spec.end_token,
             block_sizes=context.local.kernel_block_sizes,
             groups=tuple(
-                KernelBlockRange(blocks.first_token, () if has_no_blocks else tuple(blocks.ids))
-                for blocks in self._attempt.blocks
+                KernelBlockRange(blocks.first_token, ()) if has_no_blocks else blocks for blocks in self._attempt.blocks
             ),
             is_staged=context.staging is not None,
             is_verified=context.checksums.are_compared(spec.attempt),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
+from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.slab import Use
@@ -30,7 +30,7 @@ WINDOWS = 2
 class Source(NamedTuple):
     """Per KV-cache group the blocks (or slots) to write from, up to ``end_token``. ``held``: those slots, if staged."""
 
-    groups: tuple[KernelBlocks, ...]
+    groups: tuple[KernelBlockRange, ...]
     end_token: int
     held: Held | None = None
 
@@ -107,12 +107,12 @@ class Staged(FromBlocks):
         parked = offer.parked
         if parked is not None:
             end_token = _aligned(parked.staged_token, end_token, self._local.step_tokens(task.registration.block_sizes))
-            return Source(_blocks(parked), end_token, parked) if end_token > task.next_token else None
+            return Source(parked.groups, end_token, parked) if end_token > task.next_token else None
         if not offer.may_be_read:
             return None
         for window in task.windows:
             if window.first_token <= task.next_token < window.end_token:
-                return Source(_blocks(window), window.end_token, window) if not window.copies else None
+                return Source(window.groups, window.end_token, window) if not window.copies else None
         if len(task.windows) < WINDOWS and not self._staging.is_waiting(Use.SENDING, task):
             self._open(task, end_token)
         return None
@@ -246,7 +246,3 @@ class Staged(FromBlocks):
 
 def _aligned(staged_token: int, end_token: int, step: int) -> int:
     return end_token if staged_token >= end_token else staged_token - staged_token % step
-
-
-def _blocks(held: Held) -> tuple[KernelBlocks, ...]:
-    return tuple(KernelBlocks(group.block_ids, group.first_token) for group in held.groups)

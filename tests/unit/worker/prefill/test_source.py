@@ -17,7 +17,6 @@ from kvcached_nixl.ids import KernelBlock, PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.step import OfferUpdate
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.prefill.source import Source, Staged
 from kvcached_nixl.worker.transfer.slab import Slots, Use
@@ -29,7 +28,7 @@ BLOCKS = (7, 3, 9)
 def update(offer: Offer, ready_tokens: int, blocks: tuple[tuple[int, ...], ...] = (BLOCKS,)) -> Offer:
     """Prefill has computed so many tokens of an offer, in these kernel blocks per group."""
     offer.update = msgspec.structs.replace(offer.update, ready_tokens=ready_tokens, groups=grown(*blocks))
-    offer.blocks = tuple(KernelBlocks([KernelBlock(block) for block in group]) for group in blocks)
+    offer.blocks = tuple(KernelBlockRange(0, [KernelBlock(block) for block in group]) for group in blocks)
     return offer
 
 
