@@ -211,8 +211,8 @@ class Receiver(PeerListener):
             except ValueError:
                 continue
             for address in (*writers, *others):
-                for beat in heartbeats(names):
-                    self._context.peers.send(address, beat)
+                for heartbeat in heartbeats(names):
+                    self._context.peers.send(address, heartbeat)
         return self.renewals.first_seconds
 
     def is_used(self, agent: str) -> bool:

@@ -383,5 +383,5 @@ class Writer(PeerListener):
                 registration = task.registration
                 names.setdefault((registration.decode, task.agent), []).append(str(registration.attempt))
         for (address, agent), of_agent in names.items():
-            for beat in heartbeats(of_agent):
-                self._context.peers.send(address, beat, only=agent)
+            for heartbeat in heartbeats(of_agent):
+                self._context.peers.send(address, heartbeat, only=agent)
