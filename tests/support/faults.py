@@ -89,7 +89,7 @@ def _takes_for_dead(self: Receiver, agent: str) -> None:
     for attempt in list(self._attempts.values()):
         for share in attempt.parts:
             if isinstance(share, WritePart) and share.agent == agent:
-                share.dead()
+                share.end_without("is dead")
 
 
 REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
