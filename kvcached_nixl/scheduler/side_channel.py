@@ -13,13 +13,11 @@ from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine_link import EngineLink
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.revocations import Revocations
-from kvcached_nixl.wire.handshake import Answer, read_rank
+from kvcached_nixl.wire.handshake import Answer, Answers, read_rank
 from kvcached_nixl.wire.headroom import AskingFigures, Headroom, encode_headroom
 
-__all__ = ["ANSWER_SECONDS", "Answers", "HandshakeListener", "OwnSideChannel"]
+__all__ = ["ANSWER_SECONDS", "HandshakeListener", "OwnSideChannel"]
 
-Answers = Mapping[int, tuple[str, bytes]]
-"""Rank -> (compatibility string, metadata)."""
 ANSWER_SECONDS = 0.25
 """Answers within this time say the same of the queue: what it costs to look grows with its length."""
 
