@@ -34,7 +34,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-logger = logging.getLogger("vllm.kvcached_nixl")
+from kvcached_nixl.settings import SERVER_LOGGER
+
+logger = logging.getLogger(SERVER_LOGGER)
 
 Ranges: TypeAlias = npt.NDArray[np.int64]
 """(n, 2): address and length in bytes."""
