@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clocks import ManualClock
 
-from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.lease import EXTENSION, INTERVAL, heartbeats, read_heartbeat
 from kvcached_nixl.wire.params import RemotePrefill
