@@ -509,9 +509,9 @@ def slots_are_free_while_they_are_written_from(patch: Patcher) -> None:
 
     def find(self: Any, writing: Any, end_token: int) -> Any:
         found = real(self, writing, end_token)
-        if found is not None and found.held in writing.windows:
-            writing.windows.remove(found.held)
-            self._let_go(found.held)
+        if found is not None and found[1] in writing.windows:
+            writing.windows.remove(found[1])
+            self._let_go(found[1])
         return found
 
     real = Staged.find
