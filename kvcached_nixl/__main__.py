@@ -164,7 +164,7 @@ def _doctor(options: argparse.Namespace) -> int:
         print(json.dumps(doctor.to_json(found), indent=2))
     else:
         print(doctor.render(found, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-    return 0 if found.is_direct else 1
+    return 0 if found.proof.is_direct else 1
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clocks that are passed as arguments, so that tests need not wait; and deadlines: which of many are due, without
+"""A clock that is passed as an argument, so that tests need not wait; and deadlines: which of many are due, without
 looking at the others.
 """
 
@@ -18,26 +18,6 @@ class Clock:
 
     def now_seconds(self) -> float:
         return time.perf_counter()
-
-
-class ManualClock(Clock):
-    """A clock that only `advance` moves."""
-
-    def __init__(self, start_seconds: float = 0.0) -> None:
-        self._now_seconds = start_seconds
-
-    def now_seconds(self) -> float:
-        return self._now_seconds
-
-    def advance(self, seconds: float) -> None:
-        """Moves the clock forward.
-
-        Raises:
-            ValueError: ``seconds`` is negative; a monotonic clock cannot go back.
-        """
-        if seconds < 0:
-            raise ValueError(f"a clock cannot go back by {-seconds} seconds")
-        self._now_seconds += seconds
 
 
 K = TypeVar("K", bound=Hashable)

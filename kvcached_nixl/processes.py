@@ -48,7 +48,10 @@ def has_ancestor(program: str) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a living process in clock ticks since boot; None if it is dead. Tells a reused pid apart."""
+    """Start time of a process whose main thread lives, in clock ticks since boot; else None. Tells a reused pid apart.
+
+    It says nothing of the process's other threads, which may still write: for that, see `Host.is_dead`.
+    """
     try:
         stat = _stat(pid)
     except OSError:
@@ -135,7 +138,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def _started(pid: int) -> int | None:
-    """Returns when the process with this number started, in clock ticks; -1 if there is none, None if unknown."""
+    """Returns when the process with this number started, in clock ticks; None if unknown; -1 if there is none, or none
+    of its threads is left."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

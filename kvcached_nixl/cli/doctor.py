@@ -85,10 +85,6 @@ class Findings:
     advice: tuple[str, ...]
     peer: PeerFound | None = None
 
-    @property
-    def is_direct(self) -> bool:
-        return self.proof.is_direct
-
 
 def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, int] | None = None) -> Findings:
     """Run the test again, without using a stored result.
@@ -146,8 +142,8 @@ def render(findings: Findings, *, colour: bool = False) -> str:
         lines += _of_peer(findings.peer)
     if findings.advice:
         lines += ["", "what to change", *(f"  - {reason}" for reason in findings.advice)]
-    verdict = "kvcached's pages are registered with NIXL" if findings.is_direct else "KV is copied through a slab"
-    return "\n".join([*lines, "", f"memory path of a server: {findings.proof.memory_path.value}: {verdict}"])
+    verdict = "kvcached's pages are registered with NIXL" if proof.is_direct else "KV is copied through a slab"
+    return "\n".join([*lines, "", f"memory path of a server: {proof.memory_path.value}: {verdict}"])
 
 
 def to_json(findings: Findings) -> dict[str, Any]:

@@ -24,7 +24,15 @@ import numpy as np
 from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.lanes import ucx_of_this_process
 from kvcached_nixl.proof.result import Question, Ucx
-from kvcached_nixl.transport.agent import Operation, Ranges, TransferState, Transport, make_agent
+from kvcached_nixl.transport.agent import (
+    Operation,
+    Ranges,
+    TransferState,
+    Transport,
+    TransportError,
+    make_agent,
+    register,
+)
 
 PAGE_BYTES = 2 << 20
 PAGES = 4
@@ -47,6 +55,34 @@ class MemberAnswer(Exception):
     """A member reported a failure, or did not answer. The message gives the reason."""
 
 
+def move(
+    transport: Transport,
+    operation: Operation,
+    peer: str,
+    local: Ranges,
+    remote: Ranges,
+    within_seconds: float,
+    *,
+    is_host: bool = False,
+) -> float:
+    """Make one transfer, and wait for its end. Returns its duration in seconds.
+
+    Raises:
+        TransportError: it was not posted, or has failed.
+        TimeoutError: it did not end within ``within_seconds``.
+    """
+    what = f"a {operation} of {int(remote[:, 1].sum())} bytes in {len(remote)} descriptors"
+    begun = time.perf_counter()
+    handle = transport.post(operation, peer, local, remote, is_host=is_host)
+    while (state := transport.state(handle)) is TransferState.IN_FLIGHT:
+        if time.perf_counter() - begun > within_seconds:
+            raise TimeoutError(f"{what} did not end")
+    if state is TransferState.FAILED:
+        raise TransportError(f"{what} failed")
+    transport.release(handle)
+    return time.perf_counter() - begun
+
+
 class Member:
     """The commands of a member. All of them run in the forked process."""
 
@@ -65,7 +101,6 @@ class Member:
         select(*device)
         self._agent = make_agent(question.backends)
         self._transport = Transport(self._agent, question.memory_type, question.device_index)
-        self._device = "cpu" if question.device == "cpu" else f"{question.device}:{question.device_index}"
         self._transfers = ThreadPoolExecutor(1, "transfers", initializer=select, initargs=device)
         self._memory: dict[Place, Any] = {}
         self._peer = ""
@@ -83,7 +118,7 @@ class Member:
             vmm_ops.init_kvcached(device, PAGE_BYTES, False)
             (pool,) = vmm_ops.create_kv_tensors(2 * PAGES * PAGE_BYTES, 1, device, 1)
             self._memory["elastic"] = pool.view(self._torch.uint8)[: PAGES * PAGE_BYTES]
-        for place, where in (("ordinary", self._device), ("host", "cpu")):
+        for place, where in (("ordinary", self._question.torch_device), ("host", "cpu")):
             self._memory[place] = self._torch.zeros(PAGES * PAGE_BYTES, dtype=self._torch.uint8, device=where)
         return {place: memory.data_ptr() for place, memory in self._memory.items()}
 
@@ -102,8 +137,7 @@ class Member:
         for place, memory in self._memory.items():
             kind = "DRAM" if place == "host" else self._question.memory_type
             index = 0 if place == "host" else self._question.device_index
-            rows = self._agent.get_reg_descs([(memory.data_ptr(), PAGES * PAGE_BYTES, index, "")], kind)
-            self._agent.register_memory(rows, backends=list(self._question.backends))
+            register(self._agent, [(memory.data_ptr(), PAGES * PAGE_BYTES)], self._question.backends, kind, index)
         return self._transport.metadata()
 
     def meet(self, metadata: bytes) -> None:
@@ -132,18 +166,8 @@ class Member:
         rows = np.stack((np.cumsum(lengths) - lengths, lengths), axis=1)
         rows = np.concatenate([rows + (page * PAGE_BYTES, 0) for page in pages]).astype(np.int64)
         local, remote = (rows + (base, 0) for base in (self._memory[here].data_ptr(), there))
-        return self._transfers.submit(self._move, operation, local, remote, is_host=here == "host").result()
-
-    def _move(self, operation: Operation, local: Ranges, remote: Ranges, *, is_host: bool) -> float:
-        begun = time.perf_counter()
-        handle = self._transport.post(operation, self._peer, local, remote, is_host=is_host)
-        while (state := self._transport.state(handle)) is TransferState.IN_FLIGHT:
-            if time.perf_counter() - begun > ANSWER_SECONDS / 2:
-                raise TimeoutError(f"a {operation} of {len(local)} descriptors did not end")
-        if state is TransferState.FAILED:
-            raise OSError(f"a {operation} of {len(local)} descriptors failed")
-        self._transport.release(handle)
-        return time.perf_counter() - begun
+        ways = self._transport, operation, self._peer, local, remote, ANSWER_SECONDS / 2
+        return self._transfers.submit(move, *ways, is_host=here == "host").result()
 
     def _page(self, place: Place, page: int) -> Any:
         return self._memory[place][page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
@@ -184,7 +208,7 @@ class Remote:
         """Send a command and wait for the result.
 
         Raises:
-            Answered: the member failed, ended, or did not answer in time.
+            MemberAnswer: the member failed, ended, or did not answer in time.
         """
         self.tell(name, *arguments, **options)
         return self.answer()

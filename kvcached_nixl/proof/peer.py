@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from kvcached_nixl.current_device import select
+from kvcached_nixl.proof.member import SMALL_BYTES, move
 from kvcached_nixl.proof.result import Question
-from kvcached_nixl.transport.agent import Ranges, TransferState, Transport, TransportError, make_agent
+from kvcached_nixl.transport.agent import Ranges, Transport, TransportError, make_agent, register
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.handshake import RankHandshake, read_answer, read_rank
 from kvcached_nixl.wire.planes import Planes
 
 BYTES = 8 << 20
-SMALL_BYTES = 4096
 MOST_ROWS = 4096
 READ_SECONDS = 30.0
 TRIES = 3
@@ -59,12 +58,11 @@ def read_from(channel: SideChannel, host: str, port: int, tp_rank: int, question
     import torch
 
     select(question.device, question.device_index)
-    device = "cpu" if question.device == "cpu" else f"{question.device}:{question.device_index}"
-    landing = torch.zeros(BYTES, dtype=torch.uint8, device=device)
-    extent = [(landing.data_ptr(), BYTES, question.device_index, "")]
+    landing = torch.zeros(BYTES, dtype=torch.uint8, device=question.torch_device)
+    extent = [(landing.data_ptr(), BYTES)]
     try:
         agent = make_agent(question.backends)
-        agent.register_memory(agent.get_reg_descs(extent, question.memory_type), backends=list(question.backends))
+        register(agent, extent, question.backends, question.memory_type, question.device_index)
     except Exception as error:
         # NIXL's exceptions have no common base.
         raise TransportError(f"memory could not be registered here: {type(error).__name__}: {error}") from error
@@ -115,12 +113,4 @@ def _cut(row: Sequence[int]) -> Ranges:
 def _seconds(transport: Transport, peer: str, landing: int, remote: Ranges) -> float:
     begins = landing + np.concatenate(([0], np.cumsum(remote[:-1, 1])))
     local = np.stack((begins, remote[:, 1]), axis=1)
-    begun = time.perf_counter()
-    handle = transport.post("READ", peer, local, remote)
-    while (state := transport.state(handle)) is TransferState.IN_FLIGHT:
-        if time.perf_counter() - begun > READ_SECONDS:
-            raise TimeoutError(f"a READ of {int(remote[:, 1].sum())} bytes did not end")
-    if state is TransferState.FAILED:
-        raise TransportError("a READ failed")
-    transport.release(handle)
-    return time.perf_counter() - begun
+    return move(transport, "READ", peer, local, remote, READ_SECONDS)

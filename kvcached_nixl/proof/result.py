@@ -33,6 +33,10 @@ class Question(msgspec.Struct, frozen=True):
     backends: tuple[str, ...]
 
     @property
+    def torch_device(self) -> str:
+        return "cpu" if self.device == "cpu" else f"{self.device}:{self.device_index}"
+
+    @property
     def staged(self) -> MemoryPath:
         """Place of a slab where no rates are known: on the device, or on the host for a CPU."""
         return MemoryPath.HOST if self.device == "cpu" else MemoryPath.DEVICE

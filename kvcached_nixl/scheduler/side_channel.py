@@ -13,13 +13,11 @@ from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine_link import EngineLink
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.revocations import Revocations
-from kvcached_nixl.wire.handshake import Answer, read_rank
+from kvcached_nixl.wire.handshake import Answer, Answers, read_rank
 from kvcached_nixl.wire.headroom import AskingFigures, Headroom, encode_headroom
 
-__all__ = ["ANSWER_SECONDS", "Answers", "HandshakeListener", "OwnSideChannel", "answers_of"]
+__all__ = ["ANSWER_SECONDS", "HandshakeListener", "OwnSideChannel"]
 
-Answers = Mapping[int, tuple[str, bytes]]
-"""Rank -> (compatibility string, metadata)."""
 ANSWER_SECONDS = 0.25
 """Answers within this time say the same of the queue: what it costs to look grows with its length."""
 
@@ -39,19 +37,6 @@ class Envelope(Protocol):
 
     compatibility_hash: str
     agent_metadata_bytes: bytes
-
-
-def answers_of(metadata: Mapping[Any, Envelope], incarnation: str) -> Answers:
-    """Rank -> (compatibility string, metadata), from what vLLM has collected from the workers.
-
-    Args:
-        metadata: by (pipeline stage, rank); there is one stage.
-        incarnation: drawn when this engine started, or when its weights were changed.
-    """
-    return {
-        rank: (one.compatibility_hash, msgspec.msgpack.encode(Answer(incarnation, one.agent_metadata_bytes)))
-        for (_, rank), one in metadata.items()
-    }
 
 
 class OwnSideChannel:
@@ -93,11 +78,20 @@ class OwnSideChannel:
 
     def introduce(self, metadata: Mapping[Any, Envelope], listen: Callable[[Answers], HandshakeListener]) -> None:
         """Sets the handshakes of this engine's ranks. Called when the workers have registered their memory, and again
-        when their weights may have changed. Peers are answered with them until `close`."""
+        when their weights may have changed. Peers are answered with them until `close`.
+
+        Args:
+            metadata: what vLLM has collected from the workers, by (pipeline stage, rank); there is one stage.
+        """
         ranks = {key: read_rank(one.agent_metadata_bytes) for key, one in metadata.items()}
         self._offering.is_read_early |= any(one.is_staged for one in ranks.values())
         self._revocations.identified({key: one.weights for key, one in ranks.items()})
-        answers = answers_of(metadata, self._link.incarnation)
+        # Drawn again if other weights were found just now.
+        incarnation = self._link.incarnation
+        answers = {
+            rank: (one.compatibility_hash, msgspec.msgpack.encode(Answer(incarnation, one.agent_metadata_bytes)))
+            for (_, rank), one in metadata.items()
+        }
         if self._listener is None:
             self._listener = listen(answers)
         else:

@@ -34,7 +34,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-logger = logging.getLogger("vllm.kvcached_nixl")
+from kvcached_nixl.settings import SERVER_LOGGER
+
+logger = logging.getLogger(SERVER_LOGGER)
 
 Ranges: TypeAlias = npt.NDArray[np.int64]
 """(n, 2): address and length in bytes."""
@@ -253,9 +255,15 @@ def make_agent(backends: Sequence[str]) -> Any:
     return nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=list(backends)))
 
 
-def register_host_memory(agent: Any, memory: npt.NDArray[Any], backends: Sequence[str]) -> Any:
-    """Registers an array in host memory, so that peers can read it. Returns what NIXL needs to deregister it."""
-    found = agent.get_reg_descs([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+def register(
+    agent: Any,
+    extents: Sequence[tuple[int, int]],
+    backends: Sequence[str],
+    memory_type: str = "DRAM",
+    device_id: int = 0,
+) -> Any:
+    """Registers memory, (address, bytes) each, so that peers can use it. Returns what NIXL needs to deregister it."""
+    found = agent.get_reg_descs([(*extent, device_id, "") for extent in extents], memory_type)
     agent.register_memory(found, backends=list(backends))
     return found
 
@@ -291,8 +299,7 @@ def open_gate(
     """
     try:
         agent = _make_resting_agent(uuid.uuid4().hex, backends)
-        rows = [(address, length, device_id, "") for address, length in extents]
-        agent.register_memory(agent.get_reg_descs(rows, memory_type), backends=list(backends))
+        register(agent, extents, backends, memory_type, device_id)
     except Exception as error:
         raise TransportError(f"NIXL could not make an agent for peers to write through: {error}") from error
     return WriteGate(agent)

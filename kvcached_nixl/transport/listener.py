@@ -20,7 +20,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import TypeVar
 
@@ -41,9 +41,9 @@ from kvcached_nixl.side_channel_address import (
 )
 from kvcached_nixl.transport.side_channel import ASK, HEADROOM, WAKE, Reply, SideChannel, url
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.handshake import is_tagged, read_answer, read_rank
+from kvcached_nixl.wire.handshake import Answers, is_tagged, read_answer, read_rank
 
-__all__ = ["Answers", "Listener", "start"]
+__all__ = ["Listener", "start"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -51,9 +51,6 @@ _T = TypeVar("_T")
 _WATCH_SECONDS = 0.1
 """How often the listener calls ``watch``, and looks whether it is to stop."""
 _LONGEST_QUESTION_BYTES = 1024
-
-Answers = Mapping[int, tuple[str, bytes]]
-"""Rank -> (compatibility string, metadata)."""
 
 WAIT_SECONDS = 2.0
 """How long a start waits for the check. What it finds later is logged."""
@@ -66,8 +63,8 @@ class Listener:
 
     Args:
         addresses: numeric; those that this host does not have are left out if it has another one of them.
-        answers: rank -> (compatibility string, metadata). A request for another rank is answered with an error text as
-            compatibility string, so that the peer refuses the handshake and logs the text.
+        answers: a request for another rank is answered with an error text as compatibility string, so that the peer
+            refuses the handshake and logs the text.
         woken: called on the listener's thread when a worker of this engine has something to report.
         key: secret that such a worker sends.
         headroom: returns what the engine could take now, encoded; empty if that is not known. Called on the listener's
@@ -82,7 +79,7 @@ class Listener:
         self,
         addresses: Sequence[str],
         port: int,
-        answers: Mapping[int, tuple[str, bytes]],
+        answers: Answers,
         woken: Callable[[], None],
         key: str,
         headroom: Callable[[], bytes] = lambda: b"",
@@ -107,7 +104,7 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-listener", daemon=True)
         self._thread.start()
 
-    def answer(self, answers: Mapping[int, tuple[str, bytes]]) -> None:
+    def answer(self, answers: Answers) -> None:
         """Replaces the answers. May be called from any thread."""
         self._answers = {rank: msgspec.msgpack.encode(Reply(*answer)) for rank, answer in answers.items()}
 

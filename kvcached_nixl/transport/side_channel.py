@@ -19,11 +19,12 @@ from weakref import WeakValueDictionary, ref
 import msgspec
 import zmq
 
+from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.side_channel_address import Endpoint, look_up
 
 __all__ = ["HandshakeWatch", "Reply", "SideChannel", "url"]
 
-logger = logging.getLogger("vllm.kvcached_nixl")
+logger = logging.getLogger(SERVER_LOGGER)
 
 ASK = b"get_meta_msg"
 WAKE = b"kvcached_nixl has ended something"

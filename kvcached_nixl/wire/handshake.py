@@ -40,6 +40,7 @@ __all__ = [
     "MOST_NAMED_FILES",
     "MOST_NAMED_TENSORS",
     "Answer",
+    "Answers",
     "Kind",
     "MemoryType",
     "Process",
@@ -57,6 +58,8 @@ _NAME = "kvcached_nixl"
 
 MemoryType: TypeAlias = Literal["DRAM", "VRAM"]
 """NIXL's names for host memory and for accelerator memory."""
+Answers: TypeAlias = Mapping[int, tuple[str, bytes]]
+"""What an engine answers peers: rank -> (tag, `Answer`, encoded)."""
 
 
 class Tag(msgspec.Struct, frozen=True):

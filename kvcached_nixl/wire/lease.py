@@ -26,7 +26,7 @@ INTERVAL, EXTENSION = 1 / 6, 2 / 3
 MAX_HEARTBEAT_BYTES = 4096
 """Largest heartbeat. About eighty of vLLM's request ids fit into it."""
 
-_BEAT = b"HB:"
+_PREFIX = b"HB:"
 
 
 def is_nameable(name: str) -> bool:
@@ -34,19 +34,19 @@ def is_nameable(name: str) -> bool:
     if not name or "," in name:
         return False
     try:
-        return len(name.encode()) <= MAX_HEARTBEAT_BYTES - len(_BEAT)
+        return len(name.encode()) <= MAX_HEARTBEAT_BYTES - len(_PREFIX)
     except UnicodeEncodeError:
         return False
 
 
 def heartbeats(names: Iterable[str]) -> Iterator[bytes]:
     """Encodes the names in as few notifications as possible; a name that does not fit into one is left out."""
-    joined, begin, room = ",".join(names).encode(), 0, MAX_HEARTBEAT_BYTES - len(_BEAT)
+    joined, begin, room = ",".join(names).encode(), 0, MAX_HEARTBEAT_BYTES - len(_PREFIX)
     while begin < len(joined):
         # The comma after the last name that fits.
         end = len(joined) if len(joined) - begin <= room else joined.rfind(b",", begin, begin + room + 1)
         if end >= 0:
-            yield _BEAT + joined[begin:end]
+            yield _PREFIX + joined[begin:end]
         else:
             end = joined.find(b",", begin) % (len(joined) + 1)
         begin = end + 1
@@ -54,7 +54,7 @@ def heartbeats(names: Iterable[str]) -> Iterator[bytes]:
 
 def is_heartbeat(notification: bytes) -> bool:
     """Whether a NIXL notification is a heartbeat."""
-    return notification.startswith(_BEAT)
+    return notification.startswith(_PREFIX)
 
 
 def read_heartbeat(notification: bytes) -> list[str]:
@@ -64,9 +64,9 @@ def read_heartbeat(notification: bytes) -> list[str]:
         Malformed: it is not a heartbeat, is larger than `MAX_HEARTBEAT_BYTES`, or is not UTF-8.
     """
     if not is_heartbeat(notification) or len(notification) > MAX_HEARTBEAT_BYTES:
-        raise Malformed(f"found {notification[:16]!r} ({len(notification)} bytes); expected a heartbeat of {_BEAT!r}")
+        raise Malformed(f"found {notification[:16]!r} ({len(notification)} bytes); expected a heartbeat of {_PREFIX!r}")
     try:
-        names = notification[len(_BEAT) :].decode().split(",")
+        names = notification[len(_PREFIX) :].decode().split(",")
     except UnicodeDecodeError as error:
         raise Malformed(str(error)) from error
     return [name for name in names if name]

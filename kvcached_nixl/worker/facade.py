@@ -26,7 +26,7 @@ from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.processes import Host
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
-from kvcached_nixl.transport.agent import Transport, open_gate, register_host_memory
+from kvcached_nixl.transport.agent import Transport, open_gate, register
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.handshake import RankHandshake, Tag, Weights
 from kvcached_nixl.wire.messages import Peer
@@ -266,7 +266,7 @@ def build_worker(
         needs_equal_blocks=slab is not None and worker.zeroes_blocks,
     )
     tokens: TokenArray = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
-    worker.keep_registered(register_host_memory(worker.agent, tokens, worker.backends))
+    worker.keep_registered(register(worker.agent, [(tokens.ctypes.data, tokens.nbytes)], worker.backends))
     memory_type = registered.memory_type or worker.memory_type
     # Other threads keep this event, not the transfer thread: so an engine without references is freed at once, with
     # its NIXL agent.

@@ -284,7 +284,7 @@ def the_end_of_a_state_is_not_moved(patch: Patcher) -> None:
 def a_state_is_not_moved(patch: Patcher) -> None:
     def ranges(routes: Any, groups: Any, end_token: int) -> Any:
         kept = [
-            (here, there, end_token if len(here.ids) <= 1 and first == end_token - 1 else first)
+            (here, there, end_token if len(here.block_ids) <= 1 and first == end_token - 1 else first)
             for here, there, first in groups
         ]
         return original(routes, kept if any(first < end_token for *_, first in kept) else groups, end_token)
@@ -351,7 +351,7 @@ def a_cached_prefix_counts_for_the_state(patch: Patcher) -> None:
     """Decode has some of the prompt, and leaves out the state that is behind the rest."""
 
     def ranges(routes: Any, groups: Any, end_token: int) -> Any:
-        starts = [first for here, _, first in groups if len(here.ids) > 1 or first < end_token - 1]
+        starts = [first for here, _, first in groups if len(here.block_ids) > 1 or first < end_token - 1]
         kept = [
             (here, there, end_token if starts and min(starts) and first == end_token - 1 else first)
             for here, there, first in groups

@@ -25,8 +25,8 @@ from kvcached_nixl.vllm.adapter import specs
 from kvcached_nixl.vllm.adapter.specs import parts_of_state, state_bytes
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
+from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.planes import GroupMemory
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.geometry.planes import StatePart, part_planes, state_planes
 from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.topology import contributors, ranges, routes
@@ -137,8 +137,8 @@ class Rank:
             self.memory[self.block, layer, : self.bytes] = share
 
     @property
-    def blocks(self) -> KernelBlocks:
-        return KernelBlocks([KernelBlock(self.block)], 9)
+    def blocks(self) -> KernelBlockRange:
+        return KernelBlockRange(9, (KernelBlock(self.block),))
 
     def digest(self, other: Rank, *, is_prefill: bool) -> str:
         return self.content.digest([(self.blocks, 9)], 10, (other.group,), is_prefill=is_prefill)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clocks import ManualClock
 
-from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.lease import EXTENSION, INTERVAL, heartbeats, read_heartbeat
 from kvcached_nixl.wire.params import RemotePrefill
@@ -45,8 +45,8 @@ class Lease:
 
     def prefill_steps(self) -> bool:
         """Whether it still holds the request's blocks afterwards."""
-        for beat in self._under_way:
-            self._leases.renew(map(PrefillRequestId, read_heartbeat(beat)))
+        for heartbeat in self._under_way:
+            self._leases.renew(map(PrefillRequestId, read_heartbeat(heartbeat)))
         self._under_way.clear()
         self._leases.take_due(self._clocks[0].now_seconds())
         return THEIRS in self._leases

@@ -27,7 +27,7 @@ from kvcached_nixl.scheduler.side_channel import OwnSideChannel
 from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
-from kvcached_nixl.wire.messages import Written
+from kvcached_nixl.wire.messages import KernelBlockRange, Written
 from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, OfferUpdate, Withdraw
 from kvcached_nixl.worker import facade
 from kvcached_nixl.worker.decode.arrived import ArrivedWrites, Stage, StagingWindow
@@ -36,7 +36,7 @@ from kvcached_nixl.worker.decode.fencing import GateUse
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_part import WritePart
 from kvcached_nixl.worker.facade import WorkerFacade
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, Route
+from kvcached_nixl.worker.geometry.descriptors import Route
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill import registry
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
@@ -89,7 +89,7 @@ def _takes_for_dead(self: Receiver, agent: str) -> None:
     for attempt in list(self._attempts.values()):
         for share in attempt.parts:
             if isinstance(share, WritePart) and share.agent == agent:
-                share.dead()
+                share.end_without("is dead")
 
 
 REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
@@ -332,7 +332,7 @@ def blocks_are_paired_from_the_first(patch: Patcher) -> None:
     """Blocks are not paired by the positions of their tokens."""
 
     def descriptors(real: Any, self: Any, here: Any, there: Any, first: int, end: int) -> Any:
-        moved = type(there)(there.ids, here.first_token) if not there.first_token else there
+        moved = type(there)(here.first_token, there.block_ids) if not there.first_token else there
         return real(self, here, moved, first, end)
 
     around(patch, Route, "descriptors", descriptors)
@@ -379,7 +379,7 @@ def one_rank_of_several_contributes(patch: Patcher) -> None:
 
 def blocks_of_the_kernel_are_not_counted(patch: Patcher) -> None:
     def uncounted(ranges: Any, groups: Any) -> Any:
-        return tuple(KernelBlocks(one.block_ids, one.first_token) for one in ranges)
+        return tuple(KernelBlockRange(one.first_token, one.block_ids) for one in ranges)
 
     patch.setattr(registry, "kernel_blocks_of", uncounted)
 
@@ -509,9 +509,9 @@ def slots_are_free_while_they_are_written_from(patch: Patcher) -> None:
 
     def find(self: Any, writing: Any, end_token: int) -> Any:
         found = real(self, writing, end_token)
-        if found is not None and found.held in writing.windows:
-            writing.windows.remove(found.held)
-            self._let_go(found.held)
+        if found is not None and found[1] in writing.windows:
+            writing.windows.remove(found[1])
+            self._let_go(found[1])
         return found
 
     real = Staged.find

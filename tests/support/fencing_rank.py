@@ -40,7 +40,7 @@ from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.processes import Host
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.transport.agent import Transport, WriteGate, make_agent, open_gate, register_host_memory
+from kvcached_nixl.transport.agent import Transport, WriteGate, make_agent, open_gate, register
 from kvcached_nixl.wire.handshake import Answer, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.messages import Peer
@@ -99,7 +99,9 @@ class Rank:
         self.memory = np.full((NUM_BLOCKS, BLOCK_BYTES), WRITTEN if role == "prefill" else BEFORE, dtype=np.uint8)
         self.token_table = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
         self.agent = make_agent(BACKENDS)
-        self.registered = [register_host_memory(self.agent, one, BACKENDS) for one in (self.memory, self.token_table)]
+        self.registered = [
+            register(self.agent, [(one.ctypes.data, one.nbytes)], BACKENDS) for one in (self.memory, self.token_table)
+        ]
         address, cell = self.memory.ctypes.data, BLOCK_BYTES // BLOCK_SIZE
         planes = Planes((address,), BLOCK_BYTES, cell, cell, cell, NUM_BLOCKS, BLOCK_SIZE, 1, 0)
         transport, clock = Transport(self.agent, "DRAM"), Clock()

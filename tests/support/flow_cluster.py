@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import Ranges, TransferState
@@ -23,6 +22,7 @@ from kvcached_nixl.wire.messages import Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.timeline import Timeline
 from kvcached_nixl.worker.transfer.slab import Use
+from support.clocks import ManualClock
 from support.flow_asker import Asked
 from support.flow_engine import Engine, Kind, Request, Status, Worker
 from support.flow_memory import Shape

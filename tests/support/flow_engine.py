@@ -28,9 +28,8 @@ from kvcached_nixl.processes import Host
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.side_channel import Answers
 from kvcached_nixl.scheduler.terms import Terms
-from kvcached_nixl.wire.handshake import Process, RankHandshake, Tag, Tensors, Weights
+from kvcached_nixl.wire.handshake import Answers, Process, RankHandshake, Tag, Tensors, Weights
 from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory

@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "identity",
         "naming",
         "patching",
+        "settings",
         "wire",
         "proof.result",
         "side_channel_address",

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.processes import Host
 from kvcached_nixl.settings import Settings
@@ -39,6 +38,7 @@ from kvcached_nixl.worker.transfer.slab import Slots
 from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
+from support.clocks import ManualClock
 from support.digest_fakes import Copy, InTurn, StubSlab, as_bytes, digests_over
 from support.memory_transport import MemoryTransport, Network, Posted
 

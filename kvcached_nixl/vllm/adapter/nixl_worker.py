@@ -81,6 +81,10 @@ class WorkerView:
         return private(self.worker, "kv_cache_config").kv_cache_groups
 
     @property
+    def _specs(self) -> list[Any]:
+        return [spec for group in self.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
+
+    @property
     def attention_groups(self) -> list[Any]:
         return without_states(self.kv_cache_groups)
 
@@ -193,8 +197,7 @@ class WorkerView:
         if self.has_states:
             # Every rank has a share of its own.
             return MAX_TP_SIZE
-        specs = [spec for group in self.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
-        return max(self._shares_of_layer(int(private(spec, "num_kv_heads"))) for spec in specs)
+        return max(self._shares_of_layer(int(private(spec, "num_kv_heads"))) for spec in self._specs)
 
     def _shares_of_layer(self, num_heads: int) -> int:
         if num_heads > 1:
@@ -263,8 +266,7 @@ class WorkerView:
         if len(ratios) > 1:
             shown = ", ".join(map(str, sorted(ratios)))
             refused.append((f"KV-cache groups with {shown} kernel blocks in a block", "the same in every group"))
-        specs = [spec for one in self.kv_cache_groups for spec in specs_of(one.kv_cache_spec)]
-        refused += unserved_states(specs, self.vllm_config.speculative_config)
+        refused += unserved_states(self._specs, self.vllm_config.speculative_config)
         shuffles = _is_rocm() and optional(envs, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")
         if shuffles or "ROCM_ATTN" in {one.get_name() for one in self.attention_backends}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"

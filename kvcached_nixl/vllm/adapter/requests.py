@@ -19,12 +19,13 @@ import numpy as np
 
 from kvcached_nixl.identity.adapters import Adapters
 from kvcached_nixl.identity.files import checksum_of
+from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.wire.manifest import Embeddings, digest_of
 from kvcached_nixl.wire.question import Question, plain_id
 
-logger = logging.getLogger("vllm.kvcached_nixl")
+logger = logging.getLogger(SERVER_LOGGER)
 
 _PLACEHOLDERS = tuple(
     f"{kind}_{name}"

@@ -18,10 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.wire.timeline import Timeline
 
-logger = logging.getLogger("vllm.kvcached_nixl")
+logger = logging.getLogger(SERVER_LOGGER)
 
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 """Of version 00. A later one has more behind these fields, which nobody here could use."""

@@ -22,7 +22,6 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.proof.find import find_here
-from kvcached_nixl.scheduler.side_channel import Answers
 from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.listener import Listener, start
 from kvcached_nixl.transport.side_channel import HandshakeWatch, SideChannel
@@ -34,6 +33,7 @@ from kvcached_nixl.vllm.adapter.platform import side_channel_address
 from kvcached_nixl.vllm.adapter.specs import without_states
 from kvcached_nixl.vllm.adapter.versions import ASKS_FOR_RESULTS, HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND
 from kvcached_nixl.vllm.patches.step_output import is_whole, scheduled
+from kvcached_nixl.wire.handshake import Answers
 from kvcached_nixl.worker import memory_registration as registration
 from kvcached_nixl.worker.facade import build_worker
 from kvcached_nixl.worker.memory_registration import choose

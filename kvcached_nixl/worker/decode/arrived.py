@@ -19,8 +19,7 @@ from functools import partial
 from types import MappingProxyType
 
 from kvcached_nixl.wire.causes import HandOverFailed
-from kvcached_nixl.wire.messages import Written
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
+from kvcached_nixl.wire.messages import KernelBlockRange, Written
 from kvcached_nixl.worker.transfer.peers import contained
 from kvcached_nixl.worker.transfer.slab import Use
 from kvcached_nixl.worker.transfer.staging import Held, Staging
@@ -146,7 +145,7 @@ class StagingWindow:
     def __init__(
         self,
         staging: Staging,
-        blocks: Sequence[KernelBlocks],
+        blocks: Sequence[KernelBlockRange],
         end_token: int,
         step: int,
         num_writers: int,

@@ -21,11 +21,10 @@ from collections.abc import Callable
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import Manifest
-from kvcached_nixl.wire.messages import Peer, Reading, Release, StagingRequest, Stopped, Written, encode
+from kvcached_nixl.wire.messages import KernelBlockRange, Peer, Reading, Release, encode
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.decode.arrived import StagingWindow
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peers import contained
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer, kernel_blocks_of
@@ -79,18 +78,12 @@ class Part:
         return False
 
     def fence(self) -> bool:
-        """The agent does not answer; `fenced` is called once it can no longer write. Returns whether it can be fenced:
-        it writes through a gate, and only over a network."""
+        """The agent does not answer; `end_without` is called once it can no longer write. Returns whether it can be
+        fenced: it writes through a gate, and only over a network."""
         return False
 
-    def take(self, message: StagingRequest | Written | Stopped) -> None:
-        """Takes a message of the agent about this attempt."""
-
-    def dead(self) -> None:
-        """The agent has ended."""
-
-    def fenced(self) -> None:
-        """The gate that the agent writes through is closed: nothing can be written any more."""
+    def end_without(self, what: str) -> None:
+        """The agent cannot write any more. ``what``: why not, as in "is dead"."""
 
     def cut_off(self) -> None:
         """The part has taken too long: its gate is about to be closed."""
@@ -114,7 +107,7 @@ class Attempt:
     """
 
     def __init__(
-        self, spec: FetchSpec, blocks: tuple[KernelBlocks, ...], clock: Clock, changed: Callable[[Attempt], None]
+        self, spec: FetchSpec, blocks: tuple[KernelBlockRange, ...], clock: Clock, changed: Callable[[Attempt], None]
     ) -> None:
         self.spec = spec
         self.blocks = blocks

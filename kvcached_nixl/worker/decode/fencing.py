@@ -114,7 +114,7 @@ class ActiveWriters:
             attempt = self._attempts.get(number)
             for part in attempt.parts if attempt is not None else ():
                 if part.agent == agent:
-                    part.dead()
+                    part.end_without("is dead")
         for address in self._looked_at.take_due(now):
             if self._at.get(address):
                 self._looked_at[address] = now + LOOK_SECONDS
@@ -189,7 +189,7 @@ class GateUse:
         self.fenced.discard(part)
 
     def fence(self, part: Part) -> None:
-        """Fence a part whose writer does not answer; `Part.fenced` is called once that cannot write any more."""
+        """Fence a part whose writer does not answer; `Part.end_without` is called once that cannot write any more."""
         if part in self.parts:
             self.fenced.add(part)
 
@@ -305,5 +305,5 @@ class WriteGates:
         self._retired.remove(use)
         for part in list(use.parts):
             if not part.is_idle:
-                part.fenced()
+                part.end_without("does not answer, and is now fenced: it can no longer write here")
             use.leave(part)

@@ -188,7 +188,7 @@ class Receiver(PeerListener):
             self._context.dropped["unknown attempt"] += 1
             return
         for part in attempt.parts:
-            if part.address.tp_rank == message.tp_rank and part.agent == agent:
+            if isinstance(part, WritePart) and part.address.tp_rank == message.tp_rank and part.agent == agent:
                 if part.is_idle:
                     self._context.dropped["after the end"] += 1
                 else:
@@ -211,8 +211,8 @@ class Receiver(PeerListener):
             except ValueError:
                 continue
             for address in (*writers, *others):
-                for beat in heartbeats(names):
-                    self._context.peers.send(address, beat)
+                for heartbeat in heartbeats(names):
+                    self._context.peers.send(address, heartbeat)
         return self.renewals.first_seconds
 
     def is_used(self, agent: str) -> bool:
@@ -223,17 +223,17 @@ class Receiver(PeerListener):
 
     def dead(self, agent: str) -> None:
         """Another engine answers at an agent's address. Its process may still run, but cannot be asked any more."""
-        for attempt, part in self._parts_of(agent):
+        for _, part in self._parts_of(agent):
             part.is_abandoned = True
-            reason = f"another engine answers at the address of rank {part.address.tp_rank} of prefill"
-            attempt.fail(HandOverFailed(FailureCause.LOST, reason))
-            self._writers.look_after(attempt)
+        self._lose(agent, "another engine answers at the address of")
 
     def unreachable(self, agent: str) -> None:
         """Nobody listens at an agent's address. Attempts that wait for it fail at once, but their blocks are held."""
+        self._lose(agent, "nobody listens any more at the address of")
+
+    def _lose(self, agent: str, what: str) -> None:
         for attempt, part in self._parts_of(agent):
-            reason = f"nobody listens any more at the address of rank {part.address.tp_rank} of prefill"
-            attempt.fail(HandOverFailed(FailureCause.LOST, reason))
+            attempt.fail(HandOverFailed(FailureCause.LOST, f"{what} rank {part.address.tp_rank} of prefill"))
             self._writers.look_after(attempt)
 
     def close(self) -> None:

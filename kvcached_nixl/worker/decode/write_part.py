@@ -101,12 +101,6 @@ class WritePart(Part):
         self._gate_use.fence(self)
         return True
 
-    def fenced(self) -> None:
-        self._end_without("does not answer, and is now fenced: it can no longer write here")
-
-    def dead(self) -> None:
-        self._end_without("is dead")
-
     def cut_off(self) -> None:
         reason = f"rank {self.address.tp_rank} of prefill has taken too long: the gate that it writes through is closed"
         self._fail(HandOverFailed(FailureCause.LOST, reason))
@@ -115,12 +109,13 @@ class WritePart(Part):
         if self._gate_use is not None:
             self._gate_use.leave(self)
 
-    def _end_without(self, what: str) -> None:
+    def end_without(self, what: str) -> None:
         if not self.is_idle:
             self._end(Event.STOPPED)
             self._fail(HandOverFailed(FailureCause.LOST, f"rank {self.address.tp_rank} of prefill {what}"))
 
     def take(self, message: StagingRequest | Written | Stopped) -> None:
+        """Takes a message of the agent about this attempt."""
         if isinstance(message, StagingRequest):
             if self._staging_window is not None and self._is_wanted:
                 end_token = min(message.end_token, self._attempt.spec.end_token)
@@ -260,8 +255,7 @@ class WritePart(Part):
             end_token=spec.end_token,
             block_sizes=context.local.kernel_block_sizes,
             groups=tuple(
-                KernelBlockRange(blocks.first_token, () if has_no_blocks else tuple(blocks.ids))
-                for blocks in self._attempt.blocks
+                KernelBlockRange(blocks.first_token, ()) if has_no_blocks else blocks for blocks in self._attempt.blocks
             ),
             is_staged=context.staging is not None,
             is_verified=context.checksums.are_compared(spec.attempt),

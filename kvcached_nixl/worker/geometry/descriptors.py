@@ -25,9 +25,10 @@ import numpy.typing as npt
 
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.transport.agent import Ranges
+from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.planes import Planes
 
-__all__ = ["KernelBlocks", "Descriptors", "Route", "misfit", "split"]
+__all__ = ["Descriptors", "Route", "misfit", "split"]
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -48,21 +49,11 @@ class Descriptors:
         return cls(nothing, nothing)
 
 
-@dataclass(frozen=True)
-class KernelBlocks:
-    """A request's kernel blocks of one KV-cache group on one side: ``ids[i]`` holds the tokens from
-    ``first_token + i * block_size`` on."""
-
-    ids: Sequence[KernelBlock]
-    first_token: int = 0
-
-
-def split(blocks: Sequence[int], number: int) -> Sequence[KernelBlock]:
+def split(blocks: Sequence[int], number: int) -> tuple[KernelBlock, ...]:
     """Returns the kernel blocks of these blocks, each of which is split into ``number``."""
     if number == 1:
-        return cast("Sequence[KernelBlock]", blocks)
-    found: list[KernelBlock] = (np.asarray(blocks, np.int64)[:, None] * number + np.arange(number)).reshape(-1).tolist()
-    return found
+        return cast("tuple[KernelBlock, ...]", tuple(blocks))
+    return tuple((np.asarray(blocks, np.int64)[:, None] * number + np.arange(number)).reshape(-1).tolist())
 
 
 def misfit(local: Sequence[Planes], remote: Sequence[Planes]) -> str:
@@ -113,7 +104,7 @@ class Route:
         self._here, self._there, self._lengths = here[begins], there[begins], lengths
 
     def descriptors(
-        self, local_blocks: KernelBlocks, remote_blocks: KernelBlocks, first_token: int, end_token: int
+        self, local_blocks: KernelBlockRange, remote_blocks: KernelBlockRange, first_token: int, end_token: int
     ) -> Descriptors:
         """Returns descriptors for the tokens ``first_token <= token < end_token`` and the heads that both sides hold.
 
@@ -160,9 +151,9 @@ def _within_step(local: Planes, remote: Planes, step: int, heads: int) -> tuple[
     return found[0], found[1], run
 
 
-def _block_offsets(planes: Planes, blocks: KernelBlocks, starts: Int64Array) -> Int64Array:
+def _block_offsets(planes: Planes, blocks: KernelBlockRange, starts: Int64Array) -> Int64Array:
     """Returns the offset in bytes of each token of ``starts`` from a plane's base."""
-    ids = np.asarray(blocks.ids, dtype=np.int64)
+    ids = np.asarray(blocks.block_ids, dtype=np.int64)
     relative = starts - blocks.first_token
     places = relative // planes.block_size
     if len(ids) == 0 or relative[0] < 0 or places[-1] >= len(ids):

@@ -23,10 +23,9 @@ from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import Manifest
-from kvcached_nixl.wire.messages import Registration, Release, StagingGrant, Written, encode
+from kvcached_nixl.wire.messages import KernelBlockRange, Registration, Release, StagingGrant, Written, encode
 from kvcached_nixl.wire.step import OfferUpdate
 from kvcached_nixl.wire.timeline import State, Timeline
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.staging import Held
@@ -84,8 +83,8 @@ class WriteTask:
         return self.next_token >= self.registration.end_token
 
     def paired_with(
-        self, blocks: Sequence[KernelBlocks], known: ConnectedPeer
-    ) -> list[tuple[KernelBlocks, KernelBlocks, int]]:
+        self, blocks: Sequence[KernelBlockRange], known: ConnectedPeer
+    ) -> list[tuple[KernelBlockRange, KernelBlockRange, int]]:
         """Returns per KV-cache group the blocks to write from and into, and the first token to write.
 
         Raises:
@@ -98,8 +97,7 @@ class WriteTask:
             reason = "the registration does not fit the handshake (groups or block sizes)"
             raise HandOverFailed(FailureCause.RANGE, reason)
         return [
-            (here, KernelBlocks(there.block_ids, there.first_token), max(self.next_token, there.first_token))
-            for here, there in zip(blocks, targets, strict=True)
+            (here, there, max(self.next_token, there.first_token)) for here, there in zip(blocks, targets, strict=True)
         ]
 
     def say(
@@ -138,7 +136,7 @@ class Offer:
     """
 
     update: OfferUpdate
-    blocks: tuple[KernelBlocks, ...] = ()
+    blocks: tuple[KernelBlockRange, ...] = ()
     finished: bool = False
     stopped: str = ""
     is_kept: bool = True

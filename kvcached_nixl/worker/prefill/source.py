@@ -12,27 +12,17 @@ Without a slab they are written from the request's blocks. With a slab they are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.slab import Use
 from kvcached_nixl.worker.transfer.staging import Held
 
-__all__ = ["FromBlocks", "Source", "Staged"]
+__all__ = ["FromBlocks", "Staged"]
 
 WINDOWS = 2
 """Windows that one registration has at a time: one is transferred while the other is copied."""
-
-
-class Source(NamedTuple):
-    """Per KV-cache group the blocks (or slots) to write from, up to ``end_token``. ``held``: those slots, if staged."""
-
-    groups: tuple[KernelBlocks, ...]
-    end_token: int
-    held: Held | None = None
 
 
 class FromBlocks:
@@ -44,10 +34,10 @@ class FromBlocks:
     def forget(self, offer: Offer) -> None:
         """Tokens from ``offer.update.ready_tokens`` on are computed again: drop copies of them."""
 
-    def find(self, task: WriteTask, end_token: int) -> Source | None:
-        """Returns where a registration's next tokens can be written from; None if not yet: it is advanced later."""
-        assert task.offer is not None
-        return Source(task.offer.blocks, end_token)
+    def find(self, task: WriteTask, end_token: int) -> tuple[int, Held | None] | None:
+        """Returns up to which token a registration's next tokens can be written, and from which slots: None for its
+        offer's blocks. None if they cannot be written yet: it is advanced later."""
+        return end_token, None
 
     def written(self, task: WriteTask, held: Held | None, *, is_begun: bool = True) -> None:
         """A WRITE from a source that `find` returned has ended, or need not be made; ``held``: its slots, if staged."""
@@ -101,18 +91,18 @@ class Staged(FromBlocks):
                 task.windows.remove(window)
                 self._let_go(window)
 
-    def find(self, task: WriteTask, end_token: int) -> Source | None:
+    def find(self, task: WriteTask, end_token: int) -> tuple[int, Held | None] | None:
         offer = task.offer
         assert offer is not None
         parked = offer.parked
         if parked is not None:
             end_token = _aligned(parked.staged_token, end_token, self._local.step_tokens(task.registration.block_sizes))
-            return Source(_blocks(parked), end_token, parked) if end_token > task.next_token else None
+            return (end_token, parked) if end_token > task.next_token else None
         if not offer.may_be_read:
             return None
         for window in task.windows:
             if window.first_token <= task.next_token < window.end_token:
-                return Source(_blocks(window), window.end_token, window) if not window.copies else None
+                return (window.end_token, window) if not window.copies else None
         if len(task.windows) < WINDOWS and not self._staging.is_waiting(Use.SENDING, task):
             self._open(task, end_token)
         return None
@@ -246,7 +236,3 @@ class Staged(FromBlocks):
 
 def _aligned(staged_token: int, end_token: int, step: int) -> int:
     return end_token if staged_token >= end_token else staged_token - staged_token % step
-
-
-def _blocks(held: Held) -> tuple[KernelBlocks, ...]:
-    return tuple(KernelBlocks(group.block_ids, group.first_token) for group in held.groups)

@@ -22,7 +22,7 @@ from kvcached_nixl.wire.lease import INTERVAL, heartbeats
 from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, StagingRequest, Stopped, Withdrawal, encode
 from kvcached_nixl.worker.geometry.descriptors import Descriptors
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
-from kvcached_nixl.worker.prefill.source import FromBlocks, Source, Staged
+from kvcached_nixl.worker.prefill.source import FromBlocks, Staged
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 from kvcached_nixl.worker.transfer.peers import PeerListener, contained
 from kvcached_nixl.worker.transfer.staging import Held
@@ -176,7 +176,7 @@ class Writer(PeerListener):
         found = self.source.find(task, end)
         if found is None:
             return False
-        self._write(task, offer, known, found)
+        self._write(task, offer, known, *found)
         return not task.is_complete
 
     def _ask_for_grant(self, task: WriteTask, end: int) -> None:
@@ -185,16 +185,16 @@ class Writer(PeerListener):
             said = StagingRequest(task.registration.attempt, self._context.local.tp_rank, *task.asked)
             self._context.peers.send(task.registration.decode, encode(said), only=task.agent)
 
-    def _write(self, task: WriteTask, offer: Offer, known: ConnectedPeer, source: Source) -> None:
-        registration, end = task.registration, source.end_token
-        groups = task.paired_with(source.groups, known)
+    def _write(self, task: WriteTask, offer: Offer, known: ConnectedPeer, end: int, held: Held | None) -> None:
+        registration = task.registration
+        groups = task.paired_with(offer.blocks if held is None else held.groups, known)
         found = Descriptors.none()
         if not registration.is_read:
             found = known.ranges(self._context.local, groups, end, is_prefill=True)
         task.next_token, is_final = end, end >= registration.end_token
         if not (len(found.local) or is_final or registration.is_verified or registration.is_staged):
             # Other ranks write these tokens, and decode waits for the last range only.
-            self.source.written(task, source.held, is_begun=False)
+            self.source.written(task, held, is_begun=False)
             return
         manifest = offer.update.manifest
         if is_final and manifest is None:
@@ -203,14 +203,14 @@ class Writer(PeerListener):
 
         @contained(partial(self.stop, task))
         def ended(failed: str) -> None:
-            self._written(task, job, source.held, failed)
+            self._written(task, job, held, failed)
 
         # Without a gate, or where nothing is written, the notification goes to the rank's own agent.
         gates = self._context.gate_connections
         target = gates.use(known, registration.gate) if registration.gate else known.agent
         job = TransferJob("WRITE", target, found.local, found.remote, ended, partial(say, None), tally=task.tally)
-        if source.held is not None:
-            source.held.jobs += 1
+        if held is not None:
+            held.jobs += 1
         if not registration.is_verified:
             self._submit(task, job, is_final)
             return
@@ -383,5 +383,5 @@ class Writer(PeerListener):
                 registration = task.registration
                 names.setdefault((registration.decode, task.agent), []).append(str(registration.attempt))
         for (address, agent), of_agent in names.items():
-            for beat in heartbeats(of_agent):
-                self._context.peers.send(address, beat, only=agent)
+            for heartbeat in heartbeats(of_agent):
+                self._context.peers.send(address, heartbeat, only=agent)

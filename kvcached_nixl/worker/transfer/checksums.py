@@ -23,10 +23,9 @@ import torch
 import xxhash
 
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.messages import MAX_ATTEMPT, Written
+from kvcached_nixl.wire.messages import MAX_ATTEMPT, KernelBlockRange, Written
 from kvcached_nixl.wire.planes import GroupMemory, Planes, exchanged, moves
 from kvcached_nixl.worker.background import Background, Work
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 
 __all__ = ["Checksums", "Content", "Range"]
 
@@ -34,7 +33,7 @@ _PIECE_BYTES = 32 << 20
 
 Result = TypeVar("Result")
 
-Range = tuple[Sequence[tuple[KernelBlocks, int]], int]
+Range = tuple[Sequence[tuple[KernelBlockRange, int]], int]
 """(per KV-cache group its blocks and first token; one past the last token)."""
 
 
@@ -57,7 +56,7 @@ class Content:
 
     def digest(
         self,
-        groups: Sequence[tuple[KernelBlocks, int]],
+        groups: Sequence[tuple[KernelBlockRange, int]],
         end_token: int,
         other: Sequence[GroupMemory],
         *,
@@ -98,15 +97,15 @@ def _cells(planes: Planes, base: int, areas: Sequence[tuple[int, torch.Tensor]])
 
 
 def _pieces(
-    cells: torch.Tensor, here: Planes, there: Planes, blocks: KernelBlocks, first_token: int, end_token: int
+    cells: torch.Tensor, here: Planes, there: Planes, blocks: KernelBlockRange, first_token: int, end_token: int
 ) -> Iterator[npt.NDArray[np.uint8]]:
     """Yields the cells of a range of tokens and of the heads that both sides have, some blocks at a time."""
     size = here.block_size
     first, last = (first_token - blocks.first_token) // size, -(-(end_token - blocks.first_token) // size)
-    if first < 0 or last > len(blocks.ids):
+    if first < 0 or last > len(blocks.block_ids):
         raise ValueError(
-            f"found {len(blocks.ids)} blocks of {size} tokens from token {blocks.first_token} on; expected them to "
-            f"hold the tokens {first_token} to {end_token - 1}"
+            f"found {len(blocks.block_ids)} blocks of {size} tokens from token {blocks.first_token} on; expected them "
+            f"to hold the tokens {first_token} to {end_token - 1}"
         )
     first_head, last_head = max(here.first_head, there.first_head), min(here.last_head, there.last_head)
     if first_head >= last_head:
@@ -114,7 +113,7 @@ def _pieces(
             f"found the heads {there.first_head} to {there.last_head - 1}; expected some that this rank has"
         )
     cells = cells[:, :, first_head - here.first_head : last_head - here.first_head]
-    ids = torch.tensor(list(blocks.ids[first:last]), dtype=torch.int64, device=cells.device)
+    ids = torch.tensor(blocks.block_ids[first:last], dtype=torch.int64, device=cells.device)
     for some in ids.split(max(1, _PIECE_BYTES // cells[0].numel())):
         rows = cells.index_select(0, some).flatten(0, 1).cpu().numpy()
         base = blocks.first_token + first * size
@@ -165,7 +164,7 @@ class Checksums:
     def compare(
         self,
         agent: str,
-        blocks: Sequence[KernelBlocks],
+        blocks: Sequence[KernelBlockRange],
         end_token: int,
         other: Sequence[GroupMemory],
         written: Sequence[Written],

@@ -14,7 +14,7 @@ from functools import partial
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.worker.background import Background, Work
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks, split
+from kvcached_nixl.worker.geometry.descriptors import split
 from kvcached_nixl.worker.transfer.slab import Slab, SlabUse, Slots, Use
 
 __all__ = ["Held", "Staging"]
@@ -178,11 +178,13 @@ class Staging:
         self._owned -= Counter({held.owner: len(held.slots)})
         self._freed = True
 
-    def gather(self, held: Held, blocks: Sequence[KernelBlocks], to_token: int, ended: Callable[[str], None]) -> None:
+    def gather(
+        self, held: Held, blocks: Sequence[KernelBlockRange], to_token: int, ended: Callable[[str], None]
+    ) -> None:
         """Copy the tokens from ``held.staged_token`` up to ``to_token`` from kernel blocks into the slots."""
         self._copy(held, blocks, held.staged_token, to_token, True, ended)
 
-    def scatter(self, held: Held, blocks: Sequence[KernelBlocks], ended: Callable[[str], None]) -> None:
+    def scatter(self, held: Held, blocks: Sequence[KernelBlockRange], ended: Callable[[str], None]) -> None:
         """Copy all tokens of the slots into kernel blocks."""
         self._copy(held, blocks, held.first_token, held.end_token, False, ended)
 
@@ -223,7 +225,7 @@ class Staging:
     def _copy(
         self,
         held: Held,
-        blocks: Sequence[KernelBlocks],
+        blocks: Sequence[KernelBlockRange],
         first_token: int,
         end_token: int,
         is_gather: bool,
@@ -235,12 +237,9 @@ class Staging:
         for mine, theirs, size, room in zip(held.groups, blocks, self.block_sizes, self.blocks_in_slot, strict=True):
             begin, end = max(first_token // size, mine.first_token // size), -(-end_token // size)
             if begin < end:
-                for found, ids, first in (
-                    (staged, mine.block_ids, mine.first_token),
-                    (sources, theirs.ids, theirs.first_token),
-                ):
-                    within = ids[begin - first // size : end - first // size]
-                    found += split(within, most // room)
+                for found, group in ((staged, mine), (sources, theirs)):
+                    before = group.first_token // size
+                    found += split(group.block_ids[begin - before : end - before], most // room)
         held.copies += 1
 
         def copied(_: object, failed: str) -> None:

@@ -15,10 +15,10 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import RankHandshake, differences, read_answer, read_rank
 from kvcached_nixl.wire.manifest import BlockRange
-from kvcached_nixl.wire.messages import Peer
+from kvcached_nixl.wire.messages import KernelBlockRange, Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, spacing
-from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit, split
+from kvcached_nixl.worker.geometry.descriptors import Descriptors, Route, misfit, split
 
 __all__ = ["ConnectedPeer", "LocalRank", "contributors", "examine", "fits", "kernel_blocks_of", "ranges", "routes"]
 
@@ -86,7 +86,7 @@ class ConnectedPeer:
     def ranges(
         self,
         local: LocalRank,
-        groups: Sequence[tuple[KernelBlocks, KernelBlocks, int]],
+        groups: Sequence[tuple[KernelBlockRange, KernelBlockRange, int]],
         end_token: int,
         *,
         is_prefill: bool,
@@ -120,7 +120,7 @@ def routes(local: Sequence[GroupMemory], remote: Sequence[GroupMemory], *, is_pr
 
 
 def ranges(
-    of_groups: GroupRoutes, groups: Sequence[tuple[KernelBlocks, KernelBlocks, int]], end_token: int
+    of_groups: GroupRoutes, groups: Sequence[tuple[KernelBlockRange, KernelBlockRange, int]], end_token: int
 ) -> Descriptors:
     """Returns the descriptors of a transfer; none if other ranks move all of it.
 
@@ -144,7 +144,7 @@ def ranges(
     return Descriptors(*(np.concatenate([getattr(one, side) for one in found]) for side in ("local", "remote")))
 
 
-def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]) -> tuple[KernelBlocks, ...]:
+def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]) -> tuple[KernelBlockRange, ...]:
     """Returns the kernel blocks that make up the logical blocks of a manifest or of a `FetchSpec`. The only place that
     converts them; called on the transfer thread.
 
@@ -155,7 +155,7 @@ def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]
         ValueError: there are not as many ranges as groups.
     """
     return tuple(
-        KernelBlocks(split(one.block_ids, group.kernel_blocks_per_block), one.first_token)
+        KernelBlockRange(one.first_token, split(one.block_ids, group.kernel_blocks_per_block))
         for one, group in zip(ranges, groups, strict=True)
     )
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from support.clocks import ManualClock
 from support.engine_fakes import BLOCK_SIZE, Pool, Reads, of_decode, of_prefill, reports
 
-from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.build import build_scheduler
 from kvcached_nixl.scheduler.engine import Progress

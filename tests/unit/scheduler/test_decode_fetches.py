@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.clocks import ManualClock
 from support.engine_fakes import (
     TIMEOUT,
     TOKENS,
@@ -20,7 +21,6 @@ from support.engine_fakes import (
 )
 from support.internals import forbid_scans, leftovers
 
-from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.failures import FailedFetches, Failures

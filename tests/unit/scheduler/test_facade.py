@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.clocks import ManualClock
 from support.engine_fakes import (
     OWN,
     OWN_START,
@@ -23,7 +24,6 @@ from support.engine_fakes import (
     with_states,
 )
 
-from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.transfer_mode import TransferMode

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from support.clocks import ManualClock
 from support.engine_fakes import (
     LEASE,
     OWN,
@@ -22,7 +23,6 @@ from support.engine_fakes import (
     with_states,
 )
 
-from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.failures import Failures

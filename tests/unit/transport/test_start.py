@@ -23,9 +23,9 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.side_channel_address import Endpoint, SideChannelAddress
 from kvcached_nixl.transport import listener as module
 from kvcached_nixl.transport import side_channel
-from kvcached_nixl.transport.listener import Answers, Listener
+from kvcached_nixl.transport.listener import Listener
 from kvcached_nixl.transport.side_channel import SideChannel
-from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Weights
+from kvcached_nixl.wire.handshake import Answer, Answers, Process, RankHandshake, Weights
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 
 

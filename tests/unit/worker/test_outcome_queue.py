@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from support.clocks import ManualClock
 from support.worker_fakes import wanted
 
-from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.worker.outcomes import TELL_AGAIN_SECONDS, OutcomeQueue

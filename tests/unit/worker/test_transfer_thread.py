@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.clocks import ManualClock
 from support.digest_fakes import as_bytes, digests_over
 from support.engine_fakes import grown
 from support.internals import receiver_of, registry_of, waiting_for_device
@@ -32,7 +33,7 @@ from support.worker_fakes import (
     wanted,
 )
 
-from kvcached_nixl.deadlines import Clock, ManualClock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.processes import Host
 from kvcached_nixl.settings import Settings

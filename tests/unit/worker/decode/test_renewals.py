@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clocks import ManualClock
 
-from kvcached_nixl.deadlines import ManualClock
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import LeaseRenewal

@@ -6,15 +6,15 @@ from __future__ import annotations
 from support.worker_fakes import HeldCopies, staging_over
 
 from kvcached_nixl.ids import KernelBlock
+from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.worker.decode.arrived import StagingWindow
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer.slab import Slots, Use
 from kvcached_nixl.worker.transfer.staging import Held, Staging
 
 
 def window(staging: Staging) -> tuple[StagingWindow, list[Held]]:
     """A window of 16 tokens in blocks of 4, that one rank of prefill writes."""
-    blocks = KernelBlocks(tuple(map(KernelBlock, (9, 8, 7, 6))))
+    blocks = KernelBlockRange(0, tuple(map(KernelBlock, (9, 8, 7, 6))))
     made, granted = StagingWindow(staging, [blocks], 16, 4, 1, "remote"), list[Held]()
     made.join(0, granted.append, lambda failed: None)
     return made, granted
@@ -32,7 +32,7 @@ def test_slots_that_cannot_be_granted_when_they_are_free_cost_this_hand_over_onl
     def give(_: Held) -> None:
         raise ValueError("planted")
 
-    made = StagingWindow(staging, [KernelBlocks(tuple(map(KernelBlock, (9, 8))))], 8, 4, 1, "remote")
+    made = StagingWindow(staging, [KernelBlockRange(0, tuple(map(KernelBlock, (9, 8))))], 8, 4, 1, "remote")
     made.join(0, give, failed.append)
     made.ready(0, 0, 8)
     next_one, granted = window(staging)

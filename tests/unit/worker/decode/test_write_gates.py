@@ -19,7 +19,8 @@ class Part:
         self.is_idle = False
         self.told: list[str] = []
 
-    def fenced(self) -> None:
+    def end_without(self, what: str) -> None:
+        assert "is now fenced" in what
         self.told.append("fenced")
         self.is_idle = True
 

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.planes import Planes
 from kvcached_nixl.worker.geometry import descriptors
-from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks, Route, misfit
+from kvcached_nixl.worker.geometry.descriptors import Descriptors, Route, misfit
 
 CELL_BYTES = 2
 
@@ -103,7 +104,12 @@ def test_every_cell_arrives_and_no_other_byte_changes(case: dict[str, Any]) -> N
     )
     first, end = case["tokens"]
     found = pair(
-        local.planes, remote.planes, KernelBlocks(case["ids"][0]), KernelBlocks(case["ids"][1], first), first, end
+        local.planes,
+        remote.planes,
+        KernelBlockRange(0, case["ids"][0]),
+        KernelBlockRange(first, case["ids"][1]),
+        first,
+        end,
     )
 
     expected = remote.memory.copy()
@@ -130,7 +136,7 @@ def test_every_cell_arrives_and_no_other_byte_changes(case: dict[str, Any]) -> N
 def test_equal_sides_take_a_descriptor_for_each_run_of_blocks() -> None:
     """Blocks that follow each other on both sides move as one, in all planes at once where layers are side by side."""
     apart, together = (side(3, 16, 4, 2, 0, contiguous=contiguous).planes for contiguous in (False, True))
-    runs = KernelBlocks([3, 4, 5, 9, 10]), KernelBlocks([7, 8, 9, 2, 3])
+    runs = KernelBlockRange(0, (3, 4, 5, 9, 10)), KernelBlockRange(0, (7, 8, 9, 2, 3))
     assert len(pair(apart, apart, *runs, 0, 20).local) == 3 * 2
     assert len(pair(together, together, *runs, 0, 20).local) == 2
     assert pair(together, together, *runs, 0, 20).local[:, 1].sum() == 3 * 5 * 4 * 2 * CELL_BYTES
@@ -139,7 +145,7 @@ def test_equal_sides_take_a_descriptor_for_each_run_of_blocks() -> None:
 def test_no_descriptor_is_longer_than_what_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of many blocks is cut; no byte is lost, doubled or moved elsewhere."""
     planes = side(1, 16, 4, 2, 0).planes
-    runs = KernelBlocks([3, 4, 5, 6, 9]), KernelBlocks([7, 8, 9, 10, 2])
+    runs = KernelBlockRange(0, (3, 4, 5, 6, 9)), KernelBlockRange(0, (7, 8, 9, 10, 2))
     whole = pair(planes, planes, *runs, 0, 20)
     assert whole.local[:, 1].tolist() == [64, 16]
 
@@ -186,11 +192,11 @@ def test_ranks_that_do_not_fit_are_told_so_in_words(changed: dict[str, Any], wor
         ({"first_token": 8}, "block boundary"),
         ({"first_token": -4}, "block boundary"),
         ({"end_token": 9}, "hold the tokens"),
-        ({"remote_blocks": KernelBlocks([1, 2], 4)}, "hold the tokens"),
-        ({"remote_blocks": KernelBlocks([])}, "hold the tokens"),
-        ({"local_blocks": KernelBlocks([1, 16])}, "block ids 1 to 16; expected 0 to 15"),
-        ({"local_blocks": KernelBlocks([-1, 3])}, "block ids -1 to 3"),
-        ({"remote_blocks": KernelBlocks([2**31, 3])}, "block ids 3 to 2147483648"),
+        ({"remote_blocks": KernelBlockRange(4, (1, 2))}, "hold the tokens"),
+        ({"remote_blocks": KernelBlockRange(0, ())}, "hold the tokens"),
+        ({"local_blocks": KernelBlockRange(0, (1, 16))}, "block ids 1 to 16; expected 0 to 15"),
+        ({"local_blocks": KernelBlockRange(0, (-1, 3))}, "block ids -1 to 3"),
+        ({"remote_blocks": KernelBlockRange(0, (2**31, 3))}, "block ids 3 to 2147483648"),
     ],
     ids=str,
 )
@@ -198,8 +204,8 @@ def test_what_cannot_be_carried_is_refused(arguments: dict[str, Any], words: str
     """Out of range or out of step: an error with numbers, never a descriptor."""
     planes = side(2, 16, 4, 4, 0).planes
     whole: dict[str, Any] = {
-        "local_blocks": KernelBlocks([1, 2]),
-        "remote_blocks": KernelBlocks([1, 2]),
+        "local_blocks": KernelBlockRange(0, (1, 2)),
+        "remote_blocks": KernelBlockRange(0, (1, 2)),
         "first_token": 0,
         "end_token": 8,
     }
@@ -211,5 +217,5 @@ def test_addresses_of_63_bits_are_carried() -> None:
     """B6: whatever `Planes` lets through is added up without leaving 64 bits."""
     low = side(1, 16, 4, 1, 0).planes
     high = msgspec.structs.replace(low, bases=(2**63 - 10_000,))
-    found = pair(low, high, KernelBlocks([15]), KernelBlocks([15]), 0, 4)
+    found = pair(low, high, KernelBlockRange(0, (15,)), KernelBlockRange(0, (15,)), 0, 4)
     assert found.remote[0, 0] == 2**63 - 10_000 + 15 * 8

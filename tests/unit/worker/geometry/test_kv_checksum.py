@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.planes import GroupMemory, Planes
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.transfer import checksums as content
 from kvcached_nixl.worker.transfer.checksums import Content
 
@@ -28,7 +28,7 @@ class Rank:
     planes: Planes
     memory: torch.Tensor
     content: Content
-    blocks: KernelBlocks
+    blocks: KernelBlockRange
     areas: list[tuple[int, torch.Tensor]]
 
     @property
@@ -40,7 +40,7 @@ class Rank:
         begin = (
             self.planes.bases[plane]
             - self.memory.data_ptr()
-            + self.blocks.ids[block] * self.planes.block_stride_bytes
+            + self.blocks.block_ids[block] * self.planes.block_stride_bytes
             + rest * self.planes.token_stride_bytes
             + (head - self.planes.first_head) * self.planes.head_stride_bytes
         )
@@ -83,7 +83,7 @@ def rank(
     )
     first_token -= first_token % block_size
     ids = random.permutation(NUM_BLOCKS)[: -(-(TOKENS - first_token) // block_size)].tolist()
-    made = Rank(planes, memory, Content((GroupMemory((planes,)),), areas), KernelBlocks(ids, first_token), areas)
+    made = Rank(planes, memory, Content((GroupMemory((planes,)),), areas), KernelBlockRange(first_token, ids), areas)
     for token in range(first_token, TOKENS):
         for plane in range(NUM_PLANES):
             for head in heads:

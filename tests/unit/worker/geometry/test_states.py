@@ -14,8 +14,8 @@ from support.worker_fakes import Local
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.ids import KernelBlock
+from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.geometry.layout import Arrangement, Layout, Page, group_memory, plan
 from kvcached_nixl.worker.geometry.planes import pages_of_state
 from kvcached_nixl.worker.transfer.checksums import Content
@@ -91,12 +91,12 @@ def test_contiguous_states_of_all_layers_are_one_descriptor(split: int) -> None:
     assert found.local[:, 1].tolist() == [STATE_BYTES] * 3
 
 
-def state_blocks(block: int, first_token: int = 9) -> KernelBlocks:
-    return KernelBlocks([KernelBlock(block)], first_token)
+def state_blocks(block: int, first_token: int = 9) -> KernelBlockRange:
+    return KernelBlockRange(first_token, (KernelBlock(block),))
 
 
-def nothing() -> KernelBlocks:
-    return KernelBlocks([])
+def nothing() -> KernelBlockRange:
+    return KernelBlockRange(0, ())
 
 
 @pytest.mark.parametrize("split", [1, 2])

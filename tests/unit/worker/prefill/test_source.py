@@ -17,9 +17,8 @@ from kvcached_nixl.ids import KernelBlock, PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.step import OfferUpdate
-from kvcached_nixl.worker.geometry.descriptors import KernelBlocks
 from kvcached_nixl.worker.prefill.offers import Offer, WriteTask
-from kvcached_nixl.worker.prefill.source import Source, Staged
+from kvcached_nixl.worker.prefill.source import Staged
 from kvcached_nixl.worker.transfer.slab import Slots, Use
 from kvcached_nixl.worker.transfer.staging import Held
 
@@ -29,7 +28,7 @@ BLOCKS = (7, 3, 9)
 def update(offer: Offer, ready_tokens: int, blocks: tuple[tuple[int, ...], ...] = (BLOCKS,)) -> Offer:
     """Prefill has computed so many tokens of an offer, in these kernel blocks per group."""
     offer.update = msgspec.structs.replace(offer.update, ready_tokens=ready_tokens, groups=grown(*blocks))
-    offer.blocks = tuple(KernelBlocks([KernelBlock(block) for block in group]) for group in blocks)
+    offer.blocks = tuple(KernelBlockRange(0, [KernelBlock(block) for block in group]) for group in blocks)
     return offer
 
 
@@ -95,10 +94,10 @@ def narrow() -> Side:
     return Side(8, 4)
 
 
-def found_in(side: Side, task: WriteTask) -> Source:
+def held_for(side: Side, task: WriteTask) -> Held:
     found = side.staged.find(task, TOKENS)
-    assert found is not None
-    return found
+    assert found is not None and found[1] is not None
+    return found[1]
 
 
 # ------------------------------------------------------------------------------------------------------------- parked
@@ -110,8 +109,7 @@ def test_slots_of_an_offer_are_kept_when_a_write_from_them_has_ended(side: Side)
     task = task_of(offer)
     side.staged.told(offer)
     side.copies.end()
-    held = found_in(side, task).held
-    assert held is not None
+    held = held_for(side, task)
     held.jobs += 1
     side.staged.written(task, held)
     side.staged.written(task, None)

@@ -9,9 +9,10 @@ from support.worker_fakes import Local, Memory
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
+from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes, moves
-from kvcached_nixl.worker.geometry.descriptors import Descriptors, KernelBlocks
+from kvcached_nixl.worker.geometry.descriptors import Descriptors
 from kvcached_nixl.worker.transfer.topology import (
     LocalRank,
     contributors,
@@ -94,10 +95,13 @@ def group_of(planes: Planes) -> tuple[GroupMemory, ...]:
 
 def test_groups_are_moved_together_and_those_without_a_token_left_out() -> None:
     between = routes(group_of(Memory().planes) * 2, group_of(Memory().planes) * 2, is_prefill=False)
-    one, two = (KernelBlocks([1, 2]), KernelBlocks([3, 4]), 0), (KernelBlocks([5, 6]), KernelBlocks([7, 8]), 0)
+    one, two = (
+        (KernelBlockRange(0, (1, 2)), KernelBlockRange(0, (3, 4)), 0),
+        (KernelBlockRange(0, (5, 6)), KernelBlockRange(0, (7, 8)), 0),
+    )
     both, alone = ranges(between, [one, two], 8), ranges(between[:1], [one], 8)
     assert total_bytes(both) == 2 * total_bytes(alone) > 0
-    behind = (KernelBlocks([5], 8), KernelBlocks([7], 8), 8)
+    behind = (KernelBlockRange(8, (5,)), KernelBlockRange(8, (7,)), 8)
     assert total_bytes(ranges(between, [one, behind], 8)) == total_bytes(alone)
     with pytest.raises(ValueError, match="no token before 8"):
         ranges(between[:1], [behind], 8)
@@ -184,7 +188,7 @@ def test_of_copies_a_rank_of_decode_gets_the_first_one() -> None:
 def test_what_only_other_ranks_move_needs_no_descriptor() -> None:
     """A chunk of a hybrid's prompt, whose attention other ranks move; the other way around, this rank moves it."""
     here, copied = group_of(Memory().planes), msgspec.structs.replace(Memory().planes, copies=2, copy=1)
-    groups = [(KernelBlocks((1,)), KernelBlocks((2,)), 0)]
+    groups = [(KernelBlockRange(0, (1,)), KernelBlockRange(0, (2,)), 0)]
     between = routes(here, group_of(copied), is_prefill=False)
     found = ranges(between, groups, 4)
     assert total_bytes(found) == len(found.local) == len(found.remote) == 0

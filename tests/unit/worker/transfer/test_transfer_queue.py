@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clocks import ManualClock
 from support.internals import bytes_in_flight, leftovers, num_dropped
 from support.memory_transport import Network, Posted
 
-from kvcached_nixl.deadlines import Clock, ManualClock
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.transport.agent import TransferState
 from kvcached_nixl.worker.transfer.transfer_queue import (
     MOVING_SECONDS,
