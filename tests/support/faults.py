@@ -14,7 +14,8 @@ import pytest
 
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.scheduler import fetch_attempts
-from kvcached_nixl.scheduler.asking.limits import LocalPrefills, Window
+from kvcached_nixl.scheduler.asking.limits import Window
+from kvcached_nixl.scheduler.asking.local import LocalPrefills
 from kvcached_nixl.scheduler.asking.wanted import Queue
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.naming.wants import Want, Wants
+from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import optional, private, side_of, sides
 from kvcached_nixl.vllm.adapter.platform import device_name
 from kvcached_nixl.vllm.adapter.queues import goes_by_priority, hold, queued, startable, waits_for_kv, wants_blocks
@@ -20,7 +21,7 @@ from kvcached_nixl.vllm.adapter.requests import set_apart
 from kvcached_nixl.vllm.patches.naming import wants_of
 from kvcached_nixl.wire.headroom import BlockUsage
 
-logger = logging.getLogger("vllm.kvcached_nixl")
+logger = logging.getLogger(SERVER_LOGGER)
 
 _OWN_THRESHOLD = "_kvcached_nixl_threshold"
 
