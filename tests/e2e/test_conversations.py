@@ -47,12 +47,13 @@ class Peers(Running):
 
 
 @contextlib.contextmanager
-def peers(arm: Arm, logs: Path) -> Iterator[tuple[Running, Server]]:
+def peers(arm: Arm, logs: Path, **extra: object) -> Iterator[tuple[Running, Server]]:
     """Three servers that ask each other, and a stock one."""
     one, _ = arm.specs("recompute")
     assert one.kv_transfer is not None
     keeps = {name: value for name, value in one.environment.items() if name not in GIVES_BACK}
-    both = replace(one, kv_transfer={**one.kv_transfer, "kv_role": "kv_both"}, environment=keeps)
+    transfer = {**with_extra(one.kv_transfer, extra), "kv_role": "kv_both"}
+    both = replace(one, kv_transfer=transfer, environment=keeps)
     several = [replace(both, name=f"{arm.name}-peer{number}") for number in range(3)]
     plain = {name: value for name, value in one.environment.items() if "KVCACHED" not in name}
     stock = replace(one, name="stock", kv_transfer=None, environment=plain)
@@ -109,7 +110,8 @@ def test_turns_are_computed_at_home_and_elsewhere_their_history_is_fetched_from_
 
     if arm.family and not FAMILIES[arm.family].caches_prefixes:
         pytest.skip("vLLM caches no prefixes of this model on a CPU")
-    with peers(arm, tmp_path) as (running, stock):
+    # What is measured differs from run to run.
+    with peers(arm, tmp_path, max_local_prefill_tokens=NEW_TOKENS + TOKENS + 2 * BLOCK_SIZE) as (running, stock):
         asyncio.run(run(running.servers, stock))
 
 
