@@ -6,7 +6,15 @@ from __future__ import annotations
 import argparse
 from types import MappingProxyType
 
-from experiments.common.command_line import KEEPS_LAST, add_quick, add_rounds, add_word, make_parser, run_main
+from experiments.common.command_line import (
+    KEEPS_LAST,
+    add_count,
+    add_quick,
+    add_rounds,
+    add_word,
+    make_parser,
+    run_main,
+)
 
 QUESTIONS = MappingProxyType(
     {
@@ -57,6 +65,17 @@ Is a first token later when decode asks prefill than when a router does?
   them, to prefill and with its answer to decode (pull), or to both at once (push). Prompts of 1,024 and 4,096 tokens, 1
   and 8 at a time. --only names the transfer mode; --rounds is 20.
 targets: the median first token comes no later than with a router""",
+        "conversations": """\
+How late are first tokens of further turns, where KV is kept, is on another server, or is asked for again?
+  8 conversations of 6 turns, with time to think, and histories of up to 8,192 tokens. One stock instance, which keeps
+  all of it (stock); decode that keeps it (home); three servers that ask each other, each turn on another one (other);
+  decode that asks prefill for whatever is missing (asks); and stock P/D behind vLLM's proxy, which keeps it on both
+  sides. Each answer is compared with stock's. --only names arms; --rounds is 3.
+  --faults: instead of times, answers while servers are killed, shut down, get other weights and are short of memory.
+targets, medians, from turn 2 on:
+  time to first token, home / stock <= 1.15; other / stock <= 1.3; asks / home and stock P/D / home >= 2
+  bytes moved: at most those of the blocks that are missing where the turn is asked
+  no answer is wrong, and none an error; with --faults, errors only where the request's own server died""",
         "traces": """\
 Do the spans of a request account for its time to first token?
   A prefill and a decode server that asks it, both with --otlp-traces-endpoint, and a collector. Requests are streamed,
@@ -86,7 +105,13 @@ def parse() -> argparse.Namespace:
     add_quick(parser, "fewer settings and rounds")
     add_rounds(parser, None, "instead of the question's; not of all questions")
     add_word(parser, "--only", "settings or arms", KEEPS_LAST, default="")
-    return parser.parse_args()
+    for what in ("conversations", "turns", "history-tokens"):
+        add_count(parser, f"--{what}", None, f"of the question conversations; {KEEPS_LAST}")
+    parser.add_argument("--faults", action="store_true", help="of the question conversations, in files of its own")
+    options = parser.parse_args()
+    if options.turns == 1:
+        parser.error("found --turns 1, expected at least 2")
+    return options
 
 
 if __name__ == "__main__":

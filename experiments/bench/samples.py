@@ -23,11 +23,15 @@ Statistic = Callable[[Sequence[float]], float]
 def main(options: argparse.Namespace) -> int:
     """Measure and return the exit status."""
     began, stamp = begin(options.vllm)
-    with Narrator(f"{options.question}, vLLM {options.vllm}") as narrator:
-        logs = RESULTS / f"{stamp}-{options.question}"
-        run = Run(options.vllm, logs, narrator.update, narrator.say, options.quick, options.rounds, options.only)
+    question = f"{options.question}{'-faults' if options.faults else ''}"
+    with Narrator(f"{question}, vLLM {options.vllm}") as narrator:
+        logs = RESULTS / f"{stamp}-{question}"
+        run = Run(
+            options.vllm, logs, narrator.update, narrator.say, options.quick, options.rounds, options.only, options
+        )
         found = importlib.import_module(f"experiments.bench.{options.question}").answer(run)
-    name = logs.name if options.only else last_name(f"{options.vllm}-{options.question}", quick=options.quick)
+    is_other = options.only or options.conversations or options.turns or options.history_tokens
+    name = logs.name if is_other else last_name(f"{options.vllm}-{question}", quick=options.quick)
     status = conclude(found.tables, found.verdicts, RESULTS / f"{name}.json", {"began": began, **found.content})
     if found.plot is not None:
         found.plot(RESULTS / f"{name}.png")
@@ -42,6 +46,7 @@ class Run:
         only: settings or arms that are measured have this in their names.
         show: shows what is being done, until the next call.
         tell: prints a line.
+        options: of single questions.
     """
 
     vllm: str
@@ -51,6 +56,7 @@ class Run:
     quick: bool = False
     rounds: int | None = None
     only: str = ""
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)
 
     def times(self, full: int, quick: int) -> int:
         """Return the number of rounds."""

@@ -7,7 +7,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -126,21 +126,38 @@ class Client:
 
         ``name``: the request's id, and its salt.
         """
-        asked = self._completion(prompt, max_tokens, name, name, params)
+        return [seconds async for seconds, _ in self._stream(self._completion(prompt, max_tokens, name, name, params))]
+
+    async def streamed(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> tuple[float, Answer]:
+        """Stream one greedy completion; returns when its first token came, in ``time.perf_counter()`` seconds, and the
+        answer."""
+        asked = self._completion(prompt, max_tokens, salt, request_id, None)
+        # Not return_token_ids: the first part would have the whole prompt.
+        asked["json"] |= {"logprobs": TOP_LOGPROBS, "return_tokens_as_token_ids": True}
+        parts = [one async for one in self._stream(asked)]
+        said = [choice["logprobs"] for _, part in parts for choice in part["choices"] if choice["logprobs"]]
+        keys = "tokens", "token_logprobs", "top_logprobs"
+        found: dict[str, list[Any]] = {key: [one for part in said for one in part[key]] for key in keys}
+        ids = [int(token.removeprefix("token_id:")) for token in found["tokens"]]
+        return parts[0][0], read_answer({"choices": [{"token_ids": ids, "logprobs": found}]}, max_tokens)
+
+    async def _stream(self, asked: dict[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+        """Send a completion; yields when each part of its answer came, and the part. There is one at least."""
         asked["json"]["stream"] = True
-        arrived: list[float] = []
+        name, is_empty = asked["headers"]["X-Request-Id"], True
         async with self.http.stream("POST", **asked) as reply:
             if reply.status_code != httpx.codes.OK:
                 said = (await reply.aread())[:500]
                 raise AnswerError(f"{self.base_url} answered {reply.status_code} to {name}: {said!r}")
             async for line in reply.aiter_lines():
                 if line.startswith("data: {"):
-                    if "error" in json.loads(line.removeprefix("data: ")):
+                    seconds, part = time.perf_counter(), json.loads(line.removeprefix("data: "))
+                    if "error" in part:
                         raise AnswerError(f"{self.base_url} streamed an error for {name}: {line[:500]}")
-                    arrived.append(time.perf_counter())
-        if not arrived:
+                    is_empty = False
+                    yield seconds, part
+        if is_empty:
             raise AnswerError(f"{self.base_url} streamed no token for {name}")
-        return arrived
 
     def _completion(
         self, prompt: list[int], max_tokens: int, salt: str, request_id: str, params: dict[str, Any] | None

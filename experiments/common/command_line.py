@@ -38,8 +38,13 @@ def add_mode(parser: argparse.ArgumentParser, files: str = KEEPS_LAST) -> None:
 
 def add_rounds(parser: argparse.ArgumentParser, default: int | None, what: str) -> None:
     """Add ``--rounds``; ``what`` each round repeats."""
+    add_count(parser, "--rounds", default, what)
+
+
+def add_count(parser: argparse.ArgumentParser, option: str, default: int | None, what: str) -> None:
+    """Add an option that is a number of at least 1."""
     limits = "at least 1" if default is None else "at least 1; %(default)s"
-    parser.add_argument("--rounds", type=_at_least_one, default=default, metavar="N", help=f"{what} ({limits})")
+    parser.add_argument(option, type=_at_least_one, default=default, metavar="N", help=f"{what} ({limits})")
 
 
 def _at_least_one(text: str) -> int:

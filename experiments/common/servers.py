@@ -297,13 +297,14 @@ class Running:
         self.logs = logs
         self.on_wait = on_wait
         self.servers: list[Server] = []
+        self.ports: list[tuple[int, int] | None] = [None] * len(specs)
 
     def __enter__(self) -> Running:
         # Servers are in sessions of their own: without this, a terminated experiment would leave them running.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
-            for spec in self.specs:
-                self.servers.append(Server(self.configured(spec), self.logs))
+            for spec, ports in zip(self.specs, self.ports, strict=True):
+                self.servers.append(Server(self.configured(spec), self.logs, ports))
         except BaseException:
             self.stop()
             raise
