@@ -232,7 +232,7 @@ class SchedulerFacade:
         """A request has entered the engine. Returns whether it is to be held: a prefill server is asked for its KV."""
         if names := self.read.take_renamed():
             self.revocations.renamed(names)
-        if self.asking is not None and not self._accepts_params:
+        if not self._accepts_params:
             request.refuse_prefill()
         self._fetching.arrived(request, self._link.step)
         self._offering.arrived(request, self._link.step)

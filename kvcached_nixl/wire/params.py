@@ -215,7 +215,7 @@ def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bo
 def cached_tokens_in(params: Mapping[str, Any]) -> int:
     """How many tokens of the prompt prefill had cached, for ``usage``; 0 if the parameters do not say it."""
     try:
-        return convert(params.get(CACHED_TOKENS_KEY, 0), Count)
+        return convert(params.get(CACHED_TOKENS_KEY), Count)
     except Malformed:
         return 0
 

@@ -59,11 +59,14 @@ def test_a_prompt_that_is_cached_here_is_computed_here() -> None:
 
 
 @DIRECTIONS
-def test_what_a_client_names_is_not_used(mode: str) -> None:
-    pair = Asks(mode)
+@pytest.mark.parametrize("accepts_params", [False, True], ids=["refused", "accepted"])
+def test_what_a_client_names_is_not_used_unless_it_may_be(mode: str, accepts_params: bool) -> None:
+    pair = Asks(mode, accepts_params=accepts_params)
     found = pair.ask_decode(pair.meet(remote_host="nowhere"))
+    pair.decode.handover.ask()
+    assert bool(pair.asked) is not accepts_params
     pair.serve()
-    assert is_fetched(found) and not pair.causes()
+    assert is_fetched(found) is not accepts_params
 
 
 # ------------------------------------------------------------------------------------------------------ equal prompts

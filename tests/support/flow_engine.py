@@ -222,6 +222,7 @@ class Kind:
             ``num_stale_output_tokens``).
         asks: names of the engines that it asks for KV.
         is_required: it computes nothing because they do not answer.
+        accepts_params: its clients may name engines, too.
         is_asked: it is asked for KV by others, too.
         queue_seconds: how long its requests may wait to be asked for.
         local_tokens: ``max_local_prefill_tokens``. By default what is missing is always asked for.
@@ -247,6 +248,7 @@ class Kind:
     most_unclaimed_tokens: int = 1 << 30
     asks: tuple[str, ...] = ()
     is_required: bool = False
+    accepts_params: bool = False
     is_asked: bool = False
     queue_seconds: float = math.inf
     local_tokens: int | None = 0
@@ -485,6 +487,7 @@ class Engine:
             AskSettings(
                 tuple(map(url_of, kind.asks)),
                 kind.is_required,
+                kind.accepts_params,
                 is_asked=kind.is_asked,
                 queue_seconds=kind.queue_seconds,
                 max_local_prefill_tokens=kind.local_tokens,

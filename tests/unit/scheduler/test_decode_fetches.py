@@ -284,6 +284,27 @@ def test_a_failure_is_one_story(caplog: pytest.LogCaptureFixture) -> None:
     assert decode.failures.take_ended() == {}
 
 
+@pytest.mark.parametrize(
+    ("cause", "recomputes", "is_told"),
+    [(FailureCause.LOST, True, True), (FailureCause.LOST, False, False), (FailureCause.UNREACHABLE, True, False)],
+)
+def test_prefill_need_not_keep_what_decode_computes(cause: FailureCause, recomputes: bool, is_told: bool) -> None:
+    """Once nothing of the attempt is in flight. What fails here may be sent to another decode engine."""
+    decode = Decode(recomputes=recomputes)
+    attempt = decode.wait(of_decode())
+    decode.collect(failures=((attempt, cause),))
+    assert [one.attempt for one in decode.take().of(UnneededOffer)] == [attempt] * is_told
+
+
+def test_failures_add_up() -> None:
+    failures, why = Failures(), HandOverFailed(FailureCause.LOST, "planted")
+    for _ in range(2):
+        failures.not_received("d1", why)
+        failures.not_offered("p1", why)
+        failures.starved("d1", why)
+    assert failures.counts == {FailureCause.LOST: 6}
+
+
 def test_a_request_that_ends_for_its_hand_over_is_told_though_it_is_scheduled_once_more() -> None:
     """Another connector has loaded its beginning, and vLLM schedules it once more before it ends."""
     decode = Decode()

@@ -26,13 +26,11 @@ from support.engine_fakes import (
 
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
+from kvcached_nixl.scheduler.giving_way import UNHEARD_SECONDS
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.headroom import BlockUsage, read_headroom
-from kvcached_nixl.wire.step import (
-    FetchSpec,
-    Revoke,
-)
+from kvcached_nixl.wire.step import FetchSpec, Revoke
 
 BLOCKS = ([7, 3, 9],)
 
@@ -165,6 +163,19 @@ def test_a_workers_report_ends_the_sleep(engine: Engine) -> None:
     assert woken == [1] and engine.handover.pending
 
 
+def test_an_engine_that_rests_goes_on_when_it_yields_no_longer() -> None:
+    """What waits for blocks would wait for ever."""
+    engine = Engine(mode=TransferMode.PUSH)
+    engine.pool.has_reserve, engine.pool.wanted = True, (4, True)
+    assert not engine.handover.relieve()
+    engine.pool.wanted = 0, False
+    engine.clock.advance(UNHEARD_SECONDS)
+    assert engine.handover.relieve()
+    engine.handover.take_step([])
+    engine.clock.advance(UNHEARD_SECONDS)
+    assert not engine.handover.relieve()
+
+
 def test_whose_blocks_are_spared_until_its_end_is_told(engine: Engine) -> None:
     """vLLM would free blocks that have left a sliding window, while peers may still read or write them."""
     for one, is_dropping in ((Engine(drops_blocks=True), True), (engine, False)):
@@ -232,6 +243,7 @@ def test_what_an_engine_says_of_its_memory_and_of_what_waits(engine: Engine, mon
     said = read_headroom(engine.handover.side_channel.headroom())
     assert (said.mapped_bytes, said.map_bytes, said.unmap_bytes) == (50, 120, 70)
     assert (said.waiting_fetches, said.oldest_fetch_seconds, said.oldest_offer_seconds) == (1, 3.0, 0.0)
+    assert engine.handover.side_channel.in_answer() == {"queued_tokens": 7}
 
 
 def test_an_engine_says_nothing_before_its_first_step() -> None:

@@ -134,7 +134,10 @@ def three_kept(**changed: Any) -> Prefill:
         prefill.compute(TOKENS, BLOCKS, replaces=True, name=name)
         assert prefill.finish(request)[0]
     prefill.take()
-    prefill.clock.advance(PATIENCE)
+    prefill.clock.advance(PATIENCE / 2)
+    prefill.kept.give_way(RevocationCause.LIMIT, 9, prefill.step)
+    assert not prefill.take().has_news, "decode may fetch them at any moment"
+    prefill.clock.advance(PATIENCE / 2)
     return prefill
 
 

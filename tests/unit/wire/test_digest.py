@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 import subprocess
 import sys
 import time
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.parameter_ids import plain_id
 
-from kvcached_nixl.wire.manifest import digest_of
+from kvcached_nixl.wire.manifest import Embeddings, digest_of
 
 TOKENS = list(range(100, 132))
 IMAGE = ("hash-of-an-image", 4, 8)
@@ -95,6 +97,14 @@ def test_an_image_that_begins_in_front_of_the_end_counts() -> None:
 def test_embeddings_stand_for_tokens_that_are_not_there() -> None:
     assert digest_of(None, 2, embeddings=b"ab") != digest_of(None, 2, embeddings=b"ac")
     assert digest_of([1], 1, embeddings=b"") != digest_of(None, 1, embeddings=bytes(8))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 8, 9, 10])
+def test_embeddings_are_hashed_to_the_end_of_a_token(num_tokens: int) -> None:
+    """Inside a chunk of 256 KiB, at its end and behind it; of more tokens than there are, all."""
+    width, data = 96 << 10, random.Random(1).randbytes(9 * 96 << 10)
+    expected = hashlib.blake2b(b"torch.half " + data[: num_tokens * width], digest_size=16).digest()
+    assert Embeddings("torch.half", memoryview(data), width).hash_of(num_tokens) == expected
 
 
 def test_another_process_finds_the_same() -> None:

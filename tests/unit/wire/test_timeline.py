@@ -60,7 +60,8 @@ def test_a_timeline_is_bounded() -> None:
 
 def test_a_workers_timeline_takes_the_place_of_the_time_in_which_the_scheduler_knew_nothing() -> None:
     of_request = Timeline()
-    of_request.enter(State.DECODE_QUEUED, 0.0)
+    of_request.enter(State.DECODE_HELD, 0.0)
+    of_request.enter(State.DECODE_QUEUED, 0.25)
     of_request.enter(State.DECODE_REPORTING, 0.5)
     of_rank = decoded()
     of_rank.end(3.0)
@@ -68,7 +69,8 @@ def test_a_workers_timeline_takes_the_place_of_the_time_in_which_the_scheduler_k
     of_request.enter(State.DECODE_RESUMING, 3.125)
     of_request.end(4.0)
     assert [(one.state, one.begin_seconds) for one in of_request.intervals()] == [
-        (State.DECODE_QUEUED, 0.0),
+        (State.DECODE_HELD, 0.0),
+        (State.DECODE_QUEUED, 0.25),
         (State.DECODE_ALLOCATED, 0.5),
         (State.DECODE_HANDSHAKE, 1.5),
         (State.DECODE_MOVING, 2.0),

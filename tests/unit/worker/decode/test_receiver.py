@@ -170,7 +170,7 @@ def test_an_offer_that_another_attempt_uses_is_not_released(pull: Decode) -> Non
     assert remote.heard() == []
     pull.deliver()
     assert pull.over == [1, 2] and pull.failed == {1: FailureCause.STOPPED}
-    assert remote.heard() == [Release("p-1", "", DIGEST, 0, 1)]
+    assert remote.heard() == [Release("p-1", "", DIGEST, 0, 1)] and len(pull.moved) == 1
 
 
 @pytest.mark.parametrize("where", ["routes", "token_buffers"])
@@ -239,7 +239,7 @@ def test_wrong_numbers_never_make_a_request_received(push: Decode, said: list[Wr
     push.deliver()
     assert push.failed == {1: FailureCause.PROTOCOL} and not push.over
     assert remote.heard() == [Withdrawal(1, push.side.own)]  # type: ignore[arg-type]
-    remote.say("local", Stopped(1, 0, FailureCause.STOPPED, "withdrawn"))
+    remote.say("local", Stopped(1, 0, 255, "for a cause that is not known here"))
     push.deliver()
     assert push.over == [1] and push.is_clean()
 

@@ -12,12 +12,26 @@ from kvcached_nixl.worker.transfer.slab import Slots, Use
 from kvcached_nixl.worker.transfer.staging import Held, Staging
 
 
-def window(staging: Staging) -> tuple[StagingWindow, list[Held]]:
-    """A window of 16 tokens in blocks of 4, that one rank of prefill writes."""
+def window(staging: Staging, num_writers: int = 1) -> tuple[StagingWindow, list[Held]]:
+    """A window of 16 tokens in blocks of 4, that so many ranks of prefill write."""
     blocks = KernelBlockRange(0, tuple(map(KernelBlock, (9, 8, 7, 6))))
-    made, granted = StagingWindow(staging, [blocks], 16, 4, 1, "remote"), list[Held]()
-    made.join(0, granted.append, lambda failed: None)
+    made, granted = StagingWindow(staging, [blocks], 16, 4, num_writers, "remote"), list[Held]()
+    for rank in range(num_writers):
+        made.join(rank, granted.append, lambda failed: None)
     return made, granted
+
+
+def test_slots_stay_taken_until_no_rank_may_write_them() -> None:
+    """Rule R2: one rank has stopped, and a WRITE of the other may be in flight."""
+    staging = staging_over(Slots(16, 4), HeldCopies(), (4,))
+    made, granted = window(staging, 2)
+    for rank in range(2):
+        made.ready(rank, 0, 4)
+    assert len(granted) == 2
+    made.close(0)
+    assert staging.slots.used(Use.RECEIVING) == 1
+    made.close(1)
+    assert staging.slots.used(Use.RECEIVING) == 0
 
 
 def test_slots_that_cannot_be_granted_when_they_are_free_cost_this_hand_over_only() -> None:

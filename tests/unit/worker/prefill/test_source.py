@@ -119,6 +119,18 @@ def test_slots_of_an_offer_are_kept_when_a_write_from_them_has_ended(side: Side)
     assert side.is_clean()
 
 
+def test_a_finished_offer_is_parked_as_soon_as_there_is_room(side: Side) -> None:
+    """Its blocks are free then, though nobody fetches it; and the next one gets its turn."""
+    taken, offer = side.fill(Use.PARKED), offer_of()
+    offer.finished = True
+    side.staged.told(offer)
+    assert not side.copies.asked
+    side.free(taken, Use.PARKED)
+    assert not side.staging.is_waiting(Use.PARKED, offer)
+    side.copies.end()
+    assert offer.is_free_of_blocks and side.used == (3, 0)
+
+
 def test_blocks_are_not_free_while_an_earlier_copy_reads_them(side: Side) -> None:
     """An offer that was preempted while it was copied is copied again, and the copies may end in any order."""
     offer = offer_of()
@@ -172,7 +184,8 @@ def test_windows_of_tokens_that_are_computed_again_are_dropped(ready: int, left:
     task.next_token = 4
     assert narrow.staged.find(task, TOKENS) is None
     narrow.copies.end()
-    assert narrow.used == (0, 2)
+    task.next_token = 8
+    assert narrow.staged.find(task, TOKENS) is None and narrow.used == (0, 2), "no third one while both are sent"
     narrow.staged.forget(update(offer, ready))
     assert narrow.used == (0, left)
 
