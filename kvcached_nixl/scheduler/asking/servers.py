@@ -173,7 +173,10 @@ class Servers:
             num_tokens: of the prompt.
         """
         knowing, num_known = self._find(hashes)
-        found = [one for one in self.all if not (self.rests(one) or one.is_own or one in tried)]
+        # One that has said to be this engine says so again now and then: others may be behind the same URL.
+        said_seconds = self._clock.now_seconds() - LONGEST_PAUSE_SECONDS
+        is_own = [one for one in self.all if one.is_own and one.queued_seconds > said_seconds]
+        found = [one for one in self.all if not (self.rests(one) or one in is_own or one in tried)]
         if len(found) < 2 or (knowing in found and 2 * num_known >= num_tokens):
             return []
         self.random.shuffle(found)
