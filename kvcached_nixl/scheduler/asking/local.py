@@ -146,10 +146,13 @@ class LocalPrefills:
 
     Attributes:
         break_even: whether it is sooner.
+        num_tokens: that are to be computed.
     """
 
     def __init__(self, most_tokens: int, break_even: BreakEven) -> None:
         self.break_even = break_even
+        # Kept, because it is read for each of thousands that arrive while no server answers.
+        self.num_tokens = 0
         self._most_tokens = most_tokens
         # Requests that wait, with those that have ended meanwhile.
         self._queue: list[tuple[tuple[int, int], str]] = []
@@ -162,11 +165,6 @@ class LocalPrefills:
         """Whether any prompt is computed or waits."""
         return bool(self._begun or self._waiting)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are to be computed."""
-        return sum(num_tokens for of in (self._waiting, self._begun) for num_tokens, _ in of.values())
-
     def add(self, request: Request, order: tuple[int, int], num_tokens: int) -> None:
         """A held request is to be computed here, or to fail.
 
@@ -174,20 +172,21 @@ class LocalPrefills:
             order: its place among all that were ever held.
             num_tokens: to compute.
         """
-        self.break_even.begins_here(request.request_id, self.num_tokens + num_tokens)
+        self.num_tokens += num_tokens
+        self.break_even.begins_here(request.request_id, self.num_tokens)
         self._waiting[request.request_id] = num_tokens, request.num_prompt_tokens
         heapq.heappush(self._queue, (order, request.request_id))
 
     def computed(self, request_id: str, num_computed_tokens: int) -> None:
         """A step computes a request up to this token."""
         if request_id in self._begun and num_computed_tokens >= self._begun[request_id][1]:
-            del self._begun[request_id]
+            self.num_tokens -= self._begun.pop(request_id)[0]
 
     def gone(self, request_id: str) -> None:
         """A request has ended."""
         self.break_even.gone(request_id)
-        self._begun.pop(request_id, None)
-        self._waiting.pop(request_id, None)
+        for of in (self._begun, self._waiting):
+            self.num_tokens -= of.pop(request_id, (0, 0))[0]
 
     def turn(self, blocks: BlockPool) -> bool:
         """Lets the next ones begin. Called before each step. Returns whether there are any."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -138,6 +139,26 @@ def test_few_turns_are_computed_at_a_time_so_that_streams_keep_their_pace() -> N
     decode.asking.computed([Step("b", LONG)])  # type: ignore[list-item]
     decode.turn()
     assert not decode.blocks.chunk_tokens and not decode.asking.local.is_busy
+
+
+def test_no_turn_looks_at_all_that_are_computed_here() -> None:
+    """Thousands wait for that while no server answers, and each would look at all others."""
+    decode = Decode(local_tokens=None)
+    local = decode.asking.local
+    with mock.patch.object(local, "_waiting"):
+        assert local.num_tokens == 0
+        local._waiting.values.assert_not_called()  # type: ignore[attr-defined]
+    for name in "abcd":
+        turn(decode, name, 6 * BLOCK)
+    assert list(decode.blocks.released) == ["a"] and local.num_tokens == 24 * BLOCK
+    decode.asking.computed([Step("a", LONG)])  # type: ignore[list-item]
+    decode.asking.gone("a")
+    decode.asking.gone("c")
+    decode.turn()
+    assert list(decode.blocks.released) == ["a", "b"] and local.num_tokens == 12 * BLOCK
+    for name in "bd":
+        decode.asking.gone(name)
+    assert not local.num_tokens
 
 
 @pytest.mark.parametrize("leaves", [False, True])
