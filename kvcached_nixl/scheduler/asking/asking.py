@@ -331,13 +331,16 @@ class Asking:
         """Ends those that have waited to be asked for as long as they may."""
         for request_id in self._limit.take_late():
             wanted = self._wanted.get(request_id)
-            if wanted is None or wanted.stage is not Stage.WAITING:
+            if wanted is None or wanted.stage not in (Stage.WAITING, Stage.LOOKING):
                 continue
-            if self._queue.leader_of(wanted).stage is not Stage.WAITING:
+            leader = self._queue.leader_of(wanted)
+            if leader is not wanted and leader.stage is not Stage.WAITING:
                 # Its prompt is computed for an equal one.
                 self._limit.waits(request_id)
                 continue
             self._queue.remove(wanted)
+            self._prefixes.gone(request_id)
+            self.window.settle(request_id)
             wanted.stage = Stage.LOCAL
             # At once: its equals may be late in this turn, too.
             self._queue.land(wanted, is_cached=False)

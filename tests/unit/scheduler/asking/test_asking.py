@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -182,6 +183,7 @@ class Decode:
         is_required: bool = False,
         pushes: bool = False,
         local_tokens: int | None = 0,
+        queue_seconds: float = math.inf,
         **blocks: Any,
     ) -> None:
         self.clock, self.asker, self.blocks, self.fetching = Clock(), Asker(), Blocks(**blocks), Fetching()
@@ -195,6 +197,7 @@ class Decode:
             pushes=pushes,
             recomputes=recomputes,
             is_required=is_required,
+            queue_seconds=queue_seconds,
         )
 
     def _changed(self) -> dict[str, tuple[str, ...]]:

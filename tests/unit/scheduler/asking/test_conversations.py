@@ -301,6 +301,25 @@ def test_after_a_failure_the_next_best_is_asked_and_nobody_is_looked_up_again() 
     assert decode.url("a") == URLS[0] and len(decode.asker.looked_up) == 3
 
 
+def test_one_that_is_late_while_servers_are_asked_is_refused_and_the_next_equal_one_goes_on() -> None:
+    """It had no deadline any more, however long it waited then."""
+    decode = looks(None, queue_seconds=30.0)
+    request = decode.blocks.requests["a"] = Request("a", LONG, (b"same",))
+    decode.asking.arrived(request, decode.blocks)  # type: ignore[arg-type]
+    decode.turn(may_ask=False)
+    decode.clock.now += 29.5
+    decode.arrives("b", num_prompt_tokens=LONG, block_hashes=(b"same",))
+    assert {name for name, _ in decode.asker.looked_up} == {"a"}
+    decode.clock.now += 0.5
+    decode.turn()
+    assert list(decode.fetching.refused) == ["a"] and {name for name, _ in decode.asker.looked_up} == {"a", "b"}
+    decode.asker.found += [(name, server, says(0)) for name, server in decode.asker.looked_up]
+    decode.turn()
+    assert decode.is_asked("b") and not decode.is_asked("a")
+    decode.asking.gone("a")
+    assert decode.asking.num_waiting == 0
+
+
 def test_while_the_engine_is_paused_nobody_is_asked_with_what_was_found() -> None:
     decode = looks(None)
     decode.arrives("a", num_prompt_tokens=LONG)
