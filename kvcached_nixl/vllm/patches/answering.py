@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill's endpoint for prompts with images, sounds, ..., or of embeddings, which ``/v1/completions`` takes none of.
 
-It is a route below ``/v1``, which vLLM's ``AuthenticationMiddleware`` guards. vLLM's own handlers answer what is raised
-here: 400 for a ValueError.
+With that for the role of a server (`roles`), these are routes below ``/v1``, which vLLM's ``AuthenticationMiddleware``
+guards. vLLM's own handlers answer what is raised here: 400 for a ValueError.
 
 Runs in: the API server's process.
 Sources: ``entrypoints/serve/middleware/authenticate.py``, ``entrypoints/scale_out/token_in_token_out/serving.py``.
@@ -23,6 +23,7 @@ from kvcached_nixl.vllm.adapter.asked_prompts import engine_prompt
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import API_ROUTES
 from kvcached_nixl.vllm.patches.leaving import drop_rest
+from kvcached_nixl.vllm.patches.roles import ROLE_PATH, ROLES, answer, role_of
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, MOST_BODY_BYTES, decode
 from kvcached_nixl.wire.params import KvTransferParams
 
@@ -38,13 +39,17 @@ READ_SECONDS = 60.0
     remove_when="/inference/v1/generate takes all that a prompt has, and is served without --enable-scale-out",
 )
 def register_scale_out_api_routers(call: Call) -> None:
-    """Add the endpoint to an API server that hands over KV."""
+    """Add the endpoints to an API server that hands over KV."""
     from starlette.routing import Route
 
     call.proceed()
     app = call.argument("app")
     transfer = app.state.args.kv_transfer_config
-    if transfer is not None and transfer.is_kv_producer:
+    if transfer is None:
+        return
+    setattr(app.state, ROLES, role_of(app.state.args))
+    app.router.routes.append(Route(ROLE_PATH, answer, methods=["GET", "POST"], include_in_schema=False))
+    if transfer.is_kv_producer:
         app.router.routes.append(Route(f"/{ASKED_PATH}", _Endpoint().answer, methods=["POST"], include_in_schema=False))
 
 
