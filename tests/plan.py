@@ -84,6 +84,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_offloading.py": (None, 2.5),
     "e2e/test_push.py": (None, 7.0),
     "e2e/test_refusals.py": (None, 2.5),
+    "e2e/test_roles.py": (None, 1.2),
     "e2e/test_traces.py": (None, 4.5),
     "e2e/test_waits.py": (None, 2.6),
     "stacks/test_balancers.py": (None, 1.9),

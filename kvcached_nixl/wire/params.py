@@ -44,7 +44,6 @@ from kvcached_nixl.wire.manifest import Manifest, as_json
 
 __all__ = [
     "CACHED_TOKENS_KEY",
-    "LOOK_UP_KEY",
     "HAS_CLIENTS_KEY",
     "HEADROOM_KEY",
     "MANIFEST_KEY",
@@ -64,8 +63,6 @@ __all__ = [
 MANIFEST_KEY = "kvcached_nixl"
 CACHED_TOKENS_KEY = "remote_prefill_cached_tokens"
 """vLLM's own: from 0.31 on its API server reads it, too."""
-LOOK_UP_KEY = "kvcached_nixl_look_up"
-"""Of a request that computes nothing: its answer has `CACHED_TOKENS_KEY` and `HAS_CLIENTS_KEY`."""
 HAS_CLIENTS_KEY = "kvcached_nixl_has_clients"
 """Whether the server may have clients of its own (``kv_role`` kv_both)."""
 HEADROOM_KEY = "kvcached_nixl_headroom"

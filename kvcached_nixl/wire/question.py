@@ -26,6 +26,7 @@ from kvcached_nixl.wire.params import HEADROOM_KEY, KvTransferParams, RemotePref
 __all__ = [
     "MOST_ANSWER_BYTES",
     "PATH",
+    "ROLE_HEADER",
     "Answer",
     "AskFailed",
     "Outcome",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 PATH = "v1/completions"
+ROLE_HEADER = "X-Kvcached-Nixl-Role"
+"""Of an answer that refuses a question for the server's role."""
 MOST_ID = 200
 _OF_SEVERAL = re.compile(r"_dp\d+\Z")
 _ODD = re.compile(r"[^A-Za-z0-9._:-]")
@@ -175,11 +178,9 @@ def read_answer(status: int, headers: Mapping[str, str], body: bytes) -> dict[st
     shown = body[:300].decode(errors="replace")
     reason = f"it answered HTTP {status}: {shown}"
     if status in (429, 503):
-        raise AskFailed(
-            Outcome(
-                reason, is_of_server=True, is_busy=True, retry_after_seconds=_seconds(headers.get("Retry-After", ""))
-            )
-        )
+        # One that computes no prompts for others now may not do so for long.
+        is_busy, retry_after_seconds = ROLE_HEADER not in headers, _seconds(headers.get("Retry-After", ""))
+        raise AskFailed(Outcome(reason, is_of_server=True, is_busy=is_busy, retry_after_seconds=retry_after_seconds))
     is_final = status in (400, 404, 413, 422)
     raise AskFailed(Outcome(reason, is_final=is_final, is_of_server=not is_final and status < 500))
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
+import numpy as np
 import torch
 from support import attention_engines, engine_node, handover_node
 from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, prompt
@@ -39,8 +39,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from kvcached_nixl.vllm.adapter import attributes, requests
-from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, LOOK_UP_KEY
+from kvcached_nixl.vllm.adapter import requests
+from kvcached_nixl.vllm.patches.look_ups import let_look_up
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
@@ -230,7 +231,7 @@ def step_and_tell(node: Node) -> dict[int, Any]:
 
 @pytest.mark.parametrize("is_paused", [False, True])
 def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pair: tuple[Node, Node]) -> None:
-    """Of its salt and its adapter only, in whole blocks; whatever the client sends beside, nothing is offered."""
+    """Of its salt and its adapter only, in whole blocks."""
     node, _ = pair
     size = node.geometry.block_size
     node.add(PREFILL_ID, None, 1)
@@ -238,25 +239,16 @@ def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pai
     if is_paused:
         node.scheduler.set_pause_state(type(node.scheduler.pause_state).PAUSED_ALL)
     core = core_around(node)
-    core.request_block_hasher, core.output_queue = get_request_block_hasher(size, sha256), queue.Queue()
-    attributes.remember(core)
+    core.request_block_hasher = get_request_block_hasher(size, sha256)
+    let_look_up(core)
     told = {}
-    for name, salt, tokens in (
-        ("whole", None, PROMPT),
-        ("part", None, size + 1),
-        ("short", None, size),
-        ("salt", "s", PROMPT),
-    ):
-        request = core_request(name, {LOOK_UP_KEY: True, "do_remote_decode": True}, client_index=2)
-        request.prompt_token_ids, request.cache_salt = prompt(0, tokens), salt
-        core.add_request(*core.preprocess_add_request(request))
-        client, outputs = core.output_queue.get_nowait()
-        (output,) = outputs.outputs
-        assert (client, output.request_id, output.new_token_ids, str(output.finish_reason)) == (2, name, [], "abort")
-        told[name] = output.kv_transfer_params[CACHED_TOKENS_KEY]
-        assert output.kv_transfer_params["remote_engine_id"] == node.side_of_engine.own.engine_id
-        assert output.kv_transfer_params[HAS_CLIENTS_KEY] is False
-    cached = {"whole": (PROMPT - 1) // size * size, "part": size, "short": 0, "salt": 0}
+    asked = {"whole": ("", "", PROMPT), "part": ("", "", size + 1), "short": ("", "", size)}
+    for name, (adapter, salt, tokens) in {**asked, "salt": ("", "s", PROMPT), "adapter": ("a", "", PROMPT)}.items():
+        token_ids = np.asarray(prompt(0, tokens), "<u4").tobytes()
+        found = core.kvcached_nixl_look_up(token_ids, adapter, salt).result()
+        told[name] = found[CACHED_TOKENS_KEY]
+        assert found["remote_engine_id"] == node.side_of_engine.own.engine_id and found[HAS_CLIENTS_KEY] is False
+    cached = {"whole": (PROMPT - 1) // size * size, "part": size, "short": 0, "salt": 0, "adapter": 0}
     assert told == (dict.fromkeys(cached, 0) if is_paused else cached)
     assert not node.scheduler.requests and not node.scheduler.has_unfinished_requests() and all_free(node)
 

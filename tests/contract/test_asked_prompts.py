@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 
 import httpx
 import msgspec
+import numpy as np
 import torch
 from support.patches import applied, first_bound
 from vllm.lora.request import LoRARequest
@@ -34,7 +35,6 @@ from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.vllm.patches import answering, frontend, patches_in
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, LOOK_UP_PATH, MOST_SENT_BYTES, Prompt, encode
-from kvcached_nixl.wire.params import LOOK_UP_KEY
 from kvcached_nixl.wire.question import Question
 
 HIDDEN = 8
@@ -56,6 +56,8 @@ class Client:
     def __init__(self) -> None:
         self.asked: list[tuple[Any, Any, str, dict[str, Any]]] = []
         self.mirrored: list[str] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.engine_core = SimpleNamespace(call_utility_async=self._call)
         self.model_config = SimpleNamespace(
             get_hidden_size=lambda: HIDDEN,
             get_vocab_size=lambda: 100,
@@ -73,6 +75,10 @@ class Client:
     def _validate(modality: str, count: int) -> None:
         if modality != "image" or count > 2:
             raise ValueError(f"At most 2 images, not {count} {modality}")
+
+    async def _call(self, *call: Any) -> Any:
+        self.calls.append(call)
+        return PARAMS
 
     async def is_tracing_enabled(self) -> bool:
         return True
@@ -251,14 +257,15 @@ def test_what_the_model_does_not_take_is_refused(body: bytes, client: Client, mo
 
 
 def test_how_much_of_a_prompt_is_cached_is_asked_of_the_engine(client: Client) -> None:
-    asked = Question("r", IDS, "adapter", salt="salt", trace_headers={"traceparent": "00-1-2-01"})
+    asked = Question("r", IDS, "adapter", salt="salt")
     app, body = served(client), asked.look_up_body()
     assert post(app, body, LOOK_UP_PATH, Authorization="Bearer other").status_code == 401
+    assert post(app, body_of(request(feature(2))), LOOK_UP_PATH).status_code == 400
+    assert post(app, body).status_code == 400, "prefill computes prompts of tokens at /v1/completions"
     reply = post(app, body, LOOK_UP_PATH)
     assert reply.status_code == 200 and reply.json() == {"kv_transfer_params": PARAMS}, reply.text
-    ((prompt, params, _, more),) = client.asked
-    assert (prompt["type"], prompt["prompt_token_ids"], prompt["cache_salt"]) == ("token", IDS, "salt")
-    assert params.extra_args == {"kv_transfer_params": {LOOK_UP_KEY: True}} and more["lora_request"].lora_int_id == 1
+    ids = np.asarray(IDS, "<u4").tobytes()
+    assert client.calls == [("kvcached_nixl_look_up", ids, "adapter", "salt")] and not client.asked
 
 
 def test_only_prefill_answers_and_only_with_the_key(client: Client) -> None:

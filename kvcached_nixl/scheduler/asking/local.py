@@ -24,6 +24,8 @@ LEAST_WEIGHT = 0.5
 """Of all measurements. With less, nothing is known."""
 FIRST_TOKENS = 256
 """What is computed here before anything is known: a step that reads the weights for running streams has room for it."""
+PASSING_SECONDS = 10.0
+"""After so long, one more begins beside those that vLLM does not start: an adapter has no slot, a grammar compiles."""
 SPREAD_TOKENS = 16.0
 """Measurements of less different prompts say nothing of what a token takes."""
 
@@ -74,7 +76,7 @@ class BreakEven:
     """
 
     def __init__(self, clock: Clock, most_tokens: int, fixed_tokens: int | None) -> None:
-        self._clock = clock
+        self.clock = clock
         self._most_tokens = most_tokens
         self._fixed_tokens = fixed_tokens
         self._local, self._asked = SecondsByTokens(), SecondsByTokens()
@@ -95,7 +97,7 @@ class BreakEven:
             return num_missing <= self._fixed_tokens
         if num_missing > min(num_cached, self._most_tokens):
             return False
-        now = self._clock.now_seconds()
+        now = self.clock.now_seconds()
         here = self._local.expected_seconds(num_local + num_missing, now)
         there = self._asked.expected_seconds(num_asked, now)
         if here is None or there is None:
@@ -104,15 +106,15 @@ class BreakEven:
 
     def asked_seconds(self, num_tokens: int) -> float | None:
         """How long it is likely to take until prefill has handed over so many tokens; None if that is not known."""
-        return self._asked.expected_seconds(num_tokens, self._clock.now_seconds())
+        return self._asked.expected_seconds(num_tokens, self.clock.now_seconds())
 
     def begins_here(self, request_id: str, num_tokens: int) -> None:
         """A request is to be computed here, when so many tokens are."""
-        self._begun[request_id] = self._local, num_tokens, self._clock.now_seconds()
+        self._begun[request_id] = self._local, num_tokens, self.clock.now_seconds()
 
     def is_asked_for(self, request_id: str, num_tokens: int) -> None:
         """Prefill is asked for a request, and has to compute so many tokens for it."""
-        self._begun[request_id] = self._asked, num_tokens, self._clock.now_seconds()
+        self._begun[request_id] = self._asked, num_tokens, self.clock.now_seconds()
 
     @property
     def awaits_tokens(self) -> bool:
@@ -121,7 +123,7 @@ class BreakEven:
 
     def answered(self, request_ids: Iterable[str]) -> None:
         """Requests have got a token."""
-        now = self._clock.now_seconds()
+        now = self.clock.now_seconds()
         for request_id in request_ids:
             begun = self._begun.pop(request_id, None)
             if begun is not None:
@@ -153,6 +155,7 @@ class LocalPrefills:
         self.break_even = break_even
         # Kept, because it is read for each of thousands that arrive while no server answers.
         self.num_tokens = 0
+        self._begun_seconds = 0.0
         self._most_tokens = most_tokens
         # Requests that wait, with those that have ended meanwhile.
         self._queue: list[tuple[tuple[int, int], str]] = []
@@ -190,16 +193,17 @@ class LocalPrefills:
 
     def turn(self, blocks: BlockPool) -> bool:
         """Lets the next ones begin. Called before each step. Returns whether there are any."""
-        num_begun = len(self._begun)
+        num_begun, now = len(self._begun), self.break_even.clock.now_seconds()
         while self._queue:
             _, request_id = self._queue[0]
             num_tokens, _ = self._waiting.get(request_id, (0, 0))
             num_begun_tokens = sum(one for one, _ in self._begun.values())
-            if num_tokens and self._begun and num_begun_tokens + num_tokens > self._most_tokens:
+            is_full = bool(self._begun) and num_begun_tokens + num_tokens > self._most_tokens
+            if num_tokens and is_full and now < self._begun_seconds + PASSING_SECONDS:
                 break
             heapq.heappop(self._queue)
             if num_tokens:
-                self._begun[request_id] = self._waiting.pop(request_id)
+                self._begun[request_id], self._begun_seconds = self._waiting.pop(request_id), now
                 blocks.release(request_id, None)
         blocks.limit_chunks(self._most_tokens if self._begun else 0)
         return len(self._begun) > num_begun

@@ -91,7 +91,7 @@ def engine_prompt(prompt: Prompt, renderer: Any, model_config: Any) -> Any:
     Raises:
         ValueError: this model takes no such prompt.
     """
-    from vllm.inputs import embeds_input, mm_input, tokens_input
+    from vllm.inputs import embeds_input, mm_input
 
     token_ids = np.frombuffer(prompt.token_ids, "<u4").tolist()
     salt = prompt.salt or None
@@ -111,7 +111,7 @@ def engine_prompt(prompt: Prompt, renderer: Any, model_config: Any) -> Any:
             is_token_ids=are_tokens,
         )
     if not prompt.features:
-        return tokens_input(token_ids, cache_salt=salt)
+        raise ValueError("A prompt of tokens only; expected images, sounds, ..., or embeddings.")
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
     items, hashes, places = defaultdict(list), defaultdict(list), defaultdict(list)

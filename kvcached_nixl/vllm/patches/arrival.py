@@ -22,14 +22,13 @@ from typing import Any
 import msgspec
 
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.vllm.adapter.attributes import core_of, optional, private
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import hold
 from kvcached_nixl.vllm.adapter.requests import WHOLE_BECAUSE, ends_in_media, hash_embeddings, is_stand_in
 from kvcached_nixl.vllm.adapter.specs import keeps_of
-from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
+from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, Keeps
-from kvcached_nixl.wire.params import LOOK_UP_KEY, asks
 
 
 @Patch(ENGINE_SCHEDULER, "add_request", "scheduler", "self request").because(
@@ -41,9 +40,6 @@ def add_request(call: Call) -> None:
     drop_unless_mapping(request)
     arrival = arrival_of(call.instance, request)
     found = list(bound_sides(call.instance))
-    if found and asks(request.kv_transfer_params, LOOK_UP_KEY) and (core := core_of(call.instance)) is not None:
-        answer_look_up(core, found[0], request)
-        return
     for side in found:
         if arrival is Arrival.REPEATED or side.keeps(request.request_id):
             side.refuse(request.request_id, request.client_index)
@@ -56,18 +52,6 @@ def add_request(call: Call) -> None:
     call.proceed()
     if is_held:
         hold(call.instance, request)
-
-
-def answer_look_up(core: Any, side: Any, request: Any) -> None:
-    """Answer a request that asks how much of it is cached, without a step: it never enters the scheduler. While the
-    engine is paused, what is cached is of no use to others."""
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-
-    blocks = EngineBlocks(core.scheduler)
-    params = side.look_up(blocks.num_cached_tokens_of(request) if blocks.admits else 0)
-    output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT, kv_transfer_params=params)
-    outputs = EngineCoreOutputs(finished_requests={request.request_id}, outputs=[output])
-    core.output_queue.put_nowait((request.client_index, outputs))
 
 
 def drop_unless_mapping(request: Any) -> None:

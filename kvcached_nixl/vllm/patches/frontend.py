@@ -26,7 +26,7 @@ from kvcached_nixl.vllm.adapter.locate import (
     RENDERER,
 )
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
-from kvcached_nixl.vllm.patches.leaving import is_leaving, is_refusal
+from kvcached_nixl.vllm.patches.leaving import generation_error, is_leaving, is_refusal
 from kvcached_nixl.wire.causes import FAILED, STARVED
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -160,16 +160,6 @@ def _fail(request_state: Any, told: str = "") -> None:
     if is_refusal(told):
         error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
     queue.put(InputStreamError(error))
-
-
-def generation_error() -> Any:
-    """The class of error that vLLM raises for a request that has failed."""
-    try:
-        from vllm.exceptions import GenerationError
-    except ImportError:
-        # Below vLLM 0.29.
-        from vllm.entrypoints.openai.engine.protocol import GenerationError
-    return GenerationError
 
 
 def _told(request_state: Any) -> str:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No connection, or HTTP 503, for what an API server does not serve: new requests of one that is shut down, and
-requests that its engine has refused because they have waited for ``queue_timeout``.
+"""No connection, or HTTP 503, for what an API server does not serve: new requests of one that is shut down, those that
+are not for its role, and requests that its engine has refused because they have waited for ``queue_timeout``.
 
 On SIGTERM vLLM stops the engine first and the HTTP server after it. In between, ``/health`` says 200 and new requests
 are answered 200 with ``abort``. Requests that come when the engine has ended never end, nor do those whose last outputs
@@ -13,7 +13,7 @@ until its first part is there.
 
 Runs in: the API server's process.
 Sources: ``entrypoints/launcher.py`` (``handle_shutdown``), ``v1/engine/async_llm.py``,
-``entrypoints/serve/exception_handling``, ``starlette/responses.py``.
+``entrypoints/serve/exception_handling``, ``multimodal/cache.py``, ``starlette/responses.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
@@ -33,8 +34,10 @@ from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE
 from kvcached_nixl.vllm.adapter.neighbours import with_children
+from kvcached_nixl.vllm.patches.roles import READY, ROLES, Arrived, Role, Roles, arrived, tell_ready
 from kvcached_nixl.wire.asked_prompt import MOST_BODY_BYTES
 from kvcached_nixl.wire.causes import FAILED, FailureCause
+from kvcached_nixl.wire.question import ROLE_HEADER
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -179,14 +182,35 @@ def check_health(call: Call) -> Any:
     return call.proceed()
 
 
-@Patch(ENGINE_CLIENT, "add_request", "frontend", ANY_PARAMETERS).because(_LEAVES, remove_when=_LEAVES_UNTIL)
+@Patch(ENGINE_CLIENT, "add_request", "frontend", ANY_PARAMETERS).because(
+    f"{_LEAVES[:-1]}; one that has changed its role would serve everybody.", remove_when=_LEAVES_UNTIL
+)
 def add_request(call: Call) -> Any:
     """Of a request that has come before, and reaches the engine only now."""
     if refuses(call.instance):
         from vllm.v1.engine.exceptions import EngineGenerateError
 
         raise EngineGenerateError(_MESSAGE)
+    one = arrived()
+    if one is not None:
+        one.gives((optional(call.argument("params"), "extra_args") or {}).get("kv_transfer_params"))
+        if one.refusal:
+            return _refuse_prompt(call, one.refusal)
     return call.proceed()
+
+
+async def _refuse_prompt(call: Call, told: str) -> None:
+    from vllm.v1.engine.async_llm import InputStreamError
+
+    prompt = call.argument("prompt")
+    if isinstance(prompt, Mapping) and "mm_kwargs" in prompt:
+        # The API server believes that its engine has these images, sounds, ... from now on, and would not send them
+        # with the next request: that one would fail.
+        queue = await call.proceed()
+        await call.instance.abort(queue.request_id, internal=True)
+    error = generation_error()(told)
+    error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+    raise InputStreamError(error)
 
 
 @Patch(HTTP_MIDDLEWARE, "__call__", "frontend", "self scope receive send").because(
@@ -197,15 +221,35 @@ def serve_http(call: Call) -> Any:
     """A load balancer tries another server when it gets 503."""
     scope, receive, send = map(call.argument, ("scope", "receive", "send"))
     state = scope["app"].state if scope["type"] in ("http", "lifespan") and "app" in scope else None
-    client = optional(state, "engine_client")
+    client, roles = optional(state, "engine_client"), optional(state, ROLES)
     if scope["type"] == "lifespan":
         server = optional(state, "server")
         if client is not None and server is not None:
             setattr(client, _LISTENING, (asyncio.get_running_loop(), server))
         return call.proceed()
+    if roles is not None and scope["path"] in READY:
+        return tell_ready(roles, client, scope, receive, send)
     if refuses(client) and scope["path"] not in _SERVED:
         return _refuse(scope, receive, send)
+    if roles is not None and roles.why_fixed is None:
+        return _let_in(call, roles, may_refuse=_may_refuse(client))
     return call.proceed(send=RefusableAnswer(scope, receive, send)) if _may_refuse(client) else call.proceed()
+
+
+async def _let_in(call: Call, roles: Roles, *, may_refuse: bool) -> None:
+    scope, receive, send = map(call.argument, ("scope", "receive", "send"))
+    with roles.let_in() as one:
+        if one.role is Role.BOTH and not may_refuse:
+            await call.proceed()
+            return
+        # Clients are refused while the role is prefill; their streams would begin at once.
+        answer = RefusableAnswer(scope, receive, send, one, holds=may_refuse or one.role is Role.PREFILL)
+        try:
+            await call.proceed(send=answer)
+        except Exception:
+            # A stream of `/v1/responses` breaks off.
+            if not await answer.refused():
+                raise
 
 
 async def _refuse(scope: Any, receive: Any, send: Send) -> None:
@@ -230,12 +274,12 @@ async def drop_rest(chunks: AsyncIterator[bytes]) -> None:
             return
 
 
-def _unavailable(message: str, retry_after: str) -> Any:
+def _unavailable(message: str, retry_after: str, **headers: str) -> Any:
     """An answer as ASGI application."""
     from starlette.responses import JSONResponse
 
     error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
-    return JSONResponse({"error": error}, 503, {"Retry-After": retry_after})
+    return JSONResponse({"error": error}, 503, {"Retry-After": retry_after, **headers})
 
 
 # ----------------------------------------------------------------------------------------- what an engine has refused
@@ -253,6 +297,16 @@ def is_refusal(told: str) -> bool:
     return told.startswith(_REFUSED)
 
 
+def generation_error() -> Any:
+    """The class of error that vLLM raises for a request that has failed."""
+    try:
+        from vllm.exceptions import GenerationError
+    except ImportError:
+        # Below vLLM 0.29.
+        from vllm.entrypoints.openai.engine.protocol import GenerationError
+    return GenerationError
+
+
 def _may_refuse(client: Any) -> bool:
     """Whether the engine of this client may refuse requests."""
     config = optional(optional(client, "vllm_config"), "kv_transfer_config")
@@ -260,28 +314,54 @@ def _may_refuse(client: Any) -> bool:
 
 
 class RefusableAnswer:
-    """Takes an answer's messages in place of ASGI's ``send``."""
+    """Takes an answer's messages in place of ASGI's ``send``.
 
-    def __init__(self, scope: Any, receive: Any, send: Send) -> None:
+    Args:
+        arrived: its request; None where the role cannot change.
+        holds: whether the start of an answer is held back until its first part is there.
+    """
+
+    def __init__(
+        self, scope: Any, receive: Any, send: Send, arrived: Arrived | None = None, *, holds: bool = True
+    ) -> None:
         self._scope, self._receive, self._send = scope, receive, send
-        self._start: Any = None
+        self._arrived, self._holds = arrived, holds
+        self._held: list[Any] = []
         self._is_refused = False
 
     async def __call__(self, message: Any) -> None:
-        if self._is_refused:
+        starts = message["type"] == "http.response.start"
+        if await self.refused(starts=starts):
             return
-        start, self._start = self._start, None
-        if message["type"] == "http.response.start":
-            self._start = message
+        held, self._held = self._held, []
+        if (starts and self._holds) or (held and message.get("more_body") and self._is_undecided):
+            self._held = [*held, message]
             return
-        if start is not None:
+        if held:
+            start = held[0]
             body = bytes(message.get("body", b"")[:_LOOKED_AT])
             told = _TOLD.search(body) if start["status"] >= 500 or body.startswith(_STREAMED) else None
             if told is not None and start["status"] < 500:
-                self._is_refused = True
-                await _unavailable(told[0].decode(), told[1].decode())(self._scope, self._receive, self._send)
+                await self._refuse(told[0].decode(), told[1].decode())
                 return
             if told is not None:
-                start = {**start, "headers": [*start.get("headers", ()), (b"retry-after", told[1])]}
-            await self._send(start)
-        await self._send(message)
+                held[0] = {**start, "headers": [*start.get("headers", ()), (b"retry-after", told[1])]}
+        for one in (*held, message):
+            await self._send(one)
+
+    async def refused(self, *, starts: bool = False) -> bool:
+        """Whether the request was refused. Answers one that is not for the server's role, if nothing was sent yet."""
+        if not self._is_refused and (starts or self._held) and self._arrived is not None and self._arrived.refusal:
+            await self._refuse(self._arrived.refusal, str(RETRY_SECONDS), **{ROLE_HEADER: str(self._arrived.role)})
+        return self._is_refused
+
+    @property
+    def _is_undecided(self) -> bool:
+        """Whether a stream says something before its prompt is given to the engine, as in ``/v1/responses``."""
+        one = self._arrived
+        asks = self._scope["method"] == "POST"
+        return asks and one is not None and one.role is Role.PREFILL and one.is_for is None
+
+    async def _refuse(self, told: str, retry_after: str, **headers: str) -> None:
+        self._is_refused = True
+        await _unavailable(told, retry_after, **headers)(self._scope, self._receive, self._send)

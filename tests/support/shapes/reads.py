@@ -123,7 +123,7 @@ READS = (
     ),
     _at(
         ENGINE_CORE,
-        "scheduler vllm_config input_queue output_queue batch_queue engines_running shutdown_state "
+        "scheduler vllm_config input_queue batch_queue engines_running shutdown_state request_block_hasher "
         "_idle_state_callbacks process_input_queue_block _process_engine_step _send_error_outputs_to_client has_work",
     ),
     _at(ENGINE_CORE_BASE, "scheduler model_executor"),
@@ -218,11 +218,9 @@ READS = (
         prompt_logprob_token_ids=BEYOND_KVCACHED.later,
     ),
     _of("vllm.exceptions", "VLLMValidationError"),
-    _of(
-        "vllm.v1.engine", "EngineCoreOutput", "request_id finish_reason new_token_ids trace_headers kv_transfer_params"
-    ),
+    _of("vllm.v1.engine", "EngineCoreOutput", "request_id finish_reason new_token_ids trace_headers"),
     _of("vllm.v1.engine", "FinishReason", "ERROR ABORT"),
-    _of("vllm.v1.engine", "EngineCoreOutputs", "outputs finished_requests"),
+    _of("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
     _of("vllm.v1.engine.output_processor", "RequestState", "queue detokenizer stats external_req_id parent_req"),
     _of("vllm.v1.engine.parallel_sampling", "ParentRequest", "output_aggregator"),
     _of("vllm.v1.metrics.stats", "PrefillStats", "num_cached_tokens num_local_cached_tokens num_prompt_tokens"),
@@ -235,11 +233,16 @@ READS = (
     _first_of(("vllm.exceptions", "vllm.entrypoints.openai.engine.protocol"), "GenerationError"),
     _of("vllm.v1.engine", "EngineCoreRequestType", "WAKEUP"),
     # The API server while it shuts down.
-    _at(ENGINE_CLIENT, "vllm_config output_processor output_handler renderer model_config generate is_tracing_enabled"),
+    _at(
+        ENGINE_CLIENT,
+        "vllm_config output_processor output_handler renderer model_config generate is_tracing_enabled engine_core "
+        "abort",
+    ),
+    _of("vllm.v1.engine.core_client", "AsyncMPClient", "call_utility_async"),
     # Its endpoint for prompts with images, ...
     _of("vllm.entrypoints.openai.models.serving", "OpenAIServingModels", "lora_requests"),
     _of("vllm.entrypoints.serve.utils.api_utils", "", "with_cancellation"),
-    _of("vllm.inputs", "", "embeds_input mm_input tokens_input"),
+    _of("vllm.inputs", "", "embeds_input mm_input"),
     _of("vllm.multimodal.cache", "", "MultiModalProcessorOnlyCache"),
     _of(
         "vllm.multimodal.inputs",

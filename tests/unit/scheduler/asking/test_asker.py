@@ -22,7 +22,7 @@ from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.servers import Server
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, Prompt, Tensor
 from kvcached_nixl.wire.asked_prompt import decode as decode_prompt
-from kvcached_nixl.wire.question import PATH, Outcome, Question
+from kvcached_nixl.wire.question import PATH, ROLE_HEADER, Outcome, Question
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
 NESTED = b'{"a":' * 10_000 + b"1" + b"}" * 10_000
@@ -156,6 +156,7 @@ def test_a_prompt_of_embeddings_is_sent_to_an_endpoint_of_ours(decode: Decode, s
         ({"status": 413}, "HTTP 413", True, False),
         ({"status": 500}, "HTTP 500", False, False),
         ({"status": 503}, "HTTP 503", False, True),
+        ({"status": 503, "headers": {ROLE_HEADER: "decode"}}, "HTTP 503", False, False),
     ],
 )
 def test_an_answer_without_parameters(

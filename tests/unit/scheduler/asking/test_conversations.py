@@ -8,7 +8,13 @@ from unittest import mock
 
 import pytest
 
-from kvcached_nixl.scheduler.asking.local import FIRST_TOKENS, HALF_LIFE_SECONDS, BreakEven, SecondsByTokens
+from kvcached_nixl.scheduler.asking.local import (
+    FIRST_TOKENS,
+    HALF_LIFE_SECONDS,
+    PASSING_SECONDS,
+    BreakEven,
+    SecondsByTokens,
+)
 from kvcached_nixl.wire.headroom import Computed
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY
 
@@ -159,6 +165,16 @@ def test_no_turn_looks_at_all_that_are_computed_here() -> None:
     for name in "bd":
         decode.asking.gone(name)
     assert not local.num_tokens
+
+
+def test_a_turn_that_vllm_does_not_start_keeps_the_others_for_ten_seconds() -> None:
+    decode = Decode(local_tokens=None)
+    for name in "abc":
+        turn(decode, name, CHUNK)
+    assert list(decode.blocks.released) == ["a"]
+    decode.clock.now += PASSING_SECONDS
+    decode.turn()
+    assert list(decode.blocks.released) == ["a", "b"]
 
 
 @pytest.mark.parametrize("leaves", [False, True])
