@@ -296,7 +296,8 @@ def test_the_endpoint_for_images_is_refused_as_busy() -> None:
             assert is_refused(reply)
             with pytest.raises(AskFailed) as found:
                 read_answer(reply.status_code, reply.headers, reply.content)
-            assert found.value.outcome.is_busy and found.value.outcome.retry_after_seconds == 1
+            outcome = found.value.outcome
+            assert outcome.is_of_server and not outcome.is_busy and outcome.retry_after_seconds == 1
 
     run(served(engine), test)
 
