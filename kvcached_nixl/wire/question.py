@@ -198,7 +198,7 @@ def queued_tokens_in(params: Mapping[str, Any]) -> int:
     """How many tokens of prompts wait at a server, by its answer; 0 if that does not say so."""
     headroom = params.get(HEADROOM_KEY)
     said = headroom.get("queued_tokens") if isinstance(headroom, Mapping) else None
-    return said if isinstance(said, int) and 0 <= said < 2**62 else 0
+    return said if isinstance(said, int) and 0 <= said < 2**31 else 0
 
 
 def _seconds(said: str) -> float:

@@ -234,21 +234,31 @@ def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pai
     """Of its salt and its adapter only, in whole blocks."""
     node, _ = pair
     size = node.geometry.block_size
-    node.add(PREFILL_ID, None, 1)
-    node.step_until(lambda: PREFILL_ID in node.ended)
-    if is_paused:
-        node.scheduler.set_pause_state(type(node.scheduler.pause_state).PAUSED_ALL)
     core = core_around(node)
     core.request_block_hasher = get_request_block_hasher(size, sha256)
+    for name, tokens, adapter in (("plain", PROMPT, None), ("adapted", size + 1, LoRARequest("a", 1, "/a"))):
+        request = core_request(name)
+        request.prompt_token_ids, request.lora_request = prompt(0, tokens), adapter
+        core.add_request(*core.preprocess_add_request(request))
+        node.step_until(lambda name=name: name in node.ended)
+    if is_paused:
+        node.scheduler.set_pause_state(type(node.scheduler.pause_state).PAUSED_ALL)
     let_look_up(core)
     told = {}
-    asked = {"whole": ("", "", PROMPT), "part": ("", "", size + 1), "short": ("", "", size)}
-    for name, (adapter, salt, tokens) in {**asked, "salt": ("", "s", PROMPT), "adapter": ("a", "", PROMPT)}.items():
-        token_ids = np.asarray(prompt(0, tokens), "<u4").tobytes()
-        found = core.kvcached_nixl_look_up(token_ids, adapter, salt).result()
+    plain = {"whole": ("", "", "", PROMPT), "part": ("", "", "", size + 1), "short": ("", "", "", size)}
+    others = {"salt": ("", "", "s", PROMPT), "adapter": ("a", "/a", "", PROMPT), "another": ("b", "/b", "", PROMPT)}
+    for name, (*whose, tokens) in {**plain, **others}.items():
+        found = core.kvcached_nixl_look_up(np.asarray(prompt(0, tokens), "<u4").tobytes(), *whose).result()
         told[name] = found[CACHED_TOKENS_KEY]
         assert found["remote_engine_id"] == node.side_of_engine.own.engine_id and found[HAS_CLIENTS_KEY] is False
-    cached = {"whole": (PROMPT - 1) // size * size, "part": size, "short": 0, "salt": 0, "adapter": 0}
+    cached = {
+        "whole": (PROMPT - 1) // size * size,
+        "part": size,
+        "short": 0,
+        "salt": 0,
+        "adapter": size,
+        "another": 0,
+    }
     assert told == (dict.fromkeys(cached, 0) if is_paused else cached)
     assert not node.scheduler.requests and not node.scheduler.has_unfinished_requests() and all_free(node)
 

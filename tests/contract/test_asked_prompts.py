@@ -262,10 +262,11 @@ def test_how_much_of_a_prompt_is_cached_is_asked_of_the_engine(client: Client) -
     assert post(app, body, LOOK_UP_PATH, Authorization="Bearer other").status_code == 401
     assert post(app, body_of(request(feature(2))), LOOK_UP_PATH).status_code == 400
     assert post(app, body).status_code == 400, "prefill computes prompts of tokens at /v1/completions"
+    assert post(app, Question("r", IDS, "unknown").look_up_body(), LOOK_UP_PATH).status_code == 404
     reply = post(app, body, LOOK_UP_PATH)
     assert reply.status_code == 200 and reply.json() == {"kv_transfer_params": PARAMS}, reply.text
     ids = np.asarray(IDS, "<u4").tobytes()
-    assert client.calls == [("kvcached_nixl_look_up", ids, "adapter", "salt")] and not client.asked
+    assert client.calls == [("kvcached_nixl_look_up", ids, "adapter", "/adapter", "salt")] and not client.asked
 
 
 def test_only_prefill_answers_and_only_with_the_key(client: Client) -> None:

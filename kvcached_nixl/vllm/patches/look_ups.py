@@ -46,8 +46,14 @@ async def looked_up(body: bytearray, request: Any) -> Any:
     asked = await asyncio.get_running_loop().run_in_executor(None, decode, body)
     if asked.features or asked.embeddings is not None:
         raise ValueError("only prompts of tokens are looked up")
-    engine = private(request.app.state.engine_client, "engine_core")
-    params = await engine.call_utility_async(_METHOD, bytes(asked.token_ids), asked.adapter, asked.salt)
+    state = request.app.state
+    adapter = state.openai_serving_models.lora_requests.get(asked.adapter)
+    if asked.adapter and adapter is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"The adapter {asked.adapter!r} does not exist here.")
+    # Blocks are cached under an adapter's name, and later under its path, too.
+    named = ("", "") if adapter is None else (adapter.lora_name, adapter.lora_path)
+    engine = private(state.engine_client, "engine_core")
+    params = await engine.call_utility_async(_METHOD, asked.token_ids, *named, asked.salt)
     return JSONResponse({"kv_transfer_params": params})
 
 
@@ -58,11 +64,13 @@ def let_look_up(core: Any) -> None:
         setattr(core, _METHOD, functools.partial(_begin, core, looker))
 
 
-def _begin(core: Any, looker: ThreadPoolExecutor, token_ids: bytes, adapter: str, salt: str) -> Future[dict[str, Any]]:
-    return looker.submit(_look_up, core, token_ids, adapter, salt)
+def _begin(
+    core: Any, looker: ThreadPoolExecutor, token_ids: bytes, adapter: str, path: str, salt: str
+) -> Future[dict[str, Any]]:
+    return looker.submit(_look_up, core, token_ids, adapter, path, salt)
 
 
-def _look_up(core: Any, token_ids: bytes, adapter: str, salt: str) -> dict[str, Any]:
+def _look_up(core: Any, token_ids: bytes, adapter: str, path: str, salt: str) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
@@ -76,8 +84,7 @@ def _look_up(core: Any, token_ids: bytes, adapter: str, salt: str) -> dict[str, 
         np.frombuffer(token_ids, "<u4").tolist(),
         SamplingParams(max_tokens=1),
         None,
-        # Blocks are cached under an adapter's name alone.
-        lora_request=LoRARequest(adapter, 1, "/") if adapter else None,
+        lora_request=LoRARequest(adapter, 1, path) if adapter else None,
         cache_salt=salt or None,
         block_hasher=private(core, "request_block_hasher"),
     )
