@@ -102,6 +102,7 @@ def test_turns_are_computed_at_home_and_elsewhere_their_history_is_fetched_from_
             await converse(stock, http, ask, seed=7)
         new_tokens = CONVERSATIONS * (FIRST_TOKENS + (TURNS - 1) * (NEW_TOKENS + TOKENS))
         turns = CONVERSATIONS * TURNS
+        computed, fetched = (prompt_tokens(servers, one) for one in ("local_compute", "external_kv_transfer"))
         # A state can only be used at the end of its block, and vLLM keeps few of those.
         if arm is not STATES:
             assert computed <= new_tokens + turns * 2 * BLOCK_SIZE, "what is new, on two servers at most"
