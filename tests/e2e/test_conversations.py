@@ -84,7 +84,8 @@ async def converse(stock: Server, http: httpx.AsyncClient, ask: Ask, seed: int) 
 
 
 STAGED = Arm("staged", "push", extra={"memory_path": "device"})
-WINDOWS, STATES = (Arm(name, "pull", family=name) for name in ("gemma4", "nemotron-h"))
+# With room for all conversations: each group of layers has blocks of its own.
+WINDOWS, STATES = (Arm(name, "pull", family=name, num_blocks=256) for name in ("gemma4", "nemotron-h"))
 
 
 @pytest.mark.parametrize("arm", [PULL, PUSH, STAGED, WINDOWS, STATES], ids=lambda arm: arm.name)
