@@ -104,15 +104,15 @@ def test_turns_are_computed_at_home_and_elsewhere_their_history_is_fetched_from_
         new_tokens = CONVERSATIONS * (FIRST_TOKENS + (TURNS - 1) * (NEW_TOKENS + TOKENS))
         turns = CONVERSATIONS * TURNS
         computed, fetched = (prompt_tokens(servers, one) for one in ("local_compute", "external_kv_transfer"))
-        # A state can only be used at the end of its block, and vLLM keeps few of those.
-        if arm is not STATES:
-            assert computed <= new_tokens + turns * 2 * BLOCK_SIZE, "what is new, on two servers at most"
-            assert fetched <= CONVERSATIONS * FIRST_TOKENS + new_tokens, "the first turns, and the last ones elsewhere"
+        # A state can only be used at the end of its block, and vLLM keeps few of those; of windows, not all either.
+        assert arm is STATES or computed <= new_tokens + turns * 2 * BLOCK_SIZE, "what is new, on two servers at most"
+        last = CONVERSATIONS * FIRST_TOKENS + new_tokens
+        assert arm.family or fetched <= last, "the first turns, and the last ones elsewhere"
 
     if arm.family and not FAMILIES[arm.family].caches_prefixes:
         pytest.skip("vLLM caches no prefixes of this model on a CPU")
     # What is measured differs from run to run.
-    with peers(arm, tmp_path, max_local_prefill_tokens=NEW_TOKENS + TOKENS + 2 * BLOCK_SIZE) as (running, stock):
+    with peers(arm, tmp_path, max_local_prefill_tokens=NEW_TOKENS + TOKENS + 4 * BLOCK_SIZE) as (running, stock):
         asyncio.run(run(running.servers, stock))
 
 
