@@ -82,8 +82,8 @@ class Asker:
         self._called(self._begin_look_up, server, server.address, question, most_seconds)
 
     def take_looked_up(self) -> list[tuple[str, Server, dict[str, Any] | None]]:
-        """Returns the answers since the last call, with the ids of the requests: ``kv_transfer_params``, or None if a
-        server has not answered in time."""
+        """Returns the answers since the last call, with the ids of the requests: ``kv_transfer_params``, empty if a
+        server does not know, or None if it has not answered in time."""
         return [self._looked_up.popleft() for _ in range(len(self._looked_up))]
 
     def cancel(self, number: int) -> None:
@@ -172,13 +172,15 @@ class Asker:
     async def _look_up(self, server: Server, address: str, question: Question, most_seconds: float) -> None:
         import aiohttp
 
-        params = None
+        params: dict[str, Any] | None = None
         try:
             url, more = self._target(server.url, address, LOOK_UP_PATH, **{"Content-Type": "application/msgpack"})
             more |= {"timeout": aiohttp.ClientTimeout(total=most_seconds), "allow_redirects": False}
             async with self._opened().post(url, data=question.look_up_body(), **more) as response:
                 params = read_answer(response.status, response.headers, await _answer_of(response))
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError, AskFailed) as error:
+        except AskFailed:
+            params = {}
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             # Its text may repeat the key.
             logger.debug("Prefill server %s does not say what it has cached: %s", server, type(error).__name__)
         except Exception:

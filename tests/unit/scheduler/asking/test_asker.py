@@ -20,7 +20,7 @@ from support.transports import until
 from kvcached_nixl.scheduler.asking import asker as module
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.servers import Server
-from kvcached_nixl.wire.asked_prompt import ASKED_PATH, Prompt, Tensor
+from kvcached_nixl.wire.asked_prompt import ASKED_PATH, LOOK_UP_PATH, Prompt, Tensor
 from kvcached_nixl.wire.asked_prompt import decode as decode_prompt
 from kvcached_nixl.wire.question import PATH, ROLE_HEADER, Outcome, Question
 
@@ -47,7 +47,7 @@ class Prefill:
 
     async def _start(self) -> Server:
         app = web.Application(client_max_size=1 << 26)
-        for path in (PATH, ASKED_PATH):
+        for path in (PATH, ASKED_PATH, LOOK_UP_PATH):
             app.router.add_post(f"/{path}", self._answer)
         app.router.add_get("/health", self._handler)
         self._runner = web.AppRunner(app, handler_cancellation=True)
@@ -117,6 +117,11 @@ def answering(**response: Any) -> Handler:
     return handler
 
 
+async def hanging(_: web.Request) -> web.Response:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 def test_the_prompt_is_sent_and_the_parameters_come_back(decode: Decode, serve: Serve) -> None:
     prefill = serve(answering(text=json.dumps({"kv_transfer_params": PARAMS, "choices": [{"token_ids": [1]}]})))
     question = Question("r", [5, 6, 7], "adapter", "salt", -3, {"traceparent": "00-1-2-01"})
@@ -127,6 +132,43 @@ def test_the_prompt_is_sent_and_the_parameters_come_back(decode: Decode, serve: 
     assert body["prompt"] == [5, 6, 7] and body["max_tokens"] == 1
     assert (body["model"], body["cache_salt"], body["priority"]) == ("adapter", "salt", -3)
     assert body["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+TOLD = {"remote_prefill_cached_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("handler", "found"),
+    [
+        (answering(text=json.dumps({"kv_transfer_params": TOLD})), TOLD),
+        (answering(text="{"), {}),
+        (answering(status=404), {}),
+        (answering(status=503), {}),
+        (hanging, None),
+    ],
+)
+def test_what_is_cached_is_told_or_not_known_or_not_said_in_time(
+    decode: Decode, serve: Serve, handler: Handler, found: Any
+) -> None:
+    prefill = serve(handler)
+    decode.asker.look_up(prefill.server, Question("r", [5, 6, 7], "adapter", "salt"), 0.5)
+    decode.wait()
+    assert decode.asker.has_answers and decode.asker.take_looked_up() == [("r", prefill.server, found)]
+    ((headers, body),) = prefill.asked
+    assert headers["Authorization"] == "Bearer secret"
+    asked = decode_prompt(body)
+    assert (bytes(asked.token_ids), asked.adapter, asked.salt) == (
+        bytes((5, *[0] * 3, 6, *[0] * 3, 7, *[0] * 3)),
+        "adapter",
+        "salt",
+    )
+
+
+def test_nobody_listens_where_what_is_cached_is_asked(decode: Decode) -> None:
+    nobody = Server("http://127.0.0.1:1")
+    decode.asker.look_up(nobody, Question("r", [5]), 0.5)
+    decode.wait()
+    assert decode.asker.take_looked_up() == [("r", nobody, None)]
 
 
 def test_a_prompt_of_embeddings_is_sent_to_an_endpoint_of_ours(decode: Decode, serve: Serve) -> None:
