@@ -16,11 +16,12 @@ import pytest
 pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 from support.balancers import Balancer, service
 
+from experiments.bench.conversations import Peers
 from experiments.common.client import Client
 from experiments.common.counted import samples
 from experiments.common.device import with_extra
 from experiments.common.families import FAMILIES
-from experiments.common.servers import GIVES_BACK, HOST, Running, Server, free_ports
+from experiments.common.servers import GIVES_BACK, Running, Server
 from experiments.common.servers import running as running_servers
 from experiments.lease_recovery.arms import BLOCK_SIZE, PULL, PUSH, Arm
 
@@ -30,20 +31,6 @@ FIRST_TOKENS, NEW_TOKENS = 320, 150
 VOCABULARY = range(10, 500)
 Ask = Callable[[int, int, list[int]], Awaitable[list[int]]]
 """The numbers of a conversation and of its turn, and the turn's prompt -> its answer."""
-
-
-class Peers(Running):
-    """Servers that all name each other in ``prefill``."""
-
-    def __enter__(self) -> Peers:
-        ports = free_ports(2 * len(self.specs))
-        urls = [f"http://{HOST}:{port}" for port in ports[::2]]
-        for place, spec in enumerate(self.specs):
-            assert spec.kv_transfer is not None
-            others = {"prefill": [*urls[:place], *urls[place + 1 :]]}
-            spec = replace(spec, kv_transfer=with_extra(spec.kv_transfer, others))
-            self.servers.append(Server(spec, self.logs, (ports[2 * place], ports[2 * place + 1])))
-        return self
 
 
 @contextlib.contextmanager
