@@ -287,7 +287,7 @@ class Asking:
         for wanted in self._queue.take_fresh():
             num_missing = self._missing(wanted, blocks)
             if not self._is_cached(wanted, num_missing, blocks) and not (
-                may_compute and self._is_sooner_here(wanted, num_missing)
+                may_compute and self._is_sooner_here(wanted, num_missing, *self.servers.choose(*wanted.choice))
             ):
                 self._queue.push(wanted)
             may_begin |= wanted.stage is Stage.OVER
@@ -311,11 +311,10 @@ class Asking:
         self._timelines.end(request_id)
         return True
 
-    def _is_sooner_here(self, wanted: Wanted, num_missing: int) -> bool:
-        """Whether the rest of a prompt is computed here sooner than prefill hands it over. Then it is, in its turn; or
-        it waits for an equal one."""
+    def _is_sooner_here(self, wanted: Wanted, num_missing: int, server: Server, num_there: int) -> bool:
+        """Whether the rest of a prompt is computed here sooner than this server hands it over, which may have so many
+        of its tokens cached. Then it is, in its turn; or it waits for an equal one."""
         request_id, num_tokens = wanted.request.request_id, wanted.request.num_prompt_tokens
-        server, num_there = self.servers.choose(*wanted.choice)
         num_asked = server.num_tokens(self._clock.now_seconds()) + num_tokens - num_there
         num_cached, num_local = num_tokens - num_missing, self.local.num_tokens
         if not self.local.break_even.computes_here(num_missing, num_cached, num_local, num_asked):
@@ -378,7 +377,9 @@ class Asking:
             self._rested_at_seconds = server.rests_until_seconds
             return False
         num_missing = self._missing(wanted, blocks)
-        if self._is_cached(wanted, num_missing, blocks) or self._is_sooner_here(wanted, num_missing):
+        if self._is_cached(wanted, num_missing, blocks):
+            return True
+        if self._is_sooner_here(wanted, num_missing, server, num_cached):
             return True
         if rests:
             self._compute_here(wanted)
