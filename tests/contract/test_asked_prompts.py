@@ -63,6 +63,7 @@ class Client:
             get_vocab_size=lambda: 100,
             dtype=torch.bfloat16,
             enable_prompt_embeds=True,
+            max_model_len=len(IDS),
             multimodal_config=SimpleNamespace(mm_processor_cache_type="lru"),
         )
         cache = SimpleNamespace(get_and_update_item=lambda item, key: self.mirrored.append(key))
@@ -261,6 +262,9 @@ def test_how_much_of_a_prompt_is_cached_is_asked_of_the_engine(client: Client) -
     app, body = served(client), asked.look_up_body()
     assert post(app, body, LOOK_UP_PATH, Authorization="Bearer other").status_code == 401
     assert post(app, body_of(request(feature(2))), LOOK_UP_PATH).status_code == 400
+    for ids in ([], [*IDS, 1]):
+        assert post(app, Question("r", ids).look_up_body(), LOOK_UP_PATH).status_code == 400, "no model takes these"
+    assert not client.calls
     assert post(app, body).status_code == 400, "prefill computes prompts of tokens at /v1/completions"
     assert post(app, Question("r", IDS, "unknown").look_up_body(), LOOK_UP_PATH).status_code == 404
     reply = post(app, body, LOOK_UP_PATH)

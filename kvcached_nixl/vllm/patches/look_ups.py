@@ -33,7 +33,7 @@ async def looked_up(body: bytearray, request: Any) -> Any:
     """The endpoint's answer.
 
     Raises:
-        ValueError: this is no prompt, or it has more than tokens.
+        ValueError: this is no prompt, it has more than tokens, or it is one that the model does not take.
     """
     from fastapi import HTTPException
     from starlette.responses import JSONResponse
@@ -47,6 +47,10 @@ async def looked_up(body: bytearray, request: Any) -> Any:
     if asked.features or asked.embeddings is not None:
         raise ValueError("only prompts of tokens are looked up")
     state = request.app.state
+    num_tokens, most = len(asked.token_ids) // 4, private(state.engine_client, "model_config").max_model_len
+    # vLLM cannot look up an empty one, and hashing one of any size would keep the engine's thread waiting.
+    if not 0 < num_tokens <= most:
+        raise ValueError(f"a prompt of {num_tokens} tokens; expected 1 to {most} (--max-model-len)")
     adapter = state.openai_serving_models.lora_requests.get(asked.adapter)
     if asked.adapter and adapter is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"The adapter {asked.adapter!r} does not exist here.")
