@@ -10,8 +10,10 @@ each request and step is here; what happens to the whole engine is in `Revocatio
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from kvcached_nixl.deadlines import Clock, earliest
@@ -116,6 +118,9 @@ class SchedulerFacade:
         self._reported_quarantine = 0
         self._failed: set[str] = set()
         self._refused: list[tuple[str, int]] = []
+        # Whom to tell when a step has ended, for the next one, and for those that the workers have.
+        self._telling: list[Callable[[], None]] = []
+        self._told = deque[list[Callable[[], None]]]()
 
     def _build_asking(self, asks: AskSettings, asker: Callable[[str, Callable[[], None]], Asker]) -> Asking:
         # Where layers keep states, a block of theirs may be as long as the longest request.
@@ -181,6 +186,7 @@ class SchedulerFacade:
         return bool(
             self._link.has_news
             or self._link.step.has_news
+            or any(self._told)
             or self._giving_way.owes
             or self._refused
             or (self.asking is not None and self.asking.has_news)
@@ -306,6 +312,25 @@ class SchedulerFacade:
         if self.asking is not None:
             self.asking.local.break_even.answered(request_ids)
 
+    @property
+    def offers_cached(self) -> bool:
+        """Whether what is cached may be kept for a peer that asks for it: it has not left enough waiting here."""
+        return not self._giving_way.yields and not self._kept.is_left_waiting
+
+    def offer_cached(
+        self, request: Request, num_tokens: int, block_ids: BlockIds, told: Callable[[Mapping[str, Any]], None]
+    ) -> bool:
+        """Offers a prompt's beginning, which is cached. Returns whether it can, so that vLLM must keep these blocks
+        until `collect` reports the request as sent.
+
+        Args:
+            told: called with the ``kv_transfer_params`` for the peer, when the workers know of it.
+        """
+        params = self._offering.offer_cached(request, num_tokens, block_ids, self._link.bound(), self._link.step)
+        if params is not None:
+            self._telling.append(functools.partial(told, self.look_up(num_tokens) | params))
+        return params is not None
+
     def look_up(self, num_cached_tokens: int) -> dict[str, Any]:
         """The ``kv_transfer_params`` for a peer that asks how many tokens of a prompt are cached."""
         return {
@@ -335,6 +360,8 @@ class SchedulerFacade:
         self._look_for_starved()
         self._is_left_waiting = None
         step = self._link.take_step()
+        self._told.append(self._telling)
+        self._telling = []
         # vLLM has looked at its queue already.
         self._link.has_news = may_begin
         step.counts = {**self._failures.counts}
@@ -388,6 +415,8 @@ class SchedulerFacade:
 
     def collect(self, reports: Reports) -> None:
         """Takes what workers have reported after a step, and adds to it the requests that are meant."""
+        for tell in self._told.popleft() if self._told else ():
+            tell()
         # Before the reports: of what they name, vLLM frees the blocks afterwards.
         self.relieve()
         self._failed |= self._reports.take(reports, self._link.bound(), self._link.step)

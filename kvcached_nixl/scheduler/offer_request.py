@@ -102,7 +102,8 @@ class OfferRequest:
             self.refused = HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it was computed")
             return
         # If decode recomputes the last token, the window of that token decides which blocks it needs.
-        first_tokens = blocks.first_tokens(self.num_tokens - terms.groups.have_windows)
+        recomputes = terms.groups.have_windows and self.num_tokens == self.request.num_prompt_tokens
+        first_tokens = blocks.first_tokens(self.num_tokens - recomputes)
         try:
             self.manifest = Manifest(
                 protocol=PROTOCOL,

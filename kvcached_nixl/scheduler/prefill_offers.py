@@ -198,6 +198,24 @@ class PrefillOffers:
             return True, None
         return False, None
 
+    def offer_cached(
+        self, request: Request, num_tokens: int, block_ids: BlockIds, blocks: BlockPool, step: Step
+    ) -> dict[str, Any] | None:
+        """Offers the beginning of a prompt, which is cached, as that of a request that has ended.
+
+        Returns: the parameters for decode's request, when a step has told the workers; None if it cannot be offered.
+        """
+        request_id = PrefillRequestId(request.request_id)
+        name, digest = read_offer({"do_remote_decode": True}, request_id), request.digest(num_tokens)
+        one = OfferRequest(request_id, request, name, digest, num_tokens, False, block_ids, cached_tokens=num_tokens)
+        one.compute(num_tokens, blocks, self.incarnation, self._terms)
+        if not one.still_has(block_ids, self._terms.groups):
+            return None
+        self._offer(one, step)
+        step.tell(Finish(request_id))
+        self.kept.keep(request_id, request.adapter, block_ids)
+        return self._params(one, request)
+
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _advance(self, one: OfferRequest, computed: Progress, blocks: BlockPool, step: Step) -> None:

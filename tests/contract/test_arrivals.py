@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
-import numpy as np
 import torch
 from support import attention_engines, engine_node, handover_node
 from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, prompt
@@ -25,6 +24,8 @@ from support.handover_node import (
     all_free,
     asked,
     computed_alone,
+    core_around,
+    looked_up,
     prefilled,
     rest,
     served,
@@ -36,11 +37,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.vllm.adapter import requests
-from kvcached_nixl.vllm.patches.look_ups import let_look_up
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
@@ -60,14 +59,6 @@ def core_request(request_id: str, params: dict[str, Any] | None = None, **more: 
         data_parallel_rank=None,
         **more,
     )
-
-
-def core_around(node: Node) -> EngineCore:
-    core = EngineCore.__new__(EngineCore)
-    core.scheduler, core.mm_receiver_cache, core.request_block_hasher = node.scheduler, None, None
-    core.structured_output_manager = node.scheduler.structured_output_manager
-    core.vllm_config = node.scheduler.vllm_config
-    return core
 
 
 def enter(node: Node, request: EngineCoreRequest) -> None:
@@ -99,7 +90,6 @@ def test_embeddings_are_hashed_before_their_request_is_on_the_engine_s_thread(
     """64 MiB take 72 ms, and every other request would wait. vLLM hashes them for its prefix cache there, too."""
     node, _ = pair
     core, request = core_around(node), core_request(PREFILL_ID, SEND)
-    core.request_block_hasher = get_request_block_hasher(node.geometry.block_size, sha256)
     request.prompt_token_ids, request.prompt_embeds = None, torch.zeros(PROMPT, 8)
     made = core.preprocess_add_request(request)
     monkeypatch.setattr(requests, "Embeddings", None)
@@ -235,7 +225,6 @@ def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pai
     node, _ = pair
     size = node.geometry.block_size
     core = core_around(node)
-    core.request_block_hasher = get_request_block_hasher(size, sha256)
     for name, tokens, adapter in (("plain", PROMPT, None), ("adapted", size + 1, LoRARequest("a", 1, "/a"))):
         request = core_request(name)
         request.prompt_token_ids, request.lora_request = prompt(0, tokens), adapter
@@ -243,12 +232,13 @@ def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pai
         node.step_until(lambda name=name: name in node.ended)
     if is_paused:
         node.scheduler.set_pause_state(type(node.scheduler.pause_state).PAUSED_ALL)
-    let_look_up(core)
     told = {}
-    plain = {"whole": ("", "", "", PROMPT), "part": ("", "", "", size + 1), "short": ("", "", "", size)}
-    others = {"salt": ("", "", "s", PROMPT), "adapter": ("a", "/a", "", PROMPT), "another": ("b", "/b", "", PROMPT)}
+    plain = {"whole": (None, "", PROMPT), "part": (None, "", size + 1), "short": (None, "", size)}
+    adapter, another = LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b")
+    others = {"salt": (None, "s", PROMPT), "adapter": (adapter, "", PROMPT), "another": (another, "", PROMPT)}
     for name, (*whose, tokens) in {**plain, **others}.items():
-        found = core.kvcached_nixl_look_up(np.asarray(prompt(0, tokens), "<u4").tobytes(), *whose).result()
+        # More than is cached is wanted.
+        found = looked_up(core, prompt(0, tokens), PROMPT, *whose).result()
         told[name] = found[CACHED_TOKENS_KEY]
         assert found["remote_engine_id"] == node.side_of_engine.own.engine_id and found[HAS_CLIENTS_KEY] is False
     cached = {

@@ -259,18 +259,22 @@ def test_what_the_model_does_not_take_is_refused(body: bytes, client: Client, mo
 
 def test_how_much_of_a_prompt_is_cached_is_asked_of_the_engine(client: Client) -> None:
     asked = Question("r", IDS, "adapter", salt="salt")
-    app, body = served(client), asked.look_up_body()
+    app, body = served(client), asked.look_up_body(2)
     assert post(app, body, LOOK_UP_PATH, Authorization="Bearer other").status_code == 401
     assert post(app, body_of(request(feature(2))), LOOK_UP_PATH).status_code == 400
     for ids in ([], [*IDS, 1]):
-        assert post(app, Question("r", ids).look_up_body(), LOOK_UP_PATH).status_code == 400, "no model takes these"
+        assert post(app, Question("r", ids).look_up_body(0), LOOK_UP_PATH).status_code == 400, "no model takes these"
     assert not client.calls
     assert post(app, body).status_code == 400, "prefill computes prompts of tokens at /v1/completions"
-    assert post(app, Question("r", IDS, "unknown").look_up_body(), LOOK_UP_PATH).status_code == 404
+    assert post(app, Question("r", IDS, "unknown").look_up_body(0), LOOK_UP_PATH).status_code == 404
     reply = post(app, body, LOOK_UP_PATH)
     assert reply.status_code == 200 and reply.json() == {"kv_transfer_params": PARAMS}, reply.text
     ids = np.asarray(IDS, "<u4").tobytes()
-    assert client.calls == [("kvcached_nixl_look_up", ids, "adapter", "/adapter", "salt")] and not client.asked
+    (call,) = client.calls
+    assert (
+        call == ("kvcached_nixl_look_up", ids, "r", LoRARequest("adapter", 1, "/adapter"), "salt", 2)
+        and not client.asked
+    )
 
 
 def test_only_prefill_answers_and_only_with_the_key(client: Client) -> None:

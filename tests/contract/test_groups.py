@@ -12,6 +12,7 @@ prefill tells, per KV-cache group, the first token whose KV it has kept, and dec
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +24,19 @@ import pytest
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 import torch
 from support import attention_engines, engine_node
-from support.engine_node import DECODE_ID, PREFILL_ID, nodes
+from support.engine_node import DECODE_ID, PREFILL_ID, nodes, prompt
 from support.groups_node import GroupsNode, prefilled, runs_rightly
-from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, SEND, rest, until_both
+from support.handover_node import (
+    DECODE_FILLING,
+    PREFILL_FILLING,
+    RESERVED,
+    SEND,
+    core_around,
+    looked_up,
+    rest,
+    until_both,
+)
+from support.transports import until
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
@@ -127,6 +138,7 @@ class Schedule:
 
         self.prefill, self.decode = engine(PREFILL_FILLING), engine(DECODE_FILLING)
         self.waiting: dict[str, tuple[int, int, int]] = {}
+        self.core, self.num_cached = core_around(self.prefill), 0
 
     def run(self) -> None:
         left = REQUESTS
@@ -150,6 +162,8 @@ class Schedule:
         name = f"cmpl-{number}-0"
         prefill_id, decode_id = f"{name}-aaaaaaaa", f"{name}-dddddddd"
         shape = family * 40, num_tokens, self.dice.randint(1, 20)
+        if self.dice.random() < 0.3 and self._is_cached(decode_id, shape):
+            return
         params: dict[str, Any] = {**SEND, "transfer_id": name}
         if self.mode == "push" and self.dice.random() < 0.5:
             self._decode(decode_id, {**self.prefill.address(), "transfer_id": name}, shape)
@@ -159,6 +173,16 @@ class Schedule:
         self.prefill.add(
             prefill_id, params, self.dice.choice([1, 1, 1, 20]), num_tokens=num_tokens, first_token=shape[0]
         )
+
+    def _is_cached(self, decode_id: str, shape: tuple[int, int, int]) -> bool:
+        """Decode fetches what prefill has cached of a prompt, without a step there, and computes the rest."""
+        answer = looked_up(self.core, prompt(*shape[:2]), BLOCK)
+        until(lambda: answer.done() or not self.prefill.step())
+        params = answer.result()
+        if params.get("do_remote_prefill"):
+            self.num_cached += 1
+            self._decode(decode_id, json.loads(json.dumps(params)), shape)
+        return "do_remote_prefill" in params
 
     def _follow(self) -> None:
         """Decode's requests follow prefill's answers."""

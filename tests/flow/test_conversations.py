@@ -12,7 +12,7 @@ from support.flow_engine import Engine, Request, Status
 from support.flow_memory import Shape
 from support.flow_pair import kind
 
-from kvcached_nixl.scheduler.asking import prefixes
+from kvcached_nixl.scheduler.asking import local, prefixes
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.headroom import Computed
 
@@ -84,6 +84,77 @@ def test_at_home_it_is_computed(mode: str) -> None:
     first = several.takes_turn(prompt(1), "x")
     second = several.takes_turn(after(first), "x")
     assert is_fetched(first) and is_computed(second) and counts(several.servers["x"]) == {Computed.CACHED: 1}
+    several.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+def first_turn(several: Several) -> tuple[Request, str, str]:
+    """A turn on ``x``. Returns it, the server that has computed its prompt, and the one that knows nothing of it."""
+    first = several.takes_turn(prompt(1), "x")
+    knows = next(name for name in "yz" if several.servers[name].pool.cached)
+    return first, knows, "yz".replace(knows, "")
+
+
+def forbid_prompts(several: Several, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on no server may be asked to compute a prompt."""
+    for engine in several.servers.values():
+        monkeypatch.setattr(engine, "take", None)
+
+
+@DIRECTIONS
+@POLICIES
+def test_what_another_server_has_is_fetched_without_a_step_there(
+    mode: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With more new tokens nothing is computed here.
+    monkeypatch.setattr(local, "FIRST_TOKENS", 12)
+    several = Several(mode, recomputes=recomputes, num_blocks=100, local_tokens=None)
+    first, knows, other = first_turn(several)
+    forbid_prompts(several, monkeypatch)
+    second = several.takes_turn(after(first), other)
+    assert second.num_external == second.told_cached == whole_blocks(first)
+    assert not counts(several.servers[other]), "what is fetched is not counted as computed"
+    third = several.takes_turn(after(second), "x")
+    assert third.num_external == whole_blocks(second) - whole_blocks(first), "what x has is not moved again"
+    fourth = several.takes_turn(after(third), knows)
+    assert fourth.num_external == whole_blocks(third) - first.num_prompt_tokens // BLOCK * BLOCK
+    # Nothing waits for the end of a lease: what nobody fetches is released.
+    several.nothing_is_left(0)
+
+
+@DIRECTIONS
+def test_of_several_that_offer_it_one_is_fetched_and_the_others_keep_nothing(mode: str) -> None:
+    several = Several(mode, num_blocks=100, local_tokens=None)
+    first, _, other = first_turn(several)
+    found = several.takes_turn(first.prompt + NEW, other)
+    assert is_fetched(found) and not several.causes()
+    several.nothing_is_left(0)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("happens", ["leaves", "dies", "changes its weights", "is paused", "lacks memory"])
+def test_whatever_happens_to_an_offer_without_a_step(mode: str, happens: str) -> None:
+    several = Several(mode, num_blocks=40, local_tokens=None)
+    first, _, other = first_turn(several)
+    x, engine = several.servers["x"], several.servers[other]
+    found = several.arrives(after(first), engine=engine, max_tokens=6)
+    for _ in range(10):
+        if not x.handover.num_kept:
+            engine.step()
+            x.dispatch()
+    assert x.handover.num_kept == 1
+    if happens == "leaves":
+        engine.abort(found)
+    elif happens == "dies":
+        several.servers["x"] = several.cluster.restart(x)
+    elif happens == "changes its weights":
+        x.update(weights(7))
+    elif happens == "is paused":
+        x.handover.revocations.paused(grace_seconds=0.0, clears=True)
+        x.handover.revocations.resumed()
+    else:
+        several.arrives(prompt(9) * 8, engine=x, max_tokens=6)
+    several.pass_time(2 * (LEASE_SECONDS + TIMEOUT_SECONDS))
+    assert found.status is (Status.ABORTED if happens == "leaves" else Status.STOPPED)
     several.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 

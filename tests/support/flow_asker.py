@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +87,18 @@ class FlowAsker(Asker):
             # An answer that is on its way is taken all the same.
             one.deliver() if one.is_ready else one.hang_up()
 
-    def look_up(self, server: Server, question: Question, most_seconds: float) -> None:
+    def look_up(self, server: Server, question: Question, least_tokens: int, most_seconds: float) -> None:
         running = self.engine.cluster.running
         found = next((one for one in running if url_of(one.own.engine_id) == server.url), None)
-        params = None if found is None else found.look_up(question.token_ids or (), question.adapter)
-        self._looked_up.append((question.request_id, server, params))
+
+        def told(params: Mapping[str, Any] | None) -> None:
+            said = None if params is None else msgspec.json.decode(msgspec.json.encode(params))
+            self._looked_up.append((question.request_id, server, said))
+
+        if found is None:
+            told(None)
+        else:
+            found.look_up(question, least_tokens, told)
 
     def check(self, server: Server) -> None:
         running = self.engine.cluster.running

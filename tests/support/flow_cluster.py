@@ -213,6 +213,7 @@ class Cluster:
         self.frozen.discard(engine)
         for asked in [one for one in self.asked if one.asker.engine is engine]:
             asked.hang_up()
+        engine.lose_look_ups()
 
     def kill(self, engine: Engine) -> None:
         self.stop_listening(engine)
@@ -224,6 +225,7 @@ class Cluster:
     def vanish(self, engine: Engine) -> None:
         """The host disappears without closing a connection."""
         self.frozen.add(engine)
+        engine.lose_look_ups()
         for worker in engine.workers:
             self.wire.vanish(worker.agent_name)
 

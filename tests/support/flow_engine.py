@@ -519,15 +519,38 @@ class Engine:
         self.finished_receiving: set[str] = set()
         self._failed_receiving: set[str] = set()
         self.reported: Counter[str] = Counter()
+        self.looking: list[Callable[[Mapping[str, Any] | None], None]] = []
 
     # ------------------------------------------------------------------------------- called by the API server
 
-    def look_up(self, token_ids: Sequence[int], adapter: str) -> dict[str, Any]:
-        """What a peer is told of a prompt."""
-        request = Request("looked up", tuple(token_ids))
-        request.adapter = int(adapter or 0)
+    def look_up(self, question: Question, least_tokens: int, told: Callable[[Mapping[str, Any] | None], None]) -> None:
+        """Tells a peer how much of a prompt is cached, and offers that if it is enough; None when the engine dies."""
+        request = Request(f"looked-up-{next(self.cluster.arrivals):08x}", tuple(question.token_ids or ()))
+        request.adapter = int(question.adapter or 0)
         request.lora = lambda: self._adapter(request.adapter)
-        return self.handover.look_up(len(self.pool.hits(request)) * self.kind.shape.block_size)
+        hits = self.pool.hits(request)
+        num_tokens = request.num_computed = len(hits) * self.kind.shape.block_size
+        if 0 < least_tokens <= num_tokens and self.handover.offers_cached and not self.is_paused:
+            request.status = Status.STOPPED
+            self.requests[request.request_id] = request
+            self.pool.allocate(request, hits, num_tokens)
+            self.looking.append(told)
+            blocks = (list(self.pool.tables[request.request_id]),)
+            if self.handover.offer_cached(request, num_tokens, blocks, functools.partial(self._tell, told)):
+                return
+            self._free_blocks(request)
+            self.looking.remove(told)
+        told(self.handover.look_up(num_tokens))
+
+    def _tell(self, told: Callable[[Mapping[str, Any] | None], None], params: Mapping[str, Any]) -> None:
+        if told in self.looking:
+            self.looking.remove(told)
+            told(params)
+
+    def lose_look_ups(self) -> None:
+        """Those who wait for an offer hear nothing in time."""
+        while self.looking:
+            self.looking.pop()(None)
 
     def add(self, request: Request) -> Request:
         assert request.request_id not in self.requests

@@ -11,17 +11,25 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+import msgspec
+import numpy as np
 import pytest
 import torch
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.vllm.adapter.attributes import side_of
+from kvcached_nixl.vllm.patches.look_ups import let_look_up, offer_cached
 from support import engine_node
 from support.attention_engines import ERAS
 from support.engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt
@@ -353,6 +361,29 @@ def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
         mock.patch.object(leases_of(registry), "_lease_seconds", seconds),
     ):
         yield
+
+
+def core_around(node: Node) -> EngineCore:
+    core = EngineCore.__new__(EngineCore)
+    core.scheduler, core.mm_receiver_cache = node.scheduler, None
+    core.structured_output_manager = node.scheduler.structured_output_manager
+    core.vllm_config, core.input_queue = node.scheduler.vllm_config, queue.Queue()
+    size = node.geometry.block_size * node.kernel_blocks_per_block
+    core.request_block_hasher = get_request_block_hasher(size, sha256)
+    return core
+
+
+def looked_up(
+    core: EngineCore, token_ids: Sequence[int], least_tokens: int = 0, adapter: Any = None, salt: str = ""
+) -> Future[dict[str, Any]]:
+    """What an API server's call gets, as far as that needs no step."""
+    let_look_up(core)
+    sent = None if adapter is None else msgspec.to_builtins(adapter)
+    call = core.kvcached_nixl_look_up
+    answer = call(np.asarray(token_ids, "<u4").tobytes(), "r", sent, salt, least_tokens)
+    call.__self__._looker.submit(lambda: None).result()
+    offer_cached(core)
+    return answer
 
 
 def served(prefill: Node, decode: Node, number: int = 7) -> None:

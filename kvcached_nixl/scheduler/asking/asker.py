@@ -77,9 +77,13 @@ class Asker:
         """Returns, since the last call, servers that were checked, and whether they are well."""
         return [self._checked.popleft() for _ in range(len(self._checked))]
 
-    def look_up(self, server: Server, question: Question, most_seconds: float) -> None:
-        """Asks a server how much of a prompt it has cached; `take_looked_up` has the answer, in any case."""
-        self._called(self._begin_look_up, server, server.address, question, most_seconds)
+    def look_up(self, server: Server, question: Question, least_tokens: int, most_seconds: float) -> None:
+        """Asks a server how much of a prompt it has cached; `take_looked_up` has the answer, in any case.
+
+        Args:
+            least_tokens: if it has so many, their KV is wanted; 0 if only their number is.
+        """
+        self._called(self._begin_look_up, server, server.address, question, least_tokens, most_seconds)
 
     def take_looked_up(self) -> list[tuple[str, Server, dict[str, Any] | None]]:
         """Returns the answers since the last call, with the ids of the requests: ``kv_transfer_params``, empty if a
@@ -164,19 +168,21 @@ class Asker:
         self._checked.append((server, is_well))
         self._woken()
 
-    def _begin_look_up(self, server: Server, address: str, question: Question, most_seconds: float) -> None:
-        task = asyncio.ensure_future(self._look_up(server, address, question, most_seconds))
+    def _begin_look_up(self, server: Server, *arguments: Any) -> None:
+        task = asyncio.ensure_future(self._look_up(server, *arguments))
         self._tasks[task] = task
         task.add_done_callback(self._tasks.pop)
 
-    async def _look_up(self, server: Server, address: str, question: Question, most_seconds: float) -> None:
+    async def _look_up(
+        self, server: Server, address: str, question: Question, least_tokens: int, most_seconds: float
+    ) -> None:
         import aiohttp
 
         params: dict[str, Any] | None = None
         try:
             url, more = self._target(server.url, address, LOOK_UP_PATH, **{"Content-Type": "application/msgpack"})
             more |= {"timeout": aiohttp.ClientTimeout(total=most_seconds), "allow_redirects": False}
-            async with self._opened().post(url, data=question.look_up_body(), **more) as response:
+            async with self._opened().post(url, data=question.look_up_body(least_tokens), **more) as response:
                 params = read_answer(response.status, response.headers, await _answer_of(response))
         except AskFailed:
             params = {}

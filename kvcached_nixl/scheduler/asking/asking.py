@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode: requests whose KV prefill servers are asked for, before they may begin. One per engine, on its thread.
 
-    WAITING ─► LOOKING ─► ASKED ─► FETCHING ─► a step computes it
-       ▲  └───────────────▲ │         │
-       └────────────────────┴─ FAILED ┴─► LOCAL: computed here, few at a time (`LocalPrefills`), or it fails, as
-                                          ``kv_load_failure_policy`` says
+    LOOKING ◄─► WAITING ─► ASKED ─► FETCHING ─► a step computes it
+                  ▲ └────────│────────▲ │
+                  └──────────┴─ FAILED ◄┴─► LOCAL: computed here, few at a time (`LocalPrefills`), or it fails, as
+                                            ``kv_load_failure_policy`` says
 
 Meanwhile requests are held: they stay in vLLM's queue, are counted and can be aborted, but no step looks at them. With
 the ``kv_transfer_params`` of the answer they go on. In push a request goes on when it is asked for, so that prefill
@@ -12,7 +12,8 @@ finds its blocks and sends KV while it computes, if it has nothing else to compu
 
 After a failure another server is asked, once, or a busy one again. What is not cached here may be too little to ask
 for: the request goes on at once, or in its turn (`BreakEven`). Of several servers the one that has most of the prompt
-is asked (`Prefixes`). Of equal prompts one is asked for; the others find it cached.
+is asked; if it has nearly all of it, that is fetched, and the rest is computed here (`Prefixes`). Of equal prompts one
+is asked for; the others find it cached.
 """
 
 from __future__ import annotations
@@ -163,11 +164,11 @@ class Asking:
         """A request has ended."""
         self.window.settle(request_id)
         self.local.gone(request_id)
-        self._prefixes.gone(request_id)
         self._limit.gone(request_id)
         wanted = self._wanted.pop(request_id, None)
         if wanted is None:
             return
+        self._prefixes.settled(wanted)
         self._withdraw(wanted, Ended.LEFT)
         self._queue.remove(wanted)
         wanted.stage = Stage.OVER
@@ -241,6 +242,8 @@ class Asking:
         self._rested_at_seconds = None
         if may_ask:
             may_begin |= self._ask_all(blocks, step)
+        for params in self._prefixes.take_unneeded():
+            self._fetching.unneeded(params, step)
         self.figures.held, self.figures.asked = self.num_waiting, self.num_asked
         self.figures.promised_blocks = self.window.num_promised
         return self.local.turn(blocks) or may_begin
@@ -338,7 +341,7 @@ class Asking:
                 self._limit.waits(request_id)
                 continue
             self._queue.remove(wanted)
-            self._prefixes.gone(request_id)
+            self._prefixes.settled(wanted)
             self.window.settle(request_id)
             wanted.stage = Stage.LOCAL
             # At once: its equals may be late in this turn, too.
@@ -380,16 +383,38 @@ class Asking:
         if self._is_cached(wanted, num_missing, blocks):
             return True
         if self._is_sooner_here(wanted, num_missing, server, num_cached):
+            self._prefixes.settled(wanted)
             return True
         if rests:
             self._compute_here(wanted)
             return True
         self.window.promise(request.request_id, num_blocks)
-        likely_seconds = self.local.break_even.asked_seconds(num_missing)
-        if self._prefixes.begin(wanted, num_missing, likely_seconds):
+        if self._prefixes.begin(wanted, num_missing, self.local.break_even):
             self._queue.leads(wanted)
-        else:
+            return True
+        if not self._fetches_cached(wanted, server, num_cached, blocks, step):
             self._ask(wanted, server, num_cached, blocks, step)
+        self._prefixes.settled(wanted)
+        return True
+
+    def _fetches_cached(self, wanted: Wanted, server: Server, num_there: int, blocks: BlockPool, step: Step) -> bool:
+        """Whether what a server has cached is fetched as it is, and the rest computed here, sooner than this server,
+        which may have so many tokens cached, would hand over all."""
+        if not wanted.offers:
+            return False
+        offering = max(wanted.offers, key=wanted.cached.__getitem__)
+        num_tokens, num_cached = wanted.request.num_prompt_tokens, wanted.cached[offering]
+        num_rest, num_local = num_tokens - num_cached, self.local.num_tokens
+        num_asked = server.num_tokens(self._clock.now_seconds()) + num_tokens - num_there
+        is_sooner = self.local.break_even.computes_here(num_rest, num_cached, num_local, num_asked)
+        if not (is_sooner and self.local.has_room(num_rest)) or self._unusable(wanted.offers[offering], wanted):
+            return False
+        wanted.tried.append(offering)
+        self._limit.asked(wanted.request.request_id)
+        self._queue.leads(wanted)
+        self.figures.ended[Ended.ANSWERED] += 1
+        self.local.begin(wanted.request, num_rest)
+        self._go_on(wanted, wanted.offers.pop(offering), blocks, step)
         return True
 
     def _ask(self, wanted: Wanted, server: Server, num_cached_tokens: int, blocks: BlockPool, step: Step) -> None:
@@ -476,6 +501,7 @@ class Asking:
 
     def _fetched_in_vain(self, wanted: Wanted, outcome: Outcome) -> None:
         """The KV of a request that goes on does not come."""
+        self.local.gone(wanted.request.request_id)
         self._learn(wanted, outcome)
         wanted.stage = Stage.FAILED if self._computes or self._has_tries(wanted) else Stage.LOCAL
 

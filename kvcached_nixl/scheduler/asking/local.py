@@ -95,14 +95,19 @@ class BreakEven:
         """
         if self._fixed_tokens is not None:
             return num_missing <= self._fixed_tokens
-        if num_missing > min(num_cached, self._most_tokens):
+        if num_missing > min(num_cached, self.longest_tokens):
             return False
         now = self.clock.now_seconds()
         here = self._local.expected_seconds(num_local + num_missing, now)
         there = self._asked.expected_seconds(num_asked, now)
         if here is None or there is None:
             return num_missing <= FIRST_TOKENS
-        return num_missing <= 2 * self._proven_tokens and here <= there
+        return here <= there
+
+    @property
+    def longest_tokens(self) -> int:
+        """No longer rest of a prompt is computed here."""
+        return min(self._most_tokens, 2 * self._proven_tokens) if self._fixed_tokens is None else self._fixed_tokens
 
     def asked_seconds(self, num_tokens: int) -> float | None:
         """How long it is likely to take until prefill has handed over so many tokens; None if that is not known."""
@@ -180,6 +185,16 @@ class LocalPrefills:
         self._waiting[request.request_id] = num_tokens, request.num_prompt_tokens
         heapq.heappush(self._queue, (order, request.request_id))
 
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether so many more tokens may begin."""
+        num_begun_tokens = sum(one for one, _ in self._begun.values())
+        return not self._begun or num_begun_tokens + num_tokens <= self._most_tokens
+
+    def begin(self, request: Request, num_tokens: int) -> None:
+        """A request goes on, and so many of its tokens are computed here when what it fetches has come."""
+        self.num_tokens += num_tokens
+        self._begun[request.request_id] = num_tokens, request.num_prompt_tokens
+
     def computed(self, request_id: str, num_computed_tokens: int) -> None:
         """A step computes a request up to this token."""
         if request_id in self._begun and num_computed_tokens >= self._begun[request_id][1]:
@@ -197,9 +212,7 @@ class LocalPrefills:
         while self._queue:
             _, request_id = self._queue[0]
             num_tokens, _ = self._waiting.get(request_id, (0, 0))
-            num_begun_tokens = sum(one for one, _ in self._begun.values())
-            is_full = bool(self._begun) and num_begun_tokens + num_tokens > self._most_tokens
-            if num_tokens and is_full and now < self._begun_seconds + PASSING_SECONDS:
+            if num_tokens and not self.has_room(num_tokens) and now < self._begun_seconds + PASSING_SECONDS:
                 break
             heapq.heappop(self._queue)
             if num_tokens:

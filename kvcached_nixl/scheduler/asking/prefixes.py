@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which server has how much of a prompt cached. Before a prompt is asked for, a few servers that could compute it say
 how many of its tokens they have: a conversation that lands here for the first time is in the cache of another decode
-server, or of a prefill server that others have asked.
+server, or of a prefill server that others have asked. If one has so much that the rest may be computed here, it offers
+what it has at once, without a step of its own.
 
 Used on the engine's thread only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvcached_nixl.scheduler.asking.asker import Asker
+from kvcached_nixl.scheduler.asking.local import BreakEven
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
 from kvcached_nixl.scheduler.asking.wanted import Stage, Wanted
-from kvcached_nixl.wire.params import HAS_CLIENTS_KEY, cached_tokens_in
+from kvcached_nixl.wire.params import HAS_CLIENTS_KEY, asks, cached_tokens_in
 from kvcached_nixl.wire.question import queued_tokens_in
 
 __all__ = ["Prefixes"]
@@ -36,27 +41,29 @@ class Prefixes:
         self._own_engine_id = own_engine_id
         # By request: who has not answered yet.
         self._open: dict[str, tuple[Wanted, set[Server]]] = {}
+        self._unneeded: list[Mapping[str, Any]] = []
 
     def __len__(self) -> int:
         """Requests whose servers have not all answered."""
         return len(self._open)
 
-    def begin(self, wanted: Wanted, num_missing: int, likely_seconds: float | None) -> bool:
+    def begin(self, wanted: Wanted, num_missing: int, break_even: BreakEven) -> bool:
         """Asks who has the prefix of a request, once. Returns whether an answer is waited for.
 
         Args:
             num_missing: tokens that are not cached here.
-            likely_seconds: until the KV would be here if no server had anything; None if that is not known.
         """
         if wanted.is_looked_up or num_missing < LEAST_TOKENS or wanted.question.prompt is not None:
             return False
         wanted.is_looked_up = True
-        num_tokens = wanted.request.num_prompt_tokens
-        asked = self._servers.that_may_have(wanted.tried, wanted.hashes, num_tokens, MOST_ASKED)
+        num_tokens, rest_tokens = wanted.request.num_prompt_tokens, min(break_even.longest_tokens, num_missing - 1)
+        asked = self._servers.that_may_have(wanted.tried, wanted.hashes, num_tokens, MOST_ASKED, rest_tokens)
+        likely_seconds = break_even.asked_seconds(num_missing)
         seconds = LONGEST_SECONDS if likely_seconds is None else likely_seconds / 2
         seconds = min(max(SHORTEST_SECONDS, seconds), LONGEST_SECONDS)
         for one in asked:
-            self._asker.look_up(one, wanted.question, seconds if one.answers_look_ups else LONGEST_SECONDS)
+            most_seconds = seconds if one.answers_look_ups else LONGEST_SECONDS
+            self._asker.look_up(one, wanted.question, num_tokens - rest_tokens, most_seconds)
         waited_for = {one for one in asked if one.answers_look_ups}
         if waited_for:
             wanted.stage = Stage.LOOKING
@@ -75,12 +82,24 @@ class Prefixes:
                 self._servers.has_queued(server, queued_tokens_in(params))
                 if wanted is not None:
                     wanted.cached[server] = min(cached_tokens_in(params), wanted.request.num_prompt_tokens)
+                is_offer = asks(params, "do_remote_prefill") and not server.is_own
+                if is_offer and wanted is not None:
+                    wanted.offers[server] = params
+                elif is_offer:
+                    self._unneeded.append(params)
             open_.discard(server)
             if wanted is not None and not open_:
                 del self._open[request_id]
                 ended.append(wanted)
         return ended
 
-    def gone(self, request_id: str) -> None:
-        """A request has ended."""
-        self._open.pop(request_id, None)
+    def settled(self, wanted: Wanted) -> None:
+        """It is decided how a request goes on: what else was offered is not needed."""
+        self._open.pop(wanted.request.request_id, None)
+        self._unneeded += wanted.offers.values()
+        wanted.offers.clear()
+
+    def take_unneeded(self) -> list[Mapping[str, Any]]:
+        """Returns offers, since the last call, that nobody fetches."""
+        found, self._unneeded = self._unneeded, []
+        return found

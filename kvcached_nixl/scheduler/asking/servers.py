@@ -164,19 +164,22 @@ class Servers:
         return found, may_have(found)
 
     def that_may_have(
-        self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, most: int
+        self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, most: int, rest_tokens: int
     ) -> list[Server]:
         """Returns the servers to ask how much of a prompt they have cached: the one that was asked for most of it, and
         some others; none if one is known that has most of it, or if there is no choice.
 
         Args:
             num_tokens: of the prompt.
+            rest_tokens: if a server has all but so many, it is enough to know that one.
         """
         knowing, num_known = self._find(hashes)
         # One that has said to be this engine says so again now and then: others may be behind the same URL.
         said_seconds = self._clock.now_seconds() - LONGEST_PAUSE_SECONDS
         is_own = [one for one in self.all if one.is_own and one.queued_seconds > said_seconds]
         found = [one for one in self.all if not (self.rests(one) or one in is_own or one in tried)]
+        if knowing in found and num_tokens - num_known < rest_tokens:
+            return found[found.index(knowing) :][:1]
         if len(found) < 2 or (knowing in found and 2 * num_known >= num_tokens):
             return []
         self.random.shuffle(found)

@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from kvcached_nixl.scheduler.asking.servers import Server
 from kvcached_nixl.scheduler.engine import Request
@@ -54,6 +55,7 @@ class Wanted:
         tried: the servers that were asked, and were not busy.
         is_looked_up: servers were asked how much of it they have cached.
         cached: tokens, by what they have said.
+        offers: what they have offered of it: ``kv_transfer_params``.
         num_lost: servers that have ended with its prompt.
         passed_since_seconds: when it first found no room; 0 if it never did.
     """
@@ -71,6 +73,7 @@ class Wanted:
     tried: list[Server] = field(default_factory=list)
     is_looked_up: bool = False
     cached: dict[Server, int] = field(default_factory=dict)
+    offers: dict[Server, Mapping[str, Any]] = field(default_factory=dict)
     num_lost: int = 0
     passed_since_seconds: float = 0.0
 

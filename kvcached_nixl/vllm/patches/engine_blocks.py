@@ -85,6 +85,21 @@ class EngineBlocks:
         """How many tokens of a request of vLLM's are in the prefix cache, whether the scheduler knows it or not."""
         return int(self._hits(request)[1]) if self.caches_prefixes else 0
 
+    def keep_cached(self, request: Any) -> tuple[int, Any]:
+        """Give a request that the scheduler does not know the cached blocks of its prompt, as one that has ended, and
+        whose blocks a connector keeps. Returns its tokens and block ids."""
+        from vllm.v1.request import RequestStatus
+
+        blocks, num_tokens = self._hits(request)[:2]
+        private(self._manager, "coordinator").allocate_new_computed_blocks(request.request_id, blocks, num_tokens, 0)
+        request.status, request.num_computed_tokens = RequestStatus.FINISHED_STOPPED, num_tokens
+        private(self.engine_scheduler, "requests")[request.request_id] = request
+        return int(num_tokens), self._manager.get_block_ids(request.request_id)
+
+    def drop(self, request: Any) -> None:
+        """Free what `keep_cached` has given it."""
+        self._manager.free(private(self.engine_scheduler, "requests").pop(request.request_id))
+
     def hold(self, request_id: str) -> None:
         hold(self.engine_scheduler, private(self.engine_scheduler, "requests")[request_id])
 

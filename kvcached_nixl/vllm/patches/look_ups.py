@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a prompt an engine has cached, for a decode server that looks for its history.
+"""How much of a prompt an engine has cached, for a decode server that looks for its history; and the KV of that, if
+it is enough: then decode computes the rest itself, and no step is needed here.
 
 The API server calls its engine for that, as for other things that are no requests: a request would be counted, be
 limited as those of clients (``--max-num-queued-tokens``), and set the ranks of data parallelism going. What takes time
-runs on a thread of its own, so that no step waits for it.
+runs on a thread of its own, so that no step waits for it. Blocks are kept between two steps.
 
-Runs in: the API server's process (`looked_up`) and the engine's (`let_look_up`).
+Runs in: the API server's process (`looked_up`) and the engine's (`let_look_up`, `offer_cached`).
 Sources: ``v1/engine/core.py`` (``_invoke_utility_method``), ``v1/core/kv_cache_coordinator.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import secrets
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvcached_nixl.vllm.adapter.attributes import private
+from kvcached_nixl.vllm.adapter.queues import wake_of
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
 from kvcached_nixl.vllm.patches.roles import arrived
 from kvcached_nixl.wire.asked_prompt import decode
 
-__all__ = ["let_look_up", "looked_up"]
+__all__ = ["let_look_up", "looked_up", "offer_cached"]
 
 _METHOD = "kvcached_nixl_look_up"
 
@@ -54,42 +58,82 @@ async def looked_up(body: bytearray, request: Any) -> Any:
     adapter = state.openai_serving_models.lora_requests.get(asked.adapter)
     if asked.adapter and adapter is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"The adapter {asked.adapter!r} does not exist here.")
-    # Blocks are cached under an adapter's name, and later under its path, too.
-    named = ("", "") if adapter is None else (adapter.lora_name, adapter.lora_path)
     engine = private(state.engine_client, "engine_core")
-    params = await engine.call_utility_async(_METHOD, asked.token_ids, *named, asked.salt)
+    named = asked.request_id, adapter, asked.salt
+    params = await engine.call_utility_async(_METHOD, asked.token_ids, *named, asked.least_tokens)
     return JSONResponse({"kv_transfer_params": params})
 
 
 def let_look_up(core: Any) -> None:
     """Lets API servers call for it. Idempotent."""
     if _METHOD not in vars(core):
-        looker = ThreadPoolExecutor(1, "kvcached_nixl-look-up")
-        setattr(core, _METHOD, functools.partial(_begin, core, looker))
+        setattr(core, _METHOD, _LookUps(core).begin)
 
 
-def _begin(
-    core: Any, looker: ThreadPoolExecutor, token_ids: bytes, adapter: str, path: str, salt: str
-) -> Future[dict[str, Any]]:
-    return looker.submit(_look_up, core, token_ids, adapter, path, salt)
+def offer_cached(core: Any) -> None:
+    """On the engine's thread, between two steps: keep what was looked up and is wanted."""
+    getattr(core, _METHOD).__self__.offer()
 
 
-def _look_up(core: Any, token_ids: bytes, adapter: str, path: str, salt: str) -> dict[str, Any]:
-    from vllm.lora.request import LoRARequest
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
+class _LookUps:
+    """Those of one engine."""
 
-    blocks, (side, *_) = EngineBlocks(core.scheduler), bound_sides(core.scheduler)
-    # While the engine is paused, what is cached is of no use to others.
-    if not (blocks.caches_prefixes and blocks.admits):
-        return dict(side.look_up(0))
-    request = Request(
-        _METHOD,
-        np.frombuffer(token_ids, "<u4").tolist(),
-        SamplingParams(max_tokens=1),
-        None,
-        lora_request=LoRARequest(adapter, 1, path) if adapter else None,
-        cache_salt=salt or None,
-        block_hasher=private(core, "request_block_hasher"),
-    )
-    return dict(side.look_up(blocks.num_cached_tokens_of(request)))
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._wake = wake_of(core)
+        self._looker = ThreadPoolExecutor(1, "kvcached_nixl-look-up")
+        self._wanted = deque[tuple[Any, int, Future[dict[str, Any]]]]()
+
+    def begin(
+        self, token_ids: bytes, request_id: str, adapter: Any, salt: str, least_tokens: int
+    ) -> Future[dict[str, Any]]:
+        """What an API server calls; ``adapter`` is vLLM's ``LoRARequest`` as it was sent, or None."""
+        answer: Future[dict[str, Any]] = Future()
+        self._looker.submit(self._look_up, answer, token_ids, request_id, adapter, salt, least_tokens)
+        return answer
+
+    def _look_up(self, answer: Future[dict[str, Any]], *arguments: Any) -> None:
+        *of_request, least_tokens = arguments
+        try:
+            blocks, (side, *_) = EngineBlocks(self._core.scheduler), bound_sides(self._core.scheduler)
+            # While the engine is paused, what is cached is of no use to others.
+            if not (blocks.caches_prefixes and blocks.admits):
+                answer.set_result(side.look_up(0))
+                return
+            request = self._request(*of_request)
+            num_tokens = blocks.num_cached_tokens_of(request)
+            if 0 < least_tokens <= num_tokens:
+                self._wanted.append((request, num_tokens, answer))
+                self._wake()
+            else:
+                answer.set_result(side.look_up(num_tokens))
+        except Exception as error:  # noqa: BLE001 - the API server gets it
+            answer.set_exception(error)
+
+    def offer(self) -> None:
+        while self._wanted:
+            request, num_tokens, answer = self._wanted.popleft()
+            blocks, (side, *_) = EngineBlocks(self._core.scheduler), bound_sides(self._core.scheduler)
+            is_offered = blocks.admits and side.offers_cached
+            if is_offered:
+                num_tokens, block_ids = blocks.keep_cached(request)
+                is_offered = side.offer_cached(side.read(request), num_tokens, block_ids, answer.set_result)
+                if not is_offered:
+                    blocks.drop(request)
+            if not is_offered:
+                answer.set_result(side.look_up(num_tokens))
+
+    def _request(self, token_ids: bytes, request_id: str, adapter: Any, salt: str) -> Any:
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        return Request(
+            f"{_METHOD}-{request_id}-{secrets.token_hex(4)}",
+            np.frombuffer(token_ids, "<u4").tolist(),
+            SamplingParams(max_tokens=1),
+            None,
+            lora_request=None if adapter is None else msgspec.convert(adapter, LoRARequest),
+            cache_salt=salt or None,
+            block_hasher=private(self._core, "request_block_hasher"),
+        )

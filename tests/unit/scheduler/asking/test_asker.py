@@ -151,22 +151,23 @@ def test_what_is_cached_is_told_or_not_known_or_not_said_in_time(
     decode: Decode, serve: Serve, handler: Handler, found: Any
 ) -> None:
     prefill = serve(handler)
-    decode.asker.look_up(prefill.server, Question("r", [5, 6, 7], "adapter", "salt"), 0.5)
+    decode.asker.look_up(prefill.server, Question("r", [5, 6, 7], "adapter", "salt"), 2, 0.5)
     decode.wait()
     assert decode.asker.has_answers and decode.asker.take_looked_up() == [("r", prefill.server, found)]
     ((headers, body),) = prefill.asked
     assert headers["Authorization"] == "Bearer secret"
     asked = decode_prompt(body)
-    assert (bytes(asked.token_ids), asked.adapter, asked.salt) == (
+    assert (bytes(asked.token_ids), asked.adapter, asked.salt, asked.least_tokens) == (
         bytes((5, *[0] * 3, 6, *[0] * 3, 7, *[0] * 3)),
         "adapter",
         "salt",
+        2,
     )
 
 
 def test_nobody_listens_where_what_is_cached_is_asked(decode: Decode) -> None:
     nobody = Server("http://127.0.0.1:1")
-    decode.asker.look_up(nobody, Question("r", [5]), 0.5)
+    decode.asker.look_up(nobody, Question("r", [5]), 0, 0.5)
     decode.wait()
     assert decode.asker.take_looked_up() == [("r", nobody, None)]
 

@@ -98,9 +98,11 @@ class Asker:
     looked_up: list[tuple[str, Server]] = field(default_factory=list)
     found: list[tuple[str, Server, Any]] = field(default_factory=list)
     says: dict[str, Any] | None = field(default_factory=dict)
+    least_tokens: int | None = None
 
-    def look_up(self, server: Server, question: Question, most_seconds: float) -> None:
+    def look_up(self, server: Server, question: Question, least_tokens: int, most_seconds: float) -> None:
         self.looked_up.append((question.request_id, server))
+        self.least_tokens = least_tokens
         if self.says is not None:
             self.found.append((question.request_id, server, self.says.get(server.url)))
 

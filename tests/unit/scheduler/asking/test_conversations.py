@@ -15,7 +15,8 @@ from kvcached_nixl.scheduler.asking.local import (
     BreakEven,
     SecondsByTokens,
 )
-from kvcached_nixl.wire.headroom import Computed
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.headroom import Computed, Ended
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY
 
 from .test_asking import ANSWER, BLOCK, CHUNK, DEAD, MOST, Clock, Decode, Request, Step, hashes
@@ -380,3 +381,73 @@ def test_a_server_with_clients_of_its_own_is_asked_if_that_saves_half(num_there:
     decode.asking.servers.all = [one for one in decode.asking.servers.all if one.url != URLS[2]]
     decode.arrives("a", num_prompt_tokens=LONG)
     assert decode.url("a") == URLS[asks_peer]
+
+
+# ------------------------------------------------------------------------------------- what is cached there is fetched
+
+
+def offers(num_tokens: int, engine_id: str = "p") -> dict[str, Any]:
+    return {**says(num_tokens, engine_id), "do_remote_prefill": True, "of": num_tokens}
+
+
+MUCH, MORE = 50 * BLOCK, 60 * BLOCK
+
+
+def test_what_a_server_has_is_fetched_at_once_and_what_others_offer_is_released() -> None:
+    said = {URLS[0]: offers(MUCH), URLS[1]: offers(MORE), URLS[2]: offers(LONG - BLOCK, "own")}
+    decode = looks(said, local_tokens=None)
+    decode.arrives("a", num_prompt_tokens=LONG)
+    assert decode.asker.least_tokens == LONG - FIRST_TOKENS
+    assert decode.blocks.released == {"a": said[URLS[1]]} and not decode.asker.asked and counts(decode) == {}
+    assert decode.fetching.unneeded_ == [said[URLS[0]]], "its own one is not released: nobody has made it"
+    assert decode.asking.figures.ended[Ended.ANSWERED] == 1 and decode.asking.local.num_tokens == LONG - MORE
+    decode.asking.computed([Step("a", LONG)])  # type: ignore[list-item]
+    assert not decode.asking.local.is_busy
+
+
+@pytest.mark.parametrize("here", [0, LONG - 300])
+def test_no_less_is_wanted_than_would_be_left_to_compute_or_is_here(here: int) -> None:
+    decode = looks({}, local_tokens=None)
+    turn(decode, "a", LONG - here)
+    assert decode.asker.least_tokens == max(here + 1, LONG - FIRST_TOKENS)
+    fixed = looks({}, local_tokens=0)
+    turn(fixed, "a", LONG - here)
+    assert fixed.asker.least_tokens == LONG, "nobody has that"
+
+
+def test_while_enough_is_computed_here_all_is_asked_for_and_the_offer_is_released() -> None:
+    decode = looks({URLS[0]: offers(MORE), URLS[1]: says(0), URLS[2]: None}, local_tokens=None)
+    assert turn(decode, "home", CHUNK)
+    decode.arrives("a", num_prompt_tokens=LONG)
+    assert decode.is_asked("a") and decode.fetching.unneeded_ == [offers(MORE)]
+
+
+def test_what_was_offered_to_one_that_has_left_is_released() -> None:
+    decode = looks(None, local_tokens=None)
+    decode.arrives("a", num_prompt_tokens=LONG)
+    asked = [server for _, server in decode.asker.looked_up]
+    decode.asker.found.append(("a", asked[0], offers(MUCH)))
+    decode.turn()
+    decode.asking.gone("a")
+    decode.asker.found.append(("a", asked[1], offers(MORE)))
+    decode.turn()
+    assert decode.fetching.unneeded_ == [offers(MUCH), offers(MORE)]
+
+
+def test_a_prompt_of_which_an_offer_fails_is_asked_for_as_a_whole() -> None:
+    decode = looks({URLS[0]: offers(MORE), URLS[1]: says(0), URLS[2]: None}, local_tokens=None)
+    decode.arrives("a", num_prompt_tokens=LONG)
+    decode.fetching.failures["a"] = HandOverFailed(FailureCause.LEASE, "it is gone")
+    assert decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
+    decode.turn()
+    assert decode.url("a") != URLS[0] and not decode.asking.local.is_busy and len(decode.asker.looked_up) == 3
+
+
+def test_one_that_is_known_to_have_nearly_all_is_the_only_one_that_says_what_it_has() -> None:
+    decode = looks(dict.fromkeys(URLS, says(0)), local_tokens=None)
+    decode.arrives("a", num_prompt_tokens=LONG, block_hashes=hashes(*"0123456789abcdef"))
+    (known,) = (server for server in decode.asking.servers.all if server.url == decode.url("a"))
+    decode.asker.says = {known.url: offers(LONG - 4 * BLOCK)}
+    decode.asker.looked_up.clear()
+    decode.arrives("b", num_prompt_tokens=LONG, block_hashes=hashes(*"0123456789abcde", "x"))
+    assert decode.asker.looked_up == [("b", known)] and decode.blocks.released == {"b": decode.asker.says[known.url]}

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What prefill has cached of a prompt, handed over without a step of prefill's: vLLM's schedulers, real NIXL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, prompt
+from support.handover_node import (
+    BLOCK_SIZE,
+    DECODE_FILLING,
+    PREFILL_FILLING,
+    Node,
+    asked,
+    core_around,
+    ends_by_policy,
+    looked_up,
+    rest,
+    until_both,
+)
+from support.transports import until
+
+from kvcached_nixl.scheduler.offer_request import OfferRequest
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, MANIFEST_KEY
+
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
+direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
+
+CACHED = (PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
+"""Tokens of a prompt in whole blocks."""
+
+
+def computes_nothing(output: Any) -> None:
+    assert not output.num_scheduled_tokens
+
+
+def offered(prefill: Node) -> Future[dict[str, Any]]:
+    """What prefill has cached of a prompt is asked for. No step has told its workers yet."""
+    prefill.add(PREFILL_ID, None, 1)
+    prefill.step_until(lambda: PREFILL_ID in prefill.ended)
+    prefill.compute = computes_nothing  # type: ignore[method-assign]
+    return looked_up(core_around(prefill), prompt(0, PROMPT), CACHED)
+
+
+def test_what_is_cached_is_handed_over_without_a_step_and_the_rest_computed(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    answer = offered(prefill)
+    assert not answer.done() and prefill.side_of_engine.num_kept == 1, "workers do not know of it"
+    until(lambda: prefill.step() and answer.done())
+    found = json.loads(json.dumps(answer.result()))
+    assert found[CACHED_TOKENS_KEY] == CACHED == found[MANIFEST_KEY]["num_tokens"]
+    local = asked(decode, found)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(local, end=CACHED)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    rest(prefill, decode)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("when", ["before the workers know of it", "before it is fetched"])
+def test_an_offer_without_a_step_is_revoked_with_the_weights_that_it_was_computed_with(
+    when: str, policy: str, node: Callable[..., Node]
+) -> None:
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
+    answer = offered(prefill)
+    if when == "before it is fetched":
+        until(lambda: prefill.step() and answer.done())
+    prefill.side_of_engine.revocations.weights_changed()
+    until(lambda: prefill.step() and answer.done())
+    decode.add(DECODE_ID, json.loads(json.dumps(answer.result())))
+    ends_by_policy(policy, decode, prefill)
+    assert decode.log.text.count("KV hand-over failed") == 1
+
+
+def test_what_cannot_be_offered_is_not_kept(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks, or its adapter, are not those that a manifest could name."""
+    prefill, _ = pair
+    monkeypatch.setattr(OfferRequest, "still_has", lambda *_: False)
+    answer = offered(prefill)
+    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and "do_remote_prefill" not in answer.result()
+    rest(prefill)
+
+
+def test_what_nobody_fetches_is_free_when_its_lease_ends(pair: tuple[Node, Node]) -> None:
+    prefill, _ = pair
+    answer = offered(prefill)
+    until(lambda: prefill.step() and answer.done())
+    rest(prefill)
+
+
+def test_an_engine_keeps_no_more_for_peers_that_leave_enough_waiting(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, _ = pair
+    monkeypatch.setattr(type(prefill.side_of_engine), "offers_cached", False)
+    answer = offered(prefill)
+    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.num_kept
