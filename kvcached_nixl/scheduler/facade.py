@@ -118,6 +118,7 @@ class SchedulerFacade:
         self._reported_quarantine = 0
         self._failed: set[str] = set()
         self._refused: list[tuple[str, int]] = []
+        self._calls = deque[Callable[[], None]]()
         # Whom to tell when a step has ended, for the next one, and for those that the workers have.
         self._telling: list[Callable[[], None]] = []
         self._told = deque[list[Callable[[], None]]]()
@@ -175,6 +176,16 @@ class SchedulerFacade:
         self._link.has_news |= self._giving_way.turn(self._link.blocks, self._link.step)
         return self._link.has_news or self._link.step.has_news
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Has something called on the engine's thread, between two steps. May be called from any thread."""
+        self._calls.append(call)
+        self._link.woken()
+
+    def run_calls(self) -> None:
+        """Calls what `call_soon` was given. Called between two steps."""
+        while self._calls:
+            self._calls.popleft()()
+
     # -------------------------------------------------------------------------------------------------- pending work
 
     @property
@@ -186,6 +197,7 @@ class SchedulerFacade:
         return bool(
             self._link.has_news
             or self._link.step.has_news
+            or self._calls
             or any(self._told)
             or self._giving_way.owes
             or self._refused

@@ -51,10 +51,10 @@ def peers(arm: Arm, logs: Path, **extra: object) -> Iterator[tuple[Running, Serv
             server.check_alive()
 
 
-def prompt_tokens(servers: Sequence[Server], source: str) -> int:
-    """How many tokens of prompts servers have from this source, by vLLM's own counter."""
-    found = [samples(f"{one.base_url}/metrics", "vllm:prompt_tokens_by_source_total") for one in servers]
-    return sum(int(value) for one in found for key, value in one.items() if f'"{source}"' in key)
+def total(servers: Sequence[Server], counter: str, label: str = "") -> int:
+    """Of all servers, by one of vLLM's own counters."""
+    found = [samples(f"{one.base_url}/metrics", counter) for one in servers]
+    return sum(int(value) for one in found for key, value in one.items() if label in key)
 
 
 async def converse(stock: Server, http: httpx.AsyncClient, ask: Ask, seed: int) -> None:
@@ -90,11 +90,15 @@ def test_turns_are_computed_at_home_and_elsewhere_their_history_is_fetched_from_
             await converse(stock, http, ask, seed=7)
         new_tokens = CONVERSATIONS * (FIRST_TOKENS + (TURNS - 1) * (NEW_TOKENS + TOKENS))
         turns = CONVERSATIONS * TURNS
-        computed, fetched = (prompt_tokens(servers, one) for one in ("local_compute", "external_kv_transfer"))
+        sources = ('"local_compute"', '"external_kv_transfer"')
+        computed, fetched = (total(servers, "vllm:prompt_tokens_by_source_total", one) for one in sources)
         # A state can only be used at the end of its block, and vLLM keeps few of those; of windows, not all either.
         assert arm is STATES or computed <= new_tokens + turns * 2 * BLOCK_SIZE, "what is new, on two servers at most"
         last = CONVERSATIONS * FIRST_TOKENS + new_tokens
         assert arm.family or fetched <= last, "the first turns, and the last ones elsewhere"
+        # Beside those of clients.
+        questions = total(servers, "vllm:request_success_total") - turns
+        assert arm.family or questions == CONVERSATIONS, "only the first turns are computed by another server"
 
     if arm.family and not FAMILIES[arm.family].caches_prefixes:
         pytest.skip("vLLM caches no prefixes of this model on a CPU")

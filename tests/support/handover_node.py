@@ -29,7 +29,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.vllm.adapter.attributes import side_of
-from kvcached_nixl.vllm.patches.look_ups import let_look_up, offer_cached
+from kvcached_nixl.vllm.patches.look_ups import let_look_up
 from support import engine_node
 from support.attention_engines import ERAS
 from support.engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt
@@ -382,7 +382,7 @@ def looked_up(
     call = core.kvcached_nixl_look_up
     answer = call(np.asarray(token_ids, "<u4").tobytes(), "r", sent, salt, least_tokens)
     call.__self__._looker.submit(lambda: None).result()
-    offer_cached(core)
+    side_of(core.scheduler.connector).run_calls()
     return answer
 
 

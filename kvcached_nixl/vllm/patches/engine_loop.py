@@ -31,7 +31,7 @@ from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENG
 from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input, wake_of, wants_blocks
 from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, installed_has
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
-from kvcached_nixl.vllm.patches.look_ups import let_look_up, offer_cached
+from kvcached_nixl.vllm.patches.look_ups import let_look_up
 from kvcached_nixl.vllm.patches.step_output import has_reports, stood_still
 from kvcached_nixl.vllm.patches.weights import identify_if_due
 
@@ -63,8 +63,8 @@ def process_input_queue(call: Call) -> None:
         side.bind_wake(wake_of(call.instance))
     rest(call.instance, REST_SECONDS)
     call.proceed()
-    offer_cached(call.instance)
     for side in sides(call.instance.scheduler.connector):
+        side.run_calls()
         side.ask()
     identify_if_due(call.instance)
 

@@ -6,15 +6,15 @@ The API server calls its engine for that, as for other things that are no reques
 limited as those of clients (``--max-num-queued-tokens``), and set the ranks of data parallelism going. What takes time
 runs on a thread of its own, so that no step waits for it. Blocks are kept between two steps.
 
-Runs in: the API server's process (`looked_up`) and the engine's (`let_look_up`, `offer_cached`).
+Runs in: the API server's process (`looked_up`) and the engine's (`let_look_up`).
 Sources: ``v1/engine/core.py`` (``_invoke_utility_method``), ``v1/core/kv_cache_coordinator.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
@@ -23,12 +23,11 @@ import msgspec
 import numpy as np
 
 from kvcached_nixl.vllm.adapter.attributes import private
-from kvcached_nixl.vllm.adapter.queues import wake_of
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
 from kvcached_nixl.vllm.patches.roles import arrived
 from kvcached_nixl.wire.asked_prompt import decode
 
-__all__ = ["let_look_up", "looked_up", "offer_cached"]
+__all__ = ["let_look_up", "looked_up"]
 
 _METHOD = "kvcached_nixl_look_up"
 
@@ -70,30 +69,22 @@ def let_look_up(core: Any) -> None:
         setattr(core, _METHOD, _LookUps(core).begin)
 
 
-def offer_cached(core: Any) -> None:
-    """On the engine's thread, between two steps: keep what was looked up and is wanted."""
-    getattr(core, _METHOD).__self__.offer()
-
-
 class _LookUps:
     """Those of one engine."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        self._wake = wake_of(core)
         self._looker = ThreadPoolExecutor(1, "kvcached_nixl-look-up")
-        self._wanted = deque[tuple[Any, int, Future[dict[str, Any]]]]()
 
     def begin(
         self, token_ids: bytes, request_id: str, adapter: Any, salt: str, least_tokens: int
     ) -> Future[dict[str, Any]]:
         """What an API server calls; ``adapter`` is vLLM's ``LoRARequest`` as it was sent, or None."""
         answer: Future[dict[str, Any]] = Future()
-        self._looker.submit(self._look_up, answer, token_ids, request_id, adapter, salt, least_tokens)
+        self._looker.submit(self._look_up, answer, least_tokens, token_ids, request_id, adapter, salt)
         return answer
 
-    def _look_up(self, answer: Future[dict[str, Any]], *arguments: Any) -> None:
-        *of_request, least_tokens = arguments
+    def _look_up(self, answer: Future[dict[str, Any]], least_tokens: int, *of_request: Any) -> None:
         try:
             blocks, (side, *_) = EngineBlocks(self._core.scheduler), bound_sides(self._core.scheduler)
             # While the engine is paused, what is cached is of no use to others.
@@ -103,25 +94,21 @@ class _LookUps:
             request = self._request(*of_request)
             num_tokens = blocks.num_cached_tokens_of(request)
             if 0 < least_tokens <= num_tokens:
-                self._wanted.append((request, num_tokens, answer))
-                self._wake()
+                side.call_soon(functools.partial(self._offer, answer, request, num_tokens))
             else:
                 answer.set_result(side.look_up(num_tokens))
         except Exception as error:  # noqa: BLE001 - the API server gets it
             answer.set_exception(error)
 
-    def offer(self) -> None:
-        while self._wanted:
-            request, num_tokens, answer = self._wanted.popleft()
-            blocks, (side, *_) = EngineBlocks(self._core.scheduler), bound_sides(self._core.scheduler)
-            is_offered = blocks.admits and side.offers_cached
-            if is_offered:
-                num_tokens, block_ids = blocks.keep_cached(request)
-                is_offered = side.offer_cached(side.read(request), num_tokens, block_ids, answer.set_result)
-                if not is_offered:
-                    blocks.drop(request)
-            if not is_offered:
-                answer.set_result(side.look_up(num_tokens))
+    def _offer(self, answer: Future[dict[str, Any]], request: Any, num_tokens: int) -> None:
+        """On the engine's thread, between two steps: keep what is wanted, and cached."""
+        blocks, (side, *_) = EngineBlocks(self._core.scheduler), bound_sides(self._core.scheduler)
+        if blocks.admits and side.offers_cached:
+            num_tokens, block_ids = blocks.keep_cached(request)
+            if side.offer_cached(side.read(request), num_tokens, block_ids, answer.set_result):
+                return
+            blocks.drop(request)
+        answer.set_result(side.look_up(num_tokens))
 
     def _request(self, token_ids: bytes, request_id: str, adapter: Any, salt: str) -> Any:
         from vllm.lora.request import LoRARequest
