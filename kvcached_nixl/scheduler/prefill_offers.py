@@ -205,6 +205,9 @@ class PrefillOffers:
 
         Returns: the parameters for decode's request, when a step has told the workers; None if it cannot be offered.
         """
+        if any(num_tokens % group.table_block_size for group in self._terms.groups.all):
+            # From 0.33 on vLLM finds beginnings of blocks, too: their request may still fill them.
+            return None
         request_id = PrefillRequestId(request.request_id)
         name, digest = read_offer({"do_remote_decode": True}, request_id), request.digest(num_tokens)
         one = OfferRequest(request_id, request, name, digest, num_tokens, False, block_ids, cached_tokens=num_tokens)

@@ -240,6 +240,20 @@ def test_every_token_is_computed_from_what_it_depends_on(order: str, seed: int, 
     is_right(Schedule(make, seed, ORDERS[order]))
 
 
+CACHES = [one for one in WITH_STATES if "without" not in one]
+
+
+@pytest.mark.parametrize("order", [*WITH_WINDOWS, *(pytest.param(one, marks=needs_states) for one in CACHES)])
+def test_what_prefill_has_cached_is_handed_over_without_a_step(order: str, make: Callable[..., Node]) -> None:
+    schedule = Schedule(make, 0, ORDERS[order])
+    schedule.prefill.add(PREFILL_ID, None, 1, num_tokens=6 * BLOCK + 1)
+    schedule.prefill.step_until(lambda: PREFILL_ID in schedule.prefill.ended)
+    assert schedule._is_cached(DECODE_ID, (0, 7 * BLOCK + 1, 4))
+    until_both(schedule.prefill, schedule.decode, schedule._is_over)
+    assert DECODE_ID in schedule.decode.received and not schedule.decode.account["kvcached_nixl_failures"]
+    rest(schedule.prefill, schedule.decode)
+
+
 @needs_states
 @SEEDS
 @SPLIT
