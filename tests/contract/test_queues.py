@@ -66,6 +66,17 @@ def names(engine: Any) -> list[str]:
     return [one.request_id for one in queued(engine)]
 
 
+@policies
+def test_a_queue_that_changes_while_another_thread_looks_is_read_to_its_end(policy: SchedulingPolicy) -> None:
+    """As when a peer asks what is cached: it would be told that nothing is."""
+    engine = scheduler(policy, [("a", 1), ("b", 1)], [("c", 1), ("d", 1)])
+    found = queued(engine)
+    seen = [next(found).request_id]
+    added(engine, "y", "z")
+    added(engine, "x", status=RequestStatus.WAITING_FOR_REMOTE_KVS)
+    assert {"a", "b", "c", "d"} <= {*seen, *(one.request_id for one in found)}
+
+
 def looked_at(found: Any) -> list[str]:
     """The names in the order in which vLLM takes them from its queues. They are empty afterwards."""
     taken = []

@@ -63,8 +63,9 @@ def queued(engine_scheduler: Any) -> Iterator[Any]:
     holding = optional(engine_scheduler, "kv_holding_waiting")
     first = private(engine_scheduler, "skipped_waiting") if holding is None else holding
     if holding is not None or not goes_by_priority(engine_scheduler):
-        yield from first
-        yield from waiting
+        # Copied in one piece: threads that look would fail where the engine's thread changes a queue.
+        yield from tuple(first)
+        yield from tuple(waiting)
     else:
         # By priority (``--scheduling-policy``).
         yield from heapq.merge(first, waiting)
