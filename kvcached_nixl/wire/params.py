@@ -54,6 +54,7 @@ __all__ = [
     "asks",
     "cached_tokens_in",
     "name_of",
+    "offered_tokens_in",
     "prefill_params",
     "read_fetch",
     "read_offer",
@@ -213,6 +214,17 @@ def cached_tokens_in(params: Mapping[str, Any]) -> int:
     """How many tokens of the prompt prefill had cached, for ``usage``; 0 if the parameters do not say it."""
     try:
         return convert(params.get(CACHED_TOKENS_KEY), Count)
+    except Malformed:
+        return 0
+
+
+def offered_tokens_in(params: Mapping[str, Any]) -> int:
+    """How many tokens of a prompt these parameters offer, by their manifest; 0 if they offer none."""
+    manifest = params.get(MANIFEST_KEY)
+    if not asks(params, "do_remote_prefill") or not isinstance(manifest, Mapping):
+        return 0
+    try:
+        return convert(manifest.get("num_tokens"), Count)
     except Malformed:
         return 0
 

@@ -16,7 +16,7 @@ from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.local import BreakEven
 from kvcached_nixl.scheduler.asking.servers import Server, Servers
 from kvcached_nixl.scheduler.asking.wanted import Stage, Wanted
-from kvcached_nixl.wire.params import HAS_CLIENTS_KEY, asks, cached_tokens_in
+from kvcached_nixl.wire.params import HAS_CLIENTS_KEY, cached_tokens_in, offered_tokens_in
 from kvcached_nixl.wire.question import queued_tokens_in
 
 __all__ = ["Prefixes"]
@@ -80,12 +80,13 @@ class Prefixes:
                 server.is_own = params.get("remote_engine_id") == self._own_engine_id
                 server.has_clients = params.get(HAS_CLIENTS_KEY) is True
                 self._servers.has_queued(server, queued_tokens_in(params))
+                num_offered = 0 if server.is_own else offered_tokens_in(params)
                 if wanted is not None:
-                    wanted.cached[server] = min(cached_tokens_in(params), wanted.request.num_prompt_tokens)
-                is_offer = asks(params, "do_remote_prefill") and not server.is_own
-                if is_offer and wanted is not None:
+                    num_cached = num_offered or cached_tokens_in(params)
+                    wanted.cached[server] = min(num_cached, wanted.request.num_prompt_tokens)
+                if num_offered and wanted is not None:
                     wanted.offers[server] = params
-                elif is_offer:
+                elif num_offered:
                     self._unneeded.append(params)
             open_.discard(server)
             if wanted is not None and not open_:

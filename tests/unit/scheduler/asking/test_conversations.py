@@ -17,7 +17,7 @@ from kvcached_nixl.scheduler.asking.local import (
 )
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import Computed, Ended
-from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY, MANIFEST_KEY
 
 from .test_asking import ANSWER, BLOCK, CHUNK, DEAD, MOST, Clock, Decode, Request, Step, hashes
 
@@ -387,7 +387,7 @@ def test_a_server_with_clients_of_its_own_is_asked_if_that_saves_half(num_there:
 
 
 def offers(num_tokens: int, engine_id: str = "p") -> dict[str, Any]:
-    return {**says(num_tokens, engine_id), "do_remote_prefill": True, "of": num_tokens}
+    return {**says(num_tokens, engine_id), "do_remote_prefill": True, MANIFEST_KEY: {"num_tokens": num_tokens}}
 
 
 MUCH, MORE = 50 * BLOCK, 60 * BLOCK
@@ -403,6 +403,16 @@ def test_what_a_server_has_is_fetched_at_once_and_what_others_offer_is_released(
     assert decode.asking.figures.ended[Ended.ANSWERED] == 1 and decode.asking.local.num_tokens == LONG - MORE
     decode.asking.computed([Step("a", LONG)])  # type: ignore[list-item]
     assert not decode.asking.local.is_busy
+
+
+@pytest.mark.parametrize("manifest", [None, {}, {"num_tokens": "1"}, {"num_tokens": 2 * BLOCK}])
+def test_what_is_offered_counts_and_not_what_is_said(manifest: Any) -> None:
+    """Nearly all of a prompt would be computed here, beside running streams."""
+    decode = looks(
+        {URLS[0]: {**offers(MORE), MANIFEST_KEY: manifest}, URLS[1]: says(0), URLS[2]: None}, local_tokens=None
+    )
+    decode.arrives("a", num_prompt_tokens=LONG)
+    assert decode.is_asked("a") and not decode.blocks.released
 
 
 @pytest.mark.parametrize("here", [0, LONG - 300])
