@@ -122,6 +122,23 @@ def test_what_another_server_has_is_fetched_without_a_step_there(
 
 
 @DIRECTIONS
+def test_workers_know_of_what_is_offered_without_a_step(mode: str) -> None:
+    """Decode may ask them for it as soon as it has the answer."""
+    several = Several(mode, num_blocks=100, local_tokens=None)
+    first, _, other = first_turn(several)
+    x, engine = several.servers["x"], several.servers[other]
+    found = several.arrives(after(first), engine=engine, max_tokens=6)
+    engine.step()
+    assert x.handover.num_kept == 1 and not engine.handover.asking.has_news  # type: ignore[union-attr]
+    x.dispatch()
+    assert not engine.handover.asking.has_news  # type: ignore[union-attr]
+    x.complete()
+    assert engine.handover.asking.has_news  # type: ignore[union-attr]
+    several.settle()
+    assert is_fetched(found)
+
+
+@DIRECTIONS
 def test_of_several_that_offer_it_one_is_fetched_and_the_others_keep_nothing(mode: str) -> None:
     several = Several(mode, num_blocks=100, local_tokens=None)
     first, _, other = first_turn(several)

@@ -12,8 +12,10 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from unittest import mock
 
 import pytest
+from flow import test_conversations as conversations
 from flow import test_hand_over_cases as cases
 from flow import test_memory_pressure as pressure
 from flow import test_verified_hand_overs as verified
@@ -22,6 +24,7 @@ from support.flow_memory import Shape
 from support.flow_pair import Pair
 from support.flow_schedule import Schedule
 
+from kvcached_nixl.scheduler.asking import prefixes
 from kvcached_nixl.transfer_mode import TransferMode
 
 SEEDS = 300
@@ -50,6 +53,18 @@ def all_of(mode: TransferMode) -> verified.Made:
 
 
 EQUAL = (Shape(), Shape())
+
+
+def conversation(test: Callable[..., None], *arguments: object) -> Callable[[], None]:
+    """A case of conversations, whose prompts are short."""
+
+    def run() -> None:
+        with mock.patch.object(prefixes, "LEAST_TOKENS", 4):
+            test(*arguments)
+
+    run.__name__ = test.__name__
+    return run
+
 
 CAUGHT_BY: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
@@ -145,6 +160,13 @@ CAUGHT_BY: Mapping[str, Callable[[], None]] = MappingProxyType(
         ),
         "what_is_owed_waits_for_the_next_request": case(
             pressure.test_a_lower_limit_takes_back_what_exceeds_it, PULL, 0, False
+        ),
+        # What is cached is offered without a step.
+        "what_else_was_offered_is_not_released": conversation(
+            conversations.test_of_several_that_offer_it_one_is_fetched_and_the_others_keep_nothing, "pull"
+        ),
+        "what_is_cached_is_offered_before_the_workers_know_of_it": conversation(
+            conversations.test_workers_know_of_what_is_offered_without_a_step, "pull"
         ),
         "an_idle_engine_does_not_look": case(pressure.test_an_idle_decode_gives_its_prefix_cache_to_a_neighbour, PULL),
         "decode_never_yields": case(pressure.test_decode_gives_up_what_has_not_come_for_a_prefill_without_memory, True),

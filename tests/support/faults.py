@@ -16,8 +16,10 @@ from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.scheduler import fetch_attempts
 from kvcached_nixl.scheduler.asking.limits import Window
 from kvcached_nixl.scheduler.asking.local import LocalPrefills
+from kvcached_nixl.scheduler.asking.prefixes import Prefixes
 from kvcached_nixl.scheduler.asking.wanted import Queue
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
+from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
 from kvcached_nixl.scheduler.giving_way import GivingWay, MemoryPressure
@@ -130,6 +132,8 @@ REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
         # Staging.
         "slots_are_never_free_again": (Slots, "give_back", nothing),
         "who_waits_for_slots_is_forgotten": (Staging, "wait", nothing),
+        # What is cached is offered without a step.
+        "what_else_was_offered_is_not_released": (Prefixes, "take_unneeded", always([])),
         # Verified hand-overs.
         "what_has_come_is_not_compared": (Checksums, "compare", lambda *arguments: arguments[-1](None)),
         "an_engine_that_lied_is_believed_again": (WorkerContext, "distrust_of", nothing),
@@ -587,6 +591,16 @@ def what_is_revoked_keeps_its_token(patch: Patcher) -> None:
             real(self, *arguments)
 
     around(patch, OfferRegistry, "revoke", revoke)
+
+
+def what_is_cached_is_offered_before_the_workers_know_of_it(patch: Patcher) -> None:
+    def offer(real: Any, self: Any, *arguments: Any) -> Any:
+        is_offered = real(self, *arguments)
+        while self._telling:
+            self._telling.pop()()
+        return is_offered
+
+    around(patch, SchedulerFacade, "offer_cached", offer)
 
 
 def what_is_freed_for_others_stays_in_the_cache(patch: Patcher) -> None:
