@@ -57,7 +57,7 @@ class Client:
         self.asked: list[tuple[Any, Any, str, dict[str, Any]]] = []
         self.mirrored: list[str] = []
         self.calls: list[tuple[Any, ...]] = []
-        self.engine_core = SimpleNamespace(call_utility_async=self._call)
+        self.engine_core = SimpleNamespace(_call_utility_async=self._call, core_engine="first")
         self.model_config = SimpleNamespace(
             get_hidden_size=lambda: HIDDEN,
             get_vocab_size=lambda: 100,
@@ -77,7 +77,8 @@ class Client:
         if modality != "image" or count > 2:
             raise ValueError(f"At most 2 images, not {count} {modality}")
 
-    async def _call(self, *call: Any) -> Any:
+    async def _call(self, *call: Any, engine: str) -> Any:
+        assert engine == "first"
         self.calls.append(call)
         return PARAMS
 

@@ -91,14 +91,15 @@ class EngineBlocks:
         from vllm.v1.request import RequestStatus
 
         blocks, num_tokens = self._hits(request)[:2]
-        private(self._manager, "coordinator").allocate_new_computed_blocks(request.request_id, blocks, num_tokens, 0)
+        give = private(private(self._manager, "coordinator"), "allocate_new_computed_blocks")
+        give(request.request_id, blocks, num_tokens, 0)
         request.status, request.num_computed_tokens = RequestStatus.FINISHED_STOPPED, num_tokens
         private(self.engine_scheduler, "requests")[request.request_id] = request
         return int(num_tokens), self._manager.get_block_ids(request.request_id)
 
     def drop(self, request: Any) -> None:
         """Free what `keep_cached` has given it."""
-        self._manager.free(private(self.engine_scheduler, "requests").pop(request.request_id))
+        private(self._manager, "free")(private(self.engine_scheduler, "requests").pop(request.request_id))
 
     def hold(self, request_id: str) -> None:
         hold(self.engine_scheduler, private(self.engine_scheduler, "requests")[request_id])
@@ -323,8 +324,8 @@ class EngineBlocks:
         return sum(block.ref_cnt > 0 and not block.is_null for group in self._hits(request)[0] for block in group)
 
     def _hits(self, request: Any) -> Any:
-        coordinator = private(self._manager, "coordinator")
-        return coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        find = private(private(self._manager, "coordinator"), "find_longest_cache_hit")
+        return find(request.block_hashes, request.num_tokens - 1)
 
     @functools.cached_property
     def _wants(self) -> Wants | None:

@@ -59,7 +59,9 @@ async def looked_up(body: bytearray, request: Any) -> Any:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"The adapter {asked.adapter!r} does not exist here.")
     engine = private(state.engine_client, "engine_core")
     named = asked.request_id, adapter, asked.salt
-    params = await engine.call_utility_async(_METHOD, asked.token_ids, *named, asked.least_tokens)
+    # With data parallelism vLLM would call all ranks, and answer what the first one says: the others would keep theirs.
+    call, first = private(engine, "_call_utility_async"), private(engine, "core_engine")
+    params = await call(_METHOD, asked.token_ids, *named, asked.least_tokens, engine=first)
     return JSONResponse({"kv_transfer_params": params})
 
 

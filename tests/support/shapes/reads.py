@@ -153,10 +153,14 @@ READS = (
     _of(
         "vllm.v1.core.kv_cache_manager",
         "KVCacheManager",
-        "block_pool coordinator enable_caching get_block_ids evict_blocks",
+        "block_pool coordinator enable_caching get_block_ids evict_blocks free",
     ),
     _of("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", "get_block_ids"),
-    _of("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
+    _of(
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator",
+        "single_type_managers find_longest_cache_hit allocate_new_computed_blocks",
+    ),
     _of(
         "vllm.v1.core.single_type_kv_cache_manager",
         "SingleTypeKVCacheManager",
@@ -238,7 +242,7 @@ READS = (
         "vllm_config output_processor output_handler renderer model_config generate is_tracing_enabled engine_core "
         "abort",
     ),
-    _of("vllm.v1.engine.core_client", "AsyncMPClient", "call_utility_async"),
+    _of("vllm.v1.engine.core_client", "AsyncMPClient", "_call_utility_async core_engine"),
     # Its endpoint for prompts with images, ...
     _of("vllm.entrypoints.openai.models.serving", "OpenAIServingModels", "lora_requests"),
     _of("vllm.entrypoints.serve.utils.api_utils", "", "with_cancellation"),
