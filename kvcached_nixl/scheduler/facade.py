@@ -66,6 +66,7 @@ class SchedulerFacade:
         keeps_states: some layers keep a state, so prefill has to stop one token before the end of a prompt.
         timelines: of the hand-overs.
         asking: asks prefill servers for KV; None if a router does that.
+        num_miscounted_tokens: of prompts that must be computed here, and that vLLM counts as missed.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class SchedulerFacade:
         self._reported_quarantine = 0
         self._failed: set[str] = set()
         self._refused: list[tuple[str, int]] = []
+        self.num_miscounted_tokens = 0
 
     def _build_asking(self, asks: AskSettings, asker: Callable[[str, Callable[[], None]], Asker]) -> Asking:
         # Where layers keep states, a block of theirs may be as long as the longest request.
