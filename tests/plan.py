@@ -79,7 +79,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_kv_events.py": (None, 1.2),
     "e2e/test_leases.py": (None, 5.5),
     "e2e/test_memory_pressure.py": (None, 2.0),
-    "e2e/test_models.py": (None, 13.0),
+    "e2e/test_models.py": (None, 15.0),
     "e2e/test_names.py": (None, 8.0),
     "e2e/test_offloading.py": (None, 2.5),
     "e2e/test_push.py": (None, 7.0),
