@@ -74,7 +74,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_endpoints.py": (None, 3.5),
     "e2e/test_features.py": (None, 1.7),
     "e2e/test_fuzzed_parameters.py": (None, 2.5),
-    "e2e/test_identity.py": (None, 6.5),
+    "e2e/test_identity.py": (None, 7.5),
     "e2e/test_images.py": (None, 1.3),
     "e2e/test_kv_events.py": (None, 1.2),
     "e2e/test_leases.py": (None, 5.5),
