@@ -141,6 +141,21 @@ def _hybrid(config: str, architecture: str, pattern: str, values: Mapping[str, A
 
 
 FAMILIES: Mapping[str, Family] = {
+    "gemma3 one head": Family(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **_SMALL,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 128,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "query_pre_attn_scalar": 64,
+        },
+        fewest_tokens=2,
+    ),
+    "gemma4 one head": _gemma4("sfsf", num_key_value_heads=1),
     "gemma4": _gemma4("sfsf"),
     "gemma4 5:1": _gemma4("sssssf"),
     "gemma4 K=V": _gemma4(

@@ -68,6 +68,7 @@ class SchedulerFacade:
         keeps_states: some layers keep a state, so prefill has to stop one token before the end of a prompt.
         timelines: of the hand-overs.
         asking: asks prefill servers for KV; None if a router does that.
+        num_miscounted_tokens: of prompts that must be computed here, and that vLLM counts as missed.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class SchedulerFacade:
         # Whom to tell when a step has ended, for the next one, and for those that the workers have.
         self._telling: list[Callable[[], None]] = []
         self._told = deque[list[Callable[[], None]]]()
+        self.num_miscounted_tokens = 0
 
     def _build_asking(self, asks: AskSettings, asker: Callable[[str, Callable[[], None]], Asker]) -> Asking:
         # Where layers keep states, a block of theirs may be as long as the longest request.

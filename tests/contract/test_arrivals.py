@@ -37,6 +37,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.vllm.adapter import requests
@@ -251,6 +252,26 @@ def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pai
     }
     assert told == (dict.fromkeys(cached, 0) if is_paused else cached)
     assert not node.scheduler.requests and not node.scheduler.has_unfinished_requests() and all_free(node)
+
+
+def test_a_prompt_that_no_cache_may_serve_is_not_counted_as_missed(pair: tuple[Node, Node]) -> None:
+    """vLLM's own counters of its external cache (vllm#57596)."""
+    prefill, decode = pair
+    for one in pair:
+        one.scheduler.log_stats = one.scheduler.kv_cache_manager.log_stats = True
+        one.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+        one.scheduler.kv_cache_manager.prefix_cache_stats = PrefixCacheStats()
+    for number, request_id in enumerate((DECODE_ID, "plain", "computed")):
+        decode.add(request_id, None if number else prefilled(prefill, PREFILL_ID), first_token=number)
+    decode.scheduler.requests["computed"].skip_reading_prefix_cache = True  # as with ``prompt_logprobs``
+    counted = PrefixCacheStats()
+    while decode.scheduler.requests:
+        prefill.step()
+        for outputs in step_and_tell(decode).values():
+            if outputs.scheduler_stats is not None:
+                found = outputs.scheduler_stats.connector_prefix_cache_stats
+                counted.queries, counted.hits = counted.queries + found.queries, counted.hits + found.hits
+    assert (counted.queries, counted.hits) == (2 * PROMPT, PROMPT)
 
 
 # --------------------------------------------------------------------------------------- what prefill keeps is released

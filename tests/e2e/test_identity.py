@@ -7,6 +7,7 @@ Weights may change while a server runs. Pauses revoke what is kept, on both side
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.feature_models import adapter
 
@@ -184,6 +186,49 @@ async def _weights(prefill: Server, decode: Server, stranger: Server) -> None:
         await asking.refused()
         await asking.plain_norms(asking.decode, 0.5)
         assert await asking.fetched() == (await asking.alone(asking.decode)).token_ids
+
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def with_scales(model: Path, folder: Path, scale: float) -> Path:
+    """A copy of a model with the scales of an fp8 KV cache in its files."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(models.GQA.layers):
+        for name in ("k_scale", "v_scale"):
+            weights[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([scale])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {},
+        "kv_cache_scheme": KV_SCHEME,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_scales_of_an_fp8_cache_are_weights(mode: str, tmp_path: Path) -> None:
+    """The same weights with other scales are other weights: bytes of their KV stand for other numbers."""
+    first, other = (with_scales(models.make_model(), tmp_path / str(scale), scale) for scale in (0.25, 0.01))
+    of = [("prefill", first), ("decode", first), ("other", other)]
+    with running([spec(name, model, mode, "--kv-cache-dtype", "fp8") for name, model in of], tmp_path) as servers:
+        asyncio.run(_scales(*servers))
+        log = servers[2].log.read_text(errors="replace")
+    assert "computes with other weights" in log and "scale" in log
+
+
+async def _scales(prefill: Server, decode: Server, stranger: Server) -> None:
+    async with http_client(8) as http:
+        asking = Asking(Client(prefill.base_url, http), Client(decode.base_url, http))
+        other = Client(stranger.base_url, http)
+        expected = (await asking.alone(asking.prefill)).token_ids
+        assert expected != (await asking.alone(other)).token_ids, "the scales must matter for this to show anything"
+        assert await asking.fetched() == expected
+        await asking.refused(decode=other)
 
 
 PAUSES: list[dict[str, str]] = [

@@ -104,8 +104,11 @@ def test_events_name_what_was_computed_and_what_was_handed_over(tmp_path: Path) 
             assert count([decode], "vllm:prefix_cache_hits_total{") == 0
             assert count([decode], "vllm:prefix_cache_queries_total{") == len(PROMPT)
             assert count([decode], "vllm:external_prefix_cache_hits_total{") == len(PROMPT)
+            # No cache may serve it, so that it misses none.
+            ask(decode, 1, prompt_logprobs=1)
             assert httpx.post(f"{decode.base_url}/reset_prefix_cache", timeout=60.0, trust_env=False).status_code == 200
             # Events are published with a step.
             ask(decode, 1, prompt=PROMPT[BLOCK_SIZE : 2 * BLOCK_SIZE + 1])
             assert not set(heard[2].until(1, is_cleared=True)) & set(expected)
+            assert count([decode], "vllm:external_prefix_cache_queries_total{") == len(PROMPT) + BLOCK_SIZE + 1
         context.destroy(linger=0)

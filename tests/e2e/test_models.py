@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from packaging.version import Version
 from experiments.common import device
 from experiments.common import model as models
 from experiments.common.client import Answer, Client, HandOver, Pair, http_client
+from experiments.common.counted import count
 from experiments.common.device import role
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.servers import UNIPROC, ServerSpec, running
@@ -199,6 +200,30 @@ def test_ranks_with_other_shares_of_a_state_get_theirs(case: str, tmp_path: Path
     assert {hand_over.transfer for hand_over in handed_over} <= set(records)
 
 
+COPIES = {
+    "Gemma 3": (1, 2, Case(family="gemma3 one head", block_sizes=(32, 32), extra={"verify_fraction": 1.0})),
+    "Gemma 3, pushed": (2, 1, Case(family="gemma3 one head", contiguous=False, block_sizes=(32, 32), extra=PUSHED)),
+    "Gemma 4": (2, 1, Case(family="gemma4 one head", block_sizes=(64, 32), extra={"verify_fraction": 1.0})),
+    "Gemma 4, pushed": (1, 2, Case(family="gemma4 one head", contiguous=False, block_sizes=(64, 32), extra=PUSHED)),
+}
+
+
+@pytest.mark.parametrize("case", list(COPIES))
+def test_ranks_with_copies_of_one_head_get_it(case: str, tmp_path: Path) -> None:
+    """With more ranks than KV heads, vLLM has each rank compute a copy. Answers are those of a stock instance."""
+    prefill_tp, decode_tp, served = COPIES[case]
+    skip_if_not_served(served)
+    stock = replace(served.side("stock"), kv_transfer=None, environment={})
+    specs = [served.side("prefill", prefill_tp), served.side("decode", decode_tp), stock]
+    with running(specs, tmp_path) as (prefill, decode, alone):
+        said, handed_over, records = asyncio.run(
+            _both_ways(prefill.base_url, decode.base_url, LENGTHS[1:], alone.base_url)
+        )
+        assert not count([prefill, decode], "kvcached_nixl:handover_failures_total")
+    assert [answer.token_ids for answer in said] == [hand_over.answer.token_ids for hand_over in handed_over]
+    assert {hand_over.transfer for hand_over in handed_over} <= set(records)
+
+
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_blocks_of_other_sizes_are_computed_again(mode: str, tmp_path: Path) -> None:
     """The CPU's kernel keeps a block in an order of its own, in which no half of it is half of the tokens."""
@@ -228,17 +253,18 @@ def test_blocks_of_other_sizes_are_computed_again(mode: str, tmp_path: Path) -> 
 
 
 async def _both_ways(
-    prefill_url: str, decode_url: str, lengths: Sequence[int] = LENGTHS
+    prefill_url: str, decode_url: str, lengths: Sequence[int] = LENGTHS, alone_url: str | None = None
 ) -> tuple[list[Answer], list[HandOver], dict[str, dict[str, object]]]:
     async with http_client(1) as http:
         pair = Pair(Client(prefill_url, http), Client(decode_url, http))
+        reference = Client(alone_url or prefill_url, http)
         await pair.decode.probe("arm")
         alone, handed_over = [], []
         for length in lengths:
             prompt = [3 + (place * 37 + length) % 500 for place in range(length)]
             name = f"length-{length}"
             alone.append(
-                await pair.prefill.answer(prompt, max_tokens=TOKENS, salt=f"alone-{name}", request_id=f"alone-{name}")
+                await reference.answer(prompt, max_tokens=TOKENS, salt=f"alone-{name}", request_id=f"alone-{name}")
             )
             handed_over.append(await pair.hand_over(prompt, max_tokens=TOKENS, salt=name, request_id=name))
         taken = await pair.decode.probe("take")

@@ -47,6 +47,7 @@ _GEOMETRY: Mapping[str, str] = MappingProxyType(
         "another connector of vLLM's beside it (MultiConnector)": "ExampleConnector, without MLA; every other one is "
         "refused",
         "pipeline and context parallelism": _REFUSED,
+        "fp8 KV with the scales of the model's files, or 1.0": "served with 0.26 and 0.28",
         "fp8 scales that an engine computes": _REFUSED,
         "pruned videos with spatial token positions (M-RoPE)": _REFUSED,
     }

@@ -74,8 +74,11 @@ def get_num_new_matched_tokens(call: Call) -> Any:
     "decode's blocks would be matched with prefill's by their position in a list.", remove_when=_REMOVE_WHEN
 )
 def update_state_after_alloc(call: Call) -> None:
-    side, blocks = side_of(call.instance), call.argument("blocks").get_block_ids()
-    side.allocated(side.read(call.argument("request")), blocks, call.argument("num_external_tokens"))
+    side, blocks, request = side_of(call.instance), call.argument("blocks").get_block_ids(), call.argument("request")
+    side.allocated(side.read(request), blocks, call.argument("num_external_tokens"))
+    # vLLM counts those of preempted requests elsewhere.
+    if private(request, "skip_reading_prefix_cache") and not private(request, "num_preemptions"):
+        side.num_miscounted_tokens += int(request.num_prompt_tokens)
 
 
 @Patch(FACADE, "build_connector_meta", "scheduler", "self scheduler_output").because(

@@ -55,6 +55,7 @@ def update_from_output(call: Call) -> Any:
         side.collect(reports)
         ending |= side.take_ending()
         refused += side.take_refused()
+        count_rightly(call.instance, side)
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
     bring_forward(call.instance, reports.received)
     end_requests(call.instance, outputs, ending, refused)
@@ -63,6 +64,16 @@ def update_from_output(call: Call) -> Any:
     note_tokens(found, outputs)
     note_step(call.instance, call.argument("scheduler_output"), reports, outputs)
     return outputs
+
+
+def count_rightly(engine_scheduler: Any, side: Any) -> None:
+    """Takes prompts that no cache may serve, as with ``prompt_logprobs``, out of the external cache's queries. vLLM
+    counts each as missed there, and leaves it out of the queries of its own prefix cache (vllm#57596)."""
+    stats = private(engine_scheduler, "connector_prefix_cache_stats")
+    if stats is not None:
+        # A release that counts rightly must not see a counter fall: Prometheus' client raises, and the server ends.
+        stats.queries = max(0, stats.queries - side.num_miscounted_tokens)
+    side.num_miscounted_tokens = 0
 
 
 def reports_of(model_runner_output: Any) -> Reports:

@@ -117,7 +117,7 @@ READS = (
         "connector vllm_config kv_cache_manager requests running waiting pause_state finished_req_ids "
         "failed_recving_kv_req_ids recompute_kv_load_failures num_lookahead_tokens finish_requests "
         "max_num_running_reqs _inflight_prefills need_mamba_block_aligned_split scheduler_config ec_connector "
-        "deferred_frees",
+        "deferred_frees connector_prefix_cache_stats",
         kv_holding_waiting=BEYOND_KVCACHED.later,
         skipped_waiting=BEYOND_KVCACHED.earlier,
     ),
@@ -184,8 +184,8 @@ READS = (
         "Request",
         "request_id client_index status num_prompt_tokens num_computed_tokens prompt_token_ids prompt_embeds "
         "mm_features lora_request block_hashes _block_hasher cache_salt kv_transfer_params skip_reading_prefix_cache "
-        "resumable streaming_queue trace_headers is_finished get_finished_reason prefill_stats prompt_is_token_ids "
-        "abort_immediately",
+        "num_preemptions resumable streaming_queue trace_headers is_finished get_finished_reason prefill_stats "
+        "prompt_is_token_ids abort_immediately",
     ),
     _of(
         "vllm.v1.request",
