@@ -250,13 +250,17 @@ class SchedulerFacade:
 
     def arrived(self, request: Request, *, may_hold: bool = True) -> bool:
         """A request has entered the engine. Returns whether it is to be held: a prefill server is asked for its KV."""
-        if names := self.read.take_renamed():
-            self.revocations.renamed(names)
+        self.outdate_renamed()
         if not self._accepts_params:
             request.refuse_prefill()
         self._fetching.arrived(request, self._link.step)
         self._offering.arrived(request, self._link.step)
         return may_hold and self.asking is not None and self.asking.arrived(request, self._link.bound())
+
+    def outdate_renamed(self) -> None:
+        """Nobody finds KV in the prefix cache any more of an adapter whose name another one has got."""
+        if names := self.read.take_renamed():
+            self.revocations.renamed(names)
 
     def ask(self) -> bool:
         """Asks prefill servers, and lets requests begin that they have answered. Called before each step.
@@ -328,8 +332,10 @@ class SchedulerFacade:
 
     @property
     def offers_cached(self) -> bool:
-        """Whether what is cached may be kept for a peer that asks for it: it has not left enough waiting here."""
-        return not self._giving_way.yields and not self._kept.is_left_waiting
+        """Whether what is cached may be kept for a peer that asks for it: none have left enough waiting here, and no
+        load of another connector, under way into cached blocks, may yet fail."""
+        is_short = self._giving_way.yields or self._kept.is_left_waiting
+        return not (is_short or self._link.bound().are_shared)
 
     def offer_cached(
         self, request: Request, num_tokens: int, block_ids: BlockIds, told: Callable[[Mapping[str, Any]], None]
@@ -338,7 +344,8 @@ class SchedulerFacade:
         until `collect` reports the request as sent.
 
         Args:
-            told: called with the ``kv_transfer_params`` for the peer, when the workers know of it.
+            told: called with the ``kv_transfer_params`` for the peer when the step has ended that tells the workers. So
+                has the one before, which may compute these blocks: vLLM caches them when it schedules that.
         """
         params = self._offering.offer_cached(request, num_tokens, block_ids, self._link.bound(), self._link.step)
         if params is not None:

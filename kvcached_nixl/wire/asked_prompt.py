@@ -18,8 +18,10 @@ from kvcached_nixl.wire.checked import Identifier
 
 __all__ = [
     "ASKED_PATH",
+    "LEAST_TOKENS",
     "LOOK_UP_PATH",
     "MOST_BODY_BYTES",
+    "MOST_SECONDS",
     "MOST_SENT_BYTES",
     "WIDTHS",
     "Data",
@@ -32,6 +34,8 @@ __all__ = [
 ASKED_PATH = "v1/kvcached_nixl/prefill"
 LOOK_UP_PATH = "v1/kvcached_nixl/cached"
 """How many tokens of a prompt are cached, and their KV, if wanted: nothing is computed."""
+LEAST_TOKENS, MOST_SECONDS = "least_tokens", "most_seconds"
+"""In its query: if so many tokens are cached, their KV is wanted; and how long the peer waits for the answer."""
 MOST_BODY_BYTES = 256 << 20
 MOST_SENT_BYTES = MOST_BODY_BYTES - (16 << 20)
 """Of tensors; names, positions and token ids have the rest."""
@@ -120,7 +124,6 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         token_ids: 32 bits each, little-endian; none for a prompt of embeddings only.
         are_tokens: for a prompt of both, 1 where the token's id counts, 0 where its embedding does.
-        least_tokens: if so many are cached, their KV is wanted; 0 if only their number is.
     """
 
     request_id: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._:-]{1,200}$")]
@@ -132,7 +135,6 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     salt: str = ""
     priority: int = 0
     transfer_id: Identifier | None = None
-    least_tokens: _Place = 0
 
     def __post_init__(self) -> None:
         num_tokens, rest = divmod(len(self.token_ids), 4)

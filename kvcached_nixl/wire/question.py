@@ -100,15 +100,10 @@ class Question:
             found["cache_salt"] = self.salt
         return msgspec.json.encode(found)
 
-    def look_up_body(self, least_tokens: int) -> bytes:
-        """Of a request that asks how many of the tokens are cached; not for a prompt that has more than tokens.
-
-        Args:
-            least_tokens: as in `Prompt`.
-        """
+    def look_up_body(self) -> bytes:
+        """Of a request that asks how many of the tokens are cached; not for a prompt that has more than tokens."""
         token_ids = np.asarray(self.token_ids, "<u4").tobytes()
-        request_id = plain_id(self.request_id)
-        return encode(Prompt(request_id, token_ids, adapter=self.adapter, salt=self.salt, least_tokens=least_tokens))
+        return encode(Prompt(plain_id(self.request_id), token_ids, adapter=self.adapter, salt=self.salt))
 
 
 def plain_id(request_id: str) -> str:

@@ -260,20 +260,23 @@ def test_what_the_model_does_not_take_is_refused(body: bytes, client: Client, mo
 
 def test_how_much_of_a_prompt_is_cached_is_asked_of_the_engine(client: Client) -> None:
     asked = Question("r", IDS, "adapter", salt="salt")
-    app, body = served(client), asked.look_up_body(2)
+    app, body = served(client), asked.look_up_body()
     assert post(app, body, LOOK_UP_PATH, Authorization="Bearer other").status_code == 401
     assert post(app, body_of(request(feature(2))), LOOK_UP_PATH).status_code == 400
     for ids in ([], [*IDS, 1]):
-        assert post(app, Question("r", ids).look_up_body(0), LOOK_UP_PATH).status_code == 400, "no model takes these"
+        assert post(app, Question("r", ids).look_up_body(), LOOK_UP_PATH).status_code == 400, "no model takes these"
     assert not client.calls
     assert post(app, body).status_code == 400, "prefill computes prompts of tokens at /v1/completions"
-    assert post(app, Question("r", IDS, "unknown").look_up_body(0), LOOK_UP_PATH).status_code == 404
-    reply = post(app, body, LOOK_UP_PATH)
+    assert post(app, Question("r", IDS, "unknown").look_up_body(), LOOK_UP_PATH).status_code == 404
+    for query in ("least_tokens=many", "least_tokens=-1", "most_seconds=nan", "most_seconds=inf"):
+        assert post(app, body, f"{LOOK_UP_PATH}?{query}").status_code == 400
+    assert not client.calls
+    reply = post(app, body, f"{LOOK_UP_PATH}?least_tokens=2&most_seconds=0.5")
     assert reply.status_code == 200 and reply.json() == {"kv_transfer_params": PARAMS}, reply.text
     ids = np.asarray(IDS, "<u4").tobytes()
     (call,) = client.calls
     assert (
-        call == ("kvcached_nixl_look_up", ids, "r", LoRARequest("adapter", 1, "/adapter"), "salt", 2)
+        call == ("kvcached_nixl_look_up", ids, "r", LoRARequest("adapter", 1, "/adapter"), "salt", 2, 0.5)
         and not client.asked
     )
 

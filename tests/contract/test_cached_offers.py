@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,9 @@ from support.handover_node import (
     until_both,
 )
 from support.transports import until
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 
 from kvcached_nixl.scheduler.offer_request import OfferRequest
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, MANIFEST_KEY
@@ -42,11 +46,29 @@ def computes_nothing(output: Any) -> None:
     assert not output.num_scheduled_tokens
 
 
-def offered(prefill: Node) -> Future[dict[str, Any]]:
-    """What prefill has cached of a prompt is asked for. No step has told its workers yet."""
+def computed(prefill: Node) -> None:
     prefill.add(PREFILL_ID, None, 1)
     prefill.step_until(lambda: PREFILL_ID in prefill.ended)
     prefill.compute = computes_nothing  # type: ignore[method-assign]
+
+
+def core_request(request_id: str, adapter: LoRARequest) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt(0, PROMPT),
+        mm_features=None,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=adapter,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def offered(prefill: Node) -> Future[dict[str, Any]]:
+    """What prefill has cached of a prompt is asked for. No step has told its workers yet."""
+    computed(prefill)
     return looked_up(core_around(prefill), prompt(0, PROMPT), CACHED)
 
 
@@ -103,3 +125,33 @@ def test_an_engine_keeps_no_more_for_peers_that_leave_enough_waiting(
     monkeypatch.setattr(type(prefill.side_of_engine), "offers_cached", False)
     answer = offered(prefill)
     assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.num_kept
+
+
+def test_nothing_is_kept_for_a_peer_that_waits_no_longer(pair: tuple[Node, Node]) -> None:
+    prefill, _ = pair
+    computed(prefill)
+    answer = looked_up(core_around(prefill), prompt(0, PROMPT), CACHED, most_seconds=0.0)
+    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.num_kept
+
+
+def test_what_another_adapter_of_that_name_has_computed_is_not_offered(pair: tuple[Node, Node], tmp_path: Path) -> None:
+    """Its blocks are cached under the name. An API server that loads another one tells the engine only of that."""
+    prefill, _ = pair
+    before, now = (LoRARequest("a", number, str(tmp_path / str(number))) for number in (1, 2))
+    for one in (before, now):
+        folder = Path(one.lora_path)
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.bin").write_bytes(bytes([one.lora_int_id]) * 100)
+    side, core = prefill.side_of_engine, core_around(prefill)
+    core.add_request(*core.preprocess_add_request(core_request(PREFILL_ID, before)))
+    prefill.step_until(lambda: PREFILL_ID in prefill.ended)
+    prefill.compute = computes_nothing  # type: ignore[method-assign]
+    kept = looked_up(core, prompt(0, PROMPT), CACHED, before)
+    until(lambda: prefill.step() and kept.done())
+    assert kept.result()["do_remote_prefill"]
+    side.read.adapter_arrives(now)
+    for adapter in (now, before):
+        answer = looked_up(core, prompt(0, PROMPT), CACHED, adapter)
+        assert "do_remote_prefill" not in answer.result(0)
+    rest(prefill)

@@ -8,6 +8,7 @@ still be under way when decode's request gets the blocks (rule R8; vllm#42182, v
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,9 +17,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from support import attention_engines, engine_node
-from support.engine_node import DECODE_ID, PREFILL_ID, SAMPLED, nodes
+from support.engine_node import DECODE_ID, PREFILL_ID, SAMPLED, nodes, prompt
 from support.groups_node import GroupsNode, prefilled
-from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, rest, until_both
+from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, core_around, looked_up, rest, until_both
+from support.transports import until
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -172,5 +174,27 @@ def test_what_is_behind_the_last_token_is_zero_in_larger_blocks_too(node: Callab
     until_both(prefill, decode, lambda: DECODE_ID in decode.received)
     (blocks, _) = decode.of_groups(DECODE_ID)
     assert not any(cell.any() for cell in decode.behind(2 * BLOCK + 4, [blocks], 0))
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    rest(prefill, decode)
+
+
+def test_what_is_cached_is_offered_when_the_device_has_computed_it(node: Callable[..., Node]) -> None:
+    """vLLM caches blocks when it schedules the step that computes them, which may be under way when a peer asks."""
+    geometry = dataclasses.replace(GEOMETRY, num_blocks=9)
+    more = {"geometry": geometry, "windows": (None, "align"), "prefix_caching": True}
+    prefill, decode = node(PREFILL_FILLING, **more), node(DECODE_FILLING, **more)
+    prefill.lags = True
+    prefill.add(PREFILL_ID, None, 1, num_tokens=2 * BLOCK)
+    prefill.step()
+    asks = looked_up(core_around(prefill), prompt(0, TOKENS), BLOCK)
+    output = prefill.scheduler.schedule()
+    prefill.queued.append((output, prefill.run(output), prefill.num_submitted))
+    assert prefill.work and not asks.done(), "the device has not begun"
+    until(lambda: prefill.step() and asks.done())
+    assert not prefill.work
+    params = json.loads(json.dumps(asks.result()))
+    decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.sees(DECODE_ID, TOKENS, 2 * BLOCK)
     until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
     rest(prefill, decode)

@@ -374,13 +374,18 @@ def core_around(node: Node) -> EngineCore:
 
 
 def looked_up(
-    core: EngineCore, token_ids: Sequence[int], least_tokens: int = 0, adapter: Any = None, salt: str = ""
+    core: EngineCore,
+    token_ids: Sequence[int],
+    least_tokens: int = 0,
+    adapter: Any = None,
+    salt: str = "",
+    most_seconds: float = 600.0,
 ) -> Future[dict[str, Any]]:
     """What an API server's call gets, as far as that needs no step."""
     let_look_up(core)
     sent = None if adapter is None else msgspec.to_builtins(adapter)
     call = core.kvcached_nixl_look_up
-    answer = call(np.asarray(token_ids, "<u4").tobytes(), "r", sent, salt, least_tokens)
+    answer = call(np.asarray(token_ids, "<u4").tobytes(), "r", sent, salt, least_tokens, most_seconds)
     call.__self__._looker.submit(lambda: None).result()
     side_of(core.scheduler.connector).run_calls()
     return answer

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.asked_prompt import LOOK_UP_PATH
+from kvcached_nixl.wire.asked_prompt import LEAST_TOKENS, LOOK_UP_PATH, MOST_SECONDS
 from kvcached_nixl.wire.question import MOST_ANSWER_BYTES, AskFailed, Outcome, Question, read_answer
 
 if TYPE_CHECKING:
@@ -181,8 +181,9 @@ class Asker:
         params: dict[str, Any] | None = None
         try:
             url, more = self._target(server.url, address, LOOK_UP_PATH, **{"Content-Type": "application/msgpack"})
+            url = url.with_query({LEAST_TOKENS: least_tokens, MOST_SECONDS: most_seconds})
             more |= {"timeout": aiohttp.ClientTimeout(total=most_seconds), "allow_redirects": False}
-            async with self._opened().post(url, data=question.look_up_body(least_tokens), **more) as response:
+            async with self._opened().post(url, data=question.look_up_body(), **more) as response:
                 params = read_answer(response.status, response.headers, await _answer_of(response))
         except AskFailed:
             params = {}

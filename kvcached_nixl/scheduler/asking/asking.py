@@ -237,16 +237,24 @@ class Asking:
                 blocks.hold(request_id)
         self._to_hold.clear()
         may_begin = self._take_answers(blocks, step)
+        looked_up = self._prefixes.take()
+        for wanted in looked_up:
+            self.window.settle(wanted.request.request_id)
+            wanted.stage = Stage.WAITING
+            self._queue.push(wanted)
         self._refuse_late()
         may_begin |= self._look_up_fresh(blocks, may_compute=may_ask)
         self._rested_at_seconds = None
         if may_ask:
             may_begin |= self._ask_all(blocks, step)
+        # Nobody renews the leases of what was offered and is not fetched at once.
+        for wanted in looked_up:
+            self._prefixes.settled(wanted)
         for params in self._prefixes.take_unneeded():
             self._fetching.unneeded(params, step)
         self.figures.held, self.figures.asked = self.num_waiting, self.num_asked
         self.figures.promised_blocks = self.window.num_promised
-        return self.local.turn(blocks) or may_begin
+        return self.local.turn(blocks, self._fetching.received) or may_begin
 
     def close(self) -> None:
         """Ends the threads."""
@@ -269,10 +277,6 @@ class Asking:
                 self._not_answered(number, late, blocks, step)
         for server in self.servers.take_silent():
             self._asker.check(server)
-        for wanted in self._prefixes.take():
-            self.window.settle(wanted.request.request_id)
-            wanted.stage = Stage.WAITING
-            self._queue.push(wanted)
         return may_begin
 
     # -------------------------------------------------------------------------------------------------------- asking
@@ -383,7 +387,6 @@ class Asking:
         if self._is_cached(wanted, num_missing, blocks):
             return True
         if self._is_sooner_here(wanted, num_missing, server, num_cached):
-            self._prefixes.settled(wanted)
             return True
         if rests:
             self._compute_here(wanted)
@@ -394,7 +397,6 @@ class Asking:
             return True
         if not self._fetches_cached(wanted, server, num_cached, blocks, step):
             self._ask(wanted, server, num_cached, blocks, step)
-        self._prefixes.settled(wanted)
         return True
 
     def _fetches_cached(self, wanted: Wanted, server: Server, num_there: int, blocks: BlockPool, step: Step) -> bool:
@@ -413,7 +415,7 @@ class Asking:
         self._limit.asked(wanted.request.request_id)
         self._queue.leads(wanted)
         self.figures.ended[Ended.ANSWERED] += 1
-        self.local.begin(wanted.request, num_rest)
+        self.local.follows(wanted.request, num_rest)
         self._go_on(wanted, wanted.offers.pop(offering), blocks, step)
         return True
 

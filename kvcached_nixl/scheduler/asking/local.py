@@ -12,7 +12,7 @@ Used on the engine's thread only.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.engine import BlockPool, Request
@@ -167,11 +167,13 @@ class LocalPrefills:
         # Requests that wait -> tokens to compute; and those that may begin, with their prompts' tokens.
         self._waiting: dict[str, tuple[int, int]] = {}
         self._begun: dict[str, tuple[int, int]] = {}
+        # Those whose beginning has not come yet.
+        self._coming: dict[str, tuple[int, int]] = {}
 
     @property
     def is_busy(self) -> bool:
         """Whether any prompt is computed or waits."""
-        return bool(self._begun or self._waiting)
+        return bool(self._begun or self._waiting or self._coming)
 
     def add(self, request: Request, order: tuple[int, int], num_tokens: int) -> None:
         """A held request is to be computed here, or to fail.
@@ -186,33 +188,41 @@ class LocalPrefills:
         heapq.heappush(self._queue, (order, request.request_id))
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether so many more tokens may begin."""
-        num_begun_tokens = sum(one for one, _ in self._begun.values())
-        return not self._begun or num_begun_tokens + num_tokens <= self._most_tokens
+        """Whether so many more tokens would not have to wait."""
+        return not self.num_tokens or self.num_tokens + num_tokens <= self._most_tokens
 
-    def begin(self, request: Request, num_tokens: int) -> None:
-        """A request goes on, and so many of its tokens are computed here when what it fetches has come."""
+    def follows(self, request: Request, num_tokens: int) -> None:
+        """So many tokens of a request are computed here when what it fetches has come."""
         self.num_tokens += num_tokens
-        self._begun[request.request_id] = num_tokens, request.num_prompt_tokens
+        self._coming[request.request_id] = num_tokens, request.num_prompt_tokens
 
     def computed(self, request_id: str, num_computed_tokens: int) -> None:
         """A step computes a request up to this token."""
-        if request_id in self._begun and num_computed_tokens >= self._begun[request_id][1]:
-            self.num_tokens -= self._begun.pop(request_id)[0]
+        for of in (self._begun, self._coming):
+            if request_id in of and num_computed_tokens >= of[request_id][1]:
+                self.num_tokens -= of.pop(request_id)[0]
 
     def gone(self, request_id: str) -> None:
         """A request has ended."""
         self.break_even.gone(request_id)
-        for of in (self._begun, self._waiting):
+        for of in (self._begun, self._waiting, self._coming):
             self.num_tokens -= of.pop(request_id, (0, 0))[0]
 
-    def turn(self, blocks: BlockPool) -> bool:
-        """Lets the next ones begin. Called before each step. Returns whether there are any."""
+    def turn(self, blocks: BlockPool, received: Collection[str]) -> bool:
+        """Lets the next ones begin. Called before each step. Returns whether there are any.
+
+        Args:
+            received: requests of which all has come that they fetch.
+        """
+        for request_id in self._coming.keys() & received:
+            self._begun[request_id] = self._coming.pop(request_id)
         num_begun, now = len(self._begun), self.break_even.clock.now_seconds()
         while self._queue:
             _, request_id = self._queue[0]
             num_tokens, _ = self._waiting.get(request_id, (0, 0))
-            if num_tokens and not self.has_room(num_tokens) and now < self._begun_seconds + PASSING_SECONDS:
+            num_begun_tokens = sum(one for one, _ in self._begun.values())
+            is_full = bool(self._begun) and num_begun_tokens + num_tokens > self._most_tokens
+            if num_tokens and is_full and now < self._begun_seconds + PASSING_SECONDS:
                 break
             heapq.heappop(self._queue)
             if num_tokens:

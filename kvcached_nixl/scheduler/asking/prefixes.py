@@ -62,8 +62,8 @@ class Prefixes:
         seconds = LONGEST_SECONDS if likely_seconds is None else likely_seconds / 2
         seconds = min(max(SHORTEST_SECONDS, seconds), LONGEST_SECONDS)
         for one in asked:
-            most_seconds = seconds if one.answers_look_ups else LONGEST_SECONDS
-            self._asker.look_up(one, wanted.question, num_tokens - rest_tokens, most_seconds)
+            wished = (num_tokens - rest_tokens, seconds) if one.answers_look_ups else (0, LONGEST_SECONDS)
+            self._asker.look_up(one, wanted.question, *wished)
         waited_for = {one for one in asked if one.answers_look_ups}
         if waited_for:
             wanted.stage = Stage.LOOKING
@@ -95,7 +95,7 @@ class Prefixes:
         return ended
 
     def settled(self, wanted: Wanted) -> None:
-        """It is decided how a request goes on: what else was offered is not needed."""
+        """What servers have offered of a request's prompt, and is not fetched, is not needed."""
         self._open.pop(wanted.request.request_id, None)
         self._unneeded += wanted.offers.values()
         wanted.offers.clear()

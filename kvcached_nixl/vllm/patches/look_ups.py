@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import secrets
+import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
@@ -25,7 +28,7 @@ import numpy as np
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
 from kvcached_nixl.vllm.patches.roles import arrived
-from kvcached_nixl.wire.asked_prompt import decode
+from kvcached_nixl.wire.asked_prompt import LEAST_TOKENS, MOST_SECONDS, decode
 
 __all__ = ["let_look_up", "looked_up"]
 
@@ -59,10 +62,18 @@ async def looked_up(body: bytearray, request: Any) -> Any:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"The adapter {asked.adapter!r} does not exist here.")
     engine = private(state.engine_client, "engine_core")
     named = asked.request_id, adapter, asked.salt
+    least_tokens, most_seconds = _wanted(request.query_params)
     # With data parallelism vLLM would call all ranks, and answer what the first one says: the others would keep theirs.
     call, first = private(engine, "_call_utility_async"), private(engine, "core_engine")
-    params = await call(_METHOD, asked.token_ids, *named, asked.least_tokens, engine=first)
+    params = await call(_METHOD, asked.token_ids, *named, least_tokens, most_seconds, engine=first)
     return JSONResponse({"kv_transfer_params": params})
+
+
+def _wanted(query: Mapping[str, str]) -> tuple[int, float]:
+    least_tokens, most_seconds = int(query.get(LEAST_TOKENS, "0")), float(query.get(MOST_SECONDS, "0"))
+    if not (least_tokens >= 0 and 0 <= most_seconds < math.inf):
+        raise ValueError(f"found {least_tokens} tokens within {most_seconds} s; expected no less than 0")
+    return least_tokens, most_seconds
 
 
 def let_look_up(core: Any) -> None:
@@ -79,14 +90,23 @@ class _LookUps:
         self._looker = ThreadPoolExecutor(1, "kvcached_nixl-look-up")
 
     def begin(
-        self, token_ids: bytes, request_id: str, adapter: Any, salt: str, least_tokens: int
+        self, token_ids: bytes, request_id: str, adapter: Any, salt: str, least_tokens: int, most_seconds: float
     ) -> Future[dict[str, Any]]:
-        """What an API server calls; ``adapter`` is vLLM's ``LoRARequest`` as it was sent, or None."""
+        """What an API server calls.
+
+        Args:
+            adapter: vLLM's ``LoRARequest`` as it was sent, or None.
+            least_tokens: if so many are cached, their KV is wanted; 0 if only their number is.
+            most_seconds: how long the peer waits for the answer. Half of that is left for the step before it.
+        """
         answer: Future[dict[str, Any]] = Future()
-        self._looker.submit(self._look_up, answer, least_tokens, token_ids, request_id, adapter, salt)
+        until_seconds = time.monotonic() + most_seconds / 2
+        self._looker.submit(self._look_up, answer, least_tokens, until_seconds, token_ids, request_id, adapter, salt)
         return answer
 
-    def _look_up(self, answer: Future[dict[str, Any]], least_tokens: int, *of_request: Any) -> None:
+    def _look_up(
+        self, answer: Future[dict[str, Any]], least_tokens: int, until_seconds: float, *of_request: Any
+    ) -> None:
         try:
             blocks, (side, *_) = EngineBlocks(self._core.scheduler), bound_sides(self._core.scheduler)
             # While the engine is paused, what is cached is of no use to others.
@@ -96,16 +116,19 @@ class _LookUps:
             request = self._request(*of_request)
             num_tokens = blocks.num_cached_tokens_of(request)
             if 0 < least_tokens <= num_tokens:
-                side.call_soon(functools.partial(self._offer, answer, request, num_tokens))
+                side.call_soon(functools.partial(self._offer, answer, until_seconds, request, num_tokens))
             else:
                 answer.set_result(side.look_up(num_tokens))
         except Exception as error:  # noqa: BLE001 - the API server gets it
             answer.set_exception(error)
 
-    def _offer(self, answer: Future[dict[str, Any]], request: Any, num_tokens: int) -> None:
-        """On the engine's thread, between two steps: keep what is wanted, and cached."""
+    def _offer(self, answer: Future[dict[str, Any]], until_seconds: float, request: Any, num_tokens: int) -> None:
+        """On the engine's thread, between two steps: keep what is cached, if the peer still waits for it."""
         blocks, (side, *_) = EngineBlocks(self._core.scheduler), bound_sides(self._core.scheduler)
-        if blocks.admits and side.offers_cached:
+        # As for a request: its blocks are cached under the name of its adapter, which may be another one's by now.
+        side.read.adapter_arrives(request.lora_request)
+        side.outdate_renamed()
+        if blocks.admits and side.offers_cached and time.monotonic() < until_seconds:
             num_tokens, block_ids = blocks.keep_cached(request)
             if side.offer_cached(side.read(request), num_tokens, block_ids, answer.set_result):
                 return

@@ -38,6 +38,7 @@ class Prefill:
 
     def __init__(self, handler: Handler) -> None:
         self.asked: list[tuple[dict[str, str], Any]] = []
+        self.queries: list[dict[str, str]] = []
         self.left = threading.Event()
         self._handler = handler
         self._loop = asyncio.new_event_loop()
@@ -58,6 +59,7 @@ class Prefill:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         is_json = request.content_type == "application/json"
+        self.queries.append(dict(request.query))
         self.asked.append((dict(request.headers), await (request.json() if is_json else request.read())))
         try:
             return await self._handler(request)
@@ -157,12 +159,12 @@ def test_what_is_cached_is_told_or_not_known_or_not_said_in_time(
     ((headers, body),) = prefill.asked
     assert headers["Authorization"] == "Bearer secret"
     asked = decode_prompt(body)
-    assert (bytes(asked.token_ids), asked.adapter, asked.salt, asked.least_tokens) == (
+    assert (bytes(asked.token_ids), asked.adapter, asked.salt) == (
         bytes((5, *[0] * 3, 6, *[0] * 3, 7, *[0] * 3)),
         "adapter",
         "salt",
-        2,
     )
+    assert prefill.queries == [{"least_tokens": "2", "most_seconds": "0.5"}]
 
 
 def test_nobody_listens_where_what_is_cached_is_asked(decode: Decode) -> None:

@@ -423,6 +423,37 @@ def test_no_less_is_wanted_than_would_be_left_to_compute_or_is_here(here: int) -
     fixed = looks({}, local_tokens=0)
     turn(fixed, "a", LONG - here)
     assert fixed.asker.least_tokens == LONG, "nobody has that"
+    turn(fixed, "b", LONG - here)
+    assert fixed.asker.least_tokens == 0, "nobody waits for servers that do not answer in time"
+
+
+@pytest.mark.parametrize("happens", ["has no room", "is paused"])
+def test_an_offer_is_used_at_once_or_released(happens: str) -> None:
+    """Nobody renews its lease, so that a request which waits longer would fetch what is gone."""
+    decode = looks(None, local_tokens=None)
+    decode.arrives("a", num_prompt_tokens=LONG)
+    decode.asker.found += [("a", server, offers(MORE)) for _, server in decode.asker.looked_up]
+    if happens == "has no room":
+        decode.asking.window.promise("another", 1_000_000)
+    decode.turn(may_ask=happens != "is paused")
+    assert not decode.blocks.released and decode.fetching.unneeded_ == 3 * [offers(MORE)]
+    decode.asking.window.settle("another")
+    decode.turn()
+    assert decode.is_asked("a") and len(decode.asker.looked_up) == 3
+
+
+def test_what_has_not_come_does_not_slow_what_is_computed_here() -> None:
+    decode = looks({URLS[0]: offers(MORE), URLS[1]: says(0), URLS[2]: None}, local_tokens=None)
+    decode.arrives("a", num_prompt_tokens=LONG)
+    assert decode.asking.local.num_tokens == LONG - MORE and not decode.blocks.chunk_tokens
+    assert turn(decode, "home", CHUNK)
+    decode.fetching.received = {"a"}
+    decode.asking.computed([Step("home", LONG)])  # type: ignore[list-item]
+    decode.turn()
+    assert decode.blocks.chunk_tokens == CHUNK
+    decode.asking.gone("a")
+    decode.turn()
+    assert not decode.blocks.chunk_tokens and not decode.asking.local.num_tokens
 
 
 def test_while_enough_is_computed_here_all_is_asked_for_and_the_offer_is_released() -> None:
