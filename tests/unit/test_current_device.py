@@ -55,6 +55,9 @@ class Platform:
         def pinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
             if pin_memory:
                 self.uses("pinned memory")
+            if options.get("device") == RANK_1:
+                self.uses("its memory")
+                del options["device"]
             return empty(*shape, **options)
 
         patch.setattr(torch, "empty", pinned)
@@ -230,7 +233,7 @@ def test_every_thread_of_a_worker_selects_its_device_first(
         stock, Registered(layout, LAYERS, slab, "VRAM"), Settings(TransferMode.PULL), Channel(), Clock()
     )
     (made,) = (name for name in platform.did if name.startswith("kvcached-nixl-slab"))
-    assert platform.did[made] == ["selects 1", "a context", "pinned memory"]
+    assert platform.did[made] == ["selects 1", "a context", "pinned memory", "its memory"]
     names = new_threads()
     assert names == {"kvcached-nixl-transfer", "kvcached-nixl-copies", "kvcached-nixl-checksums"}
     # They have selected it when the worker has started: graphs are captured next.

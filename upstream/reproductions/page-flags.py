@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages are created so that CUDA IPC and GPUDirect RDMA can use them, where the device can.
+"""Pages are created so that CUDA IPC and GPUDirect RDMA can use them, where the device can, if that is asked for.
 
 Compiles kvcached's own header against stand-ins for CUDA's, which declare what it uses: the properties that it asks
 for are seen without a GPU.
@@ -14,7 +14,8 @@ CUDA = """
 #pragma once
 #include <cstddef>
 #define STATUS inline CUresult
-enum CUresult { CUDA_SUCCESS = 0 };
+#define CUDA_VERSION 13000
+enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_NOT_PERMITTED = 800 };
 enum cudaError_t { cudaSuccess = 0 };
 using CUdevice = int;
 using CUdeviceptr = unsigned long long;
@@ -22,10 +23,10 @@ using CUmemGenericAllocationHandle = unsigned long long;
 enum CUdevice_attribute {
   CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
   CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED = 102,
-  CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103,
   CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110,
 };
-enum { CU_MEM_ALLOCATION_TYPE_PINNED = 1, CU_MEM_LOCATION_TYPE_DEVICE = 1, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
+enum { CU_MEM_ALLOCATION_TYPE_PINNED = 1, CU_MEM_LOCATION_TYPE_DEVICE = 1, CU_MEM_HANDLE_TYPE_NONE = 0,
+       CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1, CU_MEM_HANDLE_TYPE_FABRIC = 8,
        CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3, CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0 };
 struct CUmemLocation { int type; int id; };
 struct CUmemAllocationProp {
@@ -33,12 +34,16 @@ struct CUmemAllocationProp {
   struct { unsigned char compressionType; unsigned char gpuDirectRDMACapable; unsigned short usage; } allocFlags;
 };
 struct CUmemAccessDesc { CUmemLocation location; int flags; };
-inline int offered = 1;
-STATUS cuDeviceGetAttribute(int *value, CUdevice_attribute, CUdevice) { *value = offered; return CUDA_SUCCESS; }
+// Of device n the bits of n say what it has: file descriptors, GPUDirect RDMA, fabric handles.
+STATUS cuDeviceGetAttribute(int *value, CUdevice_attribute, CUdevice device) {
+  *value = (device & 2) != 0;
+  return CUDA_SUCCESS;
+}
 STATUS cuGetErrorString(CUresult, const char **) { return CUDA_SUCCESS; }
 STATUS cuMemGetAllocationGranularity(size_t *, const CUmemAllocationProp *, int) { return CUDA_SUCCESS; }
-STATUS cuMemCreate(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long) {
-  return CUDA_SUCCESS;
+STATUS cuMemCreate(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *prop, unsigned long long) {
+  const int asked = prop->requestedHandleTypes == 8 ? 4 : prop->requestedHandleTypes;
+  return (asked & ~prop->location.id) ? CUDA_ERROR_NOT_PERMITTED : CUDA_SUCCESS;
 }
 STATUS cuMemRelease(CUmemGenericAllocationHandle) { return CUDA_SUCCESS; }
 STATUS cuMemAddressReserve(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long) { return CUDA_SUCCESS; }
@@ -58,12 +63,14 @@ MAIN = """
 #include "gpu_vmm.hpp"
 #include <cstdio>
 int main() {
-  for (offered = 0; offered < 2; offered++) {
-    auto prop = kvcached::gpu_vmm::make_pinned_device_allocation_prop(0);
-    std::printf("%d%d", int(prop.requestedHandleTypes), int(prop.allocFlags.gpuDirectRDMACapable));
+  for (int device : {0, 1, 2, 4, 7}) {
+    auto prop = kvcached::gpu_vmm::make_pinned_device_allocation_prop(device);
+    std::printf("%d%d ", int(prop.requestedHandleTypes), int(prop.allocFlags.gpuDirectRDMACapable));
   }
 }
 """
+NONE, ASKED = "00 00 00 00 00", "00 10 01 80 81"
+"""Handle type (0 none, 1 file descriptor, 8 fabric) and GPUDirect RDMA, of devices with more and more of them."""
 
 folder = Path(sys.argv[1])
 for name, text in {"cuda.h": CUDA, "cuda_runtime.h": '#include "cuda.h"\n', "main.cpp": MAIN}.items():
@@ -80,11 +87,11 @@ command = [
     "main",
 ]
 subprocess.run(command, cwd=folder, check=True)
-found = subprocess.run([str(folder / "main")], capture_output=True, text=True, check=True).stdout
-print(
-    "where the device can: "
-    + ("a shareable handle" if found[2] == "1" else "no shareable handle")
-    + (", GPUDirect RDMA" if found[3] == "1" else ", no GPUDirect RDMA")
-    + ("" if found[:2] == "00" else "; asked for where it cannot")
+default, asked = (
+    subprocess.run(
+        [str(folder / "main")], capture_output=True, text=True, check=True, env={"KVCACHED_SHAREABLE_PAGES": wanted}
+    ).stdout.strip()
+    for wanted in ("", "true")
 )
-sys.exit(found != "0011")
+print(f"by default {default}, asked for {asked}; expected {NONE} and {ASKED}")
+sys.exit((default, asked) != (NONE, ASKED))

@@ -63,16 +63,22 @@ class Slab:
         self._num_blocks = layout.num_blocks
         self._regions = layout.regions
         blocks = [blocks for _, blocks in layout.areas()]
-        is_pinned = device.type == "cpu" and layout.device.type != "cpu"
+        is_elsewhere = device.type != layout.device.type
         num_blocks = num_slots * layout.blocks_per_slot
         begins = list(_begins(layout.regions, num_blocks))
 
-        def make() -> torch.Tensor:
+        def make() -> tuple[torch.Tensor, torch.Tensor]:
             select(layout.device.type, layout.device.index or 0)
-            return torch.empty(begins[-1] + _ALIGNED_BYTES, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+            return (
+                torch.empty(begins[-1] + _ALIGNED_BYTES, dtype=torch.uint8, device=device, pin_memory=is_elsewhere),
+                torch.empty(num_blocks, dtype=torch.int64, device=layout.device),
+            )
 
         with ThreadPoolExecutor(1, "kvcached-nixl-slab") as outside:
-            memory = outside.submit(make).result()
+            # Block ids of the copy under way lie beside the KV cache.
+            memory, self._ids = outside.submit(make).result()
+        # A copy to the host first makes a second copy of the piece on the device.
+        self._most_blocks = _PIECE_BLOCKS if is_elsewhere else num_blocks
         first = -memory.data_ptr() % _ALIGNED_BYTES
         self._areas = [
             memory[first + begin :][: num_blocks * region.block_bytes].view(num_blocks, region.block_bytes)
@@ -127,10 +133,9 @@ class Slab:
         """Yields (blocks, area), block ids and the run, for each run of the slab's blocks and each region."""
         if len(blocks) != len(staged):
             raise ValueError(f"found {len(blocks)} blocks and {len(staged)} of the slab; expected as many")
-        ids = torch.tensor(blocks, dtype=torch.int64, device=self._copied[0][0].device)
+        ids = self._ids[: len(blocks)].copy_(torch.tensor(blocks, dtype=torch.int64))
         ends = [i for i in range(1, len(staged)) if staged[i] != staged[i - 1] + 1]
-        # In pieces of _PIECE_BLOCKS: a copy to the host first makes a second copy of the piece on the device.
-        cuts = sorted({0, *ends, *range(0, len(staged), _PIECE_BLOCKS), len(staged)})
+        cuts = sorted({0, *ends, *range(0, len(staged), self._most_blocks), len(staged)})
         for begin, end in zip(cuts, cuts[1:], strict=False):
             if begin < end:
                 run = slice(staged[begin], staged[begin] + end - begin)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kvcached_memory import Geometry
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
 from kvcached_nixl.worker.geometry.layout import Layout, group_memory
@@ -113,6 +114,40 @@ def test_blocks_and_slots_are_one_for_one() -> None:
     with pytest.raises(ValueError, match="2 blocks and 1 of the slab"):
         slab.gather([0, 1], [0])
     slab.gather([], [])
+
+
+class Launched(TorchDispatchMode):
+    """Names the operations that move bytes; on an accelerator each is a launch. Views are none."""
+
+    VIEWS = ("aten::slice", "aten::view", "aten::alias", "aten::detach")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.name().startswith(self.VIEWS):
+            self.names.append(func.name().partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_range_is_one_launch_for_each_region_and_allocates_nothing_there(contiguous: bool) -> None:
+    """However long it is, if its slots are consecutive. Block ids are made on the host, and copied to their place."""
+    geometry = Geometry(num_pools=2, contiguous=contiguous, head_size=4, num_blocks=700, reserved_blocks=700)
+    layout, _, _ = allocate(geometry)
+    slab = Slab(layout, 700, CPU)
+    assert (len(layout.regions) == 1) is contiguous
+    blocks, slots = list(range(0, 1200, 2))[:600], list(range(50, 650))
+    blocks = [block % 700 for block in blocks]
+    for copy, launch in (
+        (lambda: slab.gather(blocks, slots), "index_select.out"),
+        (lambda: slab.scatter(slots, blocks), "index_copy_"),
+    ):
+        with Launched() as found:
+            copy()
+        assert found.names[-len(layout.regions) :] == [launch] * len(layout.regions)
+        assert set(found.names[: -len(layout.regions)]) <= {"copy_", "lift_fresh", "_to_copy"}
 
 
 class SleepingPool:
