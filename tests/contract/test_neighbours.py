@@ -62,5 +62,5 @@ def test_the_offloading_connector_beside_nixl_s_is_refused(several: str, role: K
     with pytest.raises(SettingsError) as refusal:
         KVConnectorFactory.create_connector(config, role, None)
     is_served = installed_has(HITS_DIVERGE) and not installed_has(LOADS_BEHIND)
-    why = ("need a GPU", "not shown") if is_served else ("after vLLM has freed it",)
+    why = ("need a GPU", "wrong tokens") if is_served else ("after vLLM has freed it",)
     assert any(one in refusal.value.consequence for one in why)

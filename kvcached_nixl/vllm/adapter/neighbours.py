@@ -150,17 +150,18 @@ def _require_spec(vllm_config: Any) -> None:
     """Check what ``OffloadingConnector`` copies with."""
     config = vllm_config.kv_transfer_config
     extra = config.kv_connector_extra_config
-    own = (one for one in with_children({_EXTRA: extra}) if one.get("kv_connector") == _TIER)
-    # One that the configuration does not name may copy with anything.
-    specs = {str((one.get(_EXTRA) or {}).get("spec_name", _CPU_SPEC)) for one in own} or {"a spec of its own"}
-    trusted = extra.get(TRUSTED, ())
-    for spec in specs:
-        if spec == "TieringOffloadingSpec":
-            why = _OUTLIVES
-        elif spec in (trusted if isinstance(trusted, (list, tuple)) else ()):
-            continue
-        else:
-            why = _NEEDS_A_GPU if spec == _CPU_SPEC else _NOT_SHOWN
+    own = [one.get(_EXTRA) or {} for one in with_children({_EXTRA: extra}) if one.get("kv_connector") == _TIER]
+    if len(own) != 1:
+        raise SettingsError(
+            found=f"{len(own)} configurations of {_TIER} beside the NIXL connector",
+            expected="one",
+            consequence="The blocks that one of them stores would not be kept until they are stored, and later "
+            "requests would get wrong tokens.",
+            remedy=f"Name {_TIER} once in --kv-transfer-config.",
+        )
+    spec, trusted = str(own[0].get("spec_name", _CPU_SPEC)), extra.get(TRUSTED, ())
+    why = {"TieringOffloadingSpec": _OUTLIVES, _CPU_SPEC: _NEEDS_A_GPU}.get(spec, _NOT_SHOWN)
+    if why is _OUTLIVES or spec not in (trusted if isinstance(trusted, (list, tuple)) else ()):
         raise SettingsError(
             found=f"{_TIER} with {spec} beside the NIXL connector, and {TRUSTED} {trusted!r}",
             expected=f"a spec that the operator has checked, and that {TRUSTED} names",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.vllm.adapter.attributes import connectors, metadata_in, optional, private, sides
+from kvcached_nixl.vllm.adapter.attributes import connectors, metadata_in, private, sides
 from kvcached_nixl.vllm.adapter.neighbours import is_tier
 
 LONGEST_SECONDS = 120.0
@@ -65,7 +65,8 @@ class Tier:
         """
         self._note()
         for told in metadata_in(worker_meta):
-            for number, count in optional(told, "completed_jobs", {}).items():
+            is_of_tier = type(told).__name__ == "OffloadingWorkerMetadata"
+            for number, count in private(told, "completed_jobs").items() if is_of_tier else ():
                 if number in self._jobs:
                     self._jobs[number].num_workers -= count
         self._jobs = {number: job for number, job in self._jobs.items() if job.num_workers > 0}

@@ -123,9 +123,11 @@ def test_a_class_that_extends_the_tier_is_none() -> None:
     assert not is_tier(CLASSES["Derived"]) and not is_tier(CLASSES["NixlConnector"])
 
 
-def test_a_tier_that_the_configuration_does_not_name_may_copy_with_anything() -> None:
-    with pytest.raises(SettingsError, match="a spec of its own"):
-        neighbours.require_servable([CLASSES["OffloadingConnector"]], vllm_config())
+@pytest.mark.parametrize("names", [(), ("OffloadingConnector",) * 2])
+def test_one_tier_is_served_and_the_configuration_names_it(names: tuple[str, ...]) -> None:
+    """One that it does not name may copy with anything, and of two, one's blocks would not be kept."""
+    with pytest.raises(SettingsError, match=f"{len(names)} configurations"):
+        neighbours.require_servable([CLASSES["OffloadingConnector"]], vllm_config(*names))
 
 
 @pytest.mark.parametrize("kinds", [(), ("WINDOW",), ("EVERYTHING", "WINDOW"), ("EVERYTHING",) * 2, ("STATE",)], ids=str)

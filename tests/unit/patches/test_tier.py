@@ -20,9 +20,15 @@ def job(request_id: str, *block_ids: int, num_workers: int = 1, is_store: bool =
     )
 
 
+class OffloadingWorkerMetadata(SimpleNamespace):
+    """vLLM's."""
+
+
 def done(*numbers: int) -> Any:
-    """What a ``MultiConnector`` reports of them."""
-    return SimpleNamespace(metadata=(None, SimpleNamespace(completed_jobs=dict.fromkeys(numbers, 1))))
+    """What a ``MultiConnector`` reports of them, and of jobs of another connector's."""
+    told, other = OffloadingWorkerMetadata(), SimpleNamespace(completed_jobs={0: 5, 1: 5})
+    told.completed_jobs = dict.fromkeys(numbers, 1)
+    return SimpleNamespace(metadata=(None, other, told))
 
 
 class Engine:
