@@ -81,7 +81,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_memory_pressure.py": (None, 2.0),
     "e2e/test_models.py": (None, 15.0),
     "e2e/test_names.py": (None, 8.0),
-    "e2e/test_offloading.py": (None, 2.5),
+    "e2e/test_offloading.py": (None, 4.0),
     "e2e/test_push.py": (None, 7.0),
     "e2e/test_refusals.py": (None, 2.5),
     "e2e/test_roles.py": (None, 1.2),

@@ -136,6 +136,11 @@ class BlockPool(Protocol):
         ...
 
     @property
+    def is_copied(self) -> bool:
+        """Whether another connector is reading blocks or writing them: those that are freed meanwhile are not free."""
+        ...
+
+    @property
     def is_producer(self) -> bool:
         """Whether the engine only offers KV (``kv_role`` kv_producer), so that vLLM orders no loads into them."""
         ...

@@ -206,6 +206,7 @@ class SchedulerFacade:
             or (self.asking is not None and self.asking.has_news)
             or self._failed_fetches.has_news
             or self._starvation.has_news
+            or (self._link.blocks is not None and self._link.blocks.is_copied)
             or self.num_quarantined_blocks != self._reported_quarantine
             or self.due_in_seconds == 0
         )

@@ -156,4 +156,5 @@ class Revocations:
     @property
     def _keeps_blocks(self) -> bool:
         """Whether there are blocks that no running request has, and that transfers may use."""
-        return bool(self._holds.num_blocks or self._offering.kept.num_kept)
+        is_copied = self._link.blocks is not None and self._link.blocks.is_copied
+        return bool(self._holds.num_blocks or self._offering.kept.num_kept or is_copied)

@@ -24,7 +24,17 @@ from kvcached_nixl.worker.transfer.slab import Slab
 if TYPE_CHECKING:
     from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 
-__all__ = ["LONGEST_AT_ONCE", "Registered", "SlabLoad", "choose", "make_slab", "num_kept", "num_slots", "register"]
+__all__ = [
+    "LONGEST_AT_ONCE",
+    "Registered",
+    "SlabLoad",
+    "choose",
+    "lay_out",
+    "make_slab",
+    "num_kept",
+    "num_slots",
+    "register",
+]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -197,6 +207,21 @@ class Registered:
         return f"{reason}; {self.slab.num_slots} slots of {self.slab.extent[1] / 2**20:,.0f} MiB in all"
 
 
+def lay_out(worker: WorkerView, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Layout, tuple[tuple[str, ...], ...]]:
+    """Find where the blocks are. Arguments and errors as `register`. Returns also `Registered.layers_of_groups`."""
+    shape, numbers = worker.probe_cache_shape()
+    groups = worker.groups()
+    layout = plan(
+        kv_caches,
+        axes=Axes.from_probe(shape, **numbers),
+        pages={layer: page for group in groups for layer, page in group.items()},
+        num_blocks=worker.num_blocks,
+        num_pools=worker.num_pools,
+        split=worker.kernel_blocks_per_block,
+    )
+    return layout, tuple(tuple(layer for layer in group if layer in layout.device_views) for group in groups)
+
+
 def register(
     worker: WorkerView, kv_caches: Mapping[str, torch.Tensor], path: MemoryPath, settings: Settings
 ) -> Registered:
@@ -216,17 +241,7 @@ def register(
             consequence="Peers would exchange bytes that have another meaning on the other side; the engine stops",
             remedy=f"serve with {expected}, or without ENABLE_KVCACHED",
         )
-    shape, numbers = worker.probe_cache_shape()
-    groups = worker.groups()
-    layout = plan(
-        kv_caches,
-        axes=Axes.from_probe(shape, **numbers),
-        pages={layer: page for group in groups for layer, page in group.items()},
-        num_blocks=worker.num_blocks,
-        num_pools=worker.num_pools,
-        split=worker.kernel_blocks_per_block,
-    )
-    layers_of_groups = tuple(tuple(layer for layer in group if layer in layout.device_views) for group in groups)
+    layout, layers_of_groups = lay_out(worker, kv_caches)
     # Torch returns -1 for host memory.
     device_id = max(next(iter(layout.device_views.values())).get_device(), 0)
     if path is MemoryPath.DIRECT:

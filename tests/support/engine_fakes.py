@@ -101,7 +101,7 @@ class Pool:
         windows: first token that is kept, per group.
     """
 
-    has_reserve = is_paused = False
+    has_reserve = is_paused = is_copied = False
 
     def __init__(self, *windows: int, are_shared: bool = False, is_producer: bool = False) -> None:
         self.are_shared, self.is_producer = are_shared, is_producer

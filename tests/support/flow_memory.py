@@ -165,6 +165,7 @@ class Pool:
     Attributes:
         newest_first: allocate the block that was freed last (kvcached), not the one that was freed first (vLLM).
         are_shared: another connector may load KV into the blocks, and that load may fail.
+        is_copied: another connector copies blocks.
         neighbour_leaves_blocks: how many another engine that waits leaves to this one; None if none waits.
         is_neighbour_stalled: whether that engine runs nothing.
         is_scheduling: a step is being built, in which vLLM may copy blocks that only the prefix cache keeps.
@@ -184,6 +185,7 @@ class Pool:
     caches_prefixes: bool
     are_shared: bool = False
     newest_first: bool = False
+    is_copied: bool = False
     holders: list[list[Request]] = field(default_factory=list)
     tables: dict[str, list[int]] = field(default_factory=dict)
     free: dict[int, None] = field(default_factory=dict)

@@ -44,8 +44,9 @@ _GEOMETRY: Mapping[str, str] = MappingProxyType(
         "peers with different layouts": "served; a descriptor per layer and block, or two",
         "a peer that pulls and one that pushes": _REFUSED,
         "peer without this package": _REFUSED,
-        "another connector of vLLM's beside it (MultiConnector)": "ExampleConnector, without MLA; every other one is "
-        "refused",
+        "another connector of vLLM's beside it (MultiConnector)": "ExampleConnector, without MLA; with 0.28 "
+        "OffloadingConnector, with one KV-cache group of full attention, and a spec that the operator vouches for; "
+        "every other one is refused",
         "pipeline and context parallelism": _REFUSED,
         "fp8 KV with the scales of the model's files, or 1.0": "served with 0.26 and 0.28",
         "fp8 scales that an engine computes": _REFUSED,

@@ -98,17 +98,22 @@ def carry(report: Report) -> Any:
     return _carrier()(report)
 
 
-def reports_in(worker_meta: Any) -> Iterator[Report]:
-    """The reports in ``KVConnectorOutput.kv_connector_worker_meta``; a ``MultiConnector`` has one for each of its
-    connectors."""
+def metadata_in(worker_meta: Any) -> Iterator[Any]:
+    """``KVConnectorOutput.kv_connector_worker_meta``; of a ``MultiConnector``, also that of each of its connectors."""
     waiting = [worker_meta]
     while waiting:
         one = waiting.pop()
-        found = optional(one, _REPORT)
-        if found is not None:
-            yield found
+        if one is not None:
+            yield one
         several = optional(one, "metadata")
         waiting += several if isinstance(several, tuple) else ()
+
+
+def reports_in(worker_meta: Any) -> Iterator[Report]:
+    """The reports of our workers in that."""
+    for one in metadata_in(worker_meta):
+        if (found := optional(one, _REPORT)) is not None:
+            yield found
 
 
 @functools.cache

@@ -17,9 +17,13 @@ from typing import Any
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.vllm import KV_TRANSFER
-from kvcached_nixl.vllm.adapter.attributes import optional
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import FACADE_CLASS_NAMES
+from kvcached_nixl.vllm.adapter.specs import keeps_of
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, LOADS_BEHIND, installed_has
+from kvcached_nixl.wire.kv_groups import Keeps
 
+_EXTRA = "kv_connector_extra_config"
 TRUSTED = "trusted_connectors"
 """Key of ``kv_connector_extra_config``: class names of other packages' connectors that the operator has checked."""
 
@@ -45,12 +49,19 @@ _RESHAPES = (
 )
 _NOT_SHOWN = "was not shown to copy the right bytes of kvcached's memory."
 
+_OUTLIVES = (
+    "keeps KV where a later engine finds it, by the hash of its tokens. That one may have other weights, and its "
+    "requests would get wrong tokens."
+)
+
 _SERVED_WITHOUT_LATENTS = "ExampleConnector"
+_TIER = "OffloadingConnector"
+_CPU_SPEC = "CPUOffloadingSpec"
 _MULTI = "MultiConnector"
 _NIXL = frozenset({*FACADE_CLASS_NAMES, _MULTI})
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "OffloadingConnector": _FREED,
+        _TIER: _FREED,
         "SimpleCPUOffloadConnector": _PLACES,
         "LMCacheConnectorV1": _NEEDS_A_GPU,
         "LMCacheMPConnector": _REGISTERS,
@@ -114,17 +125,77 @@ def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
             _require_trusted(cls.__name__, vllm_config.kv_transfer_config)
             continue
         why = _REFUSED.get(name, _NOT_SHOWN)
+        if is_tier(cls) and installed_has(HITS_DIVERGE) and not installed_has(LOADS_BEHIND):
+            _require_spec(vllm_config)
+            continue
         if name == _SERVED_WITHOUT_LATENTS:
             if not vllm_config.model_config.use_mla:
                 continue
             why = _RESHAPES
         raise SettingsError(
             found=f"MultiConnector with {cls.__name__} beside the NIXL connector",
-            expected="vLLM's ExampleConnector, without multi-latent attention, or another package's connector that "
-            f"{TRUSTED} names",
+            expected="vLLM's ExampleConnector, without multi-latent attention, its OffloadingConnector with vLLM 0.28, "
+            f"or another package's connector that {TRUSTED} names",
             consequence=f"{name} {why}",
             remedy=f"Remove {cls.__name__} from --kv-transfer-config, or unset ENABLE_KVCACHED.",
         )
+
+
+def is_tier(cls: type) -> bool:
+    """Whether a class is vLLM's ``OffloadingConnector``, and none that extends it."""
+    return cls.__name__ == _TIER == _own_name(cls)
+
+
+def _require_spec(vllm_config: Any) -> None:
+    """Check what ``OffloadingConnector`` copies with."""
+    config = vllm_config.kv_transfer_config
+    extra = config.kv_connector_extra_config
+    own = [one.get(_EXTRA) or {} for one in with_children({_EXTRA: extra}) if one.get("kv_connector") == _TIER]
+    if len(own) != 1:
+        raise SettingsError(
+            found=f"{len(own)} configurations of {_TIER} beside the NIXL connector",
+            expected="one",
+            consequence="The blocks that one of them stores would not be kept until they are stored, and later "
+            "requests would get wrong tokens.",
+            remedy=f"Name {_TIER} once in --kv-transfer-config.",
+        )
+    spec, trusted = str(own[0].get("spec_name", _CPU_SPEC)), extra.get(TRUSTED, ())
+    why = {"TieringOffloadingSpec": _OUTLIVES, _CPU_SPEC: _NEEDS_A_GPU}.get(spec, _NOT_SHOWN)
+    if why is _OUTLIVES or spec not in (trusted if isinstance(trusted, (list, tuple)) else ()):
+        raise SettingsError(
+            found=f"{_TIER} with {spec} beside the NIXL connector, and {TRUSTED} {trusted!r}",
+            expected=f"a spec that the operator has checked, and that {TRUSTED} names",
+            consequence=f"{spec} {why}",
+            remedy=f"Remove {_TIER} from --kv-transfer-config"
+            + ("." if why is _OUTLIVES else f', or add "{TRUSTED}": ["{spec}"] if you have checked it.'),
+        )
+    if optional(vllm_config, "speculative_config") is not None:
+        raise SettingsError(
+            found=f"{_TIER} beside the NIXL connector, with speculative decoding",
+            expected="no speculative decoding",
+            consequence=f"{_TIER} may store KV of tokens that are rejected afterwards; this was not run.",
+            remedy=f"Remove {_TIER}, or --speculative-config.",
+        )
+
+
+def require_one_group(kv_cache_config: Any) -> None:
+    """Check how a model keeps KV that ``OffloadingConnector`` is to copy.
+
+    Raises:
+        SettingsError: some blocks of a running request are freed or overwritten before their tokens end.
+    """
+    groups = private(kv_cache_config, "kv_cache_groups")
+    kinds = [keeps_of(one.kv_cache_spec) for one in groups]
+    if kinds == [Keeps.EVERYTHING]:
+        return
+    raise SettingsError(
+        found=f"{_TIER} beside the NIXL connector, and KV-cache groups that keep: "
+        + ", ".join(one.name.lower() for one in kinds),
+        expected="one KV-cache group, with full attention",
+        consequence=f"{_TIER} copies blocks that have left a sliding window, and states that are overwritten; this was "
+        "not run.",
+        remedy=f"Remove {_TIER} from --kv-transfer-config, or serve such models without ENABLE_KVCACHED.",
+    )
 
 
 def _require_trusted(name: str, config: Any) -> None:
@@ -157,7 +228,7 @@ def with_children(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     configuration is passed over.
     """
     yield config
-    extra = config.get("kv_connector_extra_config")
+    extra = config.get(_EXTRA)
     children = extra.get("connectors") if isinstance(extra, Mapping) else None
     for child in children if isinstance(children, list) else ():
         if isinstance(child, Mapping):

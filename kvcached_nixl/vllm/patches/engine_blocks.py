@@ -19,6 +19,7 @@ from kvcached_nixl.vllm.adapter.platform import device_name
 from kvcached_nixl.vllm.adapter.queues import goes_by_priority, hold, queued, startable, waits_for_kv, wants_blocks
 from kvcached_nixl.vllm.adapter.requests import set_apart
 from kvcached_nixl.vllm.patches.naming import wants_of
+from kvcached_nixl.vllm.patches.tier import tier_of
 from kvcached_nixl.wire.headroom import BlockUsage
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -36,6 +37,11 @@ class EngineBlocks:
     def are_shared(self) -> bool:
         """Whether another connector may load KV into them, which may fail (``MultiConnector``)."""
         return side_of(private(self.engine_scheduler, "connector")) is None
+
+    @property
+    def is_copied(self) -> bool:
+        tier = tier_of(self.engine_scheduler)
+        return tier is not None and tier.is_copying
 
     @property
     def is_producer(self) -> bool:
@@ -308,7 +314,20 @@ class EngineBlocks:
         if len(private(self._pool, "cached_block_hash_to_block")):
             cached = {one.block_id for one in private(self._pool, "blocks") if one.block_hash is not None}
             self._manager.evict_blocks(cached - kept)
+        tier = tier_of(self.engine_scheduler)
+        for request_id in () if tier is None else tier.forget():
+            self._load_again(request_id)
         return outdated
+
+    def _load_again(self, request_id: str) -> None:
+        """Have a request that waits for KV of another connector, or for its turn with it, begin anew."""
+        request = private(self.engine_scheduler, "requests").get(request_id)
+        if request is not None and waits_for_kv(request):
+            # Its blocks are still written. vLLM frees them when the load has ended.
+            request.num_computed_tokens = 0
+            private(self.engine_scheduler, "failed_recving_kv_req_ids").add(request_id)
+        else:
+            self.let_go(request_id, recomputes=True)
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         return tuple(

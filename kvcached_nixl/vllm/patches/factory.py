@@ -39,11 +39,12 @@ from kvcached_nixl.vllm.adapter.locate import (
     WORKER_BASE,
     WORKER_PROCESS,
 )
-from kvcached_nixl.vllm.adapter.neighbours import connector_classes, require_no_replacement, require_servable
+from kvcached_nixl.vllm.adapter.neighbours import connector_classes, is_tier, require_no_replacement, require_servable
 from kvcached_nixl.vllm.adapter.platform import side_channel_address
 from kvcached_nixl.vllm.adapter.requests import RequestReader
 from kvcached_nixl.vllm.adapter.specs import keeps_of, specs_of
 from kvcached_nixl.vllm.adapter.tracing import spans_of
+from kvcached_nixl.vllm.patches.tier_memory import serve
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -72,6 +73,9 @@ def create_connector(call: Call) -> Any:
     if any(map(is_nixl, made)):
         require_servable(made, vllm_config)
         require_reached(call, made, vllm_config)
+    for one in connectors(connector):
+        if is_tier(type(one)) and (nixl := next((two for two in connectors(connector) if is_nixl(type(two))), None)):
+            serve(one, nixl, call.argument("role").name, call.argument("kv_cache_config"))
     return connector
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.vllm.adapter.attributes import private, reports_in, sides
+from kvcached_nixl.vllm.adapter.attributes import optional, private, reports_in, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.metrics import add_lasted, take_timelines
 from kvcached_nixl.vllm.adapter.queues import bring_forward, waits_for_kv
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
+from kvcached_nixl.vllm.patches.tier import tier_of
 from kvcached_nixl.wire.step import FAILING, Reports
 
 _WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
@@ -47,6 +48,9 @@ def scheduled(scheduler_output: Any) -> Iterator[Progress]:
 )
 def update_from_output(call: Call) -> Any:
     output = call.argument("model_runner_output")
+    tier = tier_of(call.instance)
+    if tier is not None:
+        tier.ended(optional(output.kv_connector_output, "kv_connector_worker_meta"))
     reports = reports_of(output)
     ending: set[str] = set()
     refused: list[tuple[str, int]] = []
@@ -192,6 +196,9 @@ def stood_still(engine_scheduler: Any) -> bool:
 def handle_invalid_blocks(call: Call) -> Any:
     others = call.argument("invalid_block_ids") - {FAILING}
     failed = set(call.proceed(invalid_block_ids=others)) if others else set()
+    if others and (tier := tier_of(call.instance)) is not None:
+        # It may have stored them: its job was made together with the step that has loaded them.
+        tier.forget()
     for side in sides(call.instance.connector):
         failed |= let_load_fail(call.instance, side.take_failed(), side.starts_again)
     return failed
@@ -236,7 +243,9 @@ def preempt_request(call: Call) -> None:
     remove_when="vLLM tells its connector before it frees any block of a request",
 )
 def connector_finished(call: Call) -> Any:
-    request = call.argument("request")
+    request, tier = call.argument("request"), tier_of(call.instance)
+    if tier is not None:
+        tier.finished(request.request_id)
     is_spared = any(side.spares(request.request_id) for side in sides(call.instance.connector))
     found = tell_finished(call.instance, request) if is_spared else call.proceed()
     if found[0]:

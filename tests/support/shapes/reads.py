@@ -79,6 +79,9 @@ def _first_of(modules: tuple[str, ...], qualname: str) -> Reads:
     return Reads(first, (), also=tuple(others))
 
 
+_OFFLOADING = f"{KV_TRANSFER}.v1.offloading"
+_TIERS = ">=0.28,<0.29"
+"""With which vLLM an OffloadingConnector may be beside ours."""
 _CONFIG = "vllm.config"
 _CACHE_INTERFACE = "vllm.v1.kv_cache_interface"
 _OUTPUT = "vllm.v1.core.sched.output"
@@ -102,6 +105,27 @@ READS = (
     _of(STATS_MODULE, "NixlPromMetrics", "observe _counter_cls _gauge_cls _histogram_cls"),
     _of(f"{KV_TRANSFER}.v1.multi_connector", "MultiConnector", "_connectors"),
     _of(f"{KV_TRANSFER}.v1.multi_connector", "MultiKVConnectorWorkerMetadata", "metadata"),
+    # vLLM's OffloadingConnector beside it.
+    _of(
+        f"{KV_TRANSFER}.v1.offloading_connector",
+        "OffloadingConnector",
+        "connector_scheduler connector_worker",
+        versions=_TIERS,
+    ),
+    _of(f"{_OFFLOADING}.scheduler", "OffloadingConnectorScheduler", "_jobs _req_status", versions=_TIERS),
+    _of(
+        f"{_OFFLOADING}.scheduler",
+        "TransferJobStatus",
+        "req_id pending_count is_store deferred_fence_block_ids",
+        versions=_TIERS,
+    ),
+    _of(f"{_OFFLOADING}.scheduler", "RequestOffloadState", "group_states max_offload_tokens", versions=_TIERS),
+    _of(f"{_OFFLOADING}.scheduler", "RequestGroupState", "offload_keys", versions=_TIERS),
+    _of(f"{_OFFLOADING}.worker", "OffloadingConnectorWorker", "_init_worker", versions=_TIERS),
+    _of(f"{_OFFLOADING}.common", "OffloadingWorkerMetadata", "completed_jobs", versions=_TIERS),
+    _of("vllm.v1.kv_offload.base", "CanonicalKVCaches", versions=_TIERS),
+    _of("vllm.v1.kv_offload.base", "CanonicalKVCacheTensor", versions=_TIERS),
+    _of("vllm.v1.kv_offload.base", "CanonicalKVCacheRef", versions=_TIERS),
     _of(f"{KV_TRANSFER}.v1.base", "SupportsHMA", "request_finished_all_groups"),
     _of(f"{KV_TRANSFER}.v1.base", "KVConnectorWorkerMetadata", "aggregate"),
     _of(

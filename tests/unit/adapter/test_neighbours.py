@@ -11,7 +11,16 @@ import pytest
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.vllm import KV_TRANSFER
 from kvcached_nixl.vllm.adapter import neighbours
-from kvcached_nixl.vllm.adapter.neighbours import JUDGED, TRUSTED, connector_classes, require_no_replacement
+from kvcached_nixl.vllm.adapter.neighbours import (
+    JUDGED,
+    TRUSTED,
+    connector_classes,
+    is_tier,
+    require_no_replacement,
+    require_one_group,
+)
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, LOADS_BEHIND
+from kvcached_nixl.wire.kv_groups import Keeps
 
 BASE = type("KVConnectorBase_V1", (), {"__module__": f"{KV_TRANSFER}.v1.base"})
 
@@ -50,6 +59,13 @@ def require_servable(config: Any) -> None:
     neighbours.require_servable(connector_classes(Factory, config.kv_transfer_config), config)
 
 
+@pytest.fixture(autouse=True)
+def serves_tiers(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As with vLLM 0.28."""
+    monkeypatch.setattr(neighbours, "installed_has", HITS_DIVERGE.__eq__)
+    return monkeypatch
+
+
 REFUSED = sorted({*JUDGED} - {"ExampleConnector", "MultiConnector"} - {name for name in JUDGED if "Nixl" in name})
 
 
@@ -60,7 +76,70 @@ def test_a_connector_that_was_not_shown_to_be_safe_is_refused_in_words(name: str
     with pytest.raises(SettingsError) as refusal:
         require_servable(vllm_config(name, inner=inner))
     assert name in refusal.value.found and f"Remove {name}" in refusal.value.remedy
-    assert refusal.value.consequence.startswith("OffloadingConnector " if name == "Derived" else f"{name} ")
+    named = {"Derived": "OffloadingConnector", "OffloadingConnector": "CPUOffloadingSpec"}.get(name, name)
+    assert refusal.value.consequence.startswith(f"{named} ")
+
+
+def tier_config(spec: Any, trusted: Any = None, speculative: Any = None) -> Any:
+    config = vllm_config("OffloadingConnector", trusted=trusted)
+    tier = config.kv_transfer_config.kv_connector_extra_config["connectors"][1]
+    tier["kv_connector_extra_config"] = {} if spec is None else {"spec_name": spec}
+    config.speculative_config = speculative
+    return config
+
+
+@pytest.mark.parametrize(
+    ("spec", "trusted", "why"),
+    [
+        (None, None, "GPU"),
+        ("CPUOffloadingSpec", ["Other"], "GPU"),
+        ("Mine", None, "not shown"),
+        ("Mine", "Mine", "not shown"),
+        ("TieringOffloadingSpec", ["TieringOffloadingSpec"], "other weights"),
+    ],
+)
+def test_a_tier_copies_with_what_somebody_vouches_for(spec: Any, trusted: Any, why: str) -> None:
+    """And never with what outlives the engine's weights."""
+    with pytest.raises(SettingsError) as refusal:
+        require_servable(tier_config(spec, trusted))
+    assert why in refusal.value.consequence
+    assert ("add" in refusal.value.remedy) is (why != "other weights")
+
+
+@pytest.mark.parametrize("spec", [None, "CPUOffloadingSpec", "Mine"])
+def test_a_tier_is_served_with_one_version_and_without_drafts(spec: Any, serves_tiers: pytest.MonkeyPatch) -> None:
+    trusted = [spec or "CPUOffloadingSpec"]
+    require_servable(tier_config(spec, trusted))
+    with pytest.raises(SettingsError, match="speculative decoding"):
+        require_servable(tier_config(spec, trusted, speculative=object()))
+    for changes in ((), (HITS_DIVERGE, LOADS_BEHIND)):
+        serves_tiers.setattr(neighbours, "installed_has", changes.__contains__)
+        with pytest.raises(SettingsError, match="after vLLM has freed it"):
+            require_servable(tier_config(spec, trusted))
+
+
+def test_a_class_that_extends_the_tier_is_none() -> None:
+    assert is_tier(CLASSES["OffloadingConnector"])
+    assert not is_tier(CLASSES["Derived"]) and not is_tier(CLASSES["NixlConnector"])
+
+
+@pytest.mark.parametrize("names", [(), ("OffloadingConnector",) * 2])
+def test_one_tier_is_served_and_the_configuration_names_it(names: tuple[str, ...]) -> None:
+    """One that it does not name may copy with anything, and of two, one's blocks would not be kept."""
+    with pytest.raises(SettingsError, match=f"{len(names)} configurations"):
+        neighbours.require_servable([CLASSES["OffloadingConnector"]], vllm_config(*names))
+
+
+@pytest.mark.parametrize("kinds", [(), ("WINDOW",), ("EVERYTHING", "WINDOW"), ("EVERYTHING",) * 2, ("STATE",)], ids=str)
+def test_a_tier_copies_full_attention_only(kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "keeps_of", lambda name: Keeps[name])
+
+    def config(*names: str) -> Any:
+        return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=name) for name in names])
+
+    require_one_group(config("EVERYTHING"))
+    with pytest.raises(SettingsError, match="one KV-cache group"):
+        require_one_group(config(*kinds))
 
 
 @pytest.mark.parametrize("use_mla", [False, True])

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's OffloadingConnector beside NixlConnector, with a spec that copies between host memories. On vLLM 0.28.
+
+A block that is freed is overwritten at once, as if kvcached had unmapped it and another request had mapped it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+from support import attention_engines, engine_node, handover_node
+from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, nodes
+from support.handover_node import (
+    ANOTHER_REQUESTS,
+    BLOCK_SIZE,
+    DECODE_FILLING,
+    PREFILL_FILLING,
+    RESERVED,
+    SEND,
+    Node,
+    all_free,
+    asked,
+    prefilled,
+    rest,
+    until_both,
+)
+from support.transports import until
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
+
+from kvcached_nixl.vllm.adapter.attributes import connectors, side_of
+from kvcached_nixl.vllm.adapter.neighbours import is_tier
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, LOADS_BEHIND, installed_has
+from kvcached_nixl.vllm.patches import tier as served
+from kvcached_nixl.vllm.patches.factory import is_nixl
+
+if not installed_has(HITS_DIVERGE) or installed_has(LOADS_BEHIND):
+    pytest.skip("served with vLLM 0.28 only", allow_module_level=True)
+
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
+LATER = "cmpl-y-0-aaaaaaaa"
+OTHER = "cmpl-z-0-aaaaaaaa"
+
+
+class TierNode(Node):
+    """Its connectors are NixlConnector and OffloadingConnector. Nothing is in a prefix cache, but in the tier."""
+
+    connector = "MultiConnector"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        freed = pool.free_blocks
+
+        def unmapped(blocks: Any, *args: Any, **kwargs: Any) -> None:
+            found = list(blocks)
+            self.fill([one.block_id for one in found if one.ref_cnt == 1], ANOTHER_REQUESTS)
+            freed(found, *args, **kwargs)
+
+        pool.free_blocks = unmapped
+
+    def of(self, connector: Any, is_meant: Callable[[type], bool]) -> Any:
+        return next(one for one in connectors(connector) if is_meant(type(one)))
+
+    @property
+    def worker(self) -> Any:
+        return self.of(self.engine.worker, is_nixl).connector_worker
+
+    @property
+    def connector_scheduler(self) -> Any:
+        return self.of(self.engine.scheduler, is_nixl).connector_scheduler
+
+    @property
+    def side(self) -> Any:
+        return side_of(self.of(self.engine.worker, is_nixl))
+
+    @property
+    def side_of_engine(self) -> Any:
+        return side_of(self.of(self.engine.scheduler, is_nixl))
+
+    @property
+    def copier(self) -> Any:
+        """What copies on its worker."""
+        return self.of(self.engine.worker, is_tier).connector_worker.worker
+
+    @property
+    def tier(self) -> Any:
+        return served.tier_of(self.scheduler)
+
+    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        # As vLLM's runner does before each step.
+        self.engine.worker.handle_preemptions(output.kv_connector_metadata)
+        return super().run(output)
+
+    def compute_alone(self, request_id: str, **options: Any) -> None:
+        self.add(request_id, None, 1, **options)
+        self.step_until(lambda: request_id in self.ended)
+
+    def settles(self) -> bool:
+        """Whether nothing is copied any more, and all blocks are free."""
+        until(lambda: self.step() and not self.tier.is_copying)
+        return all_free(self)
+
+    def starts(self, request_id: str, num_tokens: int = PROMPT + BLOCK_SIZE, loads: bool = True) -> None:
+        """Adds a request, and checks whether the tier has the beginning of its prompt, and what it computes with."""
+        self.add(request_id, None, 1, num_tokens=num_tokens)
+        self.computes_rightly(request_id)
+        assert (request_id in self.received) is loads
+
+    def computes_rightly(self, request_id: str) -> None:
+        seen: list[bool] = []
+        compute = self.compute
+
+        def checked(output: Any) -> None:
+            compute(output)
+            if request_id in output.num_scheduled_tokens:
+                seen.append(self.holds(self.blocks(request_id), end=self.tokens(request_id)))
+
+        self.compute = checked  # type: ignore[method-assign]
+        self.step_until(lambda: request_id in self.ended)
+        self.compute = compute  # type: ignore[method-assign]
+        assert seen and all(seen)
+
+
+@pytest.fixture(params=[False, True], ids=["second", "first"])
+def is_first(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def direction() -> str:
+    return "pull"
+
+
+node = handover_node.node
+
+
+@pytest.fixture
+def make(is_first: bool, tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., TierNode]]:
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    spec = {"spec_name": "HostTierSpec", "spec_module_path": "support.server_side.host_tier", "host_blocks": 32}
+    children = [
+        {**nixl, "kv_connector_extra_config": {"num_threads": 0}},
+        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": spec},
+    ]
+    with nodes(TierNode, tmp_path, log) as made:
+        yield lambda filling=PREFILL_FILLING, geometry=RESERVED, **options: made(
+            filling,
+            geometry,
+            connectors=children[::-1] if is_first else children,
+            trusted_connectors=["HostTierSpec"],
+            **{"prefix_caching": False, "kv_role": "kv_both", **options},
+        )
+
+
+LAYOUTS = {
+    "layers apart": RESERVED,
+    "layers side by side": dataclasses.replace(RESERVED, contiguous=True),
+    "K and V apart": dataclasses.replace(RESERVED, era="kv_apart"),
+    "latents": dataclasses.replace(RESERVED, era="mla"),
+    "latents side by side": dataclasses.replace(RESERVED, era="mla", contiguous=True),
+}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_later_turn_loads_what_an_earlier_one_has_stored(layout: str, make: Callable[..., TierNode]) -> None:
+    """In every layout of kvcached's, by the bytes."""
+    one = make(geometry=LAYOUTS[layout])
+    one.compute_alone(PREFILL_ID)
+    assert one.settles()
+    one.starts(LATER)
+    assert one.settles()
+    one.starts("cmpl-v-0-aaaaaaaa", num_tokens=PROMPT)
+    assert one.settles()
+
+
+def test_blocks_that_are_still_stored_are_not_free(make: Callable[..., TierNode]) -> None:
+    """Their requests have ended, and others run meanwhile."""
+    one = make()
+    one.copier.is_stuck = True
+    one.compute_alone(PREFILL_ID)
+    assert not all_free(one) and one.side_of_engine.pending and one.side_of_engine.revocations.has_blocks
+    one.compute_alone(OTHER, first_token=200)
+    one.copier.is_stuck = False
+    assert one.settles() and not one.side_of_engine.pending
+    one.starts(LATER)
+
+
+def test_a_request_that_is_preempted_keeps_the_blocks_that_are_still_stored(make: Callable[..., TierNode]) -> None:
+    one = make(tokens_a_step=BLOCK_SIZE)
+    one.copier.is_stuck = True
+    one.add(PREFILL_ID, None, 1)
+    one.step_until(lambda: one.tokens(PREFILL_ID) == 2 * BLOCK_SIZE)
+    one.preempt(PREFILL_ID)
+    assert not all_free(one)
+    one.copier.is_stuck = False
+    one.step_until(lambda: PREFILL_ID in one.ended)
+    assert PREFILL_ID in one.received
+    assert one.settles()
+    one.starts(LATER)
+
+
+def test_a_request_that_gives_its_blocks_to_others_is_stored_first(make: Callable[..., TierNode]) -> None:
+    """vLLM has its worker copy at once what a preempted request stores, before the step that needs its blocks."""
+    one = make()
+    one.copier.is_stuck = True
+    for number, request_id in enumerate((OTHER, DECODE_ID, PREFILL_ID)):
+        one.add(request_id, None, first_token=160 - 80 * number)
+    one.step_until(lambda: one.status(PREFILL_ID) == RequestStatus.PREEMPTED)
+    one.copier.is_stuck = False
+    one.step_until(lambda: {OTHER, DECODE_ID, PREFILL_ID} <= one.ended.keys())
+    assert PREFILL_ID in one.received
+    assert one.settles()
+    one.starts(LATER)
+
+
+def test_planted_blocks_that_are_freed_while_they_are_stored_spoil_later_turns(make: Callable[..., TierNode]) -> None:
+    """Without the parking, this module's other tests would find it."""
+    one = make()
+    one.add(OTHER, None, 1, first_token=200)
+    one.step_until(lambda: OTHER in one.ended)
+    pool = one.scheduler.kv_cache_manager.block_pool
+    pool.free_blocks = one.tier.free
+    one.copier.is_stuck = True
+    one.compute_alone(PREFILL_ID)
+    one.copier.is_stuck = False
+    assert one.settles()
+    with pytest.raises(AssertionError):
+        one.starts(LATER)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_nothing_from_before_a_change_of_weights_is_loaded(is_stored: bool, make: Callable[..., TierNode]) -> None:
+    """Neither what was stored, nor what is being stored, nor what a request computes that goes on."""
+    one = make(tokens_a_step=BLOCK_SIZE)
+    one.copier.is_stuck = not is_stored
+    one.compute_alone(PREFILL_ID)
+    one.add(OTHER, None, 1, first_token=200)
+    one.step_until(lambda: one.tokens(OTHER) == BLOCK_SIZE)
+    one.side_of_engine.revocations.weights_changed()
+    one.copier.is_stuck = False
+    one.step_until(lambda: OTHER in one.ended)
+    assert one.settles()
+    one.starts(LATER, loads=False)
+    one.add(DECODE_ID, None, 1, first_token=200)
+    one.step_until(lambda: DECODE_ID in one.ended)
+    assert DECODE_ID not in one.received
+    assert one.settles()
+    # What was computed since is stored again.
+    one.starts("cmpl-v-0-aaaaaaaa")
+
+
+def test_a_request_that_loads_while_weights_change_is_computed(make: Callable[..., TierNode]) -> None:
+    one = make()
+    one.compute_alone(PREFILL_ID)
+    assert one.settles()
+    one.copier.is_stuck = True
+    one.add(LATER, None, 1, num_tokens=PROMPT + BLOCK_SIZE)
+    one.step_until(lambda: one.waits(LATER))
+    one.side_of_engine.revocations.weights_changed()
+    one.copier.is_stuck = False
+    one.copier.spoils = True
+    one.computes_rightly(LATER)
+    assert LATER in one.received
+    one.copier.spoils = False
+    assert one.settles()
+    one.starts("cmpl-v-0-aaaaaaaa", loads=False)
+    one.starts("cmpl-u-0-aaaaaaaa")
+
+
+def test_a_worker_that_never_ends_a_copy_ends_the_engine(
+    make: Callable[..., TierNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "LONGEST_SECONDS", 0.1)
+    one = make()
+    one.copier.is_stuck = True
+    one.compute_alone(PREFILL_ID)
+    with pytest.raises(RuntimeError, match="has not copied blocks"):
+        one.step_until(lambda: not one.tier.is_copying)
+
+
+def test_blocks_are_free_when_the_last_of_several_workers_has_ended_their_copy(make: Callable[..., TierNode]) -> None:
+    one = make()
+    two_workers = one.of(one.engine.scheduler, is_tier).connector_scheduler
+    two_workers.config = two_workers.config._replace(num_workers=2)
+    reports: list[Any] = []
+    run = one.run
+
+    def by_both(output: SchedulerOutput) -> ModelRunnerOutput:
+        """The second worker ends each copy when it is told to."""
+        result = run(output)
+        told = result.kv_connector_output
+        if told is not None and told.kv_connector_worker_meta is not None:
+            reports.append(told.kv_connector_worker_meta)
+        return result
+
+    one.run = by_both  # type: ignore[method-assign]
+    one.compute_alone(PREFILL_ID)
+    for _ in range(5):
+        one.step()
+    assert reports and not all_free(one)
+    late = one.scheduler.schedule()
+    result = run(late)
+    result.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=reports[0])
+    one.take(late, result)
+    assert one.settles()
+
+
+def test_offers_that_give_way_are_stored_first(make: Callable[..., TierNode]) -> None:
+    """Their blocks go to the next request when they are stored, and their prompts need not be computed again."""
+    one = make()
+    one.copier.is_stuck = True
+    names = [f"cmpl-o-0-aaaaaaa{number}" for number in range(USABLE // BLOCKS)]
+    for place, name in enumerate(names):
+        prefilled(one, name, first_token=100 * place)
+    one.add(OTHER, SEND, 1, 900)
+    one.step_until(lambda: names[0] in one.sent)
+    for _ in range(3):
+        one.step()
+    assert not one.tokens(OTHER)
+    one.copier.is_stuck = False
+    one.step_until(lambda: OTHER in one.ended)
+    rest(one)
+    one.starts(LATER)
+
+
+def test_blocks_that_another_connector_has_not_loaded_are_not_kept(make: Callable[..., TierNode]) -> None:
+    one = make()
+    one.compute_alone(PREFILL_ID)
+    one.add(OTHER, None)
+    one.step_until(lambda: OTHER in one.received)
+    one.step()
+    run = one.run
+
+    def unloaded(output: SchedulerOutput) -> ModelRunnerOutput:
+        result = run(output)
+        assert result.kv_connector_output is not None
+        result.kv_connector_output.invalid_block_ids = {one.blocks(OTHER)[0]}
+        one.run = run  # type: ignore[method-assign]
+        return result
+
+    one.run = unloaded  # type: ignore[method-assign]
+    one.step()
+    one.step_until(lambda: not one.scheduler.has_requests())
+    assert one.settles()
+    one.starts(LATER, loads=False)
+
+
+def test_what_prefill_has_loaded_is_handed_over_and_stored_by_decode(
+    make: Callable[..., TierNode], node: Callable[..., Node], is_first: bool
+) -> None:
+    prefill, decode = make(), make(DECODE_FILLING)
+    prefill.compute_alone(OTHER)
+    assert prefill.settles()
+    params = prefilled(prefill, PREFILL_ID, num_tokens=PROMPT + BLOCK_SIZE)
+    assert PREFILL_ID in prefill.received
+    local = asked(decode, params, num_tokens=PROMPT + BLOCK_SIZE)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.holds(local, end=PROMPT + BLOCK_SIZE - 1)
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    rest(prefill, decode)
+    decode.starts(LATER)
+    assert decode.settles()
