@@ -121,7 +121,8 @@ class TierNode(Node):
         def checked(output: Any) -> None:
             compute(output)
             if request_id in output.num_scheduled_tokens:
-                seen.append(self.holds(self.blocks(request_id), end=self.tokens(request_id)))
+                end = min(self.tokens(request_id), self.scheduler.requests[request_id].num_prompt_tokens)
+                seen.append(self.holds(self.blocks(request_id), end=end))
 
         self.compute = checked  # type: ignore[method-assign]
         self.step_until(lambda: request_id in self.ended)
@@ -255,6 +256,20 @@ def test_nothing_from_before_a_change_of_weights_is_loaded(is_stored: bool, make
     assert one.settles()
     # What was computed since is stored again.
     one.starts("cmpl-v-0-aaaaaaaa")
+
+
+def test_requests_that_lose_their_blocks_to_a_forced_reset_are_computed(make: Callable[..., TierNode]) -> None:
+    """vLLM's connector asserts that it loads nothing in the step that tells of their preemption."""
+    one = make()
+    one.compute_alone(PREFILL_ID)
+    assert one.settles()
+    one.add(LATER, None, 8, num_tokens=PROMPT + BLOCK_SIZE)
+    one.step_until(lambda: LATER in one.received and one.status(LATER) == RequestStatus.RUNNING)
+    one.step_until(lambda: not one.tier.is_copying)
+    one.received.clear()
+    assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
+    one.computes_rightly(LATER)
+    assert LATER not in one.received and one.settles()
 
 
 def test_a_request_that_loads_while_weights_change_is_computed(make: Callable[..., TierNode]) -> None:

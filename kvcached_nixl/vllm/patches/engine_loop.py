@@ -33,6 +33,7 @@ from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, installed_has
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.look_ups import let_look_up
 from kvcached_nixl.vllm.patches.step_output import has_reports, stood_still
+from kvcached_nixl.vllm.patches.tier import tier_of
 from kvcached_nixl.vllm.patches.weights import identify_if_due
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -199,6 +200,9 @@ def reset_prefix_cache(call: Call) -> bool:
         return not any(side.revocations.has_blocks for side in found) and bool(call.proceed())
     for side in found:
         side.revocations.clear()
+    if (tier := tier_of(call.instance)) is not None:
+        # vLLM's engine would end if it loaded a request in the step that tells of its preemption here.
+        tier.forget()
     try:
         return bool(call.proceed())
     except RuntimeError:
