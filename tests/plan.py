@@ -70,7 +70,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_asking.py": (None, 12.0),
     "e2e/test_command.py": (None, 1.5),
     "e2e/test_conversations.py": (None, 4.0),
-    "e2e/test_drafts.py": (None, 5.0),
+    "e2e/test_drafts.py": (None, 10.0),
     "e2e/test_endpoints.py": (None, 3.5),
     "e2e/test_features.py": (None, 1.7),
     "e2e/test_fuzzed_parameters.py": (None, 2.5),

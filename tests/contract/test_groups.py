@@ -104,6 +104,7 @@ class Schedule:
     order: tuple[int | str | None, ...]
     verify_fraction: float = 1.0
     kernel_blocks_per_block: int = 1
+    num_drafts: int = 0
     started: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -134,6 +135,7 @@ class Schedule:
                 memory_path=dice.choice(["direct", "direct", "host"]),
                 verify_fraction=self.verify_fraction,
                 kernel_blocks_per_block=split,
+                num_drafts=self.num_drafts,
             )
 
         self.prefill, self.decode = engine(PREFILL_FILLING), engine(DECODE_FILLING)
@@ -264,6 +266,15 @@ def test_and_where_a_block_is_several_kernel_blocks(split: int, seed: int, make:
 
 
 @needs_states
+@SEEDS
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_and_where_vllm_may_draft(num_drafts: int, seed: int, make: Callable[..., Node]) -> None:
+    """A request has blocks for the states behind drafts, too, and no draft is computed with a prompt's last token."""
+    order = [*WITH_STATES.values()][seed % len(WITH_STATES)]
+    is_right(Schedule(make, seed, order, num_drafts=num_drafts))
+
+
+@needs_states
 @pytest.mark.parametrize("num_tokens", [BLOCK + 1, 4 * BLOCK + 1])
 def test_a_state_that_is_taken_away_before_its_request_runs_leaves_nothing(
     num_tokens: int, make: Callable[..., GroupsNode]
@@ -305,6 +316,22 @@ def the_superseded_slot(patch: Patcher) -> None:
 
     original = KVGroup.range
     patch.setattr(KVGroup, "range", range_)
+
+
+def the_slot_of_a_draft(patch: Patcher) -> None:
+    """Prefill names the block of the state behind the last draft."""
+
+    def range_(self: KVGroup, blocks: list[int], first_token: int, end_token: int) -> BlockRange:
+        if self.keeps is Keeps.STATE and blocks:
+            return BlockRange(end_token - 1, tuple(blocks[-1:]))
+        return original(self, blocks, first_token, end_token)
+
+    original = KVGroup.range
+    patch.setattr(KVGroup, "range", range_)
+
+
+def a_prompts_last_token_has_drafts(patch: Patcher) -> None:
+    patch.setattr(arrival, "draft_behind_prompts", lambda scheduler: None)
 
 
 def the_end_of_a_state_is_not_moved(patch: Patcher) -> None:
@@ -402,6 +429,8 @@ def a_cached_prefix_counts_for_the_state(patch: Patcher) -> None:
 
 FAULTS: tuple[Callable[[Patcher], None], ...] = (
     the_superseded_slot,
+    the_slot_of_a_draft,
+    a_prompts_last_token_has_drafts,
     the_end_of_a_state_is_not_moved,
     a_state_is_not_moved,
     groups_are_mixed_up,
@@ -422,7 +451,7 @@ def test_a_planted_fault_shows(fault: Callable[[Patcher], None], make: Callable[
         with pytest.MonkeyPatch.context() as patch:
             fault(patch)
             try:
-                Schedule(make, seed, order, verify_fraction=0.0).run()
+                Schedule(make, seed, order, verify_fraction=0.0, num_drafts=seed % 2 * 3).run()
             except (WrongBytes, AssertionError):
                 return
     pytest.fail("no schedule showed it")

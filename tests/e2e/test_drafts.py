@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding behind real prefill and decode servers, on either side or on both, beside one stock instance.
 
-The stock instance does not speculate: drafts may change how fast an answer comes, and nothing else.
+The stock instance does not speculate: drafts may change how fast an answer comes, and nothing else. Beside a model with
+states, whose kernels round, it does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +16,15 @@ from pathlib import Path
 import pytest
 from support import feature_asks as asks
 from support.feature_asks import Answer, Ask
-from support.feature_models import CHAT_TEMPLATE, chat_model, eagle
+from support.feature_models import CHAT_TEMPLATE, chat_model, drafting_hybrid, eagle
 from support.feature_servers import spec
 
 from experiments.common.counted import count, hand_overs
-from experiments.common.servers import Asking, Running, Server, running
+from experiments.common.device import INTERPRETED, LAYOUT
+from experiments.common.families import FAMILIES
+from experiments.common.servers import Asking, Running, Server, ServerSpec, running
 from experiments.common.servers import asks as asking
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 SERVING = ("--chat-template", CHAT_TEMPLATE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
@@ -116,3 +121,72 @@ def test_draft_models_on_both_sides(
         assert count([decode], ACCEPTED) == count([alone], ACCEPTED) > 0
         said = decode.log.read_text(errors="replace")
         assert f"expected drafts {method} " in said and "Run the same vLLM, kvcached, kvcached_nixl and model" in said
+
+
+# -------------------------------------------------------------------------------------------------- models with states
+
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+HYBRID = FAMILIES["qwen3.5"]
+CONFIGS = {"mtp": {"method": "mtp", "num_speculative_tokens": 2}, "ngram": NGRAM}
+ROUNDED_NATS = 0.1
+"""In bfloat16. With the state of another slot, log-probabilities differ by 0.4 and more."""
+
+
+def side_with_states(name: str, mode: str | None, model: Path, *arguments: str) -> ServerSpec:
+    """Without Triton's kernels, vLLM's CPU build cannot move the states of drafts; nor compute some alone."""
+    one = spec(name, model, mode, "--no-disable-hybrid-kv-cache-manager", *HYBRID.arguments, *arguments)
+    more = {**HYBRID.environment, **INTERPRETED, "EXPERIMENT_DRAFTS": "1", LAYOUT: "false"}
+    return dataclasses.replace(
+        one,
+        dtype=HYBRID.dtype,
+        block_size=HYBRID.block_size,
+        max_num_batched_tokens=256,
+        environment={**one.environment, **more},
+    )
+
+
+def turns() -> list[Ask]:
+    """Prompts of less than a block and of several, and the same again with more than a block behind them."""
+    found = []
+    for number, length in enumerate((60, 160, 257, 600)):
+        ids = [3 + number, *(3 + (7 * place + 31 * number) % 480 for place in range(length - 1))]
+        for name, prompt in ((f"{length} tokens", ids), (f"{length} tokens, and more", [*ids, *(ids[-20:] * 15)])):
+            body = {"model": "model", "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+            more = {"logprobs": 5, "return_token_ids": True, "return_tokens_as_token_ids": True}
+            found.append(Ask(name, {**body, **more}))
+    return found
+
+
+def check_rounded(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    for name, answer in found.items():
+        (one,), (other,) = answer["choices"], expected[name]["choices"]
+        assert one["token_ids"] == other["token_ids"], name
+        pairs = zip(one["logprobs"]["top_logprobs"], other["logprobs"]["top_logprobs"], strict=True)
+        gaps = [abs(here[token] - there[token]) for here, there in pairs for token in here.keys() & there]
+        assert max(gaps) < ROUNDED_NATS, (name, max(gaps))
+
+
+@pytest.mark.skipif(not installed_has(HITS_DIVERGE), reason="this vLLM cannot load states")
+@pytest.mark.parametrize(
+    ("method", "mode", "of_prefill"),
+    [("mtp", "pull", ()), ("mtp", "push", ("--no-enable-prefix-caching",)), ("ngram", "push", ())],
+)
+def test_drafts_of_a_model_with_states(method: str, mode: str, of_prefill: tuple[str, ...], tmp_path: Path) -> None:
+    """Answers are those of a stock instance that drafts, too, and as many drafts are right."""
+    model = drafting_hybrid(tmp_path / "model")
+    drafts = ("--speculative-config", json.dumps(CONFIGS[method]))
+    specs = [
+        side_with_states("alone", None, model, *drafts),
+        side_with_states("prefill", mode, model, *drafts, *of_prefill),
+        side_with_states("decode", mode, model, *drafts),
+    ]
+    asked = turns()
+    with Asking(specs, tmp_path) as launched:
+        alone, prefill, decode = launched.ready()
+        expected = asyncio.run(asks.answers(alone.base_url, asked))
+        check_rounded(asyncio.run(asks.answers(decode.base_url, asked)), expected)
+        assert hand_overs([prefill, decode], len(asked)) == len(asked)
+        assert count([decode], ACCEPTED) >= count([alone], ACCEPTED) > 0
+        assert count([decode], DRAFTED) <= count([alone], DRAFTED)
+        # Beside others, with everything in the prefix caches.
+        check_rounded(asyncio.run(asks.answers(decode.base_url, asked, at_once=4)), expected)

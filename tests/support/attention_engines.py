@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvcached_nixl.patching import Registry
@@ -67,11 +68,12 @@ STATE_SHAPES, STATE_DTYPES = ((3, 40), (2, 8, 8)), (torch.bfloat16, torch.float3
 CHECKPOINTS = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
 
 
-def state_spec_of(geometry: Geometry, mode: str) -> Any:
+def state_spec_of(geometry: Geometry, mode: str, num_drafts: int = 0) -> Any:
     """Returns the KV-cache spec of a group that keeps states.
 
     Args:
         mode: ``mamba_cache_mode``: "none", with one block for all tokens; or "align".
+        num_drafts: tokens that are drafted at once. As many blocks more are for the states behind them.
     """
     return MambaSpec(
         block_size=geometry.block_size * geometry.split if mode == "align" else MAX_TOKENS,
@@ -79,6 +81,9 @@ def state_spec_of(geometry: Geometry, mode: str) -> Any:
         dtypes=STATE_DTYPES,
         page_size_padded=geometry.page_bytes * geometry.split,
         mamba_cache_mode=mode,
+        num_speculative_blocks=num_drafts,
+        # Drafts are served with gated delta nets only.
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN if num_drafts else MambaAttentionBackendEnum.MAMBA2,
         # As Mamba2's, in any mode.
         **(CHECKPOINTS if installed_has(COUNTS_EXTERNAL_WEIGHTS) else {}),
     )

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
@@ -279,6 +280,7 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         kernel_blocks_per_block: int = 1,
         windows: Sequence[int | str | None] | None = None,
         kv_role: str = "",
+        num_drafts: int = 0,
         **extra_config: Any,
     ) -> AnyNode:
         """Creates a node.
@@ -287,11 +289,12 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
             windows: sliding window of each group; None for a group that keeps all tokens; the ``mamba_cache_mode`` of
                 one that keeps states.
             kv_role: another than that of its filling.
+            num_drafts: how many tokens vLLM may draft at once; the node never drafts one.
         """
         geometry = dataclasses.replace(geometry, split=kernel_blocks_per_block)
         model = write_model(folder, num_key_value_heads=geometry.num_kv_heads)
         role = kv_role or kind.roles.get(fill, "kv_both")
-        engine = _engine(model, geometry, kernel_blocks_per_block, windows, role, extra_config)
+        engine = _engine(model, geometry, kernel_blocks_per_block, windows, role, num_drafts, extra_config)
         one = _node(kind, engine, log, geometry, tokens_a_step, prefix_caching, policy)
         one.kernel_blocks_per_block = kernel_blocks_per_block
         one.windows = windows or ()
@@ -321,6 +324,7 @@ def _engine(
     kernel_blocks_per_block: int,
     windows: Sequence[int | str | None] | None,
     kv_role: str,
+    num_drafts: int,
     extra_config: dict[str, Any],
 ) -> Engine:
     names, pools = geometry.layer_names(), geometry.num_pools
@@ -329,12 +333,12 @@ def _engine(
         specs = [spec_of(geometry.of_group(group), group, kernel_blocks_per_block) for group in range(geometry.groups)]
     else:
         specs = [
-            state_spec_of(geometry, window)
+            state_spec_of(geometry, window, num_drafts)
             if isinstance(window, str)
             else spec_of(geometry.of_group(group), int(window is not None), kernel_blocks_per_block, window)
             for group, window in enumerate(windows)
         ]
-    return build_engine(
+    engine = build_engine(
         model,
         list(zip(of_group, specs, strict=True)),
         [names[pool::pools] for pool in range(pools)],
@@ -344,6 +348,15 @@ def _engine(
         extra_config,
         kv_role=kv_role,
     )
+    if num_drafts:
+        engine.config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=num_drafts,
+            prompt_lookup_max=2,
+            target_model_config=engine.config.model_config,
+            target_parallel_config=engine.config.parallel_config,
+        )
+    return engine
 
 
 def _node(

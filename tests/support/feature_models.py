@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 from experiments.common import model as models
+from experiments.common.families import make_family
 
 SHAPE = models.GQA
 CHAT_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -164,3 +165,34 @@ def _name_tokens(folder: Path, names: tuple[str, ...]) -> None:
         rules = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
         tokenizer["added_tokens"].append({"id": number, "content": name, **rules})
     path.write_text(json.dumps(tokenizer))
+
+
+def drafting_hybrid(folder: Path) -> Path:
+    """Qwen3.5 with a draft layer (MTP). Most tokens follow from the one before: six of them are a circle.
+
+    So n-grams come again, and no rounding decides between two tokens. What the layers add is in the log-probabilities.
+    """
+    shutil.copytree(make_family("qwen3.5"), folder)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    embedding *= 12
+    tokens = torch.arange(len(embedding) // 6 * 6)
+    follows = tokens // 6 * 6 + (tokens + 1) % 6
+    direction = torch.nn.functional.normalize(embedding[tokens].float())
+    weights["lm_head.weight"][follows] += direction.to(embedding.dtype)
+    weights |= _draft_layer(weights, embedding.shape[1])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
+    return folder
+
+
+def _draft_layer(weights: dict[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
+    """The model's last layer again; it gets a token's embedding, and some of the model's hidden state."""
+    last = max(name.partition("self_attn.")[0] for name in weights if "self_attn." in name)
+    found = {name.replace(last, "mtp.layers.0."): one.clone() for name, one in weights.items() if name.startswith(last)}
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        found[f"mtp.{name}.weight"] = weights["model.norm.weight"].clone()
+    hidden = torch.randn(size, size, generator=torch.Generator().manual_seed(5)) * 0.2
+    found["mtp.fc.weight"] = torch.cat([torch.eye(size), hidden], dim=1).to(torch.bfloat16)
+    return found

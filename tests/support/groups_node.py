@@ -74,6 +74,8 @@ class GroupsNode(Node):
     def compute_tokens(self, request: Request, blocks: list[list[int]], begin: int, count: int) -> None:
         """Computes some tokens of a request, whose blocks the device was told when the step was scheduled."""
         token_ids = list(request.all_token_ids[: begin + count])
+        # Behind them drafts, as which any tokens do. No state before those is kept.
+        token_ids += [0] * (begin + count - len(token_ids))
         self.keep_checkpoints(token_ids, begin, blocks)
         self.advance_states(token_ids, begin, blocks)
         for group in self.with_kv:
@@ -190,6 +192,7 @@ class GroupsNode(Node):
         asked = EngineCoreRequest(**{name: values.get(name) for name in EngineCoreRequest.__struct_fields__[:10]})
         # As `EngineCore.preprocess_add_request` does.
         arrival.align_chunks(self.scheduler)
+        arrival.draft_behind_prompts(self.scheduler)
         arrival.stop_before_last(asked)
         hasher = get_request_block_hasher(self.geometry.block_size * self.geometry.split, sha256)
         self.scheduler.add_request(Request.from_engine_core_request(asked, hasher))

@@ -20,3 +20,8 @@ if os.environ.get("EXPERIMENT_FEW_CORES"):
     few_cores.use_every_core()
     for name in few_cores.BINDINGS:
         wrapt.register_post_import_hook(few_cores.wait_for_events, name)
+if os.environ.get("EXPERIMENT_DRAFTS"):
+    import cpu_drafts
+    import wrapt
+
+    wrapt.register_post_import_hook(cpu_drafts.copy_indices, "vllm._custom_ops")

@@ -63,6 +63,10 @@ def state_bytes(spec: Any) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors_of_state(spec))
 
 
+def _kind_of_state(spec: Any) -> str:
+    return str(getattr(spec.mamba_type, "name", spec.mamba_type)).upper()
+
+
 def tensors_of_state(spec: Any) -> list[tuple[tuple[int, ...], Any]]:
     """Shape and data type of each tensor of a layer's state, on one rank."""
     return [(tuple(shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
@@ -73,10 +77,11 @@ def kind_of(kv_cache_spec: Any) -> str:
     kinds = set()
     for spec in specs_of(kv_cache_spec):
         known = vars(spec)
-        limits = [f" {name}={known[name]}" for name in ("sliding_window", "attention_chunk_size") if known.get(name)]
+        names = ("sliding_window", "attention_chunk_size", "num_speculative_blocks")
+        limits = [f" {name}={known[name]}" for name in names if known.get(name)]
         if is_state(spec):
             # Not the shapes: they depend on the tensor-parallel size.
-            limits = [f" {spec.mamba_type}", *(f" {dtype}" for _, dtype in tensors_of_state(spec))]
+            limits = [f" {spec.mamba_type}", *(f" {dtype}" for _, dtype in tensors_of_state(spec)), *limits]
         kinds.add(f"{type(spec).__name__}{''.join(limits)}")
     return "+".join(sorted(kinds))
 
@@ -142,10 +147,11 @@ def unserved_states(specs: Iterable[Any], speculative_config: Any) -> list[tuple
         spec.mamba_cache_mode == "align" and optional(spec, "num_prefill_checkpoint_blocks") for spec in specs
     ):
         refused.append(("checkpoints of states while a prompt is computed", "vLLM 0.32, or --no-enable-prefix-caching"))
-    if optional(speculative_config, "num_speculative_tokens"):
-        # vLLM may schedule drafts with the first token that decode computes, and takes that for a part of a prompt: the
-        # state is then one behind tokens that were only guessed (vllm#55178).
-        refused.append(("--speculative-config, with layers that keep a state", "no speculative decoding"))
+    kinds = {_kind_of_state(spec) for spec in specs} - {"GDN_ATTN"}
+    if kinds and optional(speculative_config, "num_speculative_tokens"):
+        # Not run: with drafts, the CPU kernels of vLLM itself compute other tokens than without.
+        found = f"--speculative-config, with states of {', '.join(sorted(kinds))}"
+        refused.append((found, "no speculative decoding, or a gated delta net"))
     return refused
 
 
@@ -197,7 +203,7 @@ def parts_of_state(
         dim_first: a convolution's channels come before its positions (``VLLM_SSM_CONV_STATE_LAYOUT=DS``).
     """
     tensors = tensors_of_state(spec)
-    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type)).upper()
+    kind = _kind_of_state(spec)
     if tp_size > 1 and optional(spec, "tp_replicated"):
         # vLLM 0.30 has layers whose state is the same on all ranks.
         alone = parts_of_state(spec, 0, 1, groups, dim_first=dim_first)

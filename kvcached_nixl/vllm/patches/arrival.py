@@ -86,7 +86,8 @@ def arrival_of(engine_scheduler: Any, request: Any) -> Arrival:
     "the request that vLLM adds for one that it has rejected has an id that the client chose. If a request whose "
     "blocks are kept has that id, the engine would end. So would it for stop tokens that the model does not have, and "
     "for an adapter whose files are incomplete. And prefill would hand over states behind a prompt's last token, "
-    "from which decode cannot go back, or on a CPU cached states of other tokens than those of their blocks. "
+    "from which decode cannot go back, or one of another block where drafts follow the token, or on a CPU cached "
+    "states of other tokens than those of their blocks. "
     "Embeddings would be hashed on the engine's thread.",
     remove_when="vLLM gives such a request a unique id, checks stop tokens, loads an adapter once, asks its "
     "connector where prefill stops, and keeps the block size that its scheduler was made with",
@@ -100,6 +101,7 @@ def preprocess_add_request(call: Call) -> Any:
         load_once(request, side.read.is_loaded)
     if any(side.keeps_states for side in sides_here):
         align_chunks(call.instance.scheduler)
+        draft_behind_prompts(call.instance.scheduler)
         stop_before_last(request)
     found = call.proceed()
     made, _ = found
@@ -169,6 +171,18 @@ def align_chunks(scheduler: Any) -> None:
         specs = (one.kv_cache_spec for one in private(scheduler, "kv_cache_config").kv_cache_groups)
         # One of them: vLLM takes states of one kind only.
         cache_config.block_size = next(spec.block_size for spec in specs if keeps_of(spec) is Keeps.STATE)
+
+
+def draft_behind_prompts(scheduler: Any) -> None:
+    """Let no step that computes the last token of a prompt have drafts.
+
+    vLLM's scheduler pads a token that is left alone of a prompt with as many drafts as a step of decode has. Where they
+    reach the next block, the state is not in the block of that token, and a manifest would name another one. vLLM does
+    not pad where the number of drafts is looked up by the number of requests: so it looks up a constant.
+    """
+    num_drafts = private(scheduler, "num_spec_tokens")
+    if num_drafts and private(scheduler, "dynamic_sd_lookup") is None:
+        scheduler.dynamic_sd_lookup = [num_drafts] * (private(scheduler, "max_num_running_reqs") + 1)
 
 
 def stop_before_last(core_request: Any) -> None:

@@ -500,7 +500,7 @@ def test_a_state_of_another_kind_is_another_fact(
         ("none", None, True, []),
         ("align", 0, True, []),
         ("all", None, True, ["--mamba-cache-mode all"]),
-        ("align", 2, True, ["--speculative-config, with layers that keep a state"]),
+        ("align", 2, True, ["--speculative-config, with states of SHORT_CONV"]),
         ("none", None, False, ["layers that keep a state, with vLLM"]),
     ],
 )
@@ -513,13 +513,27 @@ def test_what_would_make_a_state_the_wrong_one_is_refused(
     install: Install,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A state at every block boundary; one behind tokens that were only guessed; an engine that cannot load it."""
+    """A state at every block boundary; kernels that were not run with drafts; an engine that cannot load it."""
     install(*[HITS_DIVERGE] * serves_states)
     monkeypatch.setattr(MambaSpec, "mamba_cache_mode", mode)
     speculative = None if drafts is None else SimpleNamespace(num_speculative_tokens=drafts)
     view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()), speculative=speculative)
     assert [found[: len(word)] for (found, _), word in zip(view.unserved, words, strict=True)] == words
     assert worker(speculative=speculative).unserved == [], "only where there are states"
+
+
+@pytest.mark.parametrize("kind", ["gdn_attn", SimpleNamespace(name="GDN_ATTN")])
+def test_a_gated_delta_net_may_draft_as_many_tokens_as_its_peer(
+    kind: Any, attention_backends: list[list[str]], install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(HITS_DIVERGE)
+    monkeypatch.setattr(MambaSpec, "mamba_type", kind)
+    config = cache_of(FullAttentionSpec(), MambaSpec())
+    assert worker(kv_cache_config=config, speculative=SimpleNamespace(num_speculative_tokens=2)).unserved == []
+    plain = MambaSpec()
+    drafting = MambaSpec()
+    vars(drafting)["num_speculative_blocks"] = 2
+    assert kv_cache_specs.kind_of(drafting) == f"{kv_cache_specs.kind_of(plain)} num_speculative_blocks=2"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from kvcached_nixl.patching import Call
 from kvcached_nixl.vllm.adapter.requests import RequestView
-from kvcached_nixl.vllm.patches.arrival import stop_before_last
+from kvcached_nixl.vllm.patches.arrival import draft_behind_prompts, stop_before_last
 from kvcached_nixl.vllm.patches.connector import config_without_states, make_nixl_worker, zero_first
 
 SEND = {"do_remote_decode": True, "transfer_id": "t"}
@@ -120,6 +120,15 @@ def test_other_requests_are_not_changed(params: Any) -> None:
         before = msgspec.structs.replace(other)
         stop_before_last(other)
         assert other == before
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "before", "after"), [(2, None, [2, 2, 2, 2]), (2, [2, 1, 0, 0], [2, 1, 0, 0]), (0, None, None)]
+)
+def test_the_number_of_drafts_is_looked_up_so_that_vllm_does_not_pad(num_drafts: int, before: Any, after: Any) -> None:
+    scheduler = SimpleNamespace(num_spec_tokens=num_drafts, dynamic_sd_lookup=before, max_num_running_reqs=3)
+    draft_behind_prompts(scheduler)
+    assert scheduler.dynamic_sd_lookup == after
 
 
 def test_a_client_cannot_claim_that_a_prompt_is_cut() -> None:
