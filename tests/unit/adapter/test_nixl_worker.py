@@ -500,7 +500,7 @@ def test_a_state_of_another_kind_is_another_fact(
         ("none", None, True, []),
         ("align", 0, True, []),
         ("all", None, True, ["--mamba-cache-mode all"]),
-        ("align", 2, True, ["--speculative-config, with states of SHORT_CONV"]),
+        ("align", 2, True, ["--speculative-config, with layers that keep a state: SHORT_CONV"]),
         ("none", None, False, ["layers that keep a state, with vLLM"]),
     ],
 )
@@ -516,7 +516,7 @@ def test_what_would_make_a_state_the_wrong_one_is_refused(
     """A state at every block boundary; kernels that were not run with drafts; an engine that cannot load it."""
     install(*[HITS_DIVERGE] * serves_states)
     monkeypatch.setattr(MambaSpec, "mamba_cache_mode", mode)
-    speculative = None if drafts is None else SimpleNamespace(num_speculative_tokens=drafts)
+    speculative = None if drafts is None else SimpleNamespace(method="ngram", num_speculative_tokens=drafts)
     view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()), speculative=speculative)
     assert [found[: len(word)] for (found, _), word in zip(view.unserved, words, strict=True)] == words
     assert worker(speculative=speculative).unserved == [], "only where there are states"
@@ -529,7 +529,10 @@ def test_a_gated_delta_net_may_draft_as_many_tokens_as_its_peer(
     install(HITS_DIVERGE)
     monkeypatch.setattr(MambaSpec, "mamba_type", kind)
     config = cache_of(FullAttentionSpec(), MambaSpec())
-    assert worker(kv_cache_config=config, speculative=SimpleNamespace(num_speculative_tokens=2)).unserved == []
+    for method, words in {"mtp": [], "ngram": [], "eagle": ["state: eagle"]}.items():
+        speculative = SimpleNamespace(method=method, num_speculative_tokens=2, model="s", draft_model_config=None)
+        found = worker(kv_cache_config=config, speculative=speculative).unserved
+        assert [one[-len(word) :] for (one, _), word in zip(found, words, strict=True)] == words
     plain = MambaSpec()
     drafting = MambaSpec()
     vars(drafting)["num_speculative_blocks"] = 2
