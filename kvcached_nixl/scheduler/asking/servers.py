@@ -167,20 +167,21 @@ class Servers:
         self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, most: int, rest_tokens: int
     ) -> list[Server]:
         """Returns the servers to ask how much of a prompt they have cached: the one that was asked for most of it, and
-        some others; none if one is known that has most of it, or if there is no choice.
+        some others. None if there is no choice; only that one if it has nearly all, and none if no offer is wanted.
 
         Args:
             num_tokens: of the prompt.
-            rest_tokens: if a server has all but so many, it is enough to know that one.
+            rest_tokens: if a server has all but so many, its offer is wanted.
         """
         knowing, num_known = self._find(hashes)
         # One that has said to be this engine says so again now and then: others may be behind the same URL.
         said_seconds = self._clock.now_seconds() - LONGEST_PAUSE_SECONDS
         is_own = [one for one in self.all if one.is_own and one.queued_seconds > said_seconds]
         found = [one for one in self.all if not (self.rests(one) or one in is_own or one in tried)]
-        if knowing in found and num_tokens - num_known < rest_tokens:
-            return found[found.index(knowing) :][:1]
-        if len(found) < 2 or (knowing in found and 2 * num_known >= num_tokens):
+        nearly_all = num_tokens - max(rest_tokens, STRIDE * self._block_tokens)
+        if knowing is not None and knowing in found and num_known > nearly_all:
+            return [knowing] if rest_tokens else []
+        if len(found) < 2:
             return []
         self.random.shuffle(found)
         return sorted(found, key=lambda one: one is not knowing)[:most]

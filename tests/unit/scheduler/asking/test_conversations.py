@@ -492,3 +492,14 @@ def test_one_that_is_known_to_have_nearly_all_is_the_only_one_that_says_what_it_
     decode.asker.looked_up.clear()
     decode.arrives("b", num_prompt_tokens=LONG, block_hashes=hashes(*"0123456789abcde", "x"))
     assert decode.asker.looked_up == [("b", known)] and decode.blocks.released == {"b": decode.asker.says[known.url]}
+
+
+def test_one_that_has_much_is_not_asked_for_the_rest_where_another_has_nearly_all() -> None:
+    """A conversation has gone on elsewhere since."""
+    decode = looks(dict.fromkeys(URLS, says(0)), local_tokens=None)
+    decode.arrives("a", num_prompt_tokens=LONG // 2, block_hashes=hashes(*"01234567"))
+    known = decode.url("a")
+    other = next(url for url in URLS if url != known)
+    decode.asker.says = {**dict.fromkeys(URLS, says(0)), known: says(LONG // 2), other: offers(MORE)}
+    decode.arrives("b", num_prompt_tokens=LONG, block_hashes=hashes(*"0123456789abcdef"))
+    assert decode.blocks.released == {"b": offers(MORE)} and not decode.is_asked("b")
