@@ -40,8 +40,10 @@ from support.transports import until
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
+from kvcached_nixl.vllm.adapter import nixl_worker
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 from kvcached_nixl.vllm.patches import arrival
+from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 from kvcached_nixl.wire.manifest import BlockRange
@@ -219,7 +221,13 @@ class Schedule:
 
 
 @pytest.fixture
-def make(tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., Node]]:
+def make(
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Node]]:
+    # This model computes with the states that vLLM's scheduler names, whatever drafts them.
+    unserved = nixl_worker.unserved_states
+    served = lambda *found: [one for one in unserved(*found) if "speculative" not in one[0]]  # noqa: E731
+    monkeypatch.setattr(nixl_worker, "unserved_states", served)
     with nodes(Node, tmp_path, log) as one:
         yield one
 
@@ -297,6 +305,27 @@ def test_a_state_that_is_taken_away_before_its_request_runs_leaves_nothing(
     pool.free_blocks(others)
     runs_rightly(prefill, decode, num_tokens)
     rest(prefill, decode)
+
+
+@needs_states
+@pytest.mark.parametrize("mode", ["align", "none"])
+@pytest.mark.parametrize("num_drafts", [0, 2, 3])
+def test_a_request_that_lacks_the_blocks_of_its_drafts_states_is_seen(
+    num_drafts: int, mode: str, make: Callable[..., Node]
+) -> None:
+    """It would wait for ever: nobody would give way to it, and it would not starve."""
+    geometry = dataclasses.replace(GEOMETRY, groups=4, states=(0, 1, 2))
+    more = {"prefix_caching": mode == "align", "num_drafts": num_drafts}
+    node = make(DECODE_FILLING, geometry, windows=(mode, mode, mode, None), policy="fail", **more)
+    pool, blocks = node.scheduler.kv_cache_manager.block_pool, EngineBlocks(node.scheduler)
+    node.add(DECODE_ID, None, 4, num_tokens=40)
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    while node.status(DECODE_ID) == RequestStatus.WAITING:
+        assert blocks.starved is not None
+        pool.free_blocks([taken.pop()])
+        node.step()
+    pool.free_blocks(taken)
+    node.step_until(lambda: DECODE_ID in node.ended)
 
 
 # -------------------------------------------------------------------------------------------------------------- faults

@@ -266,7 +266,7 @@ class WorkerView:
         if len(ratios) > 1:
             shown = ", ".join(map(str, sorted(ratios)))
             refused.append((f"KV-cache groups with {shown} kernel blocks in a block", "the same in every group"))
-        refused += unserved_states(self._specs, self.vllm_config.speculative_config)
+        refused += unserved_states(self._specs, self.vllm_config)
         shuffles = _is_rocm() and optional(envs, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")
         if shuffles or "ROCM_ATTN" in {one.get_name() for one in self.attention_backends}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"

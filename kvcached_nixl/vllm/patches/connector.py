@@ -76,8 +76,9 @@ def get_num_new_matched_tokens(call: Call) -> Any:
 def update_state_after_alloc(call: Call) -> None:
     side, blocks, request = side_of(call.instance), call.argument("blocks").get_block_ids(), call.argument("request")
     side.allocated(side.read(request), blocks, call.argument("num_external_tokens"))
-    # vLLM counts those of preempted requests elsewhere.
-    if private(request, "skip_reading_prefix_cache") and not private(request, "num_preemptions"):
+    # vLLM counts those of preempted requests elsewhere, and none where KV was computed before.
+    is_counted = not (private(request, "num_preemptions") or request.num_computed_tokens)
+    if private(request, "skip_reading_prefix_cache") and is_counted:
         side.num_miscounted_tokens += int(request.num_prompt_tokens)
 
 

@@ -401,7 +401,9 @@ def _num_buffers(manager: Any) -> int:
 def _blocks_of(manager: Any, request: Any) -> int:
     """How many blocks of one KV-cache group a request needs for its prompt, in addition to those that it has."""
     first_block = manager.get_num_skipped_tokens(request.num_tokens) // manager.block_size
-    needed: int = -(-request.num_tokens // manager.block_size) - first_block
+    # Where vLLM drafts, a state has a block for each guessed token, too.
+    last_block = -(-request.num_tokens // manager.block_size) + optional(manager, "num_speculative_blocks", 0)
+    needed: int = last_block - first_block
     return max(0, needed - len(private(manager, "req_to_blocks").get(request.request_id, ())))
 
 

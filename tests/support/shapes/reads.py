@@ -190,6 +190,7 @@ READS = (
         "SingleTypeKVCacheManager",
         "req_to_blocks free block_size get_num_skipped_tokens",
     ),
+    _of("vllm.v1.core.single_type_kv_cache_manager", "MambaManager", "num_speculative_blocks"),
     _of(
         "vllm.v1.core.block_pool",
         "BlockPool",
@@ -295,6 +296,7 @@ READS = (
         "CacheConfig",
         "block_size cache_dtype kv_offloading_size",
         calculate_kv_scales=HITS_DIVERGE.earlier,
+        use_replayssm=HITS_DIVERGE.later,
     ),
     _of(
         f"{_CONFIG}.multimodal",

@@ -14,7 +14,13 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.vllm.adapter import nixl_worker
 from kvcached_nixl.vllm.adapter import specs as kv_cache_specs
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
-from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, HITS_DIVERGE, LOADS_BEHIND, Change
+from kvcached_nixl.vllm.adapter.versions import (
+    COUNTS_EXTERNAL_WEIGHTS,
+    HASHES_AHEAD,
+    HITS_DIVERGE,
+    LOADS_BEHIND,
+    Change,
+)
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.worker.geometry.layout import Page
@@ -159,13 +165,13 @@ def worker(**changed: Any) -> WorkerView:
     parallel = SimpleNamespace(
         pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
     )
-    cache = SimpleNamespace(cache_dtype="auto", block_size=16)
+    cache = SimpleNamespace(cache_dtype="auto", block_size=16, use_replayssm=False)
     model = SimpleNamespace(
         model="m", revision=None, dtype="bf16", quantization=None, quantization_config=None,
         hf_config=config_of(), hf_text_config=config_of(),
         is_multimodal_model=False, multimodal_config=None, trust_remote_code=False, max_model_len=4096,
         get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2,
-        model_impl="auto", disable_sliding_window=False,
+        model_impl="auto", disable_sliding_window=False, architectures=["Qwen3NextForCausalLM"],
     )  # fmt: skip
     for owner in (parallel, cache, model):
         optional = {id(cache): "calculate_kv_scales", id(model): "uses_mrope"}.get(id(owner))
@@ -500,7 +506,7 @@ def test_a_state_of_another_kind_is_another_fact(
         ("none", None, True, []),
         ("align", 0, True, []),
         ("all", None, True, ["--mamba-cache-mode all"]),
-        ("align", 2, True, ["--speculative-config, with layers that keep a state: SHORT_CONV"]),
+        ("align", 2, True, ["--speculative-config with method ngram for Qwen3NextForCausalLM"]),
         ("none", None, False, ["layers that keep a state, with vLLM"]),
     ],
 )
@@ -522,21 +528,33 @@ def test_what_would_make_a_state_the_wrong_one_is_refused(
     assert worker(speculative=speculative).unserved == [], "only where there are states"
 
 
-@pytest.mark.parametrize("kind", ["gdn_attn", SimpleNamespace(name="GDN_ATTN")])
-def test_a_gated_delta_net_may_draft_as_many_tokens_as_its_peer(
-    kind: Any, attention_backends: list[list[str]], install: Install, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("method", "model", "is_new", "is_served"),
+    [
+        ("mtp", "Qwen3NextForCausalLM", True, True),
+        ("mtp", "Qwen3_5MoeForConditionalGeneration", True, True),
+        ("mtp", "Qwen3_5ForCausalLM", False, False),
+        ("ngram", "Qwen3NextForCausalLM", True, False),
+        ("mtp", "KimiLinearForCausalLM", True, False),
+    ],
+)
+def test_drafts_with_states_are_served_where_they_were_compared(
+    method: str, model: str, is_new: bool, is_served: bool, attention_backends: list[list[str]], install: Install
 ) -> None:
-    install(HITS_DIVERGE)
-    monkeypatch.setattr(MambaSpec, "mamba_type", kind)
+    install(HITS_DIVERGE, *[HASHES_AHEAD] * is_new)
     config = cache_of(FullAttentionSpec(), MambaSpec())
-    for method, words in {"mtp": [], "ngram": [], "eagle": ["state: eagle"]}.items():
-        speculative = SimpleNamespace(method=method, num_speculative_tokens=2, model="s", draft_model_config=None)
-        found = worker(kv_cache_config=config, speculative=speculative).unserved
-        assert [one[-len(word) :] for (one, _), word in zip(found, words, strict=True)] == words
-    plain = MambaSpec()
-    drafting = MambaSpec()
+    speculative = SimpleNamespace(method=method, num_speculative_tokens=2, model="s", draft_model_config=None)
+    view = worker(kv_cache_config=config, speculative=speculative, architectures=[model])
+    assert (not [one for one, _ in view.unserved if "speculative" in one]) is is_served
+    plain, drafting = MambaSpec(), MambaSpec()
     vars(drafting)["num_speculative_blocks"] = 2
     assert kv_cache_specs.kind_of(drafting) == f"{kv_cache_specs.kind_of(plain)} num_speculative_blocks=2"
+
+
+def test_states_that_are_kept_in_pieces_are_refused(attention_backends: list[list[str]], install: Install) -> None:
+    install(HITS_DIVERGE)
+    view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()), use_replayssm=True)
+    assert [one for one, _ in view.unserved] == ["--use-replayssm"]
 
 
 @pytest.mark.parametrize(
