@@ -290,6 +290,20 @@ def test_a_request_that_loads_while_weights_change_is_computed(make: Callable[..
     one.starts("cmpl-u-0-aaaaaaaa")
 
 
+def test_a_request_that_waits_for_blocks_that_are_stored_does_not_starve(make: Callable[..., TierNode]) -> None:
+    one = make()
+    one.copier.is_stuck = True
+    for number in range(USABLE // BLOCKS):
+        one.compute_alone(f"cmpl-o-0-aaaaaaa{number}", first_token=100 * number)
+    one.add(LATER, None, 1, first_token=400)
+    for _ in range(3):
+        one.step()
+    assert not one.tokens(LATER) and one.side_of_engine.due_in_seconds is None
+    one.copier.is_stuck = False
+    one.step_until(lambda: LATER in one.ended)
+    assert one.settles()
+
+
 def test_a_worker_that_never_ends_a_copy_ends_the_engine(
     make: Callable[..., TierNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
