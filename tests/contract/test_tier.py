@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from support import attention_engines, engine_node, handover_node
+from support.clocks import ManualClock
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, nodes
 from support.handover_node import (
     ANOTHER_REQUESTS,
@@ -301,6 +302,26 @@ def test_a_request_that_waits_for_blocks_that_are_stored_does_not_starve(make: C
     assert not one.tokens(LATER) and one.side_of_engine.due_in_seconds is None
     one.copier.is_stuck = False
     one.step_until(lambda: LATER in one.ended)
+    assert one.settles()
+
+
+def test_a_long_row_of_copies_does_not_end_the_engine(
+    make: Callable[..., TierNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them take longer than one may."""
+    clock = ManualClock()
+    monkeypatch.setattr(served, "Clock", lambda: clock)
+    one = make()
+    one.copier.is_stuck = True
+    for number in range(USABLE // BLOCKS):
+        one.compute_alone(f"cmpl-o-0-aaaaaaa{number}", first_token=100 * number)
+    # vLLM's worker begins to store with the next step.
+    one.step()
+    for number in sorted(one.copier.ordered):
+        for _ in range(int(served.LONGEST_SECONDS * 0.6)):
+            clock.advance(1.0)
+            one.step()
+        one.copier.wait({number})
     assert one.settles()
 
 

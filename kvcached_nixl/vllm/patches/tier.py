@@ -22,7 +22,8 @@ from kvcached_nixl.vllm.adapter.attributes import connectors, metadata_in, priva
 from kvcached_nixl.vllm.adapter.neighbours import is_tier
 
 LONGEST_SECONDS = 120.0
-"""The engine ends if a job takes longer: nothing else would bring back its blocks, or the request that waits for it."""
+"""The engine ends if a job takes longer, once those before it have ended: nothing else would bring back its blocks, or
+the request that waits for it."""
 _MOST_SECONDS = 1.0
 """Of a step, what counts at most: workers begin and end jobs in steps."""
 _TIER = "_kvcached_nixl_tier"
@@ -69,11 +70,13 @@ class Tier:
             for number, count in private(told, "completed_jobs").items() if is_of_tier else ():
                 if number in self._jobs:
                     self._jobs[number].num_workers -= count
+        first = min((number for number, job in self._jobs.items() if job.num_workers <= 0), default=self._newest)
         self._jobs = {number: job for number, job in self._jobs.items() if job.num_workers > 0}
         now = self._clock.now_seconds()
         passed, self._looked_at_seconds = min(now - self._looked_at_seconds, _MOST_SECONDS), now
-        for job in self._jobs.values():
-            job.left_seconds -= passed
+        for number, job in self._jobs.items():
+            # It may have waited for that one.
+            job.left_seconds = LONGEST_SECONDS if number > first else job.left_seconds - passed
         if any(job.left_seconds < 0 for job in self._jobs.values()):
             raise RuntimeError(
                 f"OffloadingConnector: a worker has not copied blocks in {LONGEST_SECONDS:g} s. The engine ends: it "

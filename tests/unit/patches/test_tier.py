@@ -132,6 +132,20 @@ def test_a_job_that_does_not_end_ends_the_engine(engine: Engine) -> None:
         engine.tier.ended(None)
 
 
+def test_a_long_row_of_jobs_does_not_end_the_engine_but_one_that_others_pass_does(engine: Engine) -> None:
+    engine.jobs |= {number: job("a", 1) for number in range(400)}
+    for number in range(200):
+        for _ in range(2 if number else 1):
+            engine.clock.advance(1.0)
+            engine.tier.ended(None)
+        engine.tier.ended(done(number))
+    with pytest.raises(RuntimeError, match="has not copied blocks in 120 s"):
+        for number in range(201, 400):
+            engine.clock.advance(1.0)
+            engine.tier.ended(done(number))
+    assert number == 200 + LONGEST_SECONDS + 1
+
+
 def test_an_engine_without_our_connector_is_left_alone() -> None:
     offloading = type("OffloadingConnector", (), {"__module__": "vllm.distributed.kv_transfer.kv_connector.v1.of"})
     assert tier_of(SimpleNamespace(connector=None)) is None
