@@ -325,6 +325,46 @@ def test_a_long_row_of_copies_does_not_end_the_engine(
     assert one.settles()
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_second_change_before_the_next_step_is_taken(is_ours: bool, make: Callable[..., TierNode]) -> None:
+    """vLLM's connector asserts that there is one. What is in flight is waited for, and not loaded."""
+    one = make()
+    one.copier.is_stuck = True
+    one.compute_alone(PREFILL_ID)
+    one.side_of_engine.revocations.weights_changed()
+    if is_ours:
+        one.side_of_engine.revocations.weights_changed()
+    else:
+        assert one.scheduler.reset_connector_cache()
+    assert one.tier.is_copying and not all_free(one)
+    one.copier.is_stuck = False
+    assert one.settles()
+    one.starts(LATER, loads=False)
+
+
+def test_copies_of_vllms_own_reset_are_in_flight(make: Callable[..., TierNode]) -> None:
+    """In the step that begins them."""
+    one = make()
+    one.copier.is_stuck = True
+    one.add(PREFILL_ID, None, 4)
+    output = one.scheduler.schedule()
+    assert one.scheduler.reset_connector_cache()
+    assert one.tier.is_copying
+    one.take(output, one.run(output))
+    one.copier.is_stuck = False
+    one.step_until(lambda: PREFILL_ID in one.ended)
+    assert one.settles()
+
+
+def test_what_waits_when_weights_change_is_stored(make: Callable[..., TierNode]) -> None:
+    one = make()
+    one.add(PREFILL_ID, None, 1)
+    one.side_of_engine.revocations.weights_changed()
+    one.step_until(lambda: PREFILL_ID in one.ended)
+    assert one.settles()
+    one.starts(LATER)
+
+
 def test_a_worker_that_never_ends_a_copy_ends_the_engine(
     make: Callable[..., TierNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:

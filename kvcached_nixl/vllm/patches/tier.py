@@ -42,7 +42,6 @@ class Tier:
     """The jobs of an engine, and its parked blocks. On the engine's thread."""
 
     def __init__(self, connector: Any, pool: Any, clock: Clock) -> None:
-        self._connector = connector
         self._scheduler = private(connector, "connector_scheduler")
         self._clock = clock
         self._jobs: dict[int, _Job] = {}
@@ -52,6 +51,7 @@ class Tier:
         self._parked: list[Any] = []
         self.free = private(pool, "free_blocks")
         pool.free_blocks = self._free_or_park
+        self._reset_cache, connector.reset_cache = connector.reset_cache, self._reset
 
     @property
     def is_copying(self) -> bool:
@@ -96,14 +96,25 @@ class Tier:
 
         Returns: requests that have loaded KV, or wait for it.
         """
-        self._note()
-        self._connector.reset_cache()
+        self._reset()
         for request_id, status in private(self._scheduler, "_req_status").items():
-            # vLLM would store all that these requests have, under the hashes of before.
-            self._store_no_more(request_id)
-            for group in private(status, "group_states"):
+            groups = private(status, "group_states")
+            if private(status, "req").num_computed_tokens or any(private(one, "block_ids") for one in groups):
+                # vLLM would store all that the request has, under the hashes of before.
+                self._store_no_more(request_id)
+            for group in groups:
                 private(group, "offload_keys").clear()
         return set(self._loads)
+
+    def _reset(self) -> bool | None:
+        """In place of the connector's ``reset_cache``, which asserts that there was none since the last step."""
+        self._note()
+        flushed = private(self._scheduler, "_current_batch_jobs_to_flush")
+        before = set(flushed)
+        flushed.clear()
+        done: bool | None = self._reset_cache()
+        flushed |= before
+        return done
 
     def _store_no_more(self, request_id: str) -> None:
         status = private(self._scheduler, "_req_status").get(request_id)

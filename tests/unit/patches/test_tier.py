@@ -41,16 +41,23 @@ class Engine:
         self.num_resets = 0
         self.clock = ManualClock()
         self.pool = SimpleNamespace(free_blocks=lambda blocks: self.freed.extend(one.block_id for one in blocks))
-        scheduler = SimpleNamespace(_jobs=self.jobs, _req_status=self.statuses)
-        self.tier = Tier(SimpleNamespace(connector_scheduler=scheduler, reset_cache=self.reset), self.pool, self.clock)
+        self.flushed: set[int] = set()
+        scheduler = SimpleNamespace(
+            _jobs=self.jobs, _req_status=self.statuses, _current_batch_jobs_to_flush=self.flushed
+        )
+        self.connector = SimpleNamespace(connector_scheduler=scheduler, reset_cache=self.reset)
+        self.tier = Tier(self.connector, self.pool, self.clock)
 
     def reset(self) -> None:
+        assert not self.flushed
         self.num_resets += 1
+        self.flushed.update(self.jobs)
         self.jobs.clear()
 
-    def starts(self, request_id: str) -> Any:
-        groups = [SimpleNamespace(offload_keys=[b"key"])]
-        self.statuses[request_id] = SimpleNamespace(max_offload_tokens=None, group_states=groups)
+    def starts(self, request_id: str, num_computed_tokens: int = 1, *block_ids: int) -> Any:
+        groups = [SimpleNamespace(offload_keys=[b"key"], block_ids=list(block_ids))]
+        request = SimpleNamespace(num_computed_tokens=num_computed_tokens)
+        self.statuses[request_id] = SimpleNamespace(req=request, max_offload_tokens=None, group_states=groups)
         return self.statuses[request_id]
 
 
@@ -98,9 +105,21 @@ def test_a_report_of_a_job_that_was_never_seen_is_passed_over(engine: Engine) ->
 
 
 def test_requests_that_had_begun_store_nothing_under_the_hashes_of_before(engine: Engine) -> None:
-    one = engine.starts("a")
+    """One that has blocks may have lost its tokens to a load that has failed."""
+    found = engine.starts("a"), engine.starts("b", 0, 3), engine.starts("c", 0)
     engine.tier.forget()
-    assert one.max_offload_tokens == 0 and not one.group_states[0].offload_keys
+    assert [one.max_offload_tokens for one in found] == [0, 0, None]
+    assert not any(one.group_states[0].offload_keys for one in found)
+
+
+def test_what_workers_are_to_end_is_kept_until_they_are_told(engine: Engine) -> None:
+    """vLLM resets its cache by itself, too."""
+    engine.jobs[0] = job("a", 1)
+    engine.tier.forget()
+    engine.jobs[1] = job("b", 2)
+    engine.connector.reset_cache()
+    engine.tier.forget()
+    assert engine.flushed == {0, 1} and engine.num_resets == 3 and engine.tier.is_copying
 
 
 def test_nothing_is_stored_of_a_request_that_has_ended(engine: Engine) -> None:
