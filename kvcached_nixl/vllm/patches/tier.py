@@ -52,6 +52,7 @@ class Tier:
         self.free = private(pool, "free_blocks")
         pool.free_blocks = self._free_or_park
         self._reset_cache, connector.reset_cache = connector.reset_cache, self._reset
+        self._matched, connector.get_num_new_matched_tokens = connector.get_num_new_matched_tokens, self._match
 
     @property
     def is_copying(self) -> bool:
@@ -115,6 +116,18 @@ class Tier:
         done: bool | None = self._reset_cache()
         flushed |= before
         return done
+
+    def _match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """In place of the connector's ``get_num_new_matched_tokens``, which vLLM calls before a request begins.
+
+        A streaming session is neither stored nor loaded. vLLM adds the blocks of its next input to those of its first,
+        although they replace them. And it drops the tokens of a session that begins anew, as `forget` has it do.
+        """
+        if private(request, "resumable"):
+            self._store_no_more(request.request_id)
+            return 0, False
+        found: tuple[int | None, bool] = self._matched(request, num_computed_tokens)
+        return found
 
     def _store_no_more(self, request_id: str) -> None:
         status = private(self._scheduler, "_req_status").get(request_id)

@@ -45,7 +45,9 @@ class Engine:
         scheduler = SimpleNamespace(
             _jobs=self.jobs, _req_status=self.statuses, _current_batch_jobs_to_flush=self.flushed
         )
-        self.connector = SimpleNamespace(connector_scheduler=scheduler, reset_cache=self.reset)
+        self.connector = SimpleNamespace(
+            connector_scheduler=scheduler, reset_cache=self.reset, get_num_new_matched_tokens=lambda *_: (32, True)
+        )
         self.tier = Tier(self.connector, self.pool, self.clock)
 
     def reset(self) -> None:
@@ -110,6 +112,14 @@ def test_requests_that_had_begun_store_nothing_under_the_hashes_of_before(engine
     engine.tier.forget()
     assert [one.max_offload_tokens for one in found] == [0, 0, None]
     assert not any(one.group_states[0].offload_keys for one in found)
+
+
+def test_a_streaming_session_is_neither_stored_nor_loaded(engine: Engine) -> None:
+    one, other = engine.starts("a"), engine.starts("b")
+    match = engine.connector.get_num_new_matched_tokens
+    assert match(SimpleNamespace(request_id="a", resumable=True), 0) == (0, False)
+    assert match(SimpleNamespace(request_id="b", resumable=False), 0) == (32, True)
+    assert (one.max_offload_tokens, other.max_offload_tokens) == (0, None)
 
 
 def test_what_workers_are_to_end_is_kept_until_they_are_told(engine: Engine) -> None:
