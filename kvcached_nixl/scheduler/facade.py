@@ -456,7 +456,8 @@ class SchedulerFacade:
         self._link.step.is_stalled = blocks.is_paused or bool(stalled)
         # So are those of offers, when decode has fetched them or their leases end, and of other connectors. Not those
         # of requests that have their KV and wait for more blocks, too: memory may have gone since they were admitted.
-        if stalled and blocks.others_have_blocks({*stalled, *self._fetching.received}):
+        # Blocks that are parked are in no table.
+        if stalled and (blocks.is_copied or blocks.others_have_blocks({*stalled, *self._fetching.received})):
             stalled = []
         self._starvation.turn(stalled, blocks, self.num_held_blocks)
 

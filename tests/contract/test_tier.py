@@ -15,7 +15,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from support import attention_engines, engine_node, handover_node
-from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, nodes
+from support.clocks import ManualClock
+from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, nodes, prompt
 from support.handover_node import (
     ANOTHER_REQUESTS,
     BLOCK_SIZE,
@@ -31,9 +32,12 @@ from support.handover_node import (
     until_both,
 )
 from support.transports import until
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.vllm.adapter.attributes import connectors, side_of
 from kvcached_nixl.vllm.adapter.neighbours import is_tier
@@ -102,6 +106,16 @@ class TierNode(Node):
     def compute_alone(self, request_id: str, **options: Any) -> None:
         self.add(request_id, None, 1, **options)
         self.step_until(lambda: request_id in self.ended)
+
+    def takes(self, request_id: str, first_token: int, num_tokens: int) -> None:
+        """The next input of a streaming session."""
+        hasher = get_request_block_hasher(self.geometry.block_size, sha256)
+        tokens, sampling = prompt(first_token, num_tokens), SamplingParams(ignore_eos=True, max_tokens=1)
+        self.scheduler.add_request(
+            Request(request_id, tokens, sampling, None, block_hasher=hasher, resumable=num_tokens > 0)
+        )
+        if num_tokens:
+            self.step_until(lambda: self.status(request_id) == RequestStatus.WAITING_FOR_STREAMING_REQ)
 
     def settles(self) -> bool:
         """Whether nothing is copied any more, and all blocks are free."""
@@ -288,6 +302,105 @@ def test_a_request_that_loads_while_weights_change_is_computed(make: Callable[..
     assert one.settles()
     one.starts("cmpl-v-0-aaaaaaaa", loads=False)
     one.starts("cmpl-u-0-aaaaaaaa")
+
+
+def test_a_session_whose_beginning_is_stored_keeps_its_tokens_when_weights_change(
+    make: Callable[..., TierNode],
+) -> None:
+    one = make()
+    one.compute_alone(PREFILL_ID)
+    assert one.settles()
+    one.takes(LATER, 0, PROMPT + BLOCK_SIZE)
+    assert LATER not in one.received
+    one.side_of_engine.revocations.weights_changed()
+    one.takes(LATER, 300, 2 * BLOCK_SIZE)
+    all_tokens = list(one.scheduler.requests[LATER].all_token_ids)
+    assert all_tokens[:-1] == prompt(0, PROMPT + BLOCK_SIZE) + prompt(300, 2 * BLOCK_SIZE)
+
+
+def test_no_input_of_a_session_is_stored(make: Callable[..., TierNode]) -> None:
+    """vLLM would store the second one from blocks of the first."""
+    one = make()
+    one.takes(OTHER, 0, 2 * BLOCK_SIZE)
+    one.takes(OTHER, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE)
+    assert not one.tier.is_copying
+    one.takes(OTHER, 0, 0)
+    assert one.settles()
+    one.starts(LATER, num_tokens=5 * BLOCK_SIZE, loads=False)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_second_change_before_the_next_step_is_taken(is_ours: bool, make: Callable[..., TierNode]) -> None:
+    """vLLM's connector asserts that there is one. What is in flight is waited for, and not loaded."""
+    one = make()
+    one.copier.is_stuck = True
+    one.compute_alone(PREFILL_ID)
+    one.side_of_engine.revocations.weights_changed()
+    if is_ours:
+        one.side_of_engine.revocations.weights_changed()
+    else:
+        assert one.scheduler.reset_connector_cache()
+    assert one.tier.is_copying and not all_free(one)
+    one.copier.is_stuck = False
+    assert one.settles()
+    one.starts(LATER, loads=False)
+
+
+def test_copies_of_vllms_own_reset_are_in_flight(make: Callable[..., TierNode]) -> None:
+    """In the step that begins them."""
+    one = make()
+    one.copier.is_stuck = True
+    one.add(PREFILL_ID, None, 4)
+    output = one.scheduler.schedule()
+    assert one.scheduler.reset_connector_cache()
+    assert one.tier.is_copying
+    one.take(output, one.run(output))
+    one.copier.is_stuck = False
+    one.step_until(lambda: PREFILL_ID in one.ended)
+    assert one.settles()
+
+
+def test_what_waits_when_weights_change_is_stored(make: Callable[..., TierNode]) -> None:
+    one = make()
+    one.add(PREFILL_ID, None, 1)
+    one.side_of_engine.revocations.weights_changed()
+    one.step_until(lambda: PREFILL_ID in one.ended)
+    assert one.settles()
+    one.starts(LATER)
+
+
+def test_a_request_that_waits_for_blocks_that_are_stored_does_not_starve(make: Callable[..., TierNode]) -> None:
+    one = make()
+    one.copier.is_stuck = True
+    for number in range(USABLE // BLOCKS):
+        one.compute_alone(f"cmpl-o-0-aaaaaaa{number}", first_token=100 * number)
+    one.add(LATER, None, 1, first_token=400)
+    for _ in range(3):
+        one.step()
+    assert not one.tokens(LATER) and one.side_of_engine.due_in_seconds is None
+    one.copier.is_stuck = False
+    one.step_until(lambda: LATER in one.ended)
+    assert one.settles()
+
+
+def test_a_long_row_of_copies_does_not_end_the_engine(
+    make: Callable[..., TierNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them take longer than one may."""
+    clock = ManualClock()
+    monkeypatch.setattr(served, "Clock", lambda: clock)
+    one = make()
+    one.copier.is_stuck = True
+    for number in range(USABLE // BLOCKS):
+        one.compute_alone(f"cmpl-o-0-aaaaaaa{number}", first_token=100 * number)
+    # vLLM's worker begins to store with the next step.
+    one.step()
+    for number in sorted(one.copier.ordered):
+        for _ in range(int(served.LONGEST_SECONDS * 0.6)):
+            clock.advance(1.0)
+            one.step()
+        one.copier.wait({number})
+    assert one.settles()
 
 
 def test_a_worker_that_never_ends_a_copy_ends_the_engine(

@@ -28,6 +28,7 @@ from kvcached_nixl.vllm.adapter.queues import hold
 from kvcached_nixl.vllm.adapter.requests import WHOLE_BECAUSE, ends_in_media, hash_embeddings, is_stand_in
 from kvcached_nixl.vllm.adapter.specs import keeps_of
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
+from kvcached_nixl.vllm.patches.tier import tier_of
 from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, Keeps
 
 
@@ -49,6 +50,8 @@ def add_request(call: Call) -> None:
         # A worker may load an adapter's files again for any request that uses it, so identify it for every request.
         side.read.adapter_arrives(request.lora_request)
         is_held |= side.arrived(side.read(request), may_hold=not is_held)
+    # It has to see what vLLM does with the request from here on.
+    tier_of(call.instance)
     call.proceed()
     if is_held:
         hold(call.instance, request)

@@ -22,7 +22,8 @@ from kvcached_nixl.vllm.adapter.attributes import connectors, metadata_in, priva
 from kvcached_nixl.vllm.adapter.neighbours import is_tier
 
 LONGEST_SECONDS = 120.0
-"""The engine ends if a job takes longer: nothing else would bring back its blocks, or the request that waits for it."""
+"""The engine ends if a job takes longer, once those before it have ended: nothing else would bring back its blocks, or
+the request that waits for it."""
 _MOST_SECONDS = 1.0
 """Of a step, what counts at most: workers begin and end jobs in steps."""
 _TIER = "_kvcached_nixl_tier"
@@ -41,7 +42,6 @@ class Tier:
     """The jobs of an engine, and its parked blocks. On the engine's thread."""
 
     def __init__(self, connector: Any, pool: Any, clock: Clock) -> None:
-        self._connector = connector
         self._scheduler = private(connector, "connector_scheduler")
         self._clock = clock
         self._jobs: dict[int, _Job] = {}
@@ -51,6 +51,8 @@ class Tier:
         self._parked: list[Any] = []
         self.free = private(pool, "free_blocks")
         pool.free_blocks = self._free_or_park
+        self._reset_cache, connector.reset_cache = connector.reset_cache, self._reset
+        self._matched, connector.get_num_new_matched_tokens = connector.get_num_new_matched_tokens, self._match
 
     @property
     def is_copying(self) -> bool:
@@ -69,11 +71,13 @@ class Tier:
             for number, count in private(told, "completed_jobs").items() if is_of_tier else ():
                 if number in self._jobs:
                     self._jobs[number].num_workers -= count
+        first = min((number for number, job in self._jobs.items() if job.num_workers <= 0), default=self._newest)
         self._jobs = {number: job for number, job in self._jobs.items() if job.num_workers > 0}
         now = self._clock.now_seconds()
         passed, self._looked_at_seconds = min(now - self._looked_at_seconds, _MOST_SECONDS), now
-        for job in self._jobs.values():
-            job.left_seconds -= passed
+        for number, job in self._jobs.items():
+            # It may have waited for that one.
+            job.left_seconds = LONGEST_SECONDS if number > first else job.left_seconds - passed
         if any(job.left_seconds < 0 for job in self._jobs.values()):
             raise RuntimeError(
                 f"OffloadingConnector: a worker has not copied blocks in {LONGEST_SECONDS:g} s. The engine ends: it "
@@ -93,14 +97,37 @@ class Tier:
 
         Returns: requests that have loaded KV, or wait for it.
         """
-        self._note()
-        self._connector.reset_cache()
+        self._reset()
         for request_id, status in private(self._scheduler, "_req_status").items():
-            # vLLM would store all that these requests have, under the hashes of before.
-            self._store_no_more(request_id)
-            for group in private(status, "group_states"):
+            groups = private(status, "group_states")
+            if private(status, "req").num_computed_tokens or any(private(one, "block_ids") for one in groups):
+                # vLLM would store all that the request has, under the hashes of before.
+                self._store_no_more(request_id)
+            for group in groups:
                 private(group, "offload_keys").clear()
         return set(self._loads)
+
+    def _reset(self) -> bool | None:
+        """In place of the connector's ``reset_cache``, which asserts that there was none since the last step."""
+        self._note()
+        flushed = private(self._scheduler, "_current_batch_jobs_to_flush")
+        before = set(flushed)
+        flushed.clear()
+        done: bool | None = self._reset_cache()
+        flushed |= before
+        return done
+
+    def _match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """In place of the connector's ``get_num_new_matched_tokens``, which vLLM calls before a request begins.
+
+        A streaming session is neither stored nor loaded. vLLM adds the blocks of its next input to those of its first,
+        although they replace them. And it drops the tokens of a session that begins anew, as `forget` has it do.
+        """
+        if private(request, "resumable"):
+            self._store_no_more(request.request_id)
+            return 0, False
+        found: tuple[int | None, bool] = self._matched(request, num_computed_tokens)
+        return found
 
     def _store_no_more(self, request_id: str) -> None:
         status = private(self._scheduler, "_req_status").get(request_id)

@@ -39,6 +39,7 @@ class HostTierWorker(OffloadingWorker):  # type: ignore[misc, unused-ignore]
     """Copies late, and only when it is asked.
 
     Attributes:
+        ordered: by the job's number, what is to be copied.
         is_stuck: nothing is copied, unless vLLM waits for it.
         spoils: what is loaded are other bytes.
     """
@@ -48,7 +49,7 @@ class HostTierWorker(OffloadingWorker):  # type: ignore[misc, unused-ignore]
         self._host = [torch.zeros(int(extra["host_blocks"]), one.shape[1], dtype=one.dtype) for one in tensors]
         self._delay_seconds = float(extra.get("delay_seconds", 0))
         self._folder = extra.get("folder")
-        self._ordered: dict[int, tuple[float, Any, Any, bool]] = {}
+        self.ordered: dict[int, tuple[float, Any, Any, bool]] = {}
         self._ended: list[TransferResult] = []
         self.is_stuck = self.spoils = False
 
@@ -60,14 +61,14 @@ class HostTierWorker(OffloadingWorker):  # type: ignore[misc, unused-ignore]
 
     def get_finished(self) -> list[TransferResult]:
         now = time.monotonic()
-        due = [job_id for job_id, (at, *_) in self._ordered.items() if at <= now and not self.is_stuck]
+        due = [job_id for job_id, (at, *_) in self.ordered.items() if at <= now and not self.is_stuck]
         self.wait(set(due))
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        for job_id in sorted(job_ids & self._ordered.keys()):
-            _, blocks, kept, is_store = self._ordered.pop(job_id)
+        for job_id in sorted(job_ids & self.ordered.keys()):
+            _, blocks, kept, is_store = self.ordered.pop(job_id)
             for device, host in zip(self._device, self._host, strict=True):
                 for block_id, place in zip(blocks, kept, strict=True):
                     source, target = (device[block_id], host[place]) if is_store else (host[place], device[block_id])
@@ -80,5 +81,5 @@ class HostTierWorker(OffloadingWorker):  # type: ignore[misc, unused-ignore]
 
     def _order(self, job_id: int, device: Any, host: Any, *, is_store: bool) -> bool:
         at = time.monotonic() + self._delay_seconds
-        self._ordered[job_id] = (at, device.block_ids.tolist(), host.block_ids.tolist(), is_store)
+        self.ordered[job_id] = (at, device.block_ids.tolist(), host.block_ids.tolist(), is_store)
         return True

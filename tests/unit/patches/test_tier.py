@@ -41,16 +41,25 @@ class Engine:
         self.num_resets = 0
         self.clock = ManualClock()
         self.pool = SimpleNamespace(free_blocks=lambda blocks: self.freed.extend(one.block_id for one in blocks))
-        scheduler = SimpleNamespace(_jobs=self.jobs, _req_status=self.statuses)
-        self.tier = Tier(SimpleNamespace(connector_scheduler=scheduler, reset_cache=self.reset), self.pool, self.clock)
+        self.flushed: set[int] = set()
+        scheduler = SimpleNamespace(
+            _jobs=self.jobs, _req_status=self.statuses, _current_batch_jobs_to_flush=self.flushed
+        )
+        self.connector = SimpleNamespace(
+            connector_scheduler=scheduler, reset_cache=self.reset, get_num_new_matched_tokens=lambda *_: (32, True)
+        )
+        self.tier = Tier(self.connector, self.pool, self.clock)
 
     def reset(self) -> None:
+        assert not self.flushed
         self.num_resets += 1
+        self.flushed.update(self.jobs)
         self.jobs.clear()
 
-    def starts(self, request_id: str) -> Any:
-        groups = [SimpleNamespace(offload_keys=[b"key"])]
-        self.statuses[request_id] = SimpleNamespace(max_offload_tokens=None, group_states=groups)
+    def starts(self, request_id: str, num_computed_tokens: int = 1, *block_ids: int) -> Any:
+        groups = [SimpleNamespace(offload_keys=[b"key"], block_ids=list(block_ids))]
+        request = SimpleNamespace(num_computed_tokens=num_computed_tokens)
+        self.statuses[request_id] = SimpleNamespace(req=request, max_offload_tokens=None, group_states=groups)
         return self.statuses[request_id]
 
 
@@ -98,9 +107,29 @@ def test_a_report_of_a_job_that_was_never_seen_is_passed_over(engine: Engine) ->
 
 
 def test_requests_that_had_begun_store_nothing_under_the_hashes_of_before(engine: Engine) -> None:
-    one = engine.starts("a")
+    """One that has blocks may have lost its tokens to a load that has failed."""
+    found = engine.starts("a"), engine.starts("b", 0, 3), engine.starts("c", 0)
     engine.tier.forget()
-    assert one.max_offload_tokens == 0 and not one.group_states[0].offload_keys
+    assert [one.max_offload_tokens for one in found] == [0, 0, None]
+    assert not any(one.group_states[0].offload_keys for one in found)
+
+
+def test_a_streaming_session_is_neither_stored_nor_loaded(engine: Engine) -> None:
+    one, other = engine.starts("a"), engine.starts("b")
+    match = engine.connector.get_num_new_matched_tokens
+    assert match(SimpleNamespace(request_id="a", resumable=True), 0) == (0, False)
+    assert match(SimpleNamespace(request_id="b", resumable=False), 0) == (32, True)
+    assert (one.max_offload_tokens, other.max_offload_tokens) == (0, None)
+
+
+def test_what_workers_are_to_end_is_kept_until_they_are_told(engine: Engine) -> None:
+    """vLLM resets its cache by itself, too."""
+    engine.jobs[0] = job("a", 1)
+    engine.tier.forget()
+    engine.jobs[1] = job("b", 2)
+    engine.connector.reset_cache()
+    engine.tier.forget()
+    assert engine.flushed == {0, 1} and engine.num_resets == 3 and engine.tier.is_copying
 
 
 def test_nothing_is_stored_of_a_request_that_has_ended(engine: Engine) -> None:
@@ -130,6 +159,20 @@ def test_a_job_that_does_not_end_ends_the_engine(engine: Engine) -> None:
     engine.clock.advance(1.0)
     with pytest.raises(RuntimeError, match="has not copied blocks in 120 s"):
         engine.tier.ended(None)
+
+
+def test_a_long_row_of_jobs_does_not_end_the_engine_but_one_that_others_pass_does(engine: Engine) -> None:
+    engine.jobs |= {number: job("a", 1) for number in range(400)}
+    for number in range(200):
+        for _ in range(2 if number else 1):
+            engine.clock.advance(1.0)
+            engine.tier.ended(None)
+        engine.tier.ended(done(number))
+    with pytest.raises(RuntimeError, match="has not copied blocks in 120 s"):
+        for number in range(201, 400):
+            engine.clock.advance(1.0)
+            engine.tier.ended(done(number))
+    assert number == 200 + LONGEST_SECONDS + 1
 
 
 def test_an_engine_without_our_connector_is_left_alone() -> None:
