@@ -268,7 +268,13 @@ def test_how_much_of_a_prompt_is_cached_is_asked_of_the_engine(client: Client) -
     assert not client.calls
     assert post(app, body).status_code == 400, "prefill computes prompts of tokens at /v1/completions"
     assert post(app, Question("r", IDS, "unknown").look_up_body(), LOOK_UP_PATH).status_code == 404
-    for query in ("least_tokens=many", "least_tokens=-1", "most_seconds=nan", "most_seconds=inf"):
+    for query in (
+        "least_tokens=many",
+        "least_tokens=-1",
+        f"least_tokens={2**64}",
+        "most_seconds=nan",
+        "most_seconds=inf",
+    ):
         assert post(app, body, f"{LOOK_UP_PATH}?{query}").status_code == 400
     assert not client.calls
     reply = post(app, body, f"{LOOK_UP_PATH}?least_tokens=2&most_seconds=0.5")

@@ -71,8 +71,11 @@ async def looked_up(body: bytearray, request: Any) -> Any:
 
 def _wanted(query: Mapping[str, str]) -> tuple[int, float]:
     least_tokens, most_seconds = int(query.get(LEAST_TOKENS, "0")), float(query.get(MOST_SECONDS, "0"))
-    if not (least_tokens >= 0 and 0 <= most_seconds < math.inf):
-        raise ValueError(f"found {least_tokens} tokens within {most_seconds} s; expected no less than 0")
+    # A number of more than 64 bits could not be sent to the engine.
+    if not (0 <= least_tokens < 2**31 and 0 <= most_seconds < math.inf):
+        raise ValueError(
+            f"found {least_tokens} tokens within {most_seconds} s; expected 0 to {2**31 - 1}, and 0 s or more"
+        )
     return least_tokens, most_seconds
 
 
