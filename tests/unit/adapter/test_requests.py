@@ -284,42 +284,6 @@ def test_a_name_is_given_to_another_adapter_by_whoever_arrives_and_not_by_whoeve
     assert found == [set(), {lora(path).lora_name}, set()] and not reads.take_renamed()
 
 
-def hash_next(request: Any) -> None:
-    request.block_hashes += vars(request)["_block_hasher"](request)
-
-
-def test_a_request_that_is_set_apart_has_hashes_of_its_own() -> None:
-    """Those that it has, and each further one; vLLM computes it from the one before. However often it is set apart."""
-
-    def hasher(request: Any) -> list[bytes]:
-        known = len(request.block_hashes)
-        return [b"%d after " % place + request.block_hashes[-1][:4] for place in range(known, request.num_full)]
-
-    def made() -> Any:
-        return SimpleNamespace(block_hashes=[b"0", b"1"], _block_hasher=hasher, num_full=3)
-
-    seen: list[bytes] = []
-    both = made(), made()
-    for one in (*both, made()):
-        if one in both:
-            requests.set_apart(one)
-            before = list(one.block_hashes)
-            for _ in range(2000):
-                requests.set_apart(one)
-            assert one.block_hashes == before
-        hash_next(one)
-        seen += one.block_hashes
-    assert len(seen) == 9 == len(set(seen))
-    empty = SimpleNamespace(block_hashes=[], _block_hasher=lambda _: [b"0"])
-    requests.set_apart(empty)
-    hash_next(empty)
-    assert len(empty.block_hashes) == 1 and empty.block_hashes != [b"0"], "it had not filled a block yet"
-    without_cache = SimpleNamespace(block_hashes=[], _block_hasher=None)
-    before = dict(vars(without_cache))
-    requests.set_apart(without_cache)
-    assert vars(without_cache) == before
-
-
 def test_an_adapter_that_may_have_been_loaded_by_others_is_like_no_other_until_it_is_loaded_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

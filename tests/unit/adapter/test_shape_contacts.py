@@ -43,12 +43,3 @@ def test_a_difference_is_found(qualname: str, parameters: str, found: str | None
     source: Any = Source()
     said = differing(source, [Contact("vllm.one", qualname, parameter_lists(parameters))])
     assert said == ([] if found is None else [f"vllm.one.{qualname}: {found}"])
-
-
-def test_a_name_that_is_imported_is_read_where_it_is_defined() -> None:
-    source: Any = Source()
-    for text in ("from vllm.other import moved", "from .other import moved"):
-        FILES["vllm/two.py"] = f"{text}\n"
-        source.paths = frozenset(FILES)
-        assert differing(source, [Contact("vllm.two", "moved", (("x", "y"),))]) == []
-    assert differing(source, [Contact("vllm.three", "moved", ("x", "y"))]) == ["vllm.three.moved: not there"]

@@ -84,21 +84,6 @@ def test_a_nesting_bomb_is_malformed() -> None:
         convert(deep, Tree)
 
 
-@given(st.binary(max_size=60))
-def test_no_bytes_raise_anything_else(encoded: bytes) -> None:
-    for kind in (Tree, Any, Identifier, tuple[int, ...]):
-        try:
-            decoder(kind)(encoded)
-        except Malformed:
-            continue
-
-
-def test_half_a_character_in_bytes_is_malformed() -> None:
-    for encoded in (b"\xa3\xed\xa0\x80", b"\xa1\xff", b"\xa4\xf0\x28\x8c\xbc"):
-        with pytest.raises(Malformed):
-            decoder(str)(encoded)
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["left", "value", "x"]), inner),
@@ -111,12 +96,6 @@ def test_no_value_raises_anything_else(value: Any) -> None:
     """Whatever JSON can say, NaN and half characters too."""
     with contextlib.suppress(Malformed):
         assert isinstance(convert(value, Tree), Tree)
-
-
-def test_what_cannot_be_a_message_is_refused_with_the_words_expected() -> None:
-    require(True, "anything")
-    with pytest.raises(ValueError, match="expected a rank"):
-        require(False, "a rank")
 
 
 def test_mutated_bytes_are_read_or_malformed() -> None:

@@ -153,18 +153,6 @@ def test_a_rank_at_its_bounds_is_sound(changed: dict[str, Any]) -> None:
     assert read_rank(msgspec.msgpack.encode(fields)).engine_id == RANK.engine_id
 
 
-def test_a_process_that_nobody_knows_has_no_number_and_no_name() -> None:
-    """Golden: peers tell by these values that it could not be found out."""
-    found = read_rank(msgspec.msgpack.encode(msgspec.to_builtins(RANK, builtin_types=(bytes,)) | {"process": {}}))
-    assert (found.process.boot_id, found.process.namespaces, found.process.pid, found.process.started) == ("", "", 0, 0)
-
-
-def test_the_size_of_a_block_is_that_of_its_kernel_blocks() -> None:
-    group = GroupMemory((PLANES, PLANES), 3)
-    assert (group.kernel_block_size, group.block_size) == (4, 12)
-    assert GroupMemory((PLANES,)).block_size == 4
-
-
 @pytest.mark.parametrize("missing", RankHandshake.__struct_fields__)
 def test_a_rank_that_leaves_something_out_is_malformed(missing: str) -> None:
     fields = msgspec.to_builtins(RANK, builtin_types=(bytes,))

@@ -44,16 +44,6 @@ def test_the_numbers_fit_where_a_handshake_would_succeed() -> None:
         assert fits(here, there) is (ours.misfit(theirs) == ""), (ours, theirs)
 
 
-def test_numbers_are_kept_by_a_float_and_equal_everywhere() -> None:
-    one = Kind.of([answer(known(A, B, C)), answer(known(A, C, C))])
-    assert all(float(number) == number > 0 for number in one)
-    assert all(int(float(str(float(number)))) == number for number in one)
-    assert one == (Kind.of([answer(known(A, B, C)), answer(known(A, C, C))]))
-    assert one.weights != Kind.of([answer(known(A, C, C)), answer(known(A, B, C))]).weights
-    assert Kind.of([answer(known(A, B, C)), answer(known(A, "", B))])[1:] == (0, 0)
-    assert Kind.of([answer(known(A, B, C), "other")]).compatibility != one.compatibility
-
-
 def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(Malformed):
         Kind.of([("tag", b"\xc1")])

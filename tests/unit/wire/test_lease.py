@@ -32,14 +32,6 @@ def test_heartbeats_name_each_id_once_in_order_and_none_is_too_large(ids: list[s
         assert len(one) + 1 + len(read_heartbeat(following)[0].encode()) > MAX_HEARTBEAT_BYTES
 
 
-@pytest.mark.parametrize("behind", [[], ["b"]])
-@pytest.mark.parametrize(("length", "fits"), [(MAX_HEARTBEAT_BYTES - 5, True), (MAX_HEARTBEAT_BYTES - 4, False)])
-def test_a_heartbeat_is_full_before_the_next_begins(length: int, fits: bool, behind: list[str]) -> None:
-    first, *others = heartbeats(["a", "x" * length, *behind])
-    assert (len(first) == MAX_HEARTBEAT_BYTES) is fits
-    assert len(others) == (not fits) + len(behind)
-
-
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_id_that_fits_into_no_heartbeat_keeps_no_other_from_being_named(place: int) -> None:
     """vLLM's own worker would send it."""

@@ -198,19 +198,6 @@ def test_a_manifest_at_its_bounds_is_sound(changed: dict[str, Any]) -> None:
     assert convert(plain, Manifest).protocol == PROTOCOL
 
 
-@pytest.mark.parametrize("missing", Manifest.__struct_fields__)
-def test_a_missing_field_is_named(missing: str) -> None:
-    plain = as_json(MANIFEST)
-    del plain[missing]
-    with pytest.raises(Malformed, match=missing):
-        convert(plain, Manifest)
-
-
-def test_what_prefill_itself_makes_is_held_to_the_same() -> None:
-    with pytest.raises(ValueError, match="no block twice"):
-        msgspec.structs.replace(MANIFEST, groups=(BlockRange(0, (1, 2, 1)),), block_sizes=(4,))
-
-
 def test_ranges_hold_the_prompt_and_nothing_else() -> None:
     """Whatever else is allocated: generated tokens, look-ahead; and what has left a window is not there."""
     blocks = ([7, 3, 9, 11, 12], [0, 5, 6, 13, 14])

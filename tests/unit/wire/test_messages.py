@@ -81,11 +81,6 @@ def fields_of(message: Message, changed: dict[str, Any]) -> dict[str, Any]:
     return fields | changed
 
 
-def test_only_the_write_with_the_manifest_is_the_last() -> None:
-    assert Written(7, 0, 2, MANIFEST).is_last
-    assert not Written(7, 0, 2).is_last
-
-
 @pytest.mark.parametrize(
     "stock",
     [b"HB:a,b", b"PUSH_REG:\x80", b"cmpl-1-0-abcdef01:1", b"KVNX3:\x80", b"", *heartbeats(["a"])],

@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.codecs import each
 from support.parameter_ids import plain_id
 
@@ -24,7 +22,6 @@ from kvcached_nixl.wire.params import (
     FetchParams,
     KvTransferParams,
     RemotePrefill,
-    asks,
     name_of,
     prefill_params,
     read_fetch,
@@ -56,28 +53,6 @@ def read(params: dict[str, Any], *, may_rendezvous: bool = False, request_id: st
 
 
 # ---------------------------------------------------------------------------------------------------------------- roles
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        (None, False),
-        ([], False),
-        ("do_remote_prefill", False),
-        ({}, False),
-        ({"do_remote_prefill": None}, False),
-        ({"do_remote_prefill": False}, False),
-        ({"do_remote_decode": True}, False),
-        ({"do_remote_prefill": True}, True),
-        # Not booleans: refused where the role is taken up, so they must get there.
-        ({"do_remote_prefill": "false"}, True),
-        ({"do_remote_prefill": 1}, True),
-        ({"do_remote_prefill": []}, True),
-    ],
-    ids=str,
-)
-def test_a_role_is_named_in_whatever_form(params: object, expected: bool) -> None:
-    assert asks(params, "do_remote_prefill") is expected
 
 
 WRONG_ROLES: list[dict[str, Any]] = [
@@ -121,21 +96,7 @@ def test_a_field_with_an_endless_name_is_not_shown_whole() -> None:
     assert len(str(refused.value)) < 1000
 
 
-def test_one_role_is_enough() -> None:
-    require_one_role({"do_remote_decode": True})
-    require_one_role({"do_remote_decode": True, "do_remote_prefill": False})
-    assert read({key: value for key, value in ANSWER.items() if key != "do_remote_decode"}).manifest == MANIFEST
-
-
 # --------------------------------------------------------------------------------------------------------- coordinates
-
-
-def test_prefill_is_found_by_its_coordinates() -> None:
-    """Keys of other uses are left alone; one rank is the default."""
-    params = BOTH_AT_ONCE | {"remote_block_ids": None, "remote_request_id": None, "transfer_id": None, "more": object()}
-    assert read(params, may_rendezvous=True).prefill == PREFILL
-    del params["tp_size"]
-    assert read(params, may_rendezvous=True).prefill.tp_size == 1
 
 
 WRONG_COORDINATES = each(
@@ -176,12 +137,6 @@ def test_parameters_at_their_bounds_are_used(changed: dict[str, Any]) -> None:
     assert msgspec.to_builtins(found) == COORDINATES | {key: changed[key] for key in COORDINATES if key in changed}
 
 
-@pytest.mark.parametrize("missing", ["remote_engine_id", "remote_host", "remote_port"])
-def test_a_missing_coordinate_is_named(missing: str) -> None:
-    with pytest.raises(HandOverFailed, match=missing):
-        read({name: value for name, value in ANSWER.items() if name != missing})
-
-
 # ------------------------------------------------------------------------------------------------------------- manifest
 
 
@@ -203,25 +158,6 @@ def test_a_manifest_that_is_none_is_refused_even_where_none_is_needed(value: obj
     with pytest.raises(HandOverFailed, match="kv_transfer_params: ") as refused:
         read(ANSWER | {MANIFEST_KEY: value}, may_rendezvous=may_rendezvous)
     assert refused.value.cause is FailureCause.PARAMETERS
-
-
-@pytest.mark.parametrize(
-    "value", [None, -1, "", "\ud800", float("nan"), float("inf"), [], {}, True, 2**70], ids=plain_id
-)
-@pytest.mark.parametrize("field", Manifest.__struct_fields__)
-def test_each_field_of_a_manifest_is_checked(field: str, value: object) -> None:
-    """The manifest in prefill's `Written` message has an empty list of groups; decode finds no range in it."""
-    if field == "groups" and value == []:
-        assert read(ANSWER | {MANIFEST_KEY: as_json(MANIFEST) | {field: value}}).manifest is not None
-        return
-    with pytest.raises(HandOverFailed) as refused:
-        read(ANSWER | {MANIFEST_KEY: as_json(MANIFEST) | {field: value}})
-    assert refused.value.cause is FailureCause.PARAMETERS
-
-
-def test_a_lease_is_named_as_exactly_as_it_can_be() -> None:
-    assert read(ANSWER).lease_name == PREFILL_ID
-    assert read(BOTH_AT_ONCE | {"transfer_id": "t"}, may_rendezvous=True).lease_name == "transfer:t"
 
 
 # ----------------------------------------------------------------------------------------------------------------- name
@@ -296,38 +232,6 @@ def test_an_id_of_a_router_in_the_place_of_prefill_s_is_not_used(theirs: object)
 
 
 # --------------------------------------------------------------------------------------------------------------- answer
-
-
-WORDS = st.text('ab09-é"', min_size=1, max_size=12)
-REQUEST_IDS = st.builds(
-    "{}{}-0{}".format,
-    st.sampled_from(["cmpl-", "chatcmpl-", ""]),
-    WORDS,
-    st.sampled_from(["-0123abcd", "-89ef4567"]),
-)
-
-
-@given(
-    prefill=st.builds(RemotePrefill, WORDS, WORDS, st.integers(1, 65535), st.integers(1, MAX_TP_SIZE)),
-    prefill_id=REQUEST_IDS,
-    decode_id=REQUEST_IDS,
-    transfer_id=st.none() | WORDS,
-    mode=st.sampled_from(["pull", "push"]),
-)
-@settings(deadline=None, max_examples=50)
-def test_what_prefill_answers_leads_decode_to_it(
-    prefill: RemotePrefill, prefill_id: str, decode_id: str, transfer_id: str | None, mode: str
-) -> None:
-    """Through a router that passes it on as JSON, with any id of its own for decode's request."""
-    manifest = Manifest(PROTOCOL, "0" * 16, prefill_id, "0" * 32, 3, (4,), (1, 1), (BlockRange(0, (7,)),), 30.0, 0)
-    told = {"transfer_id": transfer_id, "transfer_mode": TransferMode(mode)}
-    made = prefill_params(prefill, manifest, **told, cached_tokens=0)
-    answer = json.loads(json.dumps(made))
-    found = read(answer, request_id=decode_id)
-    assert (found.prefill, found.manifest) == (prefill, manifest)
-    assert found.manifest is not None and found.manifest.ownership_token == manifest.ownership_token
-    asked = {"do_remote_decode": True} | ({} if transfer_id is None else {"transfer_id": transfer_id})
-    assert found.name == name_of(asked, prefill_id)
 
 
 def test_the_answer_of_prefill_is_these_keys() -> None:

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import typing
-from typing import Any
 
 import msgspec
-import pytest
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause, RevocationCause
+from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
@@ -24,7 +21,6 @@ from kvcached_nixl.wire.step import (
     LeaseRenewal,
     OfferUpdate,
     Preempt,
-    Report,
     Revocation,
     Revoke,
     Step,
@@ -37,14 +33,6 @@ from kvcached_nixl.wire.step import (
 
 PREFILL = RemotePrefill("p", "h", 1, 1)
 WAKE = WakeAddress("127.0.0.1", 1, "k")
-
-
-def test_what_ranks_report_is_joined() -> None:
-    """Whatever is said twice counts once; of a failure, the first reason."""
-    one = Report({(1, 0)}, {(4, 0)}, {1: (FailureCause.LOST, "first")}, {7})
-    one.add(Report({(1, 1)}, {(4, 0)}, {1: (FailureCause.LEASE, "second"), 2: (FailureCause.LEASE, "")}, {7}, {8}, {9}))
-    failed = {1: (FailureCause.LOST, "first"), 2: (FailureCause.LEASE, "")}
-    assert one == Report({(1, 0), (1, 1)}, {(4, 0)}, failed, {7}, {8}, {9})
 
 
 P1, D1 = PrefillRequestId("p"), DecodeRequestId("d")
@@ -85,18 +73,3 @@ def test_what_is_withheld_is_one_requests_tokens() -> None:
     assert step.commands == [empty, other, Finish(P1)]
     step.withhold(P1, even_empty=True)
     assert step.commands == [other, Finish(P1)] and step.of(OfferUpdate) == [other]
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [({}, False), ({"is_idle": False}, False), ({"is_stalled": True}, False), ({"lasted": [(1, True, 0.0)]}, False)]
-    + [({"counts": {1: 1}}, True), ({"quarantined_blocks": 0}, True), ({"commands": EVERY[:1]}, True)],
-)
-def test_whatever_workers_act_on_is_news(fields: dict[str, Any], expected: bool) -> None:
-    assert Step("h", 1, WAKE, "s", **fields).has_news == expected
-
-
-def test_a_step_reaches_another_process_as_it_was() -> None:
-    """vLLM's executors pickle what they send to workers."""
-    step = Step("h", 1, WAKE, "s", EVERY, {1: 1}, 0)
-    assert pickle.loads(pickle.dumps(step)) == step

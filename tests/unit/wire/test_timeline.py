@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from kvcached_nixl.wire.timeline import MOST_MARKS, State, Timeline, attempt_of
+from kvcached_nixl.wire.timeline import MOST_MARKS, State, Timeline
 
 
 def decoded() -> Timeline:
@@ -30,23 +29,6 @@ def test_states_add_up_to_the_whole() -> None:
     assert sum(found.lasted().values()) == 3.25 - 1.0
     found.end(9.0)
     assert found.end_seconds == 3.25, "it has ended"
-
-
-def test_entering_a_state_again_changes_nothing() -> None:
-    found = decoded()
-    found.enter(State.DECODE_MOVING, 2.5)
-    assert found.marks[-1] == (State.DECODE_MOVING, 2.0)
-
-
-def test_a_state_that_took_no_time_is_there() -> None:
-    """A trace shows every state that a hand-over went through."""
-    found = decoded()
-    found.enter(State.DECODE_VERIFYING, 2.0)
-    found.end(2.0)
-    assert [(one.state, one.end_seconds - one.begin_seconds) for one in found.intervals()][-2:] == [
-        (State.DECODE_MOVING, 0.0),
-        (State.DECODE_VERIFYING, 0.0),
-    ]
 
 
 def test_a_timeline_is_bounded() -> None:
@@ -78,18 +60,3 @@ def test_a_workers_timeline_takes_the_place_of_the_time_in_which_the_scheduler_k
         (State.DECODE_RESUMING, 3.125),
     ]
     assert sum(of_request.lasted().values()) == 4.0
-
-
-def test_what_a_worker_sends_goes_through_msgpack() -> None:
-    """It travels in vLLM's statistics."""
-    found = decoded()
-    found.end(3.0)
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(found.reported(7, "a trace")))
-    assert attempt_of(sent) == 7
-    attempt, trace, read = Timeline.read(sent)
-    assert (attempt, trace, read) == (7, "a trace", found) and read.state is State.DECODE_MOVING
-
-
-def test_the_labels_are_few() -> None:
-    """They are label values of a metric."""
-    assert len(State) < 20 and all(one.label.startswith(("prefill_", "decode_")) for one in State)
