@@ -7,25 +7,32 @@ import ast
 import copy
 import functools
 import re
+import textwrap
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.shapes.contacts import differing
+
+from kvcached_nixl.patching import parameter_lists
+from kvcached_nixl.vllm.patches.windows import Contact
 
 pytest.importorskip("torch", reason="the worker's patches need torch")
 
 from packaging.version import Version
-from support.shapes.fixture import SERIES, VLLM_PATCHES, load
+from support.script_loading import load_script
+from support.shapes.fixture import SERIES, VLLM_PATCHES, load, make
 from support.shapes.judging import missing, troubles, verdicts
 from support.shapes.reads import READS
 
 import kvcached_nixl
+from experiments.common.vllm_source import open_source
 from kvcached_nixl.vllm.adapter.versions import ROWS
 
 PACKAGE = Path(kvcached_nixl.__file__).parent
 VERSIONS = sorted((path.stem for path in SERIES.glob("*.json")), key=Version)
-
 BEYOND: set[str] = set()
 """Of releases that were only read: kvcached 0.1.6 has no adapter for them."""
 
@@ -59,7 +66,6 @@ def test_every_name_that_is_read_is_there(version: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- what it has to find
-
 FACADE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector:NixlBaseConnector"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -127,8 +133,6 @@ def test_a_fixture_that_is_older_than_a_patch_or_a_read_says_so(shape: dict[str,
 
 
 # -------------------------------------------------------------------------------------------------- the table of names
-
-
 OF_KVCACHED = {
     "page_allocator",
     "block_mem_size",
@@ -144,11 +148,9 @@ OF_KVCACHED = {
 }
 """Of kvcached's modules, its manager and the block pool that it puts in the place of vLLM's; ``tests/contract`` runs
 them."""
-
 OF_OTHERS = {"model_type", "model", "data", "engine_client", "server"} | OF_KVCACHED
 """Of objects that are not vLLM's own: besides kvcached's, a model's configuration, a draft model of a user's class,
 another connector's statistics, and the state of an HTTP application."""
-
 WITHOUT_VLLM = {
     "getattr(owner, name, default)",  # `optional`
     # Of a Hugging Face configuration.
@@ -218,3 +220,118 @@ def test_every_name_in_the_table_is_read() -> None:
 
 def _is_word(node: ast.AST, field: str) -> bool:
     return isinstance(getattr(node, field, None), str)
+
+
+SHAPES = Path(__file__).resolve().parents[2] / "shapes"
+command = load_script("make_shapes", SHAPES / "make.py")
+KV = "vllm/distributed/kv_transfer/kv_connector"
+
+
+def wheel(folder: Path, files: dict[str, str], name: str = "vllm-0.28.0+cpu-py3-none-any.whl") -> Path:
+    with zipfile.ZipFile(folder / name, "w") as made:
+        for path, text in files.items():
+            made.writestr(path, textwrap.dedent(text))
+    return folder / name
+
+
+CONNECTOR = {
+    f"{KV}/v1/base.py": """
+        class Base:
+            def get_finished(self, finished_req_ids): ...
+    """,
+    f"{KV}/v1/nixl/connector.py": """
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import Base
+        class NixlBaseConnector(Base):
+            def get_finished(self, finished_req_ids):
+                return self.connector_worker.get_finished()
+    """,
+    f"{KV}/v1/multi_connector.py": """
+        class MultiConnector:
+            def get_finished(self, finished_req_ids):
+                return [connector.get_finished(finished_req_ids) for connector in self._connectors]
+    """,
+}
+ASKS_ITSELF = """
+            def get_transfer_results(self, finished_req_ids):
+                return self.get_finished(finished_req_ids)
+"""
+HAS_ITS_OWN = """
+            def get_transfer_results(self, finished_req_ids): ...
+"""
+MIXIN = "vllm/v1/worker/mixin.py"
+
+
+def word_of(folder: Path, base: str = "", connector: str = "", runner: str = "") -> str:
+    files = {**CONNECTOR, MIXIN: runner}
+    files[f"{KV}/v1/base.py"] += base
+    files[f"{KV}/v1/nixl/connector.py"] += connector
+    shape = make(open_source(str(wheel(folder, files))))
+    return {one.patch: one.word for one in verdicts(shape)}["connector.get_finished"]
+
+
+@pytest.mark.parametrize(
+    ("runner", "word"),
+    [
+        ("class Runner:\n def step(self):\n  self.kv_connector.get_finished(set())", "holds"),
+        ("def step():\n get_kv_transfer_group().connector.get_finished(set())", "holds"),
+        ("def step(ec_connector):\n ec_connector.get_finished(set())", "no caller"),
+        ("def get_finished(kv_connector):\n kv_connector.get_finished(set())", "holds"),
+        ("", "no caller"),
+    ],
+)
+def test_a_caller_is_who_asks_a_connector(tmp_path: Path, runner: str, word: str) -> None:
+    """Not who asks another kind of connector, and not a connector that hands the question on."""
+    assert word_of(tmp_path, runner=runner) == word
+
+
+def test_a_caller_may_be_inherited_unless_the_connector_has_its_own(tmp_path: Path) -> None:
+    """vLLM 0.30: the base still asks ``get_finished``, and the NIXL connector has its own of what asks it."""
+    assert word_of(tmp_path, base=ASKS_ITSELF) == "holds"
+    assert word_of(tmp_path, base=ASKS_ITSELF, connector=HAS_ITS_OWN) == "no caller"
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def test_a_check_names_what_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Patch by patch, then the names; the exit status says it, too."""
+    assert command.check(str(wheel(tmp_path, CONNECTOR))) == 1
+    said = capsys.readouterr().out
+    assert "vLLM 0.28.0 (supported)" in said
+    assert "no caller    connector.get_finished: vllm." in said
+    assert "gone         engine core._process_input_queue: no vllm.v1.engine.core.EngineCoreProc" in said
+    assert "not there    vllm.v1.request.Request: the class itself" in said
+
+
+FILES = {
+    "vllm/one.py": "from vllm.other import moved as renamed, gone\n"
+    "class Owner:\n    def method(self, a, /, b, *rest, c=1, **more): ...\n    async def waits(self): ...\n"
+    "def plain(a): ...\n",
+    "vllm/other/__init__.py": "def moved(x, y): ...\n",
+}
+
+
+class Source:
+    paths = frozenset(FILES)
+
+    def read(self, path: str) -> str:
+        return FILES[path]
+
+
+@pytest.mark.parametrize(
+    ("qualname", "parameters", "found"),
+    [
+        ("Owner.method", "self a b rest c more", None),
+        ("Owner.waits", "self", None),
+        ("plain", "a", None),
+        ("plain", "a b", "parameters (a)"),
+        ("Owner.gone", "self", "not there"),
+        ("gone", "self", "not there"),
+        ("nowhere", "self", "not there"),
+        ("renamed", "x y", None),
+    ],
+)
+def test_a_difference_is_found(qualname: str, parameters: str, found: str | None) -> None:
+    source: Any = Source()
+    said = differing(source, [Contact("vllm.one", qualname, parameter_lists(parameters))])
+    assert said == ([] if found is None else [f"vllm.one.{qualname}: {found}"])
