@@ -82,7 +82,6 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_models.py": (None, 15.0),
     "e2e/test_names.py": (None, 8.0),
     "e2e/test_offloading.py": (None, 4.0),
-    "e2e/test_push.py": (None, 7.0),
     "e2e/test_refusals.py": (None, 2.5),
     "e2e/test_roles.py": (None, 1.2),
     "e2e/test_traces.py": (None, 4.5),

@@ -23,12 +23,12 @@ from support.shapes.reads import READS
 
 __all__ = ["Verdict", "missing", "troubles", "verdicts"]
 
-HOLDS, SKIPPED, CHANGED, GONE, NO_CALLER = "holds", "not applied", "changed", "gone", "no caller"
+HOLDS, SKIPPED, CHANGED, GONE = "holds", "not applied", "changed", "gone"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result for one patch. ``word`` is one of the five above; ``detail`` says where, why or what was found."""
+    """The result for one patch. ``word`` is one of the four above; ``detail`` says where, why or what was found."""
 
     patch: str
     word: str
@@ -76,7 +76,7 @@ def missing(shape: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _verdict(patch: Patch, shape: Mapping[str, Any], modules: Mapping[str, types.ModuleType]) -> Verdict:
-    if patch.name not in shape["callers"]:
+    if patch.name not in shape["patches"]:
         raise _too_old(shape, f"the patch {patch.name}")
     version = _version(shape)
     reason = reason_on(patch, version)
@@ -92,9 +92,6 @@ def _verdict(patch: Patch, shape: Mapping[str, Any], modules: Mapping[str, types
         is_there = any(patch.attribute in vars(cls) for cls in getattr(found, "__mro__", [found]))
         detail = f"found {cause.found}; expected {cause.expected}"
         return Verdict(patch.name, CHANGED if is_there else GONE, detail)
-    callers = shape["callers"][patch.name]
-    if not callers:
-        return Verdict(patch.name, NO_CALLER, f"{seat.where} is there, and vLLM calls it nowhere")
     return Verdict(patch.name, HOLDS, seat.where)
 
 
