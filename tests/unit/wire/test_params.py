@@ -163,30 +163,39 @@ def test_a_manifest_that_is_none_is_refused_even_where_none_is_needed(value: obj
 # ----------------------------------------------------------------------------------------------------------------- name
 
 
-def test_an_explicit_name_is_exact() -> None:
-    """Whatever the request ids are."""
-    names = {name_of({"transfer_id": "a"}, request_id) for request_id in ("cmpl-x-0-01234567", "other")}
-    assert len(names) == 1
-    assert name_of({"transfer_id": "a-01234567"}, "x") not in names
+ROUTERS_ID = "1b4e28ba-2fa1-41d2-883f-0016d3cca427"
+T = {"transfer_id": "a"}
+SAME_NAMES: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
+    (T, "cmpl-x-0-01234567", T, "other"),
+    # The shared request id counts, and its random end does not.
+    *(({}, f"{kind}-r-0-0123abcd", {}, f"{kind}-r-0-89ef4567") for kind in ("cmpl", "chatcmpl")),
+    # VLLM_DISABLE_REQUEST_ID_RANDOMIZATION leaves the end out.
+    ({}, "cmpl-r-0", {}, "cmpl-r-0-00000000"),
+    # An explicit name counts more than the id of prefill, and that more than decode's.
+    (T | {"remote_request_id": PREFILL_ID}, "cmpl-s-0-0123abcd", T, "x"),
+    ({"remote_request_id": PREFILL_ID}, "cmpl-s-0-89ef4567", {}, PREFILL_ID),
+    # A router's id in the place of prefill's: prefill knows only ids that vLLM made.
+    *(
+        ({"remote_request_id": one}, PREFILL_ID, {}, PREFILL_ID)
+        for one in (ROUTERS_ID, ROUTERS_ID.replace("-", ""), None)
+    ),
+]
+OTHER_NAMES: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
+    (T, "x", {"transfer_id": "a-01234567"}, "x"),
+    ({}, "cmpl-r-0-0123abcd", {}, "cmpl-r-1-0123abcd"),
+    ({}, "cmpl-r-0", {}, "cmpl-r"),
+    # An explicit name never meets a request id.
+    (T, "x", {}, "a"),
+    ({"transfer_id": "request:a"}, "x", {}, "a"),
+    ({"remote_request_id": PREFILL_ID}, "cmpl-s-0-89ef4567", {}, "cmpl-s-0-89ef4567"),
+]
 
 
-@pytest.mark.parametrize("prefix", ["cmpl-", "chatcmpl-"])
-def test_without_one_the_shared_request_id_counts_and_its_random_end_does_not(prefix: str) -> None:
-    prefill, decode, other = (
-        name_of({}, f"{prefix}{tail}") for tail in ("r-0-0123abcd", "r-0-89ef4567", "r-1-0123abcd")
-    )
-    assert prefill == decode != other
-
-
-def test_an_id_without_a_random_end_is_left_whole() -> None:
-    """VLLM_DISABLE_REQUEST_ID_RANDOMIZATION leaves it out."""
-    assert name_of({}, "cmpl-r-0") != name_of({}, "cmpl-r")
-    assert name_of({}, "cmpl-r-0") == name_of({}, "cmpl-r-0-00000000")
-
-
-def test_an_explicit_name_never_meets_a_request_id() -> None:
-    assert name_of({"transfer_id": "a"}, "x") != name_of({}, "a")
-    assert name_of({"transfer_id": "request:a"}, "x") != name_of({}, "a")
+def test_both_requests_of_a_hand_over_get_one_name_and_others_another() -> None:
+    for params, request_id, others, other_id in SAME_NAMES:
+        assert name_of(params, request_id) == name_of(others, other_id), (params, request_id)
+    for params, request_id, others, other_id in OTHER_NAMES:
+        assert name_of(params, request_id) != name_of(others, other_id), (params, request_id)
 
 
 @pytest.mark.parametrize("key", ["transfer_id", "remote_request_id"])
@@ -212,23 +221,6 @@ def test_a_request_whose_id_no_manifest_can_name_is_refused_on_both_sides() -> N
         name_of({"transfer_id": "t"}, longest + "x")
     with pytest.raises(HandOverFailed, match="1001 characters"):
         read(BOTH_AT_ONCE, may_rendezvous=True, request_id=longest + "x")
-
-
-def test_an_explicit_name_counts_more_than_the_id_of_prefill() -> None:
-    params = {"transfer_id": "a", "remote_request_id": PREFILL_ID}
-    assert name_of(params, "cmpl-s-0-0123abcd") == name_of({"transfer_id": "a"}, "x")
-
-
-def test_the_id_of_prefill_counts_more_than_that_of_decode() -> None:
-    """A router need not give both the same ``X-Request-Id``."""
-    found = name_of({"remote_request_id": PREFILL_ID}, "cmpl-s-0-89ef4567")
-    assert found == name_of({}, PREFILL_ID) != name_of({}, "cmpl-s-0-89ef4567")
-
-
-@pytest.mark.parametrize("theirs", ["1b4e28ba-2fa1-41d2-883f-0016d3cca427", "1b4e28ba2fa141d2883f0016d3cca427", None])
-def test_an_id_of_a_router_in_the_place_of_prefill_s_is_not_used(theirs: object) -> None:
-    """Prefill knows only ids that vLLM made; with any other the two would never meet."""
-    assert name_of({"remote_request_id": theirs}, PREFILL_ID) == name_of({}, PREFILL_ID)
 
 
 # --------------------------------------------------------------------------------------------------------------- answer
