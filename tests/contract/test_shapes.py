@@ -18,8 +18,7 @@ from kvcached_nixl.vllm.adapter.versions import found_version
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 
-from support.shapes.fixture import SERIES, VLLM_PATCHES, load
-from support.shapes.judging import verdicts
+from support.shapes.fixture import SERIES, VLLM_PATCHES, load, verdicts
 from vllm.config import VllmConfig, speculative
 from vllm.config.speculative import EagleModelTypes, SpeculativeConfig, SpeculativeMethod
 from vllm.config.utils import replace

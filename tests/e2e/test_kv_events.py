@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.feature_servers import spec
+from support.feature_models import spec
 
 from experiments.common.counted import count
 from experiments.common.model import GQA, make_model

@@ -199,46 +199,6 @@ def test_a_full_prefix_hit_frees_prefill_at_once(pair: Pair) -> None:
     pair.nothing_is_left()
 
 
-# ----------------------------------------------------------------------------------------------------- device streams
-
-
-def test_prefill_offers_what_its_device_has_ended(push: Pair) -> None:
-    """KV of steps still queued on the device is neither read nor announced to decode."""
-    push.acquaint()
-    found = push.ask_decode(push.meet())
-    push.settle()
-    push.ask_prefill()
-    push.prefill.dispatch()
-    before = len(push.prefill.workers[0].agent.posted)
-    for _ in range(5):
-        push.round(engines=False)
-    assert len(push.prefill.workers[0].agent.posted) == before
-    push.settle()
-    assert is_right(found)
-
-
-def test_decode_s_blocks_are_written_when_its_device_has_ended_what_could_still_write_them(pair: Pair) -> None:
-    """A queued step still writes a token of a stopped request, whose block another request has by then."""
-    pair = Pair(pair.cluster.settings.transfer_mode, None, kind(depth=4, num_blocks=7, caches_prefixes=False))
-    pair.acquaint()
-    upstream = pair.ask_prefill()
-    pair.settle()
-    first = pair.ask_decode(None, PROMPT[:5], max_tokens=20, stops_at=1)
-    for _ in range(4):
-        pair.decode.dispatch()
-    pair.decode.complete()
-    assert first.status is Status.STOPPED and len(pair.decode.outputs) == 3
-    found = pair.ask_decode(upstream.answer)
-    pair.decode.dispatch()
-    assert found.status is Status.REMOTE
-    for _ in range(6):
-        # The earlier steps are still queued on the device.
-        pair.round(engines=False)
-        for posted in pair.transfers:
-            pair.wire.deliver(posted)
-    arrives(pair, found)
-
-
 # ------------------------------------------------------------------------------------------ aborted requests
 
 
@@ -417,25 +377,6 @@ def test_a_lease_that_ends_while_its_blocks_are_written_keeps_them_until_that_ha
     push.settle()
     assert is_right(found) and not push.prefill.requests
     push.nothing_is_left()
-
-
-def test_a_read_that_the_lease_has_overtaken_is_not_believed(pull: Pair) -> None:
-    """Prefill's blocks have another request by then, and the ownership token was removed."""
-    pull = Pair(PULL, kind(num_blocks=7, caches_prefixes=False))
-    found = in_flight(pull)
-    (read,) = pull.transfers
-    pull.wire.vanished.add(pull.decode.workers[0].agent_name)
-    pull.pass_time(LEASE_SECONDS + 1)
-    assert not pull.prefill.requests
-    other = pull.prefill.add(Request("other", tuple(range(20, 40)), None, max_tokens=4))
-    pull.prefill.step()
-    pull.wire.vanished.clear()
-    assert other.status is Status.RUNNING
-    pull.wire.deliver(read)
-    pull.settle()
-    assert found.status is Status.STOPPED and not found.num_external
-    assert pull.causes() == {"lease": 1}
-    pull.nothing_is_left()
 
 
 # ------------------------------------------------------------------------------ peers that die, vanish or restart

@@ -23,8 +23,7 @@ from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of the package `experiments`
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the package `support`
-from support.shapes.fixture import SERIES, make, save
-from support.shapes.judging import missing, verdicts
+from support.shapes.fixture import SERIES, make, missing, save, verdicts
 
 from experiments.common.vllm_source import open_source
 from kvcached_nixl.vllm.adapter.versions import ROWS, row_of

@@ -19,8 +19,7 @@ pytest.importorskip("torch", reason="the worker's patches need torch")
 
 from packaging.version import Version
 from support.script_loading import load_script
-from support.shapes.fixture import SERIES, VLLM_PATCHES, load
-from support.shapes.judging import missing, troubles, verdicts
+from support.shapes.fixture import SERIES, VLLM_PATCHES, load, missing, troubles, verdicts
 from support.shapes.reads import READS
 
 import kvcached_nixl

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.codecs import each, fuzz
-from support.parameter_ids import plain_id
+from support.codecs import each, fuzz, plain_id
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import Malformed

@@ -15,8 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.codecs import each
-from support.parameter_ids import plain_id
+from support.codecs import each, plain_id
 
 from kvcached_nixl.wire.checked import Malformed, convert
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups

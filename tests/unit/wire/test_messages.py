@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.codecs import each, fuzz
-from support.parameter_ids import plain_id
+from support.codecs import each, fuzz, plain_id
 
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.wire.checked import Malformed

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.codecs import each
-from support.parameter_ids import plain_id
+from support.codecs import each, plain_id
 
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
