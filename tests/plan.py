@@ -75,7 +75,6 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "e2e/test_fuzzed_parameters.py": (None, 2.5),
     "e2e/test_identity.py": (None, 7.5),
     "e2e/test_images.py": (None, 1.3),
-    "e2e/test_kv_events.py": (None, 1.2),
     "e2e/test_leases.py": (None, 3.5),
     "e2e/test_memory_pressure.py": (None, 2.0),
     "e2e/test_models.py": (None, 15.0),

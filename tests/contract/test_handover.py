@@ -37,19 +37,14 @@ from support.handover_node import (
 )
 from support.internals import agents_of
 from support.transports import until
-from vllm import envs
 from vllm.utils.network_utils import get_ip
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, installed_row
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 
-parallel_state = engine_node.parallel_state
-log = engine_node.log
-patched = attention_engines.patched
-direction = handover_node.direction
-node = handover_node.node
-pair = handover_node.pair
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
+direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 SHORT_SECONDS = 0.4
 POLICIES = ["fail", "recompute"]
 
@@ -267,9 +262,3 @@ def test_vllm_finds_this_hosts_address_as_the_package_expects(monkeypatch: pytes
     monkeypatch.setattr(socket.socket, "connect", no_network)
     with pytest.warns(UserWarning, match="Failed to get the IP address"):
         assert get_ip() == "0.0.0.0"
-
-
-def test_vllm_has_no_setting_of_its_own_for_the_advertised_address() -> None:
-    """When this fails, use that one (vllm#53018), and keep this package's only for the vLLMs before."""
-    names = [name for name in envs.environment_variables if "SIDE_CHANNEL" in name and "NIXL" in name]
-    assert sorted(names) == [HOST, HOST.replace("HOST", "PORT")]

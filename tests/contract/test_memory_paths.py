@@ -43,11 +43,8 @@ from kvcached_nixl.worker import memory_registration as sizing
 from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.slab import Use
 
-parallel_state = engine_node.parallel_state
-log = engine_node.log
-patched = attention_engines.patched
-direction = handover_node.direction
-pair = handover_node.pair
+parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
+direction, pair = handover_node.direction, handover_node.pair
 SHORT_SECONDS = 0.4
 
 

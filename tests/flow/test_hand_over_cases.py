@@ -134,39 +134,6 @@ def _words(shape: Any) -> str:
     return "-".join(f"{name}{value:d}" for name, value in changed.items()) or "plain"
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["nothing cached", "8 tokens cached"])
-@pytest.mark.parametrize("order", ["decode first", "between two steps", "prefill first"])
-def test_both_orders_deliver_the_same_bytes(order: str, cached: bool) -> None:
-    """Decode registers before, during or after prefill computes. Only the tokens it lacks are written, once."""
-    pair = Pair(PUSH, kind(budget=10), kind(budget=10))
-    pair.acquaint()
-    if cached:
-        pair.ask_decode(None, PROMPT[:9])
-    pair.settle()
-    before = pair.written_bytes()
-    if order == "decode first":
-        found = pair.ask_decode(pair.meet())
-        pair.settle()
-    pair.ask_prefill()
-    pair.prefill.step()
-    pair.turn()
-    if order == "between two steps":
-        found = pair.ask_decode(pair.meet())
-        for _ in range(3):
-            pair.deliver_messages()
-            pair.decode.step()
-            pair.turn()
-    if order == "prefill first":
-        pair.settle()
-        found = pair.ask_decode(pair.meet())
-    pair.settle()
-    missing = len(PROMPT) - 8 * cached
-    assert is_right(found, missing)
-    whole_blocks = -(-missing // 4) * 4
-    assert pair.written_bytes() - before == whole_blocks * BYTES_PER_TOKEN
-    pair.nothing_is_left()
-
-
 def test_a_step_s_blocks_travel_while_the_next_computes() -> None:
     """After the last step only the blocks of that step are left to post."""
     pair = Pair(PUSH, kind(budget=8, depth=1))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from support.engine_fakes import TOKENS, prompt
 
 from kvcached_nixl.vllm.adapter import requests
-from kvcached_nixl.vllm.adapter.requests import RequestReader, RequestView, hash_embeddings
+from kvcached_nixl.vllm.adapter.requests import RequestReader, RequestView
 from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.question import Question
 
@@ -103,38 +102,6 @@ def test_a_prompt_of_embeddings_is_told_apart() -> None:
     assert view(prompt_token_ids=None, prompt_embeds=other).digest(4) != found.digest(4)
     wider = view(prompt_token_ids=None, prompt_embeds=embeds.to(torch.float16))
     assert wider.digest(4) != found.digest(4)
-
-
-def test_embeddings_are_hashed_once_and_before_the_engine_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 MiB take 72 ms: on the engine's thread every request of its batch would wait for them, on either side."""
-    torch = pytest.importorskip("torch")
-    embeds = torch.arange(1 << 20, dtype=torch.int32).reshape(1024, 1024)
-    hashed: list[int] = []
-
-    class Counting:
-        def __init__(self, hasher: Any) -> None:
-            self._hasher = hasher
-
-        def update(self, data: Any) -> None:
-            hashed.append(len(data))
-            self._hasher.update(data)
-
-        def copy(self) -> Counting:
-            return Counting(self._hasher.copy())
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._hasher, name)
-
-    made = hashlib.blake2b
-    monkeypatch.setattr(hashlib, "blake2b", lambda *data, **how: Counting(made(*data, **how)))
-    found = view(prompt_token_ids=None, prompt_embeds=embeds)
-    hash_embeddings(found.request)
-    assert sum(hashed) == 4 << 20
-    hashed.clear()
-    digests = {found.digest(num_tokens) for num_tokens in (1, 63, 64, 65, 1000, 1023, 1024)}
-    assert len(digests) == 7 and sum(hashed) < 7 * (256 << 10) + 7 * 100
-    again = view(prompt_token_ids=None, prompt_embeds=embeds[:1000].clone())
-    assert again.digest(1000) == found.digest(1000), "a prompt that ends there"
 
 
 def test_where_embeddings_stand_among_tokens_is_told_apart() -> None:
