@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPUOffloadingSpec copies blocks of kvcached's layouts to host memory and back. On vLLM 0.28."""
+"""vLLM's CPUOffloadingSpec copies blocks of kvcached's layouts to host memory and back. Since vLLM 0.28."""
 
 from __future__ import annotations
 
