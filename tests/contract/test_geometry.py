@@ -2,7 +2,7 @@
 """Blocks move byte for byte between two real connectors over kvcached's arrangements, on the installed vLLM.
 
 Real: vLLM's NixlConnector with this package's patches, its side channel, NIXL and UCX. Made by the test: memory with
-the layout of kvcached 0.1.6. Servers have the real one.
+the layout of kvcached 0.1.6 (``test_kvcached_layouts.py`` compares that layout with the real one).
 """
 
 from __future__ import annotations

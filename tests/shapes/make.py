@@ -23,7 +23,7 @@ from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of the package `experiments`
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the package `support`
-from support.shapes.fixture import SERIES, make, missing, save, verdicts
+from support.shapes.fixture import SERIES, load, make, missing, save, verdicts
 
 from experiments.common.vllm_source import open_source
 from kvcached_nixl.vllm.adapter.versions import ROWS, row_of
@@ -46,6 +46,10 @@ def check(version: str) -> int:
     found = verdicts(shape)
     for one in found:
         print(f"{one.word:12} {one.patch}: {one.detail}")
+    before = load(ROWS[-1].tested)["callers"]
+    for name, callers in shape["callers"].items():
+        if callers and (gone := set(before.get(name, ())) - set(callers)):
+            print(f"{'calls less':12} {name}: no longer from {', '.join(sorted(gone))}")
     unread = missing(shape)
     print()
     for target, names in unread.items():

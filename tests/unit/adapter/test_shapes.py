@@ -19,10 +19,11 @@ pytest.importorskip("torch", reason="the worker's patches need torch")
 
 from packaging.version import Version
 from support.script_loading import load_script
-from support.shapes.fixture import SERIES, VLLM_PATCHES, load, missing, troubles, verdicts
+from support.shapes.fixture import SERIES, VLLM_PATCHES, load, make, missing, troubles, verdicts
 from support.shapes.reads import READS
 
 import kvcached_nixl
+from experiments.common.vllm_source import open_source
 from kvcached_nixl.vllm.adapter.versions import ROWS
 
 PACKAGE = Path(kvcached_nixl.__file__).parent
@@ -48,7 +49,7 @@ def test_every_series_in_the_table_has_a_fixture() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_patch_holds(version: str) -> None:
+def test_every_patch_holds_and_is_called(version: str) -> None:
     """As far as it is for that release."""
     assert troubles(shape_of(version)) == {}
 
@@ -90,6 +91,12 @@ def test_a_method_that_is_only_inherited_from_outside_is_found(shape: dict[str, 
     assert troubles(shape) == {"connector.wait_for_save": "gone"}
 
 
+def test_a_removed_caller_is_found(shape: dict[str, Any]) -> None:
+    """A wrapper that is never called looks as if it held."""
+    shape["callers"]["engine scheduler._preempt_request"] = []
+    assert troubles(shape) == {"engine scheduler._preempt_request": "no caller"}
+
+
 def test_a_class_that_has_gone_is_found(shape: dict[str, Any]) -> None:
     """All of its patches, by name."""
     del shape["places"][SCHEDULER]
@@ -112,10 +119,10 @@ def test_a_release_candidate_is_read_as_the_release(shape: dict[str, Any]) -> No
     assert verdicts(shape) == before
 
 
-@pytest.mark.parametrize(("part", "asked"), [("patches", troubles), ("reads", missing)])
+@pytest.mark.parametrize(("part", "asked"), [("callers", troubles), ("reads", missing)])
 def test_a_fixture_that_is_older_than_a_patch_or_a_read_says_so(shape: dict[str, Any], part: str, asked: Any) -> None:
     """What was not looked for is not known, and neither there nor missing."""
-    shape[part] = {one: shape[part][one] for one in list(shape[part])[1:]} if part == "reads" else shape[part][1:]
+    shape[part].popitem()
     with pytest.raises(ValueError, match=r"make all anew: python tests/shapes/make\.py make"):
         asked(shape)
 
@@ -239,6 +246,43 @@ CONNECTOR = {
                 return [connector.get_finished(finished_req_ids) for connector in self._connectors]
     """,
 }
+ASKS_ITSELF = """
+            def get_transfer_results(self, finished_req_ids):
+                return self.get_finished(finished_req_ids)
+"""
+HAS_ITS_OWN = """
+            def get_transfer_results(self, finished_req_ids): ...
+"""
+MIXIN = "vllm/v1/worker/mixin.py"
+
+
+def word_of(folder: Path, base: str = "", connector: str = "", runner: str = "") -> str:
+    files = {**CONNECTOR, MIXIN: runner}
+    files[f"{KV}/v1/base.py"] += base
+    files[f"{KV}/v1/nixl/connector.py"] += connector
+    shape = make(open_source(str(wheel(folder, files))))
+    return {one.patch: one.word for one in verdicts(shape)}["connector.get_finished"]
+
+
+@pytest.mark.parametrize(
+    ("runner", "word"),
+    [
+        ("class Runner:\n def step(self):\n  self.kv_connector.get_finished(set())", "holds"),
+        ("def step():\n get_kv_transfer_group().connector.get_finished(set())", "holds"),
+        ("def step(ec_connector):\n ec_connector.get_finished(set())", "no caller"),
+        ("def get_finished(kv_connector):\n kv_connector.get_finished(set())", "holds"),
+        ("", "no caller"),
+    ],
+)
+def test_a_caller_is_who_asks_a_connector(tmp_path: Path, runner: str, word: str) -> None:
+    """Not who asks another kind of connector, and not a connector that hands the question on."""
+    assert word_of(tmp_path, runner=runner) == word
+
+
+def test_a_caller_may_be_inherited_unless_the_connector_has_its_own(tmp_path: Path) -> None:
+    """vLLM 0.30: the base still asks ``get_finished``, and the NIXL connector has its own of what asks it."""
+    assert word_of(tmp_path, base=ASKS_ITSELF) == "holds"
+    assert word_of(tmp_path, base=ASKS_ITSELF, connector=HAS_ITS_OWN) == "no caller"
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -249,5 +293,6 @@ def test_a_check_names_what_is_broken(tmp_path: Path, capsys: pytest.CaptureFixt
     assert command.check(str(wheel(tmp_path, CONNECTOR))) == 1
     said = capsys.readouterr().out
     assert "vLLM 0.28.0 (supported)" in said
+    assert "no caller    connector.get_finished: vllm." in said
     assert "gone         engine core._process_input_queue: no vllm.v1.engine.core.EngineCoreProc" in said
     assert "not there    vllm.v1.request.Request: the class itself" in said
