@@ -15,9 +15,8 @@ import psutil
 
 from experiments.bench.pairs import KVCACHED, in_turn
 from experiments.bench.samples import Answer, Column, Run, Samples
-from experiments.common.command_line import MODES
 from experiments.common.counted import hand_overs
-from experiments.common.device import nixl
+from experiments.common.device import MODES, nixl
 from experiments.common.model import ModelShape, make_model
 from experiments.common.report import Verdict
 from experiments.common.servers import ENVIRONMENT, Asking, Running, Server, ServerSpec, prefill_and_decode
@@ -45,7 +44,6 @@ class Arm:
     is_stock: bool = False
 
     def specs(self, model: Path) -> list[ServerSpec]:
-        """Return the configuration of one server, or of prefill and decode."""
         if not self.mode:
             # As many threads as the two servers of another arm have together.
             threads = {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))}
@@ -79,7 +77,6 @@ COLUMNS = (
 
 
 def answer(run: Run) -> Answer:
-    """Run all rounds of each transfer mode."""
     samples = Samples(("{} at a time",))
     handed: dict[str, tuple[int, int]] = {}
     for mode in run.chosen(MODES):
@@ -190,7 +187,6 @@ def _bench(run: Run, one: _Deployed, model: Path, *, at_a_time: int, prompts: in
 
 
 def judge(samples: Samples, handed: Mapping[str, tuple[int, int]]) -> list[Verdict]:
-    """Return the targets: every request is answered, every one with KV from prefill, and as fast as stock's."""
     failed = sum(sum(figures["failed"]) for figures in samples.figures.values())
     verdicts = [Verdict("requests without an answer (0)", f"{failed:.0f}", failed == 0)]
     for arm, (asked, moved) in handed.items():

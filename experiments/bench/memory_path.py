@@ -99,7 +99,6 @@ def answer(run: Run) -> Answer:
 
 
 def specs(arm: Arm, gib: float, num_blocks: int, pool: Mapping[str, str], model: Path) -> list[ServerSpec]:
-    """Return the configurations of P and D of an arm over ``gib`` of kvcached's memory."""
     own = dataclasses.replace(arm, environment={**KVCACHED, "KVCACHED_HOSTVMM_GIB": str(gib), **pool})
     return pair_specs(own, f"{gib}", {}, **push_vs_pull.sizes_of(model, num_blocks, 512))
 
@@ -132,7 +131,6 @@ async def _serve(arm: Arm, prefill: Server, decode: Server) -> None:
 
 
 def anonymous_bytes(server: Server) -> int:
-    """Return the anonymous resident memory of all processes of the server's session."""
     total = 0
     for process in server.processes():
         # It may have ended meanwhile.
@@ -143,7 +141,6 @@ def anonymous_bytes(server: Server) -> int:
 
 
 def judge_memory(samples: Samples, slab_gib: float = SLAB_GIB) -> list[Verdict]:
-    """Return the targets of resident memory: the slab and little more, whatever the reserved size."""
     direct, other = (one.name for one in PAIRS[0])
     slab, rows = slab_gib * 1024, []
     more: dict[str, list[float]] = {}
@@ -167,7 +164,6 @@ def judge_memory(samples: Samples, slab_gib: float = SLAB_GIB) -> list[Verdict]:
 
 
 def judge_first_token(samples: Samples) -> list[Verdict]:
-    """Return the targets of staged arms over TCP, compared with the same arm on the direct path."""
     return [
         verdict
         for direct, other in PAIRS
@@ -186,7 +182,6 @@ def judge_first_token(samples: Samples) -> list[Verdict]:
 
 
 def measure_pages(run: Run, pages: Samples, loaded: Samples, arm: Arm) -> None:
-    """Start a pair; measure how long prefill's blocks are in use for one request, and its pool under load."""
     rounds, requests = (3, 12) if run.quick else (9, 48)
     made = specs(arm, 2, push_vs_pull.NUM_BLOCKS, GIVES_BACK, make_model(MODEL))
     with running(made, run.logs, run.show) as (prefill, decode):
@@ -209,8 +204,6 @@ async def _measure_pages(
 
 
 class _Watched:
-    """A pair whose prefill pool is sampled."""
-
     def __init__(self, router: Router, watch: PageWatch) -> None:
         self.router, self.watch = router, watch
 
@@ -279,7 +272,6 @@ class _Watched:
 
 
 def judge_pages(samples: Samples) -> list[Verdict]:
-    """Return the targets of staged arms: blocks stay in use for the time of the copy and little more."""
     rows = []
     for arm, setting in itertools.product(samples.arms, samples.settings):
         copied = samples.values(setting, arm, "copied")
@@ -296,7 +288,6 @@ def judge_pages(samples: Samples) -> list[Verdict]:
 
 
 def plot(pages: Samples, loaded: Samples, title: str, path: Path) -> None:
-    """Plot how long blocks stay in use by prompt length, and the mapped bytes under load, for all arms."""
     figure, (times, pool) = make_panels(2, 10.4, 4)
     lengths = [length for (length,) in pages.settings]
     for arm in pages.arms:

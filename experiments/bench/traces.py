@@ -22,8 +22,7 @@ import httpx
 from experiments.bench.pairs import KVCACHED, Arm
 from experiments.bench.samples import Answer, Column, Run, Samples
 from experiments.common import model as models
-from experiments.common.command_line import MODES
-from experiments.common.device import nixl
+from experiments.common.device import MODES, nixl
 from experiments.common.report import Verdict, make_panels, save
 from experiments.common.servers import GIVES_BACK, REPOSITORY, Asking, ServerSpec, prefill_and_decode
 
@@ -93,7 +92,6 @@ _ALWAYS = {
 
 
 def answer(run_: Run) -> Answer:
-    """Trace requests of each arm, one after the other."""
     found: list[tuple[Arm, list[Traced]]] = []
     count = QUICK_REQUESTS if run_.quick else REQUESTS
     for arm in ARMS:
@@ -116,7 +114,6 @@ def answer(run_: Run) -> Answer:
 
 
 def specs(arm: Arm, endpoint: str) -> list[ServerSpec]:
-    """Return a prefill and a decode server that send spans to ``endpoint``; none if it is ""."""
     made = prefill_and_decode(
         arm.name,
         nixl("", arm.extra, kv_load_failure_policy="fail"),
@@ -142,7 +139,6 @@ def run(arm: Arm, count: int, prompt_tokens: int, logs: Path, say: Callable[[str
 
 
 def is_whole(spans: list[Span]) -> bool:
-    """Whether both processes have sent their last span."""
     names = {span.name for span in spans}
     is_computed = sum(span.name == SUMMARY for span in spans) >= 2
     return is_computed and {"decode_first_token", "prefill_sending"} <= names
@@ -174,7 +170,6 @@ def ask(url: str, prompt_tokens: int) -> tuple[str, float]:
 
 
 def states_of(arm: Arm) -> set[str]:
-    """Return the states that a hand-over goes through."""
     found = set(_ALWAYS)
     is_push, is_staged = arm.extra["transfer_mode"] == "push", "memory_path" in arm.extra
     if not is_push:
@@ -187,7 +182,6 @@ def states_of(arm: Arm) -> set[str]:
 
 
 def judge(arm: Arm, traced: Sequence[Traced]) -> list[Verdict]:
-    """Return the targets of an arm."""
     shares = [one.share for one in traced]
     found = f"{median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
     is_reached = abs(median(shares) - 1) <= WITHIN and all(abs(share - 1) <= AT_WORST for share in shares)
@@ -201,7 +195,6 @@ def judge(arm: Arm, traced: Sequence[Traced]) -> list[Verdict]:
 
 
 def plot(found: Sequence[tuple[Arm, Traced]], path: Path) -> None:
-    """Draw the spans of one request of each arm until shortly after its first token, a line each."""
     figure, panels = make_panels(len(found), 13, 7)
     colours = dict(zip(PROCESSES, ("tab:orange", "tab:blue"), strict=True))
     for panel, (arm, one) in zip(panels, found, strict=True):
@@ -270,7 +263,6 @@ class Collector:
     _received: threading.Condition = field(default_factory=threading.Condition)
 
     def take(self, body: bytes) -> None:
-        """Keep the spans of one request."""
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
         said = ExportTraceServiceRequest.FromString(body)
@@ -311,7 +303,6 @@ def _process(resource: Any) -> str:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Collector]:
-    """Receive spans on a free port until the block ends."""
     collector = Collector()
 
     class Handler(BaseHTTPRequestHandler):

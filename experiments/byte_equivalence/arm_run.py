@@ -84,7 +84,6 @@ class PairRun:
 
     @property
     def slug(self) -> str:
-        """The order, for request ids."""
         return self.order.replace(" ", "-")
 
     async def arm(self) -> dict[str, Any]:
@@ -124,7 +123,6 @@ class PairRun:
         return await ways[self.order](list(prompt.token_ids), max_tokens=max_tokens, salt=salt, request_id=request_id)
 
     async def sequential(self, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Observation]:
-        """Hand the prompts over one at a time, in order."""
         seen = []
         for place, prompt in enumerate(prompts):
             progress(f"{run}: {place + 1} of {len(prompts)}, {prompt.name}")
@@ -247,7 +245,6 @@ class _Sent:
 
 
 async def answers_alone(server: Server, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Answer]:
-    """Return a server's answers to the prompts, one at a time, in order, without a hand-over."""
     answers = []
     async with http_client(1) as http:
         client = Client(server.base_url, http)
@@ -259,7 +256,6 @@ async def answers_alone(server: Server, prompts: Sequence[Prompt], run: str, pro
 
 
 async def with_pairs(arm: Arm, servers: Sequence[Server], work: Callable[[PairRun], Awaitable[None]]) -> None:
-    """Run ``work`` against the servers of an arm, every P with every D."""
     async with http_client(CONCURRENCY) as http:
         clients = [Client(one.base_url, http) for one in servers]
         pairs = [

@@ -61,12 +61,10 @@ class Arm:
 
     @property
     def asks(self) -> bool:
-        """Whether D can ask P."""
         return "asked" in self.orders
 
     @property
     def kvcached(self) -> bool:
-        """Whether this arm's KV cache is in kvcached's memory."""
         return "ENABLE_KVCACHED" in self.environment
 
 
@@ -91,7 +89,6 @@ STOCK_PULL = Arm("stock P/D, pull", "pull", _connector(), orders=("P first",))
 
 
 def _pull(words: str, environment: Mapping[str, str], extra: Mapping[str, object] = NOTHING, **more: Any) -> Arm:
-    """Return an arm over kvcached that pulls; ``extra`` is of its connectors."""
     return Arm(f"kvcached {words}, pull", "pull", _connector(**extra), environment, **more)
 
 

@@ -20,8 +20,6 @@ tolerance is zero."""
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not equal, as text for a table."""
-
     prompt: str
     aspect: Aspect
     text: str

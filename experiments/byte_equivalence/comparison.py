@@ -48,7 +48,6 @@ class Check:
 
 
 def table_of(rows: Sequence[Check], title: str) -> Table:
-    """Return the rows as a table for a terminal."""
     table = Table(title=title, title_justify="left")
     for heading in ("arm", "check", "", "outcome"):
         table.add_column(heading)
@@ -67,7 +66,6 @@ def table_of(rows: Sequence[Check], title: str) -> Table:
 
 
 def summary_of(rows: Sequence[Check]) -> list[dict[str, Any]]:
-    """Return the rows for JSON, with the number of differences only."""
     return [
         {
             "arm": row.arm,
@@ -109,8 +107,6 @@ class NotCaught(Exception):
 
 
 class Comparison:
-    """One run. Each server writes its log to ``logs``."""
-
     def __init__(self, arms: Sequence[Arm], logs: Path, narrator: Narrator) -> None:
         self.arms = arms
         self.logs = logs
@@ -148,8 +144,6 @@ class Comparison:
         launched: Running,
         work: Callable[[PairRun, list[Server]], Awaitable[None]],
     ) -> None:
-        """As `_serve`, with clients of P and D."""
-
         def with_servers(servers: list[Server]) -> None:
             asyncio.run(with_pairs(arm, servers, lambda run: work(run, servers)))
 
@@ -180,7 +174,6 @@ class Comparison:
     def _compare_answers(
         self, arm: Arm, name: str, dtype: str, seen: Sequence[tuple[Prompt, Answer, Observation]]
     ) -> None:
-        """Add the row of the answers beside those expected."""
         tolerance = LOGPROB_TOLERANCE[dtype]
         differences: list[Difference] = []
         gap, ties = 0.0, 0
@@ -206,5 +199,4 @@ class Comparison:
 
 
 def count_received(seen: Sequence[Observation]) -> int:
-    """Return how many blocks D received in all."""
     return sum(len(group) for one in seen if one.record is not None for group in one.record["digests"])

@@ -67,8 +67,6 @@ class Group:
 
 
 class FamilyRun(Comparison):
-    """A run with the model of a family."""
-
     def __init__(self, family: str, arms: Sequence[Arm], logs: Path, narrator: Narrator) -> None:
         super().__init__(arms, logs, narrator)
         self.family = FAMILIES[family]
@@ -100,7 +98,6 @@ class FamilyRun(Comparison):
                 self._pair(phase, arm, model, flags, found[0])
 
     def _caching(self) -> tuple[bool, ...]:
-        """Whether servers cache prefixes, run by run."""
         if not self.has_states:
             return (True,)
         if not self.family.caches_prefixes:

@@ -54,8 +54,6 @@ class Baseline:
 
 
 class Harness(Comparison):
-    """A run with the usual model, phase by phase."""
-
     def __init__(self, arms: Sequence[Arm], logs: Path, narrator: Narrator, *, quick: bool) -> None:
         super().__init__(arms, logs, narrator)
         self.shape = GQA
@@ -217,7 +215,6 @@ class Harness(Comparison):
 
 
 def named(phase: Phase, arm: Arm, run: PairRun) -> str:
-    """Return the first part of a row's name: the phase, and the order if the arm has several."""
     return phase.name if len(arm.orders) == 1 else f"{phase.name}, {run.order}"
 
 
@@ -261,7 +258,6 @@ class PoolMemory(contextlib.ExitStack):
 
 
 def remapped(arm: str, what: str, pages: PageCount) -> Check:
-    """Return the row that checks that kvcached unmapped pages and then mapped some again."""
     mib = {
         name: round(getattr(pages, f"{name}_bytes") / 2**20, 1)
         for name in ("limit", "lowest", "highest", "mapped", "unmapped", "remapped")

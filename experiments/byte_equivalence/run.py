@@ -26,7 +26,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the comparison and return the exit status."""
     every = [one for one in of_size("full" if options.arm else options.size, options.vllm) if one.mode != SINGLE]
     words = [word.lower() for word in options.arm] or [""]
     arms = [one for one in every if any(word in one.name.lower() for word in words)]
@@ -89,7 +88,6 @@ def _write_last(
 
 
 def _run_of(options: argparse.Namespace, arms: Sequence[Arm], logs: Path, narrator: Narrator) -> Harness | FamilyRun:
-    """Return a run with the usual model, or with that of a family."""
     if options.model is not None:
         return FamilyRun(options.model, arms, logs, narrator)
     return Harness(arms, logs, narrator, quick=options.size != "full")

@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, LOADS_BEHIND, found_version
 
+MODES = ("pull", "push")
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 EXTRA = "kv_connector_extra_config"
 LAYOUT = "KVCACHED_CONTIGUOUS_LAYOUT"
@@ -58,7 +59,6 @@ def nixl(name: str, extra: Mapping[str, object] | None = None, **more: object) -
 
 
 def extra_of(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the ``kv_connector_extra_config`` of ``config``."""
     extra = config.get(EXTRA) or {}
     assert isinstance(extra, Mapping)
     return extra

@@ -37,7 +37,6 @@ library_paths = include_paths
 
 
 def fetch(lock: Path, folder: Path) -> Path:
-    """Download the only archive of ``lock`` into ``folder`` and return it."""
     with tempfile.TemporaryDirectory(prefix="stand-in-torch-") as stand_in:
         for name, text in STAND_IN.items():
             path = Path(stand_in, name)

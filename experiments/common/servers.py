@@ -36,7 +36,7 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """vLLM's executor for one device, by its full path. By its short name, vLLM >= 0.28 replaces it on a CPU with one that
 keeps two more processes per server busy-waiting; four of those on two cores stall a hand-over for seconds."""
 READY_SECONDS = 300.0
-STOP_SECONDS = 20.0
+STOP_SECONDS, ENDING_SECONDS = 20.0, 60.0
 LOG_TAIL_LINES = 40
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -161,7 +161,6 @@ class ServerSpec:
 
 
 def tag_of(name: str) -> str:
-    """Return an arm's name as a part of a file's name."""
     return "".join(letter if letter.isalnum() else "-" for letter in name).strip("-")
 
 
@@ -227,7 +226,6 @@ class Server:
         return found
 
     def tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def check_alive(self) -> None:
@@ -240,7 +238,6 @@ class Server:
             )
 
     def is_ready(self) -> bool:
-        """Ask ``/health`` once."""
         self.check_alive()
         return is_up(f"{self.base_url}/health")
 
@@ -249,6 +246,18 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_SECONDS)
+
+    def shut_down(self) -> None:
+        """Send SIGTERM to the process that was started, as a container's runtime does, and wait until it has ended.
+
+        Raises:
+            ServerError: it has not after `ENDING_SECONDS`.
+        """
+        self.process.terminate()
+        try:
+            self.process.wait(ENDING_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise ServerError(f"found {self.spec.name} still running {ENDING_SECONDS} s after SIGTERM") from error
 
     def stand_still(self) -> None:
         """Stop every process (SIGSTOP), as a debugger or a frozen container does, until :meth:`go_on`."""
@@ -349,8 +358,13 @@ class Running:
         self.servers[index] = Server(spec, self.logs, (dead.port, dead.side_channel_port))
         return self.servers[index]
 
+    def bring_back(self, *indices: int, spec: ServerSpec | None = None) -> None:
+        """:meth:`replace` dead servers, and return when all of them answer."""
+        for index in indices:
+            self.replace(index, spec)
+        self.ready()
+
     def stop(self) -> None:
-        """Stop all servers. Idempotent."""
         servers, self.servers = self.servers, []
         with contextlib.ExitStack() as stack:
             for server in servers:

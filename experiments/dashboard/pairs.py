@@ -86,7 +86,6 @@ class Prometheus:
         return float(found[0]["value"][1]) if found else None
 
     def fired(self) -> list[str]:
-        """Return the alerts that have fired."""
         return sorted({one["metric"]["alertname"] for one in self.over_time('ALERTS{alertstate="firing"}')})
 
     def version(self) -> str:
@@ -160,7 +159,6 @@ def specs_of(pair: str) -> list[ServerSpec]:
 
 
 def load_pair(pair: str, prometheus: Prometheus, logs: Path, say: Say) -> Load:
-    """Start a pair, load it, make it fail, and stop it."""
     say(f"{pair}: starting the servers")
     load = Load(pair, round(time.time() - prometheus.began_at, 1))
     with Asking(specs_of(pair), logs) as launched:
@@ -197,7 +195,6 @@ class _Driver:
         return self._random.choices(range(3, 500), k=length or self._random.choice(LENGTHS))
 
     async def ask_for(self, seconds: float) -> None:
-        """Ask decode, `AT_ONCE` requests at a time."""
         until = time.monotonic() + seconds
 
         async def one() -> None:

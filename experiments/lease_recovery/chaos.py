@@ -140,7 +140,6 @@ class Chaos:
     # ------------------------------------------------------------------------------------------ faults
 
     def _kinds(self) -> dict[str, Inflict]:
-        """Return name -> function for each kind of fault."""
         if self.arm.is_short:
             return self._shortages()
         still = {SHORTER: SHORTER_SECONDS, LONGER: LONGER_SECONDS}
@@ -186,18 +185,12 @@ class Chaos:
 
     async def _kill(self, side: int) -> None:
         self.running.servers[side].kill()
-        self.running.replace(side)
-        await asyncio.to_thread(self.running.ready)
+        await asyncio.to_thread(self.running.bring_back, side)
 
     async def _shut_down(self, side: int) -> None:
         """As an orchestrator does it: SIGTERM, and a new server when the old one has ended."""
-        server = self.running.servers[side]
-        server.ask_to_stop()
-        async with asyncio.timeout(HANG_SECONDS):
-            while server.process.poll() is None:
-                await asyncio.sleep(LOOK_SECONDS)
-        self.running.replace(side)
-        await asyncio.to_thread(self.running.ready)
+        await asyncio.to_thread(self.running.servers[side].shut_down)
+        await asyncio.to_thread(self.running.bring_back, side)
 
     async def _everything_is_short(self) -> None:
         servers, draw = self.running.servers, self.draw
@@ -230,11 +223,9 @@ class Chaos:
         began = time.monotonic()
         memory = await self._idle.seconds_until(1)
         self.recoveries.append(Recovery(MEANWHILE, time.monotonic() - began, 0.0, memory))
-        self.running.replace(0)
-        await asyncio.to_thread(self.running.ready)
+        await asyncio.to_thread(self.running.bring_back, 0)
 
     async def _pause(self, *sides: int) -> None:
-        """Pause and resume these sides while clients keep sending requests."""
         for side in sides:
             mode, clears = self.draw.choice(["keep", "wait", "abort"]), self.draw.choice(["true", "false"])
             await self._tell(side, "pause", mode=mode, clear_cache=clears)

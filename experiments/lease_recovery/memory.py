@@ -123,7 +123,6 @@ def mapped_bytes(server: Server) -> int:
 
 
 async def leases_ended(prefill: Server) -> int:
-    """Return how many leases of prefill have ended since it started."""
     return round(sum(await _metric(prefill, _LEASES_ENDED)))
 
 

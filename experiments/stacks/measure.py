@@ -57,7 +57,6 @@ class Outcome:
 
     @property
     def num_errors(self) -> int:
-        """Requests that ended with an error while a prefill engine was killed and brought back."""
         return sum(number for verdict, number in self.troubled.items() if verdict.startswith("error"))
 
 
@@ -86,7 +85,6 @@ def spec(name: str, mode: str | None) -> ServerSpec:
 
 
 def expected_of(rounds: Sequence[int], logs: Path) -> dict[Request, Answer]:
-    """Return what one stock instance says to every request."""
     asked = [*traffic.requests(rounds), *((traffic.BY_SCHEMA, number) for number in rounds)]
     with Running([spec("alone", None)], logs) as launched:
         return asyncio.run(traffic.answers(launched.ready()[0].base_url, asked))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from experiments.common.command_line import MODES
+from experiments.common.device import MODES
 from experiments.common.report import Narrator, begin, conclude, last_name, make_table
 from experiments.common.report import Verdict as Target
 from experiments.stacks.measure import RECOVERY_SECONDS, Outcome, expected_of, measure
@@ -21,7 +21,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run all stacks and return the exit status."""
     chosen = [one for one in STACKS if not options.stack or options.stack in one.name]
     if not chosen:
         names = "; ".join(one.name for one in STACKS)
@@ -52,7 +51,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 def table_of(outcomes: list[Outcome]) -> Table:
-    """Return a row for each stack and mode."""
     rows = []
     for one in outcomes:
         recovered = "never" if one.recovered_seconds is None else f"after {one.recovered_seconds:.1f} s"
@@ -67,7 +65,6 @@ def _counts(verdicts: dict[str, int]) -> str:
 
 
 def targets(found: Outcome) -> list[Target]:
-    """What clients may rely on behind a stack."""
     words = f"{found.stack}, {found.mode}"
     recovered = found.recovered_seconds
     bad = sum(

@@ -94,7 +94,6 @@ def _numbers(number: int, kind: int) -> list[int]:
 
 
 async def _streamed(answer: Any, text_of: Callable[[Any], str | None]) -> tuple[list[Any], str]:
-    """Return the choices of a stream, and their text."""
     choices: list[Any] = []
     try:
         async for part in answer:
@@ -186,7 +185,6 @@ BY_SCHEMA = "tool, by schema"
 
 
 def requests(rounds: Sequence[int]) -> list[Request]:
-    """Return one request of each kind for each number."""
     return [(kind, number) for number in rounds for kind in KINDS]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.matrix import markdown
 
-from experiments.bench.__main__ import QUESTIONS
+from experiments.__main__ import QUESTIONS
 from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED, ROWS, Evidence
 
 REPOSITORY = Path(__file__).resolve().parents[2]

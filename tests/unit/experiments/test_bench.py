@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
+from experiments.__main__ import QUESTIONS
 from experiments.bench import bench_serve, family_cost, memory_path, push_vs_pull
-from experiments.bench.__main__ import QUESTIONS
 from experiments.bench.pairs import FORMS
 from experiments.bench.samples import Samples, percentile
 from experiments.common.report import Verdict

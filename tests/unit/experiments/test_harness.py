@@ -90,7 +90,7 @@ def test_the_rows_that_are_needed_are_those_that_a_run_gives() -> None:
 def test_help_needs_no_environment() -> None:
     """``--help`` works with an interpreter that has nothing installed, and explains the exit statuses."""
     found = subprocess.run(
-        [sys.executable, "-S", "-E", "-m", "experiments.byte_equivalence", "--help"],
+        [sys.executable, "-S", "-E", "-m", "experiments", "byte_equivalence", "--help"],
         capture_output=True,
         text=True,
         cwd=ROOT,
