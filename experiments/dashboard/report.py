@@ -46,10 +46,11 @@ def main(options: argparse.Namespace) -> int:
         narrator.say("asking Prometheus")
         queries = [*read_dashboard(FOLDER / "dashboard.json"), *read_alerts(FOLDER / "alerts.yaml")]
         found = run_queries(prometheus, queries)
+        fired = prometheus.over_time('ALERTS{alertstate="firing"}')
         content = {
             "began": began,
             "prometheus": prometheus.version(),
-            "alerts_fired": prometheus.fired(),
+            "alerts_fired": sorted({one["metric"]["alertname"] for one in fired}),
             "loads": [vars(one) for one in loads],
             "queries": [one.as_json() for one in found],
         }
@@ -85,8 +86,7 @@ def run_queries(prometheus: Prometheus, queries: Sequence[Query]) -> list[Answer
         for one in prometheus.over_time(query.over(seconds)):
             pairs = [(float(at) - prometheus.began_at, float(value)) for at, value in one["values"]]
             if finite := [pair for pair in pairs if math.isfinite(pair[1])]:
-                named = {label: prometheus.names.get(value, value) for label, value in one["metric"].items()}
-                answer.series.append((named, finite))
+                answer.series.append((one["metric"], finite))
         found.append(answer)
     return found
 
