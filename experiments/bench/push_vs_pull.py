@@ -213,13 +213,8 @@ def _hidden(samples: Samples) -> list[Verdict]:
         left = samples.values((transport, length, at_a_time), STREAMED.name, "left")
         if length > CHUNK_TOKENS and chunk and left:
             seconds, most = statistics.median(left), statistics.median(chunk)
-            rows.append(
-                Verdict(
-                    f"{transport}, {length} tokens: transfer left after the last step, / one chunk's (<= 1.1 x)",
-                    f"{seconds * 1e3:.0f} ms of {most * 1e3:.0f} ms",
-                    seconds <= 1.1 * most,
-                )
-            )
+            words = f"{transport}, {length} tokens: transfer left after the last step, / one chunk's (<= 1.1 x)"
+            rows.append(Verdict(words, f"{seconds * 1e3:.0f} ms of {most * 1e3:.0f} ms", seconds <= 1.1 * most))
     return rows
 
 

@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,14 +190,8 @@ def _phase(
 ) -> Phase:
     begun, failed_before = time.monotonic(), fleet.failed_hand_overs()
     found = asyncio.run(traffic.meanwhile(fleet.url, asked, act, AT_ONCE))
-    counted = Counter(one.verdict for one in found)
-    phase = Phase(
-        mode,
-        change,
-        round(time.monotonic() - begun, 1),
-        {kind.value: counted[kind] for kind in Verdict if counted[kind]},
-        max(0, fleet.failed_hand_overs() - failed_before),
-    )
+    failed = max(0, fleet.failed_hand_overs() - failed_before)
+    phase = Phase(mode, change, round(time.monotonic() - begun, 1), traffic.counted(found), failed)
     say(f"{mode}, {change}: {phase.outcomes}")
     return phase
 

@@ -113,25 +113,23 @@ def _shown(values: Sequence[float], hundredths: int, factor: float, digits: int)
     return f"{percentile(hundredths)(values) * factor:.{digits}f}" if values else "-"
 
 
+def _bad(ran: Ran, words: str) -> Verdict:
+    bad = sum(one.outcome in (Outcome.WRONG, Outcome.NO_END) for one in ran.received)
+    words = f"{words}: wrong answers, and requests without an end (0)"
+    return Verdict(words, f"{bad} of {len(ran.received)}", not bad)
+
+
 def judge(runs: Sequence[Ran]) -> list[Verdict]:
     verdicts = []
-    for ran in runs:
-        words = ran.arm
-        if not ran.arm.startswith("this package"):
-            continue
+    for ran in (one for one in runs if one.arm.startswith("this package")):
         if ran.not_run:
-            verdicts.append(Verdict(f"{words}: serves throughout", ran.not_run, False))
+            verdicts.append(Verdict(f"{ran.arm}: serves throughout", ran.not_run, False))
             continue
-        bad = sum(one.outcome in (Outcome.WRONG, Outcome.NO_END) for one in ran.received)
         total, of_models = peaks(ran)
         mib = " and ".join(f"{count / _MIB:.0f}" for count in of_models.values())
-        within = f"{total / _MIB:.0f} of {DEVICE_BYTES / _MIB:.0f} MiB"
-        verdicts += [
-            Verdict(
-                f"{words}: wrong answers, and requests without an end (0)", f"{bad} of {len(ran.received)}", not bad
-            ),
-            Verdict(f"{words}: the models' peaks, {mib} MiB, within the device", within, total <= DEVICE_BYTES),
-        ]
+        words = f"{ran.arm}: the models' peaks, {mib} MiB, within the device"
+        found = f"{total / _MIB:.0f} of {DEVICE_BYTES / _MIB:.0f} MiB"
+        verdicts += [_bad(ran, ran.arm), Verdict(words, found, total <= DEVICE_BYTES)]
     return verdicts
 
 
@@ -157,13 +155,10 @@ def plot(runs: Sequence[Ran], title: str, path: Path) -> None:
 def judge_overload(found: Sequence[Ran]) -> list[Verdict]:
     verdicts = []
     for ran in found:
-        bad = sum(one.outcome in (Outcome.WRONG, Outcome.NO_END) for one in ran.received)
         told = [one.retry_after for one in ran.received if one.outcome is Outcome.REFUSED]
         words = f"overload, {ran.arm}"
-        verdicts += [
-            Verdict(f"{words}: wrong answers, and requests without an end (0)", f"{bad}", not bad),
-            Verdict(f"{words}: refusals that say when to try again", f"{sum(told)} of {len(told)}", all(told)),
-        ]
+        again = f"{sum(told)} of {len(told)}"
+        verdicts += [_bad(ran, words), Verdict(f"{words}: refusals that say when to try again", again, all(told))]
         if ran.arm == ASKS:
             share = ran.wasted_share or 0.0
             verdicts.append(Verdict(f"{words}: prefill wasted (0.0 %)", f"{share:.1%}", share < 0.0005))

@@ -77,6 +77,11 @@ class Judged(NamedTuple):
     found: Answer | None = None
 
 
+def counted(answers: Sequence[Judged]) -> dict[str, int]:
+    """Return how many answers have each verdict, by its words."""
+    return {kind.value: number for kind in Verdict if (number := sum(one.verdict is kind for one in answers))}
+
+
 LETTERS = range(40, 48)
 """Tokens of the experiments' model that are letters of ASCII."""
 SPACES = (199, 200, 203, 222)
