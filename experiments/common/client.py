@@ -74,11 +74,6 @@ class Offer:
     block_ids: list[list[int]]
     digests: list[list[str]]
 
-    @property
-    def is_pushed(self) -> bool:
-        """Whether P writes the blocks into D, rather than D reading them."""
-        return self.params.get("transfer_mode") == "push"
-
 
 def clients_id(request_id: str) -> str:
     """Return the client's id of a request, by the engine's id for it."""
@@ -120,9 +115,10 @@ class Client:
 
         ``salt`` separates prefix caches: requests share cached blocks only if their salts are equal.
         """
-        more = {"logprobs": TOP_LOGPROBS, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        asked = self._completion(prompt, max_tokens, salt, request_id, kv_transfer_params, more)
-        reply = await self.http.post(**asked)
+        more: dict[str, Any] = {"logprobs": TOP_LOGPROBS, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        if kv_transfer_params is not None:
+            more["kv_transfer_params"] = kv_transfer_params
+        reply = await self.http.post(**self._completion(prompt, max_tokens, salt, request_id, more))
         self._check(reply, reply.text, request_id)
         answer: dict[str, Any] = reply.json()
         return answer
@@ -134,7 +130,8 @@ class Client:
 
         ``name``: the request's id, and its salt.
         """
-        asked = self.stream(prompt, max_tokens=max_tokens, salt=name, request_id=name, params=params)
+        more = {} if params is None else {"kv_transfer_params": params}
+        asked = self.stream(prompt, max_tokens=max_tokens, salt=name, request_id=name, **more)
         return [seconds async for seconds, _ in asked]
 
     async def streamed(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> tuple[float, Answer]:
@@ -157,7 +154,6 @@ class Client:
         max_tokens: int,
         salt: str,
         request_id: str,
-        params: dict[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         **more: Any,
     ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
@@ -169,7 +165,7 @@ class Client:
         Raises:
             AnswerError: it is an error, empty or cut short.
         """
-        asked = self._completion(prompt, max_tokens, salt, request_id, params, {"stream": True, **more})
+        asked = self._completion(prompt, max_tokens, salt, request_id, {"stream": True, **more})
         asked["headers"] |= headers or {}
         words, is_empty = f"{self.base_url}, {request_id}", True
         async with self.http.stream("POST", **asked) as reply:
@@ -195,24 +191,11 @@ class Client:
             raise AnswerError(said, reply.status_code, retry_after="retry-after" in reply.headers)
 
     def _completion(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        salt: str,
-        request_id: str,
-        params: dict[str, Any] | None,
-        more: Mapping[str, Any],
+        self, prompt: Sequence[int], max_tokens: int, salt: str, request_id: str, more: Mapping[str, Any]
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "cache_salt": salt,
-            **({} if params is None else {"kv_transfer_params": params}),
-            **more,
-        }
+        """Return httpx's arguments for a greedy completion; ``more`` is of the body."""
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0.0}
+        body |= {"ignore_eos": True, "cache_salt": salt, **more}
         return {"url": f"{self.base_url}/v1/completions", "json": body, "headers": {"X-Request-Id": request_id}}
 
     async def offer(self, prompt: list[int], *, salt: str, request_id: str, **more: Any) -> dict[str, Any]:
@@ -252,21 +235,6 @@ class Client:
 def joined(digests: Sequence[list[list[str]]]) -> list[list[str]]:
     """Return one digest per block and KV-cache group, joined from the digests of all ranks' parts of the block."""
     return [["+".join(parts) for parts in zip(*groups, strict=True)] for groups in zip(*digests, strict=True)]
-
-
-def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the records of transfers that every rank has recorded, with the digests of all ranks joined.
-
-    Args:
-        records: the probe's records of each rank, in any order.
-    """
-    first, *others = records or [[]]
-    known = [{one["transfer"]: one["digests"] for one in rank} for rank in others]
-    return [
-        {**one, "digests": joined([one["digests"], *(rank[one["transfer"]] for rank in known)])}
-        for one in first
-        if all(one["transfer"] in rank for rank in known)
-    ]
 
 
 def read_answer(reply: dict[str, Any], max_tokens: int) -> Answer:
@@ -321,7 +289,9 @@ class Pair:
         )
         return HandOver(
             answer=read_answer(decoded, max_tokens),
-            transfer=name_of(offer.params, "") if offer.is_pushed else offer.params["remote_request_id"],
+            transfer=name_of(offer.params, "")
+            if offer.params.get("transfer_mode") == "push"
+            else offer.params["remote_request_id"],
             sent_block_ids=offer.block_ids,
             sent_digests=offer.digests,
         )

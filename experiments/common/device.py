@@ -22,7 +22,7 @@ PINNED: Mapping[str, str] = {REGISTRATION: "pinned"}
 FOLLOWS: Mapping[str, str] = {REGISTRATION: "follows"}
 """A registration follows the pages as they are remapped, so KV need not be staged."""
 RUNNERS: Mapping[str, Mapping[str, str]] = {"V1": {SWITCH: "0"}, "V2": {SWITCH: "1"}}
-"""vLLM's model runners. Without a GPU, Triton interprets the kernels of V2 (server_side/triton_kernels.py)."""
+"""vLLM's model runners. Without a GPU, Triton interprets the kernels of V2 (server_side/sitecustomize.py)."""
 INTERPRETED: Mapping[str, str] = {"TRITON_INTERPRET": "1"}
 MEMORY_PATHS = {"pinned": "device", "follows": "direct"}
 """On a GPU the behaviour of registrations cannot be set, so ``memory_path`` sets the path that it would lead to."""
@@ -39,7 +39,7 @@ GPU_MEMORY_FRACTION = 0.12
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    # Without it, each idle server keeps a core busy, and all servers compute on one core (server_side/few_cores.py).
+    # Without it, each idle server keeps a core busy, and all servers compute on one core (see sitecustomize.py).
     "EXPERIMENT_FEW_CORES": "1",
 }
 

@@ -137,8 +137,8 @@ class ServerSpec:
             *self.engine_arguments(engine_id),
         ]
 
-    def environment_at(self, port: int) -> dict[str, str]:
-        """Return more environment variables, of a server that does not take its port as an argument."""
+    def environment_at(self, port: int) -> Mapping[str, str]:
+        """Return more variables, of a server that does not take its port as an argument."""
         return {}
 
     def engine_arguments(self, engine_id: str) -> list[str]:
@@ -225,8 +225,8 @@ class Server:
                     found.append(process)
         return found
 
-    def tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
     def check_alive(self) -> None:
         """Raise :class:`ServerError`, with the log's tail, if the server has ended."""
@@ -236,10 +236,6 @@ class Server:
                 f"{self.spec.name}: found the server ended with status {status}; expected it to serve. Nothing can be "
                 f"compared without it. Its log, {self.log}, ends with:\n{self.tail()}"
             )
-
-    def is_ready(self) -> bool:
-        self.check_alive()
-        return is_up(f"{self.base_url}/health")
 
     def kill(self) -> None:
         """End the whole session by SIGKILL, like a machine that fails: no peer is notified."""
@@ -264,12 +260,11 @@ class Server:
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Continue every process (SIGCONT) after :meth:`stand_still`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGCONT)
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to the whole session."""
+        """Send SIGTERM to the whole session, also if it stands still."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         self.go_on()
@@ -285,10 +280,11 @@ class Server:
         deadline = time.monotonic() + STOP_SECONDS
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.02)
-        for leftover in [
-            *Path("/dev/shm").glob(f"*{self.identity}*"),
-            *Path("/tmp").glob(f"kvcached-tp-{self.identity}*"),
-        ]:
+        shared, sockets = (
+            Path("/dev/shm").glob(f"*{self.identity}*"),
+            Path("/tmp").glob(f"kvcached-tp-{self.identity}*"),
+        )
+        for leftover in [*shared, *sockets]:
             if leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
@@ -330,7 +326,9 @@ class Running:
         """Return the servers when all of them answer; raises :class:`ServerError` if one ends or takes too long."""
         waiting = list(self.servers)
         begun = time.monotonic()
-        while waiting := [server for server in waiting if not server.is_ready()]:
+        while waiting := [server for server in waiting if not is_up(f"{server.base_url}/health")]:
+            for server in waiting:
+                server.check_alive()
             seconds = time.monotonic() - begun
             names = ", ".join(server.spec.name for server in waiting)
             if seconds > READY_SECONDS:
@@ -351,8 +349,7 @@ class Running:
             spec: configuration of the new server; None for that of the dead one.
         """
         dead = self.servers[index]
-        # Remove what the dead server left in shared memory.
-        dead.stop()
+        dead.stop()  # removes what it left in shared memory
         generation = int(dead.spec.name.partition("+")[2] or 0) + 1
         spec = replace(spec or dead.spec, name=f"{dead.spec.name.partition('+')[0]}+{generation}")
         self.servers[index] = Server(spec, self.logs, (dead.port, dead.side_channel_port))

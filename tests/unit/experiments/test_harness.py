@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.byte_equivalence import run as last
-from experiments.byte_equivalence.arm_run import CORRUPTIONS, Dependence
-from experiments.byte_equivalence.arms import ARMS, Arm, of_size, phases
+from experiments.byte_equivalence import rows as last
+from experiments.byte_equivalence.arms import ARMS, Arm, of_size
 from experiments.byte_equivalence.compare import Difference
-from experiments.byte_equivalence.comparison import Check, compared, exit_status, summary_of
-from experiments.byte_equivalence.harness import came_back, remapped
+from experiments.byte_equivalence.pair_run import CORRUPTIONS, Dependence
+from experiments.byte_equivalence.rows import Check, came_back, compared, exit_status, remapped, summary_of
+from experiments.byte_equivalence.subjects import phases
 from experiments.common.model import GQA
 from experiments.common.pages import PageCount
 

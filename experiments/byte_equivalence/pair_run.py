@@ -13,7 +13,7 @@ from typing import Any
 from experiments.byte_equivalence.arms import Arm, Order
 from experiments.byte_equivalence.compare import Observation, largest_logprob_gap, match_records
 from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt
-from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client, of_all_ranks
+from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client, joined
 from experiments.common.servers import Server
 
 MAX_TOKENS = 64
@@ -224,6 +224,21 @@ class PairRun:
             await self.pairs[0].decode.probe("plant", "zero_a_block", index)
             gaps[index] = largest_logprob_gap(clean, await answer(f"block-{index}"))
         return Dependence(blocks, control_gap, gaps)
+
+
+def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the records of transfers that every rank has recorded, with the digests of all ranks joined.
+
+    Args:
+        records: the probe's records of each rank, in any order.
+    """
+    first, *others = records or [[]]
+    known = [{one["transfer"]: one["digests"] for one in rank} for rank in others]
+    return [
+        {**one, "digests": joined([one["digests"], *(rank[one["transfer"]] for rank in known)])}
+        for one in first
+        if all(one["transfer"] in rank for rank in known)
+    ]
 
 
 class _Sent:
