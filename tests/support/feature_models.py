@@ -81,15 +81,17 @@ def adapter(folder: Path, seed: int) -> Path:
 
 def eagle(folder: Path, target: Path) -> Path:
     """An EAGLE draft of ``target``: one layer, which sees a token's embedding beside the model's hidden state."""
-    shape = models.ModelShape(layers=1, head_size=SHAPE.head_dim, seed=7)
+    stored = load_file(target / "model.safetensors")
+    vocabulary, hidden = stored["model.embed_tokens.weight"].shape
+    shape = models.ModelShape(layers=1, vocabulary=vocabulary, hidden=hidden, head_size=SHAPE.head_dim, seed=7)
     shutil.copytree(models.make_model(shape), folder)
     weights = load_file(folder / "model.safetensors")
     one = {name.removeprefix("model."): tensor for name, tensor in weights.items() if ".layers." in name}
     # vLLM's draft has no norm before its first layer.
     one = {name: tensor for name, tensor in one.items() if "input_layernorm" not in name}
     drawn = torch.Generator().manual_seed(shape.seed)
-    one["fc.weight"] = (torch.randn(shape.hidden, 2 * shape.hidden, generator=drawn) * 0.08).to(torch.bfloat16)
-    stored = load_file(target / "model.safetensors")
+    one["fc.weight"] = (torch.randn(hidden, 2 * hidden, generator=drawn) * 0.08).to(torch.bfloat16)
+    one["fc.weight"][:, :hidden] += torch.eye(hidden, dtype=torch.bfloat16)
     # It shares the model's head.
     one["embed_tokens.weight"] = stored["model.embed_tokens.weight"]
     save_file(one, folder / "model.safetensors", {"format": "pt"})
