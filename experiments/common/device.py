@@ -70,22 +70,17 @@ def with_extra(config: Mapping[str, object], extra: Mapping[str, object]) -> dic
 
 
 @functools.cache
-def has_gpu() -> bool:
-    """Whether torch is installed and finds a GPU. Imports torch."""
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
 def num_gpus() -> int:
     """Return how many GPUs torch finds; 0 if torch is not installed. Imports torch."""
     if importlib.util.find_spec("torch") is None:
         return 0
     import torch
 
-    return int(torch.cuda.device_count())
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def has_gpu() -> bool:
+    return num_gpus() > 0
 
 
 def accepted(vllm: str | None) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common.counted import settled, since
@@ -136,13 +136,8 @@ def measure(
         traffic.counted(restarted),
         traffic.counted(others),
         hand_overs_after,
-        [_compared(one, expected[one.request]) for one in wrong],
+        [{"request": one.request, "found": one.found, "expected": expected[one.request]} for one in wrong],
     )
-
-
-def _compared(wrong: Judged, expected: Answer) -> dict[str, object]:
-    found = None if wrong.found is None else asdict(wrong.found)
-    return {"request": wrong.request, "found": found, "expected": asdict(expected)}
 
 
 def _kill_and_replace(deployment: Deployment) -> None:
