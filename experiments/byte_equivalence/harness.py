@@ -94,7 +94,7 @@ class Harness:
         specs = self.subject.specs(arm, phase)
         return (Asking if arm.asks else Running)(specs, self.logs, self.narrator.update)
 
-    def _row(self, row: Check) -> Check:
+    def add(self, row: Check) -> Check:
         self.rows.append(row)
         self.narrator.say(f"{'ok    ' if row.passed else 'FAILED'} {row.arm}: {row.what}: {row.outcome}")
         return row
@@ -115,7 +115,7 @@ class Harness:
         except (ServerError, AnswerError, httpx.HTTPError) as error:
             outcome = f"{type(error).__name__}: {error}. Logs: {self.logs}"
             is_setup = isinstance(error, ServerError) and not started
-            self._row(Check(arm.name, f"{phase.name}: serves", False, outcome, failed_setup=is_setup))
+            self.add(Check(arm.name, f"{phase.name}: serves", False, outcome, failed_setup=is_setup))
         finally:
             launched.stop()
 
@@ -133,7 +133,7 @@ class Harness:
         longest = max(len(one.token_ids) for one in prompts)
         outcome = f"{len(found)} prompts of 1 to {longest} tokens, {distinct} distinct answers"
         is_enough = distinct >= self.subject.fewest_distinct
-        self._row(Check(REFERENCE.name, f"{phase.name}: answers ({phase.dtype})", is_enough, outcome))
+        self.add(Check(REFERENCE.name, f"{phase.name}: answers ({phase.dtype})", is_enough, outcome))
         return Baseline(found)
 
     def _pair(self, arm: Arm, phase: Phase, launched: Running, baseline: Baseline) -> None:
@@ -186,7 +186,7 @@ class _Checks:
         self.harness.narrator.update(text)
 
     def compared(self, what: str, differences: Iterable[Difference], outcome: str, **figures: Any) -> None:
-        self.harness._row(compared(self.arm.name, what, differences, outcome, **figures))
+        self.harness.add(compared(self.arm.name, what, differences, outcome, **figures))
 
     async def plant(self) -> None:
         """Compare damaged hand-overs with the same pair's undamaged ones, which have to be equal bit for bit.
@@ -203,7 +203,7 @@ class _Checks:
         gap = max(map(largest_logprob_gap, clean, again))
         outcome = f"{len(prompts)} prompts, log-probabilities within {gap:.3g} nats"
         what = f"{self.phase.name}: repeating changes nothing"
-        if not self.harness._row(Check(self.arm.name, what, gap == 0.0, outcome)).passed:
+        if not self.harness.add(Check(self.arm.name, what, gap == 0.0, outcome)).passed:
             raise NotCaught(f"{what}: repeated requests differ, so what damages change is not known")
         for place, ((corruption, prompt), answer) in enumerate(zip(damages, clean, strict=True)):
             self.show(f"{self.arm.name}: planting: {corruption.words}")
@@ -217,7 +217,7 @@ class _Checks:
         by = ", ".join([*by_bytes, *by_output]) or "nothing"
         what = f"{self.phase.name}: planted: {corruption.words}"
         outcome = f"{'caught' if caught else 'seen only'} by {by}"
-        if not self.harness._row(Check(self.arm.name, what, caught, outcome)).passed:
+        if not self.harness.add(Check(self.arm.name, what, caught, outcome)).passed:
             raise NotCaught(what)
 
     async def depend(self) -> None:
@@ -237,7 +237,7 @@ class _Checks:
             f"{changed} of {len(found.gaps)} zeroed blocks (of {found.blocks}) change the log-probabilities, by "
             f"{min(found.gaps.values()):.3g} nats or more; repeating changes them by {found.control_gap:.3g}"
         )
-        self.harness._row(Check(self.arm.name, what, found.proved, outcome))
+        self.harness.add(Check(self.arm.name, what, found.proved, outcome))
 
     async def sequential(self) -> None:
         prompts = self.subject.prompts
@@ -279,9 +279,9 @@ class _Checks:
             # so it never has to remap.
             if (self.run.order == "P first" and not self.arm.is_staged) or side.startswith("decode"):
                 what = f"{self.name}: kvcached remapped during the run ({side})"
-                self.harness._row(remapped(self.arm.name, what, watch.count()))
+                self.harness.add(remapped(self.arm.name, what, watch.count()))
             what = f"{self.name}: memory came back after every round ({side})"
-            self.harness._row(came_back(self.arm.name, what, resting, page_group_bytes))
+            self.harness.add(came_back(self.arm.name, what, resting, page_group_bytes))
 
     def _expected(self) -> dict[str, Answer]:
         return dict(zip((prompt.name for prompt in self.subject.prompts), self.baseline.answers, strict=True))
