@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from support import feature_asks as asks
 from support.feature_asks import Answer, Ask
-from support.feature_models import CHAT_TEMPLATE, chat_model, drafting_hybrid, eagle
-from support.feature_servers import spec
+from support.feature_models import CHAT_TEMPLATE, chat_model, drafting_hybrid, eagle, spec
 
 from experiments.common.counted import count, hand_overs
 from experiments.common.device import INTERPRETED, LAYOUT

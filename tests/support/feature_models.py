@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 from experiments.common import model as models
+from experiments.common.device import layout, role
 from experiments.common.families import make_family
+from experiments.common.servers import ServerSpec
 
 SHAPE = models.GQA
 CHAT_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -198,3 +200,27 @@ def _draft_layer(weights: dict[str, torch.Tensor], size: int) -> dict[str, torch
     hidden = torch.randn(size, size, generator=torch.Generator().manual_seed(5)) * 0.2
     found["mtp.fc.weight"] = torch.cat([torch.eye(size), hidden], dim=1).to(torch.bfloat16)
     return found
+
+
+KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **layout()}
+
+
+def spec(name: str, model: Path, mode: str | None, *arguments: str, **environment: str) -> ServerSpec:
+    """Return the configuration of a server; without ``mode``, of the stock instance. The name tells its role."""
+    transfer: dict[str, Any] = {
+        "kv_connector": "NixlConnector",
+        "kv_role": role(name),
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode},
+    }
+    return ServerSpec(
+        name=name,
+        model=model,
+        dtype="float32",
+        # All that is asked at once, in one step: on a CPU vLLM ends where a prompt with a seed is computed in chunks.
+        max_num_batched_tokens=2048,
+        kv_transfer=transfer if mode else None,
+        environment={**environment, **(KVCACHED if mode else {})},
+        arguments=arguments,
+        forks=True,
+    )

@@ -26,8 +26,7 @@ from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker import facade as starting
-from kvcached_nixl.worker.background import Background, Work
-from kvcached_nixl.worker.facade import Device
+from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.geometry.layout import Layout
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.transfer.slab import Slab
@@ -217,11 +216,6 @@ def test_a_thread_that_selects_has_the_context_too(platform: Platform) -> None:
     assert platform.did[threading.current_thread().name] == ["selects 1", "a context"]
 
 
-def test_host_memory_is_no_device(platform: Platform) -> None:
-    select("cpu", 0)
-    assert platform.did == {}
-
-
 def test_every_thread_of_a_worker_selects_its_device_first(
     platform: Platform, layout: Layout, new_threads: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,21 +244,6 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     assert "hears" in platform.did["kvcached-nixl-transfer"]
     for name in ("kvcached-nixl-copies", "kvcached-nixl-checksums"):
         assert platform.did[name][2:] == ["a stream", "a stream begins", "a stream ends", "a stream is waited for"]
-
-
-def test_an_event_of_the_engines_is_asked_on_a_thread_that_has_selected(platform: Platform) -> None:
-    """As a step's end is."""
-    is_reached = Device(RANK_1).record()
-    with pytest.raises(AssertionError, match="is device 0's"):
-        is_reached()
-    found: list[bool] = []
-    ended = threading.Event()
-    asks = Background("asks", RANK_1, ended.set)
-    asks.submit(Work("a question", is_reached, lambda answer, _: found.append(bool(answer))))
-    assert ended.wait(SECONDS)
-    asks.turn()
-    asks.close()
-    assert found == [True]
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -5,8 +5,8 @@ A connector that was written for vLLM's own memory may copy a block after vLLM h
 or register memory once. kvcached unmaps the pages of freed blocks, lays blocks out otherwise, and replaces pages. So a
 connector of vLLM is refused unless it was shown to be safe.
 
-Read in vLLM 0.26 to 0.33, and in LMCache 0.5.6. `tests/contract/test_neighbours.py` holds what can be shown without a
-GPU.
+Read in vLLM 0.26 to 0.33, and in LMCache 0.5.6. `tests/contract/test_transfer_config.py` holds what can be shown
+without a GPU.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Sources: ``v1/kv_cache_interface.py``, ``model_executor/layers/mamba/mamba_utils
 (``mamba_v2_sharded_weight_loader``), ``v1/ssm_conv_transfer_utils.py`` (order of the projections);
 ``SpeculativeMethod`` in ``config/speculative.py``, and the drafter of each method: in model runner V1
 ``v1/worker/gpu_model_runner.py``, in V2 ``v1/worker/gpu/spec_decode/__init__.py`` (compared by
-``tests/contract/test_drafts.py``).
+``tests/contract/test_shapes.py``).
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from support.clocks import ManualClock
+from support.codecs import plain_id
 from support.digest_fakes import as_bytes, digests_over
 from support.engine_fakes import grown
 from support.internals import receiver_of, registry_of, waiting_for_device
 from support.memory_transport import MemoryTransport
-from support.parameter_ids import plain_id
 from support.worker_fakes import (
     DIGEST,
     START,
