@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
 from kvcached_nixl.settings import MemoryPath
 
+Place: TypeAlias = Literal["elastic", "ordinary", "host"]
+"""kvcached's pages, mapped or not; other memory of the device; host memory, where the device has its own."""
 AS_CONFIGURED = "as configured"
 """The lane with all transports that UCX may choose from: tests what UCX chooses on this host."""
 SLOW = 4.0
@@ -22,9 +26,8 @@ class Question(msgspec.Struct, frozen=True):
 
     Attributes:
         device: ``cpu`` or torch's name of an accelerator.
-        device_index: index of the device.
-        memory_type: NIXL's memory type of the KV cache.
-        backends: the NIXL backends that the connector is configured with.
+        memory_type: NIXL's, of the KV cache.
+        backends: NIXL's, which the connector is configured with.
     """
 
     device: str
@@ -73,12 +76,13 @@ class Rates(msgspec.Struct, frozen=True):
     write: float
     descriptors: float
 
+    def __str__(self) -> str:
+        return f"{self.read / 1e9:.3g} GB/s (READ) and {self.write / 1e9:.3g} GB/s (WRITE)"
+
     def best_of(self, other: Rates | None) -> Rates:
         if other is None:
             return self
-        return Rates(
-            *(max(pair) for pair in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True))
-        )
+        return Rates(max(self.read, other.read), max(self.write, other.write), max(self.descriptors, other.descriptors))
 
 
 class LaneFound(msgspec.Struct, frozen=True):
@@ -90,8 +94,6 @@ class LaneFound(msgspec.Struct, frozen=True):
         unusable: why nothing could be moved over it alone; "" if it could.
         never: why it is never chosen, so that no test is needed; "" if it may be chosen.
         wrong: descriptions of the transfers whose bytes arrived wrong.
-        rates: ``elastic`` for kvcached's pages, ``ordinary`` for other memory of the device, ``host`` for host memory
-            where the device has its own.
     """
 
     name: str
@@ -99,9 +101,9 @@ class LaneFound(msgspec.Struct, frozen=True):
     unusable: str = ""
     never: str = ""
     wrong: tuple[str, ...] = ()
-    rates: dict[str, Rates] = {}
+    rates: dict[Place, Rates] = {}
 
-    def is_slow(self, slab: str) -> bool:
+    def is_slow(self, slab: Place) -> bool:
         """Whether kvcached's pages are read or written more than `SLOW` times slower than such memory."""
         if self.never:
             return False
@@ -122,35 +124,21 @@ class LaneFound(msgspec.Struct, frozen=True):
             return f"{self.name} does not move the bytes of a page that was {', or '.join(self.wrong)}"
         return ""
 
-    def why_slow(self, slab: str) -> str:
+    def why_slow(self, slab: Place) -> str:
         """Why kvcached's pages should not be registered although the bytes are right; "" if they are fast enough.
-
-        Args:
-            slab: the kind of memory that a slab would have.
-        """
+        ``slab``: where a slab would be."""
         if self.why_not or not self.is_slow(slab):
             return ""
-        elastic, other = (_words(self.rates[place]) for place in ("elastic", slab))
+        elastic, other = self.rates["elastic"], self.rates[slab]
         return f"{self.name} moves kvcached's pages at {elastic}, and a slab at {other}"
-
-
-def _words(rates: Rates) -> str:
-    return f"{rates.read / 1e9:.3g} GB/s (READ) and {rates.write / 1e9:.3g} GB/s (WRITE)"
-
-
-class Said(msgspec.Struct, frozen=True):
-    """The result of a prover. ``ucx``: None if UCX is not among the backends."""
-
-    lanes: tuple[LaneFound, ...]
-    ucx: Ucx | None
 
 
 class Proof(msgspec.Struct, frozen=True):
     """The answer to a `Question`.
 
     Attributes:
-        environment: versions and settings that the proof is valid for.
-        ucx: what the prover's UCX could choose from.
+        environment: versions and settings that the proof is valid for; the prover leaves them out.
+        ucx: what the prover's UCX could choose from; None if UCX is not among the backends.
         seconds: how long the prover took.
     """
 
@@ -158,7 +146,7 @@ class Proof(msgspec.Struct, frozen=True):
     environment: dict[str, str]
     lanes: tuple[LaneFound, ...]
     ucx: Ucx | None
-    seconds: float
+    seconds: float = 0.0
 
     @property
     def why_not(self) -> tuple[str, ...]:
@@ -201,5 +189,5 @@ class Proof(msgspec.Struct, frozen=True):
     def why_slow(self) -> tuple[str, ...]:
         """One reason per lane that is a copy path for kvcached's pages and not for a slab."""
         has_own_memory = self.question.memory_type != "DRAM"
-        slab = "host" if has_own_memory and self.slab is MemoryPath.HOST else "ordinary"
+        slab: Place = "host" if has_own_memory and self.slab is MemoryPath.HOST else "ordinary"
         return tuple(filter(None, (lane.why_slow(slab) for lane in self.lanes)))
