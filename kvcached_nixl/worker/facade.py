@@ -33,7 +33,6 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Report, Step
 from kvcached_nixl.worker.background import Background
-from kvcached_nixl.worker.commands import BlocksWritable, Command, IsReached, LocalIdentity, NewWeights, Reached
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.geometry.layout import Layout, group_memory, layers_digest
@@ -46,7 +45,15 @@ from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOK
 from kvcached_nixl.worker.transfer.slab import Slab, Slots
 from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import LocalRank
-from kvcached_nixl.worker.transfer_thread import TransferThread
+from kvcached_nixl.worker.transfer_thread import (
+    BlocksWritable,
+    Command,
+    IsReached,
+    LocalIdentity,
+    NewWeights,
+    Reached,
+    TransferThread,
+)
 
 if TYPE_CHECKING:
     from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView

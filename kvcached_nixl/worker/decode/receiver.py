@@ -147,18 +147,17 @@ class Receiver(PeerListener):
         request_id = "" if spec.manifest is None else spec.manifest.request_id
         self._release(others, request_id, spec.name, spec.digest)
 
-    def begin(self, number: int) -> None:
-        """Begin moving: the device has finished every step that could still write the attempt's blocks (rule R8)."""
-        attempt = self._attempts.get(number)
-        if attempt is None or attempt.failed is not None:
-            return
-        for part in attempt.parts:
-            if isinstance(part, WritePart):
-                self._writers.expect(part, number)
-        for part in list(attempt.parts):
-            # A part that cannot begin fails the attempt at once.
+    def begin(self, *numbers: int) -> None:
+        """Begin moving: the device has finished every step that could still write the attempts' blocks (rule R8)."""
+        for attempt in filter(None, map(self._attempts.get, numbers)):
             if attempt.failed is None:
-                part.begin()
+                for part in attempt.parts:
+                    if isinstance(part, WritePart):
+                        self._writers.expect(part, attempt.number)
+            for part in list(attempt.parts):
+                # A part that cannot begin fails the attempt at once.
+                if attempt.failed is None:
+                    part.begin()
 
     def release(self, released: UnneededOffer) -> None:
         """Tell all ranks of prefill that this rank of decode needs nothing, when nothing of the offer is being moved.
