@@ -7,9 +7,8 @@ from support.worker_fakes import HeldCopies, staging_over
 
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.messages import KernelBlockRange
-from kvcached_nixl.worker.decode.arrived import StagingWindow
 from kvcached_nixl.worker.transfer.slab import Slots, Use
-from kvcached_nixl.worker.transfer.staging import Held, Staging
+from kvcached_nixl.worker.transfer.staging import Held, Staging, StagingWindow
 
 
 def window(staging: Staging, num_writers: int = 1) -> tuple[StagingWindow, list[Held]]:

@@ -7,8 +7,7 @@ import itertools
 
 import pytest
 
-from kvcached_nixl.worker.decode.arrived import NEXT, Event, Stage
-from kvcached_nixl.worker.decode.write_part import WritePart
+from kvcached_nixl.worker.decode.write_part import NEXT, Event, Stage, WritePart
 
 CONNECTING, WRITING, WITHDRAWN, COMPARING, IN_VAIN, ENDED = Stage
 TOLD, UNWANTED, STOPPED, IS_COMPARED, COMPARED = Event
