@@ -29,8 +29,20 @@ import msgspec
 import numpy as np
 
 from kvcached_nixl.current_device import select
-from kvcached_nixl.proof.lanes import carriers, is_never_chosen, only_copies, transports_of, ucx_of_this_process
-from kvcached_nixl.proof.result import AS_CONFIGURED, LaneFound, Place, Proof, Question, Rates, Ucx
+from kvcached_nixl.proof.result import (
+    AS_CONFIGURED,
+    COPIES,
+    LaneFound,
+    Place,
+    Proof,
+    Question,
+    Rates,
+    Ucx,
+    carriers,
+    is_never_chosen,
+    transports_of,
+    ucx_of_this_process,
+)
 from kvcached_nixl.transport.agent import Operation, Transport, make_agent, register
 
 LANES_SECONDS = 150.0
@@ -324,7 +336,7 @@ def prove_one(question: Question, name: str, transports: Sequence[str]) -> LaneF
         try:
             found = pair.measure(LaneFound(name, one, wrong=tuple(pair.wrong())))
             carried = carriers(pair.said)
-            is_behind_another = only_copies(name) and question.device != "cpu"
+            is_behind_another = name in COPIES and question.device != "cpu"
             if question.backends != ("UCX",) or name == AS_CONFIGURED or is_behind_another or name in carried:
                 return found
             unusable.append(f"UCX moves bytes over {', '.join(sorted(carried)) or 'nothing'} with UCX_TLS={one}")

@@ -26,8 +26,7 @@ from pathlib import Path
 import msgspec
 
 from kvcached_nixl.errors import Unproved
-from kvcached_nixl.proof.lanes import ucx_of_this_process
-from kvcached_nixl.proof.result import LaneFound, Proof, Question, Ucx
+from kvcached_nixl.proof.result import LaneFound, Proof, Question, Ucx, ucx_of_this_process
 from kvcached_nixl.settings import SERVER_LOGGER
 
 logger = logging.getLogger(SERVER_LOGGER)

@@ -32,9 +32,8 @@ def prove(cache: Path, question: Question = QUESTION, **environ: str) -> Proof:
 
 PREAMBLE = """
 import kvcached.vmm_ops, nixl._api
-from kvcached_nixl.proof.lanes import transports_of
 from kvcached_nixl.proof.__main__ import Remote, prove_one
-from kvcached_nixl.proof.result import Question
+from kvcached_nixl.proof.result import Question, transports_of
 
 QUESTION = Question("cpu", 0, "DRAM", ("UCX",))
 """
