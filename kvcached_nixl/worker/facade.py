@@ -157,11 +157,8 @@ class WorkerFacade:
             self.thread.submit(*self._writable())
 
     def end_step(self, *, has_failed: bool = False) -> None:
-        """Called after the step was submitted to the device.
-
-        Args:
-            has_failed: the step was not submitted, or only in part: nothing it was to compute is offered.
-        """
+        """Called after the step was submitted to the device. ``has_failed``: it was not, or only in part: nothing that
+        it was to compute is offered."""
         self.thread.engine_computes = False
         offered, finished = self._offered, self._finished
         self._step, self._offered, self._finished = None, [], []
@@ -180,11 +177,8 @@ class WorkerFacade:
         self.thread.submit(*(Reached(one, is_reached) for one in offered), *finished)
 
     def identify(self, weights: Weights, names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:
-        """Announce the weights this rank computes with. Called at start and whenever they may have changed.
-
-        Args:
-            names: of their tensors, as in `Weights.misfit`.
-        """
+        """Announce the weights this rank computes with. Called at start and whenever they may have changed. ``names``:
+        of their tensors, as in `Weights.misfit`."""
         self._offer_handshake(weights)
         self.thread.submit(NewWeights(weights, names))
 
@@ -252,10 +246,8 @@ class WorkerFacade:
 def build_worker(
     worker: WorkerView, registered: Registered, settings: Settings, channel: SideChannel, clock: Clock
 ) -> WorkerFacade:
-    """Describe the registered memory, publish the handshake answer to peers, and start the threads that move KV.
-
-    Raises:
-        LayoutRefused: the memory cannot be described token by token and head by head.
+    """Describe the registered memory, publish the handshake answer to peers, and start the threads that move KV. Raises
+    `LayoutRefused`: the memory cannot be described token by token and head by head.
     """
     layout, slab = registered.layout, registered.slab
     own_groups = groups = tuple(
@@ -367,11 +359,7 @@ def assemble(
     zeroes_blocks: bool = False,
     answers_early: bool = False,
 ) -> WorkerFacade:
-    """Build all parts of one worker; its thread is not started.
-
-    Args:
-        gates: see `Receiver`; the others: see `WorkerFacade`.
-    """
+    """Build all parts of one worker; its thread is not started. Arguments as of `Receiver` and `WorkerFacade`."""
     receiver, registry = Receiver(context, gates), OfferRegistry(context)
     context.peers.listen(receiver, registry.writer, context.gate_connections, context.transfer_queue)
     thread = TransferThread(context, receiver, registry, device.select)

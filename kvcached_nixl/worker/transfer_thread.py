@@ -274,7 +274,7 @@ class TransferThread:
 
     def _poll_seconds(self) -> float:
         queue = self._context.transfer_queue
-        if self.engine_computes and not self._registry.is_delivering:
+        if self.engine_computes and not self._registry.writer.num_final:
             return POLL_SECONDS if queue.is_moving else COMPUTING_POLL_SECONDS
         if queue.has_more:
             return 0.0

@@ -117,7 +117,7 @@ class Receiver(PeerListener):
         return len(self._attempts) > len(self._unanswered)
 
     def fetch(self, spec: FetchSpec) -> None:
-        """Create an attempt: a request was given blocks. Nothing is moved before `begin`."""
+        """A request was given blocks. Nothing is moved before `begin`."""
         local = self._context.local
         is_whole = len(spec.groups) == len(local.groups)
         blocks = kernel_blocks_of(spec.groups, local.groups) if is_whole else ()
@@ -175,13 +175,13 @@ class Receiver(PeerListener):
         self._release((*writers, *others), released.request_id, released.name, released.digest)
 
     def fail(self, number: int, cause: HandOverFailed) -> None:
-        """Fail an attempt: its request ended, its deadline passed, or there was an internal error. Idempotent."""
+        """Fail an attempt. Idempotent."""
         attempt = self._attempts.get(number)
         if attempt is not None:
             attempt.fail(cause)
 
     def handle(self, agent: str, message: StagingRequest | Written | Stopped) -> None:
-        """Handle a message of a contributing rank. Drops one that matches no attempt or comes from another agent."""
+        """Drops a message that matches no attempt or comes from another agent."""
         attempt = self._attempts.get(message.attempt)
         if attempt is None:
             self._context.dropped["unknown attempt"] += 1

@@ -264,8 +264,7 @@ class _Writer:
     Attributes:
         give: sends it the slots of a range.
         changed: called when a range was copied, with "", or could not be, with the reason.
-        ready_token: tokens before this one are ready on the rank.
-        written_token: tokens before this one have been written by the rank.
+        ready_token, written_token: tokens before this one are ready on the rank, or have been written by it.
     """
 
     give: Callable[[Held], None]
@@ -280,10 +279,8 @@ class StagingWindow:
 
     Args:
         blocks: per KV-cache group, the kernel blocks to fill.
-        end_token: one past the last token that is wanted.
         step: ranges end at multiples of this many tokens (`LocalRank.step_tokens`).
-        num_writers: ranks of prefill that have some of the bytes.
-        engine_id: of these ranks' engine.
+        num_writers, engine_id: ranks of prefill that have some of the bytes, and their engine.
     """
 
     def __init__(

@@ -177,19 +177,6 @@ def test_every_command_and_message_is_known() -> None:
     assert {*typing.get_args(Message), list} == known._messages.keys()
 
 
-def test_steps_are_taken_in_in_order(push: Worker) -> None:
-    """A request's `Finish` is never handled before its steps, nor a later step before an earlier one."""
-    reached: list[bool] = []
-    push.offer(lambda: bool(reached))
-    push.thread.submit(Finish(P1), writable((9,), always))
-    push.thread.turn()
-    assert len(registry_of(push.thread)) == 0 and len(waiting_for_device(push.thread)) == 3
-    reached.append(True)
-    push.thread.turn()
-    assert len(registry_of(push.thread)) == 1 and not waiting_for_device(push.thread)
-    assert push.thread.take_outcome()[0] == set()
-
-
 @pytest.mark.parametrize("ends", ["stop", "preempt"])
 def test_what_the_device_has_not_done_of_a_request_that_is_gone_is_not_waited_for(push: Worker, ends: str) -> None:
     """Commands for decode's blocks and for other requests still wait for the device."""

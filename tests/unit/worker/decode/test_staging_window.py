@@ -20,19 +20,6 @@ def window(staging: Staging, num_writers: int = 1) -> tuple[StagingWindow, list[
     return made, granted
 
 
-def test_slots_stay_taken_until_no_rank_may_write_them() -> None:
-    """Rule R2: one rank has stopped, and a WRITE of the other may be in flight."""
-    staging = staging_over(Slots(16, 4), HeldCopies(), (4,))
-    made, granted = window(staging, 2)
-    for rank in range(2):
-        made.ready(rank, 0, 4)
-    assert len(granted) == 2
-    made.close(0)
-    assert staging.slots.used(Use.RECEIVING) == 1
-    made.close(1)
-    assert staging.slots.used(Use.RECEIVING) == 0
-
-
 def test_slots_that_cannot_be_granted_when_they_are_free_cost_this_hand_over_only() -> None:
     """The thread's turn goes on, and the next one in the queue gets its slots."""
     staging = staging_over(Slots(16, 4), HeldCopies(), (4,))
