@@ -27,11 +27,11 @@ vllm=$(python -c 'import importlib.metadata as m; print(m.version("vllm").partit
 pytest=(python -m pytest -q -W default)
 step() { # NAME -> runs it
     case $1 in
-    staged) timeout 600 python -m experiments.byte_equivalence --vllm "$vllm" --quick --arm "staged" ;;
-    bfloat16) timeout 1200 python -m experiments.byte_equivalence --vllm "$vllm" --arm "staged" ;;
+    staged) timeout 600 python -m experiments byte_equivalence --vllm "$vllm" --quick --arm "staged" ;;
+    bfloat16) timeout 1200 python -m experiments byte_equivalence --vllm "$vllm" --arm "staged" ;;
     rate) timeout 300 "${pytest[@]}" tests/gpu/test_slab_rate.py ;;
-    cost) timeout 600 python -m experiments.bench memory_path --vllm "$vllm" --quick ;;
-    shared) timeout 600 python -m experiments.shared_device --vllm "$vllm" --quick ;;
+    cost) timeout 600 python -m experiments bench memory_path --vllm "$vllm" --quick ;;
+    shared) timeout 600 python -m experiments shared_device --vllm "$vllm" --quick ;;
     sleep) timeout 600 "${pytest[@]}" tests/gpu/test_sleep.py ;;
     doctor) timeout 300 python -m kvcached_nixl doctor ;;
     rest) timeout 1800 "${pytest[@]}" tests/gpu --deselect tests/gpu/test_sleep.py --deselect tests/gpu/test_slab_rate.py -k "not staged" ;;

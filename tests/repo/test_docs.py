@@ -19,7 +19,7 @@ import pytest
 from support import markdown_pages as pages
 from support.matrix import markdown
 
-from experiments.bench.__main__ import QUESTIONS
+from experiments.__main__ import QUESTIONS
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.vllm.adapter.versions import KVCACHED_SUPPORTED, ROWS, Evidence

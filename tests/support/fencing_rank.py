@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 import torch
 
-from experiments.common.server_side.few_cores import wait_for_events
+from experiments.common.server_side.sitecustomize import wait_for_events
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.processes import Host

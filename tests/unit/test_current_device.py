@@ -20,7 +20,7 @@ from support.memory_transport import Network
 
 from kvcached_nixl.current_device import select
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.proof import member
+from kvcached_nixl.proof import __main__ as prover
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
@@ -263,18 +263,17 @@ def test_a_member_of_the_prover_does_what_a_worker_does(platform: Platform, monk
         platform.uses("an agent")
         return Agent(platform)
 
-    monkeypatch.setattr(member, "make_agent", make_agent)
+    monkeypatch.setattr(prover, "make_agent", make_agent)
     monkeypatch.setenv("UCX_TLS", "all")
     monkeypatch.setenv("UCX_PROTO_INFO", "y")
     threads = torch.get_num_threads()
     try:
-        one = member.Member(Question("cuda", 1, "VRAM", ("UCX",)), "")
+        one = prover.Member(Question("cuda", 1, "VRAM", ("UCX",)), "", is_elastic=False)
     finally:
         torch.set_num_threads(threads)
-    one.open(elastic=False)
     one.register()
     one.meet(b"peer")
-    one.move("READ", "ordinary", 0, [0], member.MIXED)
+    one.move("READ", "ordinary", 0, [0], prover.MIXED)
     here = platform.did.pop(threading.current_thread().name)
     assert here[:3] == ["selects 1", "a context", "an agent"] and "registers" in here
     assert not {"meets", "moves", "looks"} & set(here)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.engine_fakes import TOKENS
 
-from kvcached_nixl.naming.wants import Want
+from kvcached_nixl.naming import Want
 from kvcached_nixl.vllm.adapter import attributes, queues
 from kvcached_nixl.vllm.adapter.attributes import attach, carry
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE
