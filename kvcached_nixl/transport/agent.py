@@ -83,11 +83,8 @@ class _Agent:
         return bytes(self._agent.get_agent_metadata())
 
     def received(self) -> list[tuple[str, bytes]]:
-        """(peer, notification) since the last call, oldest first for each peer.
-
-        Raises:
-            TransportError: the agent did not return them.
-        """
+        """(peer, notification) since the last call, oldest first for each peer. Raises `TransportError`: the agent did
+        not return them."""
         try:
             heard = self._agent.get_new_notifs()
         except Exception as error:
@@ -100,24 +97,18 @@ class WriteGate(_Agent):
 
     NIXL cannot revoke a peer's access. Removing the peer and deregistering the memory do not keep it from writing: over
     TCP, UCX stores what arrives at the address that the message names, and accepts data from any connected peer,
-    whether it still has an endpoint to it or not. Closing the agent ends its sockets, its queue pairs and its keys. A
-    gate does not stop writes that bypass all of these because the kernel or a device of the same host makes them
-    (shared memory, ``process_vm_writev``, CUDA IPC; tests/contract/test_fencing.py).
+    whether it still has an endpoint to it or not. Closing the agent ends its sockets, its queue pairs and its keys, but
+    not writes that the kernel or a device of the same host makes (tests/contract/test_fencing.py).
 
-    Threads: used by one thread at a time; opened and closed in the background, because that may take long.
-
-    An agent ends with its last reference, so nothing else may hold one.
+    Threads: one at a time; opened and closed in the background, because that may take long. An agent ends with its last
+    reference, so nothing else may hold one.
     """
 
     def __init__(self, agent: Any) -> None:
         super().__init__(agent)
         self._left = [weakref.ref(agent), weakref.ref(agent.agent)]
-        self._name = str(agent.name)
-
-    @property
-    def name(self) -> str:
-        """The name under which peers know it after they have added it."""
-        return self._name
+        # Under which peers know it after they have added it.
+        self.name = str(agent.name)
 
     def close(self) -> bool:
         """Closes the gate: nothing can be written through it any more. Never raises.
@@ -132,10 +123,9 @@ class WriteGate(_Agent):
 
 
 class Transport(_Agent):
-    """One agent and the peers it knows.
+    """One agent (``nixl_agent``; vLLM's ``NixlWrapper`` is that class), and the peers it knows.
 
     Args:
-        agent: ``nixl_agent``; vLLM's ``NixlWrapper`` is that class.
         memory_type: NIXL's name for the memory that KV is moved from and to on this side, ``DRAM`` or ``VRAM``.
         device_id: device of that memory.
     """
@@ -149,15 +139,8 @@ class Transport(_Agent):
         self._connections: dict[str, object] = {}
 
     def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
-        """Adds a peer's agent; returns its name. Idempotent.
-
-        Args:
-            device_id, memory_type: device and NIXL's name of the memory that the peer's handshake describes; "" is this
-                side's memory type.
-
-        Raises:
-            TransportError: the metadata cannot be used.
-        """
+        """Adds a peer's agent, and the memory that its handshake describes ("": this side's memory type); returns its
+        name. Idempotent. Raises `TransportError`: the metadata cannot be used."""
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -181,11 +164,8 @@ class Transport(_Agent):
                 logger.info("NIXL had already removed the peer %s: %s", peer, error)
 
     def send(self, peer: str, notification: bytes) -> None:
-        """Sends a notification without a transfer.
-
-        Raises:
-            TransportError: the peer was not added or cannot be reached.
-        """
+        """Sends a notification without a transfer. Raises `TransportError`: the peer was not added or cannot be
+        reached."""
         self._memory_of(peer)
         try:
             self._agent.send_notif(peer, notif_msg=notification)
@@ -246,12 +226,8 @@ class Transport(_Agent):
         *,
         is_host: bool = False,
     ) -> float:
-        """Makes one transfer, and waits for its end. Returns its duration in seconds.
-
-        Raises:
-            TransportError: it was not posted, or has failed.
-            TimeoutError: it did not end within ``within_seconds``.
-        """
+        """Makes one transfer, and waits for its end. Returns its duration in seconds. Raises `TransportError`: it was
+        not posted, or has failed; `TimeoutError`: it did not end within ``within_seconds``."""
         what = f"a {operation} of {int(remote[:, 1].sum())} bytes in {len(remote)} descriptors"
         begun = time.perf_counter()
         handle = self.post(operation, peer, local, remote, is_host=is_host)
@@ -320,11 +296,8 @@ def _make_resting_agent(name: str, backends: Sequence[str]) -> Any:
 def open_gate(
     backends: Sequence[str], extents: Sequence[tuple[int, int]], memory_type: str, device_id: int = 0
 ) -> WriteGate:
-    """Opens a gate to the memory in ``extents``, (address, bytes) each.
-
-    Raises:
-        TransportError: NIXL could not make the agent, or not register the memory with it.
-    """
+    """Opens a gate to the memory in ``extents``, (address, bytes) each. Raises `TransportError`: NIXL could not make
+    the agent, or not register the memory with it."""
     try:
         agent = _make_resting_agent(uuid.uuid4().hex, backends)
         register(agent, extents, backends, memory_type, device_id)

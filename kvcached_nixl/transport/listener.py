@@ -187,11 +187,7 @@ class Listener:
 def start(
     address: SideChannelAddress, answers: Answers, listen: Callable[[], Listener], asking: SideChannel
 ) -> Listener:
-    """Start listening, and check.
-
-    Args:
-        listen: starts the listener; raises `OSError` if it cannot.
-        asking: is closed when the check has ended.
+    """Start listening, with ``listen``, and check. ``asking`` is closed when the check has ended.
 
     Raises:
         SettingsError: the address cannot be bound, or another engine answers at the advertised one.
@@ -240,10 +236,7 @@ def _checked(address: SideChannelAddress, answers: Answers, asking: SideChannel)
         logger.info(
             "The side channel's advertised address %s leads to %s, which is no address of this host. With NAT or a "
             "proxy that is as it should be, if port %d there is forwarded to port %d here.",
-            there,
-            ", ".join(leads_to),
-            there.port,
-            address.bound.port,
+            *(there, ", ".join(leads_to), there.port, address.bound.port),
         )
     rank = min(answers)
     try:

@@ -8,6 +8,7 @@ API process watches those of its own engines.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import threading
@@ -180,11 +181,8 @@ class SideChannel:
         return address
 
     async def _addresses(self, host: str) -> list[str]:
-        try:
+        with contextlib.suppress(ValueError):
             ipaddress.ip_address(host)
-        except ValueError:
-            pass
-        else:
             return [host]
         await self._looking_up.acquire()
         found = asyncio.get_running_loop().run_in_executor(self._names, look_up, host)
@@ -230,10 +228,8 @@ WATCH_SECONDS = 2.0
 
 class HandshakeWatch:
     """Watches what the side channels of a server's own engines answer. One thread in its API server, until `close`,
-    until the listener is gone, or with the process.
-
-    An engine's identity exists in its own process only, and reaches the API server with no other message before the
-    first request. The side channel has it from the start, and again whenever the weights change.
+    until the listener is gone, or with the process. No other message brings an engine's identity there before the first
+    request; the side channel has it from the start, and again whenever the weights change.
 
     Args:
         channel: is closed at the end.

@@ -91,9 +91,9 @@ class OutcomeQueue:
         with self._news() as report:
             report.failed.setdefault(spec.attempt, (failure.cause, str(failure)[:MOST_REASON]))
 
-    def finished(self, spec: FetchSpec) -> None:
+    def finished(self, attempt: int) -> None:
         with self._news() as report:
-            report.ended.add((spec.attempt, self._tp_rank))
+            report.ended.add((attempt, self._tp_rank))
 
     def done(self, request_id: PrefillRequestId) -> None:
         with self._news():

@@ -20,7 +20,6 @@ from collections.abc import Callable
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Peer, Reading, Release, encode
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.wire.timeline import State, Timeline
@@ -151,6 +150,7 @@ class Attempt:
 
 class ReadPart(Part):
     """Reads the blocks that one rank of prefill keeps, then the ownership token, which shows that they were still kept.
+    The attempt's specification has a manifest.
 
     Args:
         instead: called to replace this part by a `WritePart`: with False where blocks cannot be read because prefill
@@ -162,12 +162,12 @@ class ReadPart(Part):
         context: WorkerContext,
         attempt: Attempt,
         address: Peer,
-        manifest: Manifest,
         instead: Callable[[Attempt, ReadPart, bool], None],
     ) -> None:
         super().__init__(context, attempt, address)
+        assert attempt.spec.manifest is not None
         self._is_idle = False
-        self._manifest = manifest
+        self._manifest = attempt.spec.manifest
         self._instead = instead
         self._known: ConnectedPeer | None = None
         self._job: TransferJob | None = None

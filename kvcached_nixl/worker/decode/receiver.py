@@ -137,7 +137,7 @@ class Receiver(PeerListener):
             if is_push or (spec.manifest is not None and is_staged):
                 attempt.parts.append(WritePart(self._context, self._gates, attempt, address))
             elif spec.manifest is not None:
-                attempt.parts.append(ReadPart(self._context, attempt, address, spec.manifest, self._be_written))
+                attempt.parts.append(ReadPart(self._context, attempt, address, self._be_written))
         if not attempt.parts:
             attempt.fail(
                 HandOverFailed(FailureCause.NO_MANIFEST, "found no manifest; reading prefill's blocks needs one")
@@ -293,7 +293,7 @@ class Receiver(PeerListener):
                 self._report(attempt)
                 if attempt.tally.num_bytes:
                     self._outcomes.moved(attempt.tally)
-            self._outcomes.finished(attempt.spec)
+            self._outcomes.finished(number)
             if attempt.unneeded is not None:
                 self.release(attempt.unneeded)
 

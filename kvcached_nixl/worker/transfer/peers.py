@@ -120,7 +120,6 @@ class Peers:
     Attributes:
         compatibility: this rank's; a peer's must be equal.
         wake: called, on any thread, when a handshake has ended.
-        dropped: counts messages that were not sent.
     """
 
     transport: Transport
@@ -169,7 +168,7 @@ class Peers:
         self._begin(link)
 
     def probe(self, address: Peer) -> None:
-        """Begin a handshake to find out whether a rank's engine still answers."""
+        """Find out whether a rank's engine still answers."""
         self._begin(self._link(address))
 
     def doubt(self, agent: str) -> None:

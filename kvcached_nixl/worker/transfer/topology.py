@@ -51,10 +51,7 @@ class LocalRank:
 
     def contributors(self, prefill: RemotePrefill) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
         """Returns the ranks of prefill whose bytes this rank of decode needs, and the ranks it only has to release.
-
-        Raises:
-            ValueError: as `contributors`.
-        """
+        Raises `ValueError` as `contributors`."""
         found = contributors(prefill, tp_rank=self.tp_rank, tp_size=self.tp_size, kv_shares=self.kv_shares)
         where = EngineId(prefill.engine_id), prefill.host, prefill.port, prefill.tp_size
         writers, others = (tuple(Peer(*where, rank) for rank in ranks) for ranks in found)
@@ -93,8 +90,7 @@ class ConnectedPeer:
         *,
         is_prefill: bool,
     ) -> Descriptors:
-        """As `ranges`, between this rank and that one; their routes are computed once. Raises `ValueError` as
-        `routes` and `ranges`."""
+        """As `ranges`, with routes that are computed once. Raises `ValueError` as `routes` and `ranges`."""
         if is_prefill not in self._routes:
             self._routes[is_prefill] = routes(local.groups, self.rank.groups, is_prefill=is_prefill)
         return ranges(self._routes[is_prefill], groups, end_token)
@@ -148,13 +144,7 @@ def ranges(
 
 def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]) -> tuple[KernelBlockRange, ...]:
     """Returns the kernel blocks that make up the logical blocks of a manifest or of a `FetchSpec`. The only place that
-    converts them; called on the transfer thread.
-
-    Args:
-        groups: the KV-cache groups on the rank that owns the blocks.
-
-    Raises:
-        ValueError: there are not as many ranges as groups.
+    converts them. ``groups``: on the rank that owns the blocks. Raises `ValueError`: there are not as many as ranges.
     """
     return tuple(
         KernelBlockRange(one.first_token, split(one.block_ids, group.kernel_blocks_per_block))

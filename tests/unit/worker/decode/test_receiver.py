@@ -74,9 +74,9 @@ class Decode(Local):
         assert wanted.attempt not in self.failed, "reported twice"
         self.failed[wanted.attempt], self.said[wanted.attempt] = cause.cause, str(cause)
 
-    def _finished(self, wanted: FetchSpec) -> None:
-        assert wanted.attempt not in self.over, "over twice"
-        self.over.append(wanted.attempt)
+    def _finished(self, attempt: int) -> None:
+        assert attempt not in self.over, "over twice"
+        self.over.append(attempt)
 
     def want(self, one: FetchSpec) -> None:
         self.receiver.fetch(one)
