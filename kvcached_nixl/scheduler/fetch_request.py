@@ -4,48 +4,49 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcached_nixl.ids import DecodeRequestId, LogicalBlock
+from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.engine import Request
-from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup, KVGroups
+from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup
 from kvcached_nixl.wire.lease import is_nameable
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.params import FetchParams
-from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, Step, UnneededOffer
+from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, UnneededOffer
 
-__all__ = ["FetchRequest", "filled_in_part"]
+__all__ = ["FetchRequest"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
 
-@dataclass
+@dataclass(eq=False)
 class FetchRequest:
     """A decode request whose parameters name a prefill. One per request, used on the engine's thread only.
 
     Attributes:
-        request: to `check` if it never gets a turn.
         fetch: its parameters, which name the prefill; None if they cannot be used.
-        adapter: the engine's number of its LoRA adapter; 0 for none.
-        cached_tokens: of its prompt, in prefill's prefix cache, as far as it is known.
         refused: why its KV is not handed over.
         computes: it may be computed here in place of its KV.
+        cached_tokens: of its prompt, in prefill's prefix cache, as far as it is known.
         lacks_media: its prompt has placeholders for images, sounds, ... that did not come with it, so computing it here
             would give a wrong answer. Set by `check`.
         is_checked: `check` has compared its prompt with the manifest.
         is_tried: it was given blocks, or refused. From then on it is computed here, e.g. after a preemption.
         digest: of the first ``num_tokens`` tokens, which prefill has.
         end_token: one past the last token to fetch.
+        attempt: its number; 0 before it was given blocks.
+        begun_seconds: when it was given them.
+        since_seconds: when its timeout began.
+        is_waiting: it has blocks, and waits for the KV.
+        is_held: the blocks were taken from it, because they may still be written.
     """
 
-    request_id: DecodeRequestId
+    engine: EngineContext
     request: Request
     fetch: FetchParams | None
-    adapter: int
     refused: HandOverFailed | None
     computes: bool = True
     cached_tokens: int = 0
@@ -55,12 +56,25 @@ class FetchRequest:
     digest: str = ""
     num_tokens: int = 0
     end_token: int = 0
+    attempt: int = 0
+    begun_seconds: float = 0.0
+    since_seconds: float = 0.0
+    is_waiting: bool = False
+    is_held: bool = False
+
+    def __post_init__(self) -> None:
+        self.request_id = DecodeRequestId(self.request.request_id)
 
     @property
     def may_be_computed(self) -> bool:
         """Whether decode has everything it needs to compute the prompt itself. If the digests are equal, prefill has
         computed the same prompt: what looks like a placeholder for an image is text in it."""
         return self.computes and (not self.lacks_media or self.has_own_offer)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it is computed here if it gets no KV."""
+        return self.engine.terms.recomputes and self.may_be_computed
 
     @property
     def may_go_on(self) -> bool:
@@ -78,12 +92,12 @@ class FetchRequest:
         """Prefill's request that its parameters name; "" if they name none."""
         return "" if self.fetch is None or self.fetch.manifest is None else self.fetch.manifest.request_id
 
-    def check(self, request: Request, terms: Terms) -> None:
+    def check(self) -> None:
         """Compares the manifest with the prompt, and sets ``refused``, or how many tokens to fetch. Idempotent."""
         if self.is_checked:
             return
         self.is_checked = True
-        most_tokens = _most_tokens(request, terms)
+        request, groups, most_tokens = self.request, self.engine.terms.groups, self._most_tokens()
         self.end_token = self.num_tokens = num_tokens = most_tokens
         self.lacks_media = request.lacks_media
         if self.fetch is None:
@@ -96,7 +110,7 @@ class FetchRequest:
                 # Of what there is: without a digest, its release would count for whatever offer the parameters name.
                 self.digest = request.digest(most_tokens)
                 reason = f"prefill computed {num_tokens} tokens, and the prompt has {request.num_prompt_tokens}"
-                if terms.groups.have_states:
+                if groups.have_states:
                     reason += ", of which decode has to compute the last one"
                 self.refused = HandOverFailed(FailureCause.DIGEST, reason)
                 return
@@ -109,23 +123,20 @@ class FetchRequest:
             if self.lacks_media:
                 reason = f"prefill's prompt has {manifest.num_media} images, sounds, ..., decode's {request.num_media}"
                 self.refused = HandOverFailed(FailureCause.MEDIA, f"{reason}; send them to decode, too")
-        if terms.groups.have_windows:
+        if groups.have_windows:
             # Decode recomputes the last token, and that token's window begins one token before the next token's.
             self.end_token = min(self.end_token, request.num_prompt_tokens - 1)
 
-    def check_start(self, num_computed_tokens: int, terms: Terms, *, is_producer: bool) -> None:
-        """Sets ``refused`` if KV cannot be loaded behind what decode has in its prefix cache. Called after `check`.
-
-        Args:
-            is_producer: vLLM frees blocks while a step that is under way may still write into them
-                (``defer_block_free`` is for consumers), so no KV is loaded into them.
-        """
+    def check_start(self, num_computed_tokens: int) -> None:
+        """Sets ``refused`` if KV cannot be loaded behind what decode has in its prefix cache. Called after `check`."""
+        step_tokens = self.engine.terms.groups.step_tokens
         if self.refused is not None:
             return
-        if num_computed_tokens % terms.groups.step_tokens:
-            reason = f"its first {num_computed_tokens} tokens end inside a block of {terms.groups.step_tokens}"
+        if num_computed_tokens % step_tokens:
+            reason = f"its first {num_computed_tokens} tokens end inside a block of {step_tokens}"
             self.refused = HandOverFailed(FailureCause.RANGE, reason)
-        elif is_producer:
+        elif self.engine.blocks.is_producer:
+            # vLLM's ``defer_block_free`` is for consumers.
             reason = (
                 "kv_transfer_params have do_remote_prefill, but this engine's kv_role is kv_producer: its blocks may "
                 "still be written when they are allocated again. Send the request to a server with kv_consumer, or "
@@ -133,26 +144,27 @@ class FetchRequest:
             )
             self.refused = HandOverFailed(FailureCause.PARAMETERS, reason)
 
-    def check_adapter(self, request: Request) -> None:
+    def check_adapter(self) -> None:
         """Called when it is given blocks, which may be long after `check`.
 
         Raises:
             HandOverFailed: its adapter was replaced meanwhile, and decode goes on with the new one.
         """
-        if self.adapter and request.digest(self.num_tokens) != self.digest:
+        if self.request.adapter and self.request.digest(self.num_tokens) != self.digest:
             raise HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it waited for blocks")
 
-    def groups(self, block_ids: BlockIds, first_token: int, terms: Terms) -> tuple[BlockRange, ...]:
+    def groups(self, block_ids: BlockIds, first_token: int) -> tuple[BlockRange, ...]:
         """Returns the blocks to fill, per KV-cache group. Blocks that a sliding window has passed are not among them.
 
         Raises:
             HandOverFailed: decode has no blocks for some of the tokens, or prefill has not kept theirs.
         """
         assert self.fetch is not None
-        pairs = zip(terms.groups.all, block_ids, strict=True)
+        groups = self.engine.terms.groups
+        pairs = zip(groups.all, block_ids, strict=True)
         found = [self._range(group, blocks, first_token) for group, blocks in pairs]
         # A group may need no block: a chunk of chunked attention that begins with the prompt's last token.
-        is_complete = all(one.block_ids or terms.groups.have_windows for one in found)
+        is_complete = all(one.block_ids or groups.have_windows for one in found)
         if not is_complete or not any(one.block_ids for one in found):
             raise self._no_blocks(first_token)
         if self.fetch.manifest is not None:
@@ -182,34 +194,21 @@ class FetchRequest:
 
     # ----------------------------------------------------------------------------------- what the workers are told
 
-    def spec(self, attempt: int, first_token: int, groups: tuple[BlockRange, ...]) -> FetchSpec:
-        """What the workers are told to fetch.
-
-        Args:
-            attempt: its number.
-            groups: as `groups` returns them.
-        """
+    def spec(self, first_token: int, groups: tuple[BlockRange, ...]) -> FetchSpec:
+        """What the workers are told to fetch in its attempt; ``groups`` as `groups` returns them."""
         assert self.fetch is not None
         return FetchSpec(
-            attempt,
-            self.request_id,
-            self.fetch.prefill,
-            self.fetch.manifest,
-            self.fetch.name,
-            self.digest,
-            self.num_tokens,
-            first_token,
-            self.end_token,
-            groups,
+            *(self.attempt, self.request_id, self.fetch.prefill, self.fetch.manifest, self.fetch.name, self.digest),
+            *(self.num_tokens, first_token, self.end_token, groups),
         )
 
-    def renew(self, step: Step, terms: Terms) -> None:
+    def renew(self) -> None:
         """Starts renewing the lease of what it fetches, if a heartbeat can name that."""
         assert self.fetch is not None
         fetch, manifest = self.fetch, self.fetch.manifest
-        lease_seconds = terms.lease_seconds if manifest is None else manifest.lease_seconds
+        lease_seconds = self.engine.terms.lease_seconds if manifest is None else manifest.lease_seconds
         if is_nameable(fetch.lease_name):
-            step.tell(LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds))
+            self.engine.step.tell(LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds))
         else:
             logger.warning(
                 "Request %s waits for the KV of %.80r, which a heartbeat cannot name: expected no comma, and at most 4 "
@@ -219,25 +218,18 @@ class FetchRequest:
                 fetch.lease_name,
             )
 
-    def release(self, step: Step, attempt: int | None = None) -> None:
+    def release(self, attempt: int | None = None) -> None:
         """Tells prefill that decode does not need the offer's KV (vllm#41269): at once, or when ``attempt`` is over."""
         fetch = self.fetch
         # The end of a registration frees its offer. A release by name might count for a later request of that name.
         if fetch is not None and (attempt is None or fetch.manifest is not None):
-            step.tell(UnneededOffer(fetch.prefill, self.prefill_request_id, fetch.name, self.digest, attempt))
+            unneeded = UnneededOffer(fetch.prefill, self.prefill_request_id, fetch.name, self.digest, attempt)
+            self.engine.step.tell(unneeded)
 
-
-def _most_tokens(request: Request, terms: Terms) -> int:
-    """How many of a prompt's tokens prefill may have. States are handed over behind all tokens but the last, and decode
-    computes that one with them; some prompts prefill leaves whole (`patches.arrival`), and decode computes them."""
-    if not terms.groups.have_states:
-        return request.num_prompt_tokens
-    is_whole = request.num_prompt_tokens < FEWEST_TOKENS or request.ends_in_media
-    return 0 if is_whole else request.num_prompt_tokens - 1
-
-
-def filled_in_part(fetches: Iterable[FetchSpec], groups: KVGroups) -> list[int]:
-    """Returns the blocks that these fetches fill up to a request's last token, and not beyond."""
-    pairs = [pair for fetch in fetches for pair in zip(groups.all, fetch.groups, strict=True)]
-    filled = [blocks for group, blocks in pairs if group.keeps is not Keeps.STATE]
-    return [block_id for blocks in filled for block_id in blocks.block_ids[-1:]]
+    def _most_tokens(self) -> int:
+        """How many of its tokens prefill may have. States are handed over behind all tokens but the last, and decode
+        computes that one with them; some prompts prefill leaves whole (`patches.arrival`), and decode computes them."""
+        num_tokens = self.request.num_prompt_tokens
+        if not self.engine.terms.groups.have_states:
+            return num_tokens
+        return 0 if num_tokens < FEWEST_TOKENS or self.request.ends_in_media else num_tokens - 1

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: requests that have ended, and whose blocks are kept for decode. One per engine, on the engine's thread.
+"""Prefill: requests that have ended, and whose blocks are kept for decode, and what may not begin because of them. One
+per engine, on the engine's thread.
 
     kept ─── every rank has reported that no peer needs it ───────────────────────────────► its blocks are free
       ├─ taken back: weights have changed, a pause, a cleared cache ── every rank has reported it ──────► free
@@ -16,16 +17,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvcached_nixl.deadlines import Clock, Deadlines
+from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.scheduler.engine import BlockPool
-from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.terms import Terms, is_meant
+from kvcached_nixl.scheduler.context import EngineContext, is_meant
 from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID
-from kvcached_nixl.wire.step import BlockIds, Finish, OfferUpdate, Revocation, Revoke, Step, report_numbers
+from kvcached_nixl.wire.step import AwaitClaim, BlockIds, Finish, OfferUpdate, Revocation, Revoke, report_numbers
 
-__all__ = ["KeptOffers"]
+__all__ = ["KeptOffers", "StartGate"]
 
 ASK_AGAIN_SECONDS = 1.0
 """How long an offer that is to give way counts as giving its blocks back. Decode may be fetching it, and not end."""
@@ -93,10 +92,8 @@ class _Kept:
 class KeptOffers:
     """See the module."""
 
-    def __init__(self, terms: Terms, clock: Clock, holds: Holds) -> None:
-        self._terms = terms
-        self._clock = clock
-        self._holds = holds
+    def __init__(self, engine: EngineContext) -> None:
+        self._engine = engine
         # Oldest first.
         self._kept: dict[PrefillRequestId, _Kept] = {}
         self._closed: str | None = None
@@ -114,7 +111,7 @@ class KeptOffers:
             adapter: the one that it was computed with.
             is_taken_back: decode may not fetch it: its workers may only be reading it yet.
         """
-        now = self._clock.now_seconds()
+        now = self._engine.clock.now_seconds()
         num_blocks = sum(len({*group} - {NULL_BLOCK_ID}) for group in block_ids)
         self._kept[request_id] = _Kept(adapter, num_blocks, now, is_taken_back)
         if self._closed is not None and not is_taken_back:
@@ -138,38 +135,39 @@ class KeptOffers:
         """Returns how many requests are kept, their blocks, and the seconds since the first one ended. May be called
         from any thread."""
         kept = list(self._kept.values())
-        now = self._clock.now_seconds()
+        now = self._engine.clock.now_seconds()
         oldest_seconds = max((now - one.since_seconds for one in kept), default=0.0)
         return len(kept), sum(one.num_blocks for one in kept), max(0.0, oldest_seconds)
 
     @property
     def is_left_waiting(self) -> bool:
         """Whether decode leaves so much KV waiting that nothing more should be computed for it unasked."""
-        now = self._clock.now_seconds()
+        now = self._engine.clock.now_seconds()
         num_blocks = sum(
             one.num_blocks
             for one in self._kept.values()
             if now > one.since_seconds + UNCLAIMED_SECONDS and not one.is_taken_back
         )
-        return num_blocks * self._terms.groups.tokens_per_block >= self._terms.most_unclaimed_tokens
+        terms = self._engine.terms
+        return num_blocks * terms.groups.tokens_per_block >= terms.most_unclaimed_tokens
 
     # ------------------------------------------------------------------------------------------------------ revocation
 
-    def revoke(self, revocation: Revocation, step: Step, *, adapter: int | None = None) -> None:
+    def revoke(self, revocation: Revocation, *, adapter: int | None = None) -> None:
         """Takes offers back, whether decode fetches them or not.
 
         Args:
             adapter: only those computed with this LoRA adapter, or with any adapter (`ANY_ADAPTER`); None for all.
         """
         meant = [request_id for request_id, one in self._kept.items() if is_meant(adapter, one.adapter)]
-        self._take_back(meant, revocation, step)
+        self._take_back(meant, revocation)
 
-    def close(self, reason: str, step: Step, *, grace_seconds: float) -> None:
+    def close(self, reason: str, *, grace_seconds: float) -> None:
         """Revokes requests that have ended, or end before `reopen` is called; each after ``grace_seconds``."""
         self._closed = reason
-        due = self._clock.now_seconds() + grace_seconds
+        due = self._engine.clock.now_seconds() + grace_seconds
         self._revoked_at.move({request_id: due for request_id in self._kept})
-        self.turn(step)
+        self.turn()
 
     def reopen(self) -> None:
         """Undoes `close`: requests that end from now on are kept as long as their leases last."""
@@ -181,26 +179,26 @@ class KeptOffers:
         """When the next offer is to be revoked; None if none is."""
         return self._revoked_at.first_seconds
 
-    def turn(self, step: Step) -> None:
+    def turn(self) -> None:
         """Revokes the offers whose grace has passed."""
-        due = self._revoked_at.take_due(self._clock.now_seconds())
-        self._take_back(due, Revocation(RevocationCause.PAUSED, self._closed or ""), step)
+        due = self._revoked_at.take_due(self._engine.clock.now_seconds())
+        self._take_back(due, Revocation(RevocationCause.PAUSED, self._closed or ""))
 
-    def _take_back(self, request_ids: Iterable[PrefillRequestId], revocation: Revocation, step: Step) -> None:
+    def _take_back(self, request_ids: Iterable[PrefillRequestId], revocation: Revocation) -> None:
         taken = []
         for request_id in request_ids:
             self._revoked_at.pop(request_id, None)
             if not self._kept[request_id].is_taken_back:
                 self._kept[request_id].is_taken_back = True
-                step.tell(Revoke(request_id, revocation))
+                self._engine.step.tell(Revoke(request_id, revocation))
                 taken.append(request_id)
         if taken:
             # An offer that the workers were not told of yet must not reach them before its revocation.
-            step.withhold(*taken, even_empty=True)
+            self._engine.step.withhold(*taken, even_empty=True)
 
     # ------------------------------------------------------------------------------------------------------ giving way
 
-    def give_way(self, cause: RevocationCause, num_blocks: int, step: Step, *, keeps_wanted: bool = False) -> None:
+    def give_way(self, cause: RevocationCause, num_blocks: int, *, keeps_wanted: bool = False) -> None:
         """Takes back offers that no rank of decode fetches yet, oldest first, until they have ``num_blocks`` blocks
         together with those that are being given back already.
 
@@ -210,7 +208,7 @@ class KeptOffers:
         Args:
             keeps_wanted: those for which decode has a request are not taken back at all.
         """
-        now = self._clock.now_seconds()
+        now, step = self._engine.clock.now_seconds(), self._engine.step
         for one in self._kept.values():
             one.turn(now)
         num_blocks -= sum(one.num_blocks for one in self._kept.values() if one.gives_back)
@@ -220,7 +218,7 @@ class KeptOffers:
         for request_id, one in sorted(self._kept.items(), key=lambda item: item[1].is_wanted):
             if num_blocks <= 0 or (one.is_wanted and keeps_wanted):
                 return
-            is_young = now < one.since_seconds + self._terms.patience_seconds
+            is_young = now < one.since_seconds + self._engine.terms.patience_seconds
             if one.gives_back or request_id in told or is_young:
                 continue
             number = next(self._numbers)
@@ -238,12 +236,12 @@ class KeptOffers:
         found = [one for request_id in named if (one := self._kept.get(request_id)) is not None]
         for one in found:
             one.asked_until_seconds, one.is_for_others = None, False
-            one.spared_until_seconds = self._clock.now_seconds() + SPARED_SECONDS
+            one.spared_until_seconds = self._engine.clock.now_seconds() + SPARED_SECONDS
         return bool(found)
 
     # ------------------------------------------------------------------------------------------------------------- end
 
-    def let_go(self, blocks: BlockPool) -> set[str]:
+    def let_go(self) -> set[str]:
         """Revoked requests, since the last call, that vLLM may free; their blocks are held until `ended` names them.
 
         Only while the engine is paused: a pause waits until vLLM has freed all requests, and transfers of a decode
@@ -253,10 +251,10 @@ class KeptOffers:
             return set()
         found = {key: one for key, one in self._kept.items() if one.is_taken_back and one.hold is None}
         for request_id, one in found.items():
-            one.hold = self._holds.take(blocks, request_id)
+            one.hold = self._engine.holds.take(self._engine.blocks, request_id)
         return set(found)
 
-    def ended(self, sent: Iterable[str], blocks: BlockPool) -> tuple[int, int]:
+    def ended(self, sent: Iterable[str]) -> tuple[int, int]:
         """All ranks have reported that no peer needs these requests; vLLM frees their blocks now.
 
         Returns: how many offers have ended that were not taken back, and how many blocks are given back to others.
@@ -267,10 +265,87 @@ class KeptOffers:
             if one is None:
                 continue
             if one.hold is not None:
-                self._holds.give_back(blocks, one.hold)
+                self._engine.holds.give_back(self._engine.blocks, one.hold)
             num_served += not one.gives_back
             num_for_others += one.num_blocks if one.is_for_others else 0
             for number in one.asked:
                 self._asked.pop(number, None)
             self._revoked_at.pop(request_id, None)
         return num_served, num_for_others
+
+
+class StartGate:
+    """Push: which prompts prefill computes before decode has blocks for them.
+
+    A router that asks both sides at once has decode register before prefill begins. Where decode has no room, it
+    registers late or never, and prefill would fill its own memory with KV that nobody takes. So while prefill keeps
+    that much (`Terms.most_unclaimed_tokens`), it begins only prompts that a rank of decode has registered for. The
+    others wait in vLLM's queue, which asks again in every step, without blocks. Workers report when decode has
+    registered, and at once where decode registers only after prefill's answer. They are asked again from time to time,
+    and report those that decode does not want any more, too: see `OfferRegistry.await_claim`.
+    """
+
+    def __init__(self, engine: EngineContext, kept: KeptOffers) -> None:
+        self._engine = engine
+        self._kept = kept
+        # `KeptOffers.is_left_waiting`, once it was looked up for the step being built.
+        self._needs_claim: bool | None = None
+        self._numbers = report_numbers()
+        self._held = Deadlines[PrefillRequestId]()
+        # Those that may begin, until they do, or end.
+        self._claimed: set[PrefillRequestId] = set()
+        self._of_number: dict[int, PrefillRequestId] = {}
+
+    @property
+    def due_at_seconds(self) -> float | None:
+        """When workers are to be asked again; None if no prompt waits."""
+        return self._held.first_seconds
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request waits here, so that it would not begin whatever blocks are free."""
+        return request_id in self._held
+
+    def may_start(self, request_id: PrefillRequestId) -> bool:
+        """Whether a prompt may begin now. If not, workers are asked to report when decode has registered for it."""
+        if self._needs_claim is None:
+            self._needs_claim = self._kept.is_left_waiting
+        if not self._needs_claim or request_id in self._claimed:
+            self._held.pop(request_id, None)
+            return True
+        if request_id not in self._held:
+            number = next(self._numbers)
+            self._of_number[number] = request_id
+            self._hold([request_id])
+            self._engine.step.tell(AwaitClaim(request_id, number))
+        return False
+
+    def claimed(self, numbers: Iterable[int]) -> None:
+        """Workers have reported these numbers of `AwaitClaim`."""
+        for number in numbers:
+            request_id = self._of_number.pop(number, None)
+            if request_id is not None and self._held.pop(request_id, None) is not None:
+                self._claimed.add(request_id)
+
+    def turn(self, begun: Iterable[str]) -> None:
+        """A step was built, which computes the requests ``begun``."""
+        self._needs_claim = None
+        self.gone(begun)
+        asked = self._held.take_due(self._engine.clock.now_seconds())
+        if asked:
+            self._hold(asked)
+            again = [AwaitClaim(one, number) for number, one in self._of_number.items() if one in asked]
+            self._engine.step.tell(*again)
+
+    def _hold(self, request_ids: Iterable[PrefillRequestId]) -> None:
+        ask_again_seconds = self._engine.clock.now_seconds() + self._engine.terms.allocation_seconds
+        self._held.move(dict.fromkeys(request_ids, ask_again_seconds))
+
+    def gone(self, request_ids: Iterable[str]) -> None:
+        """These have begun, or ended."""
+        if not (self._held or self._claimed or self._of_number):
+            return
+        gone = set(map(PrefillRequestId, request_ids))
+        for request_id in gone:
+            self._held.pop(request_id, None)
+        self._claimed -= gone
+        self._of_number = {number: one for number, one in self._of_number.items() if one not in gone}

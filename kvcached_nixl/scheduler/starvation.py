@@ -8,11 +8,8 @@ there is nothing of that, it ends with an error, once it has waited like that fo
 
 from __future__ import annotations
 
-from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.scheduler.engine import BlockPool
-from kvcached_nixl.scheduler.failures import Failures
-from kvcached_nixl.scheduler.terms import Terms
-from kvcached_nixl.scheduler.timelines import Timelines
+from kvcached_nixl.scheduler.context import EngineContext
+from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 
 __all__ = ["STOOD_SECONDS", "Starvation"]
@@ -24,11 +21,9 @@ STOOD_SECONDS = 30.0
 class Starvation:
     """See the module."""
 
-    def __init__(self, clock: Clock, terms: Terms, failures: Failures, timelines: Timelines) -> None:
-        self._clock = clock
-        self._terms = terms
-        self._failures = failures
-        self._timelines = timelines
+    def __init__(self, engine: EngineContext, fetching: DecodeFetches) -> None:
+        self._engine = engine
+        self._fetching = fetching
         # Those that wait while nothing frees blocks, in vLLM's order, and since when.
         self._since_seconds: dict[str, float] = {}
         # The first of them, the fewest blocks that it lacked, and the fewest that were held.
@@ -48,20 +43,34 @@ class Starvation:
         """Whether vLLM has to be told of a request that ends."""
         return bool(self._ending)
 
-    def turn(self, waiting: list[str], blocks: BlockPool, num_held_blocks: int) -> None:
-        """A step was built.
+    def turn(self) -> None:
+        """A step was built: notices an engine that stands still, and whose next request gets no blocks any more."""
+        blocks = self._engine.blocks
+        # KV under way is computed on when it has come, and its blocks are free then (or `Impasse` ends it).
+        waiting = [] if self._fetching.attempts.num_waiting else blocks.stalled
+        self._engine.step.is_stalled = blocks.is_paused or bool(waiting)
+        # So are those of offers, when decode has fetched them or their leases end, and of other connectors. Not those
+        # of requests that have their KV and wait for more blocks, too: memory may have gone since they were admitted.
+        # Blocks that are parked are in no table.
+        if waiting and (blocks.is_copied or blocks.others_have_blocks({*waiting, *self._fetching.received})):
+            waiting = []
+        self._look(waiting)
 
-        Args:
-            waiting: the requests that wait for blocks, in vLLM's order, if nothing is under way that frees some.
-            num_held_blocks: in quarantine.
-        """
-        now = self._clock.now_seconds()
+    def _look(self, waiting: list[str]) -> None:
+        """Ends the first of these requests if it has waited too long. They wait for blocks, in vLLM's order, and
+        nothing is under way that frees some."""
+        now, blocks, num_held_blocks = (
+            self._engine.clock.now_seconds(),
+            self._engine.blocks,
+            self._engine.holds.num_blocks,
+        )
         starved = blocks.starved if waiting else None
         if self._has_moved(starved, num_held_blocks) or now > self._looked_at_seconds + STOOD_SECONDS:
             self._since_seconds.clear()
         self._looked_at_seconds = now
         self._since_seconds = {one: self._since_seconds.get(one, now) for one in waiting if one not in self._ending}
-        self._limit_seconds = self._terms.timeout_seconds if num_held_blocks else self._terms.allocation_seconds
+        terms = self._engine.terms
+        self._limit_seconds = terms.timeout_seconds if num_held_blocks else terms.allocation_seconds
         due_at_seconds = self.due_at_seconds
         # vLLM has tried the first one in vain in this step. Those behind one that is about to end get their turn first.
         if self._ending or due_at_seconds is None or now < due_at_seconds:
@@ -73,8 +82,7 @@ class Starvation:
         self._ending.add(request_id)
         cause = FailureCause.QUARANTINE if num_held_blocks else FailureCause.NO_BLOCKS
         reason = self._reason(blocks.usage().num_free, starved[1], num_held_blocks)
-        self._failures.starved(request_id, HandOverFailed(cause, reason))
-        self._timelines.failed(request_id, cause)
+        self._engine.failures.starved(request_id, HandOverFailed(cause, reason))
 
     def _has_moved(self, starved: tuple[str, int] | None, num_held_blocks: int) -> bool:
         """Whether blocks have come free since the last step. Those that were free before do not count again."""

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcached_nixl.ids import DecodeRequestId
+from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.engine import BlockPool
 from kvcached_nixl.scheduler.giving_way import GivingWay
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-from kvcached_nixl.scheduler.start_gate import StartGate
-from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.wire.causes import HandOverFailed
-from kvcached_nixl.wire.step import FAILING, Reports, Step
+from kvcached_nixl.wire.step import FAILING, Reports
 from kvcached_nixl.wire.timeline import attempt_of
 
 __all__ = ["WorkerReports"]
@@ -46,70 +44,52 @@ class WorkerReports:
     """See the module."""
 
     def __init__(
-        self,
-        num_ranks: int,
-        fetching: DecodeFetches,
-        offering: PrefillOffers,
-        gate: StartGate,
-        giving_way: GivingWay,
-        timelines: Timelines,
+        self, engine: EngineContext, fetching: DecodeFetches, offering: PrefillOffers, giving_way: GivingWay
     ) -> None:
+        self._engine = engine
         self._fetching = fetching
-        self._attempts = fetching.attempts
         self._offering = offering
-        self._kept = offering.kept
-        self._gate = gate
         self._giving_way = giving_way
-        self._timelines = timelines
-        self._ended, self._idle = _AllRanks(num_ranks), _AllRanks(num_ranks)
+        self._ended, self._idle = _AllRanks(engine.own.tp_size), _AllRanks(engine.own.tp_size)
 
-    def take(self, reports: Reports, blocks: BlockPool, step: Step) -> set[DecodeRequestId]:
+    def take(self, reports: Reports) -> set[DecodeRequestId]:
         """Takes what has been reported after a step, and adds to it the requests that are meant.
 
         Returns: requests whose KV has failed to arrive.
         """
         self._take_timelines(reports)
         report = reports.report
-        if self._kept.spared(report.spared):
+        if self._offering.kept.spared(report.spared):
             # Others may give way instead.
             self._giving_way.look_soon()
-        self._gate.claimed(report.claimed)
+        self._offering.gate.claimed(report.claimed)
         # Before it is looked what is late.
-        self._attempts.known(report.known)
-        failed = self._take_of_decode(reports, blocks, step)
-        self._take_of_prefill(reports, blocks)
-        return failed
-
-    def _take_of_decode(self, reports: Reports, blocks: BlockPool, step: Step) -> set[DecodeRequestId]:
-        failures = [(number, HandOverFailed(*why)) for number, why in reports.report.failed.items()]
-        finished = self._ended.take(reports.report.ended)
+        self._fetching.attempts.known(report.known)
+        failures = [(number, HandOverFailed(*why)) for number, why in report.failed.items()]
+        finished = self._ended.take(report.ended)
         # Other connectors have released the blocks of these requests.
-        self._attempts.let_go(map(DecodeRequestId, reports.sent), blocks)
-        received, failed = self._fetching.collect(failures, finished, blocks, step)
+        self._fetching.attempts.let_go(reports.sent)
+        received, failed = self._fetching.collect(failures, finished)
         # A load that another connector reports as ended must not free blocks that decode may be reading.
-        reports.received = {one for one in reports.received if not self._kept.keeps(one)} | received
+        reports.received = {one for one in reports.received if not self._offering.kept.keeps(one)} | received
         if failed:
             reports.invalid.add(FAILING)
+        self._offering.drained(self._idle.take(report.idle))
+        self._giving_way.ended(*self._offering.kept.ended(reports.sent))
+        reports.sent |= self._offering.kept.let_go()
         return failed
-
-    def _take_of_prefill(self, reports: Reports, blocks: BlockPool) -> None:
-        self._offering.drained(self._idle.take(reports.report.idle), blocks)
-        num_fetched, num_owed = self._kept.ended(reports.sent, blocks)
-        self._giving_way.owe(num_owed)
-        if num_fetched:
-            self._giving_way.fetched()
-        reports.sent |= self._kept.let_go(blocks)
 
     def _take_timelines(self, reports: Reports) -> None:
         found, others = [], []
         for one in reports.timelines:
-            attempt = self._attempts.find_waiting(number) if (number := attempt_of(one)) else None
-            if number and attempt is None:
+            attempt = attempt_of(one)
+            fetch = self._fetching.attempts.find_waiting(attempt) if attempt else None
+            if attempt and fetch is None:
                 others.append(one)
             else:
-                found.append(("" if attempt is None else attempt.request_id, one))
+                found.append(("" if fetch is None else fetch.request_id, one))
         if found:
-            self._timelines.take(found)
+            self._engine.timelines.take(found)
             # They came with statistics, which take these along.
-            reports.lasted += self._timelines.take_lasted()
+            reports.lasted += self._engine.timelines.take_lasted()
         reports.timelines = others

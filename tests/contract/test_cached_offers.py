@@ -32,7 +32,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from kvcached_nixl.scheduler.offer_request import OfferRequest
+from kvcached_nixl.scheduler.prefill_offers import OfferRequest
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, MANIFEST_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
@@ -75,7 +75,7 @@ def offered(prefill: Node) -> Future[dict[str, Any]]:
 def test_what_is_cached_is_handed_over_without_a_step_and_the_rest_computed(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     answer = offered(prefill)
-    assert not answer.done() and prefill.side_of_engine.num_kept == 1, "workers do not know of it"
+    assert not answer.done() and prefill.side_of_engine.offering.kept.num_kept == 1, "workers do not know of it"
     until(lambda: prefill.step() and answer.done())
     found = json.loads(json.dumps(answer.result()))
     assert found[CACHED_TOKENS_KEY] == CACHED == found[MANIFEST_KEY]["num_tokens"]
@@ -124,14 +124,14 @@ def test_an_engine_keeps_no_more_for_peers_that_leave_enough_waiting(
     prefill, _ = pair
     monkeypatch.setattr(type(prefill.side_of_engine), "offers_cached", False)
     answer = offered(prefill)
-    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.num_kept
+    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.offering.kept.num_kept
 
 
 def test_nothing_is_kept_for_a_peer_that_waits_no_longer(pair: tuple[Node, Node]) -> None:
     prefill, _ = pair
     computed(prefill)
     answer = looked_up(core_around(prefill), prompt(0, PROMPT), CACHED, most_seconds=0.0)
-    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.num_kept
+    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.offering.kept.num_kept
 
 
 def test_what_another_adapter_of_that_name_has_computed_is_not_offered(pair: tuple[Node, Node], tmp_path: Path) -> None:

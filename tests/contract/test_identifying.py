@@ -66,7 +66,7 @@ class Side:
     def revocations(self) -> Side:
         return self
 
-    side_channel = revocations
+    side_channel = engine = revocations
 
     def hide(self) -> None:
         self._asked.append("hide")

@@ -187,6 +187,10 @@ class LocalPrefills:
         self._waiting[request.request_id] = num_tokens, request.num_prompt_tokens
         heapq.heappush(self._queue, (order, request.request_id))
 
+    def is_sooner(self, num_missing: int, num_cached: int, num_asked: int) -> bool:
+        """As `BreakEven.computes_here`, behind what is to be computed here before."""
+        return self.break_even.computes_here(num_missing, num_cached, self.num_tokens, num_asked)
+
     def has_room(self, num_tokens: int) -> bool:
         """Whether so many more tokens would not have to wait."""
         return not self.num_tokens or self.num_tokens + num_tokens <= self._most_tokens

@@ -267,7 +267,7 @@ def test_blocks_are_shared_where_ours_is_one_of_several_connectors(is_alone: boo
 
 def test_every_side_knows_whose_blocks_these_are() -> None:
     bound: list[Any] = []
-    made = [SimpleNamespace(bind=bound.append) for _ in range(2)]
+    made = [SimpleNamespace(engine=SimpleNamespace(bind=bound.append)) for _ in range(2)]
     connectors = [SimpleNamespace(), SimpleNamespace(), SimpleNamespace()]
     for connector, ours in zip(connectors, made, strict=False):
         attach(connector, ours)

@@ -129,7 +129,7 @@ def test_while_a_neighbour_waits_for_memory_no_turn_is_computed() -> None:
     decode = Decode(local_tokens=None)
     decode.blocks.cached["a"] = LONG - 4 * BLOCK
     request = decode.blocks.requests["a"] = Request("a", LONG)
-    decode.asking.arrived(request, decode.blocks)  # type: ignore[arg-type]
+    decode.asking.arrived(request)  # type: ignore[arg-type]
     decode.turn(may_ask=False)
     assert not decode.blocks.released and decode.asking.num_waiting == 1
     decode.turn()
@@ -322,7 +322,7 @@ def test_one_that_is_late_while_servers_are_asked_is_refused_and_the_next_equal_
     """It had no deadline any more, however long it waited then."""
     decode = looks(None, queue_seconds=30.0)
     request = decode.blocks.requests["a"] = Request("a", LONG, (b"same",))
-    decode.asking.arrived(request, decode.blocks)  # type: ignore[arg-type]
+    decode.asking.arrived(request)  # type: ignore[arg-type]
     decode.turn(may_ask=False)
     decode.clock.now += 29.5
     decode.arrives("b", num_prompt_tokens=LONG, block_hashes=(b"same",))
@@ -479,7 +479,7 @@ def test_a_prompt_of_which_an_offer_fails_is_asked_for_as_a_whole() -> None:
     decode = looks({URLS[0]: offers(MORE), URLS[1]: says(0), URLS[2]: None}, local_tokens=None)
     decode.arrives("a", num_prompt_tokens=LONG)
     decode.fetching.failures["a"] = HandOverFailed(FailureCause.LEASE, "it is gone")
-    assert decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
+    assert decode.asking.holds_again(decode.blocks.requests["a"])  # type: ignore[arg-type]
     decode.turn()
     assert decode.url("a") != URLS[0] and not decode.asking.local.is_busy and len(decode.asker.looked_up) == 3
 
