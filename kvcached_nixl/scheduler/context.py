@@ -5,7 +5,6 @@ workers, and how to wake it. One per engine, used on its thread only, except `En
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -140,10 +139,6 @@ class EngineContext:
         self.has_news = True
         if self._wake is not None:
             self._wake()
-
-    def draw_incarnation(self) -> None:
-        """Another incarnation counts from the step being built on."""
-        self.incarnation = self.step.incarnation = secrets.token_hex(8)
 
     def take_step(self) -> Step:
         """Returns the step, and begins the next one."""

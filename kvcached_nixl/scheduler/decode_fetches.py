@@ -9,9 +9,10 @@ No time is limited while a request waits for its turn and for blocks: vLLM's own
 ends what nothing else would). The timeout begins when it has blocks. In push it begins again as often as prefill says
 that its request waits for its turn there, or is computed (`Impasse` says for how long others wait for its blocks).
 
-The client's result is decided immediately: if a hand-over brings no KV, the request fails or is recomputed, according
-to ``kv_load_failure_policy`` (`FailedFetches`). Its blocks are handled separately: they are taken from the request and
-held until no rank has a transfer into them in flight (`FetchAttempts`).
+The client's result is decided immediately. If a hand-over brings no KV, the request is recomputed here if
+``kv_load_failure_policy`` says so and decode has all of the prompt; else it ends with an error. vLLM is told with the
+next step. Its blocks are handled separately: they are taken from the request and held until no rank has a transfer into
+them in flight (`FetchAttempts`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from typing import Any
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.context import EngineContext, is_meant
 from kvcached_nixl.scheduler.engine import Request
-from kvcached_nixl.scheduler.fetch_attempts import FailedFetches, FetchAttempts
-from kvcached_nixl.scheduler.fetch_request import FetchRequest
+from kvcached_nixl.scheduler.fetch_request import FetchAttempts, FetchRequest
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import asks, cached_tokens_in, read_fetch
@@ -42,19 +42,30 @@ class DecodeFetches:
 
     Attributes:
         attempts: those that were given blocks, and the blocks.
-        failed: those that bring no KV.
     """
 
     def __init__(self, engine: EngineContext) -> None:
         self._engine = engine
         self.attempts = FetchAttempts(engine)
-        self.failed = FailedFetches(engine)
         self._requests: dict[DecodeRequestId, FetchRequest] = {}
         self._queued: set[DecodeRequestId] = set()
         # vLLM resumes them in a later step, which may be long in coming: the engine may be paused, or out of blocks.
         self._received: dict[DecodeRequestId, FetchRequest] = {}
         # By `give_up`, until they are computed here or end.
         self._given_up: set[DecodeRequestId] = set()
+        # They wait with their blocks, and vLLM is yet to be told that their KV does not come.
+        self._failing: set[DecodeRequestId] = set()
+        # They end with an error, whatever the policy says.
+        self._ending: set[DecodeRequestId] = set()
+        # They have ended while they waited, so vLLM is yet to be told that they no longer do.
+        self._aborted: set[DecodeRequestId] = set()
+        # They were ended between two steps: with the indices of their clients, which are yet to be told.
+        self._ended: list[tuple[str, int]] = []
+
+    @property
+    def has_news(self) -> bool:
+        """Whether vLLM has to be told of a failed, aborted or ended request in the next step."""
+        return bool(self._failing or self._aborted or self._ending or self._ended)
 
     @property
     def num_queued(self) -> int:
@@ -95,8 +106,14 @@ class DecodeFetches:
             refused = error.with_traceback(None)
         one = FetchRequest(self._engine, request, fetch, refused, computes, cached_tokens_in(params))
         if request.is_session:
+            # Whatever the policy: one that failed would go on without its beginning.
+            reason = (
+                "it is a streaming session (resumable), whose blocks are filled further by later input; expected a "
+                "complete prompt. It is computed here. Send kv_transfer_params with requests of one prompt each"
+            )
             one.check()
-            self.failed.pass_over(one)
+            self._engine.failures.not_received(one.request_id, HandOverFailed(FailureCause.PARAMETERS, reason))
+            one.release()
             return
         self._requests[one.request_id] = one
         self._engine.timelines.begin(request, State.DECODE_QUEUED)
@@ -113,8 +130,8 @@ class DecodeFetches:
         if computes:
             self._requests[one.request_id] = one
         else:
-            self.failed.refuse(one, failure)
-            self.failed.end_unless_computed(one)
+            one.not_received(failure)
+            self._end_unless_computed(one)
         return computes
 
     def answered(self, request: Request, params: Mapping[str, Any]) -> None:
@@ -176,15 +193,15 @@ class DecodeFetches:
             logger.info("Request %s asks for its prompt's log-probabilities, so it is computed here", one.request_id)
             one.release()
         elif one.refused is not None and one.recomputes:
-            self.failed.refuse(one, one.refused)
-            self.failed.release_computed(one)
+            one.not_received(one.refused)
+            one.release_computed()
         else:
             missing = one.end_token - num_computed_tokens
             if missing > 0:
                 return missing, True
             if one.may_go_on:
                 return 0, False
-            self.failed.end_unless_computed(one)
+            self._end_unless_computed(one)
         one.is_tried = True
         self._end_renewal(one)
         return 0, False
@@ -201,9 +218,9 @@ class DecodeFetches:
             self._end_renewal(one)
             one.release()
             if one.refused is not None:
-                self.failed.refuse(one, one.refused)
+                one.not_received(one.refused)
             if not one.may_go_on:
-                self.failed.end_unless_computed(one)
+                self._end_unless_computed(one)
             return
         self._queued.discard(one.request_id)
         first_token = one.end_token - num_external_tokens
@@ -213,7 +230,7 @@ class DecodeFetches:
             one.check_adapter()
             groups = one.groups(block_ids, first_token)
         except HandOverFailed as error:
-            self.failed.fail(one, error)
+            self._fail(one, error)
             return
         request.tell_cached(one.cached_tokens)
         self.attempts.start(one)
@@ -225,7 +242,12 @@ class DecodeFetches:
         request_id = DecodeRequestId(request.request_id)
         one = self._requests.pop(request_id, None)
         self._given_up.discard(request_id)
-        self.failed.request_ended(request_id, is_waiting=one is not None and one.is_waiting)
+        self._engine.failures.request_ended(request_id)
+        self._ending.discard(request_id)
+        # In both cases vLLM has to be told: it may have been aborted before vLLM was told that it failed.
+        if (one is not None and one.is_waiting) or request_id in self._failing:
+            self._failing.discard(request_id)
+            self._aborted.add(request_id)
         if one is None:
             return
         self._received.pop(request_id, None)
@@ -244,7 +266,7 @@ class DecodeFetches:
         vLLM frees a request as soon as one connector releases it (vllm#46240). So vLLM is told of the other one only.
         """
         ended = DecodeRequestId(request_id)
-        self.failed.kept(ended)
+        self._aborted.discard(ended)
         self.attempts.kept(ended)
 
     # ------------------------------------------------------------------------------------------------------- results
@@ -266,7 +288,7 @@ class DecodeFetches:
             else:
                 # Ranks that saw no failure would wait forever for KV that is no longer sent to them.
                 self._stop(one, "it has failed")
-            self.failed.fail(one, failure)
+            self._fail(one, failure)
         late = f"its KV has not come within {self._engine.terms.timeout_seconds:g} s (handover_timeout)"
         for one in self.attempts.take_due():
             if one.attempt not in ended:
@@ -279,7 +301,8 @@ class DecodeFetches:
                 self._engine.timelines.enter(arrived.request_id, State.DECODE_RESUMING)
                 received.add(arrived.request_id)
                 self._received[arrived.request_id] = arrived
-        failed, aborted = self.failed.take()
+        failed, self._failing = self._failing, set()
+        aborted, self._aborted = self._aborted, set()
         return received | failed | aborted, failed
 
     def revoke(self, reason: str, *, adapter: int | None = None) -> None:
@@ -293,7 +316,11 @@ class DecodeFetches:
                 self._take_away(one, HandOverFailed(FailureCause.REVOKED, reason))
         for one in [one for one in self._received.values() if is_meant(adapter, one.request.adapter)]:
             del self._received[one.request_id]
-            self.failed.fail_received(one, HandOverFailed(FailureCause.REVOKED, reason))
+            one.not_received(HandOverFailed(FailureCause.REVOKED, reason))
+            # In the next step vLLM would resume the request before it was told of a failure.
+            client = self._engine.blocks.let_go(one.request_id, recomputes=one.recomputes)
+            if client is not None:
+                self._ended.append((one.request_id, client))
 
     def give_up(self, num_blocks: int, cause: HandOverFailed, since_seconds: float = math.inf) -> None:
         """Ends hand-overs whose KV has not come, those that were given blocks last first, until they had so many: they
@@ -315,14 +342,42 @@ class DecodeFetches:
         for request_id in map(DecodeRequestId, request_ids):
             self._given_up.discard(request_id)
             self._received.pop(request_id, None)
-            self.failed.computed(request_id)
+            # One that is about to end is scheduled once more.
+            if request_id not in self._ending:
+                self._engine.failures.computed(request_id)
+
+    def take_ending(self) -> set[DecodeRequestId]:
+        """Requests, since the last call, that end with an error whatever ``kv_load_failure_policy`` says."""
+        ending, self._ending = self._ending, set()
+        return ending
+
+    def take_ended(self) -> list[tuple[str, int]]:
+        """(Request id, client index) of requests, since the last call, that were ended between two steps."""
+        ended, self._ended = self._ended, []
+        return ended
 
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _take_away(self, one: FetchRequest, cause: HandOverFailed) -> None:
         """Fails the request's attempt, and holds its blocks because transfers into them may be in flight."""
         self._stop(one, str(cause))
-        self.failed.fail(one, cause)
+        self._fail(one, cause)
+
+    def _fail(self, one: FetchRequest, failure: HandOverFailed) -> None:
+        """A request that has its blocks does not wait for KV any more, or could not begin to."""
+        one.refused = failure.with_traceback(None)
+        self._failing.add(one.request_id)
+        # Who cannot be reached, or refuses, would not hear it.
+        if failure.cause not in (FailureCause.REFUSED, FailureCause.UNREACHABLE):
+            one.release_computed()
+        self._end_unless_computed(one)
+        self._engine.step.tell(EndRenewal(one.request_id))
+        one.not_received(failure)
+
+    def _end_unless_computed(self, one: FetchRequest) -> None:
+        """The request ends, whatever the policy says, if decode does not have all of its prompt."""
+        if not one.may_be_computed:
+            self._ending.add(one.request_id)
 
     def _stop(self, one: FetchRequest, reason: str) -> None:
         self.attempts.stop_waiting(one)

@@ -129,7 +129,7 @@ class SchedulerFacade:
             or self._giving_way.owes
             or self._refused
             or (self.asking is not None and self.asking.has_news)
-            or self.fetching.failed.has_news
+            or self.fetching.has_news
             or self._starvation.has_news
             or (self.engine.is_bound and self.engine.blocks.is_copied)
             or self.fetching.attempts.num_quarantined_blocks != self._reported_quarantine
@@ -189,7 +189,7 @@ class SchedulerFacade:
 
     def take_refused(self) -> list[tuple[str, int]]:
         """(id, client index) of each request that was refused, or ended between two steps, since the last call."""
-        refused, self._refused = self._refused + self.fetching.failed.take_ended(), []
+        refused, self._refused = self._refused + self.fetching.take_ended(), []
         return refused
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -306,7 +306,9 @@ class SchedulerFacade:
         its sliding window: workers may be writing into them, or a manifest names them."""
         if not self.engine.terms.groups.drop_blocks:
             return False
-        return self.fetching.attempts.of_request(request_id) is not None or self.offering.is_named(request_id)
+        offered = self.offering.find(request_id)
+        is_named = offered is not None and offered.manifest is not None
+        return is_named or self.fetching.attempts.of_request(request_id) is not None
 
     def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; ``is_whole`` if its whole prompt was computed.
@@ -339,7 +341,7 @@ class SchedulerFacade:
 
     def take_ending(self) -> set[str]:
         """Requests that must end with an error now, whatever they wait for (rule R4)."""
-        failed = {one for one in self.fetching.failed.take_ending() if not self.starts_again(one)}
+        failed = {one for one in self.fetching.take_ending() if not self.starts_again(one)}
         return self._starvation.take_ending() | failed
 
     def take_failed(self) -> set[str]:

@@ -1,11 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: what one request fetches from prefill, whether that fits its prompt, and what the workers are told of it."""
+"""Decode: what one request fetches from prefill, whether that fits its prompt, what the workers are told of it, and its
+attempt to fetch it.
+
+    WAITING ─── every rank has reported ─────────────────────────────────────────► forgotten: the KV has arrived
+       │
+       └─ failed, timed out, revoked, aborted ─► OVER, its blocks held ── every rank has reported ─► blocks are free
+
+A request ends at once when its attempt does. Its blocks do not: they are taken from it, and free when no rank has a
+transfer into them in flight (rules R2 and R9).
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import DecodeRequestId, LogicalBlock
 from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.engine import Request
@@ -14,10 +25,11 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup
 from kvcached_nixl.wire.lease import is_nameable
 from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.messages import draw_attempt
 from kvcached_nixl.wire.params import FetchParams
 from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, UnneededOffer
 
-__all__ = ["FetchRequest"]
+__all__ = ["FetchAttempts", "FetchRequest"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -226,6 +238,19 @@ class FetchRequest:
             unneeded = UnneededOffer(fetch.prefill, self.prefill_request_id, fetch.name, self.digest, attempt)
             self.engine.step.tell(unneeded)
 
+    def release_computed(self) -> None:
+        """Tells prefill that its offer is not needed, if the request is computed here, and the offer is of its prompt:
+        at once, or when its attempt is over. One that fails may be sent to another decode engine, with the same offer.
+        """
+        if self.recomputes and self.has_own_offer:
+            self.release(self.attempt or None)
+
+    def not_received(self, failure: HandOverFailed) -> None:
+        """It does not get its KV: counted, and its client is told if it ends."""
+        self.engine.failures.not_received(
+            self.request_id, failure, attempt=self.attempt or None, prefill_request_id=self.prefill_request_id
+        )
+
     def _most_tokens(self) -> int:
         """How many of its tokens prefill may have. States are handed over behind all tokens but the last, and decode
         computes that one with them; some prompts prefill leaves whole (`patches.arrival`), and decode computes them."""
@@ -233,3 +258,113 @@ class FetchRequest:
         if not self.engine.terms.groups.have_states:
             return num_tokens
         return 0 if num_tokens < FEWEST_TOKENS or self.request.ends_in_media else num_tokens - 1
+
+
+class FetchAttempts:
+    """Requests that were given blocks, by the numbers of their attempts; see the module.
+
+    Attributes:
+        num_quarantined_blocks: blocks held for requests that ended without KV.
+    """
+
+    def __init__(self, engine: EngineContext) -> None:
+        self._engine = engine
+        # Those of which not every rank has reported the end.
+        self._attempts: dict[int, FetchRequest] = {}
+        self._waiting: dict[DecodeRequestId, FetchRequest] = {}
+        self._deadlines = Deadlines[int]()
+        self._kept_by_others: dict[DecodeRequestId, set[int]] = {}
+        self.num_quarantined_blocks = 0
+
+    @property
+    def due_at_seconds(self) -> float | None:
+        """When the next attempt times out; None if none waits."""
+        return self._deadlines.first_seconds
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have their blocks and wait only for KV."""
+        return len(self._waiting)
+
+    def waiting(self) -> list[FetchRequest]:
+        """Returns a copy, those that were given blocks first in front: the caller may end them."""
+        return list(self._waiting.values())
+
+    def of_request(self, request_id: str) -> FetchRequest | None:
+        """Returns a request that waits."""
+        return self._waiting.get(DecodeRequestId(request_id))
+
+    def find_waiting(self, number: int) -> FetchRequest | None:
+        one = self._attempts.get(number)
+        return one if one is not None and one.is_waiting else None
+
+    def start(self, one: FetchRequest) -> None:
+        """A request was given blocks, and waits. Its timeout begins."""
+        one.attempt, one.is_waiting = draw_attempt(), True
+        one.begun_seconds = self._engine.clock.now_seconds()
+        self._attempts[one.attempt] = self._waiting[one.request_id] = one
+        self._begin_timeout(one)
+
+    def known(self, numbers: Iterable[int]) -> None:
+        """Prefill has not computed what these wait for yet, and will: their timeouts begin again."""
+        for one in filter(None, map(self.find_waiting, numbers)):
+            self._begin_timeout(one)
+
+    def _begin_timeout(self, one: FetchRequest) -> None:
+        one.since_seconds = self._engine.clock.now_seconds()
+        self._deadlines[one.attempt] = one.since_seconds + self._engine.terms.timeout_seconds
+
+    def longest_seconds(self) -> float:
+        """Returns for how long the first timeout has run; 0 if none does. May be called from any thread."""
+        since = [one.since_seconds for one in self.waiting()]
+        return max(0.0, self._engine.clock.now_seconds() - min(since)) if since else 0.0
+
+    def take_due(self) -> list[FetchRequest]:
+        """Returns the waiting ones whose time is over. Their deadlines are forgotten."""
+        return [self._attempts[number] for number in self._deadlines.take_due(self._engine.clock.now_seconds())]
+
+    def stop_waiting(self, one: FetchRequest) -> None:
+        """The request goes on without its attempt, or has ended."""
+        one.is_waiting = False
+        self._deadlines.pop(one.attempt, None)
+        del self._waiting[one.request_id]
+
+    def hold(self, one: FetchRequest) -> None:
+        """Takes the blocks from the request, until every rank has reported that nothing is in flight into them."""
+        before = self._engine.holds.num_blocks
+        self._engine.holds.take(self._engine.blocks, one.request_id, one.attempt)
+        one.is_held = True
+        self.num_quarantined_blocks += self._engine.holds.num_blocks - before
+
+    def all_ranks_ended(self, number: int) -> FetchRequest | None:
+        """No rank has a transfer of the attempt in flight. Frees its blocks, if they are held.
+
+        Returns: its request, if that still waits: all its KV has arrived.
+        """
+        one = self._attempts.pop(number, None)
+        if one is None:
+            return None
+        if one.is_waiting:
+            self.stop_waiting(one)
+            return one
+        if one.is_held and number not in self._kept_by_others.get(one.request_id, ()):
+            self._give_back(number)
+        return None
+
+    def kept(self, request_id: DecodeRequestId) -> None:
+        """Another connector keeps the blocks of a request that has just ended: they are free when both release them."""
+        held = {one.attempt for one in self._attempts.values() if one.is_held and one.request_id == request_id}
+        if held:
+            self._kept_by_others[request_id] = held
+
+    def let_go(self, request_ids: Iterable[str]) -> None:
+        """Other connectors have released the blocks of these requests."""
+        for request_id in map(DecodeRequestId, request_ids):
+            for number in self._kept_by_others.pop(request_id, ()):
+                if number not in self._attempts:
+                    self._give_back(number)
+
+    def _give_back(self, number: int) -> None:
+        before = self._engine.holds.num_blocks
+        self._engine.holds.give_back(self._engine.blocks, number)
+        self.num_quarantined_blocks -= before - self._engine.holds.num_blocks

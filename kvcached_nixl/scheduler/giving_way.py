@@ -172,7 +172,6 @@ class GivingWay:
         return now < min(last_seconds + UNHEARD_SECONDS, first_seconds + MOST_YIELD_SECONDS)
 
     def stepped(self) -> None:
-        """The engine begins a step."""
         if self._steps_to_trim:
             self._steps_to_trim -= 1
 
@@ -264,7 +263,7 @@ class GivingWay:
             # none of them, unless this engine, too, has requests that wait for what its peers keep.
             keeps_wanted = False
             if cause is RevocationCause.BLOCKS:
-                is_for_offer = self._offering.is_offering(starved) and not self._fetching.num_queued
+                is_for_offer = self._offering.find(starved) is not None and not self._fetching.num_queued
                 keeps_wanted = is_for_offer or not blocks.stalled
             elif cause is RevocationCause.NEIGHBOUR:
                 keeps_wanted = not is_neighbour_stalled

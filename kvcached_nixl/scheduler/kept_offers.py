@@ -13,6 +13,7 @@ offer as it is if decode fetches it. In each case blocks are freed only when eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -50,13 +51,12 @@ class _Kept:
     """A request that has ended, and whose blocks are kept.
 
     Attributes:
-        adapter: the one that it was computed with.
         since_seconds: when it ended.
         is_taken_back: nobody may fetch it any more.
         hold: number of the hold with its blocks, once vLLM has freed the request.
         asked: numbers of its revocations that workers may report as spared.
-        asked_until_seconds: it counts as giving its blocks back, until then; None if it does not.
-        spared_until_seconds: it did not give way, and counts as wanted until then; None if it does not.
+        asked_until_seconds: it counts as giving its blocks back, until then.
+        spared_until_seconds: it did not give way, and counts as wanted until then.
         is_for_others: it was asked to give way for others than this engine.
     """
 
@@ -66,27 +66,15 @@ class _Kept:
     is_taken_back: bool = False
     hold: int | None = None
     asked: list[int] = field(default_factory=list)
-    asked_until_seconds: float | None = None
-    spared_until_seconds: float | None = None
+    asked_until_seconds: float = -math.inf
+    spared_until_seconds: float = -math.inf
     is_for_others: bool = False
 
-    @property
-    def gives_back(self) -> bool:
-        """Whether its blocks are expected to be free soon."""
-        return self.is_taken_back or self.asked_until_seconds is not None
+    def gives_back(self, now_seconds: float) -> bool:
+        return self.is_taken_back or now_seconds < self.asked_until_seconds
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether it did not give way, because decode waits for it or fetches it."""
-        return self.spared_until_seconds is not None
-
-    def turn(self, now_seconds: float) -> None:
-        """What it was asked, or spared, counts for a time only."""
-        if self.spared_until_seconds is not None and self.spared_until_seconds <= now_seconds:
-            self.spared_until_seconds = None
-        if self.asked_until_seconds is not None and self.asked_until_seconds <= now_seconds:
-            self.asked_until_seconds = None
-            self.spared_until_seconds = now_seconds + SPARED_SECONDS
+    def is_wanted(self, now_seconds: float) -> bool:
+        return self.asked_until_seconds <= now_seconds < self.spared_until_seconds
 
 
 class KeptOffers:
@@ -99,8 +87,8 @@ class KeptOffers:
         self._closed: str | None = None
         self._revoked_at = Deadlines[PrefillRequestId]()
         self._numbers = report_numbers()
-        # Number of a revocation that may be reported as spared -> its request.
-        self._asked: dict[int, PrefillRequestId] = {}
+        # By the numbers of revocations that may be reported as spared.
+        self._asked: dict[int, _Kept] = {}
 
     def keep(
         self, request_id: PrefillRequestId, adapter: int, block_ids: BlockIds, *, is_taken_back: bool = False
@@ -108,7 +96,6 @@ class KeptOffers:
         """A request has ended, and vLLM keeps its blocks until `ended` is told of it.
 
         Args:
-            adapter: the one that it was computed with.
             is_taken_back: decode may not fetch it: its workers may only be reading it yet.
         """
         now = self._engine.clock.now_seconds()
@@ -118,7 +105,6 @@ class KeptOffers:
             self._revoked_at[request_id] = now + GRACE_SECONDS
 
     def keeps(self, request_id: str) -> bool:
-        """Whether a request has ended and its blocks are kept."""
         return PrefillRequestId(request_id) in self._kept
 
     @property
@@ -128,28 +114,22 @@ class KeptOffers:
 
     @property
     def num_kept(self) -> int:
-        """Requests that have ended, and whose blocks are kept."""
         return len(self._kept)
 
     def kept_now(self) -> tuple[int, int, float]:
         """Returns how many requests are kept, their blocks, and the seconds since the first one ended. May be called
         from any thread."""
-        kept = list(self._kept.values())
-        now = self._engine.clock.now_seconds()
-        oldest_seconds = max((now - one.since_seconds for one in kept), default=0.0)
-        return len(kept), sum(one.num_blocks for one in kept), max(0.0, oldest_seconds)
+        kept, now = list(self._kept.values()), self._engine.clock.now_seconds()
+        oldest_seconds = max([0.0, *(now - one.since_seconds for one in kept)])
+        return len(kept), sum(one.num_blocks for one in kept), oldest_seconds
 
     @property
     def is_left_waiting(self) -> bool:
         """Whether decode leaves so much KV waiting that nothing more should be computed for it unasked."""
-        now = self._engine.clock.now_seconds()
-        num_blocks = sum(
-            one.num_blocks
-            for one in self._kept.values()
-            if now > one.since_seconds + UNCLAIMED_SECONDS and not one.is_taken_back
-        )
-        terms = self._engine.terms
-        return num_blocks * terms.groups.tokens_per_block >= terms.most_unclaimed_tokens
+        since_seconds, terms = self._engine.clock.now_seconds() - UNCLAIMED_SECONDS, self._engine.terms
+        left = [one for one in self._kept.values() if one.since_seconds < since_seconds and not one.is_taken_back]
+        num_tokens = sum(one.num_blocks for one in left) * terms.groups.tokens_per_block
+        return num_tokens >= terms.most_unclaimed_tokens
 
     # ------------------------------------------------------------------------------------------------------ revocation
 
@@ -163,7 +143,7 @@ class KeptOffers:
         self._take_back(meant, revocation)
 
     def close(self, reason: str, *, grace_seconds: float) -> None:
-        """Revokes requests that have ended, or end before `reopen` is called; each after ``grace_seconds``."""
+        """Revokes requests that have ended, or end before `reopen`; each after ``grace_seconds``."""
         self._closed = reason
         due = self._engine.clock.now_seconds() + grace_seconds
         self._revoked_at.move({request_id: due for request_id in self._kept})
@@ -209,34 +189,34 @@ class KeptOffers:
             keeps_wanted: those for which decode has a request are not taken back at all.
         """
         now, step = self._engine.clock.now_seconds(), self._engine.step
-        for one in self._kept.values():
-            one.turn(now)
-        num_blocks -= sum(one.num_blocks for one in self._kept.values() if one.gives_back)
+        num_blocks -= sum(one.num_blocks for one in self._kept.values() if one.gives_back(now))
         # What the workers are told of in this very step is not old, nor may it follow its revocation.
         told = {one.request_id for one in step.of(Finish)} | {one.request_id for one in step.of(OfferUpdate)}
         # Those that were spared come last.
-        for request_id, one in sorted(self._kept.items(), key=lambda item: item[1].is_wanted):
-            if num_blocks <= 0 or (one.is_wanted and keeps_wanted):
+        for request_id, one in sorted(self._kept.items(), key=lambda item: item[1].is_wanted(now)):
+            is_wanted = one.is_wanted(now)
+            if num_blocks <= 0 or (is_wanted and keeps_wanted):
                 return
             is_young = now < one.since_seconds + self._engine.terms.patience_seconds
-            if one.gives_back or request_id in told or is_young:
+            if one.gives_back(now) or request_id in told or is_young:
                 continue
             number = next(self._numbers)
-            step.tell(Revoke(request_id, Revocation(cause, _GIVES_WAY[cause], not one.is_wanted, number)))
+            step.tell(Revoke(request_id, Revocation(cause, _GIVES_WAY[cause], not is_wanted, number)))
             one.asked_until_seconds = now + ASK_AGAIN_SECONDS
+            one.spared_until_seconds = one.asked_until_seconds + SPARED_SECONDS
             one.asked.append(number)
-            self._asked[number] = request_id
+            self._asked[number] = one
             one.is_for_others |= cause is not RevocationCause.BLOCKS
             num_blocks -= one.num_blocks
 
     def spared(self, numbers: Iterable[int]) -> bool:
         """Workers have not taken these offers back, because decode waits for them or fetches them. Returns whether
         there are any."""
-        named = [self._asked.pop(number) for number in numbers if number in self._asked]
-        found = [one for request_id in named if (one := self._kept.get(request_id)) is not None]
+        found = [self._asked.pop(number) for number in numbers if number in self._asked]
+        now = self._engine.clock.now_seconds()
         for one in found:
-            one.asked_until_seconds, one.is_for_others = None, False
-            one.spared_until_seconds = self._engine.clock.now_seconds() + SPARED_SECONDS
+            one.asked_until_seconds, one.is_for_others = now, False
+            one.spared_until_seconds = now + SPARED_SECONDS
         return bool(found)
 
     # ------------------------------------------------------------------------------------------------------------- end
@@ -259,14 +239,14 @@ class KeptOffers:
 
         Returns: how many offers have ended that were not taken back, and how many blocks are given back to others.
         """
-        num_served = num_for_others = 0
+        num_served, num_for_others, now = 0, 0, self._engine.clock.now_seconds()
         for request_id in map(PrefillRequestId, sent):
             one = self._kept.pop(request_id, None)
             if one is None:
                 continue
             if one.hold is not None:
                 self._engine.holds.give_back(self._engine.blocks, one.hold)
-            num_served += not one.gives_back
+            num_served += not one.gives_back(now)
             num_for_others += one.num_blocks if one.is_for_others else 0
             for number in one.asked:
                 self._asked.pop(number, None)
@@ -302,7 +282,6 @@ class StartGate:
         return self._held.first_seconds
 
     def holds(self, request_id: str) -> bool:
-        """Whether a request waits here, so that it would not begin whatever blocks are free."""
         return request_id in self._held
 
     def may_start(self, request_id: PrefillRequestId) -> bool:
@@ -320,7 +299,6 @@ class StartGate:
         return False
 
     def claimed(self, numbers: Iterable[int]) -> None:
-        """Workers have reported these numbers of `AwaitClaim`."""
         for number in numbers:
             request_id = self._of_number.pop(number, None)
             if request_id is not None and self._held.pop(request_id, None) is not None:
@@ -342,8 +320,6 @@ class StartGate:
 
     def gone(self, request_ids: Iterable[str]) -> None:
         """These have begun, or ended."""
-        if not (self._held or self._claimed or self._of_number):
-            return
         gone = set(map(PrefillRequestId, request_ids))
         for request_id in gone:
             self._held.pop(request_id, None)

@@ -66,11 +66,6 @@ class OfferRequest:
 
     # ------------------------------------------------------------------------------------------------ its blocks
 
-    @property
-    def has_computed(self) -> bool:
-        """Whether it has KV, which could be out of date."""
-        return bool(self.block_ids or self.ready_tokens)
-
     def is_past_prompt(self, progress: Progress) -> bool:
         """Whether its prompt was computed by an earlier step, and this one computes what comes after it."""
         is_past = progress.num_computed_tokens >= self.num_tokens
@@ -86,11 +81,6 @@ class OfferRequest:
         elif progress.block_ids:
             pairs = zip(self.block_ids, progress.block_ids, strict=True)
             self.block_ids = tuple([*old, *new] for old, new in pairs)
-
-    def lose_blocks(self) -> None:
-        """It is preempted."""
-        self.block_ids, self.ready_tokens, self.manifest = (), 0, None
-        self.is_read = self.is_streamed = False
 
     def still_has(self, block_ids: BlockIds) -> bool:
         """Whether the blocks that its manifest names are among these, which it ends with."""
@@ -187,13 +177,18 @@ class PrefillOffers:
 
     # ---------------------------------------------------------------------------------------- what a request is here
 
-    def is_offering(self, request_id: str) -> bool:
-        """Whether a request that has not ended is to be offered."""
-        return PrefillRequestId(request_id) in self._running
+    def find(self, request_id: str) -> OfferRequest | None:
+        """Returns a request that has not ended, if it is to be offered."""
+        return self._running.get(PrefillRequestId(request_id))
+
+    def is_read(self, request_id: str) -> bool:
+        """Whether the workers may be reading the blocks of a request that is still running."""
+        one = self.find(request_id)
+        return one is not None and one.is_read
 
     def may_start(self, request_id: str) -> bool:
         """Whether a request may begin, or has been computed in part."""
-        one = self._running.get(PrefillRequestId(request_id))
+        one = self.find(request_id)
         has_begun = one is None or one.cached_tokens is not None
         return has_begun or not self._engine.terms.mode.is_push or self.gate.may_start(PrefillRequestId(request_id))
 
@@ -201,16 +196,6 @@ class PrefillOffers:
     def are_awaited(self) -> bool:
         """Whether a prompt to be offered has no blocks. Its peer may have them already, and wait."""
         return any(not one.block_ids for one in self._running.values())
-
-    def is_read(self, request_id: str) -> bool:
-        """Whether the workers may be reading the blocks of a request that is still running."""
-        one = self._running.get(PrefillRequestId(request_id))
-        return one is not None and one.is_read
-
-    def is_named(self, request_id: str) -> bool:
-        """Whether a manifest names the blocks of a request."""
-        one = self._running.get(PrefillRequestId(request_id))
-        return one is not None and one.manifest is not None
 
     # ---------------------------------------------------------------------------------------------- what becomes of it
 
@@ -260,7 +245,8 @@ class PrefillOffers:
         if not self.is_read(request_id):
             return
         one = self._running[PrefillRequestId(request_id)]
-        one.lose_blocks()
+        one.block_ids, one.ready_tokens, one.manifest = (), 0, None
+        one.is_read = one.is_streamed = False
         hold = self._engine.holds.take(self._engine.blocks, request_id)
         self._draining.add(hold)
         self._engine.step.tell(Preempt(one.request_id, hold))
@@ -289,8 +275,10 @@ class PrefillOffers:
         """
         revocation = Revocation(cause, reason)
         self.kept.revoke(revocation, adapter=adapter)
-        running = (one for one in self._running.values() if is_meant(adapter, one.request.adapter))
-        self._revoke([one for one in running if one.has_computed or one.request_id in outdated], revocation)
+        running = [one for one in self._running.values() if is_meant(adapter, one.request.adapter)]
+        # What has no KV cannot be out of date.
+        have_kv = [one for one in running if one.block_ids or one.ready_tokens or one.request_id in outdated]
+        self._revoke(have_kv, revocation)
 
     def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; ``is_whole`` if its whole prompt was computed.
@@ -318,8 +306,7 @@ class PrefillOffers:
             step.tell(Stop(one.request_id, reason, is_kept=one.is_read))
         if one.is_read:
             self.kept.keep(one.request_id, request.adapter, block_ids, is_taken_back=True)
-            return True, None
-        return False, None
+        return one.is_read, None
 
     def offer_cached(self, request: Request, num_tokens: int, block_ids: BlockIds) -> dict[str, Any] | None:
         """Offers the beginning of a prompt, which is cached, as that of a request that has ended.

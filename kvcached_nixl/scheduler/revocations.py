@@ -8,6 +8,7 @@ flight is waited for, and only for a while.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -61,11 +62,6 @@ class Revocations:
         # An engine that keeps nothing for peers has nobody to tell before its next step.
         self._engine.has_news = has_news or self._keeps_blocks
 
-    @property
-    def keeps_offers(self) -> bool:
-        """Whether peers may fetch KV of requests that have ended."""
-        return self._offering.kept.are_fetchable
-
     def weights_changed(self, adapter: int | None = None) -> None:
         """Revokes every hand-over of KV that was computed with the weights of before, and lets no request that arrives
         from now on begin with such KV.
@@ -77,7 +73,7 @@ class Revocations:
         # An idle engine has to step, too, to tell its workers.
         self._engine.has_news = True
         if adapter is None:
-            self._engine.draw_incarnation()
+            self._engine.incarnation = self._engine.step.incarnation = secrets.token_hex(8)
             self._weights = None
         outdated: Collection[str] = ()
         if self._engine.is_bound:

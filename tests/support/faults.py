@@ -13,15 +13,14 @@ import msgspec
 import pytest
 
 from kvcached_nixl.deadlines import Deadlines
-from kvcached_nixl.scheduler import fetch_attempts
+from kvcached_nixl.scheduler import fetch_request
 from kvcached_nixl.scheduler.asking.local import LocalPrefills
 from kvcached_nixl.scheduler.asking.questions import Questions
 from kvcached_nixl.scheduler.asking.wanted import Queue, Window
 from kvcached_nixl.scheduler.context import EngineContext, Holds
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
-from kvcached_nixl.scheduler.fetch_request import FetchRequest
+from kvcached_nixl.scheduler.fetch_request import FetchAttempts, FetchRequest
 from kvcached_nixl.scheduler.giving_way import GivingWay, MemoryPressure
 from kvcached_nixl.scheduler.kept_offers import KeptOffers, StartGate
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
@@ -450,7 +449,7 @@ def nothing_has_a_deadline(patch: Patcher) -> None:
         def take_due(self, now_seconds: float, at_most: int | None = None) -> list[Any]:
             return []
 
-    patch.setattr(fetch_attempts, "Deadlines", Endless)
+    patch.setattr(fetch_request, "Deadlines", Endless)
 
 
 def prefill_does_not_hear_that_it_was_read(patch: Patcher) -> None:

@@ -392,7 +392,7 @@ def left_on(engine: Engine) -> Iterator[str]:
     yield from (f"hold {number}: {blocks}" for number, blocks in holds_of(handover).items())
     yield from leftovers(*asking_of(handover), but=("all", "_known"))
     fetching, offering = fetching_of(handover), offering_of(handover)
-    yield from leftovers(fetching, fetching.attempts, fetching.failed, offering, offering.kept)
+    yield from leftovers(fetching, fetching.attempts, offering, offering.kept)
     if (
         handover.pending
         or handover.engine.holds.num_blocks

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from kvcached_nixl.scheduler import fetch_attempts as fetching
+from kvcached_nixl.scheduler import fetch_request as fetching
 from kvcached_nixl.scheduler.asking import questions
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transfer_mode import TransferMode

@@ -136,7 +136,7 @@ class Asking:
 
     def computed(self, progress: Iterable[Progress]) -> None:
         """A step computes these requests: what they have fetched is in the prefix cache."""
-        for one in progress if self._wanted or self.local.is_busy else ():
+        for one in progress if self._wanted or self.local.num_tokens else ():
             wanted = self._wanted.get(one.request_id)
             if wanted is not None and one.num_computed_tokens >= wanted.request.num_prompt_tokens:
                 if wanted.stage is Stage.FETCHING:
@@ -299,7 +299,7 @@ class Asking:
         request_id, blocks = wanted.request.request_id, self._engine.blocks
         if self._queue.follows(wanted):
             return True
-        rests, num_blocks = self.servers.all_rest, blocks.num_needed(request_id)
+        rests, num_blocks = all(map(self.servers.rests, self.servers.all)), blocks.num_needed(request_id)
         # First, since it is looked at in each step: a choice takes the longer the longer the prompt is.
         if not rests and not self.window.has_room(num_blocks, blocks):
             return False

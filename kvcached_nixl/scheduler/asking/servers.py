@@ -56,22 +56,19 @@ class Server:
         url: scheme, host and port, as the operator has named it.
         address: one of those of its name; "" if it is not known, or the URL has an address.
         engine: the only one behind it; None if that is not known.
-        last_engine: that has answered last.
-        num_doubts: answers of that one to come until it counts as the only one.
+        last_engine: that has answered last; it counts as the only one after ``num_doubts`` more of its answers.
         asked: what it is asked for and has not answered yet -> tokens, and when it was asked.
-        num_failures: in a row.
-        num_refused: prompts, in a row.
+        num_failures, num_refused: prompts, in a row.
         num_outages: how often it could not be reached.
         failure: the reason for its rest; None if its KV was used since.
         rests_until_seconds: it is not asked before.
         refused_seconds: when it has refused a prompt last.
         last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
-        queued_tokens: tokens of all prompts in its queue, as reported with its last answer.
-        queued_seconds: when that was.
+        checked_seconds: when it was asked last whether it is well.
+        queued_tokens: tokens of all prompts in its queue, as it has said at ``queued_seconds``.
         is_own: it is this engine's own server, as far as its last answer says.
         has_clients: it may have clients of its own, as far as it has said.
         answers_look_ups: it has said in time how much of the last prompt it has cached. Else nobody waits for it.
-        checked_seconds: when it was asked last whether it is well.
     """
 
     url: str
@@ -228,11 +225,6 @@ class Servers:
         self.random.shuffle(found)
         return sorted(found, key=lambda one: one is not knowing)[:most]
 
-    @property
-    def all_rest(self) -> bool:
-        """Whether none may be asked now."""
-        return all(map(self.rests, self.all))
-
     def rests(self, server: Server) -> bool:
         """Whether it may not be asked now."""
         return server.rests_until_seconds > self._clock.now_seconds()
@@ -250,7 +242,7 @@ class Servers:
             self._known.popitem(last=False)
 
     def heard(self, server: Server, engine: RemotePrefill | None) -> None:
-        """An engine has answered; None for one of several."""
+        """This engine has answered; None for one of several."""
         if engine != server.last_engine:
             # It was restarted, or something chooses anew for each question.
             server.num_doubts = MOST_DOUBTS if server.last_engine is not None else 0
@@ -260,13 +252,8 @@ class Servers:
         server.engine = None if server.num_doubts else engine
 
     def answered(self, server: Server, number: int, queued_tokens: int = 0) -> list[int]:
-        """A server has answered with parameters.
-
-        Args:
-            queued_tokens: tokens of all prompts in the server's queue, as it reports.
-
-        Returns: the questions whose answers are not waited for any longer, since it has answered a much later one.
-        """
+        """A server has answered with parameters, and says what is in its queue. Returns the questions whose answers are
+        not waited for any longer, since it has answered a much later one."""
         now = server.last_sign_seconds = self._clock.now_seconds()
         server.num_refused = 0
         self.has_queued(server, queued_tokens)
@@ -274,7 +261,6 @@ class Servers:
         return [one for one, (_, at_seconds) in server.asked.items() if one < number and at_seconds < last_seconds]
 
     def has_queued(self, server: Server, num_tokens: int) -> None:
-        """A server has said how many tokens of prompts are in its queue."""
         server.queued_tokens, server.queued_seconds = num_tokens, self._clock.now_seconds()
 
     def served(self, server: Server) -> None:

@@ -43,7 +43,7 @@ class Decode:
         self.engine = context(self.pool, self.clock, **changed)
         self.failures = self.engine.failures
         self.fetching = DecodeFetches(self.engine)
-        self.attempts, self.failed = self.fetching.attempts, self.fetching.failed
+        self.attempts = self.fetching.attempts
 
     def take(self) -> Step:
         return self.engine.take_step()
@@ -88,10 +88,10 @@ class Decode:
         )
         (cause,) = self.failures.counts
         assert self.failures.counts == {cause: 1}
-        assert self.failed.has_news
+        assert self.fetching.has_news
         assert self.attempts.num_waiting == 0
         assert self.collect() == ({request.request_id}, {request.request_id})
-        assert not self.failed.has_news
+        assert not self.fetching.has_news
         assert self.engine.holds.num_blocks == 0
         return FailureCause(cause)
 
@@ -142,7 +142,7 @@ def test_blocks_that_another_connector_keeps_are_free_when_both_have_let_go(firs
     attempt = decode.wait(request)
     decode.finish(request)
     decode.fetching.kept(D1)
-    assert not decode.failed.has_news and decode.attempts.num_quarantined_blocks == 3
+    assert not decode.fetching.has_news and decode.attempts.num_quarantined_blocks == 3
     ends = [lambda: decode.attempts.let_go([D1]), lambda: decode.collect(overs=(attempt,))]
     if first == "our workers":
         ends.reverse()
@@ -150,7 +150,7 @@ def test_blocks_that_another_connector_keeps_are_free_when_both_have_let_go(firs
     assert not decode.pool.freed
     ends[1]()
     assert sorted(block for _, block in decode.pool.freed) == [3, 7, 9]
-    assert decode.collect() == (set(), set()) and not leftovers(decode.fetching, decode.attempts, decode.failed)
+    assert decode.collect() == (set(), set()) and not leftovers(decode.fetching, decode.attempts)
     assert decode.attempts.num_quarantined_blocks == 0
 
 
@@ -256,7 +256,7 @@ def test_a_prompt_without_its_media_ends_also_where_another_connector_has_loaded
     decode.arrive(request)
     assert decode.match(request) == ALL
     decode.allocate(request, BLOCKS, 0)
-    assert decode.failed.take_ending() == {request.request_id} and decode.attempts.num_waiting == 0
+    assert decode.fetching.take_ending() == {request.request_id} and decode.attempts.num_waiting == 0
 
 
 def test_a_failure_is_one_story(caplog: pytest.LogCaptureFixture) -> None:
@@ -305,7 +305,7 @@ def test_a_request_that_ends_for_its_hand_over_is_told_though_it_is_scheduled_on
     assert decode.match(request) == ALL
     decode.allocate(request, num_external=0)
     decode.fetching.progressed([request.request_id])
-    assert decode.failed.take_ending() == {D1}
+    assert decode.fetching.take_ending() == {D1}
     decode.finish(request)
     (told,) = decode.failures.take_ended().values()
     assert told.startswith("KV hand-over failed: cause=media request=d1")
