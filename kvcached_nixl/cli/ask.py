@@ -59,7 +59,6 @@ def examine(urls: Sequence[str], api_key_file: str | None) -> tuple[Found, ...]:
     """
     extra = {"prefill": [*urls], "prefill_api_key_file": api_key_file}
     settings = AskSettings.from_extra_config(extra, is_consumer=True, is_producer=False)
-    assert settings is not None
     servers, unknown = [], []
     for url in settings.servers:
         addresses = addresses_of(url) if is_name(url) else ("",)

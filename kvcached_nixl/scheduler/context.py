@@ -5,7 +5,7 @@ workers, and how to wake it. One per engine, used on its thread only, except `En
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvcached_nixl.wire.kv_groups import KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Step, WakeAddress, report_numbers
 
-__all__ = ["ANY_ADAPTER", "EngineContext", "Holds", "Terms", "is_meant"]
+__all__ = ["ANY_ADAPTER", "AllRanks", "EngineContext", "Holds", "Terms", "is_meant"]
 
 ANY_ADAPTER = -1
 """In place of a LoRA adapter's number: any adapter."""
@@ -79,6 +79,25 @@ class Holds:
         if held is not None:
             self.num_blocks -= len(held)
             blocks.give_back(held)
+
+
+class AllRanks:
+    """Numbers that not every rank has reported yet. What frees blocks counts when every one has."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._ranks: dict[int, set[int]] = {}
+
+    def take(self, reported: Iterable[tuple[int, int]]) -> list[int]:
+        """Takes (number, rank) pairs, and returns the numbers that every rank has reported now."""
+        found = []
+        for number, rank in reported:
+            ranks = self._ranks.setdefault(number, set())
+            ranks.add(rank)
+            if len(ranks) == self._num_ranks:
+                del self._ranks[number]
+                found.append(number)
+        return found
 
 
 class EngineContext:

@@ -20,7 +20,7 @@ from kvcached_nixl.deadlines import earliest
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.asking import Asking
 from kvcached_nixl.scheduler.asking.settings import AskSettings
-from kvcached_nixl.scheduler.context import EngineContext
+from kvcached_nixl.scheduler.context import AllRanks, EngineContext
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import Progress, Reader, Request
 from kvcached_nixl.scheduler.giving_way import GivingWay
@@ -28,11 +28,12 @@ from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.revocations import Revocations
 from kvcached_nixl.scheduler.side_channel import OwnSideChannel
 from kvcached_nixl.scheduler.starvation import Starvation
-from kvcached_nixl.scheduler.worker_reports import WorkerReports
 from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY
-from kvcached_nixl.wire.step import BlockIds, FetchSpec, Reports, Step
+from kvcached_nixl.wire.step import FAILING, BlockIds, FetchSpec, Reports, Step
+from kvcached_nixl.wire.timeline import attempt_of
 
 __all__ = ["SchedulerFacade"]
 
@@ -44,7 +45,7 @@ class SchedulerFacade:
 
     Args:
         read: wraps vLLM's requests.
-        asks: whom this engine asks for KV; None if a router does that.
+        asks: whom this engine asks for KV; nobody if a router does that.
         asker: sends the questions.
 
     Attributes:
@@ -52,7 +53,7 @@ class SchedulerFacade:
         fetching, offering: decode's half and prefill's.
         revocations: what takes hand-overs back.
         side_channel: where peers and this engine's workers reach it.
-        asking: asks prefill servers for KV; None if a router does that.
+        asking: asks prefill servers for KV.
         num_miscounted_tokens: of prompts that must be computed here, and that vLLM counts as missed.
     """
 
@@ -60,7 +61,7 @@ class SchedulerFacade:
         self,
         engine: EngineContext,
         read: Reader,
-        asks: AskSettings | None = None,
+        asks: AskSettings,
         asker: Callable[[str, Callable[[], None]], Asker] = Asker,
     ) -> None:
         self.engine = engine
@@ -69,13 +70,11 @@ class SchedulerFacade:
         self.offering = PrefillOffers(engine)
         self._starvation = Starvation(engine, self.fetching)
         self._giving_way = GivingWay(engine, self.offering, self.fetching)
-        self.asking = None
-        if asks is not None:
-            self.asking = Asking(engine, asks, asker(asks.api_key, engine.woken), self.fetching)
-        self._accepts_params = asks is None or asks.accepts_params
-        self._reports = WorkerReports(engine, self.fetching, self.offering, self._giving_way)
+        self.asking = Asking(engine, asks, asker(asks.api_key, engine.woken), self.fetching)
+        self._accepts_params = asks.accepts_params or not asks.servers
+        self._ended, self._idle = AllRanks(engine.own.tp_size), AllRanks(engine.own.tp_size)
         self.revocations = Revocations(engine, read, self.offering, self.fetching)
-        figures = None if self.asking is None else self.asking.figures
+        figures = self.asking.figures if asks.servers else None
         self.side_channel = OwnSideChannel(engine, self.offering, self.fetching, self.revocations, figures)
         self._reported_quarantine = 0
         self._failed: set[str] = set()
@@ -91,8 +90,7 @@ class SchedulerFacade:
     def close(self) -> None:
         """Stops the side channel, and asking; called when the engine shuts down."""
         self.side_channel.close()
-        if self.asking is not None:
-            self.asking.close()
+        self.asking.close()
 
     def relieve(self) -> bool:
         """Tells neighbours what this engine waits for, and takes back offers that nobody fetches, if memory is short.
@@ -128,7 +126,7 @@ class SchedulerFacade:
             or any(self._told)
             or self._giving_way.owes
             or self._refused
-            or (self.asking is not None and self.asking.has_news)
+            or self.asking.has_news
             or self.fetching.has_news
             or self._starvation.has_news
             or (self.engine.is_bound and self.engine.blocks.is_copied)
@@ -148,7 +146,7 @@ class SchedulerFacade:
         due_at = earliest(
             *(self.fetching.attempts.due_at_seconds, self.offering.kept.due_at_seconds),
             *(self.offering.gate.due_at_seconds, self._starvation.due_at_seconds),
-            None if self.asking is None else self.asking.due_at_seconds,
+            self.asking.due_at_seconds,
         )
         return None if due_at is None else max(0.0, due_at - self.engine.clock.now_seconds())
 
@@ -161,7 +159,7 @@ class SchedulerFacade:
             request.refuse_prefill()
         self.fetching.arrived(request)
         self.offering.arrived(request)
-        return may_hold and self.asking is not None and self.asking.arrived(request)
+        return may_hold and self.asking.arrived(request)
 
     def outdate_renamed(self) -> None:
         """Nobody finds KV in the prefix cache any more of an adapter whose name another one has got."""
@@ -173,7 +171,7 @@ class SchedulerFacade:
 
         Returns: whether any may begin that could not before.
         """
-        if self.asking is None or not self.engine.is_bound:
+        if not (self.engine.is_bound and self.asking.servers.all):
             return False
         return self.asking.turn(may_ask=self.engine.blocks.admits and not self._giving_way.yields)
 
@@ -197,9 +195,8 @@ class SchedulerFacade:
 
         None: the request may not begin yet; ask again (`StartGate`, `GivingWay.yields`).
         """
-        if self._yields(request.request_id) or not self.offering.may_start(request.request_id):
-            return None, False
-        if self.asking is not None and self.asking.holds_again(request):
+        may_start = not self._yields(request.request_id) and self.offering.may_start(request.request_id)
+        if not may_start or self.asking.holds_again(request):
             return None, False
         return self.fetching.matched(request, num_computed_tokens)
 
@@ -212,21 +209,18 @@ class SchedulerFacade:
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         """A request was given blocks; on decode, for its whole prompt."""
-        if self.asking is not None:
-            self.asking.window.settle(request.request_id)
+        self.asking.window.settle(request.request_id)
         self.fetching.allocated(request, block_ids, num_external_tokens)
 
     @property
     def awaits_tokens(self) -> bool:
         """Whether `answered` has to be called."""
-        is_measured = self.asking is not None and self.asking.local.break_even.awaits_tokens
-        return is_measured or self.engine.timelines.awaits_tokens
+        return self.engine.timelines.awaits_tokens or self.asking.local.break_even.awaits_tokens
 
     def answered(self, request_ids: Collection[str]) -> None:
         """Requests have got a token."""
         self.engine.timelines.answered(request_ids)
-        if self.asking is not None:
-            self.asking.local.break_even.answered(request_ids)
+        self.asking.local.break_even.answered(request_ids)
 
     @property
     def offers_cached(self) -> bool:
@@ -271,8 +265,7 @@ class SchedulerFacade:
         may_begin = self.ask()
         self.fetching.progressed(request_ids)
         self.offering.gate.turn(request_ids)
-        if self.asking is not None:
-            self.asking.computed(progress)
+        self.asking.computed(progress)
         self.engine.timelines.computed(request_ids)
         self.offering.scheduled(progress)
         self.offering.kept.turn()
@@ -317,8 +310,7 @@ class SchedulerFacade:
         for decode's request.
         """
         self.offering.gate.gone([request.request_id])
-        if self.asking is not None:
-            self.asking.gone(request.request_id)
+        self.asking.gone(request.request_id)
         self.fetching.finished(request)
         self.engine.timelines.end(request.request_id)
         is_kept, params = self.offering.finished(request, is_whole, block_ids)
@@ -337,7 +329,41 @@ class SchedulerFacade:
             tell()
         # Before the reports: of what they name, vLLM frees the blocks afterwards.
         self.relieve()
-        self._failed |= self._reports.take(reports)
+        self._take_timelines(reports)
+        report, kept, attempts = reports.report, self.offering.kept, self.fetching.attempts
+        if kept.spared(report.spared):
+            # Others may give way instead.
+            self._giving_way.look_soon()
+        self.offering.gate.claimed(report.claimed)
+        # Before it is looked what is late.
+        attempts.known(report.known)
+        # Other connectors have released the blocks of these requests.
+        attempts.let_go(reports.sent)
+        failures = [(number, HandOverFailed(*why)) for number, why in report.failed.items()]
+        received, failed = self.fetching.collect(failures, self._ended.take(report.ended))
+        self._failed |= failed
+        # A load that another connector reports as ended must not free blocks that decode may be reading.
+        reports.received = {one for one in reports.received if not kept.keeps(one)} | received
+        if failed:
+            reports.invalid.add(FAILING)
+        self.offering.drained(self._idle.take(report.idle))
+        self._giving_way.ended(*kept.ended(reports.sent))
+        reports.sent |= kept.let_go()
+
+    def _take_timelines(self, reports: Reports) -> None:
+        found, others = [], []
+        for one in reports.timelines:
+            attempt = attempt_of(one)
+            fetch = self.fetching.attempts.find_waiting(attempt) if attempt else None
+            if attempt and fetch is None:
+                others.append(one)
+            else:
+                found.append(("" if fetch is None else fetch.request_id, one))
+        if found:
+            self.engine.timelines.take(found)
+            # They came with statistics, which take these along.
+            reports.lasted += self.engine.timelines.take_lasted()
+        reports.timelines = others
 
     def take_ending(self) -> set[str]:
         """Requests that must end with an error now, whatever they wait for (rule R4)."""
@@ -352,4 +378,4 @@ class SchedulerFacade:
     def starts_again(self, request_id: str) -> bool:
         """Whether a request whose KV has failed to arrive may get it from another server, so that it does not end,
         whatever ``kv_load_failure_policy`` says. Idempotent."""
-        return self.asking is not None and self.asking.may_ask_again(request_id)
+        return self.asking.may_ask_again(request_id)

@@ -55,7 +55,6 @@ def whole_blocks(found: Request) -> int:
 
 def counts(engine: Engine) -> dict[Computed, int]:
     asking = engine.handover.asking
-    assert asking is not None
     return {one: count for one, count in asking.figures.computed.items() if count}
 
 
@@ -129,11 +128,11 @@ def test_workers_know_of_what_is_offered_without_a_step(mode: str) -> None:
     x, engine = several.servers["x"], several.servers[other]
     found = several.arrives(after(first), engine=engine, max_tokens=6)
     engine.step()
-    assert x.handover.offering.kept.num_kept == 1 and not engine.handover.asking.has_news  # type: ignore[union-attr]
+    assert x.handover.offering.kept.num_kept == 1 and not engine.handover.asking.has_news
     x.dispatch()
-    assert not engine.handover.asking.has_news  # type: ignore[union-attr]
+    assert not engine.handover.asking.has_news
     x.complete()
-    assert engine.handover.asking.has_news  # type: ignore[union-attr]
+    assert engine.handover.asking.has_news
     several.settle()
     assert is_fetched(found)
 

@@ -487,9 +487,7 @@ class Engine:
                 is_asked=kind.is_asked,
                 queue_seconds=kind.queue_seconds,
                 max_local_prefill_tokens=kind.local_tokens,
-            )
-            if kind.asks
-            else None,
+            ),
             functools.partial(FlowAsker, self),
         )
         draw_as(self.handover, random.Random(number))

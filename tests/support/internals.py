@@ -217,10 +217,8 @@ def holds_of(handover: SchedulerFacade) -> dict[int, list[Any]]:
 
 
 def asking_of(handover: SchedulerFacade) -> list[object]:
-    """Returns the parts of asking that keep anything; none if the engine asks nobody."""
+    """Returns the parts of asking that keep anything."""
     asking = handover.asking
-    if asking is None:
-        return []
     return [
         asking,
         asking.local,
@@ -234,5 +232,4 @@ def asking_of(handover: SchedulerFacade) -> list[object]:
 
 def draw_as(handover: SchedulerFacade, dice: random.Random) -> None:
     """Has an engine choose whom it asks as the dice say."""
-    if handover.asking is not None:
-        handover.asking.servers.random = dice
+    handover.asking.servers.random = dice

@@ -106,8 +106,8 @@ class Asking:
 
     def arrived(self, request: Request) -> bool:
         """A request has entered the engine. Returns whether it is to be held."""
-        if asks(request.params, "do_remote_decode"):
-            # It is a peer's question.
+        # The latter is a peer's question.
+        if not self.servers.all or asks(request.params, "do_remote_decode"):
             return False
         is_short = request.num_prompt_tokens <= self._block_tokens
         question = None if is_short else request.question

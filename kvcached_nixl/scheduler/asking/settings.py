@@ -39,14 +39,14 @@ class AskSettings:
     """See the module.
 
     Attributes:
-        servers: URLs without a path.
+        servers: URLs without a path; none if no prefill server is asked.
         api_key: "" for none.
         is_asked: others may fetch KV from this engine, too (``kv_both``).
         queue_seconds: how long a request may wait to be asked for.
         max_local_prefill_tokens: None to measure what is computed here sooner.
     """
 
-    servers: tuple[str, ...]
+    servers: tuple[str, ...] = ()
     is_required: bool = False
     accepts_params: bool = False
     api_key: str = field(default="", repr=False)
@@ -55,11 +55,8 @@ class AskSettings:
     max_local_prefill_tokens: int | None = None
 
     @classmethod
-    def from_extra_config(
-        cls, extra_config: Mapping[str, Any], *, is_consumer: bool, is_producer: bool
-    ) -> AskSettings | None:
-        """Returns None if no prefill server is named.
-
+    def from_extra_config(cls, extra_config: Mapping[str, Any], *, is_consumer: bool, is_producer: bool) -> AskSettings:
+        """
         Args:
             is_consumer, is_producer: the engine may fetch KV, and may offer it.
 
@@ -79,7 +76,7 @@ class AskSettings:
             expected = "a number of tokens, 0 or more"
             raise bad("max_local_prefill_tokens", most_local, expected, "It is not known which prompts to ask for.")
         if not servers:
-            return None
+            return cls()
         if not is_consumer:
             raise bad("prefill", said, "no such key with kv_role kv_producer, which fetches no KV", _UNKNOWN)
         urls = tuple(dict.fromkeys(one.rstrip("/") for one in servers))

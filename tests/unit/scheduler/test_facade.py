@@ -21,6 +21,7 @@ from support.engine_fakes import (
     with_states,
 )
 
+from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.giving_way import UNHEARD_SECONDS
@@ -36,7 +37,7 @@ class Engine:
     def __init__(self, **changed: Any) -> None:
         self.clock = ManualClock()
         self.pool = Pool()
-        self.handover = SchedulerFacade(context(self.pool, self.clock, **changed), Reads())
+        self.handover = SchedulerFacade(context(self.pool, self.clock, **changed), Reads(), AskSettings())
 
     def waiting(self, name: str = "d1") -> int:
         """Adds a request of decode that waits for its KV. Returns its attempt."""
@@ -242,7 +243,7 @@ def test_what_an_engine_says_of_its_memory_and_of_what_waits(engine: Engine, mon
 
 
 def test_an_engine_says_nothing_before_its_first_step() -> None:
-    unbound = SchedulerFacade(context(None, ManualClock()), Reads())
+    unbound = SchedulerFacade(context(None, ManualClock()), Reads(), AskSettings())
     unbound.side_channel.watch_memory()
     assert unbound.side_channel.headroom() == b""
 
