@@ -160,7 +160,6 @@ class EngineContext:
             self._wake()
 
     def take_step(self) -> Step:
-        """Returns the step, and begins the next one."""
         self.has_news = False
         step, self.step = self.step, self._new_step()
         return step

@@ -23,11 +23,10 @@ from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.context import AllRanks, EngineContext
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import Progress, Reader, Request
-from kvcached_nixl.scheduler.giving_way import GivingWay
+from kvcached_nixl.scheduler.giving_way import GivingWay, Starvation
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.revocations import Revocations
 from kvcached_nixl.scheduler.side_channel import OwnSideChannel
-from kvcached_nixl.scheduler.starvation import Starvation
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.kv_groups import Keeps
@@ -88,7 +87,6 @@ class SchedulerFacade:
     # ------------------------------------------------------------------------------------------------ the engine's loop
 
     def close(self) -> None:
-        """Stops the side channel, and asking; called when the engine shuts down."""
         self.side_channel.close()
         self.asking.close()
 
@@ -214,11 +212,9 @@ class SchedulerFacade:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether `answered` has to be called."""
         return self.engine.timelines.awaits_tokens or self.asking.local.break_even.awaits_tokens
 
     def answered(self, request_ids: Collection[str]) -> None:
-        """Requests have got a token."""
         self.engine.timelines.answered(request_ids)
         self.asking.local.break_even.answered(request_ids)
 
@@ -371,7 +367,6 @@ class SchedulerFacade:
         return self._starvation.take_ending() | failed
 
     def take_failed(self) -> set[str]:
-        """Requests whose KV has failed to arrive since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 

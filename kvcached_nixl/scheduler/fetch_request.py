@@ -278,7 +278,6 @@ class FetchAttempts:
 
     @property
     def due_at_seconds(self) -> float | None:
-        """When the next attempt times out; None if none waits."""
         return self._deadlines.first_seconds
 
     @property
@@ -291,7 +290,6 @@ class FetchAttempts:
         return list(self._waiting.values())
 
     def of_request(self, request_id: str) -> FetchRequest | None:
-        """Returns a request that waits."""
         return self._waiting.get(DecodeRequestId(request_id))
 
     def find_waiting(self, number: int) -> FetchRequest | None:

@@ -319,7 +319,6 @@ class StartGate:
         self._held.move(dict.fromkeys(request_ids, ask_again_seconds))
 
     def gone(self, request_ids: Iterable[str]) -> None:
-        """These have begun, or ended."""
         gone = set(map(PrefillRequestId, request_ids))
         for request_id in gone:
             self._held.pop(request_id, None)

@@ -72,7 +72,6 @@ class OfferRequest:
         return self.manifest is not None and not progress.replaces and is_past
 
     def take_blocks(self, progress: Progress) -> None:
-        """Takes the blocks that it is given for a step."""
         if progress.replaces or not self.block_ids:
             # The first step, or the first one after a preemption.
             self.block_ids = progress.block_ids

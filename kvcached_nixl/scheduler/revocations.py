@@ -120,7 +120,6 @@ class Revocations:
         self._fetching.revoke("decode's cache is cleared")
 
     def resumed(self) -> None:
-        """The engine runs again after `paused`."""
         self._offering.kept.reopen()
 
     @property

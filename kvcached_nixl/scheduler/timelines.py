@@ -70,10 +70,6 @@ class Timelines:
         self._unanswered: set[str] = set()
         self.lasted: list[Lasted] = []
 
-    def __len__(self) -> int:
-        """Hand-overs that are followed."""
-        return len(self._followed)
-
     def begin(self, request: Request, state: State) -> None:
         """A request has arrived that hands over, or is handed over to; or decode has asked for it."""
         request_id = request.request_id
@@ -104,7 +100,6 @@ class Timelines:
             self.enter(request_id, State.DECODE_FAILED)
 
     def computed(self, request_ids: Iterable[str]) -> None:
-        """Requests are computed in a step."""
         for request_id in self._unanswered.intersection(request_ids) if self._unanswered else ():
             followed = self._followed[request_id]
             if followed.timeline.state is not State.DECODE_FAILED:
@@ -112,7 +107,6 @@ class Timelines:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether a hand-over ends with the next token of its request."""
         return bool(self._unanswered)
 
     def answered(self, request_ids: Iterable[str]) -> None:
@@ -148,7 +142,6 @@ class Timelines:
                 followed.slowest = timeline
 
     def take_lasted(self) -> list[Lasted]:
-        """Returns, and forgets, what the metrics have not counted yet."""
         lasted, self.lasted = self.lasted, []
         return lasted
 
@@ -207,7 +200,6 @@ class Failures:
         logger.warning("KV is not offered: %s: %s", failure.tags(prefill_request_id=request_id), failure)
 
     def computed(self, request_id: str) -> None:
-        """The request is computed here instead: how it ends has nothing to do with the hand-over."""
         self._told.pop(request_id, None)
 
     def request_ended(self, request_id: str) -> None:

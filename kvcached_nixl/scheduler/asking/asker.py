@@ -102,7 +102,6 @@ class Asker:
 
     @property
     def has_answers(self) -> bool:
-        """Whether `take`, `take_checked` or `take_looked_up` would return any."""
         return bool(self._answers or self._checked or self._looked_up)
 
     def close(self) -> None:
@@ -252,7 +251,6 @@ class Asker:
         return read_answer(response.status, response.headers, body)
 
     def _target(self, url: str, address: str, path: str, **headers: str) -> tuple[URL, dict[str, Any]]:
-        """Returns the URL to connect to, and more arguments of aiohttp's."""
         from yarl import URL
 
         headers = {**self._headers, **headers}

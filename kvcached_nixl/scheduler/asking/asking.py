@@ -49,13 +49,7 @@ PASSING_SECONDS = 10.0
 
 
 class Asking:
-    """See the module.
-
-    Attributes:
-        local: what is computed here.
-        window: how much is asked for at a time.
-        figures: for the metrics. Read on another thread, too.
-    """
+    """See the module."""
 
     def __init__(self, engine: EngineContext, settings: AskSettings, asker: Asker, fetching: DecodeFetches) -> None:
         terms, clock = engine.terms, engine.clock
@@ -94,7 +88,6 @@ class Asking:
 
     @property
     def has_news(self) -> bool:
-        """Whether `turn` has an answer to take, or a request to look at."""
         return self._asker.has_answers or self._queue.has_fresh
 
     @property
@@ -122,7 +115,6 @@ class Asking:
         return True
 
     def gone(self, request_id: str) -> None:
-        """A request has ended."""
         self.window.settle(request_id)
         self.local.gone(request_id)
         self._limit.gone(request_id)
@@ -174,12 +166,8 @@ class Asking:
         return True
 
     def turn(self, *, may_ask: bool) -> bool:
-        """Takes the answers, and asks for what there is room for. Called before each step. Returns whether requests
-        may begin that could not before.
-
-        Args:
-            may_ask: the engine is not paused, and no neighbour waits for its memory.
-        """
+        """Takes the answers, and asks for what there is room for if it may: the engine is not paused, and no neighbour
+        waits for its memory. Called before each step. Returns whether requests may begin that could not before."""
         blocks = self._engine.blocks
         for request_id in self._to_hold:
             if request_id in self._wanted:
@@ -206,7 +194,6 @@ class Asking:
         return self.local.turn(blocks, self._fetching.received) or may_begin
 
     def close(self) -> None:
-        """Ends the threads."""
         self.servers.close()
         self._asker.close()
 

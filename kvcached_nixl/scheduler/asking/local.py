@@ -39,7 +39,6 @@ class SecondsByTokens:
         self._sums = [0.0] * 5
 
     def add(self, num_tokens: float, seconds: float, now_seconds: float) -> None:
-        """It has taken so long."""
         self._fade(now_seconds)
         measured = 1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds
         self._sums = [before + one for before, one in zip(self._sums, measured, strict=True)]
@@ -118,11 +117,9 @@ class BreakEven:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether `answered` would measure anything."""
         return bool(self._begun)
 
     def answered(self, request_ids: Iterable[str]) -> None:
-        """Requests have got a token."""
         now = self.clock.now_seconds()
         for request_id in request_ids:
             begun = self._begun.pop(request_id, None)
@@ -133,7 +130,6 @@ class BreakEven:
                     self._proven_tokens = max(self._proven_tokens, num_tokens)
 
     def gone(self, request_id: str) -> None:
-        """A request has ended, or is not measured any more."""
         self._begun.pop(request_id, None)
 
 
@@ -192,7 +188,6 @@ class LocalPrefills:
                 self.num_tokens -= of.pop(request_id)[0]
 
     def gone(self, request_id: str) -> None:
-        """A request has ended."""
         self.break_even.gone(request_id)
         for of in (self._begun, self._waiting, self._coming):
             self.num_tokens -= of.pop(request_id, (0, 0))[0]

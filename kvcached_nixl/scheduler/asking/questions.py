@@ -67,7 +67,6 @@ class Questions:
 
     @property
     def num_asked(self) -> int:
-        """Requests whose KV a server is asked for, and has not answered."""
         return len(self._asked)
 
     @property
@@ -83,7 +82,6 @@ class Questions:
     # ---------------------------------------------------------------------------------------------------------- for KV
 
     def ask(self, wanted: Wanted, choice: Choice, question: Question) -> None:
-        """Asks a server for the KV of a request."""
         self._num_asked += 1
         wanted.number = self._num_asked
         self._asked[wanted.number] = wanted

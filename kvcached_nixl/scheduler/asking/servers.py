@@ -156,11 +156,9 @@ class Servers:
         self._known: OrderedDict[bytes, tuple[Server, int]] = OrderedDict()
 
     def close(self) -> None:
-        """Ends the threads."""
         self._resolver.close()
 
     def take_addresses(self) -> None:
-        """Takes what has been found since the last call."""
         for url, addresses in self._resolver.take().items():
             self._are_at(url, addresses)
 
@@ -226,7 +224,6 @@ class Servers:
         return sorted(found, key=lambda one: one is not knowing)[:most]
 
     def rests(self, server: Server) -> bool:
-        """Whether it may not be asked now."""
         return server.rests_until_seconds > self._clock.now_seconds()
 
     def asked(self, server: Server, number: int, num_tokens: int, hashes: Sequence[bytes]) -> None:
@@ -264,7 +261,6 @@ class Servers:
         server.queued_tokens, server.queued_seconds = num_tokens, self._clock.now_seconds()
 
     def served(self, server: Server) -> None:
-        """The KV that a server has offered is here, and is used."""
         if server.failure is not None:
             logger.info("Prefill server %s serves again", server)
         server.num_failures, server.failure, server.rests_until_seconds = 0, None, 0.0

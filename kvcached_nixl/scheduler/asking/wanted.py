@@ -108,7 +108,6 @@ class Queue:
 
     @property
     def has_fresh(self) -> bool:
-        """Whether `take_fresh` returns any."""
         return bool(self._fresh)
 
     def add(self, wanted: Wanted) -> None:
@@ -126,7 +125,6 @@ class Queue:
         insort(self.waiting, wanted, key=_order)
 
     def remove(self, wanted: Wanted) -> None:
-        """It waits no longer."""
         leader = self._leaders.get(wanted.prefix or b"")
         for waiting in (self.waiting, [] if leader is None else leader.followers):
             place = bisect_left(waiting, wanted.order, key=_order)
@@ -193,7 +191,6 @@ class Window:
         self.num_promised = 0
 
     def has_room(self, num_blocks: int, blocks: BlockPool) -> bool:
-        """Whether a prompt of so many blocks may be asked for."""
         if not self._promised:
             return True
         room = blocks.num_free + AHEAD * (blocks.num_free + blocks.num_used)
@@ -240,7 +237,6 @@ class QueueLimit:
         return self._deadlines.first_seconds
 
     def waits(self, request_id: str) -> None:
-        """A request begins to wait."""
         if self._timeout_seconds < math.inf:
             now = self._clock.now_seconds()
             if not self._deadlines:
@@ -248,7 +244,6 @@ class QueueLimit:
             self._deadlines[request_id] = now + self._timeout_seconds - self._waited_seconds.pop(request_id, 0.0)
 
     def asked(self, request_id: str) -> None:
-        """It is asked for."""
         deadline_seconds = self._deadlines.pop(request_id, None)
         if deadline_seconds is not None:
             self._since_seconds = self._clock.now_seconds()
@@ -256,16 +251,13 @@ class QueueLimit:
             self._waited_seconds[request_id] = self._last_wait_seconds
 
     def gone(self, request_id: str) -> None:
-        """It has ended."""
         self._deadlines.pop(request_id, None)
         self._waited_seconds.pop(request_id, None)
 
     def take_late(self) -> list[str]:
-        """Returns those that have waited for too long."""
         return self._deadlines.take_due(self._clock.now_seconds())
 
     def refusal(self) -> HandOverFailed:
-        """What they are refused with."""
         waits_seconds = max(self._last_wait_seconds, self._clock.now_seconds() - self._since_seconds)
         return HandOverFailed(
             FailureCause.QUEUE_TIMEOUT,
