@@ -11,7 +11,7 @@ version=${version##* }
 previous=
 for argument in "$@"; do
     case "$argument" in
-    -h | --help) exec python3 -m "experiments.$experiment" --help ;;
+    -h | --help) exec python3 -m experiments "$experiment" --help ;;
     --vllm=*) version=${argument#--vllm=} ;;
     esac
     if [[ $previous == --vllm ]]; then version=$argument; fi
@@ -22,4 +22,4 @@ environment=$(bash experiments/env.sh "$version" | tail -n 1) || {
     echo "experiments/env.sh $version failed; $experiment was not run. See its message above for what to do." >&2
     exit 2
 }
-exec "$environment/bin/python" -m "experiments.$experiment" "$@"
+exec "$environment/bin/python" -m experiments "$experiment" "$@"

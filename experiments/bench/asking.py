@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from experiments.bench.pairs import FORMS, KVCACHED, Arm, Comparison, Router, pair_specs
 from experiments.bench.samples import Answer, Column, Run, Samples, percentile
-from experiments.common.command_line import MODES
+from experiments.common.device import MODES
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, ServerSpec
 
@@ -37,7 +37,6 @@ def answer(run: Run) -> Answer:
 
 
 def specs(arm: Arm) -> list[ServerSpec]:
-    """Return the configurations of P and D."""
     model = make_model(ModelShape(max_positions=8192))
     # `Asking` takes a server's role from its name.
     named = replace(arm, name=str(arm.extra["transfer_mode"]))

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +15,12 @@ import psutil
 
 from experiments.bench.pairs import KVCACHED, in_turn
 from experiments.bench.samples import Answer, Column, Run, Samples
-from experiments.common.command_line import MODES
-from experiments.common.counted import hand_overs
-from experiments.common.device import nixl
+from experiments.common.counted import since
+from experiments.common.device import MODES, nixl
 from experiments.common.model import ModelShape, make_model
 from experiments.common.report import Verdict
-from experiments.common.servers import ENVIRONMENT, Asking, Running, Server, ServerSpec, prefill_and_decode
-from experiments.stacks.routers import vllm_router
+from experiments.common.servers import ENVIRONMENT, ServerSpec, prefill_and_decode
+from experiments.stacks.routers import Servers, alone, behind, vllm_router
 
 MODEL = ModelShape(layers=8, kv_heads=8, max_positions=4096)
 INPUT_TOKENS, OUTPUT_TOKENS = 1024, 64
@@ -45,7 +44,6 @@ class Arm:
     is_stock: bool = False
 
     def specs(self, model: Path) -> list[ServerSpec]:
-        """Return the configuration of one server, or of prefill and decode."""
         if not self.mode:
             # As many threads as the two servers of another arm have together.
             threads = {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))}
@@ -79,7 +77,6 @@ COLUMNS = (
 
 
 def answer(run: Run) -> Answer:
-    """Run all rounds of each transfer mode."""
     samples = Samples(("{} at a time",))
     handed: dict[str, tuple[int, int]] = {}
     for mode in run.chosen(MODES):
@@ -91,11 +88,10 @@ def answer(run: Run) -> Answer:
 
 @dataclass(frozen=True)
 class _Deployed:
-    """An arm that runs; ``url`` is where its requests go, ``sessions`` are those of all its processes."""
+    """An arm that runs; ``sessions`` are those of all its processes."""
 
     arm: Arm
-    url: str
-    servers: Sequence[Server]
+    servers: Servers
     sessions: frozenset[int]
 
     def cpu_seconds(self) -> float:
@@ -117,9 +113,9 @@ def measure(run: Run, samples: Samples, arms: Sequence[Arm]) -> dict[str, tuple[
     with contextlib.ExitStack() as stack:
         deployed = []
         for arm in arms:
-            known = _children()
-            url, servers = stack.enter_context(_running(run, arm, model))
-            deployed.append(_Deployed(arm, url, servers, _children() - known))
+            known, specs, logs = _children(), arm.specs(model), run.logs / arm.name
+            start = behind(vllm_router, specs, logs, run.show) if arm.is_behind else alone(specs, logs, run.show)
+            deployed.append(_Deployed(arm, stack.enter_context(start), _children() - known))
         warm = max(prompts.values())
         # Stock's memory is there from the start; kvcached's pages come with the first requests that need them, and the
         # kernel clears them for an emulated device.
@@ -132,25 +128,12 @@ def measure(run: Run, samples: Samples, arms: Sequence[Arm]) -> dict[str, tuple[
                 found = _bench(run, one, model, at_a_time=at_a_time, prompts=prompts[at_a_time], seed=seed)
                 samples.add((at_a_time,), one.arm.name, **found)
         asked = warm + rounds * sum(prompts.values())
-        return {one.arm.name: (asked, hand_overs(one.servers, asked)) for one in deployed if one.arm.mode}
+        return {one.arm.name: (asked, since({}, one.servers.hand_overs, asked)) for one in deployed if one.arm.mode}
 
 
 def _children() -> frozenset[int]:
     """Servers and routers are children of this process, and leaders of sessions."""
     return frozenset(one.pid for one in psutil.Process().children())
-
-
-@contextlib.contextmanager
-def _running(run: Run, arm: Arm, model: Path) -> Iterator[tuple[str, Sequence[Server]]]:
-    """Yield where an arm's requests go, and its servers."""
-    start = Running if arm.is_behind else Asking
-    with start(arm.specs(model), run.logs, run.show) as launched:
-        servers = launched.ready()
-        if not arm.is_behind:
-            yield servers[-1].base_url, servers
-            return
-        with vllm_router(servers[:1], servers[1:], run.logs / f"{arm.name}-router.log", run.show) as url:
-            yield url, servers
 
 
 def _bench(run: Run, one: _Deployed, model: Path, *, at_a_time: int, prompts: int, seed: int) -> dict[str, float]:
@@ -165,7 +148,7 @@ def _bench(run: Run, one: _Deployed, model: Path, *, at_a_time: int, prompts: in
 
     add_cli_args(parser := FlexibleArgumentParser())
     options = [
-        *("--backend", "openai", "--base-url", one.url, "--endpoint", "/v1/completions"),
+        *("--backend", "openai", "--base-url", one.servers.url, "--endpoint", "/v1/completions"),
         *("--model", str(model), "--served-model-name", "model", "--ignore-eos", "--temperature", "0"),
         *("--dataset-name", "random", "--random-input-len", str(INPUT_TOKENS), "--random-range-ratio", "0.5"),
         *("--random-output-len", str(OUTPUT_TOKENS), "--seed", str(seed), "--num-prompts", str(prompts)),
@@ -190,7 +173,6 @@ def _bench(run: Run, one: _Deployed, model: Path, *, at_a_time: int, prompts: in
 
 
 def judge(samples: Samples, handed: Mapping[str, tuple[int, int]]) -> list[Verdict]:
-    """Return the targets: every request is answered, every one with KV from prefill, and as fast as stock's."""
     failed = sum(sum(figures["failed"]) for figures in samples.figures.values())
     verdicts = [Verdict("requests without an answer (0)", f"{failed:.0f}", failed == 0)]
     for arm, (asked, moved) in handed.items():

@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+from typing import NamedTuple
 
 import httpx
 
@@ -18,35 +17,25 @@ from experiments.bench.samples import Answer, Column, Run, Samples
 from experiments.bench.talks import OTHER_SEED, Got, Load, Turn, ask, learn
 from experiments.common.client import REQUEST_TIMEOUT_SECONDS, Client, http_client
 from experiments.common.report import Verdict
-from experiments.common.servers import Running, Server
+from experiments.common.servers import Running
 from experiments.lease_recovery.memory import be_a_neighbour, change_limits
 
 LATE_SECONDS = 2.0
 """Requests of a turn come within that time from the begin of a fault, which takes a random part of it to happen."""
-ENDING_SECONDS = 60.0
 VERDICTS = ("right", "wrong", "error", "its server died")
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault lasts as long as the block of ``during``, and until everything is as before.
+class Fault(NamedTuple):
+    """What happens during a turn, and to which server: its number among those of the arm, -1 for all."""
 
-    Attributes:
-        ends: URL of the server that ends.
-        changes: URL of the server that has other weights.
-    """
-
-    name: str
-    during: Callable[[], AbstractAsyncContextManager[None]]
-    ends: str = ""
-    changes: str = ""
+    kind: str = "none"
+    place: int = -1
 
 
-NONE = Fault("none", contextlib.nullcontext)
+KILLED, SHUT_DOWN, OTHER_WEIGHTS, SHORT = "killed", "shut down", "other weights", "short of memory"
 
 
 def answer(run: Run) -> Answer:
-    """Put one arm after the other through all faults."""
     load, samples = Load.of(run), Samples(("{}",))
     messages = load.messages()
     with serving(run, STOCK, messages, "fail") as stock:
@@ -66,22 +55,21 @@ async def go_through(run: Run, served: Serving, talks: Sequence[Sequence[Turn]],
     """Begin the conversations anew, with a fault in each further turn, until every fault was there. Returns what was
     not right."""
     draw, problems = random.Random(23), list[str]()
-    to_come = faults(served.launched, draw)
+    to_come = faults(served.launched)
     draw.shuffle(to_come)
     a_round = len(talks[0]) - 1
     for first in range(0, len(to_come), a_round):
-        for place, fault in enumerate((NONE, *to_come[first : first + a_round])):
-            run.show(f"{served.arm.name}: {fault.name}, of {len(to_come)} faults")
-            async with fault.during(), http_client(len(talks)) as http:
+        for turn, fault in enumerate((Fault(), *to_come[first : first + a_round])):
+            name = name_of(fault, served.launched)
+            run.show(f"{served.arm.name}: {name}, of {len(to_come)} faults")
+            async with _during(fault, served.launched, draw), http_client(len(talks)) as http:
+                late = [draw.uniform(0.0, LATE_SECONDS) for _ in talks]
                 calls = (
-                    _late(
-                        draw.uniform(0.0, LATE_SECONDS), served, fault, http, (number, place), f"{first}-{number}", one
-                    )
-                    for number, one in enumerate(talks)
+                    _late(late[n], served, fault, http, n, turn, f"{first}-{n}", talks[n]) for n in range(len(talks))
                 )
                 for verdict, got in await asyncio.gather(*calls):
-                    samples.add((fault.name,), served.arm.name, **{one: float(one == verdict) for one in VERDICTS})
-                    problems += [f"{served.arm.name}, {fault.name}, {verdict}: {got.problem}"] * bool(got.problem)
+                    samples.add((name,), served.arm.name, **{one: float(one == verdict) for one in VERDICTS})
+                    problems += [f"{served.arm.name}, {name}, {verdict}: {got.problem}"] * bool(got.problem)
     return problems
 
 
@@ -90,22 +78,23 @@ async def _late(
     served: Serving,
     fault: Fault,
     http: httpx.AsyncClient,
-    of: tuple[int, int],
+    number: int,
+    place: int,
     salt: str,
     talk: Sequence[Turn],
 ) -> tuple[str, Got]:
     """Send a turn a little later. Returns one of `VERDICTS`, and what the client got."""
-    url, turn = served.urls[served.place(*of)], talk[of[1]]
-    right = turn.other if url == fault.changes else turn.right
+    url, turn = served.urls[served.place(number, place)], talk[place]
+    is_hit = fault.place >= 0 and served.launched.servers[fault.place].base_url == url
+    right = turn.other if is_hit and fault.kind == OTHER_WEIGHTS else turn.right
     assert right is not None
     await asyncio.sleep(seconds)
-    got = await ask(Client(url, http), turn.prompt, right, salt, f"{salt}-{of[1]}")
-    is_excused = got.verdict == "error" and url == fault.ends
+    got = await ask(Client(url, http), turn.prompt, right, salt, f"{salt}-{place}")
+    is_excused = got.verdict == "error" and is_hit and fault.kind in (KILLED, SHUT_DOWN)
     return VERDICTS[3] if is_excused else got.verdict, got
 
 
 def judge(samples: Samples) -> list[Verdict]:
-    """Return the targets of each arm."""
     verdicts = []
     for arm in samples.arms:
         found = {one: sum(sum(samples.values(fault, arm, one)) for fault in samples.settings) for one in VERDICTS}
@@ -120,62 +109,38 @@ def judge(samples: Samples) -> list[Verdict]:
 # --------------------------------------------------------------------------------------------------------------- faults
 
 
-def faults(launched: Running, draw: random.Random) -> list[Fault]:
-    """Return every fault of these servers."""
-    found = [Fault("short of memory", partial(_short_of_memory, launched, draw))]
-    for place, server in enumerate(launched.servers):
-        url, name = server.base_url, server.spec.name.rpartition("-")[2]
-        found += [
-            Fault(f"{name} is killed", partial(_ends, launched, place, Server.kill, draw), ends=url),
-            Fault(f"{name} is shut down", partial(_ends, launched, place, _terminate, draw), ends=url),
-            Fault(f"{name} has other weights", partial(_other_weights, url), changes=url),
-        ]
-    return found
+def faults(launched: Running) -> list[Fault]:
+    kinds = (KILLED, SHUT_DOWN, OTHER_WEIGHTS)
+    return [Fault(SHORT), *(Fault(kind, place) for place in range(len(launched.servers)) for kind in kinds)]
 
 
-def _terminate(server: Server) -> None:
-    """As an orchestrator does it."""
-    server.process.terminate()
+def name_of(fault: Fault, launched: Running) -> str:
+    side = launched.servers[fault.place].spec.name.rpartition("-")[2].partition("+")[0]
+    return fault.kind if fault.place < 0 else f"{side}: {fault.kind}"
 
 
 @contextlib.asynccontextmanager
-async def _ends(
-    launched: Running, place: int, end: Callable[[Server], None], draw: random.Random
-) -> AsyncIterator[None]:
-    async def end_and_start() -> None:
-        await asyncio.sleep(draw.uniform(0.0, LATE_SECONDS / 2))
-        server = launched.servers[place]
-        end(server)
-        async with asyncio.timeout(ENDING_SECONDS):
-            while server.process.poll() is None:
-                await asyncio.sleep(0.1)
-        launched.replace(place)
-        await asyncio.to_thread(launched.ready)
-
-    async with _meanwhile(end_and_start()):
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _short_of_memory(launched: Running, draw: random.Random) -> AsyncIterator[None]:
+async def _during(fault: Fault, launched: Running, draw: random.Random) -> AsyncIterator[None]:
+    """A fault begins with the block, and everything is as before when the block ends."""
     servers = launched.servers
-    async with _meanwhile(change_limits(servers, draw), *(be_a_neighbour(one, draw) for one in servers)):
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _meanwhile(*calls: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    if fault.kind == OTHER_WEIGHTS:
+        await _set_weights(servers[fault.place].base_url, OTHER_SEED)
     async with asyncio.TaskGroup() as group:
-        for call in calls:
-            group.create_task(call)
+        if fault.kind in (KILLED, SHUT_DOWN):
+            group.create_task(_end_and_start(fault, launched, draw))
+        elif fault.kind == SHORT:
+            for call in (change_limits(servers, draw), *(be_a_neighbour(one, draw) for one in servers)):
+                group.create_task(call)
         yield
+    if fault.kind == OTHER_WEIGHTS:
+        await _set_weights(servers[fault.place].base_url, "0")
 
 
-@contextlib.asynccontextmanager
-async def _other_weights(url: str) -> AsyncIterator[None]:
-    await _set_weights(url, OTHER_SEED)
-    yield
-    await _set_weights(url, "0")
+async def _end_and_start(fault: Fault, launched: Running, draw: random.Random) -> None:
+    await asyncio.sleep(draw.uniform(0.0, LATE_SECONDS / 2))
+    server = launched.servers[fault.place]
+    await asyncio.to_thread(server.kill if fault.kind == KILLED else server.shut_down)
+    await asyncio.to_thread(launched.bring_back, fault.place)
 
 
 async def _set_weights(url: str, seed: str) -> None:

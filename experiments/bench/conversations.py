@@ -125,7 +125,6 @@ COLUMNS = (
 
 
 def answer(run: Run) -> Answer:
-    """Measure, or with --faults only compare answers."""
     if run.options.faults:
         # Needs the emulated device.
         from experiments.bench.conversation_faults import answer as answer_with_faults
@@ -182,7 +181,6 @@ class Serving:
         return (conversation + turn) % len(self.urls)
 
     def counted(self) -> Counter[str]:
-        """Return the sums of what all servers have counted."""
         return sum((_counted(server) for server in self.launched.servers), Counter())
 
     def missing_bytes(self, talks: Sequence[Sequence[Turn]]) -> dict[str, int]:
@@ -274,8 +272,6 @@ async def plant(served: Serving, turn: Turn) -> Verdict:
 
 
 def judge(samples: Samples, problems: Sequence[str], asked: int) -> list[Verdict]:
-    """Return the targets: how late first tokens of further turns are, what is moved, and that nothing is wrong."""
-
     def first_tokens(arm: Arm, other: Arm, **limit: float) -> list[Verdict]:
         words = f"first token, {arm.name} / {other.name}"
         return samples.compare(arm.name, other.name, "first_token", words, where=_is_further, **limit)

@@ -37,7 +37,6 @@ ARMS = (STOCK, PULL, PULL_APART, Arm("push, contiguous", PULL.environment, {"tra
 
 
 def answer(run: Run) -> Answer:
-    """Measure every model."""
     samples = Samples(FORMS)
     rounds = dict.fromkeys(((length, 1) for length in LENGTHS), run.times(10, 5))
     for model in run.chosen(MODELS):
@@ -53,7 +52,6 @@ def answer(run: Run) -> Answer:
 
 
 def specs(model: str, arm: Arm) -> list[ServerSpec]:
-    """Return the configurations of P and D of an arm."""
     if model == ONE_GROUP:
         return pair_specs(arm, model, {}, model=make_model(GQA), dtype="float32", forks=True)
     family = FAMILIES[model]
@@ -93,7 +91,6 @@ async def _counted(router: Router) -> dict[str, float]:
 
 
 def judge(samples: Samples) -> list[Verdict]:
-    """Return the targets of each model and prompt length."""
     figures = (
         (STOCK, "first_token", "first token, pull / stock", SLOWEST),
         (PULL_APART, "descriptors", "descriptors, contiguous / non-contiguous", 0.5),

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,7 +98,6 @@ def answer(run: Run) -> Answer:
 
 
 def specs(arm: Arm, gib: float, num_blocks: int, pool: Mapping[str, str], model: Path) -> list[ServerSpec]:
-    """Return the configurations of P and D of an arm over ``gib`` of kvcached's memory."""
     own = dataclasses.replace(arm, environment={**KVCACHED, "KVCACHED_HOSTVMM_GIB": str(gib), **pool})
     return pair_specs(own, f"{gib}", {}, **push_vs_pull.sizes_of(model, num_blocks, 512))
 
@@ -132,7 +130,6 @@ async def _serve(arm: Arm, prefill: Server, decode: Server) -> None:
 
 
 def anonymous_bytes(server: Server) -> int:
-    """Return the anonymous resident memory of all processes of the server's session."""
     total = 0
     for process in server.processes():
         # It may have ended meanwhile.
@@ -143,31 +140,24 @@ def anonymous_bytes(server: Server) -> int:
 
 
 def judge_memory(samples: Samples, slab_gib: float = SLAB_GIB) -> list[Verdict]:
-    """Return the targets of resident memory: the slab and little more, whatever the reserved size."""
     direct, other = (one.name for one in PAIRS[0])
     slab, rows = slab_gib * 1024, []
     more: dict[str, list[float]] = {}
     for side, gib in samples.settings:
         with_slab, without = (samples.median((side, gib), arm, "anonymous") for arm in (other, direct))
-        mib = (with_slab - without) / MIB
+        mib, stock = (with_slab - without) / MIB, samples.median((side, gib), direct, "buffer") / MIB
         more.setdefault(side, []).append(mib)
-        stock = samples.median((side, gib), direct, "buffer") / MIB
-        rows.append(
-            Verdict(
-                f"{side}, {gib:g} GiB reserved: resident beyond the direct path (<= {MOST_OF_SLAB} x the slab)",
-                f"{mib:.0f} MiB, slab {slab:.0f} MiB; stock host buffer {stock:.0f} MiB",
-                mib <= MOST_OF_SLAB * slab,
-            )
-        )
-    for side, found in more.items():
-        apart = max(found) - min(found)
+        words = f"{side}, {gib:g} GiB reserved: resident beyond the direct path (<= {MOST_OF_SLAB} x the slab)"
+        found = f"{mib:.0f} MiB, slab {slab:.0f} MiB; stock host buffer {stock:.0f} MiB"
+        rows.append(Verdict(words, found, mib <= MOST_OF_SLAB * slab))
+    for side, some in more.items():
+        apart = max(some) - min(some)
         words = f"{side}: the same for all reserved sizes (within {MOST_OF_SLAB - 1:.0%} of the slab)"
         rows.append(Verdict(words, f"{apart:.0f} MiB apart", apart <= (MOST_OF_SLAB - 1) * slab))
     return rows
 
 
 def judge_first_token(samples: Samples) -> list[Verdict]:
-    """Return the targets of staged arms over TCP, compared with the same arm on the direct path."""
     return [
         verdict
         for direct, other in PAIRS
@@ -186,31 +176,26 @@ def judge_first_token(samples: Samples) -> list[Verdict]:
 
 
 def measure_pages(run: Run, pages: Samples, loaded: Samples, arm: Arm) -> None:
-    """Start a pair; measure how long prefill's blocks are in use for one request, and its pool under load."""
-    rounds, requests = (3, 12) if run.quick else (9, 48)
     made = specs(arm, 2, push_vs_pull.NUM_BLOCKS, GIVES_BACK, make_model(MODEL))
-    with running(made, run.logs, run.show) as (prefill, decode):
-        asyncio.run(_measure_pages(run, pages, loaded, arm, prefill, decode, rounds, requests))
+
+    async def measured(prefill: Server, decode: Server) -> None:
+        rounds, requests = (3, 12) if run.quick else (9, 48)
+        async with http_client(CLIENTS) as http:
+            with PageWatch(prefill.identity) as watch:
+                pair = _Watched(Router(arm, prefill, decode, http), watch)
+                await pair.warm_up(max(LENGTHS))
+                for length, number in itertools.product(LENGTHS, range(rounds)):
+                    run.show(f"{arm.name}: {length} tokens, {number + 1} of {rounds}")
+                    pages.add((length,), arm.name, **await pair.one(length))
+                run.show(f"{arm.name}: {requests} requests, {CLIENTS} at a time")
+                loaded.add((), arm.name, **await pair.load(requests, max(LENGTHS) // 4))
+
+    with running(made, run.logs, run.show) as servers:
+        asyncio.run(measured(*servers))
     run.tell(f"{arm.name}: measured")
 
 
-async def _measure_pages(
-    run: Run, pages: Samples, loaded: Samples, arm: Arm, prefill: Server, decode: Server, rounds: int, requests: int
-) -> None:
-    async with http_client(CLIENTS) as http:
-        with PageWatch(prefill.identity) as watch:
-            pair = _Watched(Router(arm, prefill, decode, http), watch)
-            await pair.warm_up(max(LENGTHS))
-            for length, number in itertools.product(LENGTHS, range(rounds)):
-                run.show(f"{arm.name}: {length} tokens, {number + 1} of {rounds}")
-                pages.add((length,), arm.name, **await pair.one(length))
-            run.show(f"{arm.name}: {requests} requests, {CLIENTS} at a time")
-            loaded.add((), arm.name, **await pair.load(requests, max(LENGTHS) // 4))
-
-
 class _Watched:
-    """A pair whose prefill pool is sampled."""
-
     def __init__(self, router: Router, watch: PageWatch) -> None:
         self.router, self.watch = router, watch
 
@@ -279,24 +264,17 @@ class _Watched:
 
 
 def judge_pages(samples: Samples) -> list[Verdict]:
-    """Return the targets of staged arms: blocks stay in use for the time of the copy and little more."""
     rows = []
     for arm, setting in itertools.product(samples.arms, samples.settings):
-        copied = samples.values(setting, arm, "copied")
-        if any(copied):
-            occupied, copy = samples.median(setting, arm, "occupied"), statistics.median(copied)
-            rows.append(
-                Verdict(
-                    f"{arm}, {samples.words(setting)}: prefill's blocks stay in use (<= {MOST_OF_COPY} x the copy)",
-                    f"{occupied * 1e3:.0f} ms, the copy {copy * 1e3:.0f} ms",
-                    occupied <= MOST_OF_COPY * copy,
-                )
-            )
+        if any(samples.values(setting, arm, "copied")):
+            occupied, copy = (samples.median(setting, arm, one) for one in ("occupied", "copied"))
+            words = f"{arm}, {samples.words(setting)}: prefill's blocks stay in use (<= {MOST_OF_COPY} x the copy)"
+            found = f"{occupied * 1e3:.0f} ms, the copy {copy * 1e3:.0f} ms"
+            rows.append(Verdict(words, found, occupied <= MOST_OF_COPY * copy))
     return rows
 
 
 def plot(pages: Samples, loaded: Samples, title: str, path: Path) -> None:
-    """Plot how long blocks stay in use by prompt length, and the mapped bytes under load, for all arms."""
     figure, (times, pool) = make_panels(2, 10.4, 4)
     lengths = [length for (length,) in pages.settings]
     for arm in pages.arms:

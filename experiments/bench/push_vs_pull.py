@@ -109,7 +109,6 @@ QUICK = Load(lengths=(128, 1024, 4096), at_a_time=(1, 4), most_rounds=5)
 
 
 def answer(run: Run) -> Answer:
-    """Measure over every transport that can be made here."""
     has_network = enter(sys.argv[1:])
     names = run.chosen(tuple(TRANSPORTS))
     if not has_network:
@@ -139,13 +138,11 @@ def answer(run: Run) -> Answer:
 
 
 def specs(transport: Transport, model: Path, arm: Arm) -> list[ServerSpec]:
-    """Return the configurations of P and D of an arm over a transport."""
     sizes = sizes_of(model, NUM_BLOCKS, CHUNK_TOKENS)
     return pair_specs(arm, transport.name, transport.environment, kv_space_gib=KV_GIB, **sizes)
 
 
 def sizes_of(model: Path, num_blocks: int, batched_tokens: int) -> dict[str, Any]:
-    """Return fields of the servers of `MODEL`."""
     return {
         "model": model,
         "dtype": "float32",
@@ -158,7 +155,6 @@ def sizes_of(model: Path, num_blocks: int, batched_tokens: int) -> dict[str, Any
 
 
 def comparison(arms: Sequence[Arm], transport: Transport, load: Load) -> Comparison:
-    """Return what sends ``load`` to ``arms`` over a transport."""
     return Comparison(arms, functools.partial(specs, transport, make_model(MODEL)), ask, load.rounds)
 
 
@@ -180,7 +176,6 @@ async def ask(router: Router, length: int, number: int) -> list[dict[str, float]
 
 
 async def _prefill_tokens_per_second(router: Router, length: int) -> float:
-    """Return the rate without other requests; the median of three."""
     prompt, seconds = [2] * length, []
     for _ in range(3):
         name = f"speed-{next(router.names)}"
@@ -191,8 +186,6 @@ async def _prefill_tokens_per_second(router: Router, length: int) -> float:
 
 
 def judge(samples: Samples) -> list[Verdict]:
-    """Return the targets of all settings."""
-
     def over_tcp(setting: Setting) -> bool:
         return TRANSPORTS[setting[0]].environment.get("UCX_TLS") == "tcp"
 
@@ -220,18 +213,12 @@ def _hidden(samples: Samples) -> list[Verdict]:
         left = samples.values((transport, length, at_a_time), STREAMED.name, "left")
         if length > CHUNK_TOKENS and chunk and left:
             seconds, most = statistics.median(left), statistics.median(chunk)
-            rows.append(
-                Verdict(
-                    f"{transport}, {length} tokens: transfer left after the last step, / one chunk's (<= 1.1 x)",
-                    f"{seconds * 1e3:.0f} ms of {most * 1e3:.0f} ms",
-                    seconds <= 1.1 * most,
-                )
-            )
+            words = f"{transport}, {length} tokens: transfer left after the last step, / one chunk's (<= 1.1 x)"
+            rows.append(Verdict(words, f"{seconds * 1e3:.0f} ms of {most * 1e3:.0f} ms", seconds <= 1.1 * most))
     return rows
 
 
 def table_of(samples: Samples, title: str) -> Table:
-    """Return a table with one row per setting and arm."""
     columns = [Column("n", "first_token", 1, of=len)]
     for heading, figure, digits in (("TTFT", "first_token", 0), ("TPOT", "token", 1)):
         columns.append(Column(f"{heading} p50", figure, digits=digits))
@@ -240,7 +227,6 @@ def table_of(samples: Samples, title: str) -> Table:
 
 
 def plot(samples: Samples, vllm: str, path: Path) -> None:
-    """Plot time to first token over prompt length for one request at a time: a panel per transport, p50 to p90."""
     transports = list(dict.fromkeys(transport for transport, *_ in samples.settings))
     figure, panels = make_panels(len(transports), 5.2 * len(transports), 4, sharey=True)
     for panel, transport in zip(panels, transports, strict=True):
@@ -284,7 +270,7 @@ def enter(arguments: Sequence[str]) -> bool:
     except FileNotFoundError:
         possible = False
     if possible:
-        again = [sys.executable, "-m", "experiments.bench", *arguments]
+        again = [sys.executable, "-m", "experiments", *arguments]
         os.environ[INSIDE] = "1"
         os.execvp(APART[0], [*APART, "bash", "-c", f'{set_up} && exec "$@"', "bash", *again])
     return False

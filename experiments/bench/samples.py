@@ -21,7 +21,6 @@ Statistic = Callable[[Sequence[float]], float]
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure and return the exit status."""
     began, stamp = begin(options.vllm)
     question = f"{options.question}{'-faults' if options.faults else ''}"
     with Narrator(f"{question}, vLLM {options.vllm}") as narrator:
@@ -59,11 +58,9 @@ class Run:
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
 
     def times(self, full: int, quick: int) -> int:
-        """Return the number of rounds."""
         return quick if self.quick else self.rounds or full
 
     def chosen(self, names: Sequence[str]) -> list[str]:
-        """Return the names that contain `only`."""
         return [name for name in names if self.only.lower() in name.lower()]
 
 
@@ -103,7 +100,6 @@ class Samples:
     figures: dict[tuple[Setting, str], dict[str, list[float]]] = field(default_factory=dict)
 
     def add(self, setting: Setting, arm: str, **figures: float) -> None:
-        """Add one value of each of these figures."""
         for name, value in figures.items():
             self.figures.setdefault((setting, arm), {}).setdefault(name, []).append(value)
 
@@ -121,14 +117,12 @@ class Samples:
         return self.figures.get((setting, arm), {}).get(figure, [])
 
     def median(self, setting: Setting, arm: str, figure: str) -> float:
-        """Raises StatisticsError if it was not measured there."""
         return statistics.median(self.values(setting, arm, figure))
 
     def words(self, setting: Setting) -> str:
         return ", ".join(form.format(part) for form, part in zip(self.forms, setting, strict=True))
 
     def table(self, title: str, columns: Sequence[Column]) -> Table:
-        """Return a table with one row per setting and arm; the arms of one setting are adjacent."""
         headings = [form.format("").strip() for form in self.forms]
         found = [
             (setting, arm, self.figures[setting, arm])
@@ -143,7 +137,6 @@ class Samples:
         return make_table(title, [*headings, "arm", *(column.heading for column in columns)], rows)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Return every value."""
         return [
             {"setting": dict(zip(self.forms, setting, strict=True)), "arm": arm, **figures}
             for (setting, arm), figures in self.figures.items()

@@ -35,7 +35,6 @@ class Load:
 
     @classmethod
     def of(cls, run: Run) -> Load:
-        """Return what the command line asks for."""
         load = cls(2, 3, 1024, 1.5) if run.quick else cls()
         asked = {name: getattr(run.options, name) for name in ("conversations", "turns", "history_tokens")}
         return replace(load, **{name: number for name, number in asked.items() if number})
@@ -118,7 +117,6 @@ class Got(NamedTuple):
 
 
 async def ask(to: Client, prompt: list[int], right: Answer, salt: str, name: str) -> Got:
-    """Send one turn, and compare its answer with the ``right`` one."""
     begun = time.perf_counter()
     try:
         first, found = await to.streamed(prompt, max_tokens=ANSWER_TOKENS, salt=salt, request_id=name)

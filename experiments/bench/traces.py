@@ -3,27 +3,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import asyncio
 import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Any
 
 import httpx
 
 from experiments.bench.pairs import KVCACHED, Arm
 from experiments.bench.samples import Answer, Column, Run, Samples
 from experiments.common import model as models
-from experiments.common.command_line import MODES
-from experiments.common.device import nixl
+from experiments.common.client import Client
+from experiments.common.device import MODES, nixl
 from experiments.common.report import Verdict, make_panels, save
 from experiments.common.servers import GIVES_BACK, REPOSITORY, Asking, ServerSpec, prefill_and_decode
 
@@ -93,7 +91,6 @@ _ALWAYS = {
 
 
 def answer(run_: Run) -> Answer:
-    """Trace requests of each arm, one after the other."""
     found: list[tuple[Arm, list[Traced]]] = []
     count = QUICK_REQUESTS if run_.quick else REQUESTS
     for arm in ARMS:
@@ -116,7 +113,6 @@ def answer(run_: Run) -> Answer:
 
 
 def specs(arm: Arm, endpoint: str) -> list[ServerSpec]:
-    """Return a prefill and a decode server that send spans to ``endpoint``; none if it is ""."""
     made = prefill_and_decode(
         arm.name,
         nixl("", arm.extra, kv_load_failure_policy="fail"),
@@ -135,14 +131,13 @@ def specs(arm: Arm, endpoint: str) -> list[ServerSpec]:
 
 def run(arm: Arm, count: int, prompt_tokens: int, logs: Path, say: Callable[[str], None] | None = None) -> list[Traced]:
     """Return ``count`` requests, one after the other; those before them, which connect the servers, are left out."""
-    with collecting() as collector, Asking(specs(arm, collector.endpoint), logs, say) as launched:
+    with Collector() as collector, Asking(specs(arm, collector.endpoint), logs, say) as launched:
         _, decode = launched.ready()
         asked = [ask(decode.base_url, prompt_tokens) for _ in range(count + 2)]
         return [Traced(trace_id, collector.of_trace(trace_id, is_whole), seconds) for trace_id, seconds in asked[2:]]
 
 
 def is_whole(spans: list[Span]) -> bool:
-    """Whether both processes have sent their last span."""
     names = {span.name for span in spans}
     is_computed = sum(span.name == SUMMARY for span in spans) >= 2
     return is_computed and {"decode_first_token", "prefill_sending"} <= names
@@ -157,24 +152,22 @@ def ask(url: str, prompt_tokens: int) -> tuple[str, float]:
     """Stream one completion of a prompt that nobody has cached. Returns its trace, and the seconds to first token."""
     trace_id = secrets.token_hex(16)
     prompt = [random.randrange(3, 500) for _ in range(prompt_tokens)]
-    body = {"model": "model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
     headers = {"traceparent": f"00-{trace_id}-{client_span(trace_id)}-01"}
-    first: float | None = None
-    with httpx.Client(trust_env=False, timeout=60.0) as http:
-        # The connection is there before the clock starts.
-        http.get(f"{url}/health")
-        begun = time.perf_counter()
-        with http.stream("POST", f"{url}/v1/completions", json={**body, "ignore_eos": True}, headers=headers) as answer:
-            for line in answer.iter_lines():
-                if first is None and line.startswith("data: {") and json.loads(line[6:])["choices"]:
-                    first = time.perf_counter() - begun
-    if answer.status_code != 200 or first is None:
-        raise RuntimeError(f"found status {answer.status_code} and no token; expected a stream of tokens")
-    return trace_id, first
+
+    async def first_token_seconds() -> float:
+        async with httpx.AsyncClient(trust_env=False, timeout=60.0) as http:
+            # The connection is there before the clock starts.
+            await http.get(f"{url}/health")
+            begun = time.perf_counter()
+            parts = Client(url, http).stream(
+                prompt, max_tokens=TOKENS, salt=trace_id, request_id=trace_id, headers=headers
+            )
+            return [at async for at, _ in parts][0] - begun
+
+    return trace_id, asyncio.run(first_token_seconds())
 
 
 def states_of(arm: Arm) -> set[str]:
-    """Return the states that a hand-over goes through."""
     found = set(_ALWAYS)
     is_push, is_staged = arm.extra["transfer_mode"] == "push", "memory_path" in arm.extra
     if not is_push:
@@ -187,7 +180,6 @@ def states_of(arm: Arm) -> set[str]:
 
 
 def judge(arm: Arm, traced: Sequence[Traced]) -> list[Verdict]:
-    """Return the targets of an arm."""
     shares = [one.share for one in traced]
     found = f"{median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
     is_reached = abs(median(shares) - 1) <= WITHIN and all(abs(share - 1) <= AT_WORST for share in shares)
@@ -201,7 +193,6 @@ def judge(arm: Arm, traced: Sequence[Traced]) -> list[Verdict]:
 
 
 def plot(found: Sequence[tuple[Arm, Traced]], path: Path) -> None:
-    """Draw the spans of one request of each arm until shortly after its first token, a line each."""
     figure, panels = make_panels(len(found), 13, 7)
     colours = dict(zip(PROCESSES, ("tab:orange", "tab:blue"), strict=True))
     for panel, (arm, one) in zip(panels, found, strict=True):
@@ -261,77 +252,50 @@ class Span:
         return self.end - self.begin
 
 
-@dataclass
-class Collector:
-    """What has been received. Filled on the threads of its HTTP server."""
+class Collector(ThreadingHTTPServer):
+    """Receives spans during a ``with`` block, on a free port of the loopback address."""
 
-    endpoint: str = ""
-    spans: list[Span] = field(default_factory=list)
-    _received: threading.Condition = field(default_factory=threading.Condition)
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Receives)
+        self.endpoint = f"http://127.0.0.1:{self.server_port}/v1/traces"
+        self.spans: list[Span] = []
 
-    def take(self, body: bytes) -> None:
-        """Keep the spans of one request."""
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+    def __enter__(self) -> Collector:
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
 
-        said = ExportTraceServiceRequest.FromString(body)
-        found = [
-            Span(
-                trace_id=span.trace_id.hex(),
-                span_id=span.span_id.hex(),
-                parent_id=span.parent_span_id.hex(),
-                name=span.name,
-                scope=of_scope.scope.name,
-                begin=span.start_time_unix_nano / 1e9,
-                end=span.end_time_unix_nano / 1e9,
-                process=_process(of_resource.resource),
-            )
-            for of_resource in said.resource_spans
-            for of_scope in of_resource.scope_spans
-            for span in of_scope.spans
-        ]
-        with self._received:
-            self.spans += found
-            self._received.notify_all()
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
 
     def of_trace(self, trace_id: str, is_whole: Callable[[list[Span]], bool]) -> list[Span]:
         """Return the spans of a trace in the order of their begin, waiting until they are whole, or for 20 s."""
         until = time.monotonic() + WAIT_SECONDS
-        with self._received:
-            while True:
-                found = [span for span in self.spans if span.trace_id == trace_id]
-                left = until - time.monotonic()
-                if is_whole(found) or left <= 0:
-                    return sorted(found, key=lambda span: span.begin)
-                self._received.wait(left)
+        while True:
+            found = [span for span in list(self.spans) if span.trace_id == trace_id]
+            if is_whole(found) or time.monotonic() > until:
+                return sorted(found, key=lambda span: span.begin)
+            time.sleep(0.05)
 
 
-def _process(resource: Any) -> str:
-    return next((one.value.string_value for one in resource.attributes if one.key == "service.name"), "")
+class _Receives(BaseHTTPRequestHandler):
+    server: Collector
 
+    def do_POST(self) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-@contextlib.contextmanager
-def collecting() -> Iterator[Collector]:
-    """Receive spans on a free port until the block ends."""
-    collector = Collector()
+        said = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+        for of_resource in said.resource_spans:
+            attributes = {one.key: one.value.string_value for one in of_resource.resource.attributes}
+            for of_scope in of_resource.scope_spans:
+                for span in of_scope.spans:
+                    ids = (span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex())
+                    times = (span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9)
+                    process = attributes.get("service.name", "")
+                    self.server.spans.append(Span(*ids, span.name, of_scope.scope.name, *times, process))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            collector.take(body)
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: one line for each request would hide what is measured."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    serving = threading.Thread(target=server.serve_forever, daemon=True)
-    serving.start()
-    collector.endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
-    try:
-        yield collector
-    finally:
-        server.shutdown()
-        serving.join()
-        server.server_close()
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: one line for each request would hide what is measured."""

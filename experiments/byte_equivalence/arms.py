@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from experiments.common import device
 from experiments.common.device import FOLLOWS, PINNED, RUNNERS, accepted, role, runner_of, with_extra
-from experiments.common.model import ModelShape
-from experiments.common.servers import GIVES_BACK, ServerSpec, tag_of
+from experiments.common.servers import ServerSpec, tag_of
 
 SINGLE = "single"
 Order = Literal["asked", "P first", "D first"]
@@ -61,12 +60,10 @@ class Arm:
 
     @property
     def asks(self) -> bool:
-        """Whether D can ask P."""
         return "asked" in self.orders
 
     @property
     def kvcached(self) -> bool:
-        """Whether this arm's KV cache is in kvcached's memory."""
         return "ENABLE_KVCACHED" in self.environment
 
 
@@ -91,7 +88,6 @@ STOCK_PULL = Arm("stock P/D, pull", "pull", _connector(), orders=("P first",))
 
 
 def _pull(words: str, environment: Mapping[str, str], extra: Mapping[str, object] = NOTHING, **more: Any) -> Arm:
-    """Return an arm over kvcached that pulls; ``extra`` is of its connectors."""
     return Arm(f"kvcached {words}, pull", "pull", _connector(**extra), environment, **more)
 
 
@@ -151,23 +147,6 @@ def _can_serve(arm: Arm, vllm: str) -> bool:
     return (not arm.has_own_runner or own != usual) and own in accepted(vllm) and has_layout
 
 
-AMPLE_POOL: Mapping[str, str] = {
-    "KVCACHED_HOSTVMM_GIB": "2",
-    # Without it, kvcached evicts prefixes that stock vLLM still caches; P then computes a prompt in other chunks, and
-    # on some processors other chunks are rounded differently.
-    "KVCACHED_MAX_CACHED_TOKENS": "-1",
-}
-
-
-def small_pool(page_group_bytes: int, page_groups: int) -> dict[str, str]:
-    """Return settings for a pool of a few kvcached pages, each unmapped as soon as it is empty.
-
-    ``page_group_bytes`` is the memory of one page of block ids over all layers, K and V. kvcached leaves 5 % of the
-    device free.
-    """
-    return {"KVCACHED_HOSTVMM_GIB": f"{page_groups * page_group_bytes / 0.95 / 2**30:.5f}", **GIVES_BACK}
-
-
 def _kv_transfer(arm: Arm, name: str) -> dict[str, object]:
     # What the client brings in the other orders.
     accepts = {"accept_kv_transfer_params": True} if len(arm.orders) > 1 else {}
@@ -207,47 +186,4 @@ def specs(
             **executor,
         )
         for name in (["single"] if arm.mode == SINGLE else names)
-    ]
-
-
-# --------------------------------------------------------------------------------------------------------------- phases
-
-
-BLOCK_SIZE = 32
-MAX_BATCHED_TOKENS = 512
-MAX_PROMPT_TOKENS = 1900
-KVCACHED_PAGE_BYTES = 2 << 20
-SMALL_POOL_PAGE_GROUPS = 5
-SAMPLED_EVERY_NTH_BLOCK = 20
-HELD_PAGES = 1.5
-"""P keeps blocks of this many page groups before D begins: more than one, so that P's pool has to grow."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One start of every arm: its data type, kvcached's pool, and what is compared.
-
-    ``exact_between_arms`` also compares the P/D arms with each other, bit for bit: possible only where every arm
-    caches the same prefixes, so not with a small pool. In the first arm every ``every_nth_block``-th block is
-    zeroed. The concurrent part has at least two ``rounds``: the second maps again what the first has unmapped.
-    """
-
-    name: str
-    dtype: str
-    pool: Mapping[str, str]
-    sequential: bool
-    concurrent: bool
-    exact_between_arms: bool
-    every_nth_block: int = 1
-    rounds: int = 3
-
-
-def phases(shape: ModelShape, *, quick: bool) -> list[Phase]:
-    """Return the phases: bfloat16 one at a time then float32 32 at a time, or ``quick``: float32 for both at once."""
-    small = small_pool(KVCACHED_PAGE_BYTES * shape.layers * 2, SMALL_POOL_PAGE_GROUPS)
-    if quick:
-        return [Phase("quick", "float32", small, True, True, False, every_nth_block=SAMPLED_EVERY_NTH_BLOCK, rounds=2)]
-    return [
-        Phase("one at a time", "bfloat16", AMPLE_POOL, True, False, True),
-        Phase("32 at a time", "float32", small, False, True, False),
     ]

@@ -20,8 +20,6 @@ tolerance is zero."""
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not equal, as text for a table."""
-
     prompt: str
     aspect: Aspect
     text: str
@@ -75,23 +73,12 @@ def compare_answers(prompt: str, expected: Answer, found: Answer, tolerance: flo
     differences = []
     if tolerance is not None:
         expected, found = until_tie(expected, found, tolerance)
-    if expected.token_ids != found.token_ids:
-        place = next(
-            (
-                place
-                for place, (ours, theirs) in enumerate(zip(expected.token_ids, found.token_ids, strict=False))
-                if ours != theirs
-            ),
-            min(len(expected.token_ids), len(found.token_ids)),
-        )
-        differences.append(
-            Difference(
-                prompt,
-                "tokens",
-                f"from token {place} on: found {found.token_ids[place : place + 4]}, "
-                f"expected {expected.token_ids[place : place + 4]}",
-            )
-        )
+    ours, theirs = found.token_ids, expected.token_ids
+    if ours != theirs:
+        unlike = (place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
+        place = next(unlike, min(len(ours), len(theirs)))
+        text = f"from token {place} on: found {ours[place : place + 4]}, expected {theirs[place : place + 4]}"
+        differences.append(Difference(prompt, "tokens", text))
     if tolerance is not None:
         gap = largest_logprob_gap(expected, found)
         if gap > tolerance:
@@ -115,12 +102,6 @@ class Expected:
     unneeded: int = 0
 
 
-def compare_blocks(prompt: str, seen: Observation, *, blocks: int, fewest_received: int) -> list[Difference]:
-    """`compare_groups` for groups that have a block for each stretch of the prompt: ``blocks`` in each group, of which
-    at least ``fewest_received`` must have been transferred."""
-    return compare_groups(prompt, seen, [Expected(blocks, blocks, fewest_received)] * len(seen.hand_over.sent_digests))
-
-
 def compare_groups(prompt: str, seen: Observation, expected: Sequence[Expected]) -> list[Difference]:
     """Compare the SHA-256 of every transferred block on both sides, after checking that blocks were transferred at
     all."""
@@ -142,9 +123,8 @@ def compare_groups(prompt: str, seen: Observation, expected: Sequence[Expected])
         # D receives the tail only: the blocks after its own cached prefix.
         needed = offered[: len(offered) - wanted.unneeded]
         if not wanted.fewest_received <= len(received) <= len(needed):
-            text = (
-                f"group {group}: D received {len(received)} blocks, expected {wanted.fewest_received} to {len(needed)}"
-            )
+            wanted_words = f"expected {wanted.fewest_received} to {len(needed)}"
+            text = f"group {group}: D received {len(received)} blocks, {wanted_words}"
             differences.append(Difference(prompt, "hand-over", text))
             continue
         tail = needed[len(needed) - len(received) :]

@@ -1,47 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the arms, compares their answers, and adds a row per check."""
+"""Runs the arms with a subject's model, compares their answers, and adds a row per check."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.byte_equivalence.arm_run import CORRUPTIONS, PairRun
-from experiments.byte_equivalence.arms import (
-    BLOCK_SIZE,
-    HELD_PAGES,
-    KVCACHED_PAGE_BYTES,
-    MAX_BATCHED_TOKENS,
-    MAX_PROMPT_TOKENS,
-    REFERENCE,
-    SAMPLED_EVERY_NTH_BLOCK,
-    Arm,
-    Phase,
-    phases,
-    specs,
-)
+import httpx
+
+from experiments.byte_equivalence.arms import REFERENCE, Arm
 from experiments.byte_equivalence.compare import (
     LOGPROB_TOLERANCE,
     Difference,
-    Expected,
     Observation,
     catches,
     compare_answers,
-    compare_blocks,
+    compare_groups,
     compare_senders,
+    largest_logprob_gap,
+    until_tie,
 )
-from experiments.byte_equivalence.comparison import Check, Comparison, compared, count_received
-from experiments.byte_equivalence.prompts import damage_prompts, fewest_received, fixed_prompts
-from experiments.common.client import Answer
-from experiments.common.model import GQA, make_model
-from experiments.common.pages import PageCount, PageWatch
+from experiments.byte_equivalence.pair_run import Corruption, PairRun, answers_alone, with_pairs
+from experiments.byte_equivalence.prompts import Prompt
+from experiments.byte_equivalence.rows import Check, came_back, compared, remapped
+from experiments.byte_equivalence.subjects import (
+    BLOCK_SIZE,
+    SAMPLED_EVERY_NTH_BLOCK,
+    Group,
+    Phase,
+    Subject,
+    groups_of,
+    is_alone,
+)
+from experiments.common.client import Answer, AnswerError
+from experiments.common.pages import PageWatch
 from experiments.common.report import Narrator
-from experiments.common.servers import Asking, Running, Server
+from experiments.common.servers import Asking, Running, Server, ServerError
+
+HELD_PAGES = 1.5
+"""P keeps blocks of this many page groups before D begins: more than one, so that P's pool has to grow."""
+SETTLE_SECONDS = 20.0
+
+
+Work = Callable[[list[Server]], Coroutine[Any, Any, None]]
+
+
+class NotCaught(Exception):
+    """A planted corruption was not detected, so no result of this harness can be trusted."""
 
 
 @dataclass
@@ -49,36 +59,29 @@ class Baseline:
     """What a phase compares with: the single instance's answers, and the stock P/D arm's observations once it ran."""
 
     answers: list[Answer]
-    damaged: list[Answer]
     stock: list[Observation] = field(default_factory=list)
 
 
-class Harness(Comparison):
-    """A run with the usual model, phase by phase."""
+class Harness:
+    """One run. Each server writes its log to ``logs``."""
 
-    def __init__(self, arms: Sequence[Arm], logs: Path, narrator: Narrator, *, quick: bool) -> None:
-        super().__init__(arms, logs, narrator)
-        self.shape = GQA
-        self.quick = quick
-        self.prompts = fixed_prompts(
-            block_size=BLOCK_SIZE,
-            max_batched=MAX_BATCHED_TOKENS,
-            max_prompt=MAX_PROMPT_TOKENS,
-            vocabulary=self.shape.vocabulary,
-        )
-        self.damage = damage_prompts(len(CORRUPTIONS), block_size=BLOCK_SIZE, vocabulary=self.shape.vocabulary)
+    def __init__(self, subject: Subject, arms: Sequence[Arm], logs: Path, narrator: Narrator) -> None:
+        self.subject = subject
+        self.arms = arms
+        self.logs = logs
+        self.narrator = narrator
+        self.rows: list[Check] = []
 
     def run(self) -> None:
         """Run every phase, add `rows`; raises :class:`NotCaught` at the first corruption not detected."""
-        model = make_model(self.shape)
-        for phase in phases(self.shape, quick=self.quick):
+        for phase in self.subject.phases:
             baseline: Baseline | None = None
             # The reference starts together with the first pair. Two pairs at once would only slow each other down:
             # every NIXL agent keeps a core busy.
             first, *rest = self.arms
             for together in ([REFERENCE, first], *([arm] for arm in rest)):
                 with contextlib.ExitStack() as stack:
-                    launched = [(arm, stack.enter_context(self._launch(arm, phase, model))) for arm in together]
+                    launched = [(arm, stack.enter_context(self._launch(arm, phase))) for arm in together]
                     for arm, servers in launched:
                         if arm is REFERENCE:
                             baseline = self._reference(phase, servers)
@@ -87,144 +90,261 @@ class Harness(Comparison):
                 if baseline is None:
                     return
 
-    def _launch(self, arm: Arm, phase: Phase, model: Path) -> Running:
-        made = specs(arm, model, phase.dtype, phase.pool, BLOCK_SIZE, MAX_BATCHED_TOKENS, forks=self.quick)
-        return (Asking if arm.asks else Running)(made, self.logs, self.narrator.update)
+    def _launch(self, arm: Arm, phase: Phase) -> Running:
+        specs = self.subject.specs(arm, phase)
+        return (Asking if arm.asks else Running)(specs, self.logs, self.narrator.update)
+
+    def add(self, row: Check) -> Check:
+        self.rows.append(row)
+        self.narrator.say(f"{'ok    ' if row.passed else 'FAILED'} {row.arm}: {row.what}: {row.outcome}")
+        return row
+
+    def _serve(
+        self, arm: Arm, phase: Phase, launched: Running, work: Callable[[list[Server]], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Wait until the arm's servers answer, run ``work`` with them, and stop them.
+
+        A failure becomes a row instead of ending the run: the other arms can still be compared.
+        """
+        started = False
+        try:
+            servers = launched.ready()
+            started = True
+            self.narrator.say(f"{arm.name}: serving ({phase.dtype})")
+            asyncio.run(work(servers))
+        except (ServerError, AnswerError, httpx.HTTPError) as error:
+            outcome = f"{type(error).__name__}: {error}. Logs: {self.logs}"
+            is_setup = isinstance(error, ServerError) and not started
+            self.add(Check(arm.name, f"{phase.name}: serves", False, outcome, failed_setup=is_setup))
+        finally:
+            launched.stop()
 
     def _reference(self, phase: Phase, launched: Running) -> Baseline | None:
-        # One prompt is in the set twice, so one answer may occur twice.
-        fewest = len(self.prompts) - 1
-        found = self._learn(phase.name, phase.dtype, launched, fewest, reference=self.prompts, damaged=self.damage)
-        return None if found is None else Baseline(*found)
+        """Return the single instance's answers; None if it did not answer."""
+        prompts, found = self.subject.prompts, list[Answer]()
+
+        async def work(servers: list[Server]) -> None:
+            found.extend(await answers_alone(servers[0], prompts, "reference", self.narrator.update))
+
+        self._serve(REFERENCE, phase, launched, work)
+        if not found:
+            return None
+        distinct = len({tuple(one.token_ids) for one in found})
+        longest = max(len(one.token_ids) for one in prompts)
+        outcome = f"{len(found)} prompts of 1 to {longest} tokens, {distinct} distinct answers"
+        is_enough = distinct >= self.subject.fewest_distinct
+        self.add(Check(REFERENCE.name, f"{phase.name}: answers ({phase.dtype})", is_enough, outcome))
+        return Baseline(found)
 
     def _pair(self, arm: Arm, phase: Phase, launched: Running, baseline: Baseline) -> None:
-        async def work(run: PairRun, servers: list[Server]) -> None:
-            geometry = await run.arm()
-            await self._plant(arm, phase, run, baseline)
-            if phase.sequential:
-                await self._depend(arm, phase, run)
-            for order in arm.orders:
-                run.order = order
-                if phase.sequential:
-                    await self._sequential(arm, phase, run, baseline, geometry)
-                if phase.concurrent:
-                    await self._concurrent(arm, phase, run, baseline, geometry, servers)
+        async def with_servers(servers: list[Server]) -> None:
+            async def work(run: PairRun) -> None:
+                geometry = await run.arm()
+                checks = _Checks(self, arm, phase, run, baseline, geometry, groups_of(geometry))
+                await checks.plant()
+                if phase.sequential and phase.every_nth_block:
+                    await checks.depend()
+                for order in arm.orders:
+                    run.order = order
+                    if phase.sequential:
+                        await checks.sequential()
+                    if phase.concurrent:
+                        await checks.concurrent(servers)
 
-        self._serve_pair(arm, phase.name, phase.dtype, launched, work)
+            await with_pairs(arm, servers, work)
 
-    async def _plant(self, arm: Arm, phase: Phase, run: PairRun, baseline: Baseline) -> None:
-        tolerance = LOGPROB_TOLERANCE[phase.dtype]
-        for corruption, prompt, answer in zip(CORRUPTIONS, self.damage, baseline.damaged, strict=True):
-            self.narrator.update(f"{arm.name}: planting: {corruption.words}")
-            seen = await run.planted(corruption, prompt, "planted")
-            blocks = prompt.blocks(BLOCK_SIZE)
-            expected = [Expected(blocks, blocks, blocks)] * len(seen.hand_over.sent_digests)
-            by_bytes, by_output = catches(prompt.name, answer, seen, expected, tolerance=tolerance)
-            self._must_be_caught(arm, phase.name, corruption, by_bytes, by_output)
+        self._serve(arm, phase, launched, with_servers)
 
-    async def _depend(self, arm: Arm, phase: Phase, run: PairRun) -> None:
+
+@dataclass(frozen=True)
+class _Checks:
+    """The checks of one arm in one phase. Each adds rows."""
+
+    harness: Harness
+    arm: Arm
+    phase: Phase
+    run: PairRun
+    baseline: Baseline
+    geometry: Mapping[str, Any]
+    groups: Sequence[Group]
+
+    @property
+    def subject(self) -> Subject:
+        return self.harness.subject
+
+    @property
+    def name(self) -> str:
+        """The first part of a row's name: the phase, and the order if the arm has several."""
+        return self.phase.name if len(self.arm.orders) == 1 else f"{self.phase.name}, {self.run.order}"
+
+    @property
+    def slug(self) -> str:
+        """For request ids."""
+        return f"{self.phase.slug}-{self.run.slug}"
+
+    def show(self, text: str) -> None:
+        self.harness.narrator.update(text)
+
+    def compared(self, what: str, differences: Iterable[Difference], outcome: str, **figures: Any) -> None:
+        self.harness.add(compared(self.arm.name, what, differences, outcome, **figures))
+
+    async def plant(self) -> None:
+        """Compare damaged hand-overs with the same pair's undamaged ones, which have to be equal bit for bit.
+
+        Raises:
+            NotCaught: a damage changed too little, or requests differ without one.
+        """
+        damages = self.subject.damages(self.groups)
+        prompts = [prompt for _, prompt in damages]
+        clean, again = [
+            [one.hand_over.answer for one in await self.run.sequential(prompts, f"{name}-{self.slug}", self.show)]
+            for name in ("clean", "control")
+        ]
+        gap = max(map(largest_logprob_gap, clean, again))
+        outcome = f"{len(prompts)} prompts, log-probabilities within {gap:.3g} nats"
+        what = f"{self.phase.name}: repeating changes nothing"
+        if not self.harness.add(Check(self.arm.name, what, gap == 0.0, outcome)).passed:
+            raise NotCaught(f"{what}: repeated requests differ, so what damages change is not known")
+        for place, ((corruption, prompt), answer) in enumerate(zip(damages, clean, strict=True)):
+            self.show(f"{self.arm.name}: planting: {corruption.words}")
+            seen = await self.run.planted(corruption, prompt, f"planted-{self.slug}-{place}")
+            expected = self.subject.expected(prompt, [], self.groups)
+            found = catches(prompt.name, answer, seen, expected, tolerance=self.phase.damage_nats)
+            self._must_be_caught(corruption, *found)
+
+    def _must_be_caught(self, corruption: Corruption, by_bytes: Sequence[str], by_output: Sequence[str]) -> None:
+        caught = bool(by_bytes) and (bool(by_output) or not corruption.changes_output)
+        by = ", ".join([*by_bytes, *by_output]) or "nothing"
+        what = f"{self.phase.name}: planted: {corruption.words}"
+        outcome = f"{'caught' if caught else 'seen only'} by {by}"
+        if not self.harness.add(Check(self.arm.name, what, caught, outcome)).passed:
+            raise NotCaught(what)
+
+    async def depend(self) -> None:
         # Not simply the longest: the last block must hold more than the last token, which D computes itself.
         prompt = max(
-            (one for one in self.prompts if len(one.token_ids) % BLOCK_SIZE > BLOCK_SIZE // 4),
+            (one for one in self.subject.prompts if len(one.token_ids) % BLOCK_SIZE > BLOCK_SIZE // 4),
             key=lambda one: len(one.token_ids),
         )
         # All arms share the model, so only the first needs each block; for the others a sample shows that the probe
         # changes the blocks which attention reads.
-        every = phase.every_nth_block if arm is self.arms[0] else SAMPLED_EVERY_NTH_BLOCK
-        found = await run.dependence(prompt, BLOCK_SIZE, every, "dependence", self.narrator.update)
+        is_first = self.arm is self.harness.arms[0]
+        every = self.phase.every_nth_block if is_first else SAMPLED_EVERY_NTH_BLOCK
+        found = await self.run.dependence(prompt, BLOCK_SIZE, every, "dependence", self.show)
         changed = sum(gap > 0 for gap in found.gaps.values())
-        what = f"{phase.name}: output depends on {'every block' if every == 1 else 'blocks'}"
+        what = f"{self.phase.name}: output depends on {'every block' if every == 1 else 'blocks'}"
         outcome = (
             f"{changed} of {len(found.gaps)} zeroed blocks (of {found.blocks}) change the log-probabilities, by "
             f"{min(found.gaps.values()):.3g} nats or more; repeating changes them by {found.control_gap:.3g}"
         )
-        self._row(Check(arm.name, what, found.proved, outcome))
+        self.harness.add(Check(self.arm.name, what, found.proved, outcome))
 
-    async def _sequential(
-        self, arm: Arm, phase: Phase, run: PairRun, baseline: Baseline, geometry: Mapping[str, Any]
-    ) -> None:
-        name = named(phase, arm, run)
-        seen = await run.sequential(self.prompts, f"sequential-{run.slug}", self.narrator.update)
-        self._compare_answers(arm, name, phase.dtype, list(zip(self.prompts, baseline.answers, seen, strict=True)))
-        blocks: list[Difference] = []
-        exact: list[Difference] = []
-        for place, (prompt, observed) in enumerate(zip(self.prompts, seen, strict=True)):
-            fewest = fewest_received(prompt, self.prompts[:place], BLOCK_SIZE)
-            if observed.record is not None or not run.may_be_computed(fewest):
-                num_blocks = prompt.blocks(BLOCK_SIZE)
-                blocks += compare_blocks(prompt.name, observed, blocks=num_blocks, fewest_received=fewest)
-            if baseline.stock and phase.exact_between_arms and arm.computes_as_stock and observed.record is not None:
-                stock = baseline.stock[place].hand_over
-                exact += compare_answers(prompt.name, stock.answer, observed.hand_over.answer, 0.0)
-                exact += compare_senders(prompt.name, stock, observed.hand_over, len(prompt.token_ids) // BLOCK_SIZE)
-        shape = geometry["groups"][0]
-        received = count_received(seen)
-        what = f"{name}: SHA-256 of KV blocks, sent and received"
-        outcome = f"{received} blocks of {shape['block_bytes']} bytes travelled, KV tensor {shape['shape'][0]}"
-        figures = {"blocks": received, "kv_shape": shape["shape"][0], "kv_stride": shape["stride"][0]}
-        self._row(compared(arm.name, what, blocks, outcome, **figures))
-        if not phase.exact_between_arms or not arm.computes_as_stock:
-            return
-        if baseline.stock:
-            outcome = "log-probabilities and P's KV bytes equal to the stock P/D arm's, to the last bit"
-            self._row(compared(arm.name, f"{name}: exactly as stock P/D", exact, outcome))
-        elif not arm.kvcached:
-            baseline.stock = seen
+    async def sequential(self) -> None:
+        prompts = self.subject.prompts
+        seen = list(zip(prompts, await self.run.sequential(prompts, f"one-{self.slug}", self.show), strict=True))
+        self._answers(self.name, seen)
+        before = [prompts[:place] for place in range(len(prompts))]
+        self._blocks(f"{self.name}: SHA-256 of KV blocks, sent and received", seen, before)
+        if self.subject.is_family:
+            self._exact_where_alone(seen)
+        elif self.phase.exact_between_arms and self.arm.computes_as_stock:
+            self._exact_as_stock([observed for _, observed in seen])
 
-    async def _concurrent(
-        self,
-        arm: Arm,
-        phase: Phase,
-        run: PairRun,
-        baseline: Baseline,
-        geometry: Mapping[str, Any],
-        servers: Sequence[Server],
-    ) -> None:
-        page_group_bytes = KVCACHED_PAGE_BYTES * self.shape.layers * 2
-        name = named(phase, arm, run)
-        memory = PoolMemory([server.identity for server in servers] if arm.kvcached else [], page_group_bytes)
-        with memory:
-            seen = await run.concurrent(
-                self.prompts,
-                f"concurrent-{run.slug}",
-                rounds=phase.rounds,
-                hold_blocks=arm.servers * int(HELD_PAGES * page_group_bytes) // geometry["groups"][0]["block_bytes"],
+    async def concurrent(self, servers: Sequence[Server]) -> None:
+        page_group_bytes = self.subject.page_group_bytes
+        watched = [server.identity for server in servers] if self.arm.kvcached and page_group_bytes else []
+        held_bytes = self.arm.servers * int(HELD_PAGES * page_group_bytes)
+        with PoolMemory(watched, page_group_bytes) as memory:
+            seen = await self.run.concurrent(
+                self.subject.prompts,
+                f"many-{self.slug}",
+                rounds=self.phase.rounds,
+                hold_blocks=held_bytes // self.geometry["groups"][0]["block_bytes"],
                 settle=memory.settle,
-                progress=self.narrator.update,
+                progress=self.show,
             )
-        expected = dict(zip((prompt.name for prompt in self.prompts), baseline.answers, strict=True))
-        answers: list[Difference] = []
-        blocks: list[Difference] = []
-        for prompt, observed in seen:
-            answers += compare_answers(prompt.name, expected[prompt.name], observed.hand_over.answer, None)
-            least = fewest_received(prompt, [prompt] if prompt.family else [], BLOCK_SIZE)
-            if observed.record is None and run.may_be_computed(least):
-                continue
-            blocks += compare_blocks(prompt.name, observed, blocks=prompt.blocks(BLOCK_SIZE), fewest_received=least)
-        what = f"{name}: tokens, 32 at a time ({phase.dtype})"
-        self._row(compared(arm.name, what, answers, f"{len(seen)} shuffled requests"))
-        received = count_received([observed for _, observed in seen])
-        what = f"{name}: SHA-256 of KV blocks, 32 at a time"
-        self._row(compared(arm.name, what, blocks, f"{received} blocks travelled", blocks=received))
+        if self.subject.is_family:
+            self._answers(f"{self.name}, 32 at a time", seen)
+        else:
+            expected = self._expected()
+            pairs = ((prompt.name, expected[prompt.name], observed.hand_over.answer) for prompt, observed in seen)
+            answers = [one for pair in pairs for one in compare_answers(*pair, None)]
+            what = f"{self.name}: tokens, 32 at a time ({self.phase.dtype})"
+            self.compared(what, answers, f"{len(seen)} shuffled requests")
+        before = [[prompt] if prompt.family else [] for prompt, _ in seen]
+        self._blocks(f"{self.name}: SHA-256 of KV blocks, 32 at a time", seen, before)
         for server, watch, resting in zip(servers, memory.watches, memory.resting, strict=False):
             side = server.spec.name.rsplit("-", 1)[-1]
             # When D is asked, or P stages, P may keep a request only while computing it: its pool needs one page group,
             # so it never has to remap.
-            if (run.order == "P first" and not arm.is_staged) or side.startswith("decode"):
-                self._row(remapped(arm.name, f"{name}: kvcached remapped during the run ({side})", watch.count()))
-            what = f"{name}: memory came back after every round ({side})"
-            self._row(came_back(arm.name, what, resting, page_group_bytes))
+            if (self.run.order == "P first" and not self.arm.is_staged) or side.startswith("decode"):
+                what = f"{self.name}: kvcached remapped during the run ({side})"
+                self.harness.add(remapped(self.arm.name, what, watch.count()))
+            what = f"{self.name}: memory came back after every round ({side})"
+            self.harness.add(came_back(self.arm.name, what, resting, page_group_bytes))
 
+    def _expected(self) -> dict[str, Answer]:
+        return dict(zip((prompt.name for prompt in self.subject.prompts), self.baseline.answers, strict=True))
 
-def named(phase: Phase, arm: Arm, run: PairRun) -> str:
-    """Return the first part of a row's name: the phase, and the order if the arm has several."""
-    return phase.name if len(arm.orders) == 1 else f"{phase.name}, {run.order}"
+    def _answers(self, name: str, seen: Sequence[tuple[Prompt, Observation]]) -> None:
+        """Add the row of the answers beside the single instance's."""
+        tolerance, of_prompts = LOGPROB_TOLERANCE[self.phase.dtype], self._expected()
+        differences: list[Difference] = []
+        gap, ties = 0.0, 0
+        for prompt, observed in seen:
+            expected, found = of_prompts[prompt.name], observed.hand_over.answer
+            differences += compare_answers(prompt.name, expected, found, tolerance)
+            until = until_tie(expected, found, tolerance)
+            gap, ties = max(gap, largest_logprob_gap(*until)), ties + (until[0] is not expected)
+        what = f"{name}: tokens and log-probabilities ({self.phase.dtype})"
+        outcome = f"{len(seen)} prompts, log-probabilities within {gap:.3g} nats of the single instance"
+        outcome += f", {ties} of them up to a tie" if ties else ""
+        self.compared(what, differences, outcome, largest_gap_nats=gap, ties=ties)
 
+    def _blocks(
+        self, what: str, seen: Sequence[tuple[Prompt, Observation]], before: Sequence[Sequence[Prompt]]
+    ) -> None:
+        """Add the row of the transferred blocks. ``before``: of each prompt, those that D may still have cached."""
+        differences: list[Difference] = []
+        for (prompt, observed), earlier in zip(seen, before, strict=True):
+            fewest = self.subject.fewest_received(prompt, earlier, self.groups)
+            may_be_absent = self.run.may_be_computed(fewest) or self.subject.may_be_cached(prompt, self.groups)
+            if observed.record is not None or not may_be_absent:
+                expected = self.subject.expected(prompt, earlier, self.groups)
+                if self.run.order == "asked" and prompt.family:
+                    # P may offer what it has cached of the common beginning, and D computes the rest.
+                    expected = [replace(one, fewest_offered=1) for one in expected]
+                differences += compare_groups(prompt.name, observed, expected)
+        received = sum(len(group) for _, one in seen if one.record is not None for group in one.record["digests"])
+        states = sum(group.is_state for group in self.groups) * len(seen)
+        first = self.geometry["groups"][0]
+        outcome = f"{received - states} blocks and {states} states travelled, KV tensor {first['shape'][0]}"
+        shape = {"kv_shape": first["shape"][0], "kv_stride": first["stride"][0]}
+        self.compared(what, differences, outcome, blocks=received - states, states=states, **shape)
 
-# ------------------------------------------------------------------------------------------------------ pools of memory
+    def _exact_as_stock(self, seen: list[Observation]) -> None:
+        """Where P computes the same chunks in the same way as stock P, no bit may differ."""
+        if not self.baseline.stock:
+            if not self.arm.kvcached:
+                self.baseline.stock = seen
+            return
+        differences: list[Difference] = []
+        for prompt, stock, observed in zip(self.subject.prompts, self.baseline.stock, seen, strict=True):
+            if observed.record is not None:
+                ours, theirs = observed.hand_over, stock.hand_over
+                differences += compare_answers(prompt.name, theirs.answer, ours.answer, 0.0)
+                differences += compare_senders(prompt.name, theirs, ours, len(prompt.token_ids) // BLOCK_SIZE)
+        outcome = "log-probabilities and P's KV bytes equal to the stock P/D arm's, to the last bit"
+        self.compared(f"{self.name}: exactly as stock P/D", differences, outcome)
 
-
-SETTLE_SECONDS = 20.0
+    def _exact_where_alone(self, seen: Sequence[tuple[Prompt, Observation]]) -> None:
+        """Where the single instance computes a prompt's last token in a step of its own, too, no bit may differ."""
+        expected = self._expected()
+        alike = [one for one in seen if is_alone(one[0])]
+        pairs = ((prompt.name, expected[prompt.name], observed.hand_over.answer) for prompt, observed in alike)
+        differences = [one for pair in pairs for one in compare_answers(*pair, 0.0)]
+        what = f"{self.name}: last token in a step of its own"
+        self.compared(what, differences, f"{len(alike)} prompts, to the last bit")
 
 
 class PoolMemory(contextlib.ExitStack):
@@ -258,30 +378,3 @@ class PoolMemory(contextlib.ExitStack):
 
     def _levels(self) -> list[int]:
         return [watch.mapped_bytes() or 0 for watch in self.watches]
-
-
-def remapped(arm: str, what: str, pages: PageCount) -> Check:
-    """Return the row that checks that kvcached unmapped pages and then mapped some again."""
-    mib = {
-        name: round(getattr(pages, f"{name}_bytes") / 2**20, 1)
-        for name in ("limit", "lowest", "highest", "mapped", "unmapped", "remapped")
-    }
-    return Check(
-        arm,
-        what,
-        pages.unmapped_bytes > 0 and pages.remapped_bytes > 0,
-        f"at least {mib['unmapped']} MiB unmapped and {mib['remapped']} MiB mapped again, between "
-        f"{mib['lowest']} and {mib['highest']} MiB mapped of {mib['limit']} MiB",
-        {f"{name}_mib": value for name, value in mib.items()},
-    )
-
-
-def came_back(arm: str, what: str, resting: Sequence[int], page_group_bytes: int) -> Check:
-    """Return the row that checks that at most one page group (bytes) was mapped after each round."""
-    return Check(
-        arm,
-        what,
-        bool(resting) and max(resting) <= page_group_bytes,
-        f"{max(resting, default=0) / 2**20:.0f} MiB mapped at rest, a page group is {page_group_bytes / 2**20:.0f} MiB",
-        {"resting_mib": [level / 2**20 for level in resting]},
-    )

@@ -23,7 +23,6 @@ class Prompt:
     family: str | None = None
 
     def blocks(self, block_size: int) -> int:
-        """Return how many KV blocks the prompt fills, the last one perhaps in part."""
         return -(-len(self.token_ids) // block_size)
 
     def salt(self, run: str) -> str:
@@ -39,7 +38,6 @@ class Drawer:
         self._vocabulary = vocabulary
 
     def draw(self, tokens: int) -> tuple[int, ...]:
-        """Return ``tokens`` ids."""
         return tuple(self._random.randrange(FIRST_TEXT_TOKEN, self._vocabulary) for _ in range(tokens))
 
 

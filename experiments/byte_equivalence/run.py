@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from experiments.byte_equivalence.arms import SINGLE, Arm, Phase, of_size, phases
-from experiments.byte_equivalence.comparison import VERDICTS, NotCaught, exit_status, summary_of, table_of
-from experiments.byte_equivalence.family_run import FamilyRun
-from experiments.byte_equivalence.harness import Harness
+from experiments.byte_equivalence.arms import SINGLE, of_size
+from experiments.byte_equivalence.harness import Harness, NotCaught
+from experiments.byte_equivalence.rows import VERDICTS, exit_status, summary, summary_of, table_of
+from experiments.byte_equivalence.subjects import FamilySubject, Subject, phases
 from experiments.common.families import FAMILIES
 from experiments.common.model import GQA
 from experiments.common.report import Narrator, begin, last_name, stdout_console, versions, write_json
@@ -26,7 +25,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the comparison and return the exit status."""
     every = [one for one in of_size("full" if options.arm else options.size, options.vllm) if one.mode != SINGLE]
     words = [word.lower() for word in options.arm] or [""]
     arms = [one for one in every if any(word in one.name.lower() for word in words)]
@@ -45,7 +43,9 @@ def main(options: argparse.Namespace) -> int:
     kind = options.model or ("" if options.size == "full" else options.size)
     not_caught = None
     with Narrator(f"byte equivalence, vLLM {options.vllm}{f', {kind}' if kind else ''}") as narrator:
-        run = _run_of(options, arms, RESULTS / stamp, narrator)
+        is_usual = options.model is None
+        subject = Subject(quick=options.size != "full") if is_usual else FamilySubject(options.model)
+        run = Harness(subject, arms, RESULTS / stamp, narrator)
         try:
             run.run()
         except NotCaught as error:
@@ -86,50 +86,3 @@ def _write_last(
         missing = "; ".join(found["missing"])
         console.print(f"{last.name} does not cover all arms of such a run yet. Missing: {missing}")
     write_json(last, {**content, **found})
-
-
-def _run_of(options: argparse.Namespace, arms: Sequence[Arm], logs: Path, narrator: Narrator) -> Harness | FamilyRun:
-    """Return a run with the usual model, or with that of a family."""
-    if options.model is not None:
-        return FamilyRun(options.model, arms, logs, narrator)
-    return Harness(arms, logs, narrator, quick=options.size != "full")
-
-
-def summary(
-    rows: Sequence[dict[str, Any]], last: Path | None, arms: Sequence[Arm], phases: Sequence[Phase]
-) -> dict[str, Any]:
-    """Return the new content of the file: ``rows`` of this run, and the file's rows of arms that this run left out.
-
-    Args:
-        last: the file, if this run covered some arms only. Its rows of other arms are kept, each with the commit that
-            it was measured at.
-        arms: all arms of a complete run of this size.
-        phases: all phases of such a run.
-
-    Returns: "verdict" over all rows; "missing": arms that lack a required row; "checks": the rows.
-    """
-    before = json.loads(last.read_text()) if last is not None and last.is_file() else {"checks": []}
-    run = {row["arm"] for row in rows}
-    kept = [{"commit": before["commit"], **row} for row in before["checks"] if row["arm"] not in run]
-    whole = [*kept, *rows]
-    there = {(row["arm"], row["check"]) for row in whole}
-    missing = [arm.name for arm in arms if not {(arm.name, check) for check in _needed(arm, phases)} <= there]
-    return {"verdict": VERDICTS[exit_status(whole)], "missing": missing, "checks": whole}
-
-
-def _needed(arm: Arm, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yield the names of the rows that an arm must have to count as compared."""
-    for phase in phases:
-        if arm.mode == SINGLE:
-            yield f"{phase.name}: answers ({phase.dtype})"
-            continue
-        for order in arm.orders:
-            name = phase.name if len(arm.orders) == 1 else f"{phase.name}, {order}"
-            if phase.sequential:
-                yield f"{name}: tokens and log-probabilities ({phase.dtype})"
-                yield f"{name}: SHA-256 of KV blocks, sent and received"
-            if phase.sequential and phase.exact_between_arms and arm.computes_as_stock and arm.kvcached:
-                yield f"{name}: exactly as stock P/D"
-            if phase.concurrent:
-                yield f"{name}: tokens, 32 at a time ({phase.dtype})"
-                yield f"{name}: SHA-256 of KV blocks, 32 at a time"

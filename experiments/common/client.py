@@ -24,7 +24,16 @@ _IN_ENGINE = re.compile(r"cmpl-(.+)-0-[0-9a-f]{8}", re.DOTALL)
 
 
 class AnswerError(RuntimeError):
-    """A server's answer is an error or malformed, so it cannot be compared."""
+    """A server's answer is an error or malformed, so it cannot be compared.
+
+    Attributes:
+        status: of HTTP, or the code of an error in a stream; 0 if there is none.
+        retry_after: whether the answer says when to try again.
+    """
+
+    def __init__(self, text: str, status: int = 0, *, retry_after: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.retry_after = status, retry_after
 
 
 @dataclass(frozen=True)
@@ -65,11 +74,6 @@ class Offer:
     block_ids: list[list[int]]
     digests: list[list[str]]
 
-    @property
-    def is_pushed(self) -> bool:
-        """Whether P writes the blocks into D, rather than D reading them."""
-        return self.params.get("transfer_mode") == "push"
-
 
 def clients_id(request_id: str) -> str:
     """Return the client's id of a request, by the engine's id for it."""
@@ -100,7 +104,7 @@ class Client:
 
     async def complete(
         self,
-        prompt: list[int],
+        prompt: Sequence[int],
         *,
         max_tokens: int,
         salt: str,
@@ -111,11 +115,11 @@ class Client:
 
         ``salt`` separates prefix caches: requests share cached blocks only if their salts are equal.
         """
-        asked = self._completion(prompt, max_tokens, salt, request_id, kv_transfer_params)
-        asked["json"] |= {"logprobs": TOP_LOGPROBS, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        reply = await self.http.post(**asked)
-        if reply.status_code != httpx.codes.OK:
-            raise AnswerError(f"{self.base_url} answered {reply.status_code} to {request_id}: {reply.text[:2000]}")
+        more: dict[str, Any] = {"logprobs": TOP_LOGPROBS, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        if kv_transfer_params is not None:
+            more["kv_transfer_params"] = kv_transfer_params
+        reply = await self.http.post(**self._completion(prompt, max_tokens, salt, request_id, more))
+        self._check(reply, reply.text, request_id)
         answer: dict[str, Any] = reply.json()
         return answer
 
@@ -126,53 +130,72 @@ class Client:
 
         ``name``: the request's id, and its salt.
         """
-        return [seconds async for seconds, _ in self._stream(self._completion(prompt, max_tokens, name, name, params))]
+        more = {} if params is None else {"kv_transfer_params": params}
+        asked = self.stream(prompt, max_tokens=max_tokens, salt=name, request_id=name, **more)
+        return [seconds async for seconds, _ in asked]
 
     async def streamed(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> tuple[float, Answer]:
         """Stream one greedy completion; returns when its first token came, in ``time.perf_counter()`` seconds, and the
         answer."""
-        asked = self._completion(prompt, max_tokens, salt, request_id, None)
         # Not return_token_ids: the first part would have the whole prompt.
-        asked["json"] |= {"logprobs": TOP_LOGPROBS, "return_tokens_as_token_ids": True}
-        parts = [one async for one in self._stream(asked)]
+        more = {"logprobs": TOP_LOGPROBS, "return_tokens_as_token_ids": True}
+        asked = self.stream(prompt, max_tokens=max_tokens, salt=salt, request_id=request_id, **more)
+        parts = [one async for one in asked]
         said = [choice["logprobs"] for _, part in parts for choice in part["choices"] if choice["logprobs"]]
         keys = "tokens", "token_logprobs", "top_logprobs"
         found: dict[str, list[Any]] = {key: [one for part in said for one in part[key]] for key in keys}
         ids = [int(token.removeprefix("token_id:")) for token in found["tokens"]]
         return parts[0][0], read_answer({"choices": [{"token_ids": ids, "logprobs": found}]}, max_tokens)
 
-    async def _stream(self, asked: dict[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-        """Send a completion; yields when each part of its answer came, and the part. There is one at least."""
-        asked["json"]["stream"] = True
-        name, is_empty = asked["headers"]["X-Request-Id"], True
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        salt: str,
+        request_id: str,
+        headers: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+        """Send a greedy completion; yields when each part of its answer came, and the part.
+
+        Args:
+            more: of the request's body.
+
+        Raises:
+            AnswerError: it is an error, empty or cut short.
+        """
+        asked = self._completion(prompt, max_tokens, salt, request_id, {"stream": True, **more})
+        asked["headers"] |= headers or {}
+        words, is_empty = f"{self.base_url}, {request_id}", True
         async with self.http.stream("POST", **asked) as reply:
-            if reply.status_code != httpx.codes.OK:
-                said = (await reply.aread())[:500]
-                raise AnswerError(f"{self.base_url} answered {reply.status_code} to {name}: {said!r}")
+            text = "" if reply.is_success else (await reply.aread()).decode(errors="replace")
+            self._check(reply, text, request_id)
             async for line in reply.aiter_lines():
-                if line.startswith("data: {"):
-                    seconds, part = time.perf_counter(), json.loads(line.removeprefix("data: "))
+                seconds, said = time.perf_counter(), line.removeprefix("data: ")
+                if said == "[DONE]" and not is_empty:
+                    return
+                if said.startswith("{"):
+                    part = json.loads(said)
                     if "error" in part:
-                        raise AnswerError(f"{self.base_url} streamed an error for {name}: {line[:500]}")
+                        code = str(part["error"].get("code"))
+                        status = int(code) if code.isdigit() else 0
+                        raise AnswerError(f"{words}: found an error in the stream: {said[:500]}", status)
                     is_empty = False
                     yield seconds, part
-        if is_empty:
-            raise AnswerError(f"{self.base_url} streamed no token for {name}")
+        raise AnswerError(f"{words}: found a stream {'without a token' if is_empty else 'that was cut short'}")
+
+    def _check(self, reply: httpx.Response, text: str, what: str) -> None:
+        if reply.status_code != httpx.codes.OK:
+            said = f"{self.base_url} answered {reply.status_code} to {what}: {text[:2000]}"
+            raise AnswerError(said, reply.status_code, retry_after="retry-after" in reply.headers)
 
     def _completion(
-        self, prompt: list[int], max_tokens: int, salt: str, request_id: str, params: dict[str, Any] | None
+        self, prompt: Sequence[int], max_tokens: int, salt: str, request_id: str, more: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return httpx's arguments for a greedy completion."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "cache_salt": salt,
-        }
-        if params is not None:
-            body["kv_transfer_params"] = params
+        """Return httpx's arguments for a greedy completion; ``more`` is of the body."""
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0.0}
+        body |= {"ignore_eos": True, "cache_salt": salt, **more}
         return {"url": f"{self.base_url}/v1/completions", "json": body, "headers": {"X-Request-Id": request_id}}
 
     async def offer(self, prompt: list[int], *, salt: str, request_id: str, **more: Any) -> dict[str, Any]:
@@ -189,7 +212,6 @@ class Client:
         return offered
 
     async def answer(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> Answer:
-        """Complete ``prompt`` on this server, without a hand-over."""
         return read_answer(
             await self.complete(prompt, max_tokens=max_tokens, salt=salt, request_id=request_id), max_tokens
         )
@@ -203,8 +225,7 @@ class Client:
         reply = await self.http.post(
             f"{self.base_url}/collective_rpc", json={"method": f"kv_probe_{method}", "args": list(args)}
         )
-        if reply.status_code != httpx.codes.OK:
-            raise AnswerError(f"{self.base_url} answered {reply.status_code} to {method}: {reply.text[:2000]}")
+        self._check(reply, reply.text, method)
         results: list[dict[str, Any]] = reply.json()["results"]
         if not results or not all(isinstance(one, dict) for one in results):
             raise AnswerError(f"{method}: found {results!r}; expected an answer from every worker.")
@@ -214,21 +235,6 @@ class Client:
 def joined(digests: Sequence[list[list[str]]]) -> list[list[str]]:
     """Return one digest per block and KV-cache group, joined from the digests of all ranks' parts of the block."""
     return [["+".join(parts) for parts in zip(*groups, strict=True)] for groups in zip(*digests, strict=True)]
-
-
-def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the records of transfers that every rank has recorded, with the digests of all ranks joined.
-
-    Args:
-        records: the probe's records of each rank, in any order.
-    """
-    first, *others = records or [[]]
-    known = [{one["transfer"]: one["digests"] for one in rank} for rank in others]
-    return [
-        {**one, "digests": joined([one["digests"], *(rank[one["transfer"]] for rank in known)])}
-        for one in first
-        if all(one["transfer"] in rank for rank in known)
-    ]
 
 
 def read_answer(reply: dict[str, Any], max_tokens: int) -> Answer:
@@ -278,19 +284,19 @@ class Pair:
     async def decode_offered(
         self, offer: Offer, prompt: list[int], *, max_tokens: int, salt: str, request_id: str
     ) -> HandOver:
-        """Decode on D with the parameters of P's answer."""
         decoded = await self.decode.complete(
             prompt, max_tokens=max_tokens, salt=salt, request_id=request_id, kv_transfer_params=offer.params
         )
         return HandOver(
             answer=read_answer(decoded, max_tokens),
-            transfer=name_of(offer.params, "") if offer.is_pushed else offer.params["remote_request_id"],
+            transfer=name_of(offer.params, "")
+            if offer.params.get("transfer_mode") == "push"
+            else offer.params["remote_request_id"],
             sent_block_ids=offer.block_ids,
             sent_digests=offer.digests,
         )
 
     async def hand_over(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> HandOver:
-        """Prefill on P, then decode on D at once."""
         offer = await self.prefill_only(prompt, salt=salt, request_id=request_id)
         return await self.decode_offered(offer, prompt, max_tokens=max_tokens, salt=salt, request_id=request_id)
 
@@ -336,7 +342,6 @@ class Pair:
 
 
 def is_up(url: str) -> bool:
-    """Whether a server answers a GET with HTTP 200."""
     try:
         return httpx.get(url, trust_env=False, timeout=2.0).status_code == httpx.codes.OK
     except httpx.TransportError:
@@ -344,7 +349,6 @@ def is_up(url: str) -> bool:
 
 
 async def at_a_time(limit: int, calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Return what the calls return, of which no more than ``limit`` are made at the same time."""
     free = asyncio.Semaphore(limit)
 
     async def one(call: Awaitable[T]) -> T:

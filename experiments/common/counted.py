@@ -31,7 +31,6 @@ def samples(page: str, name: str = "") -> dict[str, float]:
 
 
 def counters(pages: Iterable[str], name: str = HAND_OVERS) -> Counters:
-    """Return the series of a counter on pages of metrics."""
     return {f"{page} {labels}": int(value) for page in pages for labels, value in samples(page, name).items()}
 
 
@@ -59,7 +58,6 @@ def since(known: Counters, read: Callable[[], Counters], least: int) -> int:
 
 
 def count(servers: Sequence[Server], name: str) -> int:
-    """Return the sum of a metric's series on all ``servers``."""
     return sum(counters((f"{one.base_url}/metrics" for one in servers), name).values())
 
 

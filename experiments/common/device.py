@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, LOADS_BEHIND, found_version
 
+MODES = ("pull", "push")
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 EXTRA = "kv_connector_extra_config"
 LAYOUT = "KVCACHED_CONTIGUOUS_LAYOUT"
@@ -21,7 +22,7 @@ PINNED: Mapping[str, str] = {REGISTRATION: "pinned"}
 FOLLOWS: Mapping[str, str] = {REGISTRATION: "follows"}
 """A registration follows the pages as they are remapped, so KV need not be staged."""
 RUNNERS: Mapping[str, Mapping[str, str]] = {"V1": {SWITCH: "0"}, "V2": {SWITCH: "1"}}
-"""vLLM's model runners. Without a GPU, Triton interprets the kernels of V2 (server_side/triton_kernels.py)."""
+"""vLLM's model runners. Without a GPU, Triton interprets the kernels of V2 (server_side/sitecustomize.py)."""
 INTERPRETED: Mapping[str, str] = {"TRITON_INTERPRET": "1"}
 MEMORY_PATHS = {"pinned": "device", "follows": "direct"}
 """On a GPU the behaviour of registrations cannot be set, so ``memory_path`` sets the path that it would lead to."""
@@ -38,7 +39,7 @@ GPU_MEMORY_FRACTION = 0.12
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    # Without it, each idle server keeps a core busy, and all servers compute on one core (server_side/few_cores.py).
+    # Without it, each idle server keeps a core busy, and all servers compute on one core (see sitecustomize.py).
     "EXPERIMENT_FEW_CORES": "1",
 }
 
@@ -58,7 +59,6 @@ def nixl(name: str, extra: Mapping[str, object] | None = None, **more: object) -
 
 
 def extra_of(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the ``kv_connector_extra_config`` of ``config``."""
     extra = config.get(EXTRA) or {}
     assert isinstance(extra, Mapping)
     return extra
@@ -70,22 +70,17 @@ def with_extra(config: Mapping[str, object], extra: Mapping[str, object]) -> dic
 
 
 @functools.cache
-def has_gpu() -> bool:
-    """Whether torch is installed and finds a GPU. Imports torch."""
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
 def num_gpus() -> int:
     """Return how many GPUs torch finds; 0 if torch is not installed. Imports torch."""
     if importlib.util.find_spec("torch") is None:
         return 0
     import torch
 
-    return int(torch.cuda.device_count())
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def has_gpu() -> bool:
+    return num_gpus() > 0
 
 
 def accepted(vllm: str | None) -> tuple[str, ...]:

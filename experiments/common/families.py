@@ -65,7 +65,6 @@ class Family:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """More of ``vllm serve``, on this machine."""
         if not self.has_delta_net:
             return ()
         import torch
@@ -74,7 +73,6 @@ class Family:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """More environment variables of ``vllm serve``."""
         return stand_ins() if self.imports_torchvision else {}
 
 

@@ -43,7 +43,6 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        """Elements per attention head."""
         return self.head_size or self.hidden // self.heads
 
     @property
@@ -154,7 +153,6 @@ def _write_weights(shape: ModelShape, path: Path) -> None:
 
 
 def write_tokenizer(shape: ModelShape, folder: Path) -> None:
-    """Write the files of a byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped, unused-ignore]
 
     vocabulary = {"<s>": 0, "</s>": 1}

@@ -141,5 +141,4 @@ class PageWatch(Sampler):
         return self._samples[-1][0] if self._samples else 0
 
     def count(self) -> PageCount:
-        """Return the counts so far; call it after the ``with`` block."""
         return count_pages(self._samples)

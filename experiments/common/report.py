@@ -46,11 +46,9 @@ class Narrator:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self._started
 
     def say(self, text: str) -> None:
-        """Print a permanent line."""
         self._console.print(f"[dim]{self.seconds:6.1f} s[/dim]  {text}", soft_wrap=True)
 
     def update(self, text: str) -> None:
@@ -88,7 +86,6 @@ def versions() -> dict[str, str | None]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return processor, usable cores, memory (GiB) and kernel."""
     model = ""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
@@ -197,14 +194,12 @@ def line(panel: Any, places: Sequence[float], values: Sequence[float], label: st
 
 
 def finish(panel: Any, **properties: Any) -> None:
-    """Give a panel its axes' properties, a grid and a legend."""
     panel.set(**properties)
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8)
 
 
 def save(figure: Any, title: str, path: Path) -> None:
-    """Write ``figure``, with a title above all panels, to ``path``."""
     if title:
         figure.suptitle(title, fontsize=10)
     figure.tight_layout()

@@ -36,7 +36,7 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """vLLM's executor for one device, by its full path. By its short name, vLLM >= 0.28 replaces it on a CPU with one that
 keeps two more processes per server busy-waiting; four of those on two cores stall a hand-over for seconds."""
 READY_SECONDS = 300.0
-STOP_SECONDS = 20.0
+STOP_SECONDS, ENDING_SECONDS = 20.0, 60.0
 LOG_TAIL_LINES = 40
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -137,8 +137,8 @@ class ServerSpec:
             *self.engine_arguments(engine_id),
         ]
 
-    def environment_at(self, port: int) -> dict[str, str]:
-        """Return more environment variables, of a server that does not take its port as an argument."""
+    def environment_at(self, port: int) -> Mapping[str, str]:
+        """Return more variables, of a server that does not take its port as an argument."""
         return {}
 
     def engine_arguments(self, engine_id: str) -> list[str]:
@@ -161,7 +161,6 @@ class ServerSpec:
 
 
 def tag_of(name: str) -> str:
-    """Return an arm's name as a part of a file's name."""
     return "".join(letter if letter.isalnum() else "-" for letter in name).strip("-")
 
 
@@ -226,9 +225,8 @@ class Server:
                     found.append(process)
         return found
 
-    def tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """Return the last lines of the log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
     def check_alive(self) -> None:
         """Raise :class:`ServerError`, with the log's tail, if the server has ended."""
@@ -239,28 +237,34 @@ class Server:
                 f"compared without it. Its log, {self.log}, ends with:\n{self.tail()}"
             )
 
-    def is_ready(self) -> bool:
-        """Ask ``/health`` once."""
-        self.check_alive()
-        return is_up(f"{self.base_url}/health")
-
     def kill(self) -> None:
         """End the whole session by SIGKILL, like a machine that fails: no peer is notified."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_SECONDS)
 
+    def shut_down(self) -> None:
+        """Send SIGTERM to the process that was started, as a container's runtime does, and wait until it has ended.
+
+        Raises:
+            ServerError: it has not after `ENDING_SECONDS`.
+        """
+        self.process.terminate()
+        try:
+            self.process.wait(ENDING_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise ServerError(f"found {self.spec.name} still running {ENDING_SECONDS} s after SIGTERM") from error
+
     def stand_still(self) -> None:
         """Stop every process (SIGSTOP), as a debugger or a frozen container does, until :meth:`go_on`."""
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Continue every process (SIGCONT) after :meth:`stand_still`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGCONT)
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to the whole session."""
+        """Send SIGTERM to the whole session, also if it stands still."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         self.go_on()
@@ -276,10 +280,11 @@ class Server:
         deadline = time.monotonic() + STOP_SECONDS
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.02)
-        for leftover in [
-            *Path("/dev/shm").glob(f"*{self.identity}*"),
-            *Path("/tmp").glob(f"kvcached-tp-{self.identity}*"),
-        ]:
+        shared, sockets = (
+            Path("/dev/shm").glob(f"*{self.identity}*"),
+            Path("/tmp").glob(f"kvcached-tp-{self.identity}*"),
+        )
+        for leftover in [*shared, *sockets]:
             if leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
@@ -321,7 +326,9 @@ class Running:
         """Return the servers when all of them answer; raises :class:`ServerError` if one ends or takes too long."""
         waiting = list(self.servers)
         begun = time.monotonic()
-        while waiting := [server for server in waiting if not server.is_ready()]:
+        while waiting := [server for server in waiting if not is_up(f"{server.base_url}/health")]:
+            for server in waiting:
+                server.check_alive()
             seconds = time.monotonic() - begun
             names = ", ".join(server.spec.name for server in waiting)
             if seconds > READY_SECONDS:
@@ -342,15 +349,19 @@ class Running:
             spec: configuration of the new server; None for that of the dead one.
         """
         dead = self.servers[index]
-        # Remove what the dead server left in shared memory.
-        dead.stop()
+        dead.stop()  # removes what it left in shared memory
         generation = int(dead.spec.name.partition("+")[2] or 0) + 1
         spec = replace(spec or dead.spec, name=f"{dead.spec.name.partition('+')[0]}+{generation}")
         self.servers[index] = Server(spec, self.logs, (dead.port, dead.side_channel_port))
         return self.servers[index]
 
+    def bring_back(self, *indices: int, spec: ServerSpec | None = None) -> None:
+        """:meth:`replace` dead servers, and return when all of them answer."""
+        for index in indices:
+            self.replace(index, spec)
+        self.ready()
+
     def stop(self) -> None:
-        """Stop all servers. Idempotent."""
         servers, self.servers = self.servers, []
         with contextlib.ExitStack() as stack:
             for server in servers:

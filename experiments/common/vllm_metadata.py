@@ -14,7 +14,6 @@ from pathlib import Path
 
 
 def install(version: str, site_packages: Path) -> Path:
-    """Write ``vllm-VERSION+cpu.dist-info`` into ``site_packages`` and return that folder."""
     folder = site_packages / f"vllm-{version}+cpu.dist-info"
     folder.mkdir(exist_ok=True)
     files = {

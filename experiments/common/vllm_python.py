@@ -24,7 +24,6 @@ LOCKS = Path(__file__).resolve().parents[1] / "locks"
 
 
 def digest_of(source: Source) -> str:
-    """Return the SHA-256 of the names and contents of all Python files."""
     found = hashlib.sha256()
     for path in sorted(source.paths):
         content = source.read(path).encode()

@@ -6,12 +6,10 @@ Only the parts of an index's wheel that hold Python files are fetched: a few MB 
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import subprocess
 import tempfile
-import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -52,8 +50,13 @@ def open_source(version_or_wheel: str) -> Source:
         if not path.is_file():
             raise ValueError(f"there is no file {path}")
         return Source(str(parse_wheel_filename(path.name)[1]), zipfile.ZipFile(path))
-    # Buffered, because zipfile treats a short read as the end of the file.
-    remote = io.BufferedReader(_Remote(_address_of(version_or_wheel)))
+    # Comes with torch; fetches what is read.
+    from fsspec.implementations.http import HTTPFileSystem
+
+    index = HTTPFileSystem(client_kwargs={"trust_env": True})
+    remote = index.open(_address_of(version_or_wheel), block_size=_CHUNK_BYTES)
+    if not remote.seekable():
+        raise ValueError("this index gives no parts of files; download the wheel and give its path")
     return Source(version_or_wheel, zipfile.ZipFile(remote))
 
 
@@ -73,45 +76,3 @@ def _address_of(version: str) -> str:
         if done.returncode:
             raise ValueError(f"pip finds no wheel of vllm {version}: {done.stderr.strip().splitlines()[-1]}")
         return str(json.loads(report.read_text())["install"][0]["download_info"]["url"])
-
-
-class _Remote(io.RawIOBase):
-    """A file behind a URL. Each chunk is fetched when it is first read."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self._position = url, 0
-        self._chunks: dict[int, bytes] = {}
-        self._bytes = self._fetch(0, 1)[1]
-
-    def _fetch(self, first: int, end: int) -> tuple[bytes, int]:
-        """Returns the bytes of a range, and the size of the whole file."""
-        request = urllib.request.Request(self._url, headers={"Range": f"bytes={first}-{end - 1}"})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            if response.status != 206:
-                raise ValueError("this index gives no parts of files; download the wheel and give its path")
-            return response.read(), int(response.headers["Content-Range"].rpartition("/")[2])
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._bytes}[whence]
-        return self._position
-
-    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
-        number, offset = divmod(self._position, _CHUNK_BYTES)
-        if self._position >= self._bytes:
-            return 0
-        if number not in self._chunks:
-            first = number * _CHUNK_BYTES
-            self._chunks[number], _ = self._fetch(first, min(first + _CHUNK_BYTES, self._bytes))
-        part = self._chunks[number][offset : offset + len(buffer)]
-        buffer[: len(part)] = part
-        self._position += len(part)
-        return len(part)

@@ -10,7 +10,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import yaml
 
-from experiments.common.client import Client, http_client, is_up
+from experiments.common.client import AnswerError, Client, http_client, is_up
 from experiments.common.device import FOLLOWS, nixl
 from experiments.common.model import GQA, make_model
 from experiments.common.pages import own_names
@@ -56,20 +56,18 @@ class Prometheus:
 
     Attributes:
         began_at: seconds since the epoch.
-        names: HOST:PORT of a server -> its name.
     """
 
     def __init__(self, url: str, targets: Path) -> None:
         self._http = httpx.Client(base_url=url, trust_env=False, timeout=60.0)
         self._targets = targets
         self.began_at = time.time()
-        self.names: dict[str, str] = {}
 
-    def scrape(self, names: dict[str, str]) -> None:
-        """Scrape these servers, URL -> name, and no other ones; the name is the label ``instance`` of their series."""
-        places = {url.removeprefix("http://"): name for url, name in names.items()}
-        self.names |= places
-        scraped = [{"targets": [place], "labels": {"instance": name, "job": "vllm"}} for place, name in places.items()]
+    def scrape(self, servers: Sequence[Server]) -> None:
+        """Scrape these servers, and no other ones; their names are the label ``instance`` of their series."""
+        scraped = [
+            {"targets": [f"{HOST}:{one.port}"], "labels": {"instance": one.spec.name, "job": "vllm"}} for one in servers
+        ]
         partial = self._targets.with_suffix(".partial")
         partial.write_text(json.dumps(scraped))
         partial.replace(self._targets)
@@ -77,29 +75,22 @@ class Prometheus:
     def over_time(self, expression: str) -> list[dict[str, Any]]:
         """Return the series of an expression from the start until now, each with ``metric`` and ``values``."""
         window = {"start": self.began_at, "end": time.time(), "step": STEP_SECONDS}
-        found: list[dict[str, Any]] = self._ask("query_range", query=expression, **window)["result"]
-        return found
+        return self._ask("query_range", query=expression, **window)
 
     def now(self, expression: str) -> float | None:
         """Return the only value of an expression now; None if it has none."""
-        found = self._ask("query", query=expression)["result"]
+        found = self._ask("query", query=expression)
         return float(found[0]["value"][1]) if found else None
-
-    def fired(self) -> list[str]:
-        """Return the alerts that have fired."""
-        return sorted({one["metric"]["alertname"] for one in self.over_time('ALERTS{alertstate="firing"}')})
 
     def version(self) -> str:
         return str(self._http.get("/api/v1/status/buildinfo").json()["data"]["version"])
 
-    def is_ready(self) -> bool:
-        return is_up(str(self._http.base_url.join("/-/ready")))
-
-    def _ask(self, what: str, **params: Any) -> Any:
+    def _ask(self, what: str, **params: Any) -> list[dict[str, Any]]:
         content = self._http.post(f"/api/v1/{what}", data=params).json()
         if content["status"] != "success":
             raise ServerError(f"found that Prometheus refuses {params}: {content.get('error')}")
-        return content["data"]
+        found: list[dict[str, Any]] = content["data"]["result"]
+        return found
 
 
 def config_of(targets: Path) -> dict[str, Any]:
@@ -125,9 +116,9 @@ def scraping(program: str, logs: Path) -> Iterator[Prometheus]:
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config_of(targets)))
     command = [program, f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address={HOST}:{port}", "--log.level=warn"]
-    made = Prometheus(f"http://{HOST}:{port}", targets)
-    with running_router(command, logs / "prometheus.log", made.is_ready, "/-/ready to answer"):
-        yield made
+    url = f"http://{HOST}:{port}"
+    with running_router(command, logs / "prometheus.log", lambda: is_up(f"{url}/-/ready"), "/-/ready to answer"):
+        yield Prometheus(url, targets)
 
 
 @dataclass
@@ -160,14 +151,13 @@ def specs_of(pair: str) -> list[ServerSpec]:
 
 
 def load_pair(pair: str, prometheus: Prometheus, logs: Path, say: Say) -> Load:
-    """Start a pair, load it, make it fail, and stop it."""
     say(f"{pair}: starting the servers")
     load = Load(pair, round(time.time() - prometheus.began_at, 1))
     with Asking(specs_of(pair), logs) as launched:
         servers = launched.ready()
-        prometheus.scrape({server.base_url: server.spec.name for server in servers})
+        prometheus.scrape(servers)
         asyncio.run(_drive(load, servers, prometheus, say))
-        prometheus.scrape({})
+        prometheus.scrape([])
     return load
 
 
@@ -188,7 +178,7 @@ async def _drive(load: Load, servers: list[Server], prometheus: Prometheus, say:
 
 class _Driver:
     def __init__(self, load: Load, servers: list[Server], http: httpx.AsyncClient) -> None:
-        self._load, self._servers, self._http = load, servers, http
+        self._load, self._servers = load, servers
         self._prefill, self._decode = (Client(server.base_url, http) for server in servers)
         self._numbers = itertools.count()
         self._random = random.Random(5)
@@ -197,7 +187,6 @@ class _Driver:
         return self._random.choices(range(3, 500), k=length or self._random.choice(LENGTHS))
 
     async def ask_for(self, seconds: float) -> None:
-        """Ask decode, `AT_ONCE` requests at a time."""
         until = time.monotonic() + seconds
 
         async def one() -> None:
@@ -207,18 +196,15 @@ class _Driver:
         await asyncio.gather(*(one() for _ in range(AT_ONCE)))
 
     async def _ask(self) -> None:
-        url = f"{self._decode.base_url}/v1/completions"
-        body = {"model": "model", "prompt": self._prompt(), "max_tokens": 16, "stream": True, "ignore_eos": True}
+        name = f"load-{next(self._numbers)}"
         try:
-            async with self._http.stream("POST", url, json=body) as answer:
-                is_right = answer.status_code == httpx.codes.OK and b'"error"' not in await answer.aread()
-                outcome = OK if is_right else f"status {answer.status_code} and an error"
-        except httpx.TransportError as error:
-            outcome = type(error).__name__
-        self._load.outcomes[outcome] += 1
-        if outcome != OK:
+            await self._decode.token_times(self._prompt(), 16, name, None)
+            outcome = OK
+        except (AnswerError, httpx.TransportError) as error:
+            outcome = f"{type(error).__name__} {getattr(error, 'status', '')}".strip()
             # Refusals come at once; without a pause they would be most of the load.
             await asyncio.sleep(0.2)
+        self._load.outcomes[outcome] += 1
 
     async def with_faults(self, say: Say) -> None:
         """Everything that an operator's dashboard is there to show."""

@@ -35,7 +35,6 @@ class Query:
     legend: str = ""
 
     def over(self, seconds: int) -> str:
-        """Return the expression for so many seconds."""
         return self.expression.replace("$__range", f"{seconds}s")
 
     def label(self, metric: Mapping[str, str]) -> str:

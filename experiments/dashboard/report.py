@@ -14,7 +14,6 @@ from typing import Any
 from rich.table import Table
 
 from experiments.common.report import (
-    REPOSITORY,
     Narrator,
     Verdict,
     begin,
@@ -25,7 +24,6 @@ from experiments.common.report import (
     save,
 )
 from experiments.common.servers import ServerError
-from experiments.dashboard.__main__ import PICTURE
 from experiments.dashboard.pairs import OK, PAIRS, Load, Prometheus, load_pair, scraping
 from experiments.dashboard.queries import FOLDER, Query, read_alerts, read_dashboard
 
@@ -37,7 +35,6 @@ MOST_NAMES = 6
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure and return the exit status."""
     program = shutil.which("prometheus")
     if program is None:
         raise ServerError("found no prometheus on the PATH. No query can be run. apt-get install prometheus")
@@ -49,14 +46,15 @@ def main(options: argparse.Namespace) -> int:
         narrator.say("asking Prometheus")
         queries = [*read_dashboard(FOLDER / "dashboard.json"), *read_alerts(FOLDER / "alerts.yaml")]
         found = run_queries(prometheus, queries)
+        fired = prometheus.over_time('ALERTS{alertstate="firing"}')
         content = {
             "began": began,
             "prometheus": prometheus.version(),
-            "alerts_fired": prometheus.fired(),
+            "alerts_fired": sorted({one["metric"]["alertname"] for one in fired}),
             "loads": [vars(one) for one in loads],
             "queries": [one.as_json() for one in found],
         }
-    draw(found, loads, logs / "dashboard.png" if options.pair else REPOSITORY / PICTURE)
+    draw(found, loads, logs / "dashboard.png" if options.pair else FOLDER / "dashboard.png")
     path = logs / "results.json" if options.pair else RESULTS / f"{last_name(options.vllm)}.json"
     return conclude([table_of(found)], judge(found, loads), path, content)
 
@@ -88,14 +86,12 @@ def run_queries(prometheus: Prometheus, queries: Sequence[Query]) -> list[Answer
         for one in prometheus.over_time(query.over(seconds)):
             pairs = [(float(at) - prometheus.began_at, float(value)) for at, value in one["values"]]
             if finite := [pair for pair in pairs if math.isfinite(pair[1])]:
-                named = {label: prometheus.names.get(value, value) for label, value in one["metric"].items()}
-                answer.series.append((named, finite))
+                answer.series.append((one["metric"], finite))
         found.append(answer)
     return found
 
 
 def judge(found: Sequence[Answer], loads: Sequence[Load]) -> list[Verdict]:
-    """Return the targets."""
     asked = [one for one in found if one.query is not PLANTED]
     empty = [f"{one.query.row}: {one.query.panel}" for one in asked if not one.num_values]
     (planted,) = [one for one in found if one.query is PLANTED]
@@ -113,13 +109,11 @@ def judge(found: Sequence[Answer], loads: Sequence[Load]) -> list[Verdict]:
 
 
 def table_of(found: Sequence[Answer]) -> Table:
-    """Return a row per query."""
     rows = [(one.query.row, one.query.panel, str(len(one.series)), str(one.num_values)) for one in found]
     return make_table("what each query returned", ("row", "panel", "series", "values"), rows)
 
 
 def draw(found: Sequence[Answer], loads: Sequence[Load], path: Path) -> None:
-    """Draw the dashboard's panels in its order."""
     from PIL import Image
 
     panels: dict[str, list[Answer]] = {}

@@ -8,12 +8,9 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +18,18 @@ from pathlib import Path
 import httpx
 from rich.table import Table
 
-from experiments.common.command_line import MODES
 from experiments.common.counted import count
+from experiments.common.device import MODES
 from experiments.common.report import REPOSITORY, Narrator, begin, conclude, last_name, make_table
 from experiments.common.report import Verdict as Target
 from experiments.common.servers import Running, ServerError, ServerSpec, asks
-from experiments.fleet_change.__main__ import BEFORE
 from experiments.stacks import measure as stacks
 from experiments.stacks import traffic
 from experiments.stacks.environments import Say
 from experiments.stacks.routers import nginx
 from experiments.stacks.traffic import Answer, Request, Verdict
 
+BEFORE = "0.26.0"
 RESULTS = Path(__file__).resolve().parent / "results"
 KINDS = ("completion", "completion, streamed", "completion, streamed")
 """Of requests, each as often."""
@@ -67,7 +64,6 @@ class Phase:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure and return the exit status."""
     began, stamp = begin(options.vllm)
     logs = RESULTS / stamp
     made = subprocess.run(["bash", "experiments/env.sh", BEFORE], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
@@ -116,7 +112,6 @@ def expected_of(before: Path, logs: Path, say: Say) -> dict[Request, Answer]:
 def measure(
     mode: str, before: Path, expected: dict[Request, Answer], changes: Sequence[str], logs: Path, say: Say
 ) -> list[Phase]:
-    """Start four servers and a balancer, and go through ``changes``."""
     with contextlib.ExitStack() as stack:
         prefills = stack.enter_context(Running([spec(name, mode, before) for name in PREFILLS], logs))
         decodes = stack.enter_context(
@@ -167,26 +162,17 @@ class Fleet:
             for some in (self._prefills, self._decodes):
                 time.sleep(SETTLE_SECONDS)
                 server = some.servers[place]
-                os.kill(server.process.pid, signal.SIGTERM)
-                try:
-                    server.process.wait(2 * SHUTDOWN_SECONDS)
-                except subprocess.TimeoutExpired as error:
-                    name = server.spec.name
-                    raise ServerError(f"found {name} still running {2 * SHUTDOWN_SECONDS} s after SIGTERM") from error
-                new = server.spec if executable is None else dataclasses.replace(server.spec, executable=executable)
-                some.replace(place, new)
-                some.ready()
+                server.shut_down()
+                spec = server.spec
+                some.bring_back(place, spec=dataclasses.replace(spec, executable=executable or spec.executable))
         time.sleep(SETTLE_SECONDS)
 
     def kill(self, some: Running, *places: int) -> None:
-        """Kill servers without a notice, and start them again after a while."""
         time.sleep(SETTLE_SECONDS)
         for place in places:
             some.servers[place].kill()
         time.sleep(GONE_SECONDS)
-        for place in places:
-            some.replace(place)
-        some.ready()
+        some.bring_back(*places)
         time.sleep(SETTLE_SECONDS)
 
     def failed_hand_overs(self) -> int:
@@ -204,20 +190,13 @@ def _phase(
 ) -> Phase:
     begun, failed_before = time.monotonic(), fleet.failed_hand_overs()
     found = asyncio.run(traffic.meanwhile(fleet.url, asked, act, AT_ONCE))
-    counted = Counter(one.verdict for one in found)
-    phase = Phase(
-        mode,
-        change,
-        round(time.monotonic() - begun, 1),
-        {kind.value: counted[kind] for kind in Verdict if counted[kind]},
-        max(0, fleet.failed_hand_overs() - failed_before),
-    )
+    failed = max(0, fleet.failed_hand_overs() - failed_before)
+    phase = Phase(mode, change, round(time.monotonic() - begun, 1), traffic.counted(found), failed)
     say(f"{mode}, {change}: {phase.outcomes}")
     return phase
 
 
 def table_of(phases: Sequence[Phase]) -> Table:
-    """Return a row per phase."""
     kinds = [kind.value for kind in Verdict]
     rows = []
     for one in phases:
@@ -227,8 +206,6 @@ def table_of(phases: Sequence[Phase]) -> Table:
 
 
 def judge(phases: Sequence[Phase]) -> list[Target]:
-    """Return the targets."""
-
     def total(some: Sequence[Phase], *kinds: Verdict) -> int:
         return sum(one.outcomes.get(kind.value, 0) for one in some for kind in kinds)
 

@@ -140,7 +140,6 @@ class Chaos:
     # ------------------------------------------------------------------------------------------ faults
 
     def _kinds(self) -> dict[str, Inflict]:
-        """Return name -> function for each kind of fault."""
         if self.arm.is_short:
             return self._shortages()
         still = {SHORTER: SHORTER_SECONDS, LONGER: LONGER_SECONDS}
@@ -162,14 +161,14 @@ class Chaos:
         still = f"limits change, prefill stands still, {SHORTER}"
         kinds: dict[str, Inflict] = {
             "limits change": lambda: change_limits(self.running.servers, self.draw),
-            "limits and both neighbours": self._everything_is_short,
-            still: lambda: self._short_and(self._stand_still, SHORTER_SECONDS),
-            "limits change, prefill is paused": lambda: self._short_and(self._pause),
+            "limits and both neighbours": lambda: self._limits_and(self._neighbours, 0, 1),
+            still: lambda: self._limits_and(self._stand_still, 0, SHORTER_SECONDS),
+            "limits change, prefill is paused": lambda: self._limits_and(self._pause, 0),
             "clients go away while they wait": self._clients_of_a_burst_go_away,
-            "memory changes, prefill is killed": lambda: self._short_and(self._kill),
+            "memory changes, prefill is killed": lambda: self._limits_and(self._kill, 0),
         }
         for side, name in enumerate(SIDES):
-            kinds[f"a neighbour of {name}"] = partial(self._neighbour, side)
+            kinds[f"a neighbour of {name}"] = partial(self._neighbours, side)
             kinds[f"{name} is shut down"] = partial(self._shut_down, side)
         return kinds
 
@@ -181,32 +180,22 @@ class Chaos:
             "weights change": self._change_weights,
         }
 
-    async def _neighbour(self, side: int) -> None:
-        await be_a_neighbour(self.running.servers[side], self.draw)
+    async def _neighbours(self, *sides: int) -> None:
+        await asyncio.gather(*(be_a_neighbour(self.running.servers[side], self.draw) for side in sides))
 
     async def _kill(self, side: int) -> None:
         self.running.servers[side].kill()
-        self.running.replace(side)
-        await asyncio.to_thread(self.running.ready)
+        await asyncio.to_thread(self.running.bring_back, side)
 
     async def _shut_down(self, side: int) -> None:
         """As an orchestrator does it: SIGTERM, and a new server when the old one has ended."""
-        server = self.running.servers[side]
-        server.ask_to_stop()
-        async with asyncio.timeout(HANG_SECONDS):
-            while server.process.poll() is None:
-                await asyncio.sleep(LOOK_SECONDS)
-        self.running.replace(side)
-        await asyncio.to_thread(self.running.ready)
+        await asyncio.to_thread(self.running.servers[side].shut_down)
+        await asyncio.to_thread(self.running.bring_back, side)
 
-    async def _everything_is_short(self) -> None:
-        servers, draw = self.running.servers, self.draw
-        await asyncio.gather(change_limits(servers, draw), *(be_a_neighbour(server, draw) for server in servers))
-
-    async def _short_and(self, inflict: Callable[..., Awaitable[None]], *arguments: float) -> None:
-        """Inflict another fault on prefill while limits change."""
+    async def _limits_and(self, inflict: Callable[..., Awaitable[None]], *arguments: float) -> None:
+        """Inflict another fault while limits change, but not those of a prefill that is killed."""
         servers = self.running.servers[1:] if inflict == self._kill else self.running.servers
-        await asyncio.gather(change_limits(servers, self.draw), inflict(0, *arguments))
+        await asyncio.gather(change_limits(servers, self.draw), inflict(*arguments))
 
     async def _stand_still(self, side: int, seconds: float) -> None:
         server = self.running.servers[side]
@@ -230,11 +219,9 @@ class Chaos:
         began = time.monotonic()
         memory = await self._idle.seconds_until(1)
         self.recoveries.append(Recovery(MEANWHILE, time.monotonic() - began, 0.0, memory))
-        self.running.replace(0)
-        await asyncio.to_thread(self.running.ready)
+        await asyncio.to_thread(self.running.bring_back, 0)
 
     async def _pause(self, *sides: int) -> None:
-        """Pause and resume these sides while clients keep sending requests."""
         for side in sides:
             mode, clears = self.draw.choice(["keep", "wait", "abort"]), self.draw.choice(["true", "false"])
             await self._tell(side, "pause", mode=mode, clear_cache=clears)

@@ -14,7 +14,6 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from hostvmm.device import device_info, occupy
 
@@ -23,7 +22,7 @@ from experiments.common.pages import PageWatch, own_names
 from experiments.common.servers import Running, Server, ServerError
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
 from experiments.lease_recovery.traffic import LOOK_SECONDS
-from kvcached_nixl.naming.wants import Want, Wants
+from kvcached_nixl.naming import Want, Wants
 
 GIVE_UP_SECONDS = 4 * (LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)
 _USAGE = "vllm:kv_cache_usage_perc"
@@ -79,42 +78,31 @@ def _wants(server: Server) -> Iterator[Wants]:
 # ------------------------------------------------------------------------------------------------- what servers say
 
 
-class Held(NamedTuple):
-    """Memory that a server uses: the fraction of its blocks, and the bytes that kvcached has mapped."""
-
-    blocks: float
-    bytes: int
-
-
 class IdleMemory:
-    """The memory that each server of a pair uses when it is idle."""
+    """What each server of a pair uses when it is idle: the fraction of its blocks, and kvcached's mapped bytes."""
 
     def __init__(self, running: Running) -> None:
         self._running = running
-        self._idle: list[Held] = []
+        self._idle: list[tuple[float, int]] = []
 
     async def note(self) -> None:
         """Take what the servers use now as their idle level. They must be idle."""
-        self._idle = [held for _, held in await self._held()]
+        self._idle = [await _held(server) for server in self._running.servers]
 
     async def seconds_until(self, *sides: int) -> float | None:
         """Return the seconds until these sides, or both, use no more blocks and pages than when idle; None if that
         takes longer than GIVE_UP_SECONDS."""
         began = time.monotonic()
         while time.monotonic() - began < GIVE_UP_SECONDS:
-            held = await self._held(*sides)
-            if all(now.blocks <= self._idle[side].blocks and now.bytes <= self._idle[side].bytes for side, now in held):
+            held = [(await _held(self._running.servers[side]), self._idle[side]) for side in sides or (0, 1)]
+            if all(now[0] <= idle[0] and now[1] <= idle[1] for now, idle in held):
                 return time.monotonic() - began
             await asyncio.sleep(LOOK_SECONDS)
         return None
 
-    async def _held(self, *sides: int) -> list[tuple[int, Held]]:
-        """Return (side, memory that it uses) for these sides, or both."""
-        servers = self._running.servers
-        return [
-            (side, Held(max(await _metric(servers[side], _USAGE)), mapped_bytes(servers[side])))
-            for side in sides or range(len(servers))
-        ]
+
+async def _held(server: Server) -> tuple[float, int]:
+    return max(await _metric(server, _USAGE)), mapped_bytes(server)
 
 
 def mapped_bytes(server: Server) -> int:
@@ -123,7 +111,6 @@ def mapped_bytes(server: Server) -> int:
 
 
 async def leases_ended(prefill: Server) -> int:
-    """Return how many leases of prefill have ended since it started."""
     return round(sum(await _metric(prefill, _LEASES_ENDED)))
 
 

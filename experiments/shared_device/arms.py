@@ -64,15 +64,12 @@ class Arm:
 
     @property
     def tag(self) -> str:
-        """Its name for files."""
         return tag_of(self.name)
 
     def sides(self) -> tuple[str, ...]:
-        """Return the servers of each model."""
         return ("prefill", "decode") if self.connector else ("alone",)
 
     def specs(self, model: str, device_name: str) -> list[ServerSpec]:
-        """Return the configuration of a model's servers; ``device_name`` is that of the emulated device."""
         return [
             ServerSpec(
                 name=f"{self.tag}-{model}-{side}",

@@ -5,27 +5,24 @@ give up when they have waited too long, and compare what they get with what is r
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import enum
-import hashlib
 import itertools
-import json
 import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import anyio
 import httpx
 
 from experiments.common.client import Answer as Alone
-from experiments.common.client import answers_of
-from experiments.common.model import CACHE, make_model
-from experiments.common.servers import Running, Server, ServerError, ServerSpec
+from experiments.common.client import AnswerError, Client, answers_of
+from experiments.common.model import make_model
+from experiments.common.servers import Running, ServerError, ServerSpec
 from experiments.shared_device.arms import BLOCK_SIZE, MAX_MODEL_LEN, MODELS
-from kvcached_nixl.vllm.adapter.versions import found_version
 
 LENGTHS = (256, 512, 512, 768, 1024, 1536)
 """Of prompts, in tokens: whole blocks, so that the bytes of a hand-over say how many tokens it moved."""
@@ -39,7 +36,6 @@ class Arrival:
 
     Attributes:
         at_seconds: after the begin of the load.
-        model: name of the model.
         prompt: number of its prompt, among those of the model.
         max_tokens: of its answer.
     """
@@ -69,22 +65,13 @@ class Swell:
 
 
 def arrivals(model: str, swell: Swell, seconds: float, prompts: int, seed: int) -> list[Arrival]:
-    """Return a Poisson process with the rate of ``swell``, by thinning.
-
-    Args:
-        prompts: how many prompts there are; the lengths of answers are drawn as well.
-    """
+    """Return a Poisson process with the rate of ``swell``, by thinning; the lengths of answers are drawn as well."""
     draw = random.Random(f"{seed} {model}")
     found, now = [], 0.0
     while (now := now + draw.expovariate(swell.high)) < seconds:
         if draw.random() * swell.high < swell.at(now):
             found.append(Arrival(now, model, draw.randrange(prompts), draw.choice(MAX_TOKENS)))
     return found
-
-
-def merged(*loads: Sequence[Arrival]) -> list[Arrival]:
-    """Return several models' requests in the order of their arrival."""
-    return sorted((one for load in loads for one in load), key=lambda one: one.at_seconds)
 
 
 def draw_prompts(count: int, seed: int) -> list[list[int]]:
@@ -116,11 +103,11 @@ class Outcome(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Target:
-    """Where a model's requests go, its prompts, and the right answer to each."""
+    """A model's prompts and the right answer to each; ``url``: where its requests go."""
 
-    url: str
     prompts: Sequence[Sequence[int]]
     answers: Sequence[Sequence[int]]
+    url: str = ""
 
 
 @dataclass
@@ -170,88 +157,41 @@ async def nudge(targets: Mapping[str, Target]) -> None:
     """Send each model one short request: an idle prefill counts what it has moved when it computes the next prompt."""
     async with httpx.AsyncClient(timeout=ANSWER_SECONDS, trust_env=False) as http:
         for target in targets.values():
-            body = {"model": "model", "prompt": list(target.prompts[0][:NUDGE_TOKENS]), "max_tokens": 1}
-            await http.post(f"{target.url}/v1/completions", json=body)
+            prompt = target.prompts[0][:NUDGE_TOKENS]
+            with contextlib.suppress(AnswerError):
+                await Client(target.url, http).complete(prompt, max_tokens=1, salt="nudge", request_id="nudge")
 
 
 async def ask(http: httpx.AsyncClient, target: Target, one: Arrival, salt: str) -> Received:
     """Send one request and judge its answer. ``salt``: of its own, so that no prefix cache knows its prompt."""
-    prompt = target.prompts[one.prompt]
-    found = Received(one.model, one.at_seconds, len(prompt))
-    body = {
-        "model": "model",
-        "prompt": list(prompt),
-        "max_tokens": one.max_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "cache_salt": salt,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    tokens: list[int] = []
-    first = asyncio.Event()
-    reading = asyncio.ensure_future(_read(http, f"{target.url}/v1/completions", body, tokens, found, first))
-    waiting = asyncio.ensure_future(first.wait())
-    try:
-        await asyncio.wait({reading, waiting}, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if not first.is_set() and not reading.done():
-            found.outcome = Outcome.LEFT
-            return found
-        await asyncio.wait({reading}, timeout=ANSWER_SECONDS)
-        if reading.done() and not reading.exception():
-            found.outcome = reading.result()
-            if found.outcome is Outcome.RIGHT and tokens != list(target.answers[one.prompt][: one.max_tokens]):
-                found.outcome = Outcome.WRONG
-        elif reading.done():
-            found.outcome, found.why = Outcome.FAILED, repr(reading.exception())[:200]
-        return found
-    finally:
-        for task in (reading, waiting):
-            task.cancel()
-        await asyncio.gather(reading, waiting, return_exceptions=True)
-
-
-async def _read(
-    http: httpx.AsyncClient,
-    url: str,
-    body: dict[str, Any],
-    tokens: list[int],
-    found: Received,
-    first: asyncio.Event,
-) -> Outcome:
-    begun = last = time.monotonic()
+    prompt, right = target.prompts[one.prompt], list(target.answers[one.prompt][: one.max_tokens])
+    found, tokens = Received(one.model, one.at_seconds, len(prompt)), list[int]()
+    parts = Client(target.url, http).stream(
+        prompt, max_tokens=one.max_tokens, salt=salt, request_id=salt, return_token_ids=True
+    )
+    begun = last = time.perf_counter()
     gaps: list[float] = []
-    async with http.stream("POST", url, json=body) as reply:
-        if reply.status_code != httpx.codes.OK:
-            found.why = (await reply.aread())[:200].decode(errors="replace")
-            found.retry_after = "retry-after" in reply.headers
-            return Outcome.REFUSED if reply.status_code in _BUSY else Outcome.FAILED
-        async for line in reply.aiter_lines():
-            if line == "data: [DONE]":
-                # A whole answer is judged by its tokens.
-                return Outcome.RIGHT
-            if not line.startswith("data: "):
-                continue
-            said = json.loads(line.removeprefix("data: "))
-            if "error" in said:
-                found.why = json.dumps(said["error"])[:200]
-                is_busy = str(said["error"].get("code")) in map(str, _BUSY)
-                return Outcome.REFUSED if is_busy and not tokens else Outcome.FAILED
-            new = [token for choice in said["choices"] for token in choice.get("token_ids") or ()]
-            if not new:
-                continue
-            now = time.monotonic()
-            if found.first_token_seconds is None:
-                found.first_token_seconds = now - begun
-                first.set()
-                gaps += [0.0] * (len(new) - 1)
-            else:
-                gaps += [(now - last) / len(new)] * len(new)
-            found.gaps_ms = " ".join(f"{gap * 1e3:.0f}" for gap in gaps)
-            last = now
-            tokens += new
-    found.why = "the stream ended without [DONE]"
-    return Outcome.FAILED
+    try:
+        with anyio.fail_after(PATIENCE_SECONDS) as limit:
+            async for now, part in parts:
+                new = [token for choice in part["choices"] for token in choice.get("token_ids") or ()]
+                if new and found.first_token_seconds is None:
+                    limit.deadline = anyio.current_time() + ANSWER_SECONDS
+                    found.first_token_seconds = now - begun
+                    gaps += [0.0] * (len(new) - 1)
+                elif new:
+                    gaps += [(now - last) / len(new)] * len(new)
+                tokens, last = tokens + new, now if new else last
+        found.outcome = Outcome.RIGHT if tokens == right else Outcome.WRONG
+    except TimeoutError:
+        found.outcome = Outcome.NO_END if tokens else Outcome.LEFT
+    except AnswerError as error:
+        found.outcome = Outcome.REFUSED if error.status in _BUSY and not tokens else Outcome.FAILED
+        found.retry_after, found.why = error.retry_after, str(error)[:200]
+    except httpx.HTTPError as error:
+        found.outcome, found.why = Outcome.FAILED, repr(error)[:200]
+    found.gaps_ms = " ".join(f"{gap * 1e3:.0f}" for gap in gaps)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- the right answers
@@ -267,56 +207,23 @@ stock vLLM, too."""
 AT_A_TIME = 6
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Prompts of a model, and the right answer to each."""
-
-    prompts: list[list[int]]
-    answers: list[list[int]]
-
-
-def reference_of(logs: Path, say: Callable[[str], None]) -> dict[str, Asked]:
-    """Return the answers of an earlier run with this vLLM; else start a stock server for each model, ask, stop."""
-    folders = {model: make_model(shape) for model, shape in MODELS.items()}
-    words = [
-        *(found_version("vllm"), KEPT, DRAWN, LEAST_LEAD, LENGTHS, MAX_TOKENS, MAX_MODEL_LEN),
-        *(f"{model} {folder.name}" for model, folder in folders.items()),
-    ]
-    known = CACHE / f"answers-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]}.json"
-    if not known.is_file():
-        found = _reference_of(folders, logs, say)
-        partial = known.with_suffix(".partial")
-        partial.write_text(json.dumps({model: dataclasses.asdict(one) for model, one in found.items()}))
-        partial.replace(known)
-    return {model: Asked(**one) for model, one in json.loads(known.read_text()).items()}
-
-
-def _reference_of(folders: Mapping[str, Path], logs: Path, say: Callable[[str], None]) -> dict[str, Asked]:
+def reference_of(logs: Path, say: Callable[[str], None]) -> dict[str, Target]:
+    """Start a stock server for each model, ask, and stop it; returns each model's prompts and answers."""
     specs = [
-        ServerSpec(
-            name=f"reference-{model}",
-            model=folder,
-            dtype="float32",
-            block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            forks=True,
-        )
-        for model, folder in folders.items()
+        ServerSpec(f"reference-{model}", make_model(shape), "float32", BLOCK_SIZE, MAX_MODEL_LEN, forks=True)
+        for model, shape in MODELS.items()
     ]
-    with Running(specs, logs, say) as launched:
-        say("the right answers")
-        return asyncio.run(_ask(dict(zip(folders, launched.ready(), strict=True))))
-
-
-async def _ask(servers: Mapping[str, Server]) -> dict[str, Asked]:
     found = {}
-    for seed, (model, server) in enumerate(servers.items()):
-        prompts = draw_prompts(DRAWN, seed)
-        found[model] = chosen(prompts, await answers_of(server.base_url, prompts, max(MAX_TOKENS), "right", AT_A_TIME))
+    with Running(specs, logs, say) as launched:
+        for seed, (model, server) in enumerate(zip(MODELS, launched.ready(), strict=True)):
+            say("the right answers")
+            prompts = draw_prompts(DRAWN, seed)
+            answers = asyncio.run(answers_of(server.base_url, prompts, max(MAX_TOKENS), "right", AT_A_TIME))
+            found[model] = chosen(prompts, answers)
     return found
 
 
-def chosen(prompts: list[list[int]], answers: list[Alone], count: int = KEPT) -> Asked:
+def chosen(prompts: list[list[int]], answers: list[Alone], count: int = KEPT) -> Target:
     """Return ``count`` of the prompts whose answers have no close decision, with all lengths as often."""
     kept: list[int] = []
     for length in dict.fromkeys(LENGTHS):
@@ -332,4 +239,4 @@ def chosen(prompts: list[list[int]], answers: list[Alone], count: int = KEPT) ->
                 f"{wanted}. Wrong answers could not be told from rounding. Draw more prompts."
             )
         kept += clear[:wanted]
-    return Asked([prompts[one] for one in kept], [answers[one].token_ids for one in kept])
+    return Target([prompts[one] for one in kept], [answers[one].token_ids for one in kept])

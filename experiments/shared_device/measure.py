@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one arm of a table; and a pair with twice as many requests as decode can answer, where decode asks prefill if it
-has room, or a router asks always."""
+has room, or a router asks always. Counts what servers have computed and moved, and watches the memory of the device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -15,25 +16,101 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+from hostvmm.device import NAME_VARIABLE, SIZE_VARIABLE, device_info
 
+from experiments.common.counted import count, settled
 from experiments.common.device import with_extra
+from experiments.common.pages import Sampler
 from experiments.common.report import Narrator
-from experiments.common.servers import Asking, Running, ServerError, asks
-from experiments.shared_device.arms import BLOCK_SIZE, MODELS, PULL, Arm
-from experiments.shared_device.clients import (
-    Arrival,
-    Asked,
-    Outcome,
-    Received,
-    Swell,
-    Target,
-    arrivals,
-    ask,
-    nudge,
-    offered,
-)
-from experiments.shared_device.counts import Counts, DeviceWatch, Engines, Sample, settled_counts
+from experiments.common.servers import Asking, Running, Server, ServerError, asks
+from experiments.shared_device.arms import BLOCK_SIZE, DEVICE_GIB, KV_BYTES_PER_TOKEN, MODELS, PULL, Arm
+from experiments.shared_device.clients import Arrival, Outcome, Received, Swell, Target, arrivals, ask, nudge, offered
 from experiments.stacks.routers import vllm_router
+
+Engines = Mapping[tuple[str, str], Server]
+"""By model and side."""
+Counts = Mapping[str, float]
+"""Since the servers' start, or between two looks.
+
+prefilled: tokens of prompts that prefill servers have computed; moved: tokens whose KV decode has received; preempted:
+requests that lost their blocks at any server and were computed again; revoked: offers that prefill took back.
+"""
+SAMPLE_SECONDS = 0.25
+
+
+@dataclass
+class Ran:
+    """One arm's run, or all runs of one way.
+
+    Attributes:
+        load_seconds: how long requests were sent.
+        samples: seconds since the begin, and the bytes of the device that each engine has; none where it is split.
+        not_run: why it was not; then all else is empty.
+    """
+
+    arm: str
+    load_seconds: float = 0.0
+    received: list[Received] = field(default_factory=list)
+    counts: Counts = field(default_factory=dict)
+    samples: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+    not_run: str = ""
+
+    @property
+    def wasted_share(self) -> float | None:
+        """Share of prefilled tokens whose KV no decode has received; None if nothing was prefilled."""
+        prefilled = self.counts.get("prefilled", 0.0)
+        return max(0.0, 1 - self.counts["moved"] / prefilled) if prefilled > 0 else None
+
+
+def read_counts(engines: Engines) -> Counts:
+    servers = list(engines.values())
+    return {
+        "prefilled": count(
+            [one for (_, side), one in engines.items() if side == "prefill"], "vllm:prompt_tokens_total"
+        ),
+        "moved": count(servers, "vllm:nixl_bytes_transferred_sum") / KV_BYTES_PER_TOKEN,
+        "preempted": count(servers, "vllm:num_preemptions_total"),
+        "revoked": count(servers, "kvcached_nixl:revoked_offers_total"),
+    }
+
+
+class DeviceWatch(Sampler):
+    """Samples the emulated device ``name`` during a ``with`` block.
+
+    Args:
+        sessions: the engines' sessions (process ids of their leaders), by the engine's name.
+    """
+
+    def __init__(self, name: str, sessions: Mapping[str, int]) -> None:
+        super().__init__(f"memory of {name}", SAMPLE_SECONDS)
+        self._environment = {NAME_VARIABLE: name, SIZE_VARIABLE: str(DEVICE_GIB)}
+        self._names = {session: name for name, session in sessions.items()}
+        self._begun_seconds = time.monotonic()
+        self.samples: list[tuple[float, dict[str, int]]] = []
+
+    def sample(self) -> None:
+        used = dict.fromkeys(self._names.values(), 0)
+        for process in device_info(environment=self._environment).processes:
+            with contextlib.suppress(ProcessLookupError, KeyError):
+                used[self._names[os.getsid(process.pid)]] += process.created_bytes
+        self.samples.append((time.monotonic() - self._begun_seconds, used))
+
+
+def offered_and_counted(
+    engines: Engines, targets: Mapping[str, Target], load: Sequence[Arrival], salt: str, say: Callable[[str], None]
+) -> tuple[list[Received], Counts]:
+    """Offer the load; return what came of it, and what the servers have counted meanwhile."""
+    before = settled(lambda: read_counts(engines))
+    received = asyncio.run(offered(load, targets, salt, say))
+    for one in engines.values():
+        one.check_alive()
+    asyncio.run(nudge(targets))
+    after = settled(lambda: read_counts(engines))
+    return received, {name: after[name] - before[name] for name in after}
+
+
+# ------------------------------------------------------------------------------------------------------------- overload
+
 
 MODEL = "a"
 DECODE_TOKENS = 3072
@@ -42,25 +119,11 @@ TIMES_CAPACITY = 2.0
 CLOSED_LOOP_CLIENTS = 6
 CAPACITY_SECONDS, LOAD_SECONDS, ROUNDS = 30.0, 45.0, 2
 QUICK_CAPACITY_SECONDS, QUICK_LOAD_SECONDS, QUICK_ROUNDS = 15.0, 20.0, 1
-ASKS, BEHIND = "decode asks", "behind vllm-router"
-WAYS = (ASKS, BEHIND)
-
-
-@dataclass
-class Ran:
-    """One arm's run, or all runs of one way. ``load_seconds``: how long requests were sent; ``samples``: of the device,
-    none where it is split. ``not_run``: why it was not; then all else is empty."""
-
-    arm: str
-    load_seconds: float = 0.0
-    received: list[Received] = field(default_factory=list)
-    counts: Counts = field(default_factory=Counts)
-    samples: list[Sample] = field(default_factory=list)
-    not_run: str = ""
+ASKS, BEHIND = WAYS = ("decode asks", "behind vllm-router")
 
 
 def overload(
-    asked: Mapping[str, Asked], seed: int, logs: Path, narrator: Narrator, *, quick: bool
+    asked: Mapping[str, Target], seed: int, logs: Path, narrator: Narrator, *, quick: bool
 ) -> tuple[float, list[Ran]]:
     """Start a pair, and a router before it, measure the capacity, then overload it in each way in turn.
 
@@ -75,26 +138,24 @@ def overload(
         kv_transfer=with_extra(decode.kv_transfer, {"accept_kv_transfer_params": True}),
     )
     seconds, rounds = (QUICK_LOAD_SECONDS, QUICK_ROUNDS) if quick else (LOAD_SECONDS, ROUNDS)
+    place = logs / "overload"
     with contextlib.ExitStack() as stack:
-        place = logs / "overload"
         pair = stack.enter_context(Asking([prefill, decode], place, narrator.update)).ready()
         engines = {(MODEL, side): one for side, one in zip(("prefill", "decode"), pair, strict=True)}
         router = stack.enter_context(vllm_router(pair[:1], pair[1:], place / "router.log", narrator.update))
-        prompts, answers = asked[MODEL].prompts, asked[MODEL].answers
-        targets = {ASKS: Target(pair[1].base_url, prompts, answers), BEHIND: Target(router, prompts, answers)}
+        urls = {ASKS: pair[1].base_url, BEHIND: router}
+        targets = {way: dataclasses.replace(asked[MODEL], url=url) for way, url in urls.items()}
         capacity = asyncio.run(_capacity(targets[BEHIND], QUICK_CAPACITY_SECONDS if quick else CAPACITY_SECONDS))
         narrator.say(f"overload: decode answers {capacity:.2f} requests a second")
-        found = {way: Ran(way) for way in WAYS}
+        found = {way: Ran(way, rounds * seconds) for way in WAYS}
+        rate = Swell(TIMES_CAPACITY * capacity, TIMES_CAPACITY * capacity)
         for number in range(rounds):
-            rate = Swell(TIMES_CAPACITY * capacity, TIMES_CAPACITY * capacity)
             load = arrivals(MODEL, rate, seconds, len(asked[MODEL].prompts), seed + number)
             for way in WAYS if number % 2 == 0 else WAYS[::-1]:
-                name = f"overload, {way}, {number + 1} of {rounds}"
-                target = {MODEL: targets[way]}
-                received, counts = offered_and_counted(engines, target, load, name, narrator.update)
-                found[way].received += received
-                found[way].counts = found[way].counts.plus(counts)
-                found[way].load_seconds += seconds
+                name, ran = f"overload, {way}, {number + 1} of {rounds}", found[way]
+                received, counts = offered_and_counted(engines, {MODEL: targets[way]}, load, name, narrator.update)
+                ran.received += received
+                ran.counts = {one: value + ran.counts.get(one, 0.0) for one, value in counts.items()}
         return capacity, list(found.values())
 
 
@@ -128,7 +189,7 @@ ANSWERED_SECONDS = 60.0
 
 def run_arm(
     arm: Arm,
-    asked: Mapping[str, Asked],
+    asked: Mapping[str, Target],
     load: Sequence[Arrival],
     seconds: float,
     logs: Path,
@@ -136,58 +197,55 @@ def run_arm(
 ) -> Ran:
     """Start everything, offer the load, stop everything. An arm whose servers do not serve throughout is not run."""
     device_name = f"shared-{uuid.uuid4().hex[:8]}"
-    specs = {model: arm.specs(model, device_name) for model in MODELS}
-    place = logs / arm.tag
 
     def wait(text: str) -> None:
         say(f"{arm.name}: {text}")
 
     try:
         with contextlib.ExitStack() as stack:
-            first = stack.enter_context(Running([one for one, *_ in specs.values()], place, wait))
-            decodes = [
-                asks(decode, [prefill]) if arm.asks else decode
-                for (_, *rest), prefill in zip(specs.values(), first.servers, strict=True)
-                for decode in rest
-            ]
-            second = stack.enter_context(Running(decodes, place, wait))
-            ready = (first.ready(), second.ready())
-            servers = {
-                (model, side): one
-                for side, some in zip(arm.sides(), ready, strict=False)
-                for model, one in zip(MODELS, some, strict=True)
-            }
-            targets = {}
-            for model in MODELS:
-                *prefills, last = (servers[model, side] for side in arm.sides())
-                url = last.base_url
-                if prefills and not arm.asks:
-                    url = stack.enter_context(vllm_router(prefills, [last], place / f"{model}-router.log", say))
-                targets[model] = Target(url, asked[model].prompts, asked[model].answers)
-            say(f"{arm.name}: warming up")
-            asyncio.run(_warm_up(targets, load, arm))
-            sessions = {f"{model}, {side}": one.process.pid for (model, side), one in servers.items()}
+            engines, urls = _started(stack, arm, device_name, logs / arm.tag, wait)
+            targets = {model: dataclasses.replace(asked[model], url=url) for model, url in urls.items()}
+            wait("warming up")
+            asyncio.run(_warm_up(targets, arm))
+            sessions = {f"{model}, {side}": one.process.pid for (model, side), one in engines.items()}
             with DeviceWatch(device_name, sessions) as watch:
-                found = offered_and_counted(servers, targets, load, arm.tag, wait)
+                found = offered_and_counted(engines, targets, load, arm.tag, wait)
             return Ran(arm.name, seconds, *found, watch.samples if arm.is_elastic else [])
     except (ServerError, httpx.HTTPError) as error:
         (logs / f"{arm.tag}-error.txt").write_text(str(error))
-        return Ran(arm.name, not_run=_shortened(str(error)) or repr(error))
+        lines = [line for line in str(error).splitlines() if "Error" in line] or str(error).splitlines()
+        return Ran(arm.name, not_run=lines[-1][-300:] if lines else repr(error))
 
 
-def offered_and_counted(
-    engines: Engines, targets: Mapping[str, Target], load: Sequence[Arrival], salt: str, say: Callable[[str], None]
-) -> tuple[list[Received], Counts]:
-    """Offer the load; return what came of it, and what the servers have counted meanwhile."""
-    before = settled_counts(engines)
-    received = asyncio.run(offered(load, targets, salt, say))
-    for one in engines.values():
-        one.check_alive()
-    asyncio.run(nudge(targets))
-    return received, settled_counts(engines).since(before)
+def _started(
+    stack: contextlib.ExitStack, arm: Arm, device_name: str, place: Path, say: Callable[[str], None]
+) -> tuple[Engines, dict[str, str]]:
+    """Start the servers of each model, and a router where decode does not ask. Returns where requests go, too."""
+    specs = {model: arm.specs(model, device_name) for model in MODELS}
+    first = stack.enter_context(Running([one for one, *_ in specs.values()], place, say))
+    decodes = [
+        asks(decode, [prefill]) if arm.asks else decode
+        for (_, *rest), prefill in zip(specs.values(), first.servers, strict=True)
+        for decode in rest
+    ]
+    second = stack.enter_context(Running(decodes, place, say))
+    ready = (first.ready(), second.ready())
+    engines = {
+        (model, side): one
+        for side, some in zip(arm.sides(), ready, strict=False)
+        for model, one in zip(MODELS, some, strict=True)
+    }
+    urls = {}
+    for model in MODELS:
+        *prefills, last = (engines[model, side] for side in arm.sides())
+        urls[model] = last.base_url
+        if prefills and not arm.asks:
+            router = vllm_router(prefills, [last], place / f"{model}-router.log", say)
+            urls[model] = stack.enter_context(router)
+    return engines, urls
 
 
-async def _warm_up(targets: Mapping[str, Target], load: Sequence[Arrival], arm: Arm) -> None:
+async def _warm_up(targets: Mapping[str, Target], arm: Arm) -> None:
     """Make hand-overs that are not measured: they include the handshake and the first steps.
 
     Raises:
@@ -195,17 +253,10 @@ async def _warm_up(targets: Mapping[str, Target], load: Sequence[Arrival], arm: 
     """
     async with httpx.AsyncClient(timeout=ANSWERED_SECONDS, trust_env=False) as http:
         for number in range(WARM_UP_REQUESTS):
-            found = await asyncio.gather(
-                *(
-                    ask(http, target, Arrival(0.0, model, number, 32), f"warm-{arm.tag}-{number}")
-                    for model, target in targets.items()
-                )
+            calls = (
+                ask(http, target, Arrival(0.0, model, number, 32), f"warm-{arm.tag}-{number}")
+                for model, target in targets.items()
             )
-            for one in found:
+            for one in await asyncio.gather(*calls):
                 if one.outcome in (Outcome.FAILED, Outcome.NO_END, Outcome.LEFT):
                     raise ServerError(f"found a request alone not answered ({one.outcome.value}): {one.why}")
-
-
-def _shortened(text: str) -> str:
-    lines = [line for line in text.splitlines() if "Error" in line] or text.splitlines()
-    return lines[-1][-300:] if lines else ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,8 @@ from experiments.common.report import (
     save,
     write_json,
 )
-from experiments.shared_device.__main__ import PARTS
 from experiments.shared_device.arms import ARMS, DEVICE_BYTES, PULL, STATIC
-from experiments.shared_device.clients import Asked, Outcome, Received, Swell, arrivals, merged, reference_of
+from experiments.shared_device.clients import Outcome, Received, Swell, Target, arrivals, reference_of
 from experiments.shared_device.measure import ASKS, TIMES_CAPACITY, Ran, overload, run_arm
 
 FIRST_TOKEN_SECONDS = 5.0
@@ -34,58 +34,27 @@ TOKEN_SECONDS = 0.2
 """The latency bound: a request counts if its first token came in time, and its further ones on average."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What an operator compares. Times in seconds; None where there is nothing to take them from.
-
-    Attributes:
-        goodput: right answers within the latency bound, a second of load.
-        outcomes: how many requests came to each.
-    """
-
-    goodput: float
-    first_p50: float | None
-    first_p99: float | None
-    token_p50: float | None
-    token_p99: float | None
-    outcomes: Mapping[str, int]
-
-
-def _percentile(values: Sequence[float], hundredths: int) -> float | None:
-    return percentile(hundredths)(values) if values else None
-
-
 def is_good(one: Received) -> bool:
-    """Whether an answer is right and came within the latency bound."""
     if one.outcome is not Outcome.RIGHT or one.first_token_seconds is None:
         return False
     gaps = one.gaps_seconds
     return one.first_token_seconds <= FIRST_TOKEN_SECONDS and (not gaps or sum(gaps) / len(gaps) <= TOKEN_SECONDS)
 
 
-def figures_of(received: Sequence[Received], load_seconds: float) -> Figures:
-    """Return the figures of a run. First tokens of requests that got none do not count; they are in ``outcomes``."""
-    firsts = [one.first_token_seconds for one in received if one.first_token_seconds is not None]
-    gaps = [gap for one in received for gap in one.gaps_seconds]
-    return Figures(
-        goodput=sum(map(is_good, received)) / load_seconds,
-        first_p50=_percentile(firsts, 50),
-        first_p99=_percentile(firsts, 99),
-        token_p50=_percentile(gaps, 50),
-        token_p99=_percentile(gaps, 99),
-        outcomes={kind.value: sum(one.outcome is kind for one in received) for kind in Outcome},
-    )
+def goodput(ran: Ran) -> float:
+    """Return right answers within the latency bound, a second of load."""
+    return sum(map(is_good, ran.received)) / ran.load_seconds
 
 
 def peaks(ran: Ran) -> tuple[int, dict[str, int]]:
     """Return the most bytes of the device that were in use at once, and the most of each model."""
-    models = dict.fromkeys(name.partition(",")[0] for one in ran.samples for name in one.used_bytes)
-    total = max((one.total_bytes for one in ran.samples), default=0)
-
-    def of_model(used: Mapping[str, int], model: str) -> int:
-        return sum(count for name, count in used.items() if name.startswith(f"{model},"))
-
-    return total, {model: max(of_model(one.used_bytes, model) for one in ran.samples) for model in models}
+    models: dict[str, int] = {}
+    for _, used in ran.samples:
+        now: Counter[str] = Counter()
+        for name, count in used.items():
+            now[name.partition(",")[0]] += count
+        models = {model: max(count, models.get(model, 0)) for model, count in now.items()}
+    return max((sum(used.values()) for _, used in ran.samples), default=0), models
 
 
 # --------------------------------------------------------------------------------------------------- tables and targets
@@ -107,7 +76,6 @@ _FATE = (*_OUTCOMES, "Retry-After", "wasted", "taken back", "again", "peak, MiB"
 
 
 def tables_of(runs: Sequence[Ran], title: str) -> list[Table]:
-    """Return the tables that an operator decides by: how fast each arm was, and what came of requests and memory."""
     words = f"first token <= {FIRST_TOKEN_SECONDS:g} s, further ones <= {TOKEN_SECONDS * 1e3:g} ms on average"
     speed, fate = [], []
     for ran in runs:
@@ -115,18 +83,20 @@ def tables_of(runs: Sequence[Ran], title: str) -> list[Table]:
             speed.append([ran.arm, "not run", *[""] * (len(_SPEED) - 1)])
             fate.append([ran.arm, "not run", *[""] * (len(_FATE) - 1)])
             continue
-        found, wasted = figures_of(ran.received, ran.load_seconds), ran.counts.wasted_share
-        firsts, gaps = (found.first_p50, found.first_p99), (found.token_p50, found.token_p99)
-        times = (*(_shown(one, 1, 2) for one in firsts), *(_shown(one, 1e3, 0) for one in gaps))
-        speed.append([ran.arm, f"{found.goodput:.2f}", *times])
+        # Requests that got no token do not count here; they are among the outcomes.
+        firsts = [one.first_token_seconds for one in ran.received if one.first_token_seconds is not None]
+        gaps = [gap for one in ran.received for gap in one.gaps_seconds]
+        times = [_shown(firsts, share, 1, 2) for share in (50, 99)]
+        times += [_shown(gaps, share, 1e3, 0) for share in (50, 99)]
+        speed.append([ran.arm, f"{goodput(ran):.2f}", *times])
+        outcomes, wasted = Counter(one.outcome for one in ran.received), ran.wasted_share
         fate.append(
             [
                 ran.arm,
-                *(str(found.outcomes[kind.value]) for kind in Outcome),
+                *(str(outcomes[kind]) for kind in Outcome),
                 str(sum(one.retry_after for one in ran.received)),
                 "-" if wasted is None else f"{wasted:.1%}",
-                f"{ran.counts.revoked:g}",
-                f"{ran.counts.preempted:g}",
+                *(f"{ran.counts[one]:g}" for one in ("revoked", "preempted")),
                 f"{peaks(ran)[0] / _MIB:.0f}" if ran.samples else "-",
             ]
         )
@@ -139,43 +109,39 @@ def tables_of(runs: Sequence[Ran], title: str) -> list[Table]:
     return tables
 
 
-def _shown(value: float | None, factor: float, digits: int) -> str:
-    return "-" if value is None else f"{value * factor:.{digits}f}"
+def _shown(values: Sequence[float], hundredths: int, factor: float, digits: int) -> str:
+    return f"{percentile(hundredths)(values) * factor:.{digits}f}" if values else "-"
+
+
+def _bad(ran: Ran, words: str) -> Verdict:
+    bad = sum(one.outcome in (Outcome.WRONG, Outcome.NO_END) for one in ran.received)
+    words = f"{words}: wrong answers, and requests without an end (0)"
+    return Verdict(words, f"{bad} of {len(ran.received)}", not bad)
 
 
 def judge(runs: Sequence[Ran]) -> list[Verdict]:
-    """Return the targets: right tokens and an end for every request of this package; peaks that do not fit together."""
     verdicts = []
-    for ran in runs:
-        words = ran.arm
-        if not ran.arm.startswith("this package"):
-            continue
+    for ran in (one for one in runs if one.arm.startswith("this package")):
         if ran.not_run:
-            verdicts.append(Verdict(f"{words}: serves throughout", ran.not_run, False))
+            verdicts.append(Verdict(f"{ran.arm}: serves throughout", ran.not_run, False))
             continue
-        bad = sum(one.outcome in (Outcome.WRONG, Outcome.NO_END) for one in ran.received)
         total, of_models = peaks(ran)
         mib = " and ".join(f"{count / _MIB:.0f}" for count in of_models.values())
-        within = f"{total / _MIB:.0f} of {DEVICE_BYTES / _MIB:.0f} MiB"
-        verdicts += [
-            Verdict(
-                f"{words}: wrong answers, and requests without an end (0)", f"{bad} of {len(ran.received)}", not bad
-            ),
-            Verdict(f"{words}: the models' peaks, {mib} MiB, within the device", within, total <= DEVICE_BYTES),
-        ]
+        words = f"{ran.arm}: the models' peaks, {mib} MiB, within the device"
+        found = f"{total / _MIB:.0f} of {DEVICE_BYTES / _MIB:.0f} MiB"
+        verdicts += [_bad(ran, ran.arm), Verdict(words, found, total <= DEVICE_BYTES)]
     return verdicts
 
 
 def plot(runs: Sequence[Ran], title: str, path: Path) -> None:
-    """Plot the memory of each engine over time, a panel for each elastic arm."""
     shown = [ran for ran in runs if ran.samples]
     if not shown:
         return
     figure, panels = make_panels(len(shown), 11, 2.6 * math.ceil(len(shown) / PANELS_A_ROW), a_row=PANELS_A_ROW)
     for place, (panel, ran) in enumerate(zip(panels, shown, strict=True)):
-        seconds = [one.at_seconds for one in ran.samples]
-        engines = [name for name in COLORS if name in ran.samples[0].used_bytes]
-        levels = [[one.used_bytes[engine] / _MIB for one in ran.samples] for engine in engines]
+        seconds = [at for at, _ in ran.samples]
+        engines = [name for name in COLORS if name in ran.samples[0][1]]
+        levels = [[used[engine] / _MIB for _, used in ran.samples] for engine in engines]
         panel.stackplot(seconds, *levels, labels=engines, colors=[COLORS[engine] for engine in engines])
         panel.axhline(DEVICE_BYTES / _MIB, color="black", linewidth=1, linestyle="--")
         panel.set_title(ran.arm.removeprefix("this package, "), fontsize=9)
@@ -187,18 +153,14 @@ def plot(runs: Sequence[Ran], title: str, path: Path) -> None:
 
 
 def judge_overload(found: Sequence[Ran]) -> list[Verdict]:
-    """Return the targets at a multiple of decode's capacity."""
     verdicts = []
     for ran in found:
-        bad = sum(one.outcome in (Outcome.WRONG, Outcome.NO_END) for one in ran.received)
         told = [one.retry_after for one in ran.received if one.outcome is Outcome.REFUSED]
         words = f"overload, {ran.arm}"
-        verdicts += [
-            Verdict(f"{words}: wrong answers, and requests without an end (0)", f"{bad}", not bad),
-            Verdict(f"{words}: refusals that say when to try again", f"{sum(told)} of {len(told)}", all(told)),
-        ]
+        again = f"{sum(told)} of {len(told)}"
+        verdicts += [_bad(ran, words), Verdict(f"{words}: refusals that say when to try again", again, all(told))]
         if ran.arm == ASKS:
-            share = ran.counts.wasted_share or 0.0
+            share = ran.wasted_share or 0.0
             verdicts.append(Verdict(f"{words}: prefill wasted (0.0 %)", f"{share:.1%}", share < 0.0005))
     return verdicts
 
@@ -212,29 +174,25 @@ SWELLS = {"a": Swell(0.2, 2.4, 18.0), "b": Swell(0.2, 2.4, 18.0, phase=0.5)}
 QUICK_ARMS = (STATIC, PULL)
 
 
-def measure(asked: Mapping[str, Asked], options: argparse.Namespace, logs: Path, narrator: Narrator) -> Iterator[Ran]:
-    """Run all arms that are asked for in turn, and yield each run when it has ended."""
+def measure(asked: Mapping[str, Target], options: argparse.Namespace, logs: Path, narrator: Narrator) -> Iterator[Ran]:
     seconds = QUICK_SECONDS if options.quick else SECONDS
-    load = merged(
-        *(arrivals(name, swell, seconds, len(asked[name].prompts), options.seed) for name, swell in SWELLS.items())
-    )
+    loads = (arrivals(name, swell, seconds, len(asked[name].prompts), options.seed) for name, swell in SWELLS.items())
+    load = sorted((one for some in loads for one in some), key=lambda one: one.at_seconds)
     narrator.say(f"{len(load)} requests in {seconds:.0f} s")
     for arm in QUICK_ARMS if options.quick and not options.arm else ARMS:
         if options.arm in arm.name:
             ran = run_arm(arm, asked, load, seconds, logs, narrator.update)
-            goodput = figures_of(ran.received, seconds).goodput
-            narrator.say(f"{arm.name}: {ran.not_run or f'{goodput:.2f} requests a second'}")
+            narrator.say(f"{arm.name}: {ran.not_run or f'{goodput(ran):.2f} requests a second'}")
             yield ran
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure and return the exit status."""
     began, stamp = begin(options.vllm)
     logs = RESULTS / stamp
     logs.mkdir(parents=True)
     name = stamp if options.quick or options.part or options.arm else last_name(options.vllm)
     path = RESULTS / f"{name}.json"
-    chosen = [options.part] if options.part else PARTS
+    chosen = [options.part] if options.part else ("table", "overload")
     found: dict[str, list[Any]] = {"overload": [], "runs": []}
 
     def content() -> dict[str, Any]:

@@ -57,7 +57,6 @@ class Worker(ServerSpec):
 
 
 def dynamo(specs: Sequence[ServerSpec], logs: Path, say: Say) -> AbstractContextManager[Servers]:
-    """Start a worker for each of ``specs``, and the frontend."""
     packages = overlay("dynamo", say)
     found_in, template = logs / "discovery", logs / "template.jinja"
     found_in.mkdir(parents=True)

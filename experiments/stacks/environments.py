@@ -11,23 +11,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import io
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from experiments.common.fetch_sdist import fetch
 from experiments.common.servers import ServerError
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / ".venvs"
 LOCKS = ROOT / "experiments" / "locks"
 UV = ENVIRONMENTS / "tools" / "bin" / "uv"
-DOWNLOAD_SECONDS = 300.0
 
 Say = Callable[[str], None]
 
@@ -51,33 +48,16 @@ def overlay(name: str, say: Say) -> Path:
 
 
 def sources(name: str, say: Say) -> Path:
-    """Return the folder with the files of the archive that ``sources-NAME.txt`` locks; raises as `environment`.
-
-    Installers read a source archive's metadata by running its ``setup.py``, which for vLLM needs torch. So the archive
-    is downloaded here, from where the package index has it.
-    """
+    """Return the folder with the files of the archive that ``sources-NAME.txt`` locks; raises as `environment`."""
     with _renewed(f"sources-{name}", say) as (folder, lock, is_new):
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            described = folder / "pylock.toml"
-            _run(str(UV), "pip", "compile", "--quiet", "--no-deps", str(lock), "--output-file", str(described))
-            found = re.search(r'sdist = \{ url = "([^"]+)"', described.read_text())
-            expected = re.search(r"--hash=sha256:(\w+)", lock.read_text())
-            if found is None or expected is None:
-                raise ServerError(
-                    f"found no source archive for {lock.name}; expected one on the package index, and its hash "
-                    "in the file. The stack is not run."
-                )
-            with urllib.request.urlopen(found[1], timeout=DOWNLOAD_SECONDS) as response:
-                content = response.read()
-            if (digest := hashlib.sha256(content).hexdigest()) != expected[1]:
-                raise ServerError(
-                    f"found an archive with SHA-256 {digest}; expected {expected[1]} ({lock.name}). The stack is "
-                    "not run. Check where the package index gets its archives."
-                )
-            with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-                archive.extractall(folder, filter="data")
+            try:
+                with tarfile.open(fetch(lock, folder, UV)) as archive:
+                    archive.extractall(folder, filter="data")
+            except (ValueError, OSError, subprocess.CalledProcessError) as error:
+                raise ServerError(f"{error}. The stack is not run.") from error
     (top,) = [one for one in folder.iterdir() if one.is_dir()]
     return top
 

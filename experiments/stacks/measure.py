@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common.counted import settled, since
@@ -57,7 +56,6 @@ class Outcome:
 
     @property
     def num_errors(self) -> int:
-        """Requests that ended with an error while a prefill engine was killed and brought back."""
         return sum(number for verdict, number in self.troubled.items() if verdict.startswith("error"))
 
 
@@ -86,7 +84,6 @@ def spec(name: str, mode: str | None) -> ServerSpec:
 
 
 def expected_of(rounds: Sequence[int], logs: Path) -> dict[Request, Answer]:
-    """Return what one stock instance says to every request."""
     asked = [*traffic.requests(rounds), *((traffic.BY_SCHEMA, number) for number in rounds)]
     with Running([spec("alone", None)], logs) as launched:
         return asyncio.run(traffic.answers(launched.ready()[0].base_url, asked))
@@ -106,21 +103,21 @@ def measure(
     with stack.deploy(specs, logs / words.replace(" ", "-"), say) as deployment:
         known = deployment.hand_overs()
         answers = asyncio.run(traffic.many(deployment.url, before))
-        calm = _verdicts(answers)
+        calm = traffic.counted(answers)
         hand_overs = since(known, deployment.hand_overs, len(before))
-        say(f"{words}: {calm[Verdict.RIGHT]} of {len(before)} right, {hand_overs} hand-overs")
+        say(f"{words}: {calm.get(Verdict.RIGHT.value, 0)} of {len(before)} right, {hand_overs} hand-overs")
         killed = asyncio.run(
             traffic.meanwhile(deployment.url, list(before.items()), lambda: _kill_and_replace(deployment))
         )
-        troubled = _verdicts(killed)
-        say(f"{words}, prefill killed: {_shown(troubled)}")
+        troubled = traffic.counted(killed)
+        say(f"{words}, prefill killed: {troubled}")
         recovered_seconds = asyncio.run(_recovered(deployment.url, before))
         restarted: list[Judged] = []
         if engines_per_role > 1:
             restarted = asyncio.run(
                 traffic.meanwhile(deployment.url, list(before.items()), lambda: _restart_each(deployment))
             )
-            say(f"{words}, every engine restarted: {_shown(_verdicts(restarted))}")
+            say(f"{words}, every engine restarted: {traffic.counted(restarted)}")
         known = settled(deployment.hand_overs)
         others = asyncio.run(traffic.many(deployment.url, then))
         hand_overs_after = since(known, deployment.hand_overs, len(then))
@@ -131,29 +128,16 @@ def measure(
         mode,
         engines_per_role,
         len(before),
-        _shown(calm),
+        calm,
         hand_overs,
         None if mode in stack.asks_both_at_once else sum(one.found.cached_tokens for one in answers if one.found),
-        _shown(troubled),
+        troubled,
         recovered_seconds,
-        _shown(_verdicts(restarted)),
-        _shown(_verdicts(others)),
+        traffic.counted(restarted),
+        traffic.counted(others),
         hand_overs_after,
-        [_compared(one, expected[one.request]) for one in wrong],
+        [{"request": one.request, "found": one.found, "expected": expected[one.request]} for one in wrong],
     )
-
-
-def _verdicts(answers: Sequence[Judged]) -> Counter[Verdict]:
-    return Counter(one.verdict for one in answers)
-
-
-def _compared(wrong: Judged, expected: Answer) -> dict[str, object]:
-    found = None if wrong.found is None else asdict(wrong.found)
-    return {"request": wrong.request, "found": found, "expected": asdict(expected)}
-
-
-def _shown(verdicts: Counter[Verdict]) -> dict[str, int]:
-    return {kind.value: verdicts[kind] for kind in Verdict if verdicts[kind]}
 
 
 def _kill_and_replace(deployment: Deployment) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from experiments.common.command_line import MODES
+from experiments.common.device import MODES
 from experiments.common.report import Narrator, begin, conclude, last_name, make_table
 from experiments.common.report import Verdict as Target
 from experiments.stacks.measure import RECOVERY_SECONDS, Outcome, expected_of, measure
@@ -21,7 +21,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run all stacks and return the exit status."""
     chosen = [one for one in STACKS if not options.stack or options.stack in one.name]
     if not chosen:
         names = "; ".join(one.name for one in STACKS)
@@ -52,7 +51,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 def table_of(outcomes: list[Outcome]) -> Table:
-    """Return a row for each stack and mode."""
     rows = []
     for one in outcomes:
         recovered = "never" if one.recovered_seconds is None else f"after {one.recovered_seconds:.1f} s"
@@ -67,30 +65,20 @@ def _counts(verdicts: dict[str, int]) -> str:
 
 
 def targets(found: Outcome) -> list[Target]:
-    """What clients may rely on behind a stack."""
-    words = f"{found.stack}, {found.mode}"
-    recovered = found.recovered_seconds
-    bad = sum(
-        verdicts.get(kind.value, 0)
-        for verdicts in (found.calm, found.troubled, found.rolling, found.after)
-        for kind in (Verdict.WRONG, Verdict.NO_END)
-    )
+    recovered, asked = found.recovered_seconds, found.asked
+    got = (found.calm, found.troubled, found.rolling, found.after)
+    bad = sum(verdicts.get(kind.value, 0) for verdicts in got for kind in (Verdict.WRONG, Verdict.NO_END))
     cut_short = found.troubled.get(Verdict.CUT_SHORT.value, 0)
     right = found.calm.get(Verdict.RIGHT.value, 0)
-    return [
-        Target(f"{words}: every answer is that of one instance", f"{right} of {found.asked}", right == found.asked),
-        Target(f"{words}: KV is handed over for each", f"{found.hand_overs}", found.hand_overs == found.asked),
-        Target(
-            f"{words}: usage names no cached tokens that prefill had not",
-            "not told" if found.cached_tokens is None else f"{found.cached_tokens}",
-            not found.cached_tokens,
-        ),
-        Target(f"{words}: no wrong answer, and none without an end", f"{bad}", bad == 0),
-        Target(f"{words}: a stream whose hand-over fails ends with an error", f"{cut_short} did not", cut_short == 0),
-        Target(
-            f"{words}: right answers within {RECOVERY_SECONDS:.0f} s of prefill's return",
-            "none" if recovered is None else f"{recovered:.1f} s",
-            recovered is not None
-            and found.after == {Verdict.RIGHT.value: found.asked} == {"right": found.hand_overs_after},
-        ),
-    ]
+    cached = "not told" if found.cached_tokens is None else f"{found.cached_tokens}"
+    is_back = recovered is not None and found.after == {Verdict.RIGHT.value: asked} == {"right": found.hand_overs_after}
+    again = f"right answers within {RECOVERY_SECONDS:.0f} s of prefill's return"
+    rows = (
+        ("every answer is that of one instance", f"{right} of {asked}", right == asked),
+        ("KV is handed over for each", f"{found.hand_overs}", found.hand_overs == asked),
+        ("usage names no cached tokens that prefill had not", cached, not found.cached_tokens),
+        ("no wrong answer, and none without an end", f"{bad}", bad == 0),
+        ("a stream whose hand-over fails ends with an error", f"{cut_short} did not", cut_short == 0),
+        (again, "none" if recovered is None else f"{recovered:.1f} s", is_back),
+    )
+    return [Target(f"{found.stack}, {found.mode}: {words}", said, reached) for words, said, reached in rows]

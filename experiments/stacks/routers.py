@@ -98,7 +98,6 @@ http {{
 
 
 def nginx(decodes: Sequence[Server], folder: Path) -> Url:
-    """Start nginx."""
     program = shutil.which("nginx")
     if program is None:
         raise ServerError("found no nginx; expected it in PATH. Nothing can be asked through it. Install nginx.")
@@ -171,8 +170,6 @@ def running(
 # ------------------------------------------------------------------------------------ servers, and a router before them
 
 
-ENDING_SECONDS = 60.0
-
 Router = Callable[[Sequence[Server], Sequence[Server], Path, Say], Url]
 """(prefill servers, decode servers, log, progress) -> the URL that clients use, without a path, while it runs."""
 
@@ -200,17 +197,11 @@ class Servers:
 
     def restart(self, engine: str) -> None:
         """End an engine as an operator does, where the stack can; `restore` brings it back."""
-        server = self._launched.servers[self.engines.index(engine)]
-        # To the process that was started, as a container's runtime does; `stop` would tell its engine as well.
-        server.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.process.wait(ENDING_SECONDS)
-        server.stop()
+        self._launched.servers[self.engines.index(engine)].shut_down()
 
     def restore(self, engine: str) -> None:
         """Return when a new engine serves in place of the one that was ended last; raises ServerError if none came."""
-        self._launched.replace(self.engines.index(engine))
-        self._launched.ready()
+        self._launched.bring_back(self.engines.index(engine))
 
 
 @contextlib.contextmanager

@@ -77,6 +77,11 @@ class Judged(NamedTuple):
     found: Answer | None = None
 
 
+def counted(answers: Sequence[Judged]) -> dict[str, int]:
+    """Return how many answers have each verdict, by its words."""
+    return {kind.value: number for kind in Verdict if (number := sum(one.verdict is kind for one in answers))}
+
+
 LETTERS = range(40, 48)
 """Tokens of the experiments' model that are letters of ASCII."""
 SPACES = (199, 200, 203, 222)
@@ -94,7 +99,6 @@ def _numbers(number: int, kind: int) -> list[int]:
 
 
 async def _streamed(answer: Any, text_of: Callable[[Any], str | None]) -> tuple[list[Any], str]:
-    """Return the choices of a stream, and their text."""
     choices: list[Any] = []
     try:
         async for part in answer:
@@ -186,7 +190,6 @@ BY_SCHEMA = "tool, by schema"
 
 
 def requests(rounds: Sequence[int]) -> list[Request]:
-    """Return one request of each kind for each number."""
     return [(kind, number) for number in rounds for kind in KINDS]
 
 

@@ -10,7 +10,6 @@ the same time share one prover.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import logging
@@ -21,22 +20,19 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from kvcached_nixl.errors import Unproved
-from kvcached_nixl.proof.lanes import ucx_of_this_process
-from kvcached_nixl.proof.result import LaneFound, Proof, Question, Said, Ucx
+from kvcached_nixl.proof.result import LaneFound, Proof, Question, Ucx, ucx_of_this_process
 from kvcached_nixl.settings import SERVER_LOGGER
 
 logger = logging.getLogger(SERVER_LOGGER)
 
 PROVER_SECONDS = 300.0
 UNUSABLE_SECONDS = 24 * 3600.0
-LOOK_SECONDS = 0.2
 _SETTINGS = ("UCX_", "NIXL_", "FI_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_PRELOAD")
 _PACKAGES = ("kvcached-nixl", "kvcached", "nixl", "nixl-cu12", "nixl-cu13", "torch")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -80,7 +76,15 @@ def find(
 
     found = read()
     if found is None:
-        with _one_at_a_time(kept):
+        # Comes with vLLM.
+        from filelock import FileLock
+
+        with contextlib.ExitStack() as alone:
+            try:
+                # Not for ever: its holder may hang.
+                alone.enter_context(FileLock(kept.with_suffix(".lock"), PROVER_SECONDS))
+            except (OSError, NotImplementedError) as error:
+                logger.info("Other workers may run the same proof at the same time: %s", error)
             found = read()
             if found is None:
                 found = _ask(question, environment, environ)
@@ -127,41 +131,36 @@ def _ask(question: Question, environment: dict[str, str], environ: Mapping[str, 
     inherited = {name: value for name, value in environ.items() if name not in ("UCX_LOG_FILE", "UCX_LOG_LEVEL")}
     begun = time.monotonic()
     try:
-        finished = _run(
-            [sys.executable, "-c", _START],
-            msgspec.json.encode(question),
-            {**inherited, "KVCACHED_IPC_NAME": own, "ENABLE_KVCACHED": "true"},
-        )
+        status, out, err = _run(question, {**inherited, "KVCACHED_IPC_NAME": own, "ENABLE_KVCACHED": "true"})
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _unknown(str(error)) from error
     finally:
         for left in Path("/dev/shm").glob(f"*{own}*"):
             left.unlink(missing_ok=True)
-    lines = finished.stdout.decode(errors="replace").strip().splitlines()
-    if finished.returncode or not lines:
-        reason = finished.stderr.decode(errors="replace").strip()[-2000:]
-        raise _unknown(f"the prover ended with status {finished.returncode}: {reason}")
+    lines = out.decode(errors="replace").strip().splitlines()
+    if status or not lines:
+        raise _unknown(f"the prover ended with status {status}: {err.decode(errors='replace').strip()[-2000:]}")
     try:
-        said = msgspec.json.decode(lines[-1], type=Said)
+        found = msgspec.json.decode(lines[-1], type=Proof)
     except msgspec.MsgspecError as error:
         raise _unknown(f"the prover printed {lines[-1]:.500}") from error
-    if not said.lanes:
+    if not found.lanes:
         raise _unknown("no lane between two processes of this host")
-    return Proof(question, environment, said.lanes, said.ucx, time.monotonic() - begun)
+    return msgspec.structs.replace(found, environment=environment, seconds=time.monotonic() - begun)
 
 
-def _run(command: list[str], said: bytes, environ: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
-    """Like `subprocess.run`, but after a timeout or an exception all processes that the command started are killed."""
+def _run(question: Question, environ: Mapping[str, str]) -> tuple[int, bytes, bytes]:
+    """Run the prover. After a timeout or an exception all processes that it has started are killed."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(environ), start_new_session=True
+        [sys.executable, "-c", _START], stdin=pipe, stdout=pipe, stderr=pipe, env=dict(environ), start_new_session=True
     ) as process:
         try:
-            out, err = process.communicate(said, PROVER_SECONDS)
+            out, err = process.communicate(msgspec.json.encode(question), PROVER_SECONDS)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return process.returncode, out, err
 
 
 def _seen(found: Proof, here: Ucx | None) -> Proof:
@@ -193,30 +192,6 @@ def _ucx_files(environ: Mapping[str, str]) -> list[Path]:
     """The files that UCX reads settings from, besides the environment."""
     folders = [environ.get("UCX_CONFIG_DIR", ""), environ.get("HOME", ""), "/etc/ucx", "."]
     return [Path(folder) / "ucx.conf" for folder in folders if folder]
-
-
-@contextlib.contextmanager
-def _one_at_a_time(kept: Path) -> Iterator[None]:
-    """Hold a file lock, so that one process runs the prover. Continues without the lock after PROVER_SECONDS, so that a
-    hanging holder cannot block a start for ever.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            lock = stack.enter_context(kept.with_suffix(".lock").open("w"))
-            until = time.monotonic() + PROVER_SECONDS
-            while not _is_locked(lock) and time.monotonic() < until:
-                time.sleep(LOOK_SECONDS)
-        except OSError as error:
-            logger.info("Other workers may run the same proof at the same time: %s", error)
-        yield
-
-
-def _is_locked(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _read(kept: Path, question: Question, environment: dict[str, str], here: Ucx | None) -> Proof | None:

@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 
 from kvcached_nixl.current_device import select
-from kvcached_nixl.proof.member import SMALL_BYTES, move
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.transport.agent import Ranges, Transport, TransportError, make_agent, register
 from kvcached_nixl.transport.side_channel import SideChannel
-from kvcached_nixl.wire.handshake import RankHandshake, read_answer, read_rank
+from kvcached_nixl.wire.handshake import read_answer, read_rank
 from kvcached_nixl.wire.planes import Planes
 
 BYTES = 8 << 20
+SMALL_BYTES = 4096
 MOST_ROWS = 4096
 READ_SECONDS = 30.0
 TRIES = 3
@@ -68,31 +68,23 @@ def read_from(channel: SideChannel, host: str, port: int, tp_rank: int, question
         raise TransportError(f"memory could not be registered here: {type(error).__name__}: {error}") from error
     transport = Transport(agent, question.memory_type, question.device_index)
     peer = transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
-    long = _ranges(rank)
-    short = np.concatenate([_cut(row) for row in long])[: BYTES // SMALL_BYTES]
-    long_seconds, short_seconds = (
-        min(_seconds(transport, peer, landing.data_ptr(), one) for _ in range(TRIES)) for one in (long, short)
-    )
+    planes = tuple(planes for group in rank.groups for planes in group.planes)
+    whole = _ranges(planes)
+    small = np.concatenate([_cut(row) for row in whole])[: BYTES // SMALL_BYTES]
+
+    def seconds(remote: Ranges) -> float:
+        begins = landing.data_ptr() + np.concatenate(([0], np.cumsum(remote[:-1, 1])))
+        local = np.stack((begins, remote[:, 1]), axis=1)
+        return min(transport.move("READ", peer, local, remote, READ_SECONDS) for _ in range(TRIES))
+
+    rates = int(whole[:, 1].sum()) / seconds(whole), len(small) / seconds(small)
     transport.remove_peer(peer)
-    return PeerFound(
-        compatibility=compatibility,
-        engine_id=rank.engine_id,
-        tp_rank=rank.tp_rank,
-        tp_size=rank.tp_size,
-        memory=_planes(rank),
-        read=int(long[:, 1].sum()) / long_seconds,
-        descriptors=len(short) / short_seconds,
-    )
+    return PeerFound(compatibility, rank.engine_id, rank.tp_rank, rank.tp_size, planes, *rates)
 
 
-def _planes(rank: RankHandshake) -> tuple[Planes, ...]:
-    return tuple(planes for group in rank.groups for planes in group.planes)
-
-
-def _ranges(rank: RankHandshake) -> Ranges:
+def _ranges(kinds: Sequence[Planes]) -> Ranges:
     """(address, bytes) of blocks of the first plane of each kind; of a block, the part whose cells are contiguous."""
     rows: list[tuple[int, int]] = []
-    kinds = _planes(rank)
     for planes in kinds:
         dense = planes.cell_bytes * planes.num_heads * planes.block_size
         length = min(dense, planes.block_stride_bytes, BYTES // len(kinds))
@@ -108,9 +100,3 @@ def _ranges(rank: RankHandshake) -> Ranges:
 def _cut(row: Sequence[int]) -> Ranges:
     begins = np.arange(row[0], row[0] + row[1], SMALL_BYTES)
     return np.stack((begins, np.minimum(SMALL_BYTES, row[0] + row[1] - begins)), axis=1)
-
-
-def _seconds(transport: Transport, peer: str, landing: int, remote: Ranges) -> float:
-    begins = landing + np.concatenate(([0], np.cumsum(remote[:-1, 1])))
-    local = np.stack((begins, remote[:, 1]), axis=1)
-    return move(transport, "READ", peer, local, remote, READ_SECONDS)

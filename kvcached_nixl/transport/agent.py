@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import time
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -234,6 +235,33 @@ class Transport(_Agent):
             return _STATES.get(self._agent.check_xfer_state(handle), TransferState.FAILED)
         except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
             return TransferState.FAILED
+
+    def move(
+        self,
+        operation: Operation,
+        peer: str,
+        local: Ranges,
+        remote: Ranges,
+        within_seconds: float,
+        *,
+        is_host: bool = False,
+    ) -> float:
+        """Makes one transfer, and waits for its end. Returns its duration in seconds.
+
+        Raises:
+            TransportError: it was not posted, or has failed.
+            TimeoutError: it did not end within ``within_seconds``.
+        """
+        what = f"a {operation} of {int(remote[:, 1].sum())} bytes in {len(remote)} descriptors"
+        begun = time.perf_counter()
+        handle = self.post(operation, peer, local, remote, is_host=is_host)
+        while (state := self.state(handle)) is TransferState.IN_FLIGHT:
+            if time.perf_counter() - begun > within_seconds:
+                raise TimeoutError(f"{what} did not end")
+        if state is TransferState.FAILED:
+            raise TransportError(f"{what} failed")
+        self.release(handle)
+        return time.perf_counter() - begun
 
     def release(self, handle: Handle) -> None:
         """Releases a transfer that is no longer in flight. Never raises."""

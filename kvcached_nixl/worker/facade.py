@@ -33,7 +33,6 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Report, Step
 from kvcached_nixl.worker.background import Background
-from kvcached_nixl.worker.commands import BlocksWritable, Command, IsReached, LocalIdentity, NewWeights, Reached
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.geometry.layout import Layout, group_memory, layers_digest
@@ -46,7 +45,15 @@ from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOK
 from kvcached_nixl.worker.transfer.slab import Slab, Slots
 from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import LocalRank
-from kvcached_nixl.worker.transfer_thread import TransferThread
+from kvcached_nixl.worker.transfer_thread import (
+    BlocksWritable,
+    Command,
+    IsReached,
+    LocalIdentity,
+    NewWeights,
+    Reached,
+    TransferThread,
+)
 
 if TYPE_CHECKING:
     from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
@@ -150,11 +157,8 @@ class WorkerFacade:
             self.thread.submit(*self._writable())
 
     def end_step(self, *, has_failed: bool = False) -> None:
-        """Called after the step was submitted to the device.
-
-        Args:
-            has_failed: the step was not submitted, or only in part: nothing it was to compute is offered.
-        """
+        """Called after the step was submitted to the device. ``has_failed``: it was not, or only in part: nothing that
+        it was to compute is offered."""
         self.thread.engine_computes = False
         offered, finished = self._offered, self._finished
         self._step, self._offered, self._finished = None, [], []
@@ -173,11 +177,8 @@ class WorkerFacade:
         self.thread.submit(*(Reached(one, is_reached) for one in offered), *finished)
 
     def identify(self, weights: Weights, names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:
-        """Announce the weights this rank computes with. Called at start and whenever they may have changed.
-
-        Args:
-            names: of their tensors, as in `Weights.misfit`.
-        """
+        """Announce the weights this rank computes with. Called at start and whenever they may have changed. ``names``:
+        of their tensors, as in `Weights.misfit`."""
         self._offer_handshake(weights)
         self.thread.submit(NewWeights(weights, names))
 
@@ -245,10 +246,8 @@ class WorkerFacade:
 def build_worker(
     worker: WorkerView, registered: Registered, settings: Settings, channel: SideChannel, clock: Clock
 ) -> WorkerFacade:
-    """Describe the registered memory, publish the handshake answer to peers, and start the threads that move KV.
-
-    Raises:
-        LayoutRefused: the memory cannot be described token by token and head by head.
+    """Describe the registered memory, publish the handshake answer to peers, and start the threads that move KV. Raises
+    `LayoutRefused`: the memory cannot be described token by token and head by head.
     """
     layout, slab = registered.layout, registered.slab
     own_groups = groups = tuple(
@@ -360,11 +359,7 @@ def assemble(
     zeroes_blocks: bool = False,
     answers_early: bool = False,
 ) -> WorkerFacade:
-    """Build all parts of one worker; its thread is not started.
-
-    Args:
-        gates: see `Receiver`; the others: see `WorkerFacade`.
-    """
+    """Build all parts of one worker; its thread is not started. Arguments as of `Receiver` and `WorkerFacade`."""
     receiver, registry = Receiver(context, gates), OfferRegistry(context)
     context.peers.listen(receiver, registry.writer, context.gate_connections, context.transfer_queue)
     thread = TransferThread(context, receiver, registry, device.select)

@@ -153,16 +153,12 @@ def num_slots(layout: Layout, load: SlabLoad, staging_gib: float | None, *, is_h
 
 
 def num_kept(slots: int) -> int:
-    """Returns how many of the slots are kept for sending; as many are kept for receiving."""
+    """How many of the slots are kept for sending; as many are kept for receiving."""
     return slots // _SHARES
 
 
 def make_slab(layout: Layout, path: MemoryPath, load: SlabLoad, settings: Settings) -> Slab:
-    """Make the slab of a worker.
-
-    Raises:
-        SettingsError: ``staging_gib`` is too small, or there is not enough memory.
-    """
+    """Raises `SettingsError`: ``staging_gib`` is too small, or there is not enough memory."""
     device = torch.device("cpu") if path is MemoryPath.HOST else layout.device
     count = num_slots(layout, load, settings.staging_gib, is_host=layout.device.type == "cpu")
     try:

@@ -15,7 +15,8 @@
     stops when    `close` is called; transfers in flight are then waited for up to CLOSE_SECONDS
     drops         messages that match nothing, counted in `WorkerContext.dropped`; nothing else
 
-An exception that is not contained (`commands`) stops the thread and is raised on the engine's thread at its next call:
+An exception in the handling of one message or one command fails what that belongs to, and is counted. One that may have
+left prefill's blocks without an owner stops the thread, and is raised on the engine's thread at its next call:
 hand-overs never continue with half of the state updated.
 """
 
@@ -24,17 +25,29 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.step import Report
-from kvcached_nixl.worker.commands import Command, Dispatch
+from kvcached_nixl.transport.agent import Transport, TransportError, WriteGate
+from kvcached_nixl.wire import messages, step
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.checked import Malformed
+from kvcached_nixl.wire.handshake import Weights
+from kvcached_nixl.wire.lease import is_heartbeat, read_heartbeat
+from kvcached_nixl.wire.messages import Message, Peer
+from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Report, StepCommand, WakeAddress
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.context import WorkerContext
+from kvcached_nixl.worker.transfer.peers import contained
 
-__all__ = ["TransferThread"]
+__all__ = ["BlocksWritable", "Command", "IsReached", "LocalIdentity", "NewWeights", "Reached", "TransferThread"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -51,12 +64,49 @@ STANDING_SECONDS = 120.0
 """An engine that has taken no step for so long, or was paused or stood still for want of memory, sends no heartbeats:
 its peers need not wait for it, nor keep memory for it."""
 
+IsReached: TypeAlias = Callable[[], bool]
+"""Returns whether the device has finished every step that was submitted before. May be called on any thread."""
+
+
+@dataclass(frozen=True)
+class LocalIdentity:
+    """This rank's address for peers, the one under which it wakes its engine, and the engine's incarnation. Sent again
+    when one of them changes."""
+
+    own: Peer
+    wake_address: WakeAddress
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """The weights that this rank computes with from now on. ``names``: of their tensors, as in `Weights.misfit`."""
+
+    weights: Weights
+    names: Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class BlocksWritable:
+    """Decode: no work queued on the device writes these attempts' blocks."""
+
+    attempts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A command that counts once the device has finished what was submitted before it (rule R8): then the tokens of an
+    offer are in its blocks. A `Finish` waits for the offers before it."""
+
+    command: OfferUpdate | Finish | BlocksWritable
+    is_reached: IsReached = lambda: True
+
+
+Command: TypeAlias = StepCommand | LocalIdentity | NewWeights | Reached
+
 
 class TransferThread:
     """The engine's thread submits commands and takes outcomes; everything else runs on the transfer thread.
-
-    Args:
-        select_device: called by the transfer thread before anything else.
 
     Attributes:
         engine_computes: set by the engine's thread while it submits a step to the device.
@@ -70,7 +120,6 @@ class TransferThread:
         self._receiver = receiver
         self._registry = registry
         self._outcomes = context.outcomes
-        self._channel = context.channel
         self._select_device = select_device
         self._is_ready = threading.Event()
         self.engine_computes = False
@@ -80,8 +129,42 @@ class TransferThread:
         self._defect: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._moved_at_seconds = context.clock.now_seconds()
-        # Everything below is used by the transfer thread only.
-        self._dispatch = Dispatch(context, receiver, registry)
+        # All below is used by the transfer thread only; first what it does with each kind of command and message.
+        self._commands: Mapping[type, Callable[[Any], None]] = MappingProxyType(
+            {
+                LocalIdentity: self._identify,
+                NewWeights: self._change_weights,
+                step.Revoke: self._revoke,
+                step.LeaseRenewal: receiver.renewals.begin,
+                step.EndRenewal: lambda one: receiver.renewals.end(one.request_id),
+                FetchSpec: receiver.fetch,
+                BlocksWritable: lambda one: receiver.begin(*one.attempts),
+                OfferUpdate: registry.offer,
+                step.AwaitClaim: lambda one: registry.await_claim(one.request_id, one.number),
+                step.Withdraw: lambda one: receiver.fail(one.attempt, HandOverFailed(FailureCause.STOPPED, one.reason)),
+                step.UnneededOffer: receiver.release,
+                step.Preempt: self._preempt,
+                Finish: lambda one: registry.finish(one.request_id),
+                step.Stop: self._stop,
+            }
+        )
+        writer = registry.writer
+        self._messages: Mapping[type, Callable[[str, Any], None]] = MappingProxyType(
+            {
+                list: self._take_heartbeat,
+                messages.Registration: writer.register,
+                messages.StagingGrant: writer.take_grant,
+                messages.Withdrawal: writer.withdraw,
+                messages.Reading: lambda _, one: registry.read(one),
+                messages.Release: lambda _, one: registry.release(one),
+                messages.StagingRequest: receiver.handle,
+                messages.Written: receiver.handle,
+                messages.Stopped: receiver.handle,
+            }
+        )
+        self._wake_address: WakeAddress | None = None
+        # Commands that wait for the device, in order.
+        self._computing: deque[Reached] = deque()
         # When the thread last had work.
         self._busy_seconds = 0.0
 
@@ -110,15 +193,10 @@ class TransferThread:
         self._wake.set()
 
     def engine_moves(self) -> None:
-        """The engine takes a step, and does not stand still."""
         self._moved_at_seconds = self._clock.now_seconds()
 
     def take_outcome(self) -> tuple[set[str], Report]:
-        """As `OutcomeQueue.take`.
-
-        Raises:
-            RuntimeError: an internal error has stopped the transfer thread.
-        """
+        """As `OutcomeQueue.take`. Raises `RuntimeError` as `submit`."""
         self._raise_defect()
         return self._outcomes.take()
 
@@ -132,7 +210,7 @@ class TransferThread:
             self._context.staging.copier.close()
         self._context.checksums.close()
         self._receiver.close()
-        self._channel.close()
+        self._context.channel.close()
 
     def _raise_defect(self) -> None:
         if self._defect is not None:
@@ -161,26 +239,31 @@ class TransferThread:
 
     def turn(self) -> float:
         """Do everything that can be done without waiting; returns the seconds until the next call is due."""
-        is_busy = bool(self._inbox)
+        context, is_busy = self._context, bool(self._inbox)
         while self._inbox:
-            self._dispatch.take(self._inbox.popleft())
-        self._dispatch.take_reached()
-        is_busy |= self._dispatch.hear()
-        self._context.peers.turn()
-        if self._context.staging is not None:
-            self._context.staging.turn()
-        self._context.checksums.turn()
-        self._context.transfer_queue.turn()
+            self._take(self._inbox.popleft())
+        # In order: a request's `Finish` is never handled before its steps.
+        while self._computing and self._computing[0].is_reached():
+            self._apply(self._computing.popleft().command)
+        is_busy |= self._hear()
+        context.peers.turn()
+        if context.staging is not None:
+            context.staging.turn()
+        context.checksums.turn()
+        context.transfer_queue.turn()
         is_engine_alive = self._clock.now_seconds() < self._moved_at_seconds + STANDING_SECONDS
         deadlines = [self._registry.turn(is_engine_alive=is_engine_alive), self._receiver.turn()]
         if is_engine_alive:
             deadlines.append(self._receiver.send_heartbeats())
-        if self._context.staging is not None:
-            self._outcomes.slab(self._context.staging.use, self._context.staging.num_waits)
+        if context.staging is not None:
+            self._outcomes.slab(context.staging.use, context.staging.num_waits)
         if self._outcomes.take_news():
             self._wake_own()
+        return self._wait_seconds(is_busy, deadlines)
+
+    def _wait_seconds(self, is_busy: bool, deadlines: Sequence[float | None]) -> float:
         now = self._clock.now_seconds()
-        is_moving = bool(self._context.transfer_queue.is_busy or self._dispatch.computing)
+        is_moving = bool(self._context.transfer_queue.is_busy or self._computing)
         if is_busy or is_moving:
             self._busy_seconds = now
         later_seconds = min((now - self._busy_seconds) * _LONGER_BY, COMPUTING_POLL_SECONDS)
@@ -191,13 +274,124 @@ class TransferThread:
 
     def _poll_seconds(self) -> float:
         queue = self._context.transfer_queue
-        if self.engine_computes and not self._registry.is_delivering:
+        if self.engine_computes and not self._registry.writer.num_final:
             return POLL_SECONDS if queue.is_moving else COMPUTING_POLL_SECONDS
         if queue.has_more:
             return 0.0
         return POLL_SECONDS if len(queue) else 2 * POLL_SECONDS
 
     def _wake_own(self) -> None:
-        address = self._dispatch.wake_address
+        address = self._wake_address
         if address is not None:
-            self._channel.wake(address.host, address.port, address.key)
+            self._context.channel.wake(address.host, address.port, address.key)
+
+    # --------------------------------------------------------------------------------------------------------- commands
+
+    def _take(self, command: Command) -> None:
+        if isinstance(command, (Reached, Finish)):
+            self._computing.append(Reached(command) if isinstance(command, Finish) else command)
+        else:
+            self._apply(command)
+
+    def _apply(self, command: StepCommand | LocalIdentity | NewWeights | BlocksWritable) -> None:
+        handle, attempts = self._commands[type(command)], _failed_by(command)
+        if attempts is None:
+            handle(command)
+            return
+
+        def fail(failure: HandOverFailed) -> None:
+            self._count_defect(failure)
+            for attempt in attempts:
+                self._receiver.fail(attempt, failure)
+
+        with contained(fail):
+            handle(command)
+
+    def _identify(self, command: LocalIdentity) -> None:
+        self._wake_address, self._context.own = command.wake_address, command.own
+        self._context.incarnation = command.incarnation
+        self._registry.writer.started(command.incarnation)
+
+    def _change_weights(self, command: NewWeights) -> None:
+        self._context.weights, self._context.weight_names = command.weights, command.names
+
+    def _revoke(self, command: step.Revoke) -> None:
+        # Who has begun to read meanwhile may not be overtaken.
+        self._hear()
+        if self._registry.outlasts(command.request_id, command.revocation):
+            self._outcomes.spared(command.revocation.number)
+            return
+        # It keeps its `Finish`: it ends by itself.
+        self._forget_computing(command.request_id, OfferUpdate)
+        self._registry.revoke(command.request_id, command.revocation)
+
+    def _preempt(self, command: step.Preempt) -> None:
+        self._forget_computing(command.request_id, OfferUpdate, Finish)
+        self._registry.preempt(command.request_id, command.hold)
+
+    def _stop(self, command: step.Stop) -> None:
+        self._forget_computing(command.request_id, OfferUpdate, Finish)
+        self._registry.stop(command.request_id, command.reason, is_kept=command.is_kept)
+
+    def _forget_computing(self, request_id: PrefillRequestId, *kinds: type[OfferUpdate | Finish]) -> None:
+        """Drop what still waits for the device of a request."""
+        waiting = self._computing
+        self._computing = deque(
+            one for one in waiting if not isinstance(one.command, kinds) or one.command.request_id != request_id
+        )
+
+    # --------------------------------------------------------------------------------------------------------- messages
+
+    def _hear(self) -> bool:
+        """Handle what peers have sent. Returns whether they have sent anything."""
+        has_heard = False
+        listening: list[Transport | WriteGate] = [self._context.transport, *self._receiver.gates]
+        for one in listening:
+            try:
+                heard = one.received()
+            except TransportError as error:
+                logger.warning("%s", error)
+                continue
+            has_heard |= bool(heard)
+            for agent, notification in heard:
+                self._read(agent, notification)
+        return has_heard
+
+    def _read(self, agent: str, notification: bytes) -> None:
+        dropped = self._context.dropped
+        try:
+            message = read_heartbeat(notification) if is_heartbeat(notification) else messages.decode(notification)
+        except Malformed as error:
+            if not dropped["malformed"]:
+                logger.warning(
+                    "Dropping a malformed notification from %s; later ones are only counted: %s", agent, error
+                )
+            dropped["malformed"] += 1
+            return
+        # Twice: nothing that a peer sends stops the engine, not even where its hand-over cannot be failed.
+        with contained(self._count_defect), contained(partial(self._fail_message, agent, message)):
+            self._messages[type(message)](agent, message)
+
+    def _fail_message(self, agent: str, message: Message | list[str], failure: HandOverFailed) -> None:
+        self._count_defect(failure)
+        if isinstance(message, (messages.StagingRequest, messages.Written, messages.Stopped)):
+            self._receiver.fail(message.attempt, failure)
+        elif isinstance(message, (messages.Registration, messages.StagingGrant)):
+            self._registry.writer.fail((agent, message.attempt), failure)
+
+    def _take_heartbeat(self, agent: str, names: list[str]) -> None:
+        self._registry.renew(names)
+        self._receiver.renew(agent, names)
+
+    def _count_defect(self, _: HandOverFailed) -> None:
+        self._context.dropped["defect"] += 1
+
+
+def _failed_by(command: StepCommand | LocalIdentity | NewWeights | BlocksWritable) -> Sequence[int] | None:
+    """Returns the attempts that an exception in the handling of a command fails. None: it stops the engine, because the
+    scheduler must hear when prefill's blocks are free, and half of the state is updated."""
+    if isinstance(command, BlocksWritable):
+        return command.attempts
+    if isinstance(command, (FetchSpec, step.Withdraw)):
+        return (command.attempt,)
+    return () if isinstance(command, (LocalIdentity, step.LeaseRenewal, step.EndRenewal, step.UnneededOffer)) else None

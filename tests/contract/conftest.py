@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.server_side.few_cores import use_every_core, wait_for_events
+from experiments.common.server_side.sitecustomize import use_every_core, wait_for_events
 
 # With two cores torch, gloo and ZeroMQ have about fifty threads; two engines that a test left running add sixteen.
 MANY_THREADS = 100 + 8 * (os.cpu_count() or 1)

@@ -2,7 +2,7 @@
 """Blocks move byte for byte between two real connectors over kvcached's arrangements, on the installed vLLM.
 
 Real: vLLM's NixlConnector with this package's patches, its side channel, NIXL and UCX. Made by the test: memory with
-the layout of kvcached 0.1.6 (``test_kvcached_layouts.py`` compares that layout with the real one).
+the layout of kvcached 0.1.6. Servers have the real one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
 import torch
 from support.attention_engines import (  # noqa: F401
     ERAS,
@@ -26,9 +27,12 @@ from support.attention_engines import (  # noqa: F401
     spec_of,
 )
 from support.stock_pair import build_engine, write_model
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.patching import Registry
+from kvcached_nixl.vllm.adapter.versions import LOADS_BEHIND, installed_has
+from kvcached_nixl.worker.geometry.planes import Axes
 
 SAME = ((False, False), (True, True))
 """Whether prefill's memory is contiguous, and whether decode's is."""
@@ -132,3 +136,48 @@ def test_what_no_peer_could_make_sense_of_stops_the_engine_in_words(setting: str
     assert UNSERVED[setting] in raised.value.found
     assert "the engine stops" in raised.value.consequence and "without ENABLE_KVCACHED" in raised.value.remedy
     assert not engine.worker.connector_worker._registered_descs
+
+
+no_shapes = pytest.mark.skipif(installed_has(LOADS_BEHIND), reason="vLLM 0.29 asks no backend for a shape")
+NAMES = ("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "TRITON_MLA", "FLASHMLA", "CPU_ATTN")
+NUMBERS = {"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009}
+
+
+def backend(name: str) -> Any:
+    try:
+        return AttentionBackendEnum[name].get_class()
+    except KeyError:
+        pytest.skip("not in this vLLM")
+    except (ImportError, AssertionError, AttributeError, RuntimeError, ValueError) as error:
+        pytest.skip(f"not on this machine: {error}")
+
+
+def shape_of(name: str) -> tuple[int, ...]:
+    sizes = {"num_blocks": NUMBERS["num_blocks"], "block_size": NUMBERS["block_size"]}
+    try:
+        return tuple(backend(name).get_kv_cache_shape(**sizes, num_kv_heads=NUMBERS["num_heads"], head_size=1))
+    except AssertionError as error:
+        pytest.skip(f"takes no such shape: {error}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@no_shapes
+def test_blocks_tokens_and_heads_are_found(name: str) -> None:
+    """Latents have no heads; K and V of different head sizes (``DIFFKV``) are packed in one cell."""
+    shape = shape_of(name)
+    axes = Axes.from_probe(shape, **NUMBERS)
+    assert (shape[0], shape[axes.token]) == (NUMBERS["num_blocks"], NUMBERS["block_size"])
+    if "MLA" in name:
+        assert axes.head is axes.kv is None
+    else:
+        assert axes.head is not None and shape[axes.head] == NUMBERS["num_heads"]
+        assert axes.kv is None or shape[axes.kv] == 2
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"])
+@no_shapes
+def test_keys_and_values_of_different_sizes_are_one_cell(name: str) -> None:
+    """MiMo-V2: 192 and 128 elements a head. They are moved together, and never cut between the two."""
+    shape = shape_of(name)
+    axes = Axes.from_probe(shape, **NUMBERS)
+    assert axes.kv is None and shape[-1] > 2 and axes.ndim == 4

@@ -8,6 +8,7 @@ that they must hold, and every other block with the byte that filled it.
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
 from packaging.specifiers import SpecifierSet
-from support import attention_engines, engine_node, handover_node
+from support import attention_engines, engine_node, handover_node, stock_pair
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, same
 from support.handover_node import (
     DECODE_FILLING,
@@ -35,6 +37,7 @@ from support.handover_node import (
 )
 from support.internals import agents_of
 from support.transports import until
+from vllm.utils.network_utils import get_ip
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, installed_row
@@ -69,8 +72,6 @@ def test_an_idle_transfer_thread_uses_no_processor_time(pair: tuple[Node, Node])
 
 
 # ------------------------------------------------------------------------------------------------------- bytes arrive
-
-
 SAID = [(0, 0), (16.0, 16), (2**63, 0), (-1, 0), (0.5, 0), (True, 0), ("16", 0), (float("nan"), 0), (10**6, PROMPT)]
 
 
@@ -228,3 +229,36 @@ def test_an_engine_that_nobody_holds_is_gone_without_a_collection(pair: tuple[No
     for worker in (prefill.worker, decode.worker):
         cyclic = [one for one in gc.get_referrers(worker) if type(one).__module__.startswith("kvcached_nixl")]
         assert cyclic == []
+
+
+HOST, ADVERTISED = "VLLM_NIXL_SIDE_CHANNEL_HOST", "KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE_HOST"
+
+
+@pytest.mark.parametrize(
+    ("listens_at", "advertised", "reached_at"),
+    [("0.0.0.0", "127.0.0.2", "127.0.0.2"), ("[::1]", "", "::1"), ("localhost", "", "localhost")],
+)
+def test_peers_are_reached_at_what_is_advertised(
+    listens_at: str, advertised: str, reached_at: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm#53018. In push decode's address goes to prefill with its registration."""
+    monkeypatch.setattr(stock_pair, "LISTENS_AT", listens_at)
+    if advertised:
+        monkeypatch.setenv(ADVERTISED, advertised)
+    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
+    served(prefill, decode)
+    assert prefill.transfer_params["cmpl-w-0-aaaaaaa7"]["remote_host"] == reached_at
+
+
+def test_vllm_finds_this_hosts_address_as_the_package_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM_HOST_IP, or that of the way out, or 0.0.0.0."""
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.5")
+    assert get_ip() == "10.0.0.5"
+    monkeypatch.delenv("VLLM_HOST_IP")
+
+    def no_network(*_: object) -> None:
+        raise OSError("network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    with pytest.warns(UserWarning, match="Failed to get the IP address"):
+        assert get_ip() == "0.0.0.0"

@@ -32,10 +32,8 @@ def prove(cache: Path, question: Question = QUESTION, **environ: str) -> Proof:
 
 PREAMBLE = """
 import kvcached.vmm_ops, nixl._api
-from kvcached_nixl.proof.lanes import transports_of
-from kvcached_nixl.proof.member import Remote
-from kvcached_nixl.proof.__main__ import prove_one
-from kvcached_nixl.proof.result import Question
+from kvcached_nixl.proof.__main__ import Remote, prove_one
+from kvcached_nixl.proof.result import Question, transports_of
 
 QUESTION = Question("cpu", 0, "DRAM", ("UCX",))
 """
@@ -106,8 +104,8 @@ def test_nobody_outlives_a_prover_that_is_killed() -> None:
         PREAMBLE
         + """
 import os, signal
-one, other = (Remote(QUESTION, "tcp") for _ in range(2))
-one.call("open", elastic=True); other.call("open", elastic=False)
+one, other = Remote(QUESTION, "tcp", is_elastic=True), Remote(QUESTION, "tcp")
+one.begun(); other.begun()
 print(one._process.pid, other._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -121,9 +119,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 HAZARD = """
-holder, peer = (Remote(QUESTION, "tcp") for _ in range(2))
-begins = holder.call("open", elastic=True)
-peer.call("open", elastic=False)
+holder, peer = Remote(QUESTION, "tcp", is_elastic=True), Remote(QUESTION, "tcp")
+begins, _ = holder.begun(), peer.begun()
 peer.call("meet", holder.call("register"))
 peer.call("register")
 holder.call("map", [0])

@@ -302,37 +302,6 @@ def test_the_endpoint_for_images_is_refused_as_busy() -> None:
     run(served(engine), test)
 
 
-@pytest.mark.parametrize(("role", "first"), [("both", "start"), ("decode", "start"), ("prefill", "body")])
-def test_only_streams_that_may_be_refused_begin_later(role: str, first: str) -> None:
-    """While its role was never changed, and among clients that are served, an answer begins as vLLM begins it."""
-    engine, sent = Engine(), []
-    app = served(engine)
-
-    async def test(http: Http) -> None:
-        await take(http, role)
-        engine.go_on.clear()
-        params = QUESTION if role == "prefill" else None
-        body = json.dumps({"prompts": ["a"], "params": params, "name": "r", "stream": True, "begins": False})
-        whole = {"type": "http.request", "body": body.encode(), "more_body": False}
-
-        async def receive(waiting: list[Any] = [whole]) -> Any:  # noqa: B006 - taken once
-            return waiting.pop() if waiting else await asyncio.Event().wait()
-
-        async def take_part(message: Any) -> None:
-            sent.append(message["type"].rpartition(".")[2])
-
-        headers = [(name.lower().encode(), value.encode()) for name, value in KEY.items()]
-        scope = {"type": "http", "method": "POST", "path": "/v1/several", "headers": headers, "query_string": b""}
-        answer = asyncio.ensure_future(app({**scope, "http_version": "1.1", "scheme": "http"}, receive, take_part))
-        await asyncio.sleep(0.05)
-        assert sent == (["start"] if first == "start" else [])
-        engine.go_on.set()
-        await answer
-        assert sent[:2] == ["start", "body"]
-
-    run(app, test)
-
-
 READY = ("/kvcached_nixl/ready/clients", "/kvcached_nixl/ready/questions")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's OffloadingConnector beside NixlConnector, with a spec that copies between host memories. On vLLM 0.28.
+"""vLLM's OffloadingConnector beside NixlConnector, with a spec that copies between host memories. Since vLLM 0.28.
 
 A block that is freed is overwritten at once, as if kvcached had unmapped it and another request had mapped it again.
 """
@@ -41,12 +41,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.vllm.adapter.attributes import connectors, side_of
 from kvcached_nixl.vllm.adapter.neighbours import is_tier
-from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, LOADS_BEHIND, installed_has
+from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND, installed_has
 from kvcached_nixl.vllm.patches import tier as served
 from kvcached_nixl.vllm.patches.factory import is_nixl
 
-if not installed_has(HITS_DIVERGE) or installed_has(LOADS_BEHIND):
-    pytest.skip("served with vLLM 0.28 only", allow_module_level=True)
+if not installed_has(HITS_DIVERGE):
+    pytest.skip("refused before vLLM 0.28", allow_module_level=True)
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 LATER = "cmpl-y-0-aaaaaaaa"
@@ -99,8 +99,9 @@ class TierNode(Node):
         return served.tier_of(self.scheduler)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        # As vLLM's runner does before each step.
-        self.engine.worker.handle_preemptions(output.kv_connector_metadata)
+        # As vLLM's runner does before each step; since 0.29 it is vLLM's own here.
+        if self.runner is None:
+            self.engine.worker.handle_preemptions(output.kv_connector_metadata)
         return super().run(output)
 
     def compute_alone(self, request_id: str, **options: Any) -> None:
@@ -160,28 +161,40 @@ node = handover_node.node
 @pytest.fixture
 def make(is_first: bool, tmp_path: Path, log: pytest.LogCaptureFixture) -> Iterator[Callable[..., TierNode]]:
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-    spec = {"spec_name": "HostTierSpec", "spec_module_path": "support.server_side.host_tier", "host_blocks": 32}
+    spec: dict[str, Any] = {
+        "spec_name": "HostTierSpec",
+        "spec_module_path": "support.server_side.host_tier",
+        "host_blocks": 32,
+    }
     children = [
         {**nixl, "kv_connector_extra_config": {"num_threads": 0}},
         {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": spec},
     ]
     with nodes(TierNode, tmp_path, log) as made:
-        yield lambda filling=PREFILL_FILLING, geometry=RESERVED, **options: made(
-            filling,
-            geometry,
-            connectors=children[::-1] if is_first else children,
-            trusted_connectors=["HostTierSpec"],
-            **{"prefix_caching": False, "kv_role": "kv_both", **options},
-        )
+
+        def node(
+            filling: int = PREFILL_FILLING, geometry: Any = RESERVED, at_once_bytes: int = 0, **options: Any
+        ) -> Any:
+            spec["sync_load_budget_bytes"] = at_once_bytes
+            return made(
+                filling,
+                geometry,
+                connectors=children[::-1] if is_first else children,
+                trusted_connectors=["HostTierSpec"],
+                **{"prefix_caching": False, "kv_role": "kv_both", **options},
+            )
+
+        yield node
 
 
 LAYOUTS = {
     "layers apart": RESERVED,
     "layers side by side": dataclasses.replace(RESERVED, contiguous=True),
-    "K and V apart": dataclasses.replace(RESERVED, era="kv_apart"),
-    "latents": dataclasses.replace(RESERVED, era="mla"),
-    "latents side by side": dataclasses.replace(RESERVED, era="mla", contiguous=True),
+    "latents": dataclasses.replace(RESERVED, era=attention_engines.ERAS[1]),
+    "latents side by side": dataclasses.replace(RESERVED, era=attention_engines.ERAS[1], contiguous=True),
 }
+if not installed_has(LOADS_BEHIND):
+    LAYOUTS["K and V apart"] = dataclasses.replace(RESERVED, era="kv_apart")
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -302,6 +315,28 @@ def test_a_request_that_loads_while_weights_change_is_computed(make: Callable[..
     assert one.settles()
     one.starts("cmpl-v-0-aaaaaaaa", loads=False)
     one.starts("cmpl-u-0-aaaaaaaa")
+
+
+@pytest.mark.skipif(not installed_has(HASHES_AHEAD), reason="this vLLM loads between steps only")
+@pytest.mark.parametrize("weights_change", [False, True])
+def test_a_request_computes_in_the_step_that_loads(weights_change: bool, make: Callable[..., TierNode]) -> None:
+    """With ``sync_load_budget_bytes``: vLLM says that its blocks are cached before they are loaded. It goes on when
+    weights change, as any request that runs, but nothing of it is loaded later."""
+    one = make(tokens_a_step=BLOCK_SIZE, at_once_bytes=1 << 30, prefix_caching=True)
+    one.compute_alone(PREFILL_ID)
+    assert one.settles() and one.scheduler.reset_prefix_cache()
+    one.add(LATER, None, 1, num_tokens=PROMPT + 4 * BLOCK_SIZE)
+    output = one.scheduler.schedule()
+    assert output.has_sync_kv_loads and output.num_scheduled_tokens[LATER]
+    one.take(output, one.run(output))
+    assert one.holds(one.blocks(LATER), end=PROMPT)
+    if weights_change:
+        one.side_of_engine.revocations.weights_changed()
+    one.computes_rightly(LATER)
+    assert LATER not in one.received and one.settles() and one.scheduler.reset_prefix_cache()
+    one.add(OTHER, None, 1, num_tokens=PROMPT + 5 * BLOCK_SIZE)
+    output = one.scheduler.schedule()
+    assert OTHER in output.num_scheduled_tokens and output.has_sync_kv_loads is not weights_change
 
 
 def test_a_session_whose_beginning_is_stored_keeps_its_tokens_when_weights_change(

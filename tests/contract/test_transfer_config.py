@@ -1,29 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--kv-transfer-config`` as vLLM reads it: its own name for push is a mode of this package's connector."""
+"""Which configurations are accepted: connectors, their settings and neighbours, and classes in place of vLLM's."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import types
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+
 from support import attention_engines
+from vllm import platforms
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlConnector
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.gpu_worker import Worker
 
-from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.errors import SettingsError, StartRefused
+from kvcached_nixl.vllm.adapter.neighbours import JUDGED
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
+from kvcached_nixl.vllm.patches import factory
 from kvcached_nixl.vllm.patches.factory import is_nixl
 
-patched = attention_engines.patched
+parallel_state, patched, engine_over = (
+    attention_engines.parallel_state,
+    attention_engines.patched,
+    attention_engines.engine_over,
+)
+Construct = Callable[..., Any]
 
 
 def read(**fields: Any) -> KVTransferConfig:
     return KVTransferConfig(**{"kv_connector": "NixlPushConnector", "kv_role": "kv_producer", **fields})
 
 
-@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("extra", [{}, {"transfer_mode": "push"}, {"num_threads": 2}])
 def test_the_push_connector_is_a_mode(extra: dict[str, Any]) -> None:
     given = dict(extra)
@@ -34,13 +52,11 @@ def test_the_push_connector_is_a_mode(extra: dict[str, Any]) -> None:
     assert is_nixl(KVConnectorFactory.get_connector_class(config))
 
 
-@pytest.mark.usefixtures("patched")
 def test_another_mode_contradicts_it() -> None:
     with pytest.raises(SettingsError, match=r"NixlPushConnector with transfer_mode='pull'"):
         read(kv_connector_extra_config={"transfer_mode": "pull"})
 
 
-@pytest.mark.usefixtures("patched")
 def test_other_connectors_are_left_alone() -> None:
     """Somebody's own class of that name, too."""
     for fields in (
@@ -53,7 +69,6 @@ def test_other_connectors_are_left_alone() -> None:
         assert config.kv_connector_extra_config == {}
 
 
-@pytest.mark.usefixtures("patched")
 def test_children_of_other_connectors_are_renamed_too() -> None:
     """However deep; what the operator gave stays as it is."""
     nixl = {"kv_connector": "NixlPushConnector", "kv_role": "kv_both"}
@@ -67,3 +82,198 @@ def test_children_of_other_connectors_are_renamed_too() -> None:
     pushes = {"transfer_mode": "push"}
     assert renamed == {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": pushes}
     assert odd == "odd" and extra == given
+
+
+NIXL, SHELF, RENAMED, OFFLOADING = (
+    {"kv_connector": name, "kv_role": "kv_both", **more}
+    for name, more in (
+        ("NixlConnector", {}),
+        ("Shelf", {"kv_connector_module_path": "support.odd_connectors"}),
+        ("Renamed", {"kv_connector_module_path": "support.odd_connectors"}),
+        ("OffloadingConnector", {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 24}}),
+    )
+)
+SEVERAL: dict[str, dict[str, Any]] = {
+    **{
+        name: {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
+        for name, children in {
+            "after": [NIXL, OFFLOADING],
+            "before": [OFFLOADING, SHELF, NIXL],
+            "beside it under another name": [RENAMED, OFFLOADING],
+        }.items()
+    },
+    "not named by the configuration": {"kv_connector": "Both", "kv_connector_module_path": "support.odd_connectors"},
+}
+
+
+def test_every_connector_of_vllm_was_judged() -> None:
+    """A new one is refused until it was read."""
+    assert set(vars(KVConnectorFactory)["_registry"]) <= JUDGED
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+@pytest.mark.parametrize("several", list(SEVERAL))
+def test_the_offloading_connector_beside_nixl_s_is_refused(several: str, role: KVConnectorRole) -> None:
+    """In each process, before either is constructed, with vLLM's own spec, which needs a GPU."""
+    config = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(kv_role="kv_both", **SEVERAL[several]),
+        cache_config=None,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+    )
+    with pytest.raises(SettingsError) as refusal:
+        KVConnectorFactory.create_connector(config, role, None)
+    why = ("need a GPU", "wrong tokens") if installed_has(HITS_DIVERGE) else ("after vLLM has freed it",)
+    assert any(one in refusal.value.consequence for one in why)
+
+
+class Counting(AsyncScheduler):
+    """As an operator writes one who wants to know more."""
+
+    added = 0
+
+    def add_request(self, request: Any) -> None:
+        self.added += 1
+        super().add_request(request)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return 0, 0
+
+
+class Forgetful(AsyncScheduler):
+    def add_request(self, request: Any) -> None:
+        self.requests[request.request_id] = request
+
+
+class Foreign:
+    """Another implementation of vLLM's interface."""
+
+
+class QuietWorker(Worker):
+    def get_kv_connector_handshake_metadata(self) -> None:
+        return None
+
+
+class NamedWorker(Worker):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+class OwnConnector(NixlConnector):
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class GreedyConnector(NixlConnector):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Skips the constructor, and what it checks."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return request.num_prompt_tokens - num_computed_tokens, True
+
+
+@pytest.fixture
+def construct(engine_over: attention_engines.EngineOver) -> Construct:
+    """construct(role, scheduler, worker, connector): a connector of an engine that is configured so."""
+
+    def make(role: str = "SCHEDULER", scheduler: Any = None, worker: str = "", connector: type | None = None) -> Any:
+        engine, _ = engine_over(dataclasses.replace(attention_engines.GQA, era=attention_engines.ERAS[0]))
+        config = engine.config
+        config.scheduler_config.scheduler_cls = scheduler
+        if worker:
+            config.parallel_config.worker_cls = f"{__name__}.{worker}"
+        if connector is not None:
+            config.kv_transfer_config.kv_connector = connector.__name__
+            config.kv_transfer_config.kv_connector_module_path = __name__
+        return KVConnectorFactory.create_connector(config, KVConnectorRole[role], engine.kv_cache_config)
+
+    return make
+
+
+@pytest.mark.parametrize("scheduler", [None, Scheduler, AsyncScheduler, Counting, f"{__name__}.Counting"])
+def test_a_scheduler_that_calls_vllms_is_served(construct: Construct, scheduler: Any) -> None:
+    assert construct(scheduler=scheduler)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        (Forgetful, "Forgetful.add_request does not call super().add_request"),
+        (f"{__name__}.Forgetful", "Forgetful.add_request does not call super().add_request"),
+        (Foreign, "Foreign does not extend vllm.v1.core.sched.scheduler.Scheduler"),
+    ],
+)
+def test_a_scheduler_that_does_not_is_refused(construct: Construct, scheduler: Any, words: str) -> None:
+    """Its requests would have no lease, and a failed hand-over would pass for one that has succeeded."""
+    with pytest.raises(StartRefused) as refused:
+        construct(scheduler=scheduler)
+    assert words in str(refused.value) and "Call super()" in str(refused.value)
+
+
+def test_a_worker_that_hides_its_handshake_is_refused(construct: Construct) -> None:
+    """Its weights would not be compared."""
+    assert construct("WORKER", worker="NamedWorker")
+    with pytest.raises(StartRefused, match="QuietWorker.get_kv_connector_handshake_metadata does not call"):
+        construct("WORKER", worker="QuietWorker")
+
+
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_a_connector_that_replaces_what_is_patched_is_refused(construct: Construct, role: str) -> None:
+    assert construct(role, connector=OwnConnector)
+    with pytest.raises(StartRefused, match="GreedyConnector.get_num_new_matched_tokens does not call"):
+        construct(role, connector=GreedyConnector)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_buffers_are_on_the_device_of_the_platform(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """So the same harness runs on a GPU, where "cpu" stands for a slab on the host, and without one."""
+    monkeypatch.setattr(platforms, "current_platform", types.SimpleNamespace(device_type=device))
+    config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+    assert config.kv_buffer_device == device
+
+
+@pytest.fixture
+def on_a_gpu(
+    engine_over: attention_engines.EngineOver, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Any, Any]]:
+    """on_a_gpu(...): the scheduler's connector as on a GPU, with ``kv_buffer_device`` "cpu"; and its configuration."""
+
+    def make(**extra_config: Any) -> tuple[Any, Any]:
+        geometry = dataclasses.replace(
+            attention_engines.GQA, era=attention_engines.ERAS[0], reserved_blocks=attention_engines.GQA.num_blocks
+        )
+        engine, _ = engine_over(geometry)
+        config = engine.config
+        config.kv_transfer_config.kv_buffer_device = "cpu"
+        config.kv_transfer_config.kv_connector_extra_config.update(extra_config)
+        monkeypatch.setattr(type(platforms.current_platform), "device_type", "cuda")
+        made = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, engine.kv_cache_config)
+        return made, config.kv_transfer_config
+
+    return make
+
+
+def test_a_buffer_on_the_host_is_a_slab_there(on_a_gpu: Callable[..., tuple[Any, Any]]) -> None:
+    connector, config = on_a_gpu()
+    assert connector.connector_scheduler.use_host_buffer is False
+    assert (config.kv_buffer_device, config.kv_connector_extra_config["memory_path"]) == ("cuda", "host")
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"verify_fracton": 1.0, "num_threads": 4}, ("'verify_fracton'", "'verify_fraction'")),
+        ({"enforce_handshake_compat": False}, ("enforce_handshake_compat", "not followed")),
+    ],
+)
+def test_a_setting_that_is_not_followed_is_named_once(
+    on_a_gpu: Callable[..., tuple[Any, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    extra: dict[str, Any],
+    words: tuple[str, ...],
+) -> None:
+    """Nobody reads it, and nothing else would say so."""
+    said: list[str] = []
+    monkeypatch.setattr(factory.logger, "warning", lambda text, *values: said.append(text % values))
+    on_a_gpu(**extra)
+    (line,) = (one for one in said if "kv_connector_extra_config" in one)
+    assert all(word in line for word in words)

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 from experiments.common.client import Client, http_client
+from experiments.common.counted import count
 from experiments.common.device import with_extra
 from experiments.common.model import make_model
 from experiments.common.servers import Asking, Running, Server, asking
@@ -36,10 +37,9 @@ def asked(
         yield found
 
 
-def prompt_tokens(server: Server) -> float:
+def prompt_tokens(server: Server) -> int:
     """How many tokens of prompts a server has computed, or fetched."""
-    found = httpx.get(f"{server.base_url}/metrics").text.splitlines()
-    return sum(float(one.rpartition(" ")[2]) for one in found if one.startswith("vllm:prompt_tokens_total"))
+    return count([server], "vllm:prompt_tokens_total")
 
 
 async def complete(server: Server, http: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
@@ -251,10 +251,7 @@ def test_a_request_that_waits_too_long_is_refused_before_its_answer_begins(tmp_p
         asyncio.run(run(prefill.servers[0], decode))
 
 
-async def waiting_is(server: Server, count: int, seconds: float = 60.0) -> None:
-    found = -1.0
+async def waiting_is(server: Server, number: int, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
-        while found != count:
-            lines = httpx.get(f"{server.base_url}/metrics").text.splitlines()
-            found = sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith("vllm:num_requests_waiting{"))
+        while count([server], "vllm:num_requests_waiting{") != number:
             await asyncio.sleep(0.05)

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from support import feature_asks as asks
 from support.feature_asks import Answer, Ask
-from support.feature_models import CHAT_TEMPLATE, chat_model, drafting_hybrid, eagle
-from support.feature_servers import spec
+from support.feature_models import CHAT_TEMPLATE, chat_model, drafting_hybrid, eagle, spec
 
 from experiments.common.counted import count, hand_overs
 from experiments.common.device import INTERPRETED, LAYOUT
@@ -128,6 +127,10 @@ def test_draft_models_on_both_sides(
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 HYBRID = FAMILIES["qwen3.5"]
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
+EAGLE = {"method": "eagle", "num_speculative_tokens": 2}
+RARE = {**NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+MOSTLY = 0.98
+"""In bfloat16 a draft model may guess another token here and there."""
 ROUNDED_NATS = 0.1
 """In bfloat16. With the state of another slot, log-probabilities differ by 0.4 and more."""
 
@@ -167,11 +170,18 @@ def check_rounded(found: dict[str, Answer], expected: dict[str, Answer]) -> None
 
 
 @pytest.mark.skipif(not installed_has(HASHES_AHEAD), reason="this vLLM goes on from wrong states (vllm#56531)")
-@pytest.mark.parametrize(("mode", "of_prefill"), [("pull", ()), ("push", ("--no-enable-prefix-caching",))])
-def test_drafts_of_a_model_with_states(mode: str, of_prefill: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "config", "of_prefill"),
+    [("pull", MTP, ()), ("push", MTP, ("--no-enable-prefix-caching",)), ("push", RARE, ()), ("pull", EAGLE, ())],
+)
+def test_drafts_of_a_model_with_states(
+    mode: str, config: dict[str, object], of_prefill: tuple[str, ...], tmp_path: Path
+) -> None:
     """Answers are those of a stock instance that drafts, too, and as many drafts are right."""
     model = drafting_hybrid(tmp_path / "model")
-    drafts = ("--speculative-config", json.dumps(MTP))
+    if config is EAGLE:
+        config = {**config, "model": str(eagle(tmp_path / "eagle", model))}
+    drafts = ("--speculative-config", json.dumps(config))
     specs = [
         side_with_states("alone", None, model, *drafts),
         side_with_states("prefill", mode, model, *drafts, *of_prefill),
@@ -183,7 +193,7 @@ def test_drafts_of_a_model_with_states(mode: str, of_prefill: tuple[str, ...], t
         expected = asyncio.run(asks.answers(alone.base_url, asked))
         check_rounded(asyncio.run(asks.answers(decode.base_url, asked)), expected)
         assert hand_overs([prefill, decode], len(asked)) == len(asked)
-        assert count([decode], ACCEPTED) >= count([alone], ACCEPTED) > 0
-        assert count([decode], DRAFTED) <= count([alone], DRAFTED)
+        assert count([decode], ACCEPTED) >= MOSTLY * count([alone], ACCEPTED) > 0
+        assert MOSTLY * count([decode], DRAFTED) <= count([alone], DRAFTED)
         # Beside others, with everything in the prefix caches.
         check_rounded(asyncio.run(asks.answers(decode.base_url, asked, at_once=4)), expected)

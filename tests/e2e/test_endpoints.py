@@ -20,10 +20,8 @@ import pytest
 
 pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 from support import feature_asks as asks
-from support.endpoint_asks import LEAVING, NUMBERED, Body, Row, chat, completion, ids, response
-from support.feature_models import CHAT_TEMPLATE, chat_model
-from support.feature_servers import spec
-from support.whole_answers import joined, plain
+from support.endpoint_asks import LEAVING, NUMBERED, Body, Row, chat, completion, ids, joined, plain, response
+from support.feature_models import CHAT_TEMPLATE, chat_model, spec
 from vllm.entrypoints.scale_out import factories
 
 from experiments.common.counted import count

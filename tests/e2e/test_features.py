@@ -17,8 +17,7 @@ import pytest
 import torch
 from support import feature_asks as asks
 from support.feature_asks import Answer, Ask
-from support.feature_models import CHAT_TEMPLATE, adapter, chat_model
-from support.feature_servers import spec
+from support.feature_models import CHAT_TEMPLATE, adapter, chat_model, spec
 from vllm.utils import torch_utils
 
 from experiments.common.counted import count, hand_overs

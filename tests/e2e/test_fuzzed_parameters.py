@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong ``kv_transfer_params`` and bodies against real servers: no client gets wrong tokens, and both servers live."""
+"""Wrong ``kv_transfer_params`` against real servers: no client gets wrong tokens, and both servers live."""
 
 from __future__ import annotations
 

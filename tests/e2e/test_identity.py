@@ -10,7 +10,8 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,12 +112,28 @@ class Asking:
         await self.call(client, "/pause", **query)
         return time.monotonic() - begun
 
+    async def differs(self, other: Client) -> list[int]:
+        """KV is fetched where weights are the same, and refused by ``other``. Returns what prefill answers alone."""
+        expected = (await self.alone(self.prefill)).token_ids
+        assert expected != (await self.alone(other)).token_ids, "they must differ for this to show anything"
+        assert await self.fetched() == expected
+        await self.refused(decode=other)
+        return expected
+
     async def resume(self, client: Client) -> None:
         await self.call(client, "/resume")
 
     async def call(self, client: Client, path: str, body: Any = None, **query: str) -> None:
         reply = await client.http.post(client.base_url + path, json=body, params=query)
         assert reply.status_code == httpx.codes.OK, f"{path}: {reply.status_code} {reply.text[:500]}"
+
+
+@asynccontextmanager
+async def asking_of(*servers: Server) -> AsyncIterator[tuple[Asking, list[Client]]]:
+    """Of prefill and decode; and clients of the others."""
+    async with http_client(16) as http:
+        prefill, decode, *others = (Client(one.base_url, http) for one in servers)
+        yield Asking(prefill, decode), others
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -148,13 +165,8 @@ def test_weights_are_known_by_their_content(mode: str, tmp_path: Path) -> None:
 
 
 async def _weights(prefill: Server, decode: Server, stranger: Server) -> None:
-    async with http_client(8) as http:
-        asking = Asking(Client(prefill.base_url, http), Client(decode.base_url, http))
-        other = Client(stranger.base_url, http)
-        expected = (await asking.alone(asking.prefill)).token_ids
-        assert expected != (await asking.alone(other)).token_ids, "the two models must differ for this to show anything"
-        assert await asking.fetched() == expected, "the same weights in another folder"
-        await asking.refused(decode=other)
+    async with asking_of(prefill, decode, stranger) as (asking, (other,)):
+        expected = await asking.differs(other)
         # A rolling update: what was kept is used by nobody, one side is older, then both are the same again.
         kept = await asking.offered()
         await asking.change(asking.prefill, "7")
@@ -213,22 +225,17 @@ def with_scales(model: Path, folder: Path, scale: float) -> Path:
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_scales_of_an_fp8_cache_are_weights(mode: str, tmp_path: Path) -> None:
     """The same weights with other scales are other weights: bytes of their KV stand for other numbers."""
+
+    async def scales(*servers: Server) -> None:
+        async with asking_of(*servers) as (asking, (other,)):
+            await asking.differs(other)
+
     first, other = (with_scales(models.make_model(), tmp_path / str(scale), scale) for scale in (0.25, 0.01))
     of = [("prefill", first), ("decode", first), ("other", other)]
     with running([spec(name, model, mode, "--kv-cache-dtype", "fp8") for name, model in of], tmp_path) as servers:
-        asyncio.run(_scales(*servers))
+        asyncio.run(scales(*servers))
         log = servers[2].log.read_text(errors="replace")
     assert "computes with other weights" in log and "scale" in log
-
-
-async def _scales(prefill: Server, decode: Server, stranger: Server) -> None:
-    async with http_client(8) as http:
-        asking = Asking(Client(prefill.base_url, http), Client(decode.base_url, http))
-        other = Client(stranger.base_url, http)
-        expected = (await asking.alone(asking.prefill)).token_ids
-        assert expected != (await asking.alone(other)).token_ids, "the scales must matter for this to show anything"
-        assert await asking.fetched() == expected
-        await asking.refused(decode=other)
 
 
 PAUSES: list[dict[str, str]] = [
@@ -254,8 +261,7 @@ def test_pauses_return_at_once_whatever_is_kept_or_queued(pair: list[Server]) ->
 
 
 async def _pauses(prefill: Server, decode: Server) -> None:
-    async with http_client(16) as http:
-        asking = Asking(Client(prefill.base_url, http), Client(decode.base_url, http))
+    async with asking_of(prefill, decode) as (asking, _):
         expected = (await asking.alone(asking.prefill)).token_ids
         assert await asking.fetched() == expected
         for query in PAUSES:
@@ -305,7 +311,8 @@ def test_adapters_are_known_by_their_content(mode: str, tmp_path: Path) -> None:
 
 
 async def _adapters(prefill: Server, decode: Server, first: Path, second: Path, copied: Path) -> None:
-    async with http_client(8) as http:
+    async with asking_of(prefill, decode) as (asking, _):
+        http = asking.prefill.http
 
         async def load(server: Server, name: str, folder: Path, load_inplace: bool = False) -> Client:
             client = Client(server.base_url, http, name)
@@ -313,7 +320,6 @@ async def _adapters(prefill: Server, decode: Server, first: Path, second: Path, 
             await asking.call(client, "/v1/load_lora_adapter", body)
             return client
 
-        asking = Asking(Client(prefill.base_url, http), Client(decode.base_url, http))
         base = (await asking.alone(asking.prefill)).token_ids
         asking.prefill = await load(prefill, "a", first)
         expected = (await asking.alone(asking.prefill)).token_ids

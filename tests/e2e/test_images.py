@@ -26,8 +26,7 @@ from packaging.version import Version
 from PIL import Image
 from support import feature_asks as asks
 from support.feature_asks import Answer, Ask
-from support.feature_models import IMAGE_SIZE, SHAPE, chat_model, vision_model
-from support.feature_servers import spec
+from support.feature_models import IMAGE_SIZE, SHAPE, chat_model, spec, vision_model
 
 from experiments.common.counted import count, hand_overs
 from experiments.common.device import with_extra

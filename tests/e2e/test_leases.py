@@ -107,37 +107,3 @@ def test_what_is_out_of_date_is_recomputed_and_never_used(arm: Arm, successors: 
             time.sleep(0.05)
         decode.check_alive()
         assert prefill.process.poll() is not None
-
-
-@pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
-def test_leases_failure_and_restart_with_two_ranks_a_side(arm: Arm, tmp_path: Path) -> None:
-    """Every rank has a part of each hand-over: parameters that are out of date, a prefill that dies, its successor."""
-
-    async def both(traffic: Traffic) -> None:
-        assert all_right(await asyncio.gather(*(traffic.one() for _ in range(4))))
-        assert all_right(await traffic.stale(6, LEASE_SECONDS + 2 * HEARTBEAT_SECONDS))
-
-    async def while_it_dies(traffic: Traffic) -> None:
-        going_on = [asyncio.create_task(traffic.one()) for _ in range(4)]
-        await asyncio.wait(going_on, return_when=asyncio.FIRST_COMPLETED)
-        running.servers[0].kill()
-        # Prefill's own part may end without an answer; decode's is right or never begins.
-        ended = await asyncio.gather(*going_on)
-        assert {one.verdict for one in ended} <= {"right", "no connection"}, ended
-
-    specs = [dataclasses.replace(spec, tensor_parallel_size=2, executor="mp") for spec in arm.specs("recompute")]
-    with Running([named(specs[0], "a prefill"), specs[1]], tmp_path) as running:
-        _, decode = running.ready()
-        rest = mapped_bytes(decode)
-        traffic = Traffic(running.servers, arm.mode, prompts(4))
-        asyncio.run(traffic.learn())
-        asyncio.run(both(traffic))
-        asyncio.run(while_it_dies(traffic))
-        running.replace(0, named(specs[0], "a prefill"))
-        running.ready()
-        asyncio.run(both(traffic))
-        deadline = time.monotonic() + MEMORY_COMES_BACK_SECONDS
-        while mapped_bytes(decode) > rest:
-            assert time.monotonic() < deadline, "decode keeps memory of requests that have ended"
-            time.sleep(0.05)
-        decode.check_alive()

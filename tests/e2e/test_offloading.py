@@ -3,7 +3,7 @@
 
 Answers are those of a stock instance: handed over, handed over with a prompt that prefill has loaded, and loaded by
 decode alone. The connectors: vLLM's ExampleConnector, which saves while a prompt is computed; HostShelf
-(``tests/support/server_side``), which holds a finished request's blocks until they are saved; and, with vLLM 0.28,
+(``tests/support/server_side``), which holds a finished request's blocks until they are saved; and, since vLLM 0.28,
 vLLM's OffloadingConnector, which copies blocks whose requests have ended meanwhile, between host memories.
 """
 
@@ -27,7 +27,7 @@ from experiments.common.counted import count, hand_overs
 from experiments.common.device import layout, role
 from experiments.common.pages import PageWatch
 from experiments.common.servers import GIVES_BACK, REPOSITORY, SERVER_SIDE, Server, ServerError, ServerSpec, running
-from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, LOADS_BEHIND, installed_has
+from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, HITS_DIVERGE, installed_has
 
 SHELF = REPOSITORY / "tests/support/server_side"
 KVCACHED = {
@@ -58,9 +58,16 @@ def host_shelf(folder: Path) -> Connector:
 
 def offloading(folder: Path) -> Connector:
     # Later than most requests end.
-    extra = {"host_blocks": 400, "delay_seconds": 0.3, "folder": str(folder)}
+    extra: dict[str, Any] = {"host_blocks": 400, "delay_seconds": 0.3, "folder": str(folder)}
     spec = {"spec_name": "HostTierSpec", "spec_module_path": "host_tier"}
     return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {**spec, **extra}}
+
+
+def offloading_at_once(folder: Path) -> Connector:
+    """It loads in the step that computes the rest. vLLM before 0.33 does not know this setting."""
+    found = offloading(folder)
+    found["kv_connector_extra_config"]["sync_load_budget_bytes"] = 1 << 30
+    return found
 
 
 def spec(name: str, **fields: Any) -> ServerSpec:
@@ -200,6 +207,8 @@ CASES = {
     "pull, OffloadingConnector first": ("pull", offloading, True),
     "push, OffloadingConnector second": ("push", offloading, False),
 }
+if installed_has(HASHES_AHEAD):
+    CASES["pull, OffloadingConnector first, at once"] = ("pull", offloading_at_once, True)
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -207,7 +216,7 @@ def test_answers_are_right_from_either_connector(case: str, expected: dict[int, 
     """Both sides find prompts again when their prefix caches were cleared. A request that both connectors keep is freed
     once: the memory of both sides comes back."""
     mode, other, is_first = CASES[case]
-    if other is offloading and (not installed_has(HITS_DIVERGE) or installed_has(LOADS_BEHIND)):
+    if other is offloading and not installed_has(HITS_DIVERGE):
         pytest.skip("OffloadingConnector is refused with this vLLM")
     folders = (tmp_path / "kept-by-prefill", tmp_path / "kept-by-decode")
     for folder in folders:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,8 +138,13 @@ def test_what_cannot_be_served_stops_the_engine_at_start(
 
 @pytest.mark.long
 def test_a_side_channel_port_that_is_taken_says_which_process_has_it(tmp_path: Path) -> None:
-    """The engine's process; its server serves on."""
+    """The engine's process; its server serves on, and ``doctor`` says so."""
     with running([spec("prefill")], tmp_path) as (prefill,):
+        words = [sys.executable, "-m", "kvcached_nixl", "doctor", "--json", "--prefill", prefill.base_url]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120.0)
+        (said,) = json.loads(done.stdout)
+        assert done.returncode == 0 and said["why_not"] is None, done.stdout + done.stderr
+        assert said["transfer_mode"] == "pull" and said["/health"] == "200"
         port = str(prefill.side_channel_port)
         second = spec("decode", environment={**KVCACHED, "VLLM_NIXL_SIDE_CHANNEL_PORT": port})
         with pytest.raises(ServerError, match="ended with status"), running([second], tmp_path):

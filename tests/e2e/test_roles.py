@@ -17,6 +17,7 @@ pytest.importorskip("kvcached", reason="needs an environment: bash experiments/e
 from support.endpoints import TEMPLATE
 
 from experiments.common.client import http_client
+from experiments.common.counted import count
 from experiments.common.servers import Running, Server, asks
 from experiments.lease_recovery.arms import PULL, prompts
 
@@ -58,10 +59,9 @@ def require_refused(reply: httpx.Response) -> None:
     assert reply.headers["Retry-After"] == "1"
 
 
-def prompt_tokens(server: Server) -> float:
-    """How many tokens of prompts a server has computed, or fetched."""
-    found = httpx.get(f"{server.base_url}/metrics").text.splitlines()
-    return sum(float(one.rpartition(" ")[2]) for one in found if one.startswith("vllm:prompt_tokens_total"))
+def prompt_tokens(*servers: Server) -> int:
+    """How many tokens of prompts servers have computed, or fetched."""
+    return count(servers, "vllm:prompt_tokens_total")
 
 
 async def clients_are_refused_and_a_stream_ends(asking: Server, http: httpx.AsyncClient) -> None:
@@ -108,9 +108,9 @@ async def a_server_that_takes_no_questions_costs_time_alone(
 
     await take(one, http, "decode")
     late = prompts(1, seed=7)[0]
-    before = prompt_tokens(one) + prompt_tokens(other)
+    before = prompt_tokens(one, other)
     found = await answer(asking, http, late)
-    assert prompt_tokens(one) + prompt_tokens(other) == before, "nobody takes questions: it is computed where it is"
+    assert prompt_tokens(one, other) == before, "nobody takes questions: it is computed where it is"
     assert found == await answer(one, http, late)
 
 

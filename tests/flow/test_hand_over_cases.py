@@ -134,39 +134,6 @@ def _words(shape: Any) -> str:
     return "-".join(f"{name}{value:d}" for name, value in changed.items()) or "plain"
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["nothing cached", "8 tokens cached"])
-@pytest.mark.parametrize("order", ["decode first", "between two steps", "prefill first"])
-def test_both_orders_deliver_the_same_bytes(order: str, cached: bool) -> None:
-    """Decode registers before, during or after prefill computes. Only the tokens it lacks are written, once."""
-    pair = Pair(PUSH, kind(budget=10), kind(budget=10))
-    pair.acquaint()
-    if cached:
-        pair.ask_decode(None, PROMPT[:9])
-    pair.settle()
-    before = pair.written_bytes()
-    if order == "decode first":
-        found = pair.ask_decode(pair.meet())
-        pair.settle()
-    pair.ask_prefill()
-    pair.prefill.step()
-    pair.turn()
-    if order == "between two steps":
-        found = pair.ask_decode(pair.meet())
-        for _ in range(3):
-            pair.deliver_messages()
-            pair.decode.step()
-            pair.turn()
-    if order == "prefill first":
-        pair.settle()
-        found = pair.ask_decode(pair.meet())
-    pair.settle()
-    missing = len(PROMPT) - 8 * cached
-    assert is_right(found, missing)
-    whole_blocks = -(-missing // 4) * 4
-    assert pair.written_bytes() - before == whole_blocks * BYTES_PER_TOKEN
-    pair.nothing_is_left()
-
-
 def test_a_step_s_blocks_travel_while_the_next_computes() -> None:
     """After the last step only the blocks of that step are left to post."""
     pair = Pair(PUSH, kind(budget=8, depth=1))
@@ -197,46 +164,6 @@ def test_a_full_prefix_hit_frees_prefill_at_once(pair: Pair) -> None:
     assert not pair.prefill.requests
     assert not any(worker.agent.posted for engine in pair.cluster.engines for worker in engine.workers)
     pair.nothing_is_left()
-
-
-# ----------------------------------------------------------------------------------------------------- device streams
-
-
-def test_prefill_offers_what_its_device_has_ended(push: Pair) -> None:
-    """KV of steps still queued on the device is neither read nor announced to decode."""
-    push.acquaint()
-    found = push.ask_decode(push.meet())
-    push.settle()
-    push.ask_prefill()
-    push.prefill.dispatch()
-    before = len(push.prefill.workers[0].agent.posted)
-    for _ in range(5):
-        push.round(engines=False)
-    assert len(push.prefill.workers[0].agent.posted) == before
-    push.settle()
-    assert is_right(found)
-
-
-def test_decode_s_blocks_are_written_when_its_device_has_ended_what_could_still_write_them(pair: Pair) -> None:
-    """A queued step still writes a token of a stopped request, whose block another request has by then."""
-    pair = Pair(pair.cluster.settings.transfer_mode, None, kind(depth=4, num_blocks=7, caches_prefixes=False))
-    pair.acquaint()
-    upstream = pair.ask_prefill()
-    pair.settle()
-    first = pair.ask_decode(None, PROMPT[:5], max_tokens=20, stops_at=1)
-    for _ in range(4):
-        pair.decode.dispatch()
-    pair.decode.complete()
-    assert first.status is Status.STOPPED and len(pair.decode.outputs) == 3
-    found = pair.ask_decode(upstream.answer)
-    pair.decode.dispatch()
-    assert found.status is Status.REMOTE
-    for _ in range(6):
-        # The earlier steps are still queued on the device.
-        pair.round(engines=False)
-        for posted in pair.transfers:
-            pair.wire.deliver(posted)
-    arrives(pair, found)
 
 
 # ------------------------------------------------------------------------------------------ aborted requests
@@ -417,25 +344,6 @@ def test_a_lease_that_ends_while_its_blocks_are_written_keeps_them_until_that_ha
     push.settle()
     assert is_right(found) and not push.prefill.requests
     push.nothing_is_left()
-
-
-def test_a_read_that_the_lease_has_overtaken_is_not_believed(pull: Pair) -> None:
-    """Prefill's blocks have another request by then, and the ownership token was removed."""
-    pull = Pair(PULL, kind(num_blocks=7, caches_prefixes=False))
-    found = in_flight(pull)
-    (read,) = pull.transfers
-    pull.wire.vanished.add(pull.decode.workers[0].agent_name)
-    pull.pass_time(LEASE_SECONDS + 1)
-    assert not pull.prefill.requests
-    other = pull.prefill.add(Request("other", tuple(range(20, 40)), None, max_tokens=4))
-    pull.prefill.step()
-    pull.wire.vanished.clear()
-    assert other.status is Status.RUNNING
-    pull.wire.deliver(read)
-    pull.settle()
-    assert found.status is Status.STOPPED and not found.num_external
-    assert pull.causes() == {"lease": 1}
-    pull.nothing_is_left()
 
 
 # ------------------------------------------------------------------------------ peers that die, vanish or restart

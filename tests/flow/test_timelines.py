@@ -126,20 +126,6 @@ def test_without_tracing_no_message_has_a_context(mode: TransferMode) -> None:
     assert pair.cluster.spans is None and pair.decode.lasted and pair.prefill.lasted
 
 
-@pytest.mark.parametrize(
-    "context",
-    [None, {}, {"traceparent": "x" * 1_000_000}, {"traceparent": TRACE + "\r\nx: y"}, {"traceparent": 7}, "text", [1]],
-    ids=["none", "empty", "long", "lines", "number", "text", "list"],
-)
-@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
-def test_a_hostile_context_fails_no_request(mode: TransferMode, context: Any) -> None:
-    pair = Pair(mode, is_traced=True)
-    told = steps_of(pair)
-    traced(pair, context)
-    assert kept(pair) == [] and not any(one.trace for step in told for one in step.of(OfferUpdate))
-    pair.nothing_is_left()
-
-
 def test_a_failed_hand_over_shows_its_cause_and_where_it_was() -> None:
     """Decode computes the prompt itself; its trace goes on to its first token."""
     pair = Pair(PULL, is_traced=True)

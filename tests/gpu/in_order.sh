@@ -10,6 +10,7 @@ usage: bash tests/gpu/in_order.sh [STEP...], with the environment's bin/ first i
 
   staged   byte equivalence, staged on the device, pull and push, beside one stock instance        10 minutes
   bfloat16 the same as a whole: bfloat16 with FlashAttention, then float32                         20 minutes
+  rate     copies through slabs of 64 MiB to 2 GiB: GB/s, and what they take from a step            5 minutes
   cost     staged against direct: first token, memory, copies, beside stock P/D                    10 minutes
   shared   two models on one device, with real kernels                                             10 minutes
   sleep    sleep levels 1 and 2, wake-up, and hand-overs around them                               10 minutes
@@ -26,13 +27,14 @@ vllm=$(python -c 'import importlib.metadata as m; print(m.version("vllm").partit
 pytest=(python -m pytest -q -W default)
 step() { # NAME -> runs it
     case $1 in
-    staged) timeout 600 python -m experiments.byte_equivalence --vllm "$vllm" --quick --arm "staged" ;;
-    bfloat16) timeout 1200 python -m experiments.byte_equivalence --vllm "$vllm" --arm "staged" ;;
-    cost) timeout 600 python -m experiments.bench memory_path --vllm "$vllm" --quick ;;
-    shared) timeout 600 python -m experiments.shared_device --vllm "$vllm" --quick ;;
+    staged) timeout 600 python -m experiments byte_equivalence --vllm "$vllm" --quick --arm "staged" ;;
+    bfloat16) timeout 1200 python -m experiments byte_equivalence --vllm "$vllm" --arm "staged" ;;
+    rate) timeout 300 "${pytest[@]}" tests/gpu/test_slab_rate.py ;;
+    cost) timeout 600 python -m experiments bench memory_path --vllm "$vllm" --quick ;;
+    shared) timeout 600 python -m experiments shared_device --vllm "$vllm" --quick ;;
     sleep) timeout 600 "${pytest[@]}" tests/gpu/test_sleep.py ;;
     doctor) timeout 300 python -m kvcached_nixl doctor ;;
-    rest) timeout 1800 "${pytest[@]}" tests/gpu --deselect tests/gpu/test_sleep.py -k "not staged" ;;
+    rest) timeout 1800 "${pytest[@]}" tests/gpu --deselect tests/gpu/test_sleep.py --deselect tests/gpu/test_slab_rate.py -k "not staged" ;;
     -h | --help) usage; exit 0 ;;
     *) usage >&2; exit 2 ;;
     esac
@@ -40,7 +42,7 @@ step() { # NAME -> runs it
 
 failed=0
 for name in "${@:-}"; do
-    for one in ${name:-staged bfloat16 cost shared sleep doctor rest}; do
+    for one in ${name:-staged bfloat16 rate cost shared sleep doctor rest}; do
         begun=$SECONDS
         step "$one"
         status=$?

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPUOffloadingSpec copies blocks of kvcached's layouts to host memory and back. On vLLM 0.28."""
+"""vLLM's CPUOffloadingSpec copies blocks of kvcached's layouts to host memory and back. Since vLLM 0.28."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_blocks_come_back_from_host_memory(era: str, contiguous: bool) -> None:
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
     from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
-    from kvcached_nixl.vllm.patches.tier_memory import memory_of
+    from kvcached_nixl.vllm.patches.tier import memory_of
 
     geometry = Geometry(era=era, contiguous=contiguous, num_blocks=9)
     with torch.device("cuda", 0):

@@ -66,60 +66,18 @@ def test_json_has_the_same_content(with_wheel: Environment, tree: Tree) -> None:
 ADVERTISE = "KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE"
 
 
-@pytest.mark.parametrize(
-    ("environ", "lines"),
-    [
-        (
-            {},
-            ["listens at localhost:5600, and peers get localhost:5600 (VLLM_NIXL_SIDE_CHANNEL_HOST)", "loopback"],
-        ),
-        (
-            {"VLLM_NIXL_SIDE_CHANNEL_HOST": "0.0.0.0", "VLLM_HOST_IP": "10.0.0.5"},
-            ["listens at 0.0.0.0:5600, and peers get 10.0.0.5:5600 (this host's own address"],
-        ),
-        (
-            {"VLLM_NIXL_SIDE_CHANNEL_HOST": "0.0.0.0"},
-            ["listens at 0.0.0.0:5600, and peers get 127.0.0.1:5600 (vLLM finds no other address", "loopback"],
-        ),
-        (
-            {
-                "VLLM_NIXL_SIDE_CHANNEL_HOST": "::",
-                f"{ADVERTISE}_HOST": "[2001:db8::1]",
-                f"{ADVERTISE}_PORT": "15600",
-            },
-            [f"listens at [::]:5600, and peers get [2001:db8::1]:15600 ({ADVERTISE}_HOST)"],
-        ),
-        ({"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", f"{ADVERTISE}_HOST": "10.0.0.5"}, ["peers get", "receives"]),
-    ],
-    ids=["vLLM's default", "everywhere", "no address of this host", "NAT", "only loopback"],
-)
-def test_the_side_channels_addresses_are_shown(
-    with_wheel: Environment, tree: Tree, environ: dict[str, str], lines: list[str]
-) -> None:
-    """And what speaks against other hosts reaching it."""
+def test_the_side_channels_addresses_are_shown(with_wheel: Environment, tree: Tree) -> None:
+    """And what speaks against other hosts reaching it. Others are in tests/unit/test_side_channel_address.py."""
+    environ = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", f"{ADVERTISE}_HOST": "10.0.0.5"}
     done = with_wheel.run(*COMMAND, "--json", path=(tree("0.28.0"),), **environ)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = json.loads(done.stdout)["side_channel"]
-    assert len(shown) == len(lines) and all(part in line for part, line in zip(lines, shown, strict=True)), shown
+    assert len(shown) == 2 and "peers get 10.0.0.5:5600" in shown[0] and "receives" in shown[1], shown
     text = with_wheel.run(*COMMAND, path=(tree("0.28.0"),), **environ).stdout
     assert all(line in text for line in ("\nside channel\n", *shown))
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {f"{ADVERTISE}_HOST": "0.0.0.0"},
-        {f"{ADVERTISE}_PORT": "65536"},
-        {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.5:5600"},
-        {"VLLM_NIXL_SIDE_CHANNEL_PORT": "abc"},
-        {"VLLM_NIXL_SIDE_CHANNEL_PORT": "tcp://10.0.0.1:5600"},
-        {"VLLM_NIXL_SIDE_CHANNEL_PORT": "0"},
-    ],
-    ids=[
-        *("advertised everywhere", "no port", "a host with a port"),
-        *("no number", "a Kubernetes Service's", "port zero"),
-    ],
-)
+@pytest.mark.parametrize("environ", [{f"{ADVERTISE}_HOST": "0.0.0.0"}, {"VLLM_NIXL_SIDE_CHANNEL_PORT": "abc"}], ids=str)
 def test_a_side_channel_that_nobody_could_reach_is_refused(
     with_wheel: Environment, tree: Tree, environ: dict[str, str]
 ) -> None:

@@ -131,12 +131,6 @@ def test_a_constructor_that_cannot_be_wrapped_does_not_open_the_gate(
     assert other == "OtherConnector"
 
 
-def test_push_is_a_mode_of_the_nixl_connector(with_wheel: Environment, tree: Tree) -> None:
-    """Under the class name that routers match."""
-    (created,) = with_wheel.probe("vllm", f"create=NixlConnector{PUSH}", path=(tree("0.28.0"),), **ON)["created"]
-    assert created == "NixlPullConnector"
-
-
 PUSH = '{"transfer_mode": "push"}'
 INSTEAD = ['"kv_connector": "NixlConnector"', '"transfer_mode": "push"']
 RANDOM_IDS, RUST = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "VLLM_USE_RUST_FRONTEND"
@@ -166,18 +160,6 @@ def test_what_cannot_be_served_is_refused(
     assert created.startswith("SettingsError") and all(one in created for one in words)
     assert all(one in created.partition("remedy:")[2] for one in remedy)
     assert other == "OtherConnector"
-
-
-@pytest.mark.parametrize("order", [("NixlConnector", "OtherConnector"), ("OtherConnector", "NixlConnector")])
-def test_a_connector_beside_nixl_s_that_was_not_shown_to_be_safe_is_refused(
-    with_wheel: Environment, tree: Tree, order: tuple[str, str]
-) -> None:
-    """In both orders, before either is constructed. Without NIXL's it is not disturbed."""
-    connectors = ", ".join(f'{{"kv_connector": "{name}"}}' for name in order)
-    actions = (f'create=MultiConnector{{"connectors": [{connectors}]}}', "create=MultiConnector:OtherConnector")
-    beside, alone = with_wheel.probe("vllm", *actions, path=(tree("0.28.0"),), **ON)["created"]
-    assert beside.startswith("SettingsError") and "Remove OtherConnector" in beside
-    assert alone == "MultiConnector"
 
 
 def test_patches_that_cannot_be_loaded_are_refused(with_wheel: Environment, tree: Tree, tmp_path: Path) -> None:

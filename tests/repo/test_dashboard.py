@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/deploy/prometheus/dashboard.json shows every metric of this package, and asks for what there is.
-
-`experiments/dashboard` runs its queries against a real Prometheus.
-"""
+"""The dashboard and the alerts of docs/deploy/prometheus ask for what there is. `experiments/dashboard` runs them."""
 
 from __future__ import annotations
 
@@ -25,6 +22,8 @@ from experiments.dashboard.queries import (
     read_dashboard,
     without_threshold,
 )
+from kvcached_nixl.wire.causes import FailureCause, RevocationCause
+from kvcached_nixl.wire.headroom import Ended
 
 ROOT = Path(__file__).parents[2]
 FILE = FOLDER / "dashboard.json"
@@ -106,3 +105,47 @@ def test_promtool_can_read_the_configuration_and_all_queries(tmp_path: Path) -> 
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
     done = subprocess.run(["promtool", "check", "rules", "rules.yaml"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and f"{len(queries)} rules" in done.stdout, done.stdout + done.stderr
+
+
+EXPORTED = re.compile(r'"(kvcached_nixl:[a-z_]+)"')
+
+
+def rules() -> dict[str, Any]:
+    read = yaml.safe_load((FOLDER / "alerts.yaml").read_text())
+    return {rule["alert"]: rule for group in read["groups"] for rule in group["rules"]}
+
+
+def exported() -> set[str]:
+    adapter = (path.read_text() for path in (ROOT / "kvcached_nixl/vllm/adapter").glob("*metrics.py"))
+    engine = {name for text in adapter for name in EXPORTED.findall(text)}
+    assert len(engine) > 8
+    return engine
+
+
+@pytest.mark.parametrize("name", rules())
+def test_an_alert_asks_for_what_is_exported(name: str) -> None:
+    asked = re.findall(r"kvcached_nixl[:_][a-z_]+", rules()[name]["expr"])
+    assert asked and {one.removesuffix("_total") for one in asked} <= exported()
+
+
+@pytest.mark.parametrize("name", rules())
+def test_the_causes_of_an_alert_exist(name: str) -> None:
+    known = {one.label for one in (*FailureCause, *RevocationCause)} | {one.value for one in Ended}
+    found = re.findall(r'(?:cause|outcome)[=!]~?"([^"]*)"', rules()[name]["expr"])
+    assert {one for causes in found for one in causes.split("|")} <= known
+
+
+def test_each_alert_is_shown_to_fire_and_to_be_silent() -> None:
+    tests = [
+        test
+        for one in yaml.safe_load((FOLDER / "alerts_test.yaml").read_text())["tests"]
+        for test in one["alert_rule_test"]
+    ]
+    assert {one["alertname"] for one in tests if one["exp_alerts"]} == set(rules())
+    assert {one["alertname"] for one in tests if not one["exp_alerts"]} == set(rules())
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's package prometheus)")
+def test_promtool_agrees() -> None:
+    done = subprocess.run(["promtool", "test", "rules", "alerts_test.yaml"], cwd=FOLDER, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -120,7 +120,7 @@ def patches() -> list[Any]:
 def test_experiments_take_the_newest_vllm_that_servers_were_tested_with() -> None:
     """In Python, and in the scripts that make the environment before Python is there; unless told otherwise."""
     newest = [row.tested for row in ROWS if Evidence.E2E in row.evidence][-1]
-    assert f'"KVCACHED_NIXL_VLLM") or "{newest}"' in (REPOSITORY / "experiments/common/command_line.py").read_text()
+    assert f'"KVCACHED_NIXL_VLLM") or "{newest}"' in (REPOSITORY / "experiments/__main__.py").read_text()
     for script in ("run", "env"):
         assert f"${{KVCACHED_NIXL_VLLM:-{newest}}}" in (REPOSITORY / f"experiments/{script}.sh").read_text()
 

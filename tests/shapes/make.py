@@ -2,8 +2,7 @@
 """What a vLLM looks like to this package, without installing it.
 
     make [VERSION|WHEEL ...]   write the fixture of each to tests/shapes/series/; without arguments, all anew
-    check VERSION|WHEEL        say what that vLLM would break: patch by patch, the names that are read of it, and, from
-                               0.31 on, what kvcached touches
+    check VERSION|WHEEL        say what that vLLM would break: patch by patch, and the names that are read of it
 
 A version is looked up with pip, and only the Python files of its wheel are fetched (some 15 MB). Nothing of vLLM is
 imported or run. This package and torch have to be importable, as in any environment of experiments/env.sh.
@@ -24,12 +23,10 @@ from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of the package `experiments`
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the package `support`
-from support.shapes.contacts import differing
-from support.shapes.fixture import SERIES, load, make, save
-from support.shapes.judging import missing, verdicts
+from support.shapes.fixture import SERIES, make, missing, save, verdicts
 
 from experiments.common.vllm_source import open_source
-from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, ROWS, row_of
+from kvcached_nixl.vllm.adapter.versions import ROWS, row_of
 
 
 def write(versions: list[str]) -> int:
@@ -49,22 +46,13 @@ def check(version: str) -> int:
     found = verdicts(shape)
     for one in found:
         print(f"{one.word:12} {one.patch}: {one.detail}")
-    before = load(ROWS[-1].tested)["callers"]
-    for name, callers in shape["callers"].items():
-        if callers and (gone := set(before.get(name, ())) - set(callers)):
-            print(f"{'calls less':12} {name}: no longer from {', '.join(sorted(gone))}")
     unread = missing(shape)
     print()
     for target, names in unread.items():
         print(f"{'not there':12} {target}: {', '.join(names) or 'the class itself'}")
     broken = [one for one in found if one.is_trouble]
     print(f"{len(broken)} of {len(found)} patches broken, names missing in {len(unread)} places")
-    touched: list[str] = []
-    if Version(source.version) >= Version(BEYOND_KVCACHED.since):
-        touched = differing(source)
-        print("\n".join(["", *(f"{'kvcached':12} {one}" for one in touched)]))
-        print(f"kvcached's version windows would {'stay shut' if touched else 'open'}: {len(touched)} differences")
-    return 1 if broken or unread or touched else 0
+    return 1 if broken or unread else 0
 
 
 def main() -> int:

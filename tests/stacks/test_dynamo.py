@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from experiments.common.command_line import MODES
+from experiments.common.device import MODES
 from experiments.stacks.measure import Outcome
 
 

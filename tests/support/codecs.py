@@ -9,7 +9,7 @@ from typing import Any
 
 from kvcached_nixl.wire.checked import Malformed
 
-__all__ = ["each", "fuzz"]
+__all__ = ["each", "fuzz", "plain_id"]
 
 
 def each(**fields: Iterable[Any]) -> list[dict[str, Any]]:
@@ -49,3 +49,8 @@ def _mutated(encoded: bytes, others: Sequence[bytes], draw: random.Random) -> by
             case _:
                 mutated[place:] = draw.choice(others)[place:]
     return bytes(mutated)
+
+
+def plain_id(value: object) -> str:
+    """Returns the beginning of the value's representation, without backslashes."""
+    return ascii(value[:20] if isinstance(value, bytes) else value)[:200].replace("\\", "/")

@@ -27,12 +27,9 @@ class Prompt:
     expected_ids: Sequence[int] = ()
     expected_text: str = ""
 
-    def is_answered_by(self, found: list[int] | str, *, as_far_as_it_goes: bool = False) -> bool:
-        """Whether ``found`` is the expected tokens or their text. ``as_far_as_it_goes``: a prefix is enough."""
-        expected = self.expected_text if isinstance(found, str) else list(self.expected_ids)
-        if as_far_as_it_goes:
-            return len(found) > 0 and found == expected[: len(found)]
-        return found == expected
+    def is_answered_by(self, found: list[int] | str) -> bool:
+        """Whether ``found`` is the expected tokens or their text."""
+        return found == (self.expected_text if isinstance(found, str) else list(self.expected_ids))
 
 
 class Failed(Exception):

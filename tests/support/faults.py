@@ -29,11 +29,10 @@ from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Written
 from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, OfferUpdate, Withdraw
 from kvcached_nixl.worker import facade
-from kvcached_nixl.worker.decode.arrived import ArrivedWrites, Stage, StagingWindow
 from kvcached_nixl.worker.decode.attempt import ReadPart
 from kvcached_nixl.worker.decode.fencing import GateUse
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.decode.write_part import WritePart
+from kvcached_nixl.worker.decode.write_part import ArrivedWrites, Stage, WritePart
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.descriptors import Route
 from kvcached_nixl.worker.outcomes import OutcomeQueue
@@ -48,7 +47,7 @@ from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTable
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.slab import Slots
-from kvcached_nixl.worker.transfer.staging import Staging
+from kvcached_nixl.worker.transfer.staging import Staging, StagingWindow
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from support.flow_engine import FlowHost
 from support.flow_memory import Pool

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 from experiments.common import model as models
+from experiments.common.device import layout, role
 from experiments.common.families import make_family
+from experiments.common.servers import ServerSpec
 
 SHAPE = models.GQA
 CHAT_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -81,15 +83,17 @@ def adapter(folder: Path, seed: int) -> Path:
 
 def eagle(folder: Path, target: Path) -> Path:
     """An EAGLE draft of ``target``: one layer, which sees a token's embedding beside the model's hidden state."""
-    shape = models.ModelShape(layers=1, head_size=SHAPE.head_dim, seed=7)
+    stored = load_file(target / "model.safetensors")
+    vocabulary, hidden = stored["model.embed_tokens.weight"].shape
+    shape = models.ModelShape(layers=1, vocabulary=vocabulary, hidden=hidden, head_size=SHAPE.head_dim, seed=7)
     shutil.copytree(models.make_model(shape), folder)
     weights = load_file(folder / "model.safetensors")
     one = {name.removeprefix("model."): tensor for name, tensor in weights.items() if ".layers." in name}
     # vLLM's draft has no norm before its first layer.
     one = {name: tensor for name, tensor in one.items() if "input_layernorm" not in name}
     drawn = torch.Generator().manual_seed(shape.seed)
-    one["fc.weight"] = (torch.randn(shape.hidden, 2 * shape.hidden, generator=drawn) * 0.08).to(torch.bfloat16)
-    stored = load_file(target / "model.safetensors")
+    one["fc.weight"] = (torch.randn(hidden, 2 * hidden, generator=drawn) * 0.08).to(torch.bfloat16)
+    one["fc.weight"][:, :hidden] += torch.eye(hidden, dtype=torch.bfloat16)
     # It shares the model's head.
     one["embed_tokens.weight"] = stored["model.embed_tokens.weight"]
     save_file(one, folder / "model.safetensors", {"format": "pt"})
@@ -196,3 +200,27 @@ def _draft_layer(weights: dict[str, torch.Tensor], size: int) -> dict[str, torch
     hidden = torch.randn(size, size, generator=torch.Generator().manual_seed(5)) * 0.2
     found["mtp.fc.weight"] = torch.cat([torch.eye(size), hidden], dim=1).to(torch.bfloat16)
     return found
+
+
+KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **layout()}
+
+
+def spec(name: str, model: Path, mode: str | None, *arguments: str, **environment: str) -> ServerSpec:
+    """Return the configuration of a server; without ``mode``, of the stock instance. The name tells its role."""
+    transfer: dict[str, Any] = {
+        "kv_connector": "NixlConnector",
+        "kv_role": role(name),
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode},
+    }
+    return ServerSpec(
+        name=name,
+        model=model,
+        dtype="float32",
+        # All that is asked at once, in one step: on a CPU vLLM ends where a prompt with a seed is computed in chunks.
+        max_num_batched_tokens=2048,
+        kv_transfer=transfer if mode else None,
+        environment={**environment, **(KVCACHED if mode else {})},
+        arguments=arguments,
+        forks=True,
+    )

@@ -11,8 +11,7 @@ prefill's side channel accepts connections and sends nothing. Decode's request f
 requests get them and write OTHERS into them, and prefill continues (SIGCONT) or is killed (SIGKILL). Decode prints what
 it found as JSON, after "FOUND ".
 
-ENDING: "answered" (prefill is not stopped, and answers); "fenced" (the blocks become free while prefill is stopped),
-"goes on" or "killed" (they become free after that).
+ENDING: "fenced" (the blocks become free while prefill is stopped), "goes on" or "killed" (they become free after that).
 FAULT: "none"; "reused" (other requests get the blocks as soon as the request has failed); "left open" (the write gate
 counts as closed, but is open).
 """
@@ -34,7 +33,7 @@ import msgspec
 import numpy as np
 import torch
 
-from experiments.common.server_side.few_cores import wait_for_events
+from experiments.common.server_side.sitecustomize import wait_for_events
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.processes import Host
@@ -198,10 +197,9 @@ def decode(folder: Path, ending: str, fault: str) -> None:
     sampled = target[:: NUM_BLOCKS // 64]
     while (sampled == BEFORE).all() and time.monotonic() < end:
         pass
-    if ending != "answered":
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.3)
-        rank.channel.is_silent = True
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.3)
+    rank.channel.is_silent = True
     arrived = int((target == WRITTEN).sum())
     begun = time.monotonic()
     rank.thread.submit(Withdraw(ATTEMPT, "late"))
@@ -209,7 +207,7 @@ def decode(folder: Path, ending: str, fault: str) -> None:
         time.sleep(0.3)
         is_free = True
     else:
-        is_free = until(rank.is_over, FREE_SECONDS if ending in ("answered", "fenced") else HELD_SECONDS)
+        is_free = until(rank.is_over, FREE_SECONDS if ending == "fenced" else HELD_SECONDS)
     found = {"arrived": arrived, "freed_while_it_stood_still": is_free, "seconds": time.monotonic() - begun}
     if ending in ("goes on", "killed"):
         os.kill(pid, signal.SIGCONT if ending == "goes on" else signal.SIGKILL)

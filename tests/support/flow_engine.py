@@ -36,7 +36,6 @@ from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.question import Question
 from kvcached_nixl.wire.step import FAILING, FetchSpec, Report, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import Lasted, Reported
-from kvcached_nixl.worker.commands import IsReached
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import WorkerFacade, assemble
@@ -46,6 +45,7 @@ from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, TOKENS_PER_BUCKET, TokenArray
 from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
+from kvcached_nixl.worker.transfer_thread import IsReached
 from support.digest_fakes import InTurn, as_bytes, content_of
 from support.engine_fakes import Reads, kv_groups
 from support.flow_asker import FlowAsker, url_of

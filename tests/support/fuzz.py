@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends requests with malformed parameters and bodies to a pair of servers, and judges the answers and the servers."""
+"""Sends requests with malformed parameters to a pair of servers, and judges the answers and the servers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import socket
 import string
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -24,7 +25,6 @@ from experiments.common.model import PADDED, make_model
 from experiments.common.servers import HOST, Server, ServerSpec, free_ports, prefill_and_decode
 from kvcached_nixl.wire.params import MANIFEST_KEY
 from support.endpoints import ENDPOINTS, TEMPLATE, TOKENS, Endpoint, Failed, Prompt, read
-from support.malformed import IDS, Asked, Source
 
 AT_A_TIME = 16
 HANG_SECONDS = 60.0
@@ -48,6 +48,16 @@ def specs(mode: str, policy: str) -> list[ServerSpec]:
         arguments=("--chat-template", TEMPLATE),
         forks=True,
     )
+
+
+class Asked(NamedTuple):
+    """One request, before it is sent; ``changes`` names its faults."""
+
+    endpoint: Endpoint
+    body: dict[str, Any]
+    headers: dict[str, str]
+    prompt: Prompt
+    changes: list[str]
 
 
 class Fuzz:
@@ -121,13 +131,11 @@ class Fuzz:
             self.bad.append(f"{verdict}: {said}")
 
     def _draw(self, ports: Sequence[int]) -> Asked:
-        """Return a request with faults in its parameters, or in the rest of the request, or both."""
+        """Return a request, most often with faults in its parameters."""
         which, salt, answer = self.random.choice(self.answers)
         others = [one for *_, one in self.random.sample(self.answers, min(4, len(self.answers)))]
-        # Ids of requests that prefill keeps, or kept until recently: prefill's own and those of clients.
-        kept = [name for _, own, one in self.answers for name in (one[MANIFEST_KEY]["request_id"], own)]
-        source = Source(self.random, [answer, answer, answer, *others], ports, [*kept, *kept, *IDS], self.prompts)
-        is_wrong = self.random.random() < 0.6
+        source = Source(self.random, [answer, answer, answer, *others], ports)
+        is_wrong = self.random.random() < 0.7
         params, changes = source.params() if is_wrong else (copy.deepcopy(answer), ["as prefill answered"])
         # In most requests, the prompt that the parameters were made for.
         is_another = is_wrong and self.random.random() < 0.3
@@ -136,11 +144,12 @@ class Fuzz:
         body = endpoint.ask(prompt, salt, params, source.one_of(1, 1, 1, 2) if endpoint.takes_n else 1)
         if endpoint.can_stream and self.random.random() < 0.4:
             body["stream"] = True
+        if self.random.random() < 0.3:
+            # Also ids of requests that prefill keeps, or kept until recently: prefill's own and those of clients.
+            kept = [name for _, own, one in self.answers for name in (one[MANIFEST_KEY]["request_id"], own)]
+            body["request_id"] = source.one_of(*kept, *IDS)
         headers = {"X-Request-Id": f"fuzz-{next(self.numbers)}", "Content-Type": "application/json"}
-        asked = Asked(endpoint, body, headers, [prompt], changes=changes)
-        if not is_wrong or self.random.random() < 0.4:
-            source.change_body(asked)
-        return asked
+        return Asked(endpoint, body, headers, prompt, changes)
 
     async def _ask(self, client: Client, asked: Asked) -> tuple[str, str]:
         url, content = f"{client.base_url}{asked.endpoint.path}", json.dumps(asked.body)
@@ -186,10 +195,148 @@ class Fuzz:
 
 def judge(asked: Asked, found: list[list[int] | str]) -> tuple[str, str]:
     """Return the verdict on an answer with HTTP 200, and a description of what is wrong with it."""
-    if asked.prompts is None:
-        return "not judged", ""
-    prompts = [asked.prompts[place * len(asked.prompts) // len(found)] for place in range(len(found))]
-    pairs = zip(found, prompts, strict=True)
-    if found and all(prompt.is_answered_by(one, as_far_as_it_goes=asked.is_cut) for one, prompt in pairs):
+    if found and all(map(asked.prompt.is_answered_by, found)):
         return "right", ""
-    return "wrong", f"found {found}, expected {[(one.expected_ids, one.expected_text) for one in prompts]}"
+    return "wrong", f"found {found}, expected {asked.prompt.expected_ids}, {asked.prompt.expected_text!r}"
+
+
+HOSTILE: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**9, 1e308, 0.5),
+    *("", "0", "true", "x" * 5000, "a,b", "\ud800", "\x00"),
+    *([], [[]], [[[[]]]], {}, {"a": {"b": {}}}, [0, 0, 0], [1, "1", None]),
+)
+HOSTS = ("127.0.0.1", "127.0.0.2", "::1", "", "no such host", "127.0.0.1:1", "[::1]")
+IDS: tuple[Any, ...] = ("", "a", "a,b", "0", "x" * 900, "x" * 5000, "HB:a", "\x00", "\ud800", "é", 7, None, [])
+"""Request ids that a client may send, beside those of existing requests."""
+
+
+@dataclass
+class Source:
+    """What faults are drawn from: parameters that prefill answered, also to other requests; ports of loopback, where no
+    process listens, or a listener never answers, or prefill's."""
+
+    random: random.Random
+    answers: Sequence[dict[str, Any]]
+    ports: Sequence[int]
+
+    def one_of(self, *values: Any) -> Any:
+        return copy.deepcopy(self.random.choice(values))
+
+    def params(self) -> tuple[Any, list[str]]:
+        """Return malformed parameters, and the names of their one to three faults."""
+        params, names = self.one_of(*self.answers), []
+        for _ in range(self.one_of(1, 1, 1, 2, 3)):
+            change = self.random.choice(CHANGES)
+            names.append(change.__name__)
+            params = change(self, params)
+            if not isinstance(params, dict):
+                break
+        return params, names
+
+    def somewhere(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Return the parameters themselves, or the manifest in them, or its first group."""
+        manifest = params.get(MANIFEST_KEY)
+        places = [params or {"": None}, manifest, manifest, _group_of(params)]
+        return self.random.choice([one for one in places if isinstance(one, dict) and one])
+
+
+def _group_of(params: dict[str, Any]) -> Any:
+    manifest = params.get(MANIFEST_KEY)
+    groups = manifest.get("groups") if isinstance(manifest, dict) else None
+    return groups[0] if isinstance(groups, list) and groups else None
+
+
+# ----------------------------------------------------------------------------------------------- faults of parameters
+
+
+def _drop_a_key(source: Source, params: dict[str, Any]) -> Any:
+    where = source.somewhere(params)
+    where.pop(source.one_of(*where), None)
+    return params
+
+
+def _set_a_key(source: Source, params: dict[str, Any]) -> Any:
+    where = source.somewhere(params)
+    key = source.one_of(*where, "do_remote_decode", "dcp_size", "pp_size", "remote_num_tokens")
+    where[key] = source.one_of(*HOSTILE)
+    return params
+
+
+def _another_requests_value(source: Source, params: dict[str, Any]) -> Any:
+    other, where = source.random.choice(source.answers), params
+    if source.random.random() < 0.5 and isinstance(params.get(MANIFEST_KEY), dict):
+        other, where = other[MANIFEST_KEY], params[MANIFEST_KEY]
+    key = source.one_of(*other)
+    where[key] = copy.deepcopy(other[key])
+    return params
+
+
+def _other_blocks(source: Source, params: dict[str, Any]) -> Any:
+    group = _group_of(params)
+    blocks = group.get("block_ids") if isinstance(group, dict) else None
+    if isinstance(blocks, list) and blocks:
+        place = source.random.randrange(len(blocks))
+        group["block_ids"] = source.one_of(
+            [*blocks[:place], source.random.randrange(-2, 5000), *blocks[place + 1 :]],
+            source.random.sample(blocks, len(blocks)),
+            blocks[:place],
+            [*blocks, source.random.randrange(5000)],
+        )
+        if source.random.random() < 0.2:
+            params[MANIFEST_KEY]["groups"].append(copy.deepcopy(group))
+    return params
+
+
+def _other_numbers(source: Source, params: dict[str, Any]) -> Any:
+    where = source.somewhere(params)
+    numbers = [key for key, value in where.items() if type(value) in (int, float)]
+    if numbers:
+        where[source.one_of(*numbers)] += source.one_of(-64, -32, -1, 1, 32, 64, 10**6)
+    return params
+
+
+def _elsewhere(source: Source, params: dict[str, Any]) -> Any:
+    return {**params, "remote_host": source.one_of(*HOSTS), "remote_port": source.one_of(*source.ports)}
+
+
+def _only_a_role(source: Source, params: dict[str, Any]) -> Any:
+    if source.random.random() < 0.5:
+        return {"do_remote_decode": True, "transfer_id": source.one_of(None, "t", 1, "\udfff", {"a": 1})}
+    return {source.one_of("do_remote_prefill", "do_remote_decode"): source.one_of(True, 1, "true", [], {})}
+
+
+def _rebuilt_field_by_field(_: Source, params: dict[str, Any]) -> Any:
+    """Keep vLLM's own fields only, as a router does that copies known fields one by one."""
+    return {key: value for key, value in params.items() if key != MANIFEST_KEY}
+
+
+def _deep(source: Source, params: dict[str, Any]) -> Any:
+    deep: Any = 1
+    for _ in range(source.one_of(10, 100, 400)):
+        deep = source.random.choice([[deep], {"a": deep}])
+    return {**params, source.one_of(*params, "more"): deep}
+
+
+def _again(_: Source, params: dict[str, Any]) -> Any:
+    """Use parameters unchanged that were used before."""
+    return params
+
+
+def _sets(key: str, *values: Any) -> Callable[[Source, Any], Any]:
+    """Return a change that sets a key of the parameters to one of these values."""
+
+    def change(source: Source, changed: Any) -> Any:
+        changed[key] = source.one_of(*values)
+        return changed
+
+    change.__name__ = key
+    return change
+
+
+CHANGES: tuple[Callable[[Source, dict[str, Any]], Any], ...] = (
+    *(_drop_a_key, _set_a_key, _set_a_key, _another_requests_value, _other_blocks, _other_blocks, _other_numbers),
+    *(_elsewhere, _only_a_role, _only_a_role, _rebuilt_field_by_field, _deep, _again),
+    _sets("tp_size", 0, 2, 3, 4, 1024, 1025, 10**9, -1, "1"),
+    _sets("do_remote_decode", True, 1, "yes"),
+    _sets("transfer_id", "a", "a,b", "x" * 1024, "x" * 1025, "\ud800", 7, ["a"]),
+)

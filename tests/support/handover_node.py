@@ -29,7 +29,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.vllm.adapter.attributes import side_of
-from kvcached_nixl.vllm.patches.look_ups import let_look_up
+from kvcached_nixl.vllm.patches.answering import let_look_up
 from support import engine_node
 from support.attention_engines import ERAS
 from support.engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt

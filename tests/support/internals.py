@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
     from kvcached_nixl.wire.messages import Peer
     from kvcached_nixl.wire.step import Report
-    from kvcached_nixl.worker.commands import Reached
     from kvcached_nixl.worker.decode.attempt import Attempt
     from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
     from kvcached_nixl.worker.decode.receiver import Receiver, Renewals
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from kvcached_nixl.worker.transfer.peers import Peers
     from kvcached_nixl.worker.transfer.staging import Held
     from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
-    from kvcached_nixl.worker.transfer_thread import TransferThread
+    from kvcached_nixl.worker.transfer_thread import Reached, TransferThread
 
 CONTAINERS = (dict, list, set, deque, Deadlines)
 
@@ -108,7 +107,7 @@ def report_of(thread: TransferThread) -> Report:
 
 def waiting_for_device(thread: TransferThread) -> Collection[Reached]:
     """Returns the commands that wait until the device has finished the steps before them."""
-    return thread._dispatch.computing
+    return thread._computing
 
 
 def renewals_of(thread: TransferThread) -> Renewals:

@@ -2,7 +2,7 @@
 """KV caches laid out as kvcached 0.1.6 lays them out, over ordinary memory.
 
 One :class:`Geometry` yields the tensors, the backend's shape and the sizes, so a test varies one value and the
-three cannot drift apart. ``tests/contract/test_kvcached_layouts.py`` compares it with the real kvcached.
+three cannot drift apart.
 """
 
 from __future__ import annotations

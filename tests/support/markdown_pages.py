@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the Markdown of the documentation: headings, links, rows of tables, sentences."""
+"""Reads the Markdown of the documentation: headings, links, rows of tables."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST_SENTENCE = 40
-"""In terms. A code span counts as one."""
-
 _FENCE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _GENERATED = re.compile(r"<!-- ([a-z ]+):[^>]*-->\n.*?<!-- end of \1 -->", re.DOTALL)
 _CODE = re.compile(r"(`+)(.+?)\1")
 _LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^(#{1,6})\s+(.*?)\s*#*$", re.MULTILINE)
-_ITEM = re.compile(r"^\s*([*+-]|\d+\.)\s+")
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*([A-Z0-9]|vLLM|kvcached|nginx))")
 
 
 def headings(text: str) -> list[tuple[int, str]]:
@@ -86,28 +81,6 @@ def cells_of(line: str) -> list[str]:
     return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
 
 
-def sentences(text: str) -> Iterator[str]:
-    """Returns every sentence of paragraphs, list items, cells and headings, without code and generated parts."""
-    for unit in _units(text):
-        plain = _LINK.sub(r"\1", _CODE.sub("CODE", unit))
-        begin = 0
-        for end in [*_SENTENCE_END.finditer(plain), None]:
-            one = plain[begin : end.start() if end else None].strip()
-            begin = end.end() if end else begin
-            if one:
-                yield one
-
-
-def faults(text: str) -> list[str]:
-    """Returns a line for each sentence that is too long."""
-    found = []
-    for one in sentences(text):
-        length = sum(1 for term in one.split() if re.search(r"\w", term))
-        if length > LONGEST_SENTENCE:
-            found.append(f"{length} terms, at most {LONGEST_SENTENCE}: {one}")
-    return found
-
-
 def _lines_of_prose(text: str) -> Iterator[str]:
     """Yields lines outside code blocks. Lines of an admonition lose their indentation."""
     text = _FENCE.sub("", _COMMENT.sub("", _GENERATED.sub("", text)))
@@ -126,22 +99,6 @@ def _lines_of_prose(text: str) -> Iterator[str]:
         else:
             yield line
         is_after_text = bool(line.strip())
-
-
-def _units(text: str) -> Iterator[str]:
-    unit: list[str] = []
-    for line in [*_lines_of_prose(text), ""]:
-        heading = _HEADING.match(line)
-        is_row = line.startswith("|")
-        if unit and (not line.strip() or heading or is_row or _ITEM.match(line)):
-            yield " ".join(unit)
-            unit = []
-        if is_row:
-            yield from () if _is_ruler(line) else cells_of(line)
-        elif heading:
-            yield heading[2]
-        elif line.strip():
-            unit.append(_ITEM.sub("", line).strip())
 
 
 def _is_ruler(line: str) -> bool:

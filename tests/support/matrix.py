@@ -34,7 +34,7 @@ _GEOMETRY: Mapping[str, str] = MappingProxyType(
         "cells that are not one token of one head (NVFP4, B12X, ROCM_ATTN, shuffled ROCm caches)": _REFUSED,
         "layers with a state (Mamba2, gated delta net) beside attention": "refused below 0.28; both layouts, from 0.29 "
         "on non-contiguous; served with 0.28 and 0.30",
-        "states and speculative decoding": "MTP of Qwen3-Next and Qwen3.5 with 0.33; others refused",
+        "states and speculative decoding": "MTP, ngram and EAGLE with Qwen3-Next and Qwen3.5 and 0.33; others refused",
         "a state kept at every block boundary (--mamba-cache-mode all)": _REFUSED,
         "peers with states and different tensor-parallel sizes": f"{_MULTIPLES}; a Mamba2 model whose configuration "
         "does not tell its groups is refused",
@@ -44,7 +44,7 @@ _GEOMETRY: Mapping[str, str] = MappingProxyType(
         "peers with different layouts": "served; a descriptor per layer and block, or two",
         "a peer that pulls and one that pushes": _REFUSED,
         "peer without this package": _REFUSED,
-        "another connector of vLLM's beside it (MultiConnector)": "ExampleConnector, without MLA; with 0.28 "
+        "another connector of vLLM's beside it (MultiConnector)": "ExampleConnector, without MLA; since 0.28 "
         "OffloadingConnector, with one KV-cache group of full attention, and a spec that the operator vouches for; "
         "every other one is refused",
         "pipeline and context parallelism": _REFUSED,

@@ -20,14 +20,13 @@ from support.memory_transport import Network
 
 from kvcached_nixl.current_device import select
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.proof import member
+from kvcached_nixl.proof import __main__ as prover
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker import facade as starting
-from kvcached_nixl.worker.background import Background, Work
-from kvcached_nixl.worker.facade import Device
+from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.geometry.layout import Layout
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.transfer.slab import Slab
@@ -217,11 +216,6 @@ def test_a_thread_that_selects_has_the_context_too(platform: Platform) -> None:
     assert platform.did[threading.current_thread().name] == ["selects 1", "a context"]
 
 
-def test_host_memory_is_no_device(platform: Platform) -> None:
-    select("cpu", 0)
-    assert platform.did == {}
-
-
 def test_every_thread_of_a_worker_selects_its_device_first(
     platform: Platform, layout: Layout, new_threads: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,21 +246,6 @@ def test_every_thread_of_a_worker_selects_its_device_first(
         assert platform.did[name][2:] == ["a stream", "a stream begins", "a stream ends", "a stream is waited for"]
 
 
-def test_an_event_of_the_engines_is_asked_on_a_thread_that_has_selected(platform: Platform) -> None:
-    """As a step's end is."""
-    is_reached = Device(RANK_1).record()
-    with pytest.raises(AssertionError, match="is device 0's"):
-        is_reached()
-    found: list[bool] = []
-    ended = threading.Event()
-    asks = Background("asks", RANK_1, ended.set)
-    asks.submit(Work("a question", is_reached, lambda answer, _: found.append(bool(answer))))
-    assert ended.wait(SECONDS)
-    asks.turn()
-    asks.close()
-    assert found == [True]
-
-
 @pytest.mark.parametrize("staged", [False, True])
 def test_a_device_that_cannot_be_selected_ends_the_start(platform: Platform, layout: Layout, staged: bool) -> None:
     """It raises in the worker that starts the thread; nothing waits for a thread that has ended."""
@@ -284,18 +263,17 @@ def test_a_member_of_the_prover_does_what_a_worker_does(platform: Platform, monk
         platform.uses("an agent")
         return Agent(platform)
 
-    monkeypatch.setattr(member, "make_agent", make_agent)
+    monkeypatch.setattr(prover, "make_agent", make_agent)
     monkeypatch.setenv("UCX_TLS", "all")
     monkeypatch.setenv("UCX_PROTO_INFO", "y")
     threads = torch.get_num_threads()
     try:
-        one = member.Member(Question("cuda", 1, "VRAM", ("UCX",)), "")
+        one = prover.Member(Question("cuda", 1, "VRAM", ("UCX",)), "", is_elastic=False)
     finally:
         torch.set_num_threads(threads)
-    one.open(elastic=False)
     one.register()
     one.meet(b"peer")
-    one.move("READ", "ordinary", 0, [0], member.MIXED)
+    one.move("READ", "ordinary", 0, [0], prover.MIXED)
     here = platform.did.pop(threading.current_thread().name)
     assert here[:3] == ["selects 1", "a context", "an agent"] and "registers" in here
     assert not {"meets", "moves", "looks"} & set(here)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,22 +40,6 @@ def child() -> Iterator[tuple[subprocess.Popen[str], Process]]:
 @pytest.fixture
 def here() -> Host:
     return Host.here("DRAM", {})
-
-
-def test_this_process_sees_itself_and_others_of_its_host(
-    here: Host, child: tuple[subprocess.Popen[str], Process]
-) -> None:
-    process, said = child
-    assert here.own.pid == os.getpid() and here.own.boot_id and here.own.namespaces
-    assert said.pid == process.pid and here.sees(here.own) and here.sees(said)
-    assert not here.is_dead(said) and not here.is_behind_network(said)
-
-
-def test_one_that_stands_still_is_not_gone(here: Host, child: tuple[subprocess.Popen[str], Process]) -> None:
-    process, said = child
-    process.send_signal(signal.SIGSTOP)
-    assert here.sees(said) and not here.is_dead(said)
-    process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False], ids=["waited for", "a zombie"])
@@ -157,11 +140,6 @@ def test_who_has_no_way_but_a_network(
 ) -> None:
     monkeypatch.setattr(host, "_XPMEM", Path("/nowhere"))
     assert Host(OWN, memory_type, transports).is_behind_network(process) is expected
-
-
-def test_xpmem_maps_memory_of_other_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "_XPMEM", tmp_path)
-    assert not Host(OWN, "DRAM").is_behind_network(NEIGHBOUR)
 
 
 def test_one_that_does_not_know_its_own_host_trusts_nothing() -> None:

@@ -87,7 +87,6 @@ class BenchProbe(KvProbe):
         return {"staged": True}
 
     def kv_probe_copied(self) -> dict[str, Any]:
-        """Return the total seconds of copying since the last call."""
         taken = list(self._copied_seconds)
         del self._copied_seconds[: len(taken)]
         return {"seconds": sum(taken)}

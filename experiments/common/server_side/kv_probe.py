@@ -45,7 +45,6 @@ the worker's half, which reports what has ended."""
 
 
 def step_pushes(connector: Any) -> bool:
-    """Whether prefill writes while it computes."""
     return bool(connector.kv_transfer_config.kv_connector_extra_config.get("transfer_mode") == "push")
 
 

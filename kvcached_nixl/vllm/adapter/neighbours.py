@@ -5,8 +5,8 @@ A connector that was written for vLLM's own memory may copy a block after vLLM h
 or register memory once. kvcached unmaps the pages of freed blocks, lays blocks out otherwise, and replaces pages. So a
 connector of vLLM is refused unless it was shown to be safe.
 
-Read in vLLM 0.26 to 0.33, and in LMCache 0.5.6. `tests/contract/test_neighbours.py` holds what can be shown without a
-GPU.
+Read in vLLM 0.26 to 0.33, and in LMCache 0.5.6. `tests/contract/test_transfer_config.py` holds what can be shown
+without a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcached_nixl.vllm import KV_TRANSFER
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import FACADE_CLASS_NAMES
 from kvcached_nixl.vllm.adapter.specs import keeps_of
-from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, LOADS_BEHIND, installed_has
+from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 from kvcached_nixl.wire.kv_groups import Keeps
 
 _EXTRA = "kv_connector_extra_config"
@@ -125,7 +125,7 @@ def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
             _require_trusted(cls.__name__, vllm_config.kv_transfer_config)
             continue
         why = _REFUSED.get(name, _NOT_SHOWN)
-        if is_tier(cls) and installed_has(HITS_DIVERGE) and not installed_has(LOADS_BEHIND):
+        if is_tier(cls) and installed_has(HITS_DIVERGE):
             _require_spec(vllm_config)
             continue
         if name == _SERVED_WITHOUT_LATENTS:
@@ -134,8 +134,8 @@ def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
             why = _RESHAPES
         raise SettingsError(
             found=f"MultiConnector with {cls.__name__} beside the NIXL connector",
-            expected="vLLM's ExampleConnector, without multi-latent attention, its OffloadingConnector with vLLM 0.28, "
-            f"or another package's connector that {TRUSTED} names",
+            expected="vLLM's ExampleConnector, without multi-latent attention, its OffloadingConnector since vLLM "
+            f"0.28, or another package's connector that {TRUSTED} names",
             consequence=f"{name} {why}",
             remedy=f"Remove {cls.__name__} from --kv-transfer-config, or unset ENABLE_KVCACHED.",
         )

@@ -14,7 +14,7 @@ Sources: ``v1/kv_cache_interface.py``, ``model_executor/layers/mamba/mamba_utils
 (``mamba_v2_sharded_weight_loader``), ``v1/ssm_conv_transfer_utils.py`` (order of the projections);
 ``SpeculativeMethod`` in ``config/speculative.py``, and the drafter of each method: in model runner V1
 ``v1/worker/gpu_model_runner.py``, in V2 ``v1/worker/gpu/spec_decode/__init__.py`` (compared by
-``tests/contract/test_drafts.py``).
+``tests/contract/test_shapes.py``).
 """
 
 from __future__ import annotations
@@ -159,14 +159,17 @@ def unserved_states(specs: Iterable[Any], vllm_config: Any) -> list[tuple[str, s
         model = vllm_config.model_config.architectures[0]
         # Before, a step without drafts goes on from the state behind the last one's first token, whatever was accepted:
         # where ngram finds nothing, or a grammar allows none (vllm#56531). Others were not compared with stock.
-        is_shown = drafts.method == "mtp" and model.startswith(_WITH_DRAFTS) and installed_has(HASHES_AHEAD)
+        is_shown = drafts.method in _DRAFTING and model.startswith(_WITH_DRAFTS) and installed_has(HASHES_AHEAD)
         if not is_shown:
             found = f"--speculative-config with method {drafts.method} for {model}, which keeps states"
-            refused.append((found, "Qwen3-Next or Qwen3.5 with MTP and vLLM 0.33, or no speculative decoding"))
+            refused.append(
+                (found, "Qwen3-Next or Qwen3.5 with MTP, ngram or EAGLE and vLLM 0.33, or no speculative decoding")
+            )
     return refused
 
 
-_WITH_DRAFTS = ("Qwen3Next", "Qwen3_5")
+_WITH_DRAFTS, _DRAFTING = ("Qwen3Next", "Qwen3_5"), ("mtp", "ngram", "eagle")
+"""Models with states, and methods, that were compared with stock."""
 WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Methods that draft from tokens alone, or with heads on the last token's hidden states: no attention, so no KV."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcached_nixl.naming.wants import Want, Wants
+from kvcached_nixl.naming import Want, Wants
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import optional, private, side_of, sides
 from kvcached_nixl.vllm.adapter.platform import device_name

@@ -30,8 +30,8 @@ from kvcached_nixl.vllm.adapter.attributes import core_of, private, remember, si
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input, wake_of, wants_blocks
 from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, installed_has
+from kvcached_nixl.vllm.patches.answering import let_look_up
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
-from kvcached_nixl.vllm.patches.look_ups import let_look_up
 from kvcached_nixl.vllm.patches.step_output import has_reports, stood_still
 from kvcached_nixl.vllm.patches.tier import tier_of
 from kvcached_nixl.vllm.patches.weights import identify_if_due

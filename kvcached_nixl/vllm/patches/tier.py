@@ -7,19 +7,25 @@ between steps. So here blocks that a job reads are parked when they are freed, u
 has ended; none begins for a request that has ended; and what was stored before weights changed is never loaded. vLLM
 itself keeps the blocks that a job writes until it has told the request that waits for them.
 
-Runs in: the engine core.
-Sources: ``kv_connector/v1/offloading/scheduler.py``, ``offloading/worker.py`` of 0.28.
+Runs in: the engine core; the worker, which describes its memory.
+Sources: ``kv_connector/v1/offloading/scheduler.py``, ``offloading/worker.py``, ``v1/kv_offload/base.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.vllm.adapter.attributes import connectors, metadata_in, private, sides
-from kvcached_nixl.vllm.adapter.neighbours import is_tier
+from kvcached_nixl.vllm.adapter.neighbours import is_tier, require_one_group
+from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
+from kvcached_nixl.worker.geometry.layout import Layout
+from kvcached_nixl.worker.memory_registration import lay_out
 
 LONGEST_SECONDS = 120.0
 """The engine ends if a job takes longer, once those before it have ended: nothing else would bring back its blocks, or
@@ -171,3 +177,35 @@ def _make_tier(engine_scheduler: Any) -> Tier | None:
     if found is None or not any(sides(connector)):
         return None
     return Tier(found, private(private(engine_scheduler, "kv_cache_manager"), "block_pool"), Clock())
+
+
+# -------------------------------------------------------------------------------------------------- the worker's memory
+
+
+def serve(connector: Any, nixl: Any, role: str, kv_cache_config: Any) -> None:
+    """Prepare an ``OffloadingConnector`` that was constructed beside a NIXL connector.
+
+    Raises:
+        SettingsError: the model keeps KV in a way that it cannot copy.
+    """
+    require_one_group(kv_cache_config)
+    if role == "WORKER":
+        connector.register_kv_caches = functools.partial(_register, connector, nixl)
+
+
+def _register(connector: Any, nixl: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    """In place of ``register_kv_caches``, which takes a layer's page for the distance of its blocks."""
+    layout, _ = lay_out(WorkerView(nixl), kv_caches)
+    private(private(connector, "connector_worker"), "_init_worker")(memory_of(layout))
+
+
+def memory_of(layout: Layout) -> Any:
+    """Describe kvcached's memory to vLLM's ``OffloadingSpec``: a matrix of bytes for each region, (num_blocks,
+    block_bytes), with one row for each logical block."""
+    from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+
+    logical = layout.num_blocks // layout.split
+    tensors = [area.view(torch.int8).view(logical, -1) for _, area in layout.areas()]
+    described = [CanonicalKVCacheTensor(tensor=one, page_size_bytes=one.shape[1]) for one in tensors]
+    whole = [CanonicalKVCacheRef(tensor_idx=at, page_size_bytes=one.shape[1]) for at, one in enumerate(tensors)]
+    return CanonicalKVCaches(tensors=described, group_data_refs=[whole])

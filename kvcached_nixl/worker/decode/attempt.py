@@ -24,9 +24,9 @@ from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Peer, Reading, Release, encode
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.wire.timeline import State, Timeline
-from kvcached_nixl.worker.decode.arrived import StagingWindow
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peers import contained
+from kvcached_nixl.worker.transfer.staging import StagingWindow
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer, kernel_blocks_of
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
@@ -54,7 +54,6 @@ class Part:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Start moving bytes."""
         raise NotImplementedError
 
     def stop(self) -> None:
@@ -65,7 +64,7 @@ class Part:
     def finish(self) -> None:
         """The attempt is finished."""
 
-    # ------------------------------------------------------------------------------------ only where the rank WRITEs
+    # The rest matters only where the rank WRITEs.
 
     @property
     def may_write(self) -> bool:
@@ -93,11 +92,10 @@ class Attempt:
     """See the module.
 
     Args:
-        blocks: per KV-cache group, the kernel blocks to fill.
         changed: called whenever the attempt may have failed or finished.
 
     Attributes:
-        parts: one for each rank of prefill that has some of the bytes.
+        blocks: per KV-cache group, the kernel blocks to fill.
         failed: why it failed; None as long as it has not.
         failed_at_seconds: when that was reported, and its writers were asked to stop.
         unneeded: to be told to prefill when nothing of it is in flight any more.
@@ -133,7 +131,6 @@ class Attempt:
         return all(part.is_idle for part in self.parts)
 
     def reached(self, part: Part, state: State) -> None:
-        """A part is in this state from now on."""
         self._states[part.address] = state
         behind = min(self._states.get(one.address, State.DECODE_ALLOCATED) for one in self.parts)
         self.timeline.enter(behind, self._clock.now_seconds())
@@ -148,7 +145,7 @@ class Attempt:
         self.settle()
 
     def settle(self) -> None:
-        """Called when something of the attempt has ended."""
+        """Something of the attempt has ended."""
         self._changed(self)
 
 
@@ -199,16 +196,13 @@ class ReadPart(Part):
             self._instead(self._attempt, self, False)
             return
         self._known = known
-        context, spec, manifest = self._context, self._attempt.spec, self._manifest
-        memory = known.rank.groups
-        if manifest.block_sizes != tuple(one.block_size for one in memory) or len(manifest.groups) != len(spec.groups):
-            reason = "the manifest does not fit the handshake (block sizes or groups)"
-            self._fail(HandOverFailed(FailureCause.RANGE, reason))
-            return
-        theirs = kernel_blocks_of(manifest.groups, memory)
-        groups = [(here, there, here.first_token) for here, there in zip(self._attempt.blocks, theirs, strict=True)]
+        context, manifest, memory = self._context, self._manifest, known.rank.groups
         try:
-            found = known.ranges(context.local, groups, spec.end_token, is_prefill=False)
+            if manifest.block_sizes != tuple(one.block_size for one in memory) or len(manifest.groups) != len(memory):
+                raise ValueError("the manifest does not fit the handshake (block sizes or groups)")
+            theirs = kernel_blocks_of(manifest.groups, memory)
+            groups = [(here, there, here.first_token) for here, there in zip(self._attempt.blocks, theirs, strict=True)]
+            found = known.ranges(context.local, groups, self._attempt.spec.end_token, is_prefill=False)
         except ValueError as error:
             self._fail(HandOverFailed(FailureCause.RANGE, str(error)))
             return
@@ -260,10 +254,8 @@ class ReadPart(Part):
         elif failed:
             self._fail(HandOverFailed(FailureCause.LOST, failed))
         elif not is_kept:
-            reason = (
-                f"prefill does not keep the KV of {self._manifest.request_id} any more, or never made these parameters"
-            )
-            self._fail(HandOverFailed(FailureCause.LEASE, reason))
+            kept = f"prefill does not keep the KV of {self._manifest.request_id} any more"
+            self._fail(HandOverFailed(FailureCause.LEASE, f"{kept}, or never made these parameters"))
         elif (doubt := context.distrust_of(self.address, known.incarnation)) is not None:
             # Another hand-over from this engine has failed its checksum meanwhile.
             self._fail(doubt)

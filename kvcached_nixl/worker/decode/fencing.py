@@ -54,11 +54,7 @@ STILL_SECONDS = 1.0
 
 
 class ActiveWriters:
-    """Ranks that may still write, and whether they are alive.
-
-    Args:
-        attempts: those that are not finished, by number; a view of the receiver's dict.
-    """
+    """Ranks that may still write, and whether they are alive. ``attempts``: a view of the receiver's dict."""
 
     def __init__(self, context: WorkerContext, attempts: Mapping[int, Attempt]) -> None:
         self._context = context
@@ -195,11 +191,7 @@ class GateUse:
 
 
 class WriteGates:
-    """The gates of this rank's memory.
-
-    Args:
-        make: opens a gate; called on the background thread, except for the first gate.
-    """
+    """The gates of this rank's memory. ``make`` opens one, on the background thread, except for the first."""
 
     def __init__(self, make: Callable[[], WriteGate], works: Background, clock: Clock) -> None:
         self._make = make

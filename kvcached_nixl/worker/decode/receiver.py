@@ -117,7 +117,7 @@ class Receiver(PeerListener):
         return len(self._attempts) > len(self._unanswered)
 
     def fetch(self, spec: FetchSpec) -> None:
-        """Create an attempt: a request was given blocks. Nothing is moved before `begin`."""
+        """A request was given blocks. Nothing is moved before `begin`."""
         local = self._context.local
         is_whole = len(spec.groups) == len(local.groups)
         blocks = kernel_blocks_of(spec.groups, local.groups) if is_whole else ()
@@ -147,18 +147,17 @@ class Receiver(PeerListener):
         request_id = "" if spec.manifest is None else spec.manifest.request_id
         self._release(others, request_id, spec.name, spec.digest)
 
-    def begin(self, number: int) -> None:
-        """Begin moving: the device has finished every step that could still write the attempt's blocks (rule R8)."""
-        attempt = self._attempts.get(number)
-        if attempt is None or attempt.failed is not None:
-            return
-        for part in attempt.parts:
-            if isinstance(part, WritePart):
-                self._writers.expect(part, number)
-        for part in list(attempt.parts):
-            # A part that cannot begin fails the attempt at once.
+    def begin(self, *numbers: int) -> None:
+        """Begin moving: the device has finished every step that could still write the attempts' blocks (rule R8)."""
+        for attempt in filter(None, map(self._attempts.get, numbers)):
             if attempt.failed is None:
-                part.begin()
+                for part in attempt.parts:
+                    if isinstance(part, WritePart):
+                        self._writers.expect(part, attempt.number)
+            for part in list(attempt.parts):
+                # A part that cannot begin fails the attempt at once.
+                if attempt.failed is None:
+                    part.begin()
 
     def release(self, released: UnneededOffer) -> None:
         """Tell all ranks of prefill that this rank of decode needs nothing, when nothing of the offer is being moved.
@@ -176,13 +175,13 @@ class Receiver(PeerListener):
         self._release((*writers, *others), released.request_id, released.name, released.digest)
 
     def fail(self, number: int, cause: HandOverFailed) -> None:
-        """Fail an attempt: its request ended, its deadline passed, or there was an internal error. Idempotent."""
+        """Fail an attempt. Idempotent."""
         attempt = self._attempts.get(number)
         if attempt is not None:
             attempt.fail(cause)
 
     def handle(self, agent: str, message: StagingRequest | Written | Stopped) -> None:
-        """Handle a message of a contributing rank. Drops one that matches no attempt or comes from another agent."""
+        """Drops a message that matches no attempt or comes from another agent."""
         attempt = self._attempts.get(message.attempt)
         if attempt is None:
             self._context.dropped["unknown attempt"] += 1

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's side of one part of an attempt that prefill WRITEs. Owned by the transfer thread."""
+"""Decode's side of one part of an attempt that prefill WRITEs. Owned by the transfer thread.
+
+* Whether the peer may still write, and whether the blocks are wanted (`Stage`).
+* A rank numbers its WRITEs from 0, and the last one says that it is the last. Notifications may overtake each other, so
+  a WRITE counts only when all before it have arrived (`ArrivedWrites`).
+* Where KV is staged, prefill's ranks write into slots of a slab, range by range (`transfer.staging.StagingWindow`).
+"""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import (
     KernelBlockRange,
@@ -19,26 +28,105 @@ from kvcached_nixl.wire.messages import (
     encode,
 )
 from kvcached_nixl.wire.timeline import State
-from kvcached_nixl.worker.decode.arrived import NEXT, ArrivedWrites, Event, Stage, StagingWindow
 from kvcached_nixl.worker.decode.attempt import Attempt, Part
 from kvcached_nixl.worker.decode.fencing import GateUse, WriteGates
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peers import contained
-from kvcached_nixl.worker.transfer.staging import Held
+from kvcached_nixl.worker.transfer.staging import Held, StagingWindow
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 
-__all__ = ["WritePart"]
+__all__ = ["NEXT", "ArrivedWrites", "Event", "Stage", "WritePart"]
+
+
+class Stage(enum.Enum):
+    """What a `write_part.WritePart` waits for; `NEXT` alone changes it. Blocks are free in ENDED only, when nothing is
+    copied out of the slab any more."""
+
+    CONNECTING = enum.auto()
+    """The peer was told of no block."""
+    WRITING = enum.auto()
+    """The peer was told of the blocks and may write them."""
+    WITHDRAWN = enum.auto()
+    """The peer may still write blocks that nobody wants, and was asked to stop."""
+    COMPARING = enum.auto()
+    """Everything is written; this rank reads the blocks to compare checksums."""
+    COMPARING_IN_VAIN = enum.auto()
+    """As before, but nobody wants the blocks any more."""
+    ENDED = enum.auto()
+
+
+class Event(enum.Enum):
+    TOLD = enum.auto()
+    UNWANTED = enum.auto()
+    STOPPED = enum.auto()
+    """The peer can no longer write: every WRITE has arrived, it says so, it is dead, or it is fenced."""
+    IS_COMPARED = enum.auto()
+    """Begins, when everything is written."""
+    COMPARED = enum.auto()
+
+
+NEXT: Mapping[tuple[Stage, Event], Stage] = MappingProxyType(
+    {
+        (Stage.CONNECTING, Event.TOLD): Stage.WRITING,
+        (Stage.CONNECTING, Event.UNWANTED): Stage.ENDED,
+        (Stage.WRITING, Event.UNWANTED): Stage.WITHDRAWN,
+        (Stage.WRITING, Event.IS_COMPARED): Stage.COMPARING,
+        (Stage.WRITING, Event.STOPPED): Stage.ENDED,
+        (Stage.WITHDRAWN, Event.STOPPED): Stage.ENDED,
+        # The peer has stopped already, and its word does not end what this rank reads.
+        (Stage.COMPARING, Event.UNWANTED): Stage.COMPARING_IN_VAIN,
+        (Stage.COMPARING, Event.COMPARED): Stage.ENDED,
+        (Stage.COMPARING_IN_VAIN, Event.COMPARED): Stage.ENDED,
+    }
+)
+"""Stage and event -> the next stage. An event that is not here changes nothing."""
+
+
+class ArrivedWrites:
+    """WRITEs of one rank, by their numbers.
+
+    Attributes:
+        ranges: the last WRITE of each range, in order, of those before which every WRITE has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.ranges: list[Written] = []
+        # Before ``_following`` every WRITE has arrived; what has overtaken it waits.
+        self._following = 0
+        self._waiting: dict[int, Written] = {}
+        self._highest = 0
+        self._last: int | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last WRITE and every one before it has arrived."""
+        return self._last is not None and self._following > self._last
+
+    def take(self, message: Written) -> list[Written]:
+        """Note a WRITE. Returns the ranges that have become complete with it.
+
+        Raises:
+            ValueError: the numbers contradict each other, so the bytes cannot be trusted. The rank may still write.
+        """
+        last = message.index if message.is_last else self._last
+        self._highest = max(self._highest, message.index)
+        if last is not None and (self._highest > last or self._last not in (None, last)):
+            raise ValueError(f"numbers WRITEs wrongly: {last} is the last one, and {self._highest} was sent")
+        self._last = last
+        if message.index >= self._following:
+            self._waiting[message.index] = message
+        complete = []
+        while (written := self._waiting.pop(self._following, None)) is not None:
+            self._following += 1
+            if written.end_token:
+                complete.append(written)
+        self.ranges += complete
+        return complete
 
 
 class WritePart(Part):
     """One rank of prefill writes into blocks that this rank has registered. The manifest with its last WRITE says what
-    it has written.
-
-    Args:
-        is_read: this rank has READ the KV already, and prefill only sends the checksums.
-
-    Attributes:
-        stage: changed by `NEXT` only.
+    it has written. ``is_read``: this rank has READ the KV already, and prefill only sends the checksums.
     """
 
     def __init__(
@@ -59,8 +147,6 @@ class WritePart(Part):
         self._known: ConnectedPeer | None = None
         self._staging_window: StagingWindow | None = None
         self._gate_use: GateUse | None = None
-        self._process: Process | None = None
-        self._is_behind_network = False
 
     @property
     def is_idle(self) -> bool:
@@ -93,12 +179,14 @@ class WritePart(Part):
 
     @property
     def is_dead(self) -> bool:
-        return self._process is not None and self._context.host.is_dead(self._process)
+        process = None if self._known is None else self._known.process
+        return process is not None and self._context.host.is_dead(process)
 
     def fence(self) -> bool:
-        if self._gate_use is None or not self._is_behind_network:
+        use, known = self._gate_use, self._known
+        if use is None or known is None or not self._context.host.is_behind_network(known.rank.process):
             return False
-        self._gate_use.fence(self)
+        use.fence(self)
         return True
 
     def cut_off(self) -> None:
@@ -115,7 +203,6 @@ class WritePart(Part):
             self._fail(HandOverFailed(FailureCause.LOST, f"rank {self.address.tp_rank} of prefill {what}"))
 
     def take(self, message: StagingRequest | Written | Stopped) -> None:
-        """Takes a message of the agent about this attempt."""
         if isinstance(message, StagingRequest):
             if self._staging_window is not None and self._is_wanted:
                 end_token = min(message.end_token, self._attempt.spec.end_token)
@@ -157,11 +244,11 @@ class WritePart(Part):
             self._reached(State.DECODE_COPYING)
             return
         self._reached(State.DECODE_VERIFYING)
-        attempt, context, known = self._attempt, self._context, self._known
-        if self._is_wanted and context.checksums.are_compared(attempt.number):
+        attempt, checksums, known = self._attempt, self._context.checksums, self._known
+        if self._is_wanted and checksums.are_compared(attempt.number):
             assert known is not None
             self._move(Event.IS_COMPARED)
-            context.checksums.compare(
+            checksums.compare(
                 known.agent,
                 attempt.blocks,
                 attempt.spec.end_token,
@@ -184,7 +271,7 @@ class WritePart(Part):
         self._attempt.settle()
 
     def _compared(self, wrong: HandOverFailed | None) -> None:
-        """Called when the checksums were compared, so the blocks are no longer read."""
+        """The blocks are no longer read."""
         if wrong is None:
             self._conclude(Event.COMPARED)
             return
@@ -212,10 +299,10 @@ class WritePart(Part):
             self._end_if_complete()
 
     def _send_grant(self, held: Held) -> None:
-        attempt, context = self._attempt, self._context
-        if context.own is not None:
-            room = StagingGrant(attempt.number, context.own, held.first_token, held.end_token, held.groups)
-            context.peers.send(self.address, encode(room), only=self.agent)
+        own = self._context.own
+        if own is not None:
+            room = StagingGrant(self._attempt.number, own, held.first_token, held.end_token, held.groups)
+            self._context.peers.send(self.address, encode(room), only=self.agent)
 
     def _misfit(self, made: Manifest) -> HandOverFailed | None:
         """Why the KV that prefill wrote is not what decode asked for; None if it is."""
@@ -237,11 +324,12 @@ class WritePart(Part):
         self._join_window(known)
         # Slots are granted range by range; of what was read already, only checksums are asked for.
         has_no_blocks = context.staging is not None or self._is_read
-        try:
-            gate = self._enter(known)
-        except TransportError as error:
-            self._fail(HandOverFailed(FailureCause.LOST, f"no gate to write through could be opened: {error}"))
-            return
+        if not self._is_read and self._gates is not None:
+            try:
+                self._gate_use = self._gates.join(self)
+            except TransportError as error:
+                self._fail(HandOverFailed(FailureCause.LOST, f"no gate to write through could be opened: {error}"))
+                return
         registration = Registration(
             attempt=spec.attempt,
             decode_request_id=spec.request_id,
@@ -260,7 +348,7 @@ class WritePart(Part):
             is_staged=context.staging is not None,
             is_verified=context.checksums.are_compared(spec.attempt),
             is_read=self._is_read,
-            gate=gate,
+            gate=b"" if self._gate_use is None else self._gate_use.metadata,
         )
         self._register(known.agent, registration)
 
@@ -300,17 +388,6 @@ class WritePart(Part):
     def _reached(self, state: State) -> None:
         # What was read already is only compared.
         self._attempt.reached(self, State.DECODE_VERIFYING if self._is_read else state)
-
-    def _enter(self, known: ConnectedPeer) -> bytes:
-        """Joins a gate. Returns the NIXL metadata of the agent that the peer has to write through."""
-        context = self._context
-        if self._is_read or self._gates is None:
-            return b""
-        process = known.rank.process
-        self._process = process if context.host.sees(process) else None
-        self._is_behind_network = context.host.is_behind_network(process)
-        self._gate_use = self._gates.join(self)
-        return self._gate_use.metadata
 
     def _fail(self, cause: HandOverFailed) -> None:
         if self.stage is Stage.CONNECTING:

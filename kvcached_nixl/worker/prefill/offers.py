@@ -117,7 +117,7 @@ class Offer:
     """A request of prefill whose KV decode may have.
 
     Attributes:
-        update: the scheduler's last update.
+        update: the scheduler's last.
         blocks: those of ``update``, as kernel blocks.
         finished: prefill computes no more tokens of it.
         stopped: why decode may not have it; empty if it may.
@@ -191,6 +191,10 @@ class Offer:
         self.update = msgspec.structs.replace(self.update, groups=(), ready_tokens=0, manifest=None, is_held=False)
 
     @property
+    def ranks_served(self) -> set[int]:
+        return {task.registration.decode.tp_rank for task in self.write_tasks.values()}
+
+    @property
     def is_satisfied(self) -> bool:
         return self.awaited is not None and len(self.settled) >= self.awaited
 
@@ -243,10 +247,8 @@ class OfferMatcher:
         return earliest(*(one.first_seconds for one in (self._unmatched, self._released, self._recent)))
 
     def add(self, offer: Offer) -> dict[int, int]:
-        """Add a new offer, and join the registrations that have waited for it.
-
-        Returns: the ranks of decode that have already released it: tp_rank -> tp_size.
-        """
+        """Add a new offer, and join the registrations that have waited for it. Returns the ranks of decode that have
+        already released it: tp_rank -> tp_size."""
         self.offers[offer.request_id] = offer
         self._named.setdefault(offer.update.name, {})[offer.request_id] = offer
         for task in list(self._unmatched_of.get(offer.update.name, {}).values()):
@@ -256,11 +258,10 @@ class OfferMatcher:
         self._released.pop((offer.update.name, offer.update.digest), None)
         ranks = self._released_ranks.pop((offer.update.name, offer.update.digest), {})
         waiving = self._forget_waived(offer.update.name)
-        served = {task.registration.decode.tp_rank for task in offer.write_tasks.values()}
         if len(self._named[offer.update.name]) == 1:
-            offer.waived = waiving.keys() - ranks.keys() - served
+            offer.waived = waiving.keys() - ranks.keys() - offer.ranks_served
             ranks = {**waiving, **ranks}
-        return {tp_rank: tp_size for tp_rank, tp_size in ranks.items() if tp_rank not in served}
+        return {tp_rank: tp_size for tp_rank, tp_size in ranks.items() if tp_rank not in offer.ranks_served}
 
     def remove(self, offer: Offer) -> None:
         """Remove a finished offer. Its name is remembered for ``remembered_seconds``."""
@@ -272,7 +273,6 @@ class OfferMatcher:
         self._recent[offer.update.name] = self._clock.now_seconds() + self._remembered_seconds
 
     def join(self, task: WriteTask, offer: Offer) -> None:
-        """Serve a registration from this offer."""
         tp_rank = task.registration.decode.tp_rank
         if tp_rank in offer.waived:
             offer.waived.remove(tp_rank)
@@ -284,16 +284,12 @@ class OfferMatcher:
         """Returns the oldest offer of this name and prompt that this rank of decode has not used yet."""
         rank = registration.decode.tp_rank
         for offer in self._named.get(registration.name, {}).values():
-            had = {
-                *(offer.settled - offer.waived),
-                *(one.registration.decode.tp_rank for one in offer.write_tasks.values()),
-            }
+            had = offer.ranks_served | (offer.settled - offer.waived)
             if offer.means(registration) and not offer.stopped and rank not in had:
                 return offer
         return None
 
     def wait(self, task: WriteTask) -> None:
-        """Let a registration wait for its offer."""
         name = task.registration.name
         self._forget_waived(name)
         is_known = name in self._named or name in self._recent
@@ -343,8 +339,7 @@ class OfferMatcher:
     def _waived_by(self, message: Release, named: list[Offer]) -> Offer | None:
         """Returns the offer of a name if there is only one, and this rank does not use it and has not settled it."""
         offer, *others = named
-        served = {one.registration.decode.tp_rank for one in offer.write_tasks.values()}
-        if others or message.tp_rank in served | offer.settled:
+        if others or message.tp_rank in offer.ranks_served | offer.settled:
             return None
         offer.waived.add(message.tp_rank)
         return offer

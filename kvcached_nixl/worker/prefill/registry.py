@@ -76,11 +76,6 @@ class OfferRegistry:
         """Whether a rank of decode may send something urgent at any moment, or waits for something it has sent."""
         return bool(self.writer.tasks) or (self._settings.transfer_mode.is_push and bool(self._matcher.offers))
 
-    @property
-    def is_delivering(self) -> bool:
-        """Whether the last WRITEs of a registration are under way: decode's request waits for nothing else."""
-        return self.writer.num_final > 0
-
     # ---------------------------------------------------------------------------------- commands of prefill's scheduler
 
     def offer(self, update: OfferUpdate) -> None:
@@ -148,11 +143,8 @@ class OfferRegistry:
                 self._wanted(offer)
 
     def stop(self, request_id: PrefillRequestId, reason: str, *, is_kept: bool = True) -> None:
-        """The request has ended early: post nothing more of it, and remove its ownership token at once.
-
-        Args:
-            is_kept: vLLM keeps its blocks until `done` is called; else vLLM does not wait for that.
-        """
+        """The request has ended early: post nothing more of it, and remove its ownership token at once. ``is_kept``:
+        vLLM keeps its blocks until `done` is called."""
         # Even without an offer: the token is published before the device has finished the step, the offer made after.
         self._tokens.remove(request_id)
         offer = self._matcher.offers.get(request_id)
@@ -189,7 +181,8 @@ class OfferRegistry:
         self._tokens.clear()
         for offer in list(self._matcher.offers.values()):
             self._let_down(offer, HandOverFailed(FailureCause.REVOKED, reason))
-        self.writer.close(reason)
+        for task in list(self.writer.tasks.values()):
+            self.writer.stop(task, HandOverFailed(FailureCause.REVOKED, reason))
 
     def preempt(self, request_id: PrefillRequestId, hold: int) -> None:
         """The request was preempted and starts again in other blocks. Keep the old ones until ``hold_idle``: they may
@@ -256,10 +249,7 @@ class OfferRegistry:
 
     def _settle(self, offer: Offer, decode: Peer | None = None) -> None:
         """Report holds and blocks that nothing reads any more, and remove the offer if decode is done with it.
-
-        Args:
-            decode: a rank that needs nothing more of it, if this is called because of one.
-        """
+        ``decode``: a rank that needs nothing more of it, if this is called because of one."""
         if decode is not None:
             self._settle_rank(offer, decode.tp_rank, decode.tp_size)
         offer.follow(self._clock.now_seconds())
@@ -285,7 +275,7 @@ class OfferRegistry:
         self._tokens.remove(offer.request_id)
         self._leases.pop(offer.request_id, None)
         self._matcher.remove(offer)
-        self.writer.source.offer_finished(offer)
+        self.writer.source.finished(offer)
         offer.timeline.end(self._clock.now_seconds())
         if not self._context.local.tp_rank:
             self._outcomes.timed(offer.timeline.reported(trace=offer.update.trace))

@@ -42,20 +42,12 @@ class FromBlocks:
     def written(self, task: WriteTask, held: Held | None, *, is_begun: bool = True) -> None:
         """A WRITE from a source that `find` returned has ended, or need not be made; ``held``: its slots, if staged."""
 
-    def task_finished(self, task: WriteTask) -> None:
-        """A registration is finished."""
-
-    def offer_finished(self, offer: Offer) -> None:
-        """An offer is finished."""
+    def finished(self, one: WriteTask | Offer) -> None: ...
 
 
 class Staged(FromBlocks):
-    """See the module.
-
-    Args:
-        advance: called with a registration whose next tokens may be in slots now.
-        settle: called with an offer when a copy out of its blocks has ended or failed.
-        stop: called with a registration whose tokens cannot be copied, and the reason.
+    """See the module. ``advance``: called with a registration whose next tokens may be in slots now; ``settle``: with
+    an offer when a copy out of its blocks has ended or failed; ``stop``: if a registration's tokens cannot be copied.
     """
 
     def __init__(
@@ -117,16 +109,15 @@ class Staged(FromBlocks):
         if held not in task.windows and not is_parked:
             self._let_go(held)
 
-    def task_finished(self, task: WriteTask) -> None:
-        self._staging.forget(Use.SENDING, task)
-        windows, task.windows = task.windows, []
+    def finished(self, one: WriteTask | Offer) -> None:
+        if isinstance(one, Offer):
+            self._staging.forget(Use.PARKED, one)
+            self._unpark(one)
+            return
+        self._staging.forget(Use.SENDING, one)
+        windows, one.windows = one.windows, []
         for window in windows:
             self._let_go(window)
-
-    def offer_finished(self, offer: Offer) -> None:
-        self._staging.forget(Use.PARKED, offer)
-        if offer.parked is not None:
-            self._unpark(offer)
 
     # -------------------------------------------------------------------------------------------------------- inside
 

@@ -41,16 +41,12 @@ _WITHDRAWN = HandOverFailed(FailureCause.STOPPED, "withdrawn")
 
 
 class Writer(PeerListener):
-    """See the module.
-
-    Args:
-        settle: called with an offer whose blocks may be free now, and the rank of decode that needs nothing more of it,
-            if it is because of one.
+    """See the module. ``settle``: called with an offer whose blocks may be free now, and the rank of decode that needs
+    nothing more of it, if it is because of one.
 
     Attributes:
         tasks: registrations that are not finished.
         is_asked_at_once: whether the last one came without the request's id, and so without prefill's answer.
-        source: the memory that the bytes are written from.
         num_final: last WRITEs of registrations that have not ended; decode waits for nothing else.
     """
 
@@ -160,7 +156,7 @@ class Writer(PeerListener):
                 self.stop(task, HandOverFailed(what, f"no WRITE was made: {error}"))
 
     def _advance(self, task: WriteTask, offer: Offer) -> bool:
-        """Make one WRITE, if one can be made. Returns whether there may be another one to make."""
+        """Make one WRITE, if possible. Returns whether there may be another one to make."""
         known, registration = task.known, task.registration
         end = min(offer.update.ready_tokens, registration.end_token)
         if end < registration.end_token:
@@ -218,7 +214,13 @@ class Writer(PeerListener):
         @contained(partial(self.stop, task))
         def digested(digest: str, failed: str) -> None:
             job.notify = partial(say, digest)
-            self._checksummed(task, job, failed, is_final)
+            task.awaiting_checksum.discard(job)
+            if failed:
+                self.stop(task, HandOverFailed(FailureCause.DEFECT, failed))
+            if task.stopping is not None:
+                self._context.transfer_queue.drop(job)
+            else:
+                self._submit(task, job, is_final)
 
         # In `jobs` already: the checksum reads the bytes, so the blocks must not be freed before it has ended.
         task.jobs[job] = False
@@ -233,15 +235,6 @@ class Writer(PeerListener):
             # Decode has read the bytes already, or other ranks write all of them: only the notification is sent.
             self._context.peers.send(task.registration.decode, job.notify(0, True), only=task.agent)
         self._context.transfer_queue.submit(job)
-
-    def _checksummed(self, task: WriteTask, job: TransferJob, failed: str, is_final: bool) -> None:
-        task.awaiting_checksum.discard(job)
-        if failed:
-            self.stop(task, HandOverFailed(FailureCause.DEFECT, failed))
-        if task.stopping is not None:
-            self._context.transfer_queue.drop(job)
-            return
-        self._submit(task, job, is_final)
 
     def _written(self, task: WriteTask, job: TransferJob, held: Held | None, failed: str) -> None:
         self.num_final -= task.jobs.pop(job)
@@ -306,7 +299,6 @@ class Writer(PeerListener):
         self._end_if_idle(task, is_answered)
 
     def fail(self, key: WriteKey, failure: HandOverFailed) -> None:
-        """An internal error occurred while this registration was served: stop it."""
         task = self.tasks.get(key)
         if task is not None:
             self.stop(task, failure)
@@ -324,11 +316,6 @@ class Writer(PeerListener):
             self._stuck[task.key] = self._clock.now_seconds() + PROBE_SECONDS
             self.stop(task, cause)
 
-    def close(self, reason: str) -> None:
-        """The engine ends: tell the ranks of decode that wait."""
-        for task in list(self.tasks.values()):
-            self.stop(task, HandOverFailed(FailureCause.REVOKED, reason))
-
     def _answer(self, agent: str, decode: Peer, attempt: int, cause: HandOverFailed) -> None:
         """Tell a rank of decode that nothing of its attempt is in flight, or will be; ``agent``: the one that asked."""
         message = Stopped(attempt, self._context.local.tp_rank, int(cause.cause), str(cause)[:1000])
@@ -340,7 +327,7 @@ class Writer(PeerListener):
         task.is_finished = True
         if task.stopping is not None and is_answered:
             self._answer(task.agent, task.registration.decode, task.registration.attempt, task.stopping)
-        self.source.task_finished(task)
+        self.source.finished(task)
         del self.tasks[task.key]
         self._finished.add(task.key)
         self._stuck.pop(task.key, None)

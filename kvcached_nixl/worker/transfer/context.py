@@ -54,8 +54,7 @@ class RecentSet(Generic[T]):
 
 
 class GateConnections(PeerListener):
-    """Connections to the write gates of decode's ranks. A name that is not a gate's is that of a rank's own agent, and
-    is passed on to ``agents``."""
+    """Connections to the write gates of decode's ranks, beside those to their own ``agents``."""
 
     def __init__(self, transport: Transport, agents: Peers) -> None:
         self._transport = transport
@@ -203,17 +202,13 @@ class WorkerContext:
 
         def met(known: ConnectedPeer) -> None:
             misfit = self.misfit_of(known)
-            if misfit is None:
-                doubt = self.distrust_of(address, known.incarnation)
-                if doubt is None:
-                    connected(known)
-                else:
-                    failed(doubt)
-            elif is_doubted:
-                failed(misfit)
-            else:
+            if misfit is not None and not is_doubted:
                 # This may be an old handshake, and weights may have been updated since: repeat it once.
                 self.meet(address, incarnation, connected, failed, is_doubted=True)
+            elif (reason := misfit or self.distrust_of(address, known.incarnation)) is not None:
+                failed(reason)
+            else:
+                connected(known)
 
         self.peers.need(address, incarnation, met, failed, is_doubted=is_doubted)
 

@@ -26,7 +26,6 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.agent import Transport, TransportError
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer, LocalRank, examine
 
@@ -67,7 +66,6 @@ class _Link:
     Attributes:
         known: whom it is connected to; None if it is not.
         answer: the handshake that ``known`` was made from.
-        process: that of ``known``, if it is one of this host whose end is visible.
         last_agent: whom it was connected to last, until another one answers.
         is_asked: a handshake is under way.
         is_doubted: somebody depends on how it ends, so an equal answer is looked at, too.
@@ -79,7 +77,6 @@ class _Link:
     address: Peer
     known: ConnectedPeer | None = None
     answer: tuple[str, bytes] | None = None
-    process: Process | None = None
     last_agent: str | None = None
     is_asked: bool = False
     is_doubted: bool = False
@@ -247,9 +244,9 @@ class Peers:
     def _look(self, link: _Link) -> None:
         if link.known is None:
             return
-        if link.process is None:
+        if link.known.process is None:
             self._begin(link, is_doubted=False)
-        elif self.host.is_dead(link.process):
+        elif self.host.is_dead(link.known.process):
             where = f"rank {link.address.tp_rank} of engine {link.address.engine_id}"
             self._unreachable(link, f"the process of {where} has ended")
 
@@ -309,7 +306,8 @@ class Peers:
             reason = f"no handshake with {link.address}: {type(defect).__name__}: {defect}"
             self._fail(link, FailureCause.DEFECT, reason, is_gone=False)
         else:
-            self._know(link, ConnectedPeer(agent, incarnation, rank))
+            process = rank.process if self.host.sees(rank.process) else None
+            self._know(link, ConnectedPeer(agent, incarnation, rank, process))
             link.answer = answer
 
     def _know(self, link: _Link, known: ConnectedPeer) -> None:
@@ -328,7 +326,6 @@ class Peers:
                 # The old agent was known under other addresses, too: a handshake checks each of them.
                 self._begin(other)
         link.known, link.last_agent, link.tries, link.is_failing = known, known.agent, 0, False
-        link.process = known.rank.process if self.host.sees(known.rank.process) else None
         self._places[local] = link.address
         waiting, link.waiting = link.waiting, []
         for incarnation, connected, failed in waiting:

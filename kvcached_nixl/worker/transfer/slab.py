@@ -90,7 +90,6 @@ class Slab:
 
     @staticmethod
     def bytes_for(layout: Layout, num_slots: int) -> int:
-        """Returns the bytes that a slab of ``num_slots`` slots needs."""
         return list(_begins(layout.regions, num_slots * layout.blocks_per_slot))[-1]
 
     def groups(self, groups: Sequence[GroupMemory]) -> tuple[GroupMemory, ...]:
@@ -195,7 +194,6 @@ class Slots:
     """Which slots are taken, and for what. On the transfer thread.
 
     Args:
-        count: slots of the slab, numbered from 0.
         kept: slots kept for SENDING, and as many for RECEIVING; PARKED never gets them.
 
     Raises:

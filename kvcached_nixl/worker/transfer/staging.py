@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging of a worker: takes slots for ranges of tokens, copies on a thread of its own, and queues whatever waits for
 slots. On the transfer thread.
+
+On decode, prefill's ranks write into slots, range by range, and these are then copied into blocks (`StagingWindow`).
+Each rank says which tokens are ready. Slots are taken only for tokens that are ready on all of them, so no slot waits
+for tokens that are not computed yet. They are copied when all ranks have written them, because one block may have heads
+of several ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +17,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvcached_nixl.ids import KernelBlock
+from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.geometry.descriptors import split
+from kvcached_nixl.worker.transfer.peers import contained
 from kvcached_nixl.worker.transfer.slab import Slab, SlabUse, Slots, Use
 
-__all__ = ["Held", "Staging"]
+__all__ = ["Held", "Staging", "StagingWindow"]
 
 
 WINDOW_BLOCKS = 512
@@ -248,3 +255,132 @@ class Staging:
 
         do = partial(self.slab.gather, sources, staged) if is_gather else partial(self.slab.scatter, staged, sources)
         self.copier.submit(Work(f"a copy of {len(sources)} blocks", do, copied))
+
+
+@dataclass(eq=False)
+class _Writer:
+    """A rank of prefill that was told of the attempt.
+
+    Attributes:
+        give: sends it the slots of a range.
+        changed: called when a range was copied, with "", or could not be, with the reason.
+        ready_token, written_token: tokens before this one are ready on the rank, or have been written by it.
+    """
+
+    give: Callable[[Held], None]
+    changed: Callable[[str], None]
+    ready_token: int
+    written_token: int
+    may_write: bool = True
+
+
+class StagingWindow:
+    """The slots that an attempt's KV arrives in.
+
+    Args:
+        blocks: per KV-cache group, the kernel blocks to fill.
+        step: ranges end at multiples of this many tokens (`LocalRank.step_tokens`).
+        num_writers, engine_id: ranks of prefill that have some of the bytes, and their engine.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        blocks: Sequence[KernelBlockRange],
+        end_token: int,
+        step: int,
+        num_writers: int,
+        engine_id: str,
+    ) -> None:
+        self._staging = staging
+        self._blocks = blocks
+        self._end_token = end_token
+        self._step = step
+        self._num_writers = num_writers
+        self._engine_id = engine_id
+        self._writers: dict[int, _Writer] = {}
+        self._given: list[Held] = []
+        self._first_token = self._given_token = min(group.first_token for group in blocks)
+        self._is_closed = False
+
+    @property
+    def is_copying(self) -> bool:
+        return any(held.copies for held in self._given)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether all wanted tokens have been copied into their blocks."""
+        return not self._given and self._given_token >= self._end_token
+
+    def join(self, rank: int, give: Callable[[Held], None], changed: Callable[[str], None]) -> None:
+        """Add a rank of prefill that is told of the attempt."""
+        self._writers[rank] = _Writer(give, changed, self._first_token, self._first_token)
+
+    def ready(self, rank: int, first_token: int, end_token: int) -> None:
+        """These tokens are ready on a rank. Ignored if repeated, or if they do not begin where the last grant ended."""
+        writer = self._writers[rank]
+        if not self._is_closed and first_token == self._given_token and end_token > writer.ready_token:
+            writer.ready_token = end_token
+            self._give()
+
+    def written(self, rank: int, end_token: int) -> None:
+        """All tokens before ``end_token`` have arrived from a rank. Copies the ranges that all ranks have written."""
+        self._writers[rank].written_token = end_token
+        arrived = min(writer.written_token for writer in self._writers.values())
+        for held in self._given:
+            if held.end_token <= arrived and held.staged_token < held.end_token and not self._is_closed:
+                held.staged_token = held.end_token
+                self._staging.scatter(held, self._blocks, partial(self._copied, held))
+
+    def stop(self) -> None:
+        """Grant no more slots, and do not copy what still arrives."""
+        self._is_closed = True
+        for held in self._given:
+            self._staging.mark_stuck(held)
+        self._staging.forget(Use.RECEIVING, self, self._engine_id)
+
+    def close(self, rank: int) -> None:
+        """A rank does not write any more, and no more tokens are wanted. Frees the slots after the last rank's call."""
+        self.stop()
+        self._writers[rank].may_write = False
+        self._let_go()
+
+    def _give(self) -> bool:
+        """Grant the next range that is ready on all ranks, if there are slots. Returns False if it waits for slots."""
+        ready = min(writer.ready_token for writer in self._writers.values())
+        if self._is_closed or len(self._writers) < self._num_writers or self._given_token >= ready:
+            return True
+        firsts = [group.first_token for group in self._blocks]
+        held = self._staging.take(Use.RECEIVING, firsts, self._given_token, ready, self._step, owner=self._engine_id)
+        if held is None:
+            self._staging.wait(Use.RECEIVING, self, self._give_late, self._engine_id)
+            return False
+        self._given.append(held)
+        self._given_token = held.end_token
+        for writer in self._writers.values():
+            # Reset: each rank asks again for the tokens that follow this range.
+            writer.ready_token = held.end_token
+            writer.give(held)
+        return True
+
+    def _give_late(self) -> bool:
+        def failed(failure: HandOverFailed) -> None:
+            for writer in list(self._writers.values()):
+                writer.changed(f"no slots were granted: {failure}")
+
+        with contained(failed):
+            return self._give()
+        return True
+
+    def _copied(self, held: Held, failed: str) -> None:
+        self._given.remove(held)
+        self._staging.give_back(held)
+        self._let_go()
+        for writer in list(self._writers.values()):
+            writer.changed(failed)
+
+    def _let_go(self) -> None:
+        if self._is_closed and not any(writer.may_write for writer in self._writers.values()):
+            for held in [one for one in self._given if not one.copies]:
+                self._given.remove(held)
+                self._staging.give_back(held)

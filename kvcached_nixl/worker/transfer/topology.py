@@ -13,7 +13,7 @@ import numpy as np
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
-from kvcached_nixl.wire.handshake import RankHandshake, differences, read_answer, read_rank
+from kvcached_nixl.wire.handshake import Process, RankHandshake, differences, read_answer, read_rank
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import KernelBlockRange, Peer
 from kvcached_nixl.wire.params import RemotePrefill
@@ -76,11 +76,13 @@ class ConnectedPeer:
 
     Attributes:
         agent: its name in the transport, which changes whenever the rank restarts.
+        process: its own, if it is one of this host whose end is visible.
     """
 
     agent: str
     incarnation: str
     rank: RankHandshake
+    process: Process | None = None
     _routes: dict[bool, GroupRoutes] = field(default_factory=dict)
 
     def ranges(

@@ -23,11 +23,7 @@ __all__ = ["TransferTally", "Budget", "TransferJob", "TransferQueue"]
 
 @dataclass
 class TransferTally:
-    """Bytes and descriptors of the transfers of one hand-over that have succeeded.
-
-    Attributes:
-        seconds: time in which at least one of them was in flight.
-    """
+    """Of the transfers of one hand-over that have succeeded. ``seconds``: in which at least one was in flight."""
 
     num_bytes: int = 0
     descriptors: int = 0
@@ -133,12 +129,9 @@ class _Lane:
 
 
 class TransferQueue(PeerListener):
-    """See the module.
-
-    Args:
-        lost: called with a peer to which a transfer has failed, before the job's ``ended``. It must remove the peer:
-            only that ends what is left of a failed transfer.
-        moved: called with the bytes of KV of each transfer that has succeeded.
+    """See the module. ``lost``: called with a peer to which a transfer has failed, before the job's ``ended``. It must
+    remove the peer: only that ends what is left of a failed transfer. ``moved``: called with the bytes of KV of each
+    transfer that has succeeded.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class HostTierWorker(OffloadingWorker):  # type: ignore[misc, unused-ignore]
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._order(job_id, src_spec, dst_spec, is_store=True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
         return self._order(job_id, dst_spec, src_spec, is_store=False)
 
     def get_finished(self) -> list[TransferResult]:

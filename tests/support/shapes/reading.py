@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python files read as text, with ``ast``: which class a name means, what its body holds, who calls a method.
+"""Python files read as text, with ``ast``: which class a name means, and what its body holds.
 
 Definitions under a condition count as present. Of two definitions of a name the later one counts.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from experiments.common.vllm_source import Source
 
-__all__ = ["Body", "Call", "Reader"]
+__all__ = ["Body", "Reader"]
 
 _KINDS = ("classmethod", "staticmethod", "property")
 _REPLACES = frozenset({"overload", "setter", "deleter"})
@@ -35,18 +35,6 @@ class Body:
     bases: tuple[str, ...] = ()
     methods: dict[str, str] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call ``receiver.attribute(...)``. ``receiver``: last part of a dotted name; for a call, its function's name;
-    empty for ``attribute(...)``. ``arguments``: constants' values, then variables' names."""
-
-    receiver: str
-    attribute: str
-    module: str
-    qualname: str
-    arguments: tuple[object, ...]
 
 
 class Reader:
@@ -133,33 +121,6 @@ class Reader:
         """Returns the class and its bases in vLLM, depth first. Python's order differs only if two share a base."""
         found = [cls, *(one for base in self.body(cls).bases for one in self.lineage(base))]
         return tuple(dict.fromkeys(found))
-
-    def calls(self, attributes: Iterable[str], folders: tuple[str, ...]) -> Iterator[Call]:
-        """Yields every call and every other use of a method with one of these names, in files below these folders."""
-        wanted = frozenset(attributes)
-        for path in sorted(self.source.paths):
-            if not path.startswith(folders):
-                continue
-            text = self.source.read(path)
-            if any(name in text for name in wanted):
-                module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-                yield from _calls(ast.parse(text), module, (), wanted)
-
-
-def _calls(node: ast.AST, module: str, inside: tuple[str, ...], wanted: frozenset[str]) -> Iterator[Call]:
-    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        inside = (*inside, node.name)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in wanted:
-        arguments = tuple(one.value for one in node.args if isinstance(one, ast.Constant))
-        arguments += tuple(one.id for one in node.args if isinstance(one, ast.Name))
-        yield Call(_name(node.func.value), node.func.attr, module, ".".join(inside), arguments)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in wanted:
-        yield Call("", node.func.id, module, ".".join(inside), ())
-    elif isinstance(node, ast.Attribute) and node.attr in wanted:
-        # Properties are read without a call, and methods are passed as arguments.
-        yield Call(_name(node.value), node.attr, module, ".".join(inside), ())
-    for child in ast.iter_child_nodes(node):
-        yield from _calls(child, module, inside, wanted)
 
 
 def _name(node: ast.expr) -> str:

@@ -80,7 +80,7 @@ def _first_of(modules: tuple[str, ...], qualname: str) -> Reads:
 
 
 _OFFLOADING = f"{KV_TRANSFER}.v1.offloading"
-_TIERS = ">=0.28,<0.29"
+_TIERS = HITS_DIVERGE.later
 """With which vLLM an OffloadingConnector may be beside ours."""
 _CONFIG = "vllm.config"
 _CACHE_INTERFACE = "vllm.v1.kv_cache_interface"

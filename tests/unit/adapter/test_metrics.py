@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -141,18 +140,6 @@ def test_what_a_worker_has_counted_is_in_vllms_account() -> None:
 
 
 @pytest.mark.usefixtures("stock")
-def test_a_workers_account_goes_to_an_engine_in_another_process() -> None:
-    """The class is made in each process and is in no module: pickle could not find it, and every step's output would
-    be lost with it."""
-    account = metrics.stats()
-    metrics.record(account, counted(moved=[(64, 2, 0.5)], quarantined_blocks=3))
-    sent = pickle.dumps(account)
-    forget_classes()
-    there = pickle.loads(sent)
-    assert type(there) is type(metrics.stats()) and there.data == account.data
-
-
-@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize(
     "made",
     [
@@ -252,29 +239,6 @@ def test_an_engine_that_asks_prefill_says_what_came_of_it(stock: ModuleType, cou
     asked = {(*at, one.value): 9 * (one is Ended.ANSWERED) for one in Ended}
     assert made["questions"] == (asked if counts else {}), "each of them from 0 on"
     assert made["computed_prompts"] == ({(*at, one.value): 0 for one in Computed} if counts else {})
-
-
-@pytest.mark.usefixtures("stock")
-@pytest.mark.parametrize("is_one_of_several", [False, True])
-def test_timelines_go_to_the_scheduler_and_come_back_as_times_in_states(is_one_of_several: bool) -> None:
-    """In the same stats. The API server is not given any timeline."""
-    account = metrics.stats()
-    metrics.record(account, counted(timelines=[[7, "", [[1, 2.0]], 3.0]], lasted=[(2, False, 0.5)]))
-    assert not account.is_empty()
-    several = SimpleNamespace(data={"0": SimpleNamespace(data={}), "1": account})
-    whole = several if is_one_of_several else account
-    assert metrics.take_timelines(whole) == [[7, "", [[1, 2.0]], 3.0]]
-    assert metrics.take_timelines(whole) == []
-    metrics.add_lasted(whole, [(3, True, 0.25)])
-    assert account.data["kvcached_nixl_state_seconds"] == [[2, False, 0.5], [3, True, 0.25]]
-    assert "kvcached_nixl_timelines" not in account.data
-    for other in (
-        None,
-        object(),
-        *(SimpleNamespace(data=data) for data in ({"hits": [1], "0": object()}, [1], "text")),
-    ):
-        metrics.add_lasted(other, [(3, True, 0.25)])
-        assert metrics.take_timelines(other) == []
 
 
 def test_the_api_server_shows_how_long_hand_overs_were_in_each_state(stock: ModuleType) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from support.engine_fakes import TOKENS, prompt
 
 from kvcached_nixl.vllm.adapter import requests
-from kvcached_nixl.vllm.adapter.requests import RequestReader, RequestView, hash_embeddings
+from kvcached_nixl.vllm.adapter.requests import RequestReader, RequestView
 from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.question import Question
 
@@ -103,38 +102,6 @@ def test_a_prompt_of_embeddings_is_told_apart() -> None:
     assert view(prompt_token_ids=None, prompt_embeds=other).digest(4) != found.digest(4)
     wider = view(prompt_token_ids=None, prompt_embeds=embeds.to(torch.float16))
     assert wider.digest(4) != found.digest(4)
-
-
-def test_embeddings_are_hashed_once_and_before_the_engine_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 MiB take 72 ms: on the engine's thread every request of its batch would wait for them, on either side."""
-    torch = pytest.importorskip("torch")
-    embeds = torch.arange(1 << 20, dtype=torch.int32).reshape(1024, 1024)
-    hashed: list[int] = []
-
-    class Counting:
-        def __init__(self, hasher: Any) -> None:
-            self._hasher = hasher
-
-        def update(self, data: Any) -> None:
-            hashed.append(len(data))
-            self._hasher.update(data)
-
-        def copy(self) -> Counting:
-            return Counting(self._hasher.copy())
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._hasher, name)
-
-    made = hashlib.blake2b
-    monkeypatch.setattr(hashlib, "blake2b", lambda *data, **how: Counting(made(*data, **how)))
-    found = view(prompt_token_ids=None, prompt_embeds=embeds)
-    hash_embeddings(found.request)
-    assert sum(hashed) == 4 << 20
-    hashed.clear()
-    digests = {found.digest(num_tokens) for num_tokens in (1, 63, 64, 65, 1000, 1023, 1024)}
-    assert len(digests) == 7 and sum(hashed) < 7 * (256 << 10) + 7 * 100
-    again = view(prompt_token_ids=None, prompt_embeds=embeds[:1000].clone())
-    assert again.digest(1000) == found.digest(1000), "a prompt that ends there"
 
 
 def test_where_embeddings_stand_among_tokens_is_told_apart() -> None:
@@ -282,42 +249,6 @@ def test_a_name_is_given_to_another_adapter_by_whoever_arrives_and_not_by_whoeve
         view(reads, lora_request=lora(paths[0], 1)).digest(8)
     reads.adapter_arrives(None)
     assert found == [set(), {lora(path).lora_name}, set()] and not reads.take_renamed()
-
-
-def hash_next(request: Any) -> None:
-    request.block_hashes += vars(request)["_block_hasher"](request)
-
-
-def test_a_request_that_is_set_apart_has_hashes_of_its_own() -> None:
-    """Those that it has, and each further one; vLLM computes it from the one before. However often it is set apart."""
-
-    def hasher(request: Any) -> list[bytes]:
-        known = len(request.block_hashes)
-        return [b"%d after " % place + request.block_hashes[-1][:4] for place in range(known, request.num_full)]
-
-    def made() -> Any:
-        return SimpleNamespace(block_hashes=[b"0", b"1"], _block_hasher=hasher, num_full=3)
-
-    seen: list[bytes] = []
-    both = made(), made()
-    for one in (*both, made()):
-        if one in both:
-            requests.set_apart(one)
-            before = list(one.block_hashes)
-            for _ in range(2000):
-                requests.set_apart(one)
-            assert one.block_hashes == before
-        hash_next(one)
-        seen += one.block_hashes
-    assert len(seen) == 9 == len(set(seen))
-    empty = SimpleNamespace(block_hashes=[], _block_hasher=lambda _: [b"0"])
-    requests.set_apart(empty)
-    hash_next(empty)
-    assert len(empty.block_hashes) == 1 and empty.block_hashes != [b"0"], "it had not filled a block yet"
-    without_cache = SimpleNamespace(block_hashes=[], _block_hasher=None)
-    before = dict(vars(without_cache))
-    requests.set_apart(without_cache)
-    assert vars(without_cache) == before
 
 
 def test_an_adapter_that_may_have_been_loaded_by_others_is_like_no_other_until_it_is_loaded_anew(

@@ -9,8 +9,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvcached_nixl.vllm.adapter.tracing import EngineSpans, add_server_spans, traceparent_of
 from kvcached_nixl.wire.timeline import State, Timeline
@@ -58,32 +56,6 @@ def vllm(make_module: Callable[..., ModuleType]) -> ModuleType:
 )
 def test_a_hostile_context_is_none(sent: Any) -> None:
     assert traceparent_of(sent) == ""
-
-
-@given(st.one_of(st.none(), st.dictionaries(st.text(), st.text()), st.fixed_dictionaries({"traceparent": st.text()})))
-def test_whatever_is_sent_fails_nothing(sent: Any) -> None:
-    assert len(traceparent_of(sent)) in (0, len(TRACE))
-
-
-def test_a_context_is_taken_as_it_is() -> None:
-    assert traceparent_of({"traceparent": TRACE, "tracestate": "a=b"}) == TRACE
-    assert EngineSpans().trace_of(SimpleNamespace(trace_headers={"traceparent": TRACE})) == TRACE
-
-
-def test_each_state_is_a_span_below_the_context(vllm: ModuleType) -> None:
-    timeline, now = Timeline(), time.perf_counter()
-    timeline.enter(State.DECODE_HANDSHAKE, now - 3.0)
-    timeline.enter(State.DECODE_MOVING, now - 2.0)
-    timeline.end(now - 1.0)
-    EngineSpans().add(TRACE, timeline, {"a": "b"})
-    names = [(name, attributes, context["traceparent"]) for name, _, _, attributes, context in vllm.made]
-    assert names == [
-        ("decode_handshake", {"a": "b"}, TRACE),
-        ("decode_moving", {"a": "b"}, TRACE),
-    ]
-    begins, ends = [one[1] for one in vllm.made], [one[2] for one in vllm.made]
-    assert begins[1:] == ends[:-1], "without gaps"
-    assert ends[-1] == pytest.approx(time.time_ns() - 1e9, abs=0.2e9), "since the epoch"
 
 
 def test_a_tracer_that_raises_ends_no_engine(

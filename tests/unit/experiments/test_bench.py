@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
+from experiments.__main__ import QUESTIONS
 from experiments.bench import bench_serve, family_cost, memory_path, push_vs_pull
-from experiments.bench.__main__ import QUESTIONS
 from experiments.bench.pairs import FORMS
 from experiments.bench.samples import Samples, percentile
 from experiments.common.report import Verdict
@@ -57,31 +57,41 @@ def test_arms_are_compared_where_both_were_measured() -> None:
     assert reached(samples.compare("ours", "stock", "seconds", "", most=1.0, where=lambda one: one[0] > 8)) == [False]
 
 
-# ------------------------------------------------------------------------------------------------------- push_vs_pull
+# ----------------------------------------------------------------------------------- targets, on both sides of a limit
 
 
-def first_tokens(transport: str, length: int, **of_arms: float) -> Samples:
-    names = {"pull": "pull", "stock": push_vs_pull.STOCK_PUSH.name, "streamed": push_vs_pull.STREAMED.name}
-    samples = Samples(FORMS)
-    for arm, seconds in of_arms.items():
-        samples.add((transport, length, 1), names[arm], first_token=seconds, token=0.01)
+def samples_of(forms: Sequence[str], setting: tuple[object, ...], arms: Mapping[str, Mapping[str, float]]) -> Samples:
+    samples = Samples(tuple(forms))
+    for arm, figures in arms.items():
+        samples.add(setting, arm, **figures)
     return samples
 
 
-@pytest.mark.parametrize(("length", "pull", "is_reached"), [(1024, 1.5, True), (1024, 1.49, False), (512, 0.99, False)])
-def test_streamed_push_against_pull(length: int, pull: float, is_reached: bool) -> None:
-    """Half again as soon from 1,024 tokens up, and below that never later; the target is TCP's."""
-    (verdict,) = push_vs_pull.judge(first_tokens("TCP", length, pull=pull, streamed=1.0))
-    assert (verdict.found, verdict.reached) == (f"{pull:.2f} x", is_reached)
-    assert push_vs_pull.judge(first_tokens("shared memory", length, pull=pull, streamed=1.0)) == []
+def first_tokens(transport: str, length: int, **arms: float) -> Samples:
+    names = {"stock": push_vs_pull.STOCK_PUSH.name, "streamed": push_vs_pull.STREAMED.name, "staged": "pull, staged"}
+    figures = {names.get(arm, arm): {"first_token": seconds, "token": 0.01} for arm, seconds in arms.items()}
+    return samples_of(FORMS, (transport, length, 1), figures)
 
 
-@pytest.mark.parametrize(("length", "stock", "expected"), [(2048, 1.2, [True]), (2048, 1.1, [False]), (1024, 1.1, [])])
-def test_streamed_push_against_the_stock_one(length: int, stock: float, expected: list[bool]) -> None:
-    assert reached(push_vs_pull.judge(first_tokens("shared memory", length, stock=stock, streamed=1.0))) == expected
-
-
-# --------------------------------------------------------------------------------------------------------- memory_path
+@pytest.mark.parametrize(
+    ("judge", "samples", "expected"),
+    [
+        # Half again as soon from 1,024 tokens up, and below that never later; the target is TCP's.
+        (push_vs_pull.judge, first_tokens("TCP", 1024, pull=1.5, streamed=1.0), [True]),
+        (push_vs_pull.judge, first_tokens("TCP", 1024, pull=1.49, streamed=1.0), [False]),
+        (push_vs_pull.judge, first_tokens("TCP", 512, pull=0.99, streamed=1.0), [False]),
+        (push_vs_pull.judge, first_tokens("shared memory", 1024, pull=1.0, streamed=1.0), []),
+        (push_vs_pull.judge, first_tokens("shared memory", 2048, stock=1.2, streamed=1.0), [True]),
+        (push_vs_pull.judge, first_tokens("shared memory", 2048, stock=1.1, streamed=1.0), [False]),
+        (push_vs_pull.judge, first_tokens("shared memory", 1024, stock=1.1, streamed=1.0), []),
+        # Over TCP; shared memory is reported only.
+        (memory_path.judge_first_token, first_tokens("TCP", 512, pull=1.0, staged=1.15), [True]),
+        (memory_path.judge_first_token, first_tokens("TCP", 512, pull=1.0, staged=1.16), [False]),
+        (memory_path.judge_first_token, first_tokens("shared memory", 512, pull=1.0, staged=1.16), []),
+    ],
+)
+def test_first_tokens(judge: Callable[[Samples], Sequence[Verdict]], samples: Samples, expected: list[bool]) -> None:
+    assert reached(judge(samples)) == expected
 
 
 @pytest.mark.parametrize(
@@ -101,31 +111,14 @@ def test_resident_memory_is_the_slab_and_the_same_for_every_reservation(
     for gib, mib in more.items():
         for arm, found in (("pull", 500), ("pull, staged", 500 + mib)):
             samples.add(("prefill", gib), arm, anonymous=found * MIB, buffer=gib * 2**30)
-    verdicts = memory_path.judge_memory(samples, slab_gib=100 / 1024)
-    assert reached(verdicts) == expected
-    assert "stock host buffer 61440 MiB" in verdicts[1].found
-
-
-@pytest.mark.parametrize(("seconds", "is_reached"), [(1.15, True), (1.16, False)])
-def test_first_token_staged_against_direct(seconds: float, is_reached: bool) -> None:
-    """Over TCP; shared memory is reported only."""
-    samples = Samples(FORMS)
-    for transport in ("TCP", "shared memory"):
-        for arm, first in (("pull", 1.0), ("pull, staged", seconds)):
-            samples.add((transport, 512, 1), arm, first_token=first)
-    assert reached(memory_path.judge_first_token(samples)) == [is_reached]
+    assert reached(memory_path.judge_memory(samples, slab_gib=100 / 1024)) == expected
 
 
 @pytest.mark.parametrize(("seconds", "is_reached"), [(0.012, True), (0.0121, False)])
 def test_blocks_stay_taken_for_the_copy(seconds: float, is_reached: bool) -> None:
     """A fifth longer at most; of the direct path nothing is promised."""
-    samples = Samples(("{} tokens",))
-    samples.add((2048,), "pull, staged", occupied=seconds, copied=0.01)
-    samples.add((2048,), "pull", occupied=0.5, copied=0.0)
-    assert reached(memory_path.judge_pages(samples)) == [is_reached]
-
-
-# --------------------------------------------------------------------------------------------------------- family_cost
+    arms = {"pull, staged": {"occupied": seconds, "copied": 0.01}, "pull": {"occupied": 0.5, "copied": 0.0}}
+    assert reached(memory_path.judge_pages(samples_of(("{} tokens",), (2048,), arms))) == [is_reached]
 
 
 @pytest.mark.parametrize(
@@ -133,26 +126,12 @@ def test_blocks_stay_taken_for_the_copy(seconds: float, is_reached: bool) -> Non
     [(1.0, 10.0, [True, True]), (1.2, 10.0, [False, True]), (1.0, 21.0, [True, False])],
 )
 def test_a_family_has_its_targets(slower: float, descriptors: float, expected: list[bool]) -> None:
-    """A hand-over that the machine held up changes no verdict."""
-    samples = Samples(FORMS)
-    for arm in family_cost.ARMS:
-        is_judged = arm is family_cost.PULL
-        seconds = 0.1 * slower if is_judged else 0.1
-        for one in (seconds, seconds, 3.0):
-            count = descriptors if is_judged else 40.0
-            samples.add(("gemma4", 512, 1), arm.name, first_token=one, descriptors=count, bytes=MIB)
-    assert reached(family_cost.judge(samples)) == expected
+    arms = {arm.name: {"first_token": 0.1, "descriptors": 40.0} for arm in family_cost.ARMS}
+    arms[family_cost.PULL.name] = {"first_token": 0.1 * slower, "descriptors": descriptors}
+    assert reached(family_cost.judge(samples_of(FORMS, ("gemma4", 512, 1), arms))) == expected
 
 
-# --------------------------------------------------------------------------------------------------------- bench_serve
-
-RUN = {
-    "failed": 0.0,
-    "requests_per_second": 1.0,
-    "first_token_p50_ms": 100.0,
-    "token_p50_ms": 10.0,
-    "cpu_token_ms": 12.0,
-}
+RUN = {"failed": 0, "requests_per_second": 1.0, "first_token_p50_ms": 100.0, "token_p50_ms": 10.0, "cpu_token_ms": 12.0}
 
 
 @pytest.mark.parametrize(
@@ -168,9 +147,7 @@ RUN = {
     ],
 )
 def test_asking_is_held_to_stock(changes: dict[str, float], moved: int, missed: list[str]) -> None:
-    samples = Samples(("{} at a time",))
-    samples.add((8,), bench_serve.PULL.name, **(RUN | changes))
-    samples.add((8,), bench_serve.STOCK_PULL.name, **RUN)
-    verdicts = bench_serve.judge(samples, {bench_serve.PULL.name: (9, moved)})
+    arms = {bench_serve.PULL.name: RUN | changes, bench_serve.STOCK_PULL.name: RUN}
+    verdicts = bench_serve.judge(samples_of(("{} at a time",), (8,), arms), {bench_serve.PULL.name: (9, moved)})
     found = [one.target for one in verdicts if not one.reached]
     assert len(found) == len(missed) and all(word in target for word, target in zip(missed, found, strict=True))

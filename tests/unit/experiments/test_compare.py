@@ -13,12 +13,13 @@ from experiments.byte_equivalence.compare import (
     Observation,
     catches,
     compare_answers,
-    compare_blocks,
+    compare_groups,
     compare_senders,
     match_records,
     until_tie,
 )
-from experiments.common.client import Answer, HandOver, joined, of_all_ranks
+from experiments.byte_equivalence.pair_run import of_all_ranks
+from experiments.common.client import Answer, HandOver, joined
 
 ANSWER = Answer([5, 6, 7], [-0.1, -0.2, -0.3], [{"5": -0.1, "9": -2.0}, {"6": -0.2}, {"7": -0.3}])
 DIGESTS = ["a", "b", "c"]
@@ -34,7 +35,7 @@ def seen(received: list[str] | None, *, sent: list[str] = DIGESTS, remote: list[
 
 def aspects(observation: Observation, *, blocks: int = 3, fewest: int = 1) -> list[str]:
     """Return the aspects that differ."""
-    return [one.aspect for one in compare_blocks("p", observation, blocks=blocks, fewest_received=fewest)]
+    return [one.aspect for one in compare_groups("p", observation, [Expected(blocks, blocks, fewest)])]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from experiments.byte_equivalence.compare import Expected
-from experiments.byte_equivalence.family_run import DAMAGED_TOKENS, Group, corruptions_of, may_be_cached
 from experiments.byte_equivalence.prompts import Prompt
+from experiments.byte_equivalence.subjects import DAMAGED_TOKENS, Group, corruptions_of, may_be_cached
 
 FULL, WINDOW, STATE = Group(32, None, False, 2), Group(64, 128, False, 2), Group(160, None, True, 2)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.byte_equivalence import run as last
-from experiments.byte_equivalence.arm_run import CORRUPTIONS, Dependence
-from experiments.byte_equivalence.arms import ARMS, Arm, of_size, phases
+from experiments.byte_equivalence import rows as last
+from experiments.byte_equivalence.arms import ARMS, Arm, of_size
 from experiments.byte_equivalence.compare import Difference
-from experiments.byte_equivalence.comparison import Check, compared, exit_status, summary_of
-from experiments.byte_equivalence.harness import came_back, remapped
+from experiments.byte_equivalence.pair_run import CORRUPTIONS, Dependence
+from experiments.byte_equivalence.rows import Check, came_back, compared, exit_status, remapped, summary_of
+from experiments.byte_equivalence.subjects import phases
 from experiments.common.model import GQA
 from experiments.common.pages import PageCount
 
@@ -90,7 +90,7 @@ def test_the_rows_that_are_needed_are_those_that_a_run_gives() -> None:
 def test_help_needs_no_environment() -> None:
     """``--help`` works with an interpreter that has nothing installed, and explains the exit statuses."""
     found = subprocess.run(
-        [sys.executable, "-S", "-E", "-m", "experiments.byte_equivalence", "--help"],
+        [sys.executable, "-S", "-E", "-m", "experiments", "byte_equivalence", "--help"],
         capture_output=True,
         text=True,
         cwd=ROOT,

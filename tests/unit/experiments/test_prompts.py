@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.byte_equivalence.arm_run import CONCURRENCY
+from experiments.byte_equivalence.pair_run import CONCURRENCY
 from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt, damage_prompts, fewest_received, fixed_prompts
 
 BLOCK = 32

@@ -33,13 +33,12 @@ from experiments.shared_device.clients import (
     chosen,
     draw_prompts,
 )
-from experiments.shared_device.counts import Counts, Sample
 from experiments.shared_device.measure import ASKS, Ran
 from experiments.shared_device.measure import BEHIND as BEHIND_ROUTER
 from experiments.shared_device.report import (
     FIRST_TOKEN_SECONDS,
     TOKEN_SECONDS,
-    figures_of,
+    goodput,
     is_good,
     judge,
     judge_overload,
@@ -76,13 +75,12 @@ def test_every_arm_gets_the_same_requests() -> None:
 )
 def test_goodput_counts_right_answers_in_time(more: dict[str, Any], good: bool) -> None:
     assert is_good(received(**more)) is good
-    assert figures_of([received(**more), GOOD], 4.0).goodput == (good + 1) / 4
+    assert goodput(Ran("an arm", 4.0, [received(**more), GOOD])) == (good + 1) / 4
 
 
 @pytest.mark.parametrize(("prefilled", "moved", "share"), [(0, 0, None), (1000, 750, 0.25), (1000, 1032, 0.0)])
 def test_what_no_decode_received_is_wasted(prefilled: float, moved: float, share: float | None) -> None:
-    begun = Counts(100, 50)
-    assert Counts(100 + prefilled, 50 + moved).since(begun).wasted_share == share
+    assert Ran("an arm", counts={"prefilled": prefilled, "moved": moved}).wasted_share == share
 
 
 def answer(lead_nats: float, tokens: int = 2) -> Answer:
@@ -119,7 +117,7 @@ def asked(reply: Callable[[], Any]) -> Received:
     async def run() -> Received:
         transport = httpx.MockTransport(lambda request: reply())
         async with httpx.AsyncClient(transport=transport) as http:
-            return await ask(http, Target("http://x", [[1, 2]], [RIGHT]), ARRIVAL, "salt")
+            return await ask(http, Target([[1, 2]], [RIGHT], "http://x"), ARRIVAL, "salt")
 
     return asyncio.run(run())
 
@@ -165,10 +163,10 @@ def test_a_client_gives_up(first: bytes, outcome: Outcome, monkeypatch: pytest.M
 
 MIB = 2**20
 SAMPLES = [
-    Sample(0.0, {"a, prefill": 10 * MIB, "a, decode": 20 * MIB, "b, prefill": 0, "b, decode": 5 * MIB}),
-    Sample(1.0, {"a, prefill": 0, "a, decode": 5 * MIB, "b, prefill": 20 * MIB, "b, decode": 10 * MIB}),
+    (0.0, {"a, prefill": 10 * MIB, "a, decode": 20 * MIB, "b, prefill": 0, "b, decode": 5 * MIB}),
+    (1.0, {"a, prefill": 0, "a, decode": 5 * MIB, "b, prefill": 20 * MIB, "b, decode": 10 * MIB}),
 ]
-RAN = Ran(PULL.name, 10.0, [GOOD], Counts(1000, 900, revoked=2), SAMPLES)
+RAN = Ran(PULL.name, 10.0, [GOOD], {}, SAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +175,7 @@ RAN = Ran(PULL.name, 10.0, [GOOD], Counts(1000, 900, revoked=2), SAMPLES)
         (RAN, []),
         (dataclasses.replace(RAN, received=[received(outcome=Outcome.WRONG)]), ["wrong answers"]),
         (dataclasses.replace(RAN, received=[received(outcome=Outcome.NO_END)]), ["wrong answers"]),
-        (dataclasses.replace(RAN, samples=[Sample(0.0, {"a, decode": DEVICE_BYTES + 1})]), ["within the device"]),
+        (dataclasses.replace(RAN, samples=[(0.0, {"a, decode": DEVICE_BYTES + 1})]), ["within the device"]),
         (dataclasses.replace(RAN, arm=STATIC.name, received=[received(outcome=Outcome.WRONG)]), []),
         (Ran(PULL.name, not_run="it does not start"), ["serves throughout"]),
         (Ran(STATIC.name, not_run="it does not start"), []),
@@ -189,7 +187,7 @@ def test_targets_of_the_table(ran: Ran, missed: list[str]) -> None:
 
 
 def overloaded(way: str, moved: float, *each: Received) -> Ran:
-    return Ran(way, 10.0, list(each or [GOOD]), Counts(1000, moved))
+    return Ran(way, 10.0, list(each or [GOOD]), {"prefilled": 1000.0, "moved": moved})
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from kvcached_nixl.errors import NameRefused
-from kvcached_nixl.naming.claim import LONGEST, Claim, Places, clear_abandoned, is_name, join, own_name, take
+from kvcached_nixl.naming import LONGEST, Claim, Places, clear_abandoned, is_name, join, own_name, take
 
 OWNER = """
 import sys
 from pathlib import Path
-from kvcached_nixl.naming.claim import Places, join, take
+from kvcached_nixl.naming import Places, join, take
 root = Path(sys.argv[1])
 places = Places(lambda name: root / f"kvcached-tp-{name}-x", "kvcached-tp-*", root / "shm")
 claim = (join if sys.argv[2] == "join" else lambda wish, places: take(wish, None, places))(sys.argv[3], places)

@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 from support.engine_fakes import TOKENS
 
-from kvcached_nixl.naming.wants import Want
+from kvcached_nixl.naming import Want
 from kvcached_nixl.vllm.adapter import attributes, queues
 from kvcached_nixl.vllm.adapter.attributes import attach, carry
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE
-from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
+from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.vllm.patches.step_output import (
     is_whole,
-    let_load_fail,
-    note_tokens,
     reports_of,
-    scheduled,
     tell_finished,
     tell_reasons,
     with_reports,
@@ -162,10 +159,6 @@ def test_a_request_is_whole_if_it_ended_by_itself_with_its_prompt_computed(
 # ---------------------------------------------------------------------------------------------------------------- steps
 
 
-def new(request_id: str, block_ids: tuple[list[int], ...], num_computed: int) -> SimpleNamespace:
-    return SimpleNamespace(req_id=request_id, block_ids=block_ids, num_computed_tokens=num_computed)
-
-
 def output(new_reqs: list[Any], cached: list[tuple[str, Any, int]], resumed: set[str], tokens: dict[str, int]) -> Any:
     names, blocks, computed = ([one[place] for one in cached] for place in range(3))
     return SimpleNamespace(
@@ -175,22 +168,6 @@ def output(new_reqs: list[Any], cached: list[tuple[str, Any, int]], resumed: set
         ),
         num_scheduled_tokens=tokens,
     )
-
-
-def test_every_request_of_a_step_is_there_with_its_tokens_at_the_end() -> None:
-    """New ones, running ones with and without further blocks, and one that was preempted."""
-    step = output(
-        [new("n", ([1, 2],), 4)],
-        [("c", ([7],), 8), ("same", None, 3), ("again", ([5, 6],), 0)],
-        {"again"},
-        {"n": 3, "c": 2, "same": 1, "again": 6},
-    )
-    assert list(scheduled(step)) == [
-        ("n", ([1, 2],), True, 7, 4),
-        ("c", ([7],), False, 10, 8),
-        ("same", (), False, 4, 3),
-        ("again", ([5, 6],), True, 6, 0),
-    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
@@ -227,53 +204,11 @@ def managing(*managers: SimpleNamespace) -> tuple[Any, Pool]:
     return SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator, block_pool=pool)), pool
 
 
-def test_blocks_are_taken_from_a_request_and_given_back_as_vllm_would() -> None:
-    """Last first, so that a prefix stays longest; other requests keep theirs, and nothing is freed before."""
-    a, b, c, e, f, other = map(block, "abcefo")
-    first, second = manager(mine=[a, b, c], other=[other]), manager(mine=[e, f], other=[])
-    scheduler, pool = managing(first, second)
-    blocks = EngineBlocks(scheduler)
-    taken = blocks.take("mine")
-    assert taken == [c, b, a, f, e]
-    assert pool.freed == []
-    assert (first.req_to_blocks, second.req_to_blocks) == ({"other": [other]}, {"other": []})
-    assert (first.num_cached_block, second.num_cached_block) == ({"other": 1}, {"other": 0})
-    blocks.give_back(taken)
-    assert pool.freed == [[c, b, a, f, e]]
-    assert blocks.take("mine") == []
-
-
 def test_the_null_block_is_nobodys() -> None:
     """A window that has moved on holds it many times; if it were freed once, a request could get it."""
     a, null = block("a"), block("0", is_null=True)
     scheduler, _ = managing(manager(mine=[null, null, a]))
     assert EngineBlocks(scheduler).take("mine") == [a]
-
-
-def test_what_a_window_keeps_starts_a_block() -> None:
-    scheduler, _ = managing(manager(), manager(skipped=7), manager(block_size=16, skipped=33))
-    assert EngineBlocks(scheduler).first_tokens(100) == (0, 4, 32)
-    assert EngineBlocks(scheduler).first_tokens(5) == (0, 4, 0)
-
-
-@pytest.mark.parametrize(("is_alone", "expected"), [(True, False), (False, True)])
-def test_blocks_are_shared_where_ours_is_one_of_several_connectors(is_alone: bool, expected: bool) -> None:
-    """What another one has loaded may turn out to be no good."""
-    connector = SimpleNamespace()
-    attach(connector, "ours")
-    found = connector if is_alone else SimpleNamespace(_connectors=[connector, SimpleNamespace()])
-    assert EngineBlocks(SimpleNamespace(connector=found)).are_shared is expected
-
-
-def test_every_side_knows_whose_blocks_these_are() -> None:
-    bound: list[Any] = []
-    made = [SimpleNamespace(engine=SimpleNamespace(bind=bound.append)) for _ in range(2)]
-    connectors = [SimpleNamespace(), SimpleNamespace(), SimpleNamespace()]
-    for connector, ours in zip(connectors, made, strict=False):
-        attach(connector, ours)
-    engine = SimpleNamespace(connector=SimpleNamespace(_connectors=connectors))
-    assert sorted(map(id, bound_sides(engine))) == sorted(map(id, made))
-    assert bound == [EngineBlocks(engine)] * 2
 
 
 @pytest.mark.parametrize("knows_groups", [True, False])
@@ -315,17 +250,6 @@ class KVConnectorOutput:
 @pytest.fixture
 def outputs(make_module: Callable[..., ModuleType]) -> ModuleType:
     return make_module("vllm.v1.outputs", OUTPUTS)
-
-
-def test_what_all_ranks_have_reported_is_read_and_not_changed(outputs: ModuleType) -> None:
-    found = outputs.KVConnectorOutput()
-    found.finished_sending, found.invalid_block_ids = {"a", "gone"}, {4}
-    reports = reports_of(SimpleNamespace(kv_connector_output=found))
-    assert reports == Reports({"a", "gone"}, set(), {4})
-    reports.sent.clear()
-    reports.invalid.clear()
-    assert (found.finished_sending, found.invalid_block_ids) == ({"a", "gone"}, {4})
-    assert reports_of(SimpleNamespace(kv_connector_output=None)) == Reports()
 
 
 @pytest.mark.parametrize("is_one_of_several", [False, True])
@@ -373,82 +297,7 @@ def test_of_one_request_vllm_hears_what_its_state_allows(status: str, expected: 
     assert (told.finished_sending, told.finished_recving) == expected
 
 
-def test_reports_take_the_place_of_a_steps_own(outputs: ModuleType) -> None:
-    """Ids of finished requests are left out, because vLLM asserts on them. Its other reports are unchanged."""
-    found = outputs.KVConnectorOutput()
-    found.finished_sending, found.stats = {"before"}, "stats"
-    step = SimpleNamespace(kv_connector_output=found, sampled="tokens")
-    engine = reported(a="FINISHED_STOPPED", b="FINISHED_ABORTED", c="WAITING_FOR_REMOTE_KVS", d="FINISHED_ERROR")
-    made = with_reports(engine, step, Reports({"a", "b", "gone"}, {"c", "d", "gone too"}, {4}))
-    told = made.kv_connector_output
-    assert (told.finished_sending, told.finished_recving, told.invalid_block_ids) == ({"a", "b"}, {"c", "d"}, {4})
-    assert (told.stats, made.sampled) == ("stats", "tokens")
-    assert step.kv_connector_output is found and found.finished_sending == {"before"}
-
-
-def test_timelines_are_taken_out_and_times_in_states_put_in(outputs: ModuleType) -> None:
-    found, timeline = outputs.KVConnectorOutput(), [7, "", [[1, 2.0]], 3.0]
-    stats = {"kvcached_nixl_timelines": [timeline], "kvcached_nixl_state_seconds": []}
-    found.kv_connector_stats = SimpleNamespace(data=stats)
-    step = SimpleNamespace(kv_connector_output=found)
-    reports = reports_of(step)
-    assert reports.timelines == [timeline] and "kvcached_nixl_timelines" not in stats
-    reports.lasted.append((1, True, 0.5))
-    made = with_reports(SimpleNamespace(requests={}), step, reports)
-    assert made.kv_connector_output.kv_connector_stats.data == {"kvcached_nixl_state_seconds": [[1, True, 0.5]]}
-
-
-@pytest.mark.parametrize("awaits", [True, False])
-def test_a_hand_over_ends_with_a_token_of_its_request(awaits: bool) -> None:
-    """An output without one is no token. Nothing is looked at where no hand-over waits for one."""
-    told: list[str] = []
-
-    def output(name: str, *tokens: int) -> SimpleNamespace:
-        return SimpleNamespace(request_id=name, new_token_ids=list(tokens))
-
-    side = SimpleNamespace(awaits_tokens=awaits, answered=told.extend)
-    outputs = {0: SimpleNamespace(outputs=[output("a", 5), output("b")]), 1: SimpleNamespace(outputs=[output("c", 6)])}
-    note_tokens([side], outputs if awaits else None)
-    assert told == (["a", "c"] if awaits else [])
-
-
-def test_a_step_without_reports_is_left_as_it_is(outputs: ModuleType) -> None:
-    """Nearly every step: its statistics need no copy of it. One that has reports of its own is never left."""
-    for found in (None, outputs.KVConnectorOutput()):
-        step = SimpleNamespace(kv_connector_output=found)
-        assert with_reports(SimpleNamespace(requests={}), step, Reports()) is step
-    for name, value in (("finished_sending", {"a"}), ("finished_recving", {"a"}), ("invalid_block_ids", {1})):
-        step = SimpleNamespace(kv_connector_output=outputs.KVConnectorOutput())
-        setattr(step.kv_connector_output, name, value)
-        made = with_reports(SimpleNamespace(requests={}), step, Reports())
-        assert not getattr(made.kv_connector_output, name)
-
-
 # ------------------------------------------------------------------------------------------------------------- failures
-
-
-def failing(recomputes: bool, **requests: SimpleNamespace) -> SimpleNamespace:
-    return SimpleNamespace(
-        requests=requests, recompute_kv_load_failures=recomputes, failed_recving_kv_req_ids={"another"}
-    )
-
-
-def loading(**fields: Any) -> SimpleNamespace:
-    return SimpleNamespace(num_computed_tokens=8, **fields)
-
-
-@pytest.mark.parametrize(
-    ("recomputes", "starts_again", "failed"),
-    [(True, "", set()), (False, "", {"one"}), (False, "one", set())],
-    ids=["recompute", "fail", "another server is asked"],
-)
-def test_a_request_without_its_kv_starts_again_or_fails(recomputes: bool, starts_again: str, failed: set[str]) -> None:
-    """As if nothing had been cached; a request that does not exist any more is ignored."""
-    one, other = loading(), loading()
-    engine = failing(recomputes, one=one, other=other)
-    assert let_load_fail(engine, {"one", "gone"}, starts_again.__eq__) == failed
-    assert (one.num_computed_tokens, other.num_computed_tokens) == (0, 8)
-    assert engine.failed_recving_kv_req_ids == {"another", "one"} - failed
 
 
 def test_what_clients_are_told_goes_with_the_ends_of_their_failed_requests() -> None:
@@ -517,11 +366,3 @@ def test_only_who_would_run_with_more_memory_is_stalled(
     vars(blocks)["_wants"] = SimpleNamespace(say=said.append)
     assert blocks.tell_neighbours(lambda one: needs_others and one == "r1")
     assert said == [Want(24, is_stalled)]
-
-
-@pytest.mark.parametrize("is_consumer", [True, False])
-def test_the_role_of_the_engine_counts(is_consumer: bool) -> None:
-    """Whatever a connector below a ``MultiConnector`` says of itself."""
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_consumer=is_consumer))
-    scheduler = SimpleNamespace(vllm_config=config, connector=connector())
-    assert EngineBlocks(scheduler).is_producer is not is_consumer

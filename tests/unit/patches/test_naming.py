@@ -74,13 +74,6 @@ def in_another_process() -> None:
 kept: list[Any] = []
 
 
-def test_without_an_engine_nobody_has_the_wish(kvcached: dict[str, Any]) -> None:
-    """kvcached's client would remove what lies under it, be it another engine's."""
-    (note,) = naming.withdraw_name()
-    (name,) = names(kvcached)
-    assert name.startswith("wish-none-") and "'wish'" in note
-
-
 @pytest.mark.parametrize(
     ("parallel", "begins"),
     [
@@ -116,14 +109,6 @@ def test_a_worker_elsewhere_takes_the_name_of_its_engine(kvcached: dict[str, Any
     assert names(kvcached) == {name}
     # The worker's own copies of its configuration, for images and drafts, fail on what is no field of vLLM's.
     assert not hasattr(made, "kvcached_nixl_name")
-
-
-def test_a_name_that_is_given_is_not_withdrawn_again(kvcached: dict[str, Any]) -> None:
-    """A worker may import the executor's module late."""
-    executor, made = Executor(), config()
-    naming.own_engine(executor, made)
-    assert naming.withdraw_name() == ()
-    assert names(kvcached) == {made.kvcached_nixl_name}
 
 
 def test_a_second_engine_in_a_process_is_refused_while_the_first_is_there(kvcached: dict[str, Any]) -> None:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -71,21 +69,6 @@ def only(registry: Registry) -> Any:
 def lib(make_module: Callable[..., Any]) -> Any:
     make_module("lib")
     return make_module("lib.worker", SOURCE)
-
-
-def test_a_wrapper_sees_arguments_by_name_and_can_override_them(lib: Any) -> None:
-    """Positional, keyword and default arguments are the same to a wrapper; overrides reach the original by name."""
-    seen: list[Any] = []
-
-    def around(call: Call) -> Any:
-        seen.append((call.instance, call.argument("request"), call.argument("count")))
-        return call.proceed(count=call.argument("count") + 1)
-
-    registered(patch(wrapper=around))
-    instance = lib.Base()
-    assert instance.load("r") == ["base", "r", 2, {}]
-    assert instance.load(request="r", count=4, other=5) == ["base", "r", 5, {"other": 5}]
-    assert seen == [(instance, "r", 1), (instance, "r", 4)]
 
 
 def test_an_inherited_method_is_wrapped_where_it_is_defined(lib: Any) -> None:
@@ -168,25 +151,6 @@ def test_other_parameters_are_accepted_if_the_record_says_so(lib: Any, parameter
     assert lib.Base().load("r") == "r"
 
 
-@pytest.mark.parametrize("is_imported", [True, False])
-def test_a_patch_is_decided_when_its_module_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_imported: bool
-) -> None:
-    """Nothing is imported early, nothing of the module runs unpatched, and at the gate nothing is pending."""
-    (tmp_path / "late_library.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    registry = registered(patch(target=Target("late", "late_library", "Base"), wrapper=lambda call: "wrapped"))
-    assert "late_library" not in sys.modules
-    assert only(registry).state is PatchState.PENDING
-    try:
-        if not is_imported:
-            registry.complete()
-        assert importlib.import_module("late_library").Base().load("r") == "wrapped"
-        assert only(registry).state is PatchState.APPLIED
-    finally:
-        sys.modules.pop("late_library", None)
-
-
 def test_a_target_that_is_nowhere_is_refused_or_skipped_as_the_record_says(lib: Any) -> None:
     """A class that was renamed away is a refusal; a library that need not be there is not."""
     targets = [Target("gone", "lib.worker", "Gone"), Target("nowhere", "no.such.module", "Gone")]
@@ -247,30 +211,6 @@ def test_a_hook_records_an_unforeseen_error_and_does_not_raise(lib: Any) -> None
     assert "ZeroDivisionError: in prepare" in only(registry).reason
 
 
-def test_the_judge_skips_with_its_reason(lib: Any) -> None:
-    """Versions are the judge's business, not the engine's."""
-    there = patch(versions="of another lib", wrapper=lambda call: None)
-    nowhere = replace(there, target=Target("gone", "lib.gone", "Gone"))
-    registry = registered(there, nowhere, judge=lambda record: record.versions)
-    registry.complete()
-    assert {(one.state, one.reason) for one in registry.outcomes()} == {(PatchState.SKIPPED, "of another lib")}
-    assert type(vars(lib.Base)["load"]).__name__ == "function"
-
-
-def test_preparing_runs_before_the_contract_is_checked_and_its_notes_are_kept(lib: Any) -> None:
-    """Taking another patch off restores the signature that is then checked."""
-    original = lib.Base.load
-    lib.Base.load = lambda *args, **kwargs: None
-
-    def prepare() -> tuple[str, ...]:
-        lib.Base.load = original
-        return ("took something off",)
-
-    registry = registered(patch(prepare=prepare, wrapper=lambda call: None))
-    assert only(registry).state is PatchState.APPLIED
-    assert only(registry).notes == ("took something off",)
-
-
 def test_notes_of_a_wrapper_are_kept_once_each(lib: Any) -> None:
     """A wrapper that runs every step must not grow the report."""
 
@@ -281,27 +221,6 @@ def test_notes_of_a_wrapper_are_kept_once_each(lib: Any) -> None:
     lib.Base().load("r")
     lib.Base().load("r")
     assert only(registry).notes == ("seen",)
-
-
-def test_uninstalling_restores_in_reverse_order_and_ends_pending_hooks(
-    lib: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two patches of one attribute come off newest first, and a later import stays stock."""
-    (tmp_path / "later_library.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = vars(lib.Base)["load"]
-    registry = registered(
-        patch(wrapper=lambda call: ["outer", *call.proceed()]),
-        patch(why="another reason", wrapper=lambda call: ["inner", *call.proceed()]),
-        patch(target=Target("late", "later_library", "Base"), wrapper=lambda call: "wrapped"),
-    )
-    assert lib.Base().load("r")[:2] == ["inner", "outer"]
-    assert registry.uninstall() == ()
-    assert vars(lib.Base)["load"] is before
-    try:
-        assert importlib.import_module("later_library").Base().load("r") == ["base", "r", 1, {}]
-    finally:
-        sys.modules.pop("later_library", None)
 
 
 def test_what_somebody_else_wrapped_later_is_left_there_with_ours_disabled(lib: Any) -> None:

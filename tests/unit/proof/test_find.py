@@ -16,13 +16,13 @@ import pytest
 from kvcached_nixl.errors import Unproved
 from kvcached_nixl.proof import find as finding
 from kvcached_nixl.proof.find import find
-from kvcached_nixl.proof.result import LaneFound, Question, Rates, Said, Ucx
+from kvcached_nixl.proof.result import LaneFound, Proof, Question, Rates, Ucx
 
 QUESTION = Question("cpu", 0, "DRAM", ("UCX",))
 RATES = Rates(1e9, 1e9, 1e5)
 LANE = LaneFound("tcp", "tcp", rates={"elastic": RATES, "ordinary": RATES})
 UCX = Ucx("1.19.0", ("self/memory", "tcp/lo"))
-SAYS = msgspec.json.encode(Said((LANE,), UCX)).decode()
+SAYS = msgspec.json.encode(Proof(QUESTION, {}, (LANE,), UCX)).decode()
 
 
 class Prover:
@@ -99,7 +99,7 @@ def test_what_ucx_could_choose_from_here_is_what_was_proved(prover: Prover) -> N
 def with_one_unusable(prover: Prover) -> Prover:
     """As each start with kvcached 0.1.6 on a GPU finds: UCX does not carry its pages by cuda_ipc."""
     never = LaneFound("cuda_ipc", "cuda_ipc,cuda_copy,tcp", unusable="UCX moves bytes over tcp")
-    prover.says(f"echo '{msgspec.json.encode(Said((LANE, never), UCX)).decode()}'")
+    prover.says(f"echo '{msgspec.json.encode(Proof(QUESTION, {}, (LANE, never), UCX)).decode()}'")
     return prover
 
 
@@ -211,7 +211,7 @@ def test_nothing_has_to_be_kept(prover: Prover, tmp_path: Path) -> None:
         ("echo no device >&2; exit 1", "status 1: no device"),
         ("exit 0", "status 0"),
         ("echo nonsense", "the prover printed nonsense"),
-        ("""echo '{"lanes": [], "ucx": null}'""", "no lane"),
+        (f"echo '{msgspec.json.encode(Proof(QUESTION, {}, (), None)).decode()}'", "no lane"),
         ("exec sleep 60", "timed out"),
     ],
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_nixl.proof.lanes import _resources, carriers, is_never_chosen, transports_of
-from kvcached_nixl.proof.result import Ucx
+from kvcached_nixl.proof.result import Ucx, _resources, carriers, is_never_chosen, transports_of
 
 PRINTED = """\
 #            md 0  :  component 0  self

@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import msgspec
 import pytest
-from support.codecs import each, fuzz
-from support.parameter_ids import plain_id
+from support.codecs import each, fuzz, plain_id
 
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.handshake import (
     Answer,
+    Kind,
     Process,
     RankHandshake,
     Tag,
@@ -153,18 +154,6 @@ def test_a_rank_at_its_bounds_is_sound(changed: dict[str, Any]) -> None:
     assert read_rank(msgspec.msgpack.encode(fields)).engine_id == RANK.engine_id
 
 
-def test_a_process_that_nobody_knows_has_no_number_and_no_name() -> None:
-    """Golden: peers tell by these values that it could not be found out."""
-    found = read_rank(msgspec.msgpack.encode(msgspec.to_builtins(RANK, builtin_types=(bytes,)) | {"process": {}}))
-    assert (found.process.boot_id, found.process.namespaces, found.process.pid, found.process.started) == ("", "", 0, 0)
-
-
-def test_the_size_of_a_block_is_that_of_its_kernel_blocks() -> None:
-    group = GroupMemory((PLANES, PLANES), 3)
-    assert (group.kernel_block_size, group.block_size) == (4, 12)
-    assert GroupMemory((PLANES,)).block_size == 4
-
-
 @pytest.mark.parametrize("missing", RankHandshake.__struct_fields__)
 def test_a_rank_that_leaves_something_out_is_malformed(missing: str) -> None:
     fields = msgspec.to_builtins(RANK, builtin_types=(bytes,))
@@ -260,3 +249,38 @@ def test_what_differs_between_two_engines_is_said_and_nothing_else() -> None:
     assert differences(str(TAG), str(more)) == "found nothing; expected spec eagle"
     assert differences("abc", str(TAG)) == f"found 'abc'; expected {str(TAG)!r}"
     assert differences(str(TAG), str(TAG)).startswith("found 'kvcached_nixl/")
+
+
+GROUPS = (GroupMemory((PLANES,), 2),)
+A, B, C = ("a" * 32, "b" * 32, "c" * 32)
+
+
+def answer(weights: Weights, tag: str = "tag") -> tuple[str, bytes]:
+    rank = RankHandshake(EngineId("e"), 2, 1, b"", 0, GROUPS, 0, "DRAM", False, weights, Process())
+    return tag, msgspec.msgpack.encode(Answer("0" * 16, msgspec.msgpack.encode(rank)))
+
+
+def known(layout: str, content: str, files: str) -> Weights:
+    return Weights(Tensors(layout, content), files=files)
+
+
+def fits(one: Kind, other: Kind) -> bool:
+    """As docs/metrics.md says it."""
+    is_same = 0 < one.weights == other.weights or 0 < one.checkpoint == other.checkpoint
+    return one.compatibility == other.compatibility and is_same
+
+
+def test_the_numbers_fit_where_a_handshake_would_succeed() -> None:
+    """Every pair of weights of one rank, with memory or files known or not."""
+    found = [known(*one) for one in product((A, B), ("", A, B), ("", B, C))]
+    for ours, theirs in product(found, found):
+        # With other memory of one layout, files are known only if kernels have rewritten what was loaded.
+        if ours.memory.is_comparable(theirs.memory) and ours.memory != theirs.memory and ours.files:
+            continue
+        here, there = (Kind.of([answer(one)]) for one in (ours, theirs))
+        assert fits(here, there) is (ours.misfit(theirs) == ""), (ours, theirs)
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    with pytest.raises(Malformed):
+        Kind.of([("tag", b"\xc1")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/messages.py: each message decodes to what was encoded, and other bytes never decode to one."""
+"""wire/messages.py and wire/lease.py: what was encoded is decoded, and other bytes raise only `Malformed`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.codecs import each, fuzz
-from support.parameter_ids import plain_id
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.codecs import each, fuzz, plain_id
 
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.lease import heartbeats, is_heartbeat
+from kvcached_nixl.wire.lease import MAX_HEARTBEAT_BYTES, heartbeats, is_heartbeat, is_nameable, read_heartbeat
 from kvcached_nixl.wire.manifest import PROTOCOL, Manifest
 from kvcached_nixl.wire.messages import (
     MAX_ATTEMPT,
@@ -52,6 +53,8 @@ MESSAGES: list[Message] = [
 ]
 GROUP = {"first_token": 32, "block_ids": [1]}
 ROOM = StagingGrant(7, PEER, 32, 97, (KernelBlockRange(32, (3, 9, 4)), KernelBlockRange(64, (7, 5))))
+
+
 MESSAGES += [
     msgspec.structs.replace(REGISTRATION, groups=(KernelBlockRange(32, ()),), block_sizes=(32,), is_staged=True),
     msgspec.structs.replace(REGISTRATION, is_verified=True),
@@ -79,11 +82,6 @@ def fields_of(message: Message, changed: dict[str, Any]) -> dict[str, Any]:
     if isinstance(message, Registration) and isinstance(changed.get("groups"), list):
         fields["block_sizes"] = [32] * len(changed["groups"])
     return fields | changed
-
-
-def test_only_the_write_with_the_manifest_is_the_last() -> None:
-    assert Written(7, 0, 2, MANIFEST).is_last
-    assert not Written(7, 0, 2).is_last
 
 
 @pytest.mark.parametrize(
@@ -238,3 +236,77 @@ def test_attempts_differ() -> None:
     drawn = {draw_attempt() for _ in range(1000)}
     assert len(drawn) == 1000
     assert all(0 <= one < MAX_ATTEMPT for one in drawn)
+
+
+IDS = st.lists(
+    st.one_of(st.text(min_size=1, max_size=60), st.integers(1, MAX_HEARTBEAT_BYTES - 3).map("x".__mul__)).filter(
+        is_nameable
+    ),
+    max_size=100,
+)
+
+
+@given(IDS)
+@settings(max_examples=25, deadline=None)
+def test_heartbeats_name_each_id_once_in_order_and_none_is_too_large(ids: list[str]) -> None:
+    """What is sent is what is read, however many notifications it takes; and two of them never fit into one."""
+    sent = list(heartbeats(ids))
+    assert [one for notification in sent for one in read_heartbeat(notification)] == ids
+    assert all(len(one) <= MAX_HEARTBEAT_BYTES and is_heartbeat(one) and not is_ours(one) for one in sent)
+    for one, following in zip(sent, sent[1:], strict=False):
+        assert len(one) + 1 + len(read_heartbeat(following)[0].encode()) > MAX_HEARTBEAT_BYTES
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_id_that_fits_into_no_heartbeat_keeps_no_other_from_being_named(place: int) -> None:
+    """vLLM's own worker would send it."""
+    ids = ["a", "b"]
+    ids.insert(place, "x" * MAX_HEARTBEAT_BYTES)
+    assert [one for notification in heartbeats(ids) for one in read_heartbeat(notification)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("notification", "expected"),
+    [
+        (b"HB:a", ["a"]),
+        (b"HB:a,b,", ["a", "b"]),
+        (b"HB:", []),
+        (b"HB:,,a", ["a"]),
+        (b"HB:" + b"x" * (MAX_HEARTBEAT_BYTES - 3), ["x" * (MAX_HEARTBEAT_BYTES - 3)]),
+    ],
+    ids=plain_id,
+)
+def test_a_stock_decodes_heartbeat_is_read(notification: bytes, expected: list[str]) -> None:
+    assert read_heartbeat(notification) == expected
+
+
+@pytest.mark.parametrize(
+    "notification",
+    [b"", b"HB", b"hb:a", b"KVNX6:", b"HB:\xff", b"HB:" + b"x" * (MAX_HEARTBEAT_BYTES - 2)],
+    ids=plain_id,
+)
+def test_what_is_no_heartbeat_is_malformed(notification: bytes) -> None:
+    with pytest.raises(Malformed):
+        read_heartbeat(notification)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "nameable"),
+    [
+        ("cmpl-1-0-abcdef01", True),
+        ("ü" * 2046, True),
+        ("ü" * 2047, False),
+        ("", False),
+        ("a,b", False),
+        ("x" * (MAX_HEARTBEAT_BYTES - 3), True),
+        ("x" * (MAX_HEARTBEAT_BYTES - 2), False),
+        ("\ud800", False),
+    ],
+    ids=lambda value: str(value)[:12].encode("ascii", "replace").decode(),
+)
+def test_what_a_heartbeat_can_name(request_id: str, nameable: bool) -> None:
+    assert is_nameable(request_id) == nameable
+
+
+def test_mutated_heartbeats_raise_nothing_but_malformed() -> None:
+    assert min(fuzz(read_heartbeat, [b"HB:cmpl-1-0-abcdef01,p2"], 20_000)) > 1_000

@@ -28,11 +28,10 @@ from kvcached_nixl.wire.step import (
     WakeAddress,
     Withdraw,
 )
-from kvcached_nixl.worker.commands import BlocksWritable, Command, Reached
 from kvcached_nixl.worker.facade import MOST_UNTAKEN, WorkerFacade
 from kvcached_nixl.worker.facade import Device as FacadeDevice
 from kvcached_nixl.worker.transfer.staging import Staging
-from kvcached_nixl.worker.transfer_thread import TransferThread
+from kvcached_nixl.worker.transfer_thread import BlocksWritable, Command, Reached, TransferThread
 
 P1 = PrefillRequestId("p-1")
 PREFILL = RemotePrefill("remote", "10.0.0.2", 5601, 1)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from support.clocks import ManualClock
+from support.codecs import plain_id
 from support.digest_fakes import as_bytes, digests_over
 from support.engine_fakes import grown
 from support.internals import receiver_of, registry_of, waiting_for_device
 from support.memory_transport import MemoryTransport
-from support.parameter_ids import plain_id
 from support.worker_fakes import (
     DIGEST,
     START,
@@ -69,7 +69,6 @@ from kvcached_nixl.wire.step import (
     WakeAddress,
     Withdraw,
 )
-from kvcached_nixl.worker import commands
 from kvcached_nixl.worker import transfer_thread as thread
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device, assemble
@@ -104,8 +103,8 @@ def never() -> bool:
     return False
 
 
-def writable(attempts: tuple[int, ...], is_reached: Any) -> commands.Reached:
-    return commands.Reached(commands.BlocksWritable(attempts), is_reached)
+def writable(attempts: tuple[int, ...], is_reached: Any) -> thread.Reached:
+    return thread.Reached(thread.BlocksWritable(attempts), is_reached)
 
 
 class Worker:
@@ -134,7 +133,7 @@ class Worker:
         )
         self.side = assemble(context, Device(torch.device("cpu")), self.offered.append)
         self.thread: TransferThread = self.side.thread
-        self.thread.submit(commands.LocalIdentity(OWN, WAKE, START))
+        self.thread.submit(thread.LocalIdentity(OWN, WAKE, START))
         self.side.identify(WEIGHTS)
 
     def remote(self, name: str = "remote", **more: Any) -> Remote:
@@ -152,7 +151,7 @@ class Worker:
     def offer(self, is_reached: Any = always, request_id: PrefillRequestId = P1, **more: Any) -> None:
         made = manifest(7, 3, 9, request_id=request_id)
         self.thread.submit(
-            commands.Reached(
+            thread.Reached(
                 OfferUpdate(request_id, "transfer:t", DIGEST, TOKENS, grown([7, 3, 9]), TOKENS, made), is_reached
             )
         )
@@ -172,21 +171,10 @@ def push() -> Worker:
 
 
 def test_every_command_and_message_is_known() -> None:
-    assert {*ORDER} | {commands.LocalIdentity, commands.NewWeights, commands.Reached} == commands._COMMANDS.keys()
-    assert {*typing.get_args(Message), list} == commands._MESSAGES.keys()
-
-
-def test_steps_are_taken_in_in_order(push: Worker) -> None:
-    """A request's `Finish` is never handled before its steps, nor a later step before an earlier one."""
-    reached: list[bool] = []
-    push.offer(lambda: bool(reached))
-    push.thread.submit(Finish(P1), writable((9,), always))
-    push.thread.turn()
-    assert len(registry_of(push.thread)) == 0 and len(waiting_for_device(push.thread)) == 3
-    reached.append(True)
-    push.thread.turn()
-    assert len(registry_of(push.thread)) == 1 and not waiting_for_device(push.thread)
-    assert push.thread.take_outcome()[0] == set()
+    known = Worker().thread
+    others = {thread.LocalIdentity, thread.NewWeights, thread.BlocksWritable}
+    assert {*ORDER} | others == known._commands.keys()
+    assert {*typing.get_args(Message), list} == known._messages.keys()
 
 
 @pytest.mark.parametrize("ends", ["stop", "preempt"])
@@ -308,15 +296,16 @@ def test_an_agent_that_cannot_be_asked_is_asked_again(pull: Worker) -> None:
     assert pull.deliver()[1].ended == {(1, 0)}
 
 
-def test_a_defect_with_prefills_blocks_stops_the_engine(push: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_with_prefills_blocks_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler must learn when prefill's blocks are free, so half-updated state stops the engine."""
+    monkeypatch.setattr(OfferRegistry, "offer", defective)
+    push = Worker(TransferMode.PUSH)
     has_stopped = threading.Event()
 
     def wake(host: str, port: int, key: str) -> None:
         push.asking.woken.append((host, port, key))
         has_stopped.set()
 
-    monkeypatch.setattr(OfferRegistry, "offer", defective)
     monkeypatch.setattr(push.asking, "wake", wake)
     push.thread.start()
     push.offer()

@@ -7,9 +7,8 @@ from support.worker_fakes import HeldCopies, staging_over
 
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.messages import KernelBlockRange
-from kvcached_nixl.worker.decode.arrived import StagingWindow
 from kvcached_nixl.worker.transfer.slab import Slots, Use
-from kvcached_nixl.worker.transfer.staging import Held, Staging
+from kvcached_nixl.worker.transfer.staging import Held, Staging, StagingWindow
 
 
 def window(staging: Staging, num_writers: int = 1) -> tuple[StagingWindow, list[Held]]:
@@ -19,19 +18,6 @@ def window(staging: Staging, num_writers: int = 1) -> tuple[StagingWindow, list[
     for rank in range(num_writers):
         made.join(rank, granted.append, lambda failed: None)
     return made, granted
-
-
-def test_slots_stay_taken_until_no_rank_may_write_them() -> None:
-    """Rule R2: one rank has stopped, and a WRITE of the other may be in flight."""
-    staging = staging_over(Slots(16, 4), HeldCopies(), (4,))
-    made, granted = window(staging, 2)
-    for rank in range(2):
-        made.ready(rank, 0, 4)
-    assert len(granted) == 2
-    made.close(0)
-    assert staging.slots.used(Use.RECEIVING) == 1
-    made.close(1)
-    assert staging.slots.used(Use.RECEIVING) == 0
 
 
 def test_slots_that_cannot_be_granted_when_they_are_free_cost_this_hand_over_only() -> None:

@@ -36,20 +36,6 @@ def gate_of(local: Local, name: str = "remote-0") -> MemoryGate:
     return local.network.open_gate(name)
 
 
-def test_an_earlier_gate_is_let_go_of_when_nothing_is_under_way_to_it(
-    local: Local, remote: Remote, gate_connections: GateConnections
-) -> None:
-    first, second, third = (gate_of(local) for _ in range(3))
-    gate_connections.use(known(remote), first.metadata())
-    gate_connections.use(known(remote), second.metadata())
-    assert first.name in gates_of(gate_connections)
-    gate_connections.used(first.name)
-    assert first.name not in gates_of(gate_connections) and first.name not in local.transport.peers
-    gate_connections.used(second.name)
-    gate_connections.use(known(remote), third.metadata())
-    assert second.name not in gates_of(gate_connections) and len(gates_of(gate_connections)) == 1
-
-
 def test_a_gate_that_cannot_be_reached_is_told_so(
     local: Local, remote: Remote, gate_connections: GateConnections
 ) -> None:

@@ -113,35 +113,10 @@ def test_slots_of_an_offer_are_kept_when_a_write_from_them_has_ended(side: Side)
     held.jobs += 1
     side.staged.written(task, held)
     side.staged.written(task, None)
-    side.staged.task_finished(task)
+    side.staged.finished(task)
     assert side.used == (3, 0)
-    side.staged.offer_finished(offer)
+    side.staged.finished(offer)
     assert side.is_clean()
-
-
-def test_a_finished_offer_is_parked_as_soon_as_there_is_room(side: Side) -> None:
-    """Its blocks are free then, though nobody fetches it; and the next one gets its turn."""
-    taken, offer = side.fill(Use.PARKED), offer_of()
-    offer.finished = True
-    side.staged.told(offer)
-    assert not side.copies.asked
-    side.free(taken, Use.PARKED)
-    assert not side.staging.is_waiting(Use.PARKED, offer)
-    side.copies.end()
-    assert offer.is_free_of_blocks and side.used == (3, 0)
-
-
-def test_blocks_are_not_free_while_an_earlier_copy_reads_them(side: Side) -> None:
-    """An offer that was preempted while it was copied is copied again, and the copies may end in any order."""
-    offer = offer_of()
-    side.staged.told(offer)
-    side.staged.forget(update(offer, 0, ()))
-    side.staged.told(update(offer, TOKENS))
-    assert side.used == (6, 0) and len(side.copies.asked) == 2
-    side.copies.asked.pop().ended("")
-    assert offer.copies and not offer.is_free_of_blocks
-    side.copies.end()
-    assert offer.is_free_of_blocks and side.used == (3, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ windows
@@ -159,7 +134,7 @@ def test_a_window_that_cannot_be_copied_fails_its_registration(narrow: Side) -> 
     assert narrow.staged.find(task, TOKENS) is None
     narrow.copies.end("no room")
     assert narrow.failed == [(task, "no room")] and narrow.advanced == [] and narrow.settled == [offer]
-    narrow.staged.task_finished(task)
+    narrow.staged.finished(task)
     assert narrow.is_clean()
 
 
@@ -168,7 +143,7 @@ def test_a_window_that_is_not_wanted_any_more_is_freed_when_its_copy_has_ended(f
     offer = offer_of()
     task = task_of(offer)
     assert narrow.staged.find(task, TOKENS) is None
-    narrow.staged.task_finished(task)
+    narrow.staged.finished(task)
     assert narrow.used == (0, 1) and offer.copies
     narrow.copies.end(failed)
     assert narrow.is_clean() and narrow.settled == [offer] and not (narrow.advanced or narrow.failed)

@@ -194,21 +194,6 @@ def test_a_failed_transfer_loses_the_peer_and_ends_when_the_rest_is_idle() -> No
     assert mover.transport.unreleased() == []
 
 
-def test_what_fails_of_an_earlier_connection_says_nothing_of_this_one() -> None:
-    """A transfer of an earlier connection that fails does not take the current connection down."""
-    mover = Mover()
-    mover.job("before", 2)
-    mover.transfer_queue.turn()
-    mover.transport.remove_peer("a")
-    mover.transport.add_peer(b"a")
-    mover.job("after", 2)
-    mover.transfer_queue.turn()
-    assert (mover.ended, mover.lost) == ({"before": "a WRITE failed"}, [])
-    mover.network.fail(mover.in_flight()[0])
-    mover.transfer_queue.turn()
-    assert mover.lost == ["a"]
-
-
 # ------------------------------------------------------------------------------------------------------------- given up
 
 

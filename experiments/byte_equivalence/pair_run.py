@@ -13,7 +13,7 @@ from typing import Any
 from experiments.byte_equivalence.arms import Arm, Order
 from experiments.byte_equivalence.compare import Observation, largest_logprob_gap, match_records
 from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt
-from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client, of_all_ranks
+from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client, joined
 from experiments.common.servers import Server
 
 MAX_TOKENS = 64
@@ -84,7 +84,6 @@ class PairRun:
 
     @property
     def slug(self) -> str:
-        """The order, for request ids."""
         return self.order.replace(" ", "-")
 
     async def arm(self) -> dict[str, Any]:
@@ -124,7 +123,6 @@ class PairRun:
         return await ways[self.order](list(prompt.token_ids), max_tokens=max_tokens, salt=salt, request_id=request_id)
 
     async def sequential(self, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Observation]:
-        """Hand the prompts over one at a time, in order."""
         seen = []
         for place, prompt in enumerate(prompts):
             progress(f"{run}: {place + 1} of {len(prompts)}, {prompt.name}")
@@ -228,6 +226,21 @@ class PairRun:
         return Dependence(blocks, control_gap, gaps)
 
 
+def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the records of transfers that every rank has recorded, with the digests of all ranks joined.
+
+    Args:
+        records: the probe's records of each rank, in any order.
+    """
+    first, *others = records or [[]]
+    known = [{one["transfer"]: one["digests"] for one in rank} for rank in others]
+    return [
+        {**one, "digests": joined([one["digests"], *(rank[one["transfer"]] for rank in known)])}
+        for one in first
+        if all(one["transfer"] in rank for rank in known)
+    ]
+
+
 class _Sent:
     """What one P has sent. Its ranks report at different times, so records are kept until all ranks have one."""
 
@@ -247,7 +260,6 @@ class _Sent:
 
 
 async def answers_alone(server: Server, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Answer]:
-    """Return a server's answers to the prompts, one at a time, in order, without a hand-over."""
     answers = []
     async with http_client(1) as http:
         client = Client(server.base_url, http)
@@ -259,7 +271,6 @@ async def answers_alone(server: Server, prompts: Sequence[Prompt], run: str, pro
 
 
 async def with_pairs(arm: Arm, servers: Sequence[Server], work: Callable[[PairRun], Awaitable[None]]) -> None:
-    """Run ``work`` against the servers of an arm, every P with every D."""
     async with http_client(CONCURRENCY) as http:
         clients = [Client(one.base_url, http) for one in servers]
         pairs = [

@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ownership of a name: a folder that only one process can create, with a record that the engine keeps locked.
+"""What engines of a host know of each other through files: who owns which kvcached name, and who waits for memory.
+Knows nothing of vLLM.
+
+kvcached uses one name for its sockets, its shared-memory segment and its memory accounting. It takes the name from the
+environment (``KVCACHED_IPC_NAME``) or derives it from the process group. Two engines with the same name answer at the
+same socket, and pages are mapped in the wrong worker. So this package treats that name as a prefix, and makes a unique
+name per engine from it, in a folder that only one process can create, with a record that the engine keeps locked.
 
     /tmp/kvcached-tp-NAME-HASH/    kvcached's folder for the sockets of NAME. Created here with mode 0700, never reused
         owner                      the record, JSON. Every process of the engine holds a shared flock(2) on it
         w0.sock ...                kvcached's sockets
     /dev/shm/NAME, NAME_gN         kvcached's accounting of its pool
+    /tmp/kvcached-nixl-wants-UID/  mode 0700
+        NAME                       JSON: what the engine NAME waits for. Its time is that of what it says
 
 A process that gets the lock exclusively knows that no process of the engine is left, independent of pids and pid
-namespaces, and may remove all of these files. Folders without a record, or of another user, are left alone.
+namespaces, and may remove all of its files. Folders without a record, or of another user, are left alone. Every process
+of an engine holds its own lock, so the files that a worker uses outlive its engine core. A forked child shares its
+parent's lock. The kernel releases a lock when the last process that holds it ends, however it ends.
 
-Every process of an engine holds its own lock, so the files that a worker uses outlive its engine core. A forked child
-shares its parent's lock. The kernel releases a lock when the last process that holds it ends, however it ends.
+kvcached tells an engine how much of the device is free, but not who waits for more. Engines of other users, and those
+in containers with a /tmp of their own, are not seen. What is said of that (`Wants`) is a hint: it never decides whether
+bytes are right. An engine that cannot use the folder says nothing and hears nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +33,12 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvcached_nixl.errors import NameRefused
 from kvcached_nixl.processes import start_ticks
@@ -255,3 +268,111 @@ def _nobody(name: str, folder: Path, cause: str) -> NameRefused:
         remedy=f"Run an engine core and its workers on one host, as one user, with one {folder.parent} (containers: a "
         "shared volume); spread over hosts by data parallelism or by more servers.",
     )
+
+
+AGAIN_SECONDS = 1.0
+"""How often an engine that still waits says so again."""
+FRESH_SECONDS = 3.0
+"""What is older does not count."""
+OLD_SECONDS = 600.0
+"""What is older belongs to no living engine, and is removed."""
+_MOST_BYTES = 4096
+
+
+class Want(NamedTuple):
+    """What engines wait for together.
+
+    Attributes:
+        num_bytes: of the device.
+        is_stalled: one of them runs nothing, so it goes on only if others give it memory.
+    """
+
+    num_bytes: int
+    is_stalled: bool
+
+
+class Wants:
+    """What one engine says and hears. Used on the engine's thread only.
+
+    Args:
+        root: folder that all engines of the host can reach.
+        name: the engine's kvcached name.
+        device: identifies the device.
+    """
+
+    def __init__(self, root: Path, name: str, device: str) -> None:
+        self._folder = root / f"kvcached-nixl-wants-{os.geteuid()}"
+        self._name = name
+        self._device = device
+        self._said: tuple[Want, float] | None = None
+        # Names of engines -> the time of what was served.
+        self._served: dict[str, int] = {}
+        self._heard: dict[str, int] = {}
+
+    def say(self, want: Want) -> None:
+        """What the engine waits for now; 0 bytes: for nothing any more. Writes only what is new, or was said a while
+        ago."""
+        now = time.monotonic()
+        if not want.num_bytes:
+            if self._said is not None:
+                self._said = None
+                with contextlib.suppress(OSError):
+                    (self._folder / self._name).unlink(missing_ok=True)
+            return
+        if self._said is not None and self._said[0] == want and now < self._said[1] + AGAIN_SECONDS:
+            return
+        with contextlib.suppress(OSError):
+            if self._is_usable(make=True):
+                new = self._folder / f".{self._name}"
+                new.write_text(
+                    json.dumps({"device": self._device, "bytes": want.num_bytes, "is_stalled": want.is_stalled})
+                )
+                new.replace(self._folder / self._name)
+        self._said = want, now
+
+    def of_others(self) -> Want:
+        """Returns what other engines on the device wait for, without what `served` has answered."""
+        self._heard = {}
+        try:
+            if not self._is_usable(make=False):
+                return Want(0, False)
+            found = [one for one in os.scandir(self._folder) if not one.name.startswith(".")]
+        except OSError:
+            return Want(0, False)
+        wants = [self._read(one) for one in found if one.name != self._name]
+        return Want(sum(one.num_bytes for one in wants), any(one.is_stalled for one in wants))
+
+    def served(self) -> None:
+        """This engine gives what it has heard of last. Who still waits says so again."""
+        self._served = dict(self._heard)
+
+    def _read(self, entry: os.DirEntry[str]) -> Want:
+        nothing = Want(0, False)
+        try:
+            status = entry.stat(follow_symlinks=False)
+            age_seconds = time.time() - status.st_mtime
+            if age_seconds > OLD_SECONDS:
+                os.unlink(entry.path)
+            is_new = self._served.get(entry.name) != status.st_mtime_ns
+            if not (stat.S_ISREG(status.st_mode) and age_seconds <= FRESH_SECONDS and status.st_size <= _MOST_BYTES):
+                return nothing
+            found = json.loads(Path(entry.path).read_bytes())
+        except (OSError, ValueError):
+            # Another engine has just removed it.
+            return nothing
+        if not isinstance(found, dict) or found.get("device") != self._device:
+            return nothing
+        num_bytes = found.get("bytes")
+        self._heard[entry.name] = status.st_mtime_ns
+        if not is_new or type(num_bytes) is not int or num_bytes <= 0:
+            return nothing
+        return Want(num_bytes, found.get("is_stalled") is True)
+
+    def _is_usable(self, *, make: bool) -> bool:
+        if make:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            status = self._folder.lstat()
+        except FileNotFoundError:
+            return False
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

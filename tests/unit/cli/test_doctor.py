@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``doctor --prefill``: what is said of prefill servers, over real connections."""
+"""``doctor``: what is said of prefill servers, over real connections, and of the kernel's limits."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import pytest
 
 from kvcached_nixl.__main__ import main
 from kvcached_nixl.cli import ask
+from kvcached_nixl.cli.doctor import FILES, LOCKED, MAPPINGS, SHARED, UNLIMITED, Limits, limits, shortfalls
 from kvcached_nixl.ids import LogicalBlock
 from kvcached_nixl.scheduler.asking.settings import KEY_VARIABLE
 from kvcached_nixl.transfer_mode import TransferMode
@@ -242,3 +243,26 @@ def test_wrong_usage_has_status_two(arguments: tuple[str, ...], capsys: pytest.C
     except SystemExit as ended:
         status = ended.code
     assert status == 2 and capsys.readouterr().err
+
+
+ENOUGH: Limits = {LOCKED: UNLIMITED, FILES: 65_536, MAPPINGS: 65_530, SHARED: 4 << 30}
+
+
+def test_this_host_has_them_all() -> None:
+    assert {*limits()} == {*ENOUGH}
+
+
+@pytest.mark.parametrize(
+    ("changed", "pins", "word"),
+    [
+        ({LOCKED: 65_536}, True, "ulimit -l"),
+        ({LOCKED: 65_536}, False, ""),
+        ({MAPPINGS: 65_529}, True, "vm.max_map_count"),
+        ({SHARED: 64 << 20}, True, "--shm-size"),
+        ({SHARED: "not known: no such file"}, True, ""),
+        ({}, True, ""),
+    ],
+)
+def test_what_is_too_low_is_said(changed: Limits, pins: bool, word: str) -> None:
+    found = [*shortfalls({**ENOUGH, **changed}, pins=pins)]
+    assert len(found) == bool(word) and all(word in one for one in found)

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What does it cost clients to restart, update or lose the servers?"""

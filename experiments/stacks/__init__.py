@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Do other projects' stacks get right answers, and errors when servers die?"""
