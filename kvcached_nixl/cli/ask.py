@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.scheduler.asking.asker import Asker
-from kvcached_nixl.scheduler.asking.resolver import addresses_of, is_name
-from kvcached_nixl.scheduler.asking.servers import Server
+from kvcached_nixl.scheduler.asking.servers import Server, addresses_of, is_name
 from kvcached_nixl.scheduler.asking.settings import KEY_VARIABLE, AskSettings
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.vllm.adapter.versions import found_version
@@ -60,7 +59,6 @@ def examine(urls: Sequence[str], api_key_file: str | None) -> tuple[Found, ...]:
     """
     extra = {"prefill": [*urls], "prefill_api_key_file": api_key_file}
     settings = AskSettings.from_extra_config(extra, is_consumer=True, is_producer=False)
-    assert settings is not None
     servers, unknown = [], []
     for url in settings.servers:
         addresses = addresses_of(url) if is_name(url) else ("",)

@@ -12,9 +12,9 @@ from typing import Any
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.asking.settings import AskSettings
+from kvcached_nixl.scheduler.context import EngineContext, Terms
 from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.scheduler.timelines import Spans
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.side_channel_address import SideChannelAddress
@@ -90,6 +90,6 @@ def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: C
     )
     own = RemotePrefill(stock.engine_id, *address.advertised, stock.tp_size)
     wake_address = WakeAddress(*address.local, secrets.token_hex(16))
+    engine = EngineContext(own, secrets.token_hex(8), wake_address, terms, clock, stock.spans)
     roles = {"is_consumer": stock.is_consumer, "is_producer": stock.is_producer}
-    asks = AskSettings.from_extra_config(stock.extra_config, **roles)
-    return SchedulerFacade(own, secrets.token_hex(8), wake_address, terms, clock, stock.reader, stock.spans, asks)
+    return SchedulerFacade(engine, stock.reader, AskSettings.from_extra_config(stock.extra_config, **roles))

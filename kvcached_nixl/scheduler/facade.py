@@ -4,8 +4,8 @@
 One per engine, used on the engine's thread only. Changes go to the workers with the next step, and the workers' reports
 come back with a step's output. Between steps the engine sleeps until a worker reports something.
 
-`PrefillOffers` and `KeptOffers` are prefill's half, `DecodeFetches` and `FailedFetches` decode's. What vLLM calls for
-each request and step is here; what happens to the whole engine is in `Revocations` and `OwnSideChannel`.
+`PrefillOffers` is prefill's half, `DecodeFetches` decode's. What vLLM calls for each request and step is here; what
+happens to the whole engine is in `Revocations` and `OwnSideChannel`.
 """
 
 from __future__ import annotations
@@ -16,34 +16,23 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from kvcached_nixl.deadlines import Clock, earliest
-from kvcached_nixl.ids import PrefillRequestId
+from kvcached_nixl.deadlines import earliest
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.asking import Asking
-from kvcached_nixl.scheduler.asking.local import BreakEven, LocalPrefills
-from kvcached_nixl.scheduler.asking.resolver import Resolver
-from kvcached_nixl.scheduler.asking.servers import Servers
 from kvcached_nixl.scheduler.asking.settings import AskSettings
+from kvcached_nixl.scheduler.context import AllRanks, EngineContext
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
-from kvcached_nixl.scheduler.engine_link import EngineLink
-from kvcached_nixl.scheduler.failures import FailedFetches, Failures
-from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
-from kvcached_nixl.scheduler.fetch_request import filled_in_part
-from kvcached_nixl.scheduler.giving_way import GivingWay
-from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.kept_offers import KeptOffers
+from kvcached_nixl.scheduler.engine import Progress, Reader, Request
+from kvcached_nixl.scheduler.giving_way import GivingWay, Starvation
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.revocations import Revocations
 from kvcached_nixl.scheduler.side_channel import OwnSideChannel
-from kvcached_nixl.scheduler.start_gate import StartGate
-from kvcached_nixl.scheduler.starvation import Starvation
-from kvcached_nixl.scheduler.terms import Terms
-from kvcached_nixl.scheduler.timelines import Spans, Timelines
-from kvcached_nixl.scheduler.worker_reports import WorkerReports
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY, RemotePrefill
-from kvcached_nixl.wire.step import BlockIds, FetchSpec, Reports, Step, WakeAddress
+from kvcached_nixl.wire.causes import HandOverFailed
+from kvcached_nixl.wire.kv_groups import Keeps
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY
+from kvcached_nixl.wire.step import FAILING, BlockIds, FetchSpec, Reports, Step
+from kvcached_nixl.wire.timeline import attempt_of
 
 __all__ = ["SchedulerFacade"]
 
@@ -54,68 +43,38 @@ class SchedulerFacade:
     """What the patches in `vllm.patches` call in the engine core; see the module's docstring.
 
     Args:
-        own: what a peer needs to find this engine's ranks.
-        incarnation: 16 hexadecimal digits, drawn when this engine starts, and again whenever its weights change.
         read: wraps vLLM's requests.
-        wake_address: where the side channel listens for this engine's own workers, and the key that they send.
-        spans: makes spans of hand-overs; None if nothing is traced.
-        asks: whom this engine asks for KV; None if a router does that.
+        asks: whom this engine asks for KV; nobody if a router does that.
         asker: sends the questions.
 
     Attributes:
+        engine: what the parts share.
+        fetching, offering: decode's half and prefill's.
         revocations: what takes hand-overs back.
         side_channel: where peers and this engine's workers reach it.
-        keeps_states: some layers keep a state, so prefill has to stop one token before the end of a prompt.
-        timelines: of the hand-overs.
-        asking: asks prefill servers for KV; None if a router does that.
+        asking: asks prefill servers for KV.
         num_miscounted_tokens: of prompts that must be computed here, and that vLLM counts as missed.
     """
 
     def __init__(
         self,
-        own: RemotePrefill,
-        incarnation: str,
-        wake_address: WakeAddress,
-        terms: Terms,
-        clock: Clock,
+        engine: EngineContext,
         read: Reader,
-        spans: Spans | None = None,
-        asks: AskSettings | None = None,
+        asks: AskSettings,
         asker: Callable[[str, Callable[[], None]], Asker] = Asker,
     ) -> None:
-        self.own = own
+        self.engine = engine
         self.read = read
-        self.wake_address = wake_address
-        self._terms = terms
-        self.keeps_states = terms.groups.have_states
-        self._clock = clock
-        self._link = EngineLink(own, incarnation, wake_address)
-        self._holds = Holds()
-        self._failures = Failures()
-        self.timelines = Timelines(clock, spans, is_push=terms.mode.is_push)
-        self._attempts = FetchAttempts(self._holds, clock, terms.timeout_seconds)
-        self._failed_fetches = FailedFetches(terms, self._failures, self.timelines)
-        self._fetching = DecodeFetches(terms, self._attempts, self._failed_fetches, self.timelines)
-        self._kept = KeptOffers(terms, clock, self._holds)
-        self._offering = PrefillOffers(
-            *(own, incarnation, terms, self._kept, self._holds, self._failures), self.timelines
-        )
-        self._gate = StartGate(clock, terms.allocation_seconds)
-        # `KeptOffers.is_left_waiting`, once it was looked up for the step being built.
-        self._is_left_waiting: bool | None = None
-        self._starvation = Starvation(clock, terms, self._failures, self.timelines)
-        self._giving_way = GivingWay(clock, terms, self._offering, self._fetching)
-        self.asking = None if asks is None else self._build_asking(asks, asker)
-        figures = None if self.asking is None else self.asking.figures
-        self._reports = WorkerReports(
-            *(own.tp_size, self._fetching, self._offering), self._gate, self._giving_way, self.timelines
-        )
-        self.revocations = Revocations(self._link, clock, read, self._holds, self._offering, self._fetching)
-        self.side_channel = OwnSideChannel(
-            *(self._link, clock, terms.groups.tokens_per_block, self._offering, self._fetching),
-            *(self.revocations, figures),
-        )
-        self._accepts_params = asks is None or asks.accepts_params
+        self.fetching = DecodeFetches(engine)
+        self.offering = PrefillOffers(engine)
+        self._starvation = Starvation(engine, self.fetching)
+        self._giving_way = GivingWay(engine, self.offering, self.fetching)
+        self.asking = Asking(engine, asks, asker(asks.api_key, engine.woken), self.fetching)
+        self._accepts_params = asks.accepts_params or not asks.servers
+        self._ended, self._idle = AllRanks(engine.own.tp_size), AllRanks(engine.own.tp_size)
+        self.revocations = Revocations(engine, read, self.offering, self.fetching)
+        figures = self.asking.figures if asks.servers else None
+        self.side_channel = OwnSideChannel(engine, self.offering, self.fetching, self.revocations, figures)
         self._reported_quarantine = 0
         self._failed: set[str] = set()
         self._refused: list[tuple[str, int]] = []
@@ -125,47 +84,11 @@ class SchedulerFacade:
         self._told = deque[list[Callable[[], None]]]()
         self.num_miscounted_tokens = 0
 
-    def _build_asking(self, asks: AskSettings, asker: Callable[[str, Callable[[], None]], Asker]) -> Asking:
-        # Where layers keep states, a block of theirs may be as long as the longest request.
-        block_tokens = min(one.block_size for one in self._terms.groups.all)
-        most_tokens = self._terms.most_unclaimed_tokens
-        return Asking(
-            Servers(asks.servers, self._clock, self._terms.timeout_seconds, block_tokens),
-            asker(asks.api_key, self._link.woken),
-            Resolver(asks.servers, self._link.woken),
-            self._fetching,
-            self._clock,
-            self.own.engine_id,
-            LocalPrefills(most_tokens // 4, BreakEven(self._clock, most_tokens, asks.max_local_prefill_tokens)),
-            self.timelines,
-            block_tokens,
-            # Two that ask each other would wait for the blocks that they keep for each other.
-            pushes=self._terms.mode.is_push and not asks.is_asked,
-            recomputes=self._terms.recomputes,
-            is_required=asks.is_required,
-            queue_seconds=asks.queue_seconds,
-        )
-
-    @property
-    def incarnation(self) -> str:
-        """Drawn when this engine started, and again whenever its weights have changed."""
-        return self._link.incarnation
-
     # ------------------------------------------------------------------------------------------------ the engine's loop
 
-    def bind(self, blocks: BlockPool) -> None:
-        """Sets the engine's KV-cache blocks; called before the first request. Idempotent: the first call counts."""
-        self._link.bind(blocks)
-
-    def bind_wake(self, wake: Callable[[], None]) -> None:
-        """Sets the function that wakes the engine; it may be called from any thread."""
-        self._link.bind_wake(wake)
-
     def close(self) -> None:
-        """Stops the side channel, and asking; called when the engine shuts down."""
         self.side_channel.close()
-        if self.asking is not None:
-            self.asking.close()
+        self.asking.close()
 
     def relieve(self) -> bool:
         """Tells neighbours what this engine waits for, and takes back offers that nobody fetches, if memory is short.
@@ -173,22 +96,20 @@ class SchedulerFacade:
 
         Returns: whether the engine has to step.
         """
-        if self._link.blocks is None:
+        if not self.engine.is_bound:
             return False
-        self._link.has_news |= self._giving_way.turn(self._link.blocks, self._link.step)
-        return self._link.has_news or self._link.step.has_news
+        self.engine.has_news |= self._giving_way.turn()
+        return self.engine.has_news or self.engine.step.has_news
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Has something called on the engine's thread, between two steps. May be called from any thread."""
         self._calls.append(call)
-        self._link.woken()
+        self.engine.woken()
 
     def run_calls(self) -> None:
         """Calls what `call_soon` was given. Called between two steps."""
         while self._calls:
             self._calls.popleft()()
-
-    # -------------------------------------------------------------------------------------------------- pending work
 
     @property
     def pending(self) -> bool:
@@ -197,55 +118,35 @@ class SchedulerFacade:
         vllm#45168: an engine that sleeps takes no reports and frees no blocks.
         """
         return bool(
-            self._link.has_news
-            or self._link.step.has_news
+            self.engine.has_news
+            or self.engine.step.has_news
             or self._calls
             or any(self._told)
             or self._giving_way.owes
             or self._refused
-            or (self.asking is not None and self.asking.has_news)
-            or self._failed_fetches.has_news
+            or self.asking.has_news
+            or self.fetching.has_news
             or self._starvation.has_news
-            or (self._link.blocks is not None and self._link.blocks.is_copied)
-            or self.num_quarantined_blocks != self._reported_quarantine
+            or (self.engine.is_bound and self.engine.blocks.is_copied)
+            or self.fetching.attempts.num_quarantined_blocks != self._reported_quarantine
             or self.due_in_seconds == 0
         )
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that have their blocks and wait only for KV."""
-        return self._fetching.num_waiting
-
-    @property
-    def num_quarantined_blocks(self) -> int:
-        """Blocks held for requests that ended without KV, because a peer may still write them."""
-        return self._attempts.num_quarantined_blocks
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Blocks taken from their requests, and held while transfers may use them."""
-        return self._holds.num_blocks
-
-    @property
     def watches_memory(self) -> bool:
         """Whether `relieve` has to be called while the engine rests."""
-        return self._link.blocks is not None and self._giving_way.watches(self._link.blocks)
-
-    @property
-    def num_kept(self) -> int:
-        """Requests that have ended, and whose blocks vLLM keeps because decode may fetch them."""
-        return self._kept.num_kept
+        return self.engine.is_bound and self._giving_way.watches
 
     @property
     def due_in_seconds(self) -> float | None:
         """Seconds until the next hand-over times out, the next offer is revoked, or a request has starved; None if
         there is none."""
         due_at = earliest(
-            *(self._fetching.due_at_seconds, self._kept.due_at_seconds),
-            *(self._gate.due_at_seconds, self._starvation.due_at_seconds),
-            None if self.asking is None else self.asking.due_at_seconds,
+            *(self.fetching.attempts.due_at_seconds, self.offering.kept.due_at_seconds),
+            *(self.offering.gate.due_at_seconds, self._starvation.due_at_seconds),
+            self.asking.due_at_seconds,
         )
-        return None if due_at is None else max(0.0, due_at - self._clock.now_seconds())
+        return None if due_at is None else max(0.0, due_at - self.engine.clock.now_seconds())
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
@@ -254,9 +155,9 @@ class SchedulerFacade:
         self.outdate_renamed()
         if not self._accepts_params:
             request.refuse_prefill()
-        self._fetching.arrived(request, self._link.step)
-        self._offering.arrived(request, self._link.step)
-        return may_hold and self.asking is not None and self.asking.arrived(request, self._link.bound())
+        self.fetching.arrived(request)
+        self.offering.arrived(request)
+        return may_hold and self.asking.arrived(request)
 
     def outdate_renamed(self) -> None:
         """Nobody finds KV in the prefix cache any more of an adapter whose name another one has got."""
@@ -268,11 +169,9 @@ class SchedulerFacade:
 
         Returns: whether any may begin that could not before.
         """
-        blocks = self._link.blocks
-        if self.asking is None or blocks is None:
+        if not (self.engine.is_bound and self.asking.servers.all):
             return False
-        may_ask = blocks.admits and not self._giving_way.yields
-        return self.asking.turn(blocks, self._link.step, may_ask=may_ask)
+        return self.asking.turn(may_ask=self.engine.blocks.admits and not self._giving_way.yields)
 
     def refuse(self, request_id: str, client_index: int) -> None:
         """A request has arrived under the id of another one, which goes on. Its client is told with the next step."""
@@ -286,7 +185,7 @@ class SchedulerFacade:
 
     def take_refused(self) -> list[tuple[str, int]]:
         """(id, client index) of each request that was refused, or ended between two steps, since the last call."""
-        refused, self._refused = self._refused + self._failed_fetches.take_ended(), []
+        refused, self._refused = self._refused + self.fetching.take_ended(), []
         return refused
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -294,49 +193,37 @@ class SchedulerFacade:
 
         None: the request may not begin yet; ask again (`StartGate`, `GivingWay.yields`).
         """
-        if self._yields(request.request_id):
+        may_start = not self._yields(request.request_id) and self.offering.may_start(request.request_id)
+        if not may_start or self.asking.holds_again(request):
             return None, False
-        if self._terms.mode.is_push and not self._offering.has_begun(request.request_id):
-            if self._is_left_waiting is None:
-                self._is_left_waiting = self._kept.is_left_waiting
-            request_id = PrefillRequestId(request.request_id)
-            if not self._gate.may_start(request_id, self._link.step, needs_claim=self._is_left_waiting):
-                return None, False
-        if self.asking is not None and self.asking.holds_again(request, self._link.step):
-            return None, False
-        is_producer = self._link.bound().is_producer
-        return self._fetching.matched(request, num_computed_tokens, self._link.step, is_producer=is_producer)
+        return self.fetching.matched(request, num_computed_tokens)
 
     def holds_back(self, request_id: str) -> bool:
         """Whether a request would not begin whatever blocks are free: see `matched`."""
-        return self._gate.holds(request_id) or self._yields(request_id)
+        return self.offering.gate.holds(request_id) or self._yields(request_id)
 
     def _yields(self, request_id: str) -> bool:
-        return self._fetching.needs_others(request_id) and self._giving_way.yields
+        return self.fetching.needs_others(request_id) and self._giving_way.yields
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         """A request was given blocks; on decode, for its whole prompt."""
-        if self.asking is not None:
-            self.asking.allocated(request.request_id)
-        self._fetching.allocated(request, block_ids, num_external_tokens, self._link.step)
+        self.asking.window.settle(request.request_id)
+        self.fetching.allocated(request, block_ids, num_external_tokens)
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether `answered` has to be called."""
-        return self.timelines.awaits_tokens or (self.asking is not None and self.asking.local.break_even.awaits_tokens)
+        return self.engine.timelines.awaits_tokens or self.asking.local.break_even.awaits_tokens
 
     def answered(self, request_ids: Collection[str]) -> None:
-        """Requests have got a token."""
-        self.timelines.answered(request_ids)
-        if self.asking is not None:
-            self.asking.local.break_even.answered(request_ids)
+        self.engine.timelines.answered(request_ids)
+        self.asking.local.break_even.answered(request_ids)
 
     @property
     def offers_cached(self) -> bool:
         """Whether what is cached may be kept for a peer that asks for it: none have left enough waiting here, and no
         load of another connector, under way into cached blocks, may yet fail."""
-        is_short = self._giving_way.yields or self._kept.is_left_waiting
-        return not (is_short or self._link.bound().are_shared)
+        is_short = self._giving_way.yields or self.offering.kept.is_left_waiting
+        return not (is_short or self.engine.blocks.are_shared)
 
     def offer_cached(
         self, request: Request, num_tokens: int, block_ids: BlockIds, told: Callable[[Mapping[str, Any]], None]
@@ -348,7 +235,7 @@ class SchedulerFacade:
             told: called with the ``kv_transfer_params`` for the peer when the step has ended that tells the workers. So
                 has the one before, which may compute these blocks: vLLM caches them when it schedules that.
         """
-        params = self._offering.offer_cached(request, num_tokens, block_ids, self._link.bound(), self._link.step)
+        params = self.offering.offer_cached(request, num_tokens, block_ids)
         if params is not None:
             self._telling.append(functools.partial(told, self.look_up(num_tokens) | params))
         return params is not None
@@ -356,9 +243,9 @@ class SchedulerFacade:
     def look_up(self, num_cached_tokens: int) -> dict[str, Any]:
         """The ``kv_transfer_params`` for a peer that asks how many tokens of a prompt are cached."""
         return {
-            "remote_engine_id": self.own.engine_id,
+            "remote_engine_id": self.engine.own.engine_id,
             CACHED_TOKENS_KEY: num_cached_tokens,
-            HAS_CLIENTS_KEY: not self._link.bound().is_producer,
+            HAS_CLIENTS_KEY: not self.engine.blocks.is_producer,
             HEADROOM_KEY: self.side_channel.in_answer(),
         }
 
@@ -369,46 +256,48 @@ class SchedulerFacade:
             progress: the requests that the step being built computes.
         """
         progress = list(progress)
+        request_ids = [one.request_id for one in progress]
         # Where the engine runs in its client's process, nothing else calls it.
         may_begin = self.ask()
-        self._fetching.progressed(one.request_id for one in progress)
-        self._gate.turn((one.request_id for one in progress), self._link.step)
-        if self.asking is not None:
-            self.asking.computed(progress)
-        self.timelines.computed(one.request_id for one in progress)
-        self._offering.scheduled(progress, self._link.bound(), self._link.step)
-        self._kept.turn(self._link.step)
+        self.fetching.progressed(request_ids)
+        self.offering.gate.turn(request_ids)
+        self.asking.computed(progress)
+        self.engine.timelines.computed(request_ids)
+        self.offering.scheduled(progress)
+        self.offering.kept.turn()
         self._giving_way.stepped()
-        self._look_for_starved()
-        self._is_left_waiting = None
-        step = self._link.take_step()
+        self._starvation.turn()
+        step = self.engine.take_step()
         self._told.append(self._telling)
         self._telling = []
         # vLLM has looked at its queue already.
-        self._link.has_news = may_begin
-        step.counts = {**self._failures.counts}
-        self._failures.counts.clear()
-        step.lasted = self.timelines.take_lasted()
-        if self.num_quarantined_blocks != self._reported_quarantine:
-            step.quarantined_blocks = self._reported_quarantine = self.num_quarantined_blocks
+        self.engine.has_news = may_begin
+        step.counts = {**self.engine.failures.counts}
+        self.engine.failures.counts.clear()
+        step.lasted = self.engine.timelines.take_lasted()
+        num_quarantined_blocks = self.fetching.attempts.num_quarantined_blocks
+        if num_quarantined_blocks != self._reported_quarantine:
+            step.quarantined_blocks = self._reported_quarantine = num_quarantined_blocks
         return step
 
     def filled_in_part(self, step: Step) -> list[int]:
         """Blocks that a step's fetches fill up to a request's last token; if vLLM zeroes blocks, it has to zero these
         before anything is written into them."""
-        return filled_in_part(step.of(FetchSpec), self._terms.groups) if self._terms.zeroes_blocks else []
+        if not self.engine.terms.zeroes_blocks:
+            return []
+        groups = self.engine.terms.groups.all
+        pairs = [pair for fetch in step.of(FetchSpec) for pair in zip(groups, fetch.groups, strict=True)]
+        filled = [blocks for group, blocks in pairs if group.keeps is not Keeps.STATE]
+        return [block_id for blocks in filled for block_id in blocks.block_ids[-1:]]
 
     def spares(self, request_id: str) -> bool:
         """Whether a request that ends must keep all its blocks until `finished` is called, even those that have left
-        its sliding window."""
-        if not self._terms.groups.drop_blocks:
+        its sliding window: workers may be writing into them, or a manifest names them."""
+        if not self.engine.terms.groups.drop_blocks:
             return False
-        return self._fetching.is_waiting(request_id) or self._offering.is_named(request_id)
-
-    def preempted(self, request_id: str) -> None:
-        """A request is preempted. Holds its blocks if workers may be reading them."""
-        if self._offering.is_read(request_id):
-            self._offering.preempted(request_id, self._link.bound(), self._link.step)
+        offered = self.offering.find(request_id)
+        is_named = offered is not None and offered.manifest is not None
+        return is_named or self.fetching.attempts.of_request(request_id) is not None
 
     def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; ``is_whole`` if its whole prompt was computed.
@@ -416,24 +305,19 @@ class SchedulerFacade:
         Returns: whether vLLM must keep its blocks until `collect` reports it as sent, and the ``kv_transfer_params``
         for decode's request.
         """
-        self._gate.gone([request.request_id])
-        if self.asking is not None:
-            self.asking.gone(request.request_id)
-        self._fetching.finished(request, self._link.bound(), self._link.step)
-        self.timelines.end(request.request_id)
-        is_kept, params = self._offering.finished(request, is_whole, block_ids, self._link.bound(), self._link.step)
+        self.offering.gate.gone([request.request_id])
+        self.asking.gone(request.request_id)
+        self.fetching.finished(request)
+        self.engine.timelines.end(request.request_id)
+        is_kept, params = self.offering.finished(request, is_whole, block_ids)
         if params is not None:
             params[HEADROOM_KEY] = self.side_channel.in_answer()
         return is_kept, params
 
-    def keeps(self, request_id: str) -> bool:
-        """Whether a request has ended and its blocks are kept for decode; vLLM may have freed the request already."""
-        return self._kept.keeps(request_id)
-
     def kept(self, request_id: str) -> None:
         """A request has ended, and at least one connector (of a ``MultiConnector``) keeps its blocks."""
-        if not self._kept.keeps(request_id):
-            self._fetching.kept(request_id)
+        if not self.offering.kept.keeps(request_id):
+            self.fetching.kept(request_id)
 
     def collect(self, reports: Reports) -> None:
         """Takes what workers have reported after a step, and adds to it the requests that are meant."""
@@ -441,36 +325,52 @@ class SchedulerFacade:
             tell()
         # Before the reports: of what they name, vLLM frees the blocks afterwards.
         self.relieve()
-        self._failed |= self._reports.take(reports, self._link.bound(), self._link.step)
+        self._take_timelines(reports)
+        report, kept, attempts = reports.report, self.offering.kept, self.fetching.attempts
+        if kept.spared(report.spared):
+            # Others may give way instead.
+            self._giving_way.look_soon()
+        self.offering.gate.claimed(report.claimed)
+        # Before it is looked what is late.
+        attempts.known(report.known)
+        # Other connectors have released the blocks of these requests.
+        attempts.let_go(reports.sent)
+        failures = [(number, HandOverFailed(*why)) for number, why in report.failed.items()]
+        received, failed = self.fetching.collect(failures, self._ended.take(report.ended))
+        self._failed |= failed
+        # A load that another connector reports as ended must not free blocks that decode may be reading.
+        reports.received = {one for one in reports.received if not kept.keeps(one)} | received
+        if failed:
+            reports.invalid.add(FAILING)
+        self.offering.drained(self._idle.take(report.idle))
+        self._giving_way.ended(*kept.ended(reports.sent))
+        reports.sent |= kept.let_go()
+
+    def _take_timelines(self, reports: Reports) -> None:
+        found, others = [], []
+        for one in reports.timelines:
+            attempt = attempt_of(one)
+            fetch = self.fetching.attempts.find_waiting(attempt) if attempt else None
+            if attempt and fetch is None:
+                others.append(one)
+            else:
+                found.append(("" if fetch is None else fetch.request_id, one))
+        if found:
+            self.engine.timelines.take(found)
+            # They came with statistics, which take these along.
+            reports.lasted += self.engine.timelines.take_lasted()
+        reports.timelines = others
 
     def take_ending(self) -> set[str]:
         """Requests that must end with an error now, whatever they wait for (rule R4)."""
-        failed = {one for one in self._failed_fetches.take_ending() if not self.starts_again(one)}
+        failed = {one for one in self.fetching.take_ending() if not self.starts_again(one)}
         return self._starvation.take_ending() | failed
 
-    def _look_for_starved(self) -> None:
-        """A step was built: notices an engine that stands still, and whose next request gets no blocks any more."""
-        blocks = self._link.bound()
-        # KV under way is computed on when it has come, and its blocks are free then (or `Impasse` ends it).
-        stalled = [] if self.num_waiting else blocks.stalled
-        self._link.step.is_stalled = blocks.is_paused or bool(stalled)
-        # So are those of offers, when decode has fetched them or their leases end, and of other connectors. Not those
-        # of requests that have their KV and wait for more blocks, too: memory may have gone since they were admitted.
-        # Blocks that are parked are in no table.
-        if stalled and (blocks.is_copied or blocks.others_have_blocks({*stalled, *self._fetching.received})):
-            stalled = []
-        self._starvation.turn(stalled, blocks, self.num_held_blocks)
-
-    def take_told(self) -> dict[str, str]:
-        """Requests that ended without KV since the last call -> the message for their clients."""
-        return self._failures.take_ended()
-
     def take_failed(self) -> set[str]:
-        """Requests whose KV has failed to arrive since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 
     def starts_again(self, request_id: str) -> bool:
         """Whether a request whose KV has failed to arrive may get it from another server, so that it does not end,
         whatever ``kv_load_failure_policy`` says. Idempotent."""
-        return self.asking is not None and self.asking.may_ask_again(request_id)
+        return self.asking.may_ask_again(request_id)

@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: what one request fetches from prefill, whether that fits its prompt, and what the workers are told of it."""
+"""Decode: what one request fetches from prefill, whether that fits its prompt, what the workers are told of it, and its
+attempt to fetch it.
+
+    WAITING ─── every rank has reported ─────────────────────────────────────────► forgotten: the KV has arrived
+       │
+       └─ failed, timed out, revoked, aborted ─► OVER, its blocks held ── every rank has reported ─► blocks are free
+
+A request ends at once when its attempt does. Its blocks do not: they are taken from it, and free when no rank has a
+transfer into them in flight (rules R2 and R9).
+"""
 
 from __future__ import annotations
 
@@ -7,45 +16,49 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import DecodeRequestId, LogicalBlock
+from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.engine import Request
-from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup, KVGroups
+from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup
 from kvcached_nixl.wire.lease import is_nameable
 from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.messages import draw_attempt
 from kvcached_nixl.wire.params import FetchParams
-from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, Step, UnneededOffer
+from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, UnneededOffer
 
-__all__ = ["FetchRequest", "filled_in_part"]
+__all__ = ["FetchAttempts", "FetchRequest"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
 
-@dataclass
+@dataclass(eq=False)
 class FetchRequest:
     """A decode request whose parameters name a prefill. One per request, used on the engine's thread only.
 
     Attributes:
-        request: to `check` if it never gets a turn.
         fetch: its parameters, which name the prefill; None if they cannot be used.
-        adapter: the engine's number of its LoRA adapter; 0 for none.
-        cached_tokens: of its prompt, in prefill's prefix cache, as far as it is known.
         refused: why its KV is not handed over.
         computes: it may be computed here in place of its KV.
+        cached_tokens: of its prompt, in prefill's prefix cache, as far as it is known.
         lacks_media: its prompt has placeholders for images, sounds, ... that did not come with it, so computing it here
             would give a wrong answer. Set by `check`.
         is_checked: `check` has compared its prompt with the manifest.
         is_tried: it was given blocks, or refused. From then on it is computed here, e.g. after a preemption.
         digest: of the first ``num_tokens`` tokens, which prefill has.
         end_token: one past the last token to fetch.
+        attempt: its number; 0 before it was given blocks.
+        begun_seconds: when it was given them.
+        since_seconds: when its timeout began.
+        is_waiting: it has blocks, and waits for the KV.
+        is_held: the blocks were taken from it, because they may still be written.
     """
 
-    request_id: DecodeRequestId
+    engine: EngineContext
     request: Request
     fetch: FetchParams | None
-    adapter: int
     refused: HandOverFailed | None
     computes: bool = True
     cached_tokens: int = 0
@@ -55,12 +68,25 @@ class FetchRequest:
     digest: str = ""
     num_tokens: int = 0
     end_token: int = 0
+    attempt: int = 0
+    begun_seconds: float = 0.0
+    since_seconds: float = 0.0
+    is_waiting: bool = False
+    is_held: bool = False
+
+    def __post_init__(self) -> None:
+        self.request_id = DecodeRequestId(self.request.request_id)
 
     @property
     def may_be_computed(self) -> bool:
         """Whether decode has everything it needs to compute the prompt itself. If the digests are equal, prefill has
         computed the same prompt: what looks like a placeholder for an image is text in it."""
         return self.computes and (not self.lacks_media or self.has_own_offer)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it is computed here if it gets no KV."""
+        return self.engine.terms.recomputes and self.may_be_computed
 
     @property
     def may_go_on(self) -> bool:
@@ -78,12 +104,12 @@ class FetchRequest:
         """Prefill's request that its parameters name; "" if they name none."""
         return "" if self.fetch is None or self.fetch.manifest is None else self.fetch.manifest.request_id
 
-    def check(self, request: Request, terms: Terms) -> None:
+    def check(self) -> None:
         """Compares the manifest with the prompt, and sets ``refused``, or how many tokens to fetch. Idempotent."""
         if self.is_checked:
             return
         self.is_checked = True
-        most_tokens = _most_tokens(request, terms)
+        request, groups, most_tokens = self.request, self.engine.terms.groups, self._most_tokens()
         self.end_token = self.num_tokens = num_tokens = most_tokens
         self.lacks_media = request.lacks_media
         if self.fetch is None:
@@ -96,7 +122,7 @@ class FetchRequest:
                 # Of what there is: without a digest, its release would count for whatever offer the parameters name.
                 self.digest = request.digest(most_tokens)
                 reason = f"prefill computed {num_tokens} tokens, and the prompt has {request.num_prompt_tokens}"
-                if terms.groups.have_states:
+                if groups.have_states:
                     reason += ", of which decode has to compute the last one"
                 self.refused = HandOverFailed(FailureCause.DIGEST, reason)
                 return
@@ -109,23 +135,20 @@ class FetchRequest:
             if self.lacks_media:
                 reason = f"prefill's prompt has {manifest.num_media} images, sounds, ..., decode's {request.num_media}"
                 self.refused = HandOverFailed(FailureCause.MEDIA, f"{reason}; send them to decode, too")
-        if terms.groups.have_windows:
+        if groups.have_windows:
             # Decode recomputes the last token, and that token's window begins one token before the next token's.
             self.end_token = min(self.end_token, request.num_prompt_tokens - 1)
 
-    def check_start(self, num_computed_tokens: int, terms: Terms, *, is_producer: bool) -> None:
-        """Sets ``refused`` if KV cannot be loaded behind what decode has in its prefix cache. Called after `check`.
-
-        Args:
-            is_producer: vLLM frees blocks while a step that is under way may still write into them
-                (``defer_block_free`` is for consumers), so no KV is loaded into them.
-        """
+    def check_start(self, num_computed_tokens: int) -> None:
+        """Sets ``refused`` if KV cannot be loaded behind what decode has in its prefix cache. Called after `check`."""
+        step_tokens = self.engine.terms.groups.step_tokens
         if self.refused is not None:
             return
-        if num_computed_tokens % terms.groups.step_tokens:
-            reason = f"its first {num_computed_tokens} tokens end inside a block of {terms.groups.step_tokens}"
+        if num_computed_tokens % step_tokens:
+            reason = f"its first {num_computed_tokens} tokens end inside a block of {step_tokens}"
             self.refused = HandOverFailed(FailureCause.RANGE, reason)
-        elif is_producer:
+        elif self.engine.blocks.is_producer:
+            # vLLM's ``defer_block_free`` is for consumers.
             reason = (
                 "kv_transfer_params have do_remote_prefill, but this engine's kv_role is kv_producer: its blocks may "
                 "still be written when they are allocated again. Send the request to a server with kv_consumer, or "
@@ -133,26 +156,27 @@ class FetchRequest:
             )
             self.refused = HandOverFailed(FailureCause.PARAMETERS, reason)
 
-    def check_adapter(self, request: Request) -> None:
+    def check_adapter(self) -> None:
         """Called when it is given blocks, which may be long after `check`.
 
         Raises:
             HandOverFailed: its adapter was replaced meanwhile, and decode goes on with the new one.
         """
-        if self.adapter and request.digest(self.num_tokens) != self.digest:
+        if self.request.adapter and self.request.digest(self.num_tokens) != self.digest:
             raise HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it waited for blocks")
 
-    def groups(self, block_ids: BlockIds, first_token: int, terms: Terms) -> tuple[BlockRange, ...]:
+    def groups(self, block_ids: BlockIds, first_token: int) -> tuple[BlockRange, ...]:
         """Returns the blocks to fill, per KV-cache group. Blocks that a sliding window has passed are not among them.
 
         Raises:
             HandOverFailed: decode has no blocks for some of the tokens, or prefill has not kept theirs.
         """
         assert self.fetch is not None
-        pairs = zip(terms.groups.all, block_ids, strict=True)
+        groups = self.engine.terms.groups
+        pairs = zip(groups.all, block_ids, strict=True)
         found = [self._range(group, blocks, first_token) for group, blocks in pairs]
         # A group may need no block: a chunk of chunked attention that begins with the prompt's last token.
-        is_complete = all(one.block_ids or terms.groups.have_windows for one in found)
+        is_complete = all(one.block_ids or groups.have_windows for one in found)
         if not is_complete or not any(one.block_ids for one in found):
             raise self._no_blocks(first_token)
         if self.fetch.manifest is not None:
@@ -182,34 +206,21 @@ class FetchRequest:
 
     # ----------------------------------------------------------------------------------- what the workers are told
 
-    def spec(self, attempt: int, first_token: int, groups: tuple[BlockRange, ...]) -> FetchSpec:
-        """What the workers are told to fetch.
-
-        Args:
-            attempt: its number.
-            groups: as `groups` returns them.
-        """
+    def spec(self, first_token: int, groups: tuple[BlockRange, ...]) -> FetchSpec:
+        """What the workers are told to fetch in its attempt; ``groups`` as `groups` returns them."""
         assert self.fetch is not None
         return FetchSpec(
-            attempt,
-            self.request_id,
-            self.fetch.prefill,
-            self.fetch.manifest,
-            self.fetch.name,
-            self.digest,
-            self.num_tokens,
-            first_token,
-            self.end_token,
-            groups,
+            *(self.attempt, self.request_id, self.fetch.prefill, self.fetch.manifest, self.fetch.name, self.digest),
+            *(self.num_tokens, first_token, self.end_token, groups),
         )
 
-    def renew(self, step: Step, terms: Terms) -> None:
+    def renew(self) -> None:
         """Starts renewing the lease of what it fetches, if a heartbeat can name that."""
         assert self.fetch is not None
         fetch, manifest = self.fetch, self.fetch.manifest
-        lease_seconds = terms.lease_seconds if manifest is None else manifest.lease_seconds
+        lease_seconds = self.engine.terms.lease_seconds if manifest is None else manifest.lease_seconds
         if is_nameable(fetch.lease_name):
-            step.tell(LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds))
+            self.engine.step.tell(LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds))
         else:
             logger.warning(
                 "Request %s waits for the KV of %.80r, which a heartbeat cannot name: expected no comma, and at most 4 "
@@ -219,25 +230,139 @@ class FetchRequest:
                 fetch.lease_name,
             )
 
-    def release(self, step: Step, attempt: int | None = None) -> None:
+    def release(self, attempt: int | None = None) -> None:
         """Tells prefill that decode does not need the offer's KV (vllm#41269): at once, or when ``attempt`` is over."""
         fetch = self.fetch
         # The end of a registration frees its offer. A release by name might count for a later request of that name.
         if fetch is not None and (attempt is None or fetch.manifest is not None):
-            step.tell(UnneededOffer(fetch.prefill, self.prefill_request_id, fetch.name, self.digest, attempt))
+            unneeded = UnneededOffer(fetch.prefill, self.prefill_request_id, fetch.name, self.digest, attempt)
+            self.engine.step.tell(unneeded)
+
+    def release_computed(self) -> None:
+        """Tells prefill that its offer is not needed, if the request is computed here, and the offer is of its prompt:
+        at once, or when its attempt is over. One that fails may be sent to another decode engine, with the same offer.
+        """
+        if self.recomputes and self.has_own_offer:
+            self.release(self.attempt or None)
+
+    def not_received(self, failure: HandOverFailed) -> None:
+        """It does not get its KV: counted, and its client is told if it ends."""
+        self.engine.failures.not_received(
+            self.request_id, failure, attempt=self.attempt or None, prefill_request_id=self.prefill_request_id
+        )
+
+    def _most_tokens(self) -> int:
+        """How many of its tokens prefill may have. States are handed over behind all tokens but the last, and decode
+        computes that one with them; some prompts prefill leaves whole (`patches.arrival`), and decode computes them."""
+        num_tokens = self.request.num_prompt_tokens
+        if not self.engine.terms.groups.have_states:
+            return num_tokens
+        return 0 if num_tokens < FEWEST_TOKENS or self.request.ends_in_media else num_tokens - 1
 
 
-def _most_tokens(request: Request, terms: Terms) -> int:
-    """How many of a prompt's tokens prefill may have. States are handed over behind all tokens but the last, and decode
-    computes that one with them; some prompts prefill leaves whole (`patches.arrival`), and decode computes them."""
-    if not terms.groups.have_states:
-        return request.num_prompt_tokens
-    is_whole = request.num_prompt_tokens < FEWEST_TOKENS or request.ends_in_media
-    return 0 if is_whole else request.num_prompt_tokens - 1
+class FetchAttempts:
+    """Requests that were given blocks, by the numbers of their attempts; see the module.
 
+    Attributes:
+        num_quarantined_blocks: blocks held for requests that ended without KV.
+    """
 
-def filled_in_part(fetches: Iterable[FetchSpec], groups: KVGroups) -> list[int]:
-    """Returns the blocks that these fetches fill up to a request's last token, and not beyond."""
-    pairs = [pair for fetch in fetches for pair in zip(groups.all, fetch.groups, strict=True)]
-    filled = [blocks for group, blocks in pairs if group.keeps is not Keeps.STATE]
-    return [block_id for blocks in filled for block_id in blocks.block_ids[-1:]]
+    def __init__(self, engine: EngineContext) -> None:
+        self._engine = engine
+        # Those of which not every rank has reported the end.
+        self._attempts: dict[int, FetchRequest] = {}
+        self._waiting: dict[DecodeRequestId, FetchRequest] = {}
+        self._deadlines = Deadlines[int]()
+        self._kept_by_others: dict[DecodeRequestId, set[int]] = {}
+        self.num_quarantined_blocks = 0
+
+    @property
+    def due_at_seconds(self) -> float | None:
+        return self._deadlines.first_seconds
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have their blocks and wait only for KV."""
+        return len(self._waiting)
+
+    def waiting(self) -> list[FetchRequest]:
+        """Returns a copy, those that were given blocks first in front: the caller may end them."""
+        return list(self._waiting.values())
+
+    def of_request(self, request_id: str) -> FetchRequest | None:
+        return self._waiting.get(DecodeRequestId(request_id))
+
+    def find_waiting(self, number: int) -> FetchRequest | None:
+        one = self._attempts.get(number)
+        return one if one is not None and one.is_waiting else None
+
+    def start(self, one: FetchRequest) -> None:
+        """A request was given blocks, and waits. Its timeout begins."""
+        one.attempt, one.is_waiting = draw_attempt(), True
+        one.begun_seconds = self._engine.clock.now_seconds()
+        self._attempts[one.attempt] = self._waiting[one.request_id] = one
+        self._begin_timeout(one)
+
+    def known(self, numbers: Iterable[int]) -> None:
+        """Prefill has not computed what these wait for yet, and will: their timeouts begin again."""
+        for one in filter(None, map(self.find_waiting, numbers)):
+            self._begin_timeout(one)
+
+    def _begin_timeout(self, one: FetchRequest) -> None:
+        one.since_seconds = self._engine.clock.now_seconds()
+        self._deadlines[one.attempt] = one.since_seconds + self._engine.terms.timeout_seconds
+
+    def longest_seconds(self) -> float:
+        """Returns for how long the first timeout has run; 0 if none does. May be called from any thread."""
+        since = [one.since_seconds for one in self.waiting()]
+        return max(0.0, self._engine.clock.now_seconds() - min(since)) if since else 0.0
+
+    def take_due(self) -> list[FetchRequest]:
+        """Returns the waiting ones whose time is over. Their deadlines are forgotten."""
+        return [self._attempts[number] for number in self._deadlines.take_due(self._engine.clock.now_seconds())]
+
+    def stop_waiting(self, one: FetchRequest) -> None:
+        """The request goes on without its attempt, or has ended."""
+        one.is_waiting = False
+        self._deadlines.pop(one.attempt, None)
+        del self._waiting[one.request_id]
+
+    def hold(self, one: FetchRequest) -> None:
+        """Takes the blocks from the request, until every rank has reported that nothing is in flight into them."""
+        before = self._engine.holds.num_blocks
+        self._engine.holds.take(self._engine.blocks, one.request_id, one.attempt)
+        one.is_held = True
+        self.num_quarantined_blocks += self._engine.holds.num_blocks - before
+
+    def all_ranks_ended(self, number: int) -> FetchRequest | None:
+        """No rank has a transfer of the attempt in flight. Frees its blocks, if they are held.
+
+        Returns: its request, if that still waits: all its KV has arrived.
+        """
+        one = self._attempts.pop(number, None)
+        if one is None:
+            return None
+        if one.is_waiting:
+            self.stop_waiting(one)
+            return one
+        if one.is_held and number not in self._kept_by_others.get(one.request_id, ()):
+            self._give_back(number)
+        return None
+
+    def kept(self, request_id: DecodeRequestId) -> None:
+        """Another connector keeps the blocks of a request that has just ended: they are free when both release them."""
+        held = {one.attempt for one in self._attempts.values() if one.is_held and one.request_id == request_id}
+        if held:
+            self._kept_by_others[request_id] = held
+
+    def let_go(self, request_ids: Iterable[str]) -> None:
+        """Other connectors have released the blocks of these requests."""
+        for request_id in map(DecodeRequestId, request_ids):
+            for number in self._kept_by_others.pop(request_id, ()):
+                if number not in self._attempts:
+                    self._give_back(number)
+
+    def _give_back(self, number: int) -> None:
+        before = self._engine.holds.num_blocks
+        self._engine.holds.give_back(self._engine.blocks, number)
+        self.num_quarantined_blocks -= before - self._engine.holds.num_blocks

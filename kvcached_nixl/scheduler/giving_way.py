@@ -8,7 +8,7 @@ It tells neighbours what the next request waits for, has idle blocks of the pref
 In push decode has blocks before prefill computes. If both are on one device, decode could take all of it, and wait for
 a prefill that has no memory left. So while a neighbour runs nothing for want of memory, decode takes no more blocks for
 KV that has to come yet, and gives up what has waited the shortest, one prompt after the other. For its own requests it
-does so when they have waited in vain (`Impasse`).
+does so when they have waited in vain (`Impasse`). What nothing could free blocks for, ends (`Starvation`).
 """
 
 from __future__ import annotations
@@ -17,24 +17,15 @@ import math
 from collections.abc import Mapping
 
 from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.engine import BlockPool
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-from kvcached_nixl.scheduler.starvation import STOOD_SECONDS
-from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.step import Step
 
-__all__ = [
-    "GivingWay",
-    "Impasse",
-    "LOOK_SECONDS",
-    "MemoryPressure",
-    "RING_TIMEOUTS",
-    "UNHEARD_SECONDS",
-    "VAIN_TIMEOUTS",
-]
+__all__ = ["GivingWay", "Impasse", "MemoryPressure", "Starvation", "UNHEARD_SECONDS", "VAIN_TIMEOUTS"]
 
+STOOD_SECONDS = 30.0
+"""An engine that rests steps more often. One that has not stepped for so long was paused, or blocked by a call."""
 UNHEARD_SECONDS = 3.0
 """A neighbour that waits for memory repeats that every second. One that has not for this long no longer waits."""
 
@@ -98,22 +89,21 @@ class Impasse:
     so for ever. Small requests that run meanwhile change nothing about that.
     """
 
-    def __init__(self, clock: Clock, timeout_seconds: float) -> None:
-        self._clock = clock
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, engine: EngineContext) -> None:
+        self._engine = engine
         # The next request, the fewest blocks that it lacked, since when it lacks them, and when that was seen last.
         self._request_id = ""
         self._least_blocks = 0
         self._since_seconds = 0.0
         self._seen_seconds = -math.inf
 
-    def turn(self, blocks: BlockPool, *, are_peers_waiting: bool) -> tuple[int, float]:
+    def turn(self, *, are_peers_waiting: bool) -> tuple[int, float]:
         """Returns how many blocks hand-overs have to give up now, and since when they were needed.
 
         Args:
             are_peers_waiting: peers may wait for a prompt that has no blocks here.
         """
-        now = self._clock.now_seconds()
+        now, blocks = self._engine.clock.now_seconds(), self._engine.blocks
         request_id, num_missing = blocks.starved or ("", 0)
         is_past = now > self._seen_seconds + STOOD_SECONDS
         # Others may stand in front of it for a moment, by their priority.
@@ -124,7 +114,7 @@ class Impasse:
         self._seen_seconds = now
         times = RING_TIMEOUTS if are_peers_waiting else VAIN_TIMEOUTS
         since_seconds = self._since_seconds
-        if now < since_seconds + times * self._timeout_seconds:
+        if now < since_seconds + times * self._engine.terms.timeout_seconds:
             return 0, now
         self._since_seconds = now
         return (num_missing if num_missing > blocks.num_running_blocks else 0), since_seconds
@@ -142,18 +132,18 @@ has ended."""
 class GivingWay:
     """See the module."""
 
-    def __init__(self, clock: Clock, terms: Terms, offering: PrefillOffers, fetching: DecodeFetches) -> None:
-        self._clock = clock
-        self._patience_seconds = terms.patience_seconds
+    def __init__(self, engine: EngineContext, offering: PrefillOffers, fetching: DecodeFetches) -> None:
+        self._engine = engine
+        self._patience_seconds = engine.terms.patience_seconds
         # Decode has blocks before prefill computes.
-        self._is_push = terms.mode.is_push
+        self._is_push = engine.terms.mode.is_push
         # When a stalled neighbour was heard first, and last.
         self._stalled_seconds: tuple[float, float] | None = None
         self._had_yielded = False
         self._offering = offering
         self._fetching = fetching
-        self._pressure = MemoryPressure(clock, terms.patience_seconds)
-        self._impasse = Impasse(clock, terms.timeout_seconds)
+        self._pressure = MemoryPressure(engine.clock, self._patience_seconds)
+        self._impasse = Impasse(engine)
         # Blocks that were freed for others, and that the prefix cache may still keep.
         self._owed_blocks = 0
         # Steps until pages that were freed for others can be given back; None if there are none.
@@ -163,12 +153,13 @@ class GivingWay:
 
     @property
     def owes(self) -> bool:
-        """Whether memory that was freed for others has to be given back yet."""
         return self._owed_blocks > 0 or self._steps_to_trim is not None
 
-    def watches(self, blocks: BlockPool) -> bool:
+    @property
+    def watches(self) -> bool:
         """Whether an engine that has nothing to compute has to look all the same: it has something to give."""
-        waits = self._is_push and (self._fetching.num_waiting or self._fetching.num_queued)
+        blocks = self._engine.blocks
+        waits = self._is_push and (self._fetching.attempts.num_waiting or self._fetching.num_queued)
         return bool(self._offering.kept.num_kept or waits or blocks.num_cached or blocks.has_reserve)
 
     @property
@@ -177,92 +168,90 @@ class GivingWay:
         if self._stalled_seconds is None:
             return False
         first_seconds, last_seconds = self._stalled_seconds
-        now = self._clock.now_seconds()
+        now = self._engine.clock.now_seconds()
         return now < min(last_seconds + UNHEARD_SECONDS, first_seconds + MOST_YIELD_SECONDS)
 
-    def owe(self, num_blocks: int) -> None:
-        """So many blocks have been freed for others."""
-        self._owed_blocks += num_blocks
-
     def stepped(self) -> None:
-        """The engine begins a step."""
         if self._steps_to_trim:
             self._steps_to_trim -= 1
 
-    def fetched(self) -> None:
-        """Decode has fetched an offer."""
-        self._pressure.eased()
+    def ended(self, num_fetched: int, num_blocks: int) -> None:
+        """So many offers have ended that decode has fetched, and so many blocks have been freed for others."""
+        self._owed_blocks += num_blocks
+        if num_fetched:
+            self._pressure.eased()
 
     def look_soon(self) -> None:
         """Looks in the next turn, whenever the last look was."""
         self._look_at_seconds = 0.0
 
-    def turn(self, blocks: BlockPool, step: Step) -> bool:
+    def turn(self) -> bool:
         """Looks every LOOK_SECONDS, however often it is called. Must not be called while vLLM builds a step: what it
         copies between blocks in that step, only the prefix cache may keep.
 
         Returns: whether the engine has to step: blocks of the prefix cache were freed, or decode yields no longer.
         """
-        num_dropped = self._give_back(blocks)
-        now = self._clock.now_seconds()
+        num_dropped, blocks = self._give_back(), self._engine.blocks
+        now = self._engine.clock.now_seconds()
         if now < self._look_at_seconds:
             # What it waits for no longer must not cost neighbours anything.
-            self._has_told = self._has_told and (blocks.starved is not None or self._tell(blocks))
+            self._has_told = self._has_told and (blocks.starved is not None or self._tell())
             return num_dropped > 0
         self._look_at_seconds = now + LOOK_SECONDS
         # A request that a limit of before keeps waiting allocates nothing, and would wait for ever.
         blocks.apply_limit()
-        self._has_told = self._tell(blocks)
+        self._has_told = self._tell()
         # Before looking: an engine that had nothing to give has not looked for a while.
         if self._stalled_seconds is not None and now >= self._stalled_seconds[1] + UNHEARD_SECONDS:
             self._stalled_seconds = None
-        if self.watches(blocks):
-            num_dropped += self._give_way(blocks, step)
-            self._give_up(blocks, step)
+        if self.watches:
+            num_dropped += self._give_way()
+            self._give_up()
         else:
             self._pressure.eased()
         had_yielded, self._had_yielded = self._had_yielded, self.yields
         return num_dropped > 0 or (had_yielded and not self._had_yielded)
 
-    def _tell(self, blocks: BlockPool) -> bool:
-        return blocks.tell_neighbours(lambda one: self._is_push and self._fetching.needs_others(one))
+    def _tell(self) -> bool:
+        return self._engine.blocks.tell_neighbours(lambda one: self._is_push and self._fetching.needs_others(one))
 
-    def _hear(self, *, is_stalled: bool, blocks: BlockPool, step: Step) -> bool:
+    def _hear(self, *, is_stalled: bool) -> bool:
         """Decode's part, where a neighbour wants memory. Returns whether a hand-over was given up."""
         if not (self._is_push and is_stalled):
             return False
-        now = self._clock.now_seconds()
+        now = self._engine.clock.now_seconds()
         first_seconds = now if self._stalled_seconds is None else self._stalled_seconds[0]
         self._stalled_seconds = first_seconds, now
         # Offers and the prefix cache go first.
-        is_last = not self._offering.kept.num_kept and not blocks.num_cached
+        is_last = not self._offering.kept.num_kept and not self._engine.blocks.num_cached
         if not (self.yields and is_last and now >= first_seconds + self._patience_seconds):
             return False
         reason = "another engine on decode's device waits for memory, and its KV has not come yet"
-        self._fetching.give_up(1, HandOverFailed(FailureCause.REVOKED, reason), blocks, step)
+        self._fetching.give_up(1, HandOverFailed(FailureCause.REVOKED, reason))
         return True
 
-    def _give_up(self, blocks: BlockPool, step: Step) -> None:
+    def _give_up(self) -> None:
         """Ends hand-overs that keep the next request waiting in vain."""
-        if not (self._is_push and self._fetching.num_waiting):
+        if not (self._is_push and self._fetching.attempts.num_waiting):
             return
-        num_blocks, since_seconds = self._impasse.turn(blocks, are_peers_waiting=self._offering.are_awaited)
+        num_blocks, since_seconds = self._impasse.turn(are_peers_waiting=self._offering.are_awaited)
         if num_blocks:
-            seconds = self._clock.now_seconds() - since_seconds
+            seconds = self._engine.clock.now_seconds() - since_seconds
             reason = f"its KV has not come, and the next request has waited for its blocks for {seconds:.0f} s"
-            late = HandOverFailed(FailureCause.DEADLINE, reason)
-            self._fetching.give_up(num_blocks, late, blocks, step, since_seconds)
+            self._fetching.give_up(num_blocks, HandOverFailed(FailureCause.DEADLINE, reason), since_seconds)
 
-    def _give_way(self, blocks: BlockPool, step: Step) -> int:
+    def _give_way(self) -> int:
+        """Returns how many blocks of the prefix cache were freed."""
+        blocks, kept = self._engine.blocks, self._offering.kept
         num_wanted, is_neighbour_stalled = blocks.wanted_by_neighbours()
         if num_wanted > 0:
-            has_given = self._hear(is_stalled=is_neighbour_stalled, blocks=blocks, step=step)
+            has_given = self._hear(is_stalled=is_neighbour_stalled)
             # What kvcached has mapped in advance costs nothing to give.
             num_wanted -= blocks.trim()
             if has_given or num_wanted <= 0:
                 blocks.neighbours_served()
         # Blocks of its own prefix cache vLLM takes by itself.
-        starved, num_missing = (blocks.starved if self._offering.kept.num_kept else None) or ("", 0)
+        starved, num_missing = (blocks.starved if kept.num_kept else None) or ("", 0)
         missing = {
             RevocationCause.BLOCKS: num_missing,
             RevocationCause.LIMIT: blocks.blocks_over_limit,
@@ -274,7 +263,7 @@ class GivingWay:
             # none of them, unless this engine, too, has requests that wait for what its peers keep.
             keeps_wanted = False
             if cause is RevocationCause.BLOCKS:
-                is_for_offer = self._offering.is_offering(starved) and not self._fetching.num_queued
+                is_for_offer = self._offering.find(starved) is not None and not self._fetching.num_queued
                 keeps_wanted = is_for_offer or not blocks.stalled
             elif cause is RevocationCause.NEIGHBOUR:
                 keeps_wanted = not is_neighbour_stalled
@@ -284,17 +273,119 @@ class GivingWay:
                 num_dropped, num_blocks = num_dropped + dropped, num_blocks - dropped
                 if dropped:
                     self._steps_to_trim = _STEPS_TO_TRIM
-            self._offering.kept.give_way(cause, num_blocks, step, keeps_wanted=keeps_wanted)
+            kept.give_way(cause, num_blocks, keeps_wanted=keeps_wanted)
         return num_dropped
 
-    def _give_back(self, blocks: BlockPool) -> int:
+    def _give_back(self) -> int:
         """Frees what has been taken back for others, and their pages: those are unmapped at the end of a step, or kept
         by kvcached for its next allocation."""
         num_blocks, self._owed_blocks = self._owed_blocks, 0
         if num_blocks:
             self._steps_to_trim = _STEPS_TO_TRIM
-            return blocks.drop_cached(num_blocks)
+            return self._engine.blocks.drop_cached(num_blocks)
         if self._steps_to_trim == 0:
             self._steps_to_trim = None
-            blocks.trim()
+            self._engine.blocks.trim()
         return 0
+
+
+class Starvation:
+    """Requests that would wait for blocks for ever (rule R4).
+
+    kvcached's limit, other engines on the device, or a quarantine may leave less memory than the next request in the
+    queue needs. It waits without a limit while anything may free blocks: requests that run, hand-overs under way,
+    offers. If there is nothing of that, it ends with an error, once it has waited like that for a time. It need not be
+    a hand-over.
+    """
+
+    def __init__(self, engine: EngineContext, fetching: DecodeFetches) -> None:
+        self._engine = engine
+        self._fetching = fetching
+        # Those that wait while nothing frees blocks, in vLLM's order, and since when.
+        self._since_seconds: dict[str, float] = {}
+        # The first of them, the fewest blocks that it lacked, and the fewest that were held.
+        self._least: tuple[str, int, int] = ("", 0, 0)
+        self._looked_at_seconds = 0.0
+        self._limit_seconds = 0.0
+        self._ending: set[str] = set()
+
+    @property
+    def due_at_seconds(self) -> float | None:
+        """When the next request has to end; None if none waits in vain."""
+        first = next(iter(self._since_seconds.values()), None)
+        return None if first is None else first + self._limit_seconds
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._ending)
+
+    def turn(self) -> None:
+        """A step was built: notices an engine that stands still, and whose next request gets no blocks any more."""
+        blocks = self._engine.blocks
+        # KV under way is computed on when it has come, and its blocks are free then (or `Impasse` ends it).
+        waiting = [] if self._fetching.attempts.num_waiting else blocks.stalled
+        self._engine.step.is_stalled = blocks.is_paused or bool(waiting)
+        # So are those of offers, when decode has fetched them or their leases end, and of other connectors. Not those
+        # of requests that have their KV and wait for more blocks, too: memory may have gone since they were admitted.
+        # Blocks that are parked are in no table.
+        if waiting and (blocks.is_copied or blocks.others_have_blocks({*waiting, *self._fetching.received})):
+            waiting = []
+        self._look(waiting)
+
+    def _look(self, waiting: list[str]) -> None:
+        """Ends the first of these requests if it has waited too long. They wait for blocks, in vLLM's order, and
+        nothing is under way that frees some."""
+        now, blocks, num_held_blocks = (
+            self._engine.clock.now_seconds(),
+            self._engine.blocks,
+            self._engine.holds.num_blocks,
+        )
+        starved = blocks.starved if waiting else None
+        if self._has_moved(starved, num_held_blocks) or now > self._looked_at_seconds + STOOD_SECONDS:
+            self._since_seconds.clear()
+        self._looked_at_seconds = now
+        self._since_seconds = {one: self._since_seconds.get(one, now) for one in waiting if one not in self._ending}
+        terms = self._engine.terms
+        self._limit_seconds = terms.timeout_seconds if num_held_blocks else terms.allocation_seconds
+        due_at_seconds = self.due_at_seconds
+        # vLLM has tried the first one in vain in this step. Those behind one that is about to end get their turn first.
+        if self._ending or due_at_seconds is None or now < due_at_seconds:
+            return
+        request_id = next(iter(self._since_seconds))
+        del self._since_seconds[request_id]
+        if starved is None or starved[0] != request_id:
+            return
+        self._ending.add(request_id)
+        cause = FailureCause.QUARANTINE if num_held_blocks else FailureCause.NO_BLOCKS
+        reason = self._reason(blocks.usage().num_free, starved[1], num_held_blocks)
+        self._engine.failures.starved(request_id, HandOverFailed(cause, reason))
+
+    def _has_moved(self, starved: tuple[str, int] | None, num_held_blocks: int) -> bool:
+        """Whether blocks have come free since the last step. Those that were free before do not count again."""
+        request_id, num_missing = starved or ("", 0)
+        before = self._least
+        if before[0] != request_id:
+            self._least = request_id, num_missing, num_held_blocks
+            return False
+        self._least = request_id, min(before[1], num_missing), min(before[2], num_held_blocks)
+        return self._least != before
+
+    def take_ending(self) -> set[str]:
+        ending, self._ending = self._ending, set()
+        return ending
+
+    def _reason(self, num_free: int, num_missing: int, num_held_blocks: int) -> str:
+        found = (
+            f"found {num_free} free KV-cache blocks, and nothing has freed more for {self._limit_seconds:g} s; "
+            f"expected at least {num_free + num_missing}. The request ends, so that others get their turn. "
+        )
+        if num_held_blocks:
+            return (
+                f"{found}{num_held_blocks} blocks are in quarantine for peers that do not answer and may still write. "
+                "Peers on other hosts are fenced within about two minutes, and their blocks are free then. If a "
+                "process of a peer on this host hangs, continue or end it"
+            )
+        return (
+            f"{found}Raise kvcached's limit (kvctl limit), have other engines on this device leave it more memory, or "
+            "send shorter prompts"
+        )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: requests that have ended, and whose blocks are kept for decode. One per engine, on the engine's thread.
+"""Prefill: requests that have ended, and whose blocks are kept for decode, and what may not begin because of them. One
+per engine, on the engine's thread.
 
     kept ─── every rank has reported that no peer needs it ───────────────────────────────► its blocks are free
       ├─ taken back: weights have changed, a pause, a cleared cache ── every rank has reported it ──────► free
@@ -12,20 +13,19 @@ offer as it is if decode fetches it. In each case blocks are freed only when eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvcached_nixl.deadlines import Clock, Deadlines
+from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.scheduler.engine import BlockPool
-from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.terms import Terms, is_meant
+from kvcached_nixl.scheduler.context import EngineContext, is_meant
 from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID
-from kvcached_nixl.wire.step import BlockIds, Finish, OfferUpdate, Revocation, Revoke, Step, report_numbers
+from kvcached_nixl.wire.step import AwaitClaim, BlockIds, Finish, OfferUpdate, Revocation, Revoke, report_numbers
 
-__all__ = ["KeptOffers"]
+__all__ = ["KeptOffers", "StartGate"]
 
 ASK_AGAIN_SECONDS = 1.0
 """How long an offer that is to give way counts as giving its blocks back. Decode may be fetching it, and not end."""
@@ -51,13 +51,12 @@ class _Kept:
     """A request that has ended, and whose blocks are kept.
 
     Attributes:
-        adapter: the one that it was computed with.
         since_seconds: when it ended.
         is_taken_back: nobody may fetch it any more.
         hold: number of the hold with its blocks, once vLLM has freed the request.
         asked: numbers of its revocations that workers may report as spared.
-        asked_until_seconds: it counts as giving its blocks back, until then; None if it does not.
-        spared_until_seconds: it did not give way, and counts as wanted until then; None if it does not.
+        asked_until_seconds: it counts as giving its blocks back, until then.
+        spared_until_seconds: it did not give way, and counts as wanted until then.
         is_for_others: it was asked to give way for others than this engine.
     """
 
@@ -67,43 +66,29 @@ class _Kept:
     is_taken_back: bool = False
     hold: int | None = None
     asked: list[int] = field(default_factory=list)
-    asked_until_seconds: float | None = None
-    spared_until_seconds: float | None = None
+    asked_until_seconds: float = -math.inf
+    spared_until_seconds: float = -math.inf
     is_for_others: bool = False
 
-    @property
-    def gives_back(self) -> bool:
-        """Whether its blocks are expected to be free soon."""
-        return self.is_taken_back or self.asked_until_seconds is not None
+    def gives_back(self, now_seconds: float) -> bool:
+        return self.is_taken_back or now_seconds < self.asked_until_seconds
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether it did not give way, because decode waits for it or fetches it."""
-        return self.spared_until_seconds is not None
-
-    def turn(self, now_seconds: float) -> None:
-        """What it was asked, or spared, counts for a time only."""
-        if self.spared_until_seconds is not None and self.spared_until_seconds <= now_seconds:
-            self.spared_until_seconds = None
-        if self.asked_until_seconds is not None and self.asked_until_seconds <= now_seconds:
-            self.asked_until_seconds = None
-            self.spared_until_seconds = now_seconds + SPARED_SECONDS
+    def is_wanted(self, now_seconds: float) -> bool:
+        return self.asked_until_seconds <= now_seconds < self.spared_until_seconds
 
 
 class KeptOffers:
     """See the module."""
 
-    def __init__(self, terms: Terms, clock: Clock, holds: Holds) -> None:
-        self._terms = terms
-        self._clock = clock
-        self._holds = holds
+    def __init__(self, engine: EngineContext) -> None:
+        self._engine = engine
         # Oldest first.
         self._kept: dict[PrefillRequestId, _Kept] = {}
         self._closed: str | None = None
         self._revoked_at = Deadlines[PrefillRequestId]()
         self._numbers = report_numbers()
-        # Number of a revocation that may be reported as spared -> its request.
-        self._asked: dict[int, PrefillRequestId] = {}
+        # By the numbers of revocations that may be reported as spared.
+        self._asked: dict[int, _Kept] = {}
 
     def keep(
         self, request_id: PrefillRequestId, adapter: int, block_ids: BlockIds, *, is_taken_back: bool = False
@@ -111,17 +96,15 @@ class KeptOffers:
         """A request has ended, and vLLM keeps its blocks until `ended` is told of it.
 
         Args:
-            adapter: the one that it was computed with.
             is_taken_back: decode may not fetch it: its workers may only be reading it yet.
         """
-        now = self._clock.now_seconds()
+        now = self._engine.clock.now_seconds()
         num_blocks = sum(len({*group} - {NULL_BLOCK_ID}) for group in block_ids)
         self._kept[request_id] = _Kept(adapter, num_blocks, now, is_taken_back)
         if self._closed is not None and not is_taken_back:
             self._revoked_at[request_id] = now + GRACE_SECONDS
 
     def keeps(self, request_id: str) -> bool:
-        """Whether a request has ended and its blocks are kept."""
         return PrefillRequestId(request_id) in self._kept
 
     @property
@@ -131,45 +114,40 @@ class KeptOffers:
 
     @property
     def num_kept(self) -> int:
-        """Requests that have ended, and whose blocks are kept."""
         return len(self._kept)
 
     def kept_now(self) -> tuple[int, int, float]:
         """Returns how many requests are kept, their blocks, and the seconds since the first one ended. May be called
         from any thread."""
-        kept = list(self._kept.values())
-        now = self._clock.now_seconds()
-        oldest_seconds = max((now - one.since_seconds for one in kept), default=0.0)
-        return len(kept), sum(one.num_blocks for one in kept), max(0.0, oldest_seconds)
+        kept, now = list(self._kept.values()), self._engine.clock.now_seconds()
+        oldest_seconds = max([0.0, *(now - one.since_seconds for one in kept)])
+        return len(kept), sum(one.num_blocks for one in kept), oldest_seconds
 
     @property
     def is_left_waiting(self) -> bool:
         """Whether decode leaves so much KV waiting that nothing more should be computed for it unasked."""
-        now = self._clock.now_seconds()
-        num_blocks = sum(
-            one.num_blocks
-            for one in self._kept.values()
-            if now > one.since_seconds + UNCLAIMED_SECONDS and not one.is_taken_back
-        )
-        return num_blocks * self._terms.groups.tokens_per_block >= self._terms.most_unclaimed_tokens
+        since_seconds, terms = self._engine.clock.now_seconds() - UNCLAIMED_SECONDS, self._engine.terms
+        left = [one for one in self._kept.values() if one.since_seconds < since_seconds and not one.is_taken_back]
+        num_tokens = sum(one.num_blocks for one in left) * terms.groups.tokens_per_block
+        return num_tokens >= terms.most_unclaimed_tokens
 
     # ------------------------------------------------------------------------------------------------------ revocation
 
-    def revoke(self, revocation: Revocation, step: Step, *, adapter: int | None = None) -> None:
+    def revoke(self, revocation: Revocation, *, adapter: int | None = None) -> None:
         """Takes offers back, whether decode fetches them or not.
 
         Args:
             adapter: only those computed with this LoRA adapter, or with any adapter (`ANY_ADAPTER`); None for all.
         """
         meant = [request_id for request_id, one in self._kept.items() if is_meant(adapter, one.adapter)]
-        self._take_back(meant, revocation, step)
+        self._take_back(meant, revocation)
 
-    def close(self, reason: str, step: Step, *, grace_seconds: float) -> None:
-        """Revokes requests that have ended, or end before `reopen` is called; each after ``grace_seconds``."""
+    def close(self, reason: str, *, grace_seconds: float) -> None:
+        """Revokes requests that have ended, or end before `reopen`; each after ``grace_seconds``."""
         self._closed = reason
-        due = self._clock.now_seconds() + grace_seconds
+        due = self._engine.clock.now_seconds() + grace_seconds
         self._revoked_at.move({request_id: due for request_id in self._kept})
-        self.turn(step)
+        self.turn()
 
     def reopen(self) -> None:
         """Undoes `close`: requests that end from now on are kept as long as their leases last."""
@@ -181,26 +159,26 @@ class KeptOffers:
         """When the next offer is to be revoked; None if none is."""
         return self._revoked_at.first_seconds
 
-    def turn(self, step: Step) -> None:
+    def turn(self) -> None:
         """Revokes the offers whose grace has passed."""
-        due = self._revoked_at.take_due(self._clock.now_seconds())
-        self._take_back(due, Revocation(RevocationCause.PAUSED, self._closed or ""), step)
+        due = self._revoked_at.take_due(self._engine.clock.now_seconds())
+        self._take_back(due, Revocation(RevocationCause.PAUSED, self._closed or ""))
 
-    def _take_back(self, request_ids: Iterable[PrefillRequestId], revocation: Revocation, step: Step) -> None:
+    def _take_back(self, request_ids: Iterable[PrefillRequestId], revocation: Revocation) -> None:
         taken = []
         for request_id in request_ids:
             self._revoked_at.pop(request_id, None)
             if not self._kept[request_id].is_taken_back:
                 self._kept[request_id].is_taken_back = True
-                step.tell(Revoke(request_id, revocation))
+                self._engine.step.tell(Revoke(request_id, revocation))
                 taken.append(request_id)
         if taken:
             # An offer that the workers were not told of yet must not reach them before its revocation.
-            step.withhold(*taken, even_empty=True)
+            self._engine.step.withhold(*taken, even_empty=True)
 
     # ------------------------------------------------------------------------------------------------------ giving way
 
-    def give_way(self, cause: RevocationCause, num_blocks: int, step: Step, *, keeps_wanted: bool = False) -> None:
+    def give_way(self, cause: RevocationCause, num_blocks: int, *, keeps_wanted: bool = False) -> None:
         """Takes back offers that no rank of decode fetches yet, oldest first, until they have ``num_blocks`` blocks
         together with those that are being given back already.
 
@@ -210,40 +188,40 @@ class KeptOffers:
         Args:
             keeps_wanted: those for which decode has a request are not taken back at all.
         """
-        now = self._clock.now_seconds()
-        for one in self._kept.values():
-            one.turn(now)
-        num_blocks -= sum(one.num_blocks for one in self._kept.values() if one.gives_back)
+        now, step = self._engine.clock.now_seconds(), self._engine.step
+        num_blocks -= sum(one.num_blocks for one in self._kept.values() if one.gives_back(now))
         # What the workers are told of in this very step is not old, nor may it follow its revocation.
         told = {one.request_id for one in step.of(Finish)} | {one.request_id for one in step.of(OfferUpdate)}
         # Those that were spared come last.
-        for request_id, one in sorted(self._kept.items(), key=lambda item: item[1].is_wanted):
-            if num_blocks <= 0 or (one.is_wanted and keeps_wanted):
+        for request_id, one in sorted(self._kept.items(), key=lambda item: item[1].is_wanted(now)):
+            is_wanted = one.is_wanted(now)
+            if num_blocks <= 0 or (is_wanted and keeps_wanted):
                 return
-            is_young = now < one.since_seconds + self._terms.patience_seconds
-            if one.gives_back or request_id in told or is_young:
+            is_young = now < one.since_seconds + self._engine.terms.patience_seconds
+            if one.gives_back(now) or request_id in told or is_young:
                 continue
             number = next(self._numbers)
-            step.tell(Revoke(request_id, Revocation(cause, _GIVES_WAY[cause], not one.is_wanted, number)))
+            step.tell(Revoke(request_id, Revocation(cause, _GIVES_WAY[cause], not is_wanted, number)))
             one.asked_until_seconds = now + ASK_AGAIN_SECONDS
+            one.spared_until_seconds = one.asked_until_seconds + SPARED_SECONDS
             one.asked.append(number)
-            self._asked[number] = request_id
+            self._asked[number] = one
             one.is_for_others |= cause is not RevocationCause.BLOCKS
             num_blocks -= one.num_blocks
 
     def spared(self, numbers: Iterable[int]) -> bool:
         """Workers have not taken these offers back, because decode waits for them or fetches them. Returns whether
         there are any."""
-        named = [self._asked.pop(number) for number in numbers if number in self._asked]
-        found = [one for request_id in named if (one := self._kept.get(request_id)) is not None]
+        found = [self._asked.pop(number) for number in numbers if number in self._asked]
+        now = self._engine.clock.now_seconds()
         for one in found:
-            one.asked_until_seconds, one.is_for_others = None, False
-            one.spared_until_seconds = self._clock.now_seconds() + SPARED_SECONDS
+            one.asked_until_seconds, one.is_for_others = now, False
+            one.spared_until_seconds = now + SPARED_SECONDS
         return bool(found)
 
     # ------------------------------------------------------------------------------------------------------------- end
 
-    def let_go(self, blocks: BlockPool) -> set[str]:
+    def let_go(self) -> set[str]:
         """Revoked requests, since the last call, that vLLM may free; their blocks are held until `ended` names them.
 
         Only while the engine is paused: a pause waits until vLLM has freed all requests, and transfers of a decode
@@ -253,24 +231,96 @@ class KeptOffers:
             return set()
         found = {key: one for key, one in self._kept.items() if one.is_taken_back and one.hold is None}
         for request_id, one in found.items():
-            one.hold = self._holds.take(blocks, request_id)
+            one.hold = self._engine.holds.take(self._engine.blocks, request_id)
         return set(found)
 
-    def ended(self, sent: Iterable[str], blocks: BlockPool) -> tuple[int, int]:
+    def ended(self, sent: Iterable[str]) -> tuple[int, int]:
         """All ranks have reported that no peer needs these requests; vLLM frees their blocks now.
 
         Returns: how many offers have ended that were not taken back, and how many blocks are given back to others.
         """
-        num_served = num_for_others = 0
+        num_served, num_for_others, now = 0, 0, self._engine.clock.now_seconds()
         for request_id in map(PrefillRequestId, sent):
             one = self._kept.pop(request_id, None)
             if one is None:
                 continue
             if one.hold is not None:
-                self._holds.give_back(blocks, one.hold)
-            num_served += not one.gives_back
+                self._engine.holds.give_back(self._engine.blocks, one.hold)
+            num_served += not one.gives_back(now)
             num_for_others += one.num_blocks if one.is_for_others else 0
             for number in one.asked:
                 self._asked.pop(number, None)
             self._revoked_at.pop(request_id, None)
         return num_served, num_for_others
+
+
+class StartGate:
+    """Push: which prompts prefill computes before decode has blocks for them.
+
+    A router that asks both sides at once has decode register before prefill begins. Where decode has no room, it
+    registers late or never, and prefill would fill its own memory with KV that nobody takes. So while prefill keeps
+    that much (`Terms.most_unclaimed_tokens`), it begins only prompts that a rank of decode has registered for. The
+    others wait in vLLM's queue, which asks again in every step, without blocks. Workers report when decode has
+    registered, and at once where decode registers only after prefill's answer. They are asked again from time to time,
+    and report those that decode does not want any more, too: see `OfferRegistry.await_claim`.
+    """
+
+    def __init__(self, engine: EngineContext, kept: KeptOffers) -> None:
+        self._engine = engine
+        self._kept = kept
+        # `KeptOffers.is_left_waiting`, once it was looked up for the step being built.
+        self._needs_claim: bool | None = None
+        self._numbers = report_numbers()
+        self._held = Deadlines[PrefillRequestId]()
+        # Those that may begin, until they do, or end.
+        self._claimed: set[PrefillRequestId] = set()
+        self._of_number: dict[int, PrefillRequestId] = {}
+
+    @property
+    def due_at_seconds(self) -> float | None:
+        """When workers are to be asked again; None if no prompt waits."""
+        return self._held.first_seconds
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    def may_start(self, request_id: PrefillRequestId) -> bool:
+        """Whether a prompt may begin now. If not, workers are asked to report when decode has registered for it."""
+        if self._needs_claim is None:
+            self._needs_claim = self._kept.is_left_waiting
+        if not self._needs_claim or request_id in self._claimed:
+            self._held.pop(request_id, None)
+            return True
+        if request_id not in self._held:
+            number = next(self._numbers)
+            self._of_number[number] = request_id
+            self._hold([request_id])
+            self._engine.step.tell(AwaitClaim(request_id, number))
+        return False
+
+    def claimed(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            request_id = self._of_number.pop(number, None)
+            if request_id is not None and self._held.pop(request_id, None) is not None:
+                self._claimed.add(request_id)
+
+    def turn(self, begun: Iterable[str]) -> None:
+        """A step was built, which computes the requests ``begun``."""
+        self._needs_claim = None
+        self.gone(begun)
+        asked = self._held.take_due(self._engine.clock.now_seconds())
+        if asked:
+            self._hold(asked)
+            again = [AwaitClaim(one, number) for number, one in self._of_number.items() if one in asked]
+            self._engine.step.tell(*again)
+
+    def _hold(self, request_ids: Iterable[PrefillRequestId]) -> None:
+        ask_again_seconds = self._engine.clock.now_seconds() + self._engine.terms.allocation_seconds
+        self._held.move(dict.fromkeys(request_ids, ask_again_seconds))
+
+    def gone(self, request_ids: Iterable[str]) -> None:
+        gone = set(map(PrefillRequestId, request_ids))
+        for request_id in gone:
+            self._held.pop(request_id, None)
+        self._claimed -= gone
+        self._of_number = {number: one for number, one in self._of_number.items() if one not in gone}

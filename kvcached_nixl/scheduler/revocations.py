@@ -8,16 +8,14 @@ flight is waited for, and only for a while.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.scheduler.context import ANY_ADAPTER, EngineContext, is_meant
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import Reader
-from kvcached_nixl.scheduler.engine_link import EngineLink
-from kvcached_nixl.scheduler.holds import Holds
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-from kvcached_nixl.scheduler.terms import ANY_ADAPTER, is_meant
 from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.handshake import Weights
 
@@ -34,19 +32,9 @@ class Revocations:
         is_doubted: weights may have changed, and were not read since.
     """
 
-    def __init__(
-        self,
-        link: EngineLink,
-        clock: Clock,
-        read: Reader,
-        holds: Holds,
-        offering: PrefillOffers,
-        fetching: DecodeFetches,
-    ) -> None:
-        self._link = link
-        self._clock = clock
+    def __init__(self, engine: EngineContext, read: Reader, offering: PrefillOffers, fetching: DecodeFetches) -> None:
+        self._engine = engine
         self._read = read
-        self._holds = holds
         self._offering = offering
         self._fetching = fetching
         self._weights: Mapping[Any, Weights] | None = None
@@ -68,16 +56,11 @@ class Revocations:
         Args:
             has_changed: it has, whatever the workers find.
         """
-        self.is_doubted, has_news = True, self._link.has_news
+        self.is_doubted, has_news = True, self._engine.has_news
         if has_changed:
             self.weights_changed()
         # An engine that keeps nothing for peers has nobody to tell before its next step.
-        self._link.has_news = has_news or self._keeps_blocks
-
-    @property
-    def keeps_offers(self) -> bool:
-        """Whether peers may fetch KV of requests that have ended."""
-        return self._offering.kept.are_fetchable
+        self._engine.has_news = has_news or self._keeps_blocks
 
     def weights_changed(self, adapter: int | None = None) -> None:
         """Revokes every hand-over of KV that was computed with the weights of before, and lets no request that arrives
@@ -88,18 +71,16 @@ class Revocations:
         """
         reason = "the weights were changed" if adapter is None else "an adapter was loaded again"
         # An idle engine has to step, too, to tell its workers.
-        self._link.has_news = True
+        self._engine.has_news = True
         if adapter is None:
-            self._offering.incarnation = self._link.draw_incarnation()
+            self._engine.incarnation = self._engine.step.incarnation = secrets.token_hex(8)
             self._weights = None
         outdated: Collection[str] = ()
-        if self._link.blocks is not None:
-            self._fetching.revoke(f"decode: {reason}", self._link.blocks, self._link.step, adapter=adapter)
+        if self._engine.is_bound:
+            self._fetching.revoke(f"decode: {reason}", adapter=adapter)
             # Whose KV was on its way has lost its blocks, and may begin anew.
-            outdated = self._link.blocks.outdate(lambda number, _: is_meant(adapter, number))
-        self._offering.revoke(
-            RevocationCause.WEIGHTS, f"prefill: {reason}", self._link.step, adapter=adapter, outdated=outdated
-        )
+            outdated = self._engine.blocks.outdate(lambda number, _: is_meant(adapter, number))
+        self._offering.revoke(RevocationCause.WEIGHTS, f"prefill: {reason}", adapter=adapter, outdated=outdated)
 
     def adapters_changed(self, adapter: int | None = None) -> None:
         """A LoRA adapter was loaded under a number that was in use, or was removed; None: any adapter may have been."""
@@ -111,7 +92,7 @@ class Revocations:
 
         What is under way goes on: its digest says which adapter computes it."""
         # A request of the adapter of before, which begins only now, must not begin with KV of the new one.
-        self._link.bound().outdate(lambda _, name: name in names, even_waiting=True)
+        self._engine.blocks.outdate(lambda _, name: name in names, even_waiting=True)
 
     # ---------------------------------------------------------------------------------------------- a pause, a clearing
 
@@ -122,8 +103,8 @@ class Revocations:
             grace_seconds: how long decode still has to fetch from requests that have ended, or end from now on.
             clears: the cache is cleared, too, so no transfer into it or out of it may be under way.
         """
-        self._quiet_by_seconds = self._clock.now_seconds() + grace_seconds + QUIET_SECONDS
-        self._offering.kept.close("prefill is paused", self._link.step, grace_seconds=grace_seconds)
+        self._quiet_by_seconds = self._engine.clock.now_seconds() + grace_seconds + QUIET_SECONDS
+        self._offering.kept.close("prefill is paused", grace_seconds=grace_seconds)
         if clears:
             self.clear(running=not grace_seconds)
 
@@ -133,28 +114,26 @@ class Revocations:
         Args:
             running: running requests lose what they have computed, so their offers are revoked, too.
         """
-        self._quiet_by_seconds = max(self._quiet_by_seconds, self._clock.now_seconds() + QUIET_SECONDS)
+        self._quiet_by_seconds = max(self._quiet_by_seconds, self._engine.clock.now_seconds() + QUIET_SECONDS)
         if running:
-            self._offering.revoke(RevocationCause.CLEARED, "prefill's cache is cleared", self._link.step)
-        if self._link.blocks is not None:
-            self._fetching.revoke("decode's cache is cleared", self._link.blocks, self._link.step)
+            self._offering.revoke(RevocationCause.CLEARED, "prefill's cache is cleared")
+        self._fetching.revoke("decode's cache is cleared")
 
     def resumed(self) -> None:
-        """The engine runs again after `paused`."""
         self._offering.kept.reopen()
 
     @property
     def has_blocks(self) -> bool:
         """Whether blocks are held, kept for decode, or waiting for KV, although no running request uses them."""
-        return self._keeps_blocks or bool(self._fetching.num_waiting or self._fetching.received)
+        return self._keeps_blocks or bool(self._fetching.attempts.num_waiting or self._fetching.received)
 
     @property
     def quiet_in_seconds(self) -> float:
         """How long a pause still waits for transfers in flight; 0 if none can be in flight, or nobody waits."""
-        return max(0.0, self._quiet_by_seconds - self._clock.now_seconds()) if self._keeps_blocks else 0.0
+        return max(0.0, self._quiet_by_seconds - self._engine.clock.now_seconds()) if self._keeps_blocks else 0.0
 
     @property
     def _keeps_blocks(self) -> bool:
         """Whether there are blocks that no running request has, and that transfers may use."""
-        is_copied = self._link.blocks is not None and self._link.blocks.is_copied
-        return bool(self._holds.num_blocks or self._offering.kept.num_kept or is_copied)
+        is_copied = self._engine.is_bound and self._engine.blocks.is_copied
+        return bool(self._engine.holds.num_blocks or self._offering.kept.num_kept or is_copied)

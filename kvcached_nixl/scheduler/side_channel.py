@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.engine_link import EngineLink
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.revocations import Revocations
 from kvcached_nixl.wire.handshake import Answer, Answers, read_rank
@@ -27,7 +26,6 @@ class HandshakeListener(Protocol):
 
     def answer(self, answers: Answers) -> None:
         """Replaces the answers."""
-        ...
 
     def close(self) -> None: ...
 
@@ -46,27 +44,21 @@ class OwnSideChannel:
     ``observability.py``). So the amount is looked at again and again, and its rises and falls are added up. What is
     mapped and given back between two looks is not counted: both sums are lower bounds, and their difference is exact.
 
-    Threads: the side channel's thread calls `woken`, `headroom` and `watch_memory`; the engine's thread calls the
-    others.
+    Threads: the side channel's thread calls `headroom` and `watch_memory`; the engine's thread calls the others.
 
     Args:
-        tokens_per_block: of all KV-cache groups together.
         asking: None if the engine asks no prefill servers.
     """
 
     def __init__(
         self,
-        link: EngineLink,
-        clock: Clock,
-        tokens_per_block: float,
+        engine: EngineContext,
         offering: PrefillOffers,
         fetching: DecodeFetches,
         revocations: Revocations,
         asking: AskingFigures | None,
     ) -> None:
-        self._link = link
-        self._clock = clock
-        self._tokens_per_block = tokens_per_block
+        self._engine = engine
         self._offering = offering
         self._fetching = fetching
         self._revocations = revocations
@@ -87,7 +79,7 @@ class OwnSideChannel:
         self._offering.is_read_early |= any(one.is_staged for one in ranks.values())
         self._revocations.identified({key: one.weights for key, one in ranks.items()})
         # Drawn again if other weights were found just now.
-        incarnation = self._link.incarnation
+        incarnation = self._engine.incarnation
         answers = {
             rank: (one.compatibility_hash, msgspec.msgpack.encode(Answer(incarnation, one.agent_metadata_bytes)))
             for (_, rank), one in metadata.items()
@@ -109,10 +101,6 @@ class OwnSideChannel:
         if listener is not None:
             listener.close()
 
-    def woken(self) -> None:
-        """A worker has something to report: makes the engine step. May be called from any thread."""
-        self._link.woken()
-
     # ---------------------------------------------------------------------------------------------- what it says of it
 
     def headroom(self) -> bytes:
@@ -120,10 +108,10 @@ class OwnSideChannel:
         self.watch_memory()
         if self._revocations.is_doubted:
             # An idle engine looks at its weights before its next step: now, since somebody asks.
-            self._link.woken()
-        if self._link.blocks is None:
+            self._engine.woken()
+        if not self._engine.is_bound:
             return b""
-        usage, per_block = self._link.blocks.usage(), self._tokens_per_block
+        usage, per_block = self._engine.blocks.usage(), self._engine.terms.groups.tokens_per_block
         num_offers, num_kept, oldest_offer_seconds = self._offering.kept.kept_now()
         num_fetches, oldest_fetch_seconds = self._fetching.waiting_now()
         return encode_headroom(
@@ -146,15 +134,15 @@ class OwnSideChannel:
 
     def watch_memory(self) -> None:
         """Counts what kvcached has mapped and unmapped since the last call. The first amount is a rise from 0."""
-        if self._link.blocks is not None:
-            before, self._mapped_bytes = self._mapped_bytes, self._link.blocks.mapped_bytes()
+        if self._engine.is_bound:
+            before, self._mapped_bytes = self._mapped_bytes, self._engine.blocks.mapped_bytes()
             self._risen_bytes += max(0, self._mapped_bytes - before)
             self._fallen_bytes += max(0, before - self._mapped_bytes)
 
     def in_answer(self) -> dict[str, int]:
         """What prefill's answers say of this engine's queue."""
-        now = self._clock.now_seconds()
+        now = self._engine.clock.now_seconds()
         if now >= self._said_until_seconds:
             self._said_until_seconds = now + ANSWER_SECONDS
-            self._queued_tokens = self._link.bound().usage().queued_tokens
+            self._queued_tokens = self._engine.blocks.usage().queued_tokens
         return {"queued_tokens": self._queued_tokens}

@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timelines of an engine's hand-overs, from a request's arrival on: what becomes of them for the metrics and for
-traces. One per engine, on the engine's thread.
+"""What becomes of an engine's hand-overs, for the metrics, traces, the log and clients. One per engine, on its thread.
 
-A timeline begins and ends here. What a rank does with a hand-over in between is in its own timeline, which comes with
-the statistics of a step; of decode's ranks the slowest one counts, because the request waits for it.
+A timeline begins here with a request's arrival, and ends here. What a rank does with a hand-over in between is in its
+own timeline, which comes with the statistics of a step; of decode's ranks the slowest one counts, because the request
+waits for it.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.engine import Request
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.wire.causes import FAILED, STARVED, FailureCause, HandOverFailed
 from kvcached_nixl.wire.timeline import Lasted, Reported, State, Timeline
 
-__all__ = ["Spans", "Timelines"]
+__all__ = ["Failures", "Spans", "Timelines"]
+
+logger = logging.getLogger(SERVER_LOGGER)
 
 
 class Spans(Protocol):
@@ -25,11 +30,9 @@ class Spans(Protocol):
 
     def trace_of(self, request: Request) -> str:
         """The trace that a request belongs to, as a W3C ``traceparent``; "" if it belongs to none."""
-        ...
 
     def add(self, trace: str, timeline: Timeline, attributes: dict[str, str]) -> None:
         """Adds a span for each state of a timeline that has ended."""
-        ...
 
 
 @dataclass
@@ -67,10 +70,6 @@ class Timelines:
         self._unanswered: set[str] = set()
         self.lasted: list[Lasted] = []
 
-    def __len__(self) -> int:
-        """Hand-overs that are followed."""
-        return len(self._followed)
-
     def begin(self, request: Request, state: State) -> None:
         """A request has arrived that hands over, or is handed over to; or decode has asked for it."""
         request_id = request.request_id
@@ -85,6 +84,7 @@ class Timelines:
         """A hand-over is in another state; ignored if it is not followed (any more)."""
         followed = self._followed.get(request_id)
         if followed is not None:
+            self._take_in(followed)
             followed.timeline.enter(state, self._clock.now_seconds())
 
     def trace_of(self, request_id: str) -> str:
@@ -96,29 +96,17 @@ class Timelines:
         """A hand-over of decode brings no KV."""
         followed = self._followed.get(request_id)
         if followed is not None:
-            self._take_in(followed)
             followed.cause = followed.cause or cause.label
-            followed.timeline.enter(State.DECODE_FAILED, self._clock.now_seconds())
-
-    def arrived(self, request_id: str) -> None:
-        """Every rank has the KV of a request."""
-        followed = self._followed.get(request_id)
-        if followed is not None:
-            self._take_in(followed)
-            followed.timeline.enter(State.DECODE_RESUMING, self._clock.now_seconds())
+            self.enter(request_id, State.DECODE_FAILED)
 
     def computed(self, request_ids: Iterable[str]) -> None:
-        """Requests are computed in a step."""
-        if not self._unanswered:
-            return
-        for request_id in self._unanswered.intersection(request_ids):
+        for request_id in self._unanswered.intersection(request_ids) if self._unanswered else ():
             followed = self._followed[request_id]
             if followed.timeline.state is not State.DECODE_FAILED:
                 followed.timeline.enter(State.DECODE_FIRST_TOKEN, self._clock.now_seconds())
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether a hand-over ends with the next token of its request."""
         return bool(self._unanswered)
 
     def answered(self, request_ids: Iterable[str]) -> None:
@@ -154,7 +142,6 @@ class Timelines:
                 followed.slowest = timeline
 
     def take_lasted(self) -> list[Lasted]:
-        """Returns, and forgets, what the metrics have not counted yet."""
         lasted, self.lasted = self.lasted, []
         return lasted
 
@@ -172,3 +159,56 @@ class Timelines:
 
 def _end_of(timeline: Timeline | None) -> float:
     return float("-inf") if timeline is None or timeline.end_seconds is None else timeline.end_seconds
+
+
+class Failures:
+    """Why hand-overs brought no KV: counted, logged once, and told to the client under the same label.
+
+    The metric, the log line and the client's error carry the cause's label; the last two also carry the attempt and
+    both requests' ids (`HandOverFailed.tags`). A worker's reason is in the log line only: it may name hosts and ports.
+
+    Attributes:
+        counts: failures by `FailureCause` since the last step; `SchedulerFacade.take_step` copies and clears them.
+    """
+
+    def __init__(self, timelines: Timelines) -> None:
+        self._timelines = timelines
+        self.counts: Counter[int] = Counter()
+        self._told: dict[str, str] = {}
+        self._ended: dict[str, str] = {}
+
+    def not_received(
+        self, request_id: str, failure: HandOverFailed, *, attempt: int | None = None, prefill_request_id: str = ""
+    ) -> None:
+        """Decode: a request does not get its KV. It fails, or is recomputed here."""
+        self._timelines.failed(request_id, failure.cause)
+        tags = failure.tags(request_id, attempt=attempt, prefill_request_id=prefill_request_id)
+        self.counts[failure.cause] += 1
+        self._told[request_id] = f"{FAILED}{tags}"
+        logger.warning("%s%s: %s", FAILED, tags, failure)
+
+    def starved(self, request_id: str, failure: HandOverFailed) -> None:
+        """A request ends because it never gets blocks, whether it is a hand-over or not."""
+        self._timelines.failed(request_id, failure.cause)
+        self.counts[failure.cause] += 1
+        told = self._told[request_id] = f"{STARVED}{failure.tags(request_id)}: {failure}"
+        logger.warning("%s", told)
+
+    def not_offered(self, request_id: str, failure: HandOverFailed) -> None:
+        """Prefill: a request's KV is not offered to decode. The request is computed all the same."""
+        self.counts[failure.cause] += 1
+        logger.warning("KV is not offered: %s: %s", failure.tags(prefill_request_id=request_id), failure)
+
+    def computed(self, request_id: str) -> None:
+        self._told.pop(request_id, None)
+
+    def request_ended(self, request_id: str) -> None:
+        """A request has ended. If its hand-over had failed, or it has starved, its client is to be told."""
+        told = self._told.pop(request_id, None)
+        if told is not None:
+            self._ended[request_id] = told
+
+    def take_ended(self) -> dict[str, str]:
+        """Requests that ended without KV since the last call -> the message for their clients."""
+        ended, self._ended = self._ended, {}
+        return ended

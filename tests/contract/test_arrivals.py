@@ -241,7 +241,7 @@ def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pai
         # More than is cached is wanted.
         found = looked_up(core, prompt(0, tokens), PROMPT, *whose).result()
         told[name] = found[CACHED_TOKENS_KEY]
-        assert found["remote_engine_id"] == node.side_of_engine.own.engine_id and found[HAS_CLIENTS_KEY] is False
+        assert found["remote_engine_id"] == node.side_of_engine.engine.own.engine_id and found[HAS_CLIENTS_KEY] is False
     cached = {
         "whole": (PROMPT - 1) // size * size,
         "part": size,
@@ -281,7 +281,7 @@ def test_what_prefill_keeps_for_a_rejected_request_is_free_at_once(pair: tuple[N
     prefill, decode = pair
     reject(decode, DECODE_ID, prefilled(prefill, PREFILL_ID))
     until_both(prefill, decode, lambda: PREFILL_ID in prefill.sent)
-    assert all_free(prefill) and not prefill.side_of_engine.num_kept
+    assert all_free(prefill) and not prefill.side_of_engine.offering.kept.num_kept
     served(prefill, decode)
 
 

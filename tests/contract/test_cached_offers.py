@@ -74,7 +74,7 @@ def offered(prefill: Node) -> Future[dict[str, Any]]:
 def test_what_is_cached_is_handed_over_without_a_step_and_the_rest_computed(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     answer = offered(prefill)
-    assert not answer.done() and prefill.side_of_engine.num_kept == 1, "workers do not know of it"
+    assert not answer.done() and prefill.side_of_engine.offering.kept.num_kept == 1, "workers do not know of it"
     until(lambda: prefill.step() and answer.done())
     found = json.loads(json.dumps(answer.result()))
     assert found[CACHED_TOKENS_KEY] == CACHED == found[MANIFEST_KEY]["num_tokens"]

@@ -390,8 +390,8 @@ def a_state_is_not_moved(patch: Patcher) -> None:
 def groups_are_mixed_up(patch: Patcher) -> None:
     """The first block of two groups change places where decode is told to put them."""
 
-    def groups(self: FetchRequest, block_ids: Any, first_token: int, terms: Any) -> Any:
-        found = list(original(self, block_ids, first_token, terms))
+    def groups(self: FetchRequest, block_ids: Any, first_token: int) -> Any:
+        found = list(original(self, block_ids, first_token))
         ids = [list(group.block_ids) for group in found[:2]]
         if ids[0] and ids[1]:
             ids[0][-1], ids[1][-1] = ids[1][-1], ids[0][-1]
@@ -405,9 +405,9 @@ def groups_are_mixed_up(patch: Patcher) -> None:
 def ranges_are_changed(patch: Patcher, keeps: Keeps, fewest: int, change: Callable[[BlockRange, int], Any]) -> None:
     """Where decode puts a group of this kind that has at least ``fewest`` blocks; ``change`` gets tokens in a block."""
 
-    def groups(self: FetchRequest, block_ids: Any, first_token: int, terms: Any) -> Any:
-        found = list(original(self, block_ids, first_token, terms))
-        for place, group in enumerate(terms.groups.all):
+    def groups(self: FetchRequest, block_ids: Any, first_token: int) -> Any:
+        found = list(original(self, block_ids, first_token))
+        for place, group in enumerate(self.engine.terms.groups.all):
             if group.keeps is keeps and len(found[place].block_ids) >= fewest:
                 found[place] = change(found[place], group.table_block_size)
         return tuple(found)

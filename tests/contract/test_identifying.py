@@ -55,7 +55,7 @@ class Side:
     due_in_seconds = None
     pending = ()
 
-    keeps_offers = False
+    are_fetchable = False
 
     def __init__(self, asked: list[str]) -> None:
         self._asked = asked
@@ -66,7 +66,7 @@ class Side:
     def revocations(self) -> Side:
         return self
 
-    side_channel = revocations
+    side_channel = engine = offering = kept = revocations
 
     def hide(self) -> None:
         self._asked.append("hide")
@@ -120,7 +120,7 @@ def test_weights_are_read_once_for_calls_that_wait_together(monkeypatch: pytest.
 def test_what_peers_may_fetch_is_looked_at_before_the_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has called may ask them at once; and once for several calls."""
     engine = Engine(monkeypatch, is_idle=True)
-    engine.side.keeps_offers = True
+    engine.side.are_fetchable = True
     assert engine.core.collective_rpc("one") == [None]
     take_input(engine.core)
     engine.core.collective_rpc("one")
@@ -146,7 +146,7 @@ def test_a_call_that_fails_may_have_changed_weights_in_part(monkeypatch: pytest.
 
 def test_calls_that_were_not_looked_at_are_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, is_idle=True)
-    engine.side.keeps_offers = True
+    engine.side.are_fetchable = True
     identify = engine.core.model_executor.get_kv_connector_handshake_metadata
     failing = iter([True])
 

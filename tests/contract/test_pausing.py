@@ -69,7 +69,6 @@ class Side:
 
     due_in_seconds: float | None = None
     quiet_in_seconds: float = 0.0
-    num_kept: int = 0
     watches_memory: bool = False
     told: list[str] = field(default_factory=list)
 

@@ -12,7 +12,7 @@ from support.flow_engine import Engine, Request, Status
 from support.flow_memory import Shape
 from support.flow_pair import kind
 
-from kvcached_nixl.scheduler.asking import local, prefixes
+from kvcached_nixl.scheduler.asking import local, questions
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.headroom import Computed
 
@@ -23,7 +23,7 @@ NEW = (7, 7, 7, 7, 7, 7)
 
 @pytest.fixture(autouse=True)
 def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(questions, "LEAST_TOKENS", 4)
 
 
 class Several(Asks):
@@ -55,7 +55,6 @@ def whole_blocks(found: Request) -> int:
 
 def counts(engine: Engine) -> dict[Computed, int]:
     asking = engine.handover.asking
-    assert asking is not None
     return {one: count for one, count in asking.figures.computed.items() if count}
 
 
@@ -129,11 +128,11 @@ def test_workers_know_of_what_is_offered_without_a_step(mode: str) -> None:
     x, engine = several.servers["x"], several.servers[other]
     found = several.arrives(after(first), engine=engine, max_tokens=6)
     engine.step()
-    assert x.handover.num_kept == 1 and not engine.handover.asking.has_news  # type: ignore[union-attr]
+    assert x.handover.offering.kept.num_kept == 1 and not engine.handover.asking.has_news
     x.dispatch()
-    assert not engine.handover.asking.has_news  # type: ignore[union-attr]
+    assert not engine.handover.asking.has_news
     x.complete()
-    assert engine.handover.asking.has_news  # type: ignore[union-attr]
+    assert engine.handover.asking.has_news
     several.settle()
     assert is_fetched(found)
 
@@ -155,10 +154,10 @@ def test_whatever_happens_to_an_offer_without_a_step(mode: str, happens: str) ->
     x, engine = several.servers["x"], several.servers[other]
     found = several.arrives(after(first), engine=engine, max_tokens=6)
     for _ in range(10):
-        if not x.handover.num_kept:
+        if not x.handover.offering.kept.num_kept:
             engine.step()
             x.dispatch()
-    assert x.handover.num_kept == 1
+    assert x.handover.offering.kept.num_kept == 1
     if happens == "leaves":
         engine.abort(found)
     elif happens == "dies":

@@ -196,13 +196,13 @@ def test_decode_that_is_aborted_keeps_its_blocks_until_nothing_is_in_flight(pair
     pair.decode.abort(found)
     for _ in range(6):
         pair.round()
-    assert not pair.decode.requests and pair.decode.handover.num_held_blocks == 5
+    assert not pair.decode.requests and pair.decode.handover.engine.holds.num_blocks == 5
     assert pair.decode.quarantined == 5
     for posted in transfers:
         pair.wire.deliver(posted)
     # Cancelled transfers are polled from time to time.
     pair.pass_time(1)
-    assert not pair.decode.handover.num_held_blocks and not pair.decode.quarantined
+    assert not pair.decode.handover.engine.holds.num_blocks and not pair.decode.quarantined
     before = len(pair.prefill.workers[0].agent.posted)
     pair.settle()
     assert len(pair.prefill.workers[0].agent.posted) == before, "something is written after the withdrawal"
@@ -245,7 +245,7 @@ def test_a_withdrawal_that_overtakes_its_registration_wins(push: Pair) -> None:
     push.wire.deliver(stopped)
     push.turn()
     push.decode.step()
-    assert not push.decode.handover.num_held_blocks
+    assert not push.decode.handover.engine.holds.num_blocks
     before = len(push.prefill.workers[0].agent.posted)
     push.wire.deliver(registration)
     push.pass_time(LEASE_SECONDS)
@@ -601,7 +601,7 @@ def test_a_rank_whose_message_that_it_has_stopped_is_lost_is_asked_again(ranks: 
     pair.wire.drop(lost)
     for _ in range(5):
         pair.round()
-    assert pair.decode.quarantined == 5 and pair.decode.handover.num_held_blocks == 5
+    assert pair.decode.quarantined == 5 and pair.decode.handover.engine.holds.num_blocks == 5
     pair.pass_time(REPEAT_SECONDS + 1)
     assert pair.decode.quarantined == 0
     pair.nothing_is_left()
@@ -688,7 +688,7 @@ def test_a_prefill_of_two_names_that_is_gone_is_gone_by_both(pair: Pair, end: st
     pair.cluster.listening["alias", own.port] = successor
     pair.pass_time(TIMEOUT_SECONDS + 30)
     assert found.status is Status.STOPPED and not found.num_external
-    assert not pair.decode.quarantined and not pair.decode.handover.num_held_blocks
+    assert not pair.decode.quarantined and not pair.decode.handover.engine.holds.num_blocks
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

@@ -24,7 +24,7 @@ from support.flow_memory import Shape
 from support.flow_pair import Pair
 from support.flow_schedule import Schedule
 
-from kvcached_nixl.scheduler.asking import prefixes
+from kvcached_nixl.scheduler.asking import questions
 from kvcached_nixl.transfer_mode import TransferMode
 
 SEEDS = 300
@@ -59,7 +59,7 @@ def conversation(test: Callable[..., None], *arguments: object) -> Callable[[], 
     """A case of conversations, whose prompts are short."""
 
     def run() -> None:
-        with mock.patch.object(prefixes, "LEAST_TOKENS", 4):
+        with mock.patch.object(questions, "LEAST_TOKENS", 4):
             test(*arguments)
 
     run.__name__ = test.__name__

@@ -259,7 +259,9 @@ def test_a_rank_that_has_ended_says_so_once() -> None:
         pair.round()
     assert pair.transfers and pair.prefill.handover.revocations.has_blocks, "rank 1 is still writing"
     # A pause waits for all requests, and decode may have vanished: vLLM has it no more, and its blocks are nobody's.
-    assert upstream.request_id not in pair.prefill.requests and pair.prefill.handover.keeps(upstream.request_id)
+    assert upstream.request_id not in pair.prefill.requests and pair.prefill.handover.offering.kept.keeps(
+        upstream.request_id
+    )
     pair.settle()
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 

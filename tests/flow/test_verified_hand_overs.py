@@ -16,7 +16,7 @@ from support.flow_pair import PROMPT, Pair, kind
 from support.flow_schedule import SHAPES
 from support.internals import attempts_of, offers_of, report_of
 
-from kvcached_nixl.scheduler import fetch_attempts as fetching
+from kvcached_nixl.scheduler import fetch_request as fetching
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.messages import Written
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import LogicalBlock
-from kvcached_nixl.scheduler.terms import Terms
+from kvcached_nixl.scheduler.context import EngineContext, Terms
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
@@ -192,6 +193,14 @@ def terms(*, block_sizes: tuple[int, ...] = (BLOCK_SIZE,), drops_blocks: bool = 
         "most_unclaimed_tokens": MOST_UNCLAIMED_TOKENS,
     }
     return Terms(**fields | changed)
+
+
+def context(pool: Pool | None, clock: Clock, **changed: Any) -> EngineContext:
+    """Of an engine whose terms are those of `terms`, and whose blocks are those of the pool, if there is one."""
+    made = EngineContext(OWN, OWN_START, WAKE, terms(**changed), clock)
+    if pool is not None:
+        made.bind(pool)
+    return made
 
 
 def manifest_of(

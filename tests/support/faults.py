@@ -13,21 +13,17 @@ import msgspec
 import pytest
 
 from kvcached_nixl.deadlines import Deadlines
-from kvcached_nixl.scheduler import fetch_attempts
-from kvcached_nixl.scheduler.asking.limits import Window
+from kvcached_nixl.scheduler import fetch_request
 from kvcached_nixl.scheduler.asking.local import LocalPrefills
-from kvcached_nixl.scheduler.asking.prefixes import Prefixes
-from kvcached_nixl.scheduler.asking.wanted import Queue
+from kvcached_nixl.scheduler.asking.questions import Questions
+from kvcached_nixl.scheduler.asking.wanted import Queue, Window
+from kvcached_nixl.scheduler.context import EngineContext, Holds
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
-from kvcached_nixl.scheduler.fetch_request import FetchRequest
+from kvcached_nixl.scheduler.fetch_request import FetchAttempts, FetchRequest
 from kvcached_nixl.scheduler.giving_way import GivingWay, MemoryPressure
-from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.kept_offers import KeptOffers
+from kvcached_nixl.scheduler.kept_offers import KeptOffers, StartGate
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-from kvcached_nixl.scheduler.side_channel import OwnSideChannel
-from kvcached_nixl.scheduler.start_gate import StartGate
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Written
@@ -109,7 +105,7 @@ REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
         "the_token_is_never_removed": (TokenTable, "remove", nothing),
         # When blocks become free.
         "blocks_are_given_back_at_the_failure": (FetchAttempts, "hold", nothing),
-        "held_blocks_are_never_given_back": (Holds, "give_back", always(False)),
+        "held_blocks_are_never_given_back": (Holds, "give_back", nothing),
         "preempted_blocks_are_not_held": (PrefillOffers, "is_read", always(False)),
         "blocks_that_may_be_lost_are_copied": (Offer, "may_be_read", property(lambda self: bool(self.blocks))),
         "what_was_copied_before_a_preemption_is_used": (Staged, "forget", nothing),
@@ -127,12 +123,12 @@ REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
         "leases_are_not_renewed": (Leases, "renew", nothing),
         "a_peer_is_asked_once": (peers, "HANDSHAKE_TRIES", 1),
         # vllm#45168: nothing wakes an idle engine when the blocks that it keeps become free.
-        "a_sleeping_engine_is_not_woken": (OwnSideChannel, "woken", nothing),
+        "a_sleeping_engine_is_not_woken": (EngineContext, "woken", nothing),
         # Staging.
         "slots_are_never_free_again": (Slots, "give_back", nothing),
         "who_waits_for_slots_is_forgotten": (Staging, "wait", nothing),
         # What is cached is offered without a step.
-        "what_else_was_offered_is_not_released": (Prefixes, "take_unneeded", always([])),
+        "what_else_was_offered_is_not_released": (Questions, "take_unneeded", always([])),
         # Verified hand-overs.
         "what_has_come_is_not_compared": (Checksums, "compare", lambda *arguments: arguments[-1](None)),
         "an_engine_that_lied_is_believed_again": (WorkerContext, "distrust_of", nothing),
@@ -142,7 +138,11 @@ REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
         # An idle engine would not step again, and the pages of its last offer would not be given back.
         "what_is_owed_waits_for_the_next_request": (GivingWay, "owes", False),
         # What its prefix cache keeps would come back with its next request only.
-        "an_idle_engine_does_not_look": (GivingWay, "watches", lambda self, blocks: bool(self._offering.kept.num_kept)),
+        "an_idle_engine_does_not_look": (
+            GivingWay,
+            "watches",
+            property(lambda self: bool(self._offering.kept.num_kept)),
+        ),
         "decode_never_yields": (GivingWay, "_hear", nothing),
         "every_prompt_begins_at_once": (StartGate, "may_start", always(True)),
         "nobody_says_that_decode_has_registered": (OutcomeQueue, "claimed", nothing),
@@ -266,7 +266,7 @@ def a_write_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
 def blocks_that_are_copied_early_are_not_held(patch: Patcher) -> None:
     real = PrefillOffers.is_read
     patch.setattr(
-        PrefillOffers, "is_read", lambda self, request_id: self._terms.mode.is_push and real(self, request_id)
+        PrefillOffers, "is_read", lambda self, request_id: self._engine.terms.mode.is_push and real(self, request_id)
     )
 
 
@@ -311,14 +311,16 @@ def an_aborted_requests_offer_waits_for_its_lease(patch: Patcher) -> None:
 
 
 def nobody_is_told_of_a_request_that_was_aborted(patch: Patcher) -> None:
-    def forget(_: Any, __: Any, ___: Any, step: Any) -> None:
+    def forget(self: Any, _: Any) -> None:
+        step = self._engine.step
         step.commands = [one for one in step.commands if not isinstance(one, Withdraw)]
 
     then(patch, DecodeFetches, "finished", forget)
 
 
 def other_ranks_are_not_told_of_a_failure(patch: Patcher) -> None:
-    def forget(_: Any, __: Any, ___: Any, ____: Any, step: Any) -> None:
+    def forget(self: Any, _: Any, __: Any) -> None:
+        step = self._engine.step
         step.commands = [one for one in step.commands if not isinstance(one, Withdraw) or "within" in one.reason]
 
     then(patch, DecodeFetches, "collect", forget)
@@ -343,8 +345,8 @@ def blocks_are_paired_from_the_first(patch: Patcher) -> None:
 
 
 def decode_s_prefix_is_fetched_again(patch: Patcher) -> None:
-    def groups(real: Any, self: Any, block_ids: Any, _: int, terms: Any) -> Any:
-        return real(self, block_ids, 0, terms)
+    def groups(real: Any, self: Any, block_ids: Any, _: int) -> Any:
+        return real(self, block_ids, 0)
 
     around(patch, FetchRequest, "groups", groups)
 
@@ -446,7 +448,7 @@ def nothing_has_a_deadline(patch: Patcher) -> None:
         def take_due(self, now_seconds: float, at_most: int | None = None) -> list[Any]:
             return []
 
-    patch.setattr(fetch_attempts, "Deadlines", Endless)
+    patch.setattr(fetch_request, "Deadlines", Endless)
 
 
 def prefill_does_not_hear_that_it_was_read(patch: Patcher) -> None:

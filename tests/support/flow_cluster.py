@@ -388,13 +388,18 @@ def left_on(engine: Engine) -> Iterator[str]:
     yield from leftovers(handover)
     yield from leftovers(handover.revocations, but=("_weights",))
     # What was measured last is told to the workers with the next step, which may never come.
-    yield from leftovers(handover.timelines, but=("lasted",))
+    yield from leftovers(handover.engine.timelines, but=("lasted",))
     yield from (f"hold {number}: {blocks}" for number, blocks in holds_of(handover).items())
     yield from leftovers(*asking_of(handover), but=("all", "_known"))
     fetching, offering = fetching_of(handover), offering_of(handover)
-    yield from leftovers(fetching, fetching.attempts, fetching.failed, offering, offering.kept)
-    if handover.pending or handover.num_held_blocks or handover.num_quarantined_blocks or engine.quarantined:
-        yield f"pending {handover.pending}, quarantine {handover.num_quarantined_blocks} {engine.quarantined}"
+    yield from leftovers(fetching, fetching.attempts, offering, offering.kept)
+    if (
+        handover.pending
+        or handover.engine.holds.num_blocks
+        or fetching.attempts.num_quarantined_blocks
+        or engine.quarantined
+    ):
+        yield f"pending {handover.pending}, quarantine {fetching.attempts.num_quarantined_blocks} {engine.quarantined}"
     for worker in engine.workers:
         yield from _left_on_worker(worker)
 

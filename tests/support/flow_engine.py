@@ -26,9 +26,9 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.processes import Host
 from kvcached_nixl.scheduler.asking.settings import AskSettings
+from kvcached_nixl.scheduler.context import EngineContext, Terms
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
-from kvcached_nixl.scheduler.terms import Terms
 from kvcached_nixl.wire.handshake import Answers, Process, RankHandshake, Tag, Tensors, Weights
 from kvcached_nixl.wire.manifest import digest_of
 from kvcached_nixl.wire.params import RemotePrefill
@@ -278,8 +278,8 @@ class Channel:
 
     def wake(self, host: str, port: int, key: str) -> None:
         own = self._engine
-        assert WakeAddress(host, port, key) == own.handover.wake_address
-        own.handover.side_channel.woken()
+        assert WakeAddress(host, port, key) == own.handover.engine.wake_address
+        own.handover.engine.woken()
 
     def close(self) -> None:
         self.is_closed = True
@@ -476,14 +476,10 @@ class Engine:
             most_unclaimed_tokens=kind.most_unclaimed_tokens,
         )
         number = cluster.next_number()
+        wake_address = WakeAddress("127.0.0.1", 1, f"{number:032x}")
         self.handover = SchedulerFacade(
-            own,
-            f"{number:016x}",
-            WakeAddress("127.0.0.1", 1, f"{number:032x}"),
-            terms,
-            self.clock,
+            EngineContext(own, f"{number:016x}", wake_address, terms, self.clock, cluster.spans),
             Reads(),
-            cluster.spans,
             AskSettings(
                 tuple(map(url_of, kind.asks)),
                 kind.is_required,
@@ -491,16 +487,14 @@ class Engine:
                 is_asked=kind.is_asked,
                 queue_seconds=kind.queue_seconds,
                 max_local_prefill_tokens=kind.local_tokens,
-            )
-            if kind.asks
-            else None,
+            ),
             functools.partial(FlowAsker, self),
         )
         draw_as(self.handover, random.Random(number))
         self.workers = [Worker(self, rank) for rank in range(shape.tp_size)]
         memories = [worker.memory for worker in self.workers]
         self.pool = Pool(self, shape, memories, kind.caches_prefixes, kind.are_shared, kind.newest_first)
-        self.handover.bind(self.pool)
+        self.handover.engine.bind(self.pool)
         self.answers: Answers = {}
         self.handover.side_channel.introduce(self._envelopes(), self._listen)
         self.requests: dict[str, Request] = {}
@@ -757,7 +751,7 @@ class Engine:
 
     def preempt(self, request: Request) -> None:
         """Preempts a request that the caller has removed from ``running``."""
-        self.handover.preempted(request.request_id)
+        self.handover.offering.preempted(request.request_id)
         self.pool.empty(request)
         request.status, request.num_computed, request.placeholders = Status.PREEMPTED, 0, 0
         request.epoch += 1
@@ -870,7 +864,7 @@ class Engine:
         for one in output.scheduled:
             self._take_token(one)
         self._finish([self.requests[name] for name in sorted(failed)], Status.ERROR)
-        told = self.handover.take_told()
+        told = self.handover.engine.failures.take_ended()
         assert failed | ended <= told.keys(), "a client hears of a failure and not which"
         for name in sorted(received):
             request = self.requests[name]

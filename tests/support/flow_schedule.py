@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from kvcached_nixl.scheduler import fetch_attempts as fetching
-from kvcached_nixl.scheduler.asking import prefixes
+from kvcached_nixl.scheduler import fetch_request as fetching
+from kvcached_nixl.scheduler.asking import questions
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
@@ -199,7 +199,7 @@ class Schedule:
         """Runs the schedule and the final checks. Raises AssertionError if one fails."""
         numbers = patch.object(fetching, "draw_attempt", self.cluster.next_number)
         # Prompts are short here.
-        looks_up = patch.object(prefixes, "LEAST_TOKENS", 8)
+        looks_up = patch.object(questions, "LEAST_TOKENS", 8)
         with Defects() as defects, numbers, looks_up:
             for _ in range(self.dice.randint(1, 3)):
                 self._task()

@@ -36,7 +36,6 @@ from support.engine_node import DECODE_ID, GEOMETRY, PROMPT, nodes, prompt
 from support.internals import (
     attempts_of,
     context_of,
-    fetching_of,
     leases_of,
     matcher_of,
     receiver_of,
@@ -112,12 +111,12 @@ class Node(engine_node.Node):
     def owes(self) -> bool:
         """Whether the engine keeps or holds blocks, waits for KV, or has something pending."""
         side = self.side_of_engine
-        waits = side.num_waiting or side.num_kept or side.num_held_blocks
+        waits = side.fetching.attempts.num_waiting or side.offering.kept.num_kept or side.engine.holds.num_blocks
         return bool(waits or side.pending or len(self.registry) or len(self.receiver))
 
     def address(self, request_id: str = "") -> dict[str, Any]:
         """Returns the parameters of a router that sends to both sides at once; it has no ``remote_request_id`` yet."""
-        own = self.side_of_engine.own
+        own = self.side_of_engine.engine.own
         where = {**super().address(request_id), "remote_host": own.host, "remote_port": own.port}
         return {key: one for key, one in where.items() if one != ""}
 
@@ -316,7 +315,9 @@ def rest(*both: Node) -> None:
     """
 
     def waits_for_leases() -> bool:
-        busy = any(len(node.receiver) or node.write_tasks or node.side_of_engine.num_waiting for node in both)
+        busy = any(
+            len(node.receiver) or node.write_tasks or node.side_of_engine.fetching.attempts.num_waiting for node in both
+        )
         return not busy and all(node.step() for node in both)
 
     def is_over() -> bool:
@@ -352,10 +353,10 @@ def prefilled(
 @contextmanager
 def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
     """Raises all leases and deadlines, so that none expires however slow the machine is."""
-    fetching, registry, seconds = fetching_of(decode.side_of_engine), prefill.registry, 600.0
-    terms = dataclasses.replace(fetching._terms, timeout_seconds=seconds)
+    engine, registry, seconds = decode.side_of_engine.engine, prefill.registry, 600.0
+    terms = dataclasses.replace(engine.terms, timeout_seconds=seconds)
     with (
-        mock.patch.object(fetching, "_terms", terms),
+        mock.patch.object(engine, "terms", terms),
         mock.patch.object(writer_of(registry), "_unmatched_seconds", seconds),
         mock.patch.object(matcher_of(registry), "_unmatched_seconds", seconds),
         mock.patch.object(leases_of(registry), "_lease_seconds", seconds),

@@ -198,34 +198,32 @@ def num_dropped(queue: TransferQueue) -> int:
 
 
 def fetching_of(handover: SchedulerFacade) -> DecodeFetches:
-    return handover._fetching
+    return handover.fetching
 
 
 def set_incarnation(side: SchedulerFacade, incarnation: str) -> None:
     """Has an engine say so in handshakes, and in steps after the one that is being built."""
-    side._link.incarnation = incarnation
+    side.engine.incarnation = incarnation
 
 
 def offering_of(handover: SchedulerFacade) -> PrefillOffers:
-    return handover._offering
+    return handover.offering
 
 
 def holds_of(handover: SchedulerFacade) -> dict[int, list[Any]]:
     """Returns the blocks of each hold, by its number."""
-    return handover._holds._held
+    return handover.engine.holds._held
 
 
 def asking_of(handover: SchedulerFacade) -> list[object]:
-    """Returns the parts of asking that keep anything; none if the engine asks nobody."""
+    """Returns the parts of asking that keep anything."""
     asking = handover.asking
-    if asking is None:
-        return []
     return [
         asking,
         asking.local,
         asking.local.break_even,
         asking.window,
-        asking._prefixes,
+        asking.questions,
         asking.servers,
         *asking.servers.all,
     ]
@@ -233,5 +231,4 @@ def asking_of(handover: SchedulerFacade) -> list[object]:
 
 def draw_as(handover: SchedulerFacade, dice: random.Random) -> None:
     """Has an engine choose whom it asks as the dice say."""
-    if handover.asking is not None:
-        handover.asking.servers.random = dice
+    handover.asking.servers.random = dice

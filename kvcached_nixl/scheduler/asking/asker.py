@@ -13,7 +13,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -60,18 +60,18 @@ class Asker:
         self._looked_up: deque[tuple[str, Server, dict[str, Any] | None]] = deque()
         self._tasks: dict[object, asyncio.Task[None]] = {}
         # By question.
-        self._sockets: dict[int, list[socket.socket]] = {}
+        self._sockets: dict[object, list[socket.socket]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         self._session: aiohttp.ClientSession | None = None
 
     def ask(self, number: int, server: Server, question: Question) -> None:
         """Asks one server; `take` returns its answer under the same number."""
-        self._called(self._begin, number, server.url, server.address, question)
+        self._called(self._begin, number, self._ask, number, server.url, server.address, question)
 
     def check(self, server: Server) -> None:
         """Asks a server that has not answered for long whether it is well; `take_checked` has the answer."""
-        self._called(self._begin_check, server)
+        self._called(self._begin, object(), self._check, server)
 
     def take_checked(self) -> list[tuple[Server, bool]]:
         """Returns, since the last call, servers that were checked, and whether they are well."""
@@ -83,7 +83,8 @@ class Asker:
         Args:
             least_tokens: if it has so many, their KV is wanted; 0 if only their number is.
         """
-        self._called(self._begin_look_up, server, server.address, question, least_tokens, most_seconds)
+        asked = server, server.address, question, least_tokens, most_seconds
+        self._called(self._begin, object(), self._look_up, *asked)
 
     def take_looked_up(self) -> list[tuple[str, Server, dict[str, Any] | None]]:
         """Returns the answers since the last call, with the ids of the requests: ``kv_transfer_params``, empty if a
@@ -101,7 +102,6 @@ class Asker:
 
     @property
     def has_answers(self) -> bool:
-        """Whether `take`, `take_checked` or `take_looked_up` would return any."""
         return bool(self._answers or self._checked or self._looked_up)
 
     def close(self) -> None:
@@ -140,38 +140,27 @@ class Asker:
         if self._session is not None:
             await self._session.close()
 
-    def _begin(self, number: int, url: str, address: str, question: Question) -> None:
-        self._sockets[number] = []
-        task = self._tasks[number] = asyncio.ensure_future(self._ask(number, url, address, question))
+    def _begin(self, key: object, function: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        task = self._tasks[key] = asyncio.ensure_future(function(*arguments))
         # It may be cancelled before it begins.
-        task.add_done_callback(lambda _: (self._tasks.pop(number, None), self._sockets.pop(number, None)))
-
-    def _begin_check(self, server: Server) -> None:
-        if server not in self._tasks:
-            self._tasks[server] = asyncio.ensure_future(self._check(server))
+        task.add_done_callback(lambda _: (self._tasks.pop(key), self._sockets.pop(key, None)))
 
     async def _check(self, server: Server) -> None:
         import aiohttp
 
+        is_well = False
         try:
             url, more = self._target(server.url, server.address, "health")
             timeout = aiohttp.ClientTimeout(total=CHECK_SECONDS)
             async with self._opened().get(url, timeout=timeout, allow_redirects=False, **more) as response:
                 is_well = response.status == 200
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
-            is_well = False
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            logger.debug("Prefill server %s is not well: %s", server, type(error).__name__)
         except Exception:
             # Without a result the server would never be checked again, and be waited for without an end.
             logger.exception("A prefill server could not be checked; expected no such error")
-            is_well = False
-        self._tasks.pop(server, None)
         self._checked.append((server, is_well))
         self._woken()
-
-    def _begin_look_up(self, server: Server, *arguments: Any) -> None:
-        task = asyncio.ensure_future(self._look_up(server, *arguments))
-        self._tasks[task] = task
-        task.add_done_callback(self._tasks.pop)
 
     async def _look_up(
         self, server: Server, address: str, question: Question, least_tokens: int, most_seconds: float
@@ -213,6 +202,7 @@ class Asker:
             task.cancel()
 
     async def _ask(self, number: int, url: str, address: str, question: Question) -> None:
+        self._sockets[number] = []
         _SOCKETS.set(self._sockets[number])
         found = await self._found(url, address, question)
         if number in self._sockets or not isinstance(found, Outcome):
@@ -261,7 +251,6 @@ class Asker:
         return read_answer(response.status, response.headers, body)
 
     def _target(self, url: str, address: str, path: str, **headers: str) -> tuple[URL, dict[str, Any]]:
-        """Returns the URL to connect to, and more arguments of aiohttp's."""
         from yarl import URL
 
         headers = {**self._headers, **headers}

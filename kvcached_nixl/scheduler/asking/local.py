@@ -35,36 +35,30 @@ class SecondsByTokens:
 
     def __init__(self) -> None:
         self._at_seconds = 0.0
-        self._weight = self._tokens = self._seconds = self._tokens_squared = self._products = 0.0
+        # The sums of weights, tokens, seconds, squared tokens, and products of tokens and seconds.
+        self._sums = [0.0] * 5
 
     def add(self, num_tokens: float, seconds: float, now_seconds: float) -> None:
-        """It has taken so long."""
         self._fade(now_seconds)
-        self._weight += 1.0
-        self._tokens += num_tokens
-        self._seconds += seconds
-        self._tokens_squared += num_tokens * num_tokens
-        self._products += num_tokens * seconds
+        measured = 1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds
+        self._sums = [before + one for before, one in zip(self._sums, measured, strict=True)]
 
     def expected_seconds(self, num_tokens: float, now_seconds: float) -> float | None:
         """How long it is likely to take; None if that is not known."""
         self._fade(now_seconds)
-        if self._weight < LEAST_WEIGHT:
+        weight, tokens, seconds, tokens_squared, products = self._sums
+        if weight < LEAST_WEIGHT:
             return None
-        mean_tokens, mean_seconds = self._tokens / self._weight, self._seconds / self._weight
-        variance = max(0.0, self._tokens_squared / self._weight - mean_tokens * mean_tokens)
-        covariance = self._products / self._weight - mean_tokens * mean_seconds
+        mean_tokens, mean_seconds = tokens / weight, seconds / weight
+        variance = max(0.0, tokens_squared / weight - mean_tokens * mean_tokens)
+        covariance = products / weight - mean_tokens * mean_seconds
         slope = max(0.0, covariance / (variance + SPREAD_TOKENS * SPREAD_TOKENS))
         return max(0.0, mean_seconds + slope * (num_tokens - mean_tokens))
 
     def _fade(self, now_seconds: float) -> None:
         factor = 0.5 ** ((now_seconds - self._at_seconds) / HALF_LIFE_SECONDS)
         self._at_seconds = now_seconds
-        self._weight *= factor
-        self._tokens *= factor
-        self._seconds *= factor
-        self._tokens_squared *= factor
-        self._products *= factor
+        self._sums = [factor * one for one in self._sums]
 
 
 class BreakEven:
@@ -123,11 +117,9 @@ class BreakEven:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether `answered` would measure anything."""
         return bool(self._begun)
 
     def answered(self, request_ids: Iterable[str]) -> None:
-        """Requests have got a token."""
         now = self.clock.now_seconds()
         for request_id in request_ids:
             begun = self._begun.pop(request_id, None)
@@ -138,7 +130,6 @@ class BreakEven:
                     self._proven_tokens = max(self._proven_tokens, num_tokens)
 
     def gone(self, request_id: str) -> None:
-        """A request has ended, or is not measured any more."""
         self._begun.pop(request_id, None)
 
 
@@ -170,22 +161,16 @@ class LocalPrefills:
         # Those whose beginning has not come yet.
         self._coming: dict[str, tuple[int, int]] = {}
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether any prompt is computed or waits."""
-        return bool(self._begun or self._waiting or self._coming)
-
     def add(self, request: Request, order: tuple[int, int], num_tokens: int) -> None:
-        """A held request is to be computed here, or to fail.
-
-        Args:
-            order: its place among all that were ever held.
-            num_tokens: to compute.
-        """
+        """So many tokens of a held request are to be computed here. ``order``: its place among all that were held."""
         self.num_tokens += num_tokens
         self.break_even.begins_here(request.request_id, self.num_tokens)
         self._waiting[request.request_id] = num_tokens, request.num_prompt_tokens
         heapq.heappush(self._queue, (order, request.request_id))
+
+    def is_sooner(self, num_missing: int, num_cached: int, num_asked: int) -> bool:
+        """As `BreakEven.computes_here`, behind what is to be computed here before."""
+        return self.break_even.computes_here(num_missing, num_cached, self.num_tokens, num_asked)
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether so many more tokens would not have to wait."""
@@ -203,7 +188,6 @@ class LocalPrefills:
                 self.num_tokens -= of.pop(request_id)[0]
 
     def gone(self, request_id: str) -> None:
-        """A request has ended."""
         self.break_even.gone(request_id)
         for of in (self._begun, self._waiting, self._coming):
             self.num_tokens -= of.pop(request_id, (0, 0))[0]

@@ -12,18 +12,24 @@ all prompts, because it has nothing to compute.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import random
+import socket
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.question import Outcome
 
-__all__ = ["Server", "Servers"]
+__all__ = ["Choice", "Resolver", "Server", "Servers", "addresses_of", "is_name"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -50,22 +56,19 @@ class Server:
         url: scheme, host and port, as the operator has named it.
         address: one of those of its name; "" if it is not known, or the URL has an address.
         engine: the only one behind it; None if that is not known.
-        last_engine: that has answered last.
-        num_doubts: answers of that one to come until it counts as the only one.
+        last_engine: that has answered last; it counts as the only one after ``num_doubts`` more of its answers.
         asked: what it is asked for and has not answered yet -> tokens, and when it was asked.
-        num_failures: in a row.
-        num_refused: prompts, in a row.
+        num_failures, num_refused: prompts, in a row.
         num_outages: how often it could not be reached.
         failure: the reason for its rest; None if its KV was used since.
         rests_until_seconds: it is not asked before.
         refused_seconds: when it has refused a prompt last.
         last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
-        queued_tokens: tokens of all prompts in its queue, as reported with its last answer.
-        queued_seconds: when that was.
+        checked_seconds: when it was asked last whether it is well.
+        queued_tokens: tokens of all prompts in its queue, as it has said at ``queued_seconds``.
         is_own: it is this engine's own server, as far as its last answer says.
         has_clients: it may have clients of its own, as far as it has said.
         answers_look_ups: it has said in time how much of the last prompt it has cached. Else nobody waits for it.
-        checked_seconds: when it was asked last whether it is well.
     """
 
     url: str
@@ -102,30 +105,64 @@ class Server:
         return max(sum(num_tokens for num_tokens, _ in self.asked.values()), self.queued_tokens if is_fresh else 0)
 
 
+class Choice(NamedTuple):
+    """Whom to ask next for a prompt.
+
+    Attributes:
+        num_before: tokens of other prompts that it has to compute.
+        num_missing: tokens of this prompt that it may not have cached.
+    """
+
+    server: Server
+    num_before: int
+    num_missing: int
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has to compute until it has this prompt."""
+        return self.num_before + self.num_missing
+
+
 class Servers:
     """See the module.
 
     Args:
         silence_seconds: a server that owes answers and gives none for so long is checked.
         block_tokens: of the blocks that prompts are hashed by.
+        woken: called on another thread when there are addresses to take.
 
     Attributes:
         all: at this moment.
         random: decides between equals, and jitters pauses.
     """
 
-    def __init__(self, urls: Sequence[str], clock: Clock, silence_seconds: float, block_tokens: int) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        clock: Clock,
+        silence_seconds: float,
+        block_tokens: int,
+        woken: Callable[[], None],
+    ) -> None:
         self._clock = clock
         self._block_tokens = block_tokens
         self._silence_seconds = silence_seconds
         self.random = random.Random()
+        self._resolver = Resolver(urls, woken)
         self.all = [Server(url) for url in urls]
         # Not at their name's addresses any more, but they owe answers.
         self._leaving: list[Server] = []
         # With how often the server had failed then: one that was restarted has nothing cached.
         self._known: OrderedDict[bytes, tuple[Server, int]] = OrderedDict()
 
-    def are_at(self, url: str, addresses: Collection[str]) -> None:
+    def close(self) -> None:
+        self._resolver.close()
+
+    def take_addresses(self) -> None:
+        for url, addresses in self._resolver.take().items():
+            self._are_at(url, addresses)
+
+    def _are_at(self, url: str, addresses: Collection[str]) -> None:
         """The name in a URL stands for these addresses; none if they are not known."""
         found = addresses or ("",)
         of_url = {one.address: one for one in (*self._leaving, *self.all) if one.url == url}
@@ -136,10 +173,10 @@ class Servers:
 
     def choose(
         self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, cached: Mapping[Server, int]
-    ) -> tuple[Server, int]:
-        """Returns the one to ask next, and how many tokens of these blocks it may have cached. It does not rest, was
-        not tried yet, and has the fewest tokens to compute, the prompt's with them. The prompt's count twice where they
-        slow a server's own clients. If all rest, it is one that is busy, or rests for the shortest time.
+    ) -> Choice:
+        """Returns the one to ask next for a prompt of these blocks. It does not rest, was not tried yet, and has the
+        fewest tokens to compute, the prompt's with them. The prompt's count twice where they slow a server's own
+        clients. If all rest, it is one that is busy, or rests for the shortest time.
 
         Args:
             num_tokens: of the prompt.
@@ -161,7 +198,7 @@ class Servers:
             return rests, one.is_own, one in tried, *last
 
         found = min(self.all, key=order)
-        return found, may_have(found)
+        return Choice(found, found.num_tokens(now), num_tokens - may_have(found))
 
     def that_may_have(
         self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, most: int, rest_tokens: int
@@ -186,13 +223,7 @@ class Servers:
         self.random.shuffle(found)
         return sorted(found, key=lambda one: one is not knowing)[:most]
 
-    @property
-    def all_rest(self) -> bool:
-        """Whether none may be asked now."""
-        return all(map(self.rests, self.all))
-
     def rests(self, server: Server) -> bool:
-        """Whether it may not be asked now."""
         return server.rests_until_seconds > self._clock.now_seconds()
 
     def asked(self, server: Server, number: int, num_tokens: int, hashes: Sequence[bytes]) -> None:
@@ -208,7 +239,7 @@ class Servers:
             self._known.popitem(last=False)
 
     def heard(self, server: Server, engine: RemotePrefill | None) -> None:
-        """An engine has answered; None for one of several."""
+        """This engine has answered; None for one of several."""
         if engine != server.last_engine:
             # It was restarted, or something chooses anew for each question.
             server.num_doubts = MOST_DOUBTS if server.last_engine is not None else 0
@@ -218,14 +249,8 @@ class Servers:
         server.engine = None if server.num_doubts else engine
 
     def answered(self, server: Server, number: int, queued_tokens: int = 0) -> list[int]:
-        """A server has answered with parameters.
-
-        Args:
-            queued_tokens: tokens of all prompts in the server's queue, as it reports.
-
-        Returns: the questions whose answers are not waited for any longer, since it has answered a much later one.
-        """
-        server.asked.pop(number, None)
+        """A server has answered with parameters, and says what is in its queue. Returns the questions whose answers are
+        not waited for any longer, since it has answered a much later one."""
         now = server.last_sign_seconds = self._clock.now_seconds()
         server.num_refused = 0
         self.has_queued(server, queued_tokens)
@@ -233,18 +258,15 @@ class Servers:
         return [one for one, (_, at_seconds) in server.asked.items() if one < number and at_seconds < last_seconds]
 
     def has_queued(self, server: Server, num_tokens: int) -> None:
-        """A server has said how many tokens of prompts are in its queue."""
         server.queued_tokens, server.queued_seconds = num_tokens, self._clock.now_seconds()
 
     def served(self, server: Server) -> None:
-        """The KV that a server has offered is here, and is used."""
         if server.failure is not None:
             logger.info("Prefill server %s serves again", server)
         server.num_failures, server.failure, server.rests_until_seconds = 0, None, 0.0
 
-    def failed(self, server: Server, number: int, failure: Outcome) -> None:
+    def failed(self, server: Server, failure: Outcome) -> None:
         """A server has not answered with KV. That says nothing of its engine: an API server refuses without it."""
-        server.asked.pop(number, None)
         now = self._clock.now_seconds()
         if failure.is_final:
             server.num_refused, server.refused_seconds = server.num_refused + 1, now
@@ -265,10 +287,6 @@ class Servers:
         if server.failure is None:
             logger.warning("Prefill server %s is not asked for %.1f s: %s", server, pause_seconds, failure.reason)
         server.failure, server.rests_until_seconds = failure, now + pause_seconds
-
-    def withdrawn(self, server: Server, number: int) -> None:
-        """Nobody waits for this answer any more."""
-        server.asked.pop(number, None)
 
     @property
     def silent_at_seconds(self) -> float | None:
@@ -302,3 +320,77 @@ class Servers:
             if server is not None and server.num_outages == num_outages:
                 return server, (place + 1) * self._block_tokens
         return None, 0
+
+
+EVERY_SECONDS = 5.0
+KEPT_SECONDS = 300.0
+"""How long the last addresses count while the resolver gives none."""
+
+
+def is_name(url: str) -> bool:
+    """Whether the host of a URL has to be looked up."""
+    try:
+        ipaddress.ip_address(urlsplit(url).hostname or "")
+    except ValueError:
+        return True
+    return False
+
+
+class Resolver:
+    """Looks up the addresses behind host names: a headless Service of Kubernetes, or a scaled service of Compose, is
+    one name for all its servers. A thread for each name, because a resolver may hang.
+
+    Where a name has addresses of both families, those of IPv4 count: each server would be there twice.
+
+    Args:
+        woken: called on one of the threads when `take` has something to return.
+    """
+
+    def __init__(self, urls: Iterable[str], woken: Callable[[], None]) -> None:
+        self._woken = woken
+        self._lock = threading.Lock()
+        self._changed: dict[str, tuple[str, ...]] = {}
+        self._closed = threading.Event()
+        for url in filter(is_name, urls):
+            threading.Thread(target=self._watch, args=(url,), name="kvcached_nixl-resolver", daemon=True).start()
+
+    def take(self) -> dict[str, tuple[str, ...]]:
+        """Returns what has changed since the last call: URL -> addresses, none if they are not known any more."""
+        if not self._changed:
+            return {}
+        with self._lock:
+            changed, self._changed = self._changed, {}
+        return changed
+
+    def close(self) -> None:
+        """Ends the threads, unless a look-up hangs."""
+        self._closed.set()
+
+    def _watch(self, url: str) -> None:
+        known: tuple[str, ...] = ()
+        found_at_seconds = 0.0
+        while not self._closed.is_set():
+            found = addresses_of(url)
+            if found:
+                found_at_seconds = time.monotonic()
+            elif time.monotonic() < found_at_seconds + KEPT_SECONDS:
+                found = known
+            if found != known:
+                logger.info("Prefill %s is at %s", url, ", ".join(found) or "no known address")
+                known = found
+                with self._lock:
+                    self._changed[url] = found
+                self._woken()
+            self._closed.wait(EVERY_SECONDS)
+
+
+def addresses_of(url: str) -> tuple[str, ...]:
+    """The addresses of the host name of a URL now; none if it has none."""
+    parts = urlsplit(url)
+    try:
+        found = socket.getaddrinfo(parts.hostname, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ()
+    families = {family for family, *_ in found}
+    family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+    return tuple(sorted({str(address[0]) for of, _, _, _, address in found if of is family}))

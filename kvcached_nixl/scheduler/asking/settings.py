@@ -1,19 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator can set about asking prefill.
-
-kv_transfer_config.kv_connector_extra_config:
-
-    prefill              URLs of prefill servers (a list, or one string). Decode asks them for the KV of its prompts
-    prefill_required     true: no prompt is computed here because no prefill server answers; it waits. false by default
-    queue_timeout        seconds. A request that has waited so long to be asked for is refused (HTTP 503). Without it,
-                         requests wait as long as it takes
-    max_local_prefill_tokens    decode computes prompts of which no more tokens than these are missing in its prefix
-                         cache; less than a block always. Without it, what is sooner is measured (`asking.local`)
-    prefill_api_key_file a file with the key of the prefill servers (``--api-key``); or the environment variable
-                         KVCACHED_NIXL_PREFILL_API_KEY
-    accept_kv_transfer_params    true: clients, or a router, may name a prefill server in their requests, too. false by
-                         default: then clients would choose whom decode connects to
-"""
+"""What an operator can set about asking prefill, in ``kv_connector_extra_config``. ``docs/configuration.md`` says what
+each key means."""
 
 from __future__ import annotations
 
@@ -39,14 +26,17 @@ class AskSettings:
     """See the module.
 
     Attributes:
-        servers: URLs without a path.
+        servers: URLs without a path; none if no prefill server is asked.
+        is_required: no prompt is computed here because no prefill server answers; it waits.
+        accepts_params: clients, or a router, may name a prefill server in their requests, too. Then clients choose whom
+            decode connects to.
         api_key: "" for none.
         is_asked: others may fetch KV from this engine, too (``kv_both``).
         queue_seconds: how long a request may wait to be asked for.
         max_local_prefill_tokens: None to measure what is computed here sooner.
     """
 
-    servers: tuple[str, ...]
+    servers: tuple[str, ...] = ()
     is_required: bool = False
     accepts_params: bool = False
     api_key: str = field(default="", repr=False)
@@ -55,13 +45,8 @@ class AskSettings:
     max_local_prefill_tokens: int | None = None
 
     @classmethod
-    def from_extra_config(
-        cls, extra_config: Mapping[str, Any], *, is_consumer: bool, is_producer: bool
-    ) -> AskSettings | None:
-        """Returns None if no prefill server is named.
-
-        Args:
-            is_consumer, is_producer: the engine may fetch KV, and may offer it.
+    def from_extra_config(cls, extra_config: Mapping[str, Any], *, is_consumer: bool, is_producer: bool) -> AskSettings:
+        """The engine may fetch KV if ``is_consumer``, and offer it if ``is_producer``.
 
         Raises:
             SettingsError: a key has an unusable value.
@@ -79,7 +64,7 @@ class AskSettings:
             expected = "a number of tokens, 0 or more"
             raise bad("max_local_prefill_tokens", most_local, expected, "It is not known which prompts to ask for.")
         if not servers:
-            return None
+            return cls()
         if not is_consumer:
             raise bad("prefill", said, "no such key with kv_role kv_producer, which fetches no KV", _UNKNOWN)
         urls = tuple(dict.fromkeys(one.rstrip("/") for one in servers))

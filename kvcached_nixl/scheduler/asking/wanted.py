@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose KV is wanted, and the order in which they are asked for. Used on the engine's thread only.
+"""Requests whose KV is wanted, in which order they are asked for, how much at a time, and how long they wait for that.
+Used on the engine's thread only.
 
 Of equal prompts one is asked for, the leader; the others follow it, and find its prompt in the prefix cache when it was
 computed. If the leader gets no KV, the first of its followers leads.
@@ -7,18 +8,21 @@ computed. If the leader gets no KV, the first of its followers leads.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.scheduler.asking.servers import Server
-from kvcached_nixl.scheduler.engine import Request
+from kvcached_nixl.scheduler.engine import BlockPool, Request
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.question import Outcome, Question
 
-__all__ = ["Queue", "Stage", "Wanted"]
+__all__ = ["Queue", "QueueLimit", "Stage", "Wanted", "Window"]
 
 
 class Stage(Enum):
@@ -27,7 +31,7 @@ class Stage(Enum):
     WAITING = auto()
     """In the queue of those to be asked for, or for another request with the same prompt."""
     LOOKING = auto()
-    """Servers are asked how much of it they have cached (`prefixes`)."""
+    """Servers are asked how much of it they have cached (`Questions`)."""
     ASKED = auto()
     """Held until the answer."""
     FETCHING = auto()
@@ -56,6 +60,7 @@ class Wanted:
         is_looked_up: servers were asked how much of it they have cached.
         cached: tokens, by what they have said.
         offers: what they have offered of it: ``kv_transfer_params``.
+        num_missing: tokens that are not cached here, as it was found last.
         num_lost: servers that have ended with its prompt.
         passed_since_seconds: when it first found no room; 0 if it never did.
     """
@@ -74,6 +79,7 @@ class Wanted:
     is_looked_up: bool = False
     cached: dict[Server, int] = field(default_factory=dict)
     offers: dict[Server, Mapping[str, Any]] = field(default_factory=dict)
+    num_missing: int = 0
     num_lost: int = 0
     passed_since_seconds: float = 0.0
 
@@ -102,7 +108,6 @@ class Queue:
 
     @property
     def has_fresh(self) -> bool:
-        """Whether `take_fresh` returns any."""
         return bool(self._fresh)
 
     def add(self, wanted: Wanted) -> None:
@@ -120,7 +125,6 @@ class Queue:
         insort(self.waiting, wanted, key=_order)
 
     def remove(self, wanted: Wanted) -> None:
-        """It waits no longer."""
         leader = self._leaders.get(wanted.prefix or b"")
         for waiting in (self.waiting, [] if leader is None else leader.followers):
             place = bisect_left(waiting, wanted.order, key=_order)
@@ -165,3 +169,98 @@ class Queue:
 
 def _order(wanted: Wanted) -> tuple[int, int]:
     return wanted.order
+
+
+AHEAD = 0.5
+"""Fraction of all blocks that prefill computes ahead of what is free."""
+
+
+class Window:
+    """How much decode asks for at a time: prompts that will find room when their KV can be fetched.
+
+    Prompts are asked for as long as those that have no blocks yet fit into what is free, and half of all blocks more:
+    while prefill computes them, others end here. With what is free alone, prefill stands still in the meantime. At
+    least one prompt is always asked for.
+
+    Attributes:
+        num_promised: blocks that those need which were asked for and have none yet.
+    """
+
+    def __init__(self) -> None:
+        self._promised: dict[str, int] = {}
+        self.num_promised = 0
+
+    def has_room(self, num_blocks: int, blocks: BlockPool) -> bool:
+        if not self._promised:
+            return True
+        room = blocks.num_free + AHEAD * (blocks.num_free + blocks.num_used)
+        return len(self._promised) < blocks.most_running and self.num_promised + num_blocks <= room
+
+    def promise(self, request_id: str, num_blocks: int) -> None:
+        """A request is asked for that will need so many blocks."""
+        self.settle(request_id)
+        self._promised[request_id] = num_blocks
+        self.num_promised += num_blocks
+
+    def settle(self, request_id: str) -> None:
+        """A request has its blocks, or will not get what was asked for."""
+        self.num_promised -= self._promised.pop(request_id, 0)
+
+
+LONGEST_RETRY_SECONDS = 60
+
+
+class QueueLimit:
+    """How long requests may wait to be asked for (``queue_timeout``), and when those that are refused may try again.
+
+    What counts is the time in which nobody is asked for a request, also between two questions. A client is told to come
+    again after as long as requests wait now: as the last one that was asked for has waited, or longer, if nobody was
+    asked for since.
+
+    Args:
+        timeout_seconds: infinity for no limit.
+    """
+
+    def __init__(self, clock: Clock, timeout_seconds: float) -> None:
+        self._clock = clock
+        self._timeout_seconds = timeout_seconds
+        self._deadlines = Deadlines[str]()
+        # How long those that are asked for have waited, or were asked for.
+        self._waited_seconds: dict[str, float] = {}
+        self._last_wait_seconds = 0.0
+        # Since then somebody waits, and nobody was asked for.
+        self._since_seconds = 0.0
+
+    @property
+    def due_at_seconds(self) -> float | None:
+        """When the next request has waited for too long; None if none waits."""
+        return self._deadlines.first_seconds
+
+    def waits(self, request_id: str) -> None:
+        if self._timeout_seconds < math.inf:
+            now = self._clock.now_seconds()
+            if not self._deadlines:
+                self._since_seconds = now
+            self._deadlines[request_id] = now + self._timeout_seconds - self._waited_seconds.pop(request_id, 0.0)
+
+    def asked(self, request_id: str) -> None:
+        deadline_seconds = self._deadlines.pop(request_id, None)
+        if deadline_seconds is not None:
+            self._since_seconds = self._clock.now_seconds()
+            self._last_wait_seconds = self._since_seconds - (deadline_seconds - self._timeout_seconds)
+            self._waited_seconds[request_id] = self._last_wait_seconds
+
+    def gone(self, request_id: str) -> None:
+        self._deadlines.pop(request_id, None)
+        self._waited_seconds.pop(request_id, None)
+
+    def take_late(self) -> list[str]:
+        return self._deadlines.take_due(self._clock.now_seconds())
+
+    def refusal(self) -> HandOverFailed:
+        waits_seconds = max(self._last_wait_seconds, self._clock.now_seconds() - self._since_seconds)
+        return HandOverFailed(
+            FailureCause.QUEUE_TIMEOUT,
+            f"no prefill server could be asked for it within {self._timeout_seconds:g} s (queue_timeout)",
+            retry_after_seconds=min(max(1, math.ceil(waits_seconds)), LONGEST_RETRY_SECONDS),
+        )

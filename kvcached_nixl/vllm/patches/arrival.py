@@ -42,7 +42,7 @@ def add_request(call: Call) -> None:
     arrival = arrival_of(call.instance, request)
     found = list(bound_sides(call.instance))
     for side in found:
-        if arrival is Arrival.REPEATED or side.keeps(request.request_id):
+        if arrival is Arrival.REPEATED or side.offering.kept.keeps(request.request_id):
             side.refuse(request.request_id, request.client_index)
             return
     is_held = False
@@ -102,7 +102,7 @@ def preprocess_add_request(call: Call) -> Any:
     sides_here = list(bound_sides(call.instance.scheduler))
     for side in sides_here:
         load_once(request, side.read.is_loaded)
-    if any(side.keeps_states for side in sides_here):
+    if any(side.engine.terms.groups.have_states for side in sides_here):
         align_chunks(call.instance.scheduler)
         draft_behind_prompts(call.instance.scheduler)
         stop_before_last(request)

@@ -153,8 +153,8 @@ def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
                 address.listening,
                 address.bound.port,
                 answers,
-                side.side_channel.woken,
-                side.wake_address.key,
+                side.engine.woken,
+                side.engine.wake_address.key,
                 side.side_channel.headroom,
                 side.side_channel.watch_memory,
             )

@@ -410,5 +410,5 @@ def _blocks_of(manager: Any, request: Any) -> int:
 def bound_sides(engine_scheduler: Any) -> Iterator[Any]:
     """Our scheduler facade of each NIXL connector of an engine, bound to the engine's blocks."""
     for side in sides(private(engine_scheduler, "connector")):
-        side.bind(EngineBlocks(engine_scheduler))
+        side.engine.bind(EngineBlocks(engine_scheduler))
         yield side

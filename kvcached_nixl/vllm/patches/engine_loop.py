@@ -61,7 +61,7 @@ def process_input_queue(call: Call) -> None:
     remember(call.instance)
     let_look_up(call.instance)
     for side in bound_sides(call.instance.scheduler):
-        side.bind_wake(wake_of(call.instance))
+        side.engine.bind_wake(wake_of(call.instance))
     rest(call.instance, REST_SECONDS)
     call.proceed()
     for side in sides(call.instance.scheduler.connector):
@@ -130,7 +130,7 @@ def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     # A compiled grammar and the loads of another connector are found by polling only.
     if "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR" in statuses:
         return False
-    if statuses.count("WAITING_FOR_REMOTE_KVS") > sum(side.num_waiting for side in found):
+    if statuses.count("WAITING_FOR_REMOTE_KVS") > sum(side.fetching.attempts.num_waiting for side in found):
         return False
     return _bring_nothing(core.batch_queue or ())
 

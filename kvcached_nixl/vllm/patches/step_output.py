@@ -64,7 +64,7 @@ def update_from_output(call: Call) -> Any:
     bring_forward(call.instance, reports.received)
     end_requests(call.instance, outputs, ending, refused)
     for side in found:
-        tell_reasons(outputs, side.take_told())
+        tell_reasons(outputs, side.engine.failures.take_ended())
     note_tokens(found, outputs)
     note_step(call.instance, call.argument("scheduler_output"), reports, outputs)
     return outputs
@@ -233,7 +233,7 @@ def let_load_fail(engine_scheduler: Any, request_ids: set[str], starts_again: Ca
 )
 def preempt_request(call: Call) -> None:
     for side in sides(call.instance.connector):
-        side.preempted(call.argument("request").request_id)
+        side.offering.preempted(call.argument("request").request_id)
     call.proceed()
 
 

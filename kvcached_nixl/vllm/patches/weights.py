@@ -160,7 +160,7 @@ def identify_again(core: Any, method: object, *, has_failed: bool = False) -> No
         called.add(f"{name} (failed)" if has_failed else name)
     # An engine in its client's own process has no loop that looks before each step.
     has_loop = core_of(scheduler) is not None
-    is_fetchable = any(side.revocations.keeps_offers for side in found)
+    is_fetchable = any(side.offering.kept.are_fetchable for side in found)
     if not has_loop or (is_fetchable and not has_call(core, "collective_rpc")):
         _identify(core)
 

@@ -61,10 +61,9 @@ class Blocks:
 
 def side(waiting: int = 1, *, pending: bool = False, due_in_seconds: float | None = None) -> SimpleNamespace:
     return SimpleNamespace(
-        num_waiting=waiting,
+        fetching=SimpleNamespace(attempts=SimpleNamespace(num_waiting=waiting)),
         pending=pending,
         due_in_seconds=due_in_seconds,
-        num_kept=0,
         watches_memory=False,
         relieve=lambda: False,
         holds_back=lambda request_id: request_id.startswith("held"),

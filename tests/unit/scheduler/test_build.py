@@ -43,7 +43,7 @@ class Stock:
 
 def started(stock: Stock, clock: ManualClock | None = None) -> SchedulerFacade:
     made = build_scheduler(stock, ADDRESS, ManualClock() if clock is None else clock)
-    made.bind(Pool())
+    made.engine.bind(Pool())
     return made
 
 
@@ -57,7 +57,7 @@ def test_an_engine_knows_itself() -> None:
     assert params.items() >= (expected | {"transfer_mode": "pull"}).items()
     assert offered.manifest is not None
     assert (offered.manifest.lease_seconds, offered.manifest.block_sizes) == (12.0, (BLOCK_SIZE,))
-    assert offered.manifest.incarnation == made.incarnation
+    assert offered.manifest.incarnation == made.engine.incarnation
 
 
 def test_every_start_is_another_one() -> None:

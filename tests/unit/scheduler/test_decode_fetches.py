@@ -13,24 +13,20 @@ from support.engine_fakes import (
     Asked,
     Pool,
     at_once,
+    context,
     manifest_of,
     of_decode,
     prompt,
-    terms,
     with_states,
 )
 from support.internals import forbid_scans, leftovers
 
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.failures import FailedFetches, Failures
-from kvcached_nixl.scheduler.fetch_attempts import FetchAttempts
-from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange, digest_of
-from kvcached_nixl.wire.step import EndRenewal, FetchSpec, Step, UnneededOffer, WakeAddress
+from kvcached_nixl.wire.step import EndRenewal, FetchSpec, Step, UnneededOffer
 
 BLOCKS = ([7, 3, 9],)
 ALL = (TOKENS, True)
@@ -43,38 +39,33 @@ class Decode:
 
     def __init__(self, pool: Pool | None = None, **changed: Any) -> None:
         self.clock = ManualClock()
-        self.holds = Holds()
         self.pool = Pool() if pool is None else pool
-        self.failures = Failures()
-        self.attempts = FetchAttempts(self.holds, self.clock, TIMEOUT)
-        timelines = Timelines(self.clock, None, is_push=False)
-        settings = terms(**changed)
-        self.failed = FailedFetches(settings, self.failures, timelines)
-        self.fetching = DecodeFetches(settings, self.attempts, self.failed, timelines)
-        self.step = Step("h", 1, WakeAddress("h", 1, "k"), "s")
+        self.engine = context(self.pool, self.clock, **changed)
+        self.failures = self.engine.failures
+        self.fetching = DecodeFetches(self.engine)
+        self.attempts = self.fetching.attempts
 
     def take(self) -> Step:
-        step, self.step = self.step, Step("h", 1, WakeAddress("h", 1, "k"), "s")
-        return step
+        return self.engine.take_step()
 
     def arrive(self, request: Asked) -> None:
-        self.fetching.arrived(request, self.step)
+        self.fetching.arrived(request)
 
     def match(self, request: Asked, num_computed: int = 0) -> tuple[int, bool]:
-        return self.fetching.matched(request, num_computed, self.step, is_producer=self.pool.is_producer)
+        return self.fetching.matched(request, num_computed)
 
     def allocate(self, request: Asked, blocks: tuple[list[int], ...] = BLOCKS, num_external: int = TOKENS) -> None:
         self.pool.of[request.request_id] = [(request.request_id, block) for group in blocks for block in group if block]
-        self.fetching.allocated(request, blocks, num_external, self.step)
+        self.fetching.allocated(request, blocks, num_external)
 
     def finish(self, request: Asked) -> None:
-        self.fetching.finished(request, self.pool, self.step)
+        self.fetching.finished(request)
 
     def collect(
         self, failures: tuple[tuple[int, FailureCause], ...] = (), overs: tuple[int, ...] = ()
     ) -> tuple[set[str], set[str]]:
         told = [(number, HandOverFailed(cause, "as the worker says")) for number, cause in failures]
-        return self.fetching.collect(told, overs, self.pool, self.step)  # type: ignore[return-value]
+        return self.fetching.collect(told, overs)  # type: ignore[return-value]
 
     def wait(self, request: Asked) -> int:
         """Lets a request wait for its KV. Returns its attempt."""
@@ -97,11 +88,11 @@ class Decode:
         )
         (cause,) = self.failures.counts
         assert self.failures.counts == {cause: 1}
-        assert self.failed.has_news
-        assert self.fetching.num_waiting == 0
+        assert self.fetching.has_news
+        assert self.attempts.num_waiting == 0
         assert self.collect() == ({request.request_id}, {request.request_id})
-        assert not self.failed.has_news
-        assert self.holds.num_blocks == 0
+        assert not self.fetching.has_news
+        assert self.engine.holds.num_blocks == 0
         return FailureCause(cause)
 
 
@@ -151,15 +142,15 @@ def test_blocks_that_another_connector_keeps_are_free_when_both_have_let_go(firs
     attempt = decode.wait(request)
     decode.finish(request)
     decode.fetching.kept(D1)
-    assert not decode.failed.has_news and decode.attempts.num_quarantined_blocks == 3
-    ends = [lambda: decode.attempts.let_go([D1], decode.pool), lambda: decode.collect(overs=(attempt,))]
+    assert not decode.fetching.has_news and decode.attempts.num_quarantined_blocks == 3
+    ends = [lambda: decode.attempts.let_go([D1]), lambda: decode.collect(overs=(attempt,))]
     if first == "our workers":
         ends.reverse()
     ends[0]()
     assert not decode.pool.freed
     ends[1]()
     assert sorted(block for _, block in decode.pool.freed) == [3, 7, 9]
-    assert decode.collect() == (set(), set()) and not leftovers(decode.fetching, decode.attempts, decode.failed)
+    assert decode.collect() == (set(), set()) and not leftovers(decode.fetching, decode.attempts)
     assert decode.attempts.num_quarantined_blocks == 0
 
 
@@ -238,7 +229,7 @@ def test_an_unknown_attempt_means_nothing() -> None:
     decode = Decode()
     decode.wait(of_decode())
     assert decode.collect(failures=((1, FailureCause.LOST),), overs=(1, 2)) == (set(), set())
-    assert decode.fetching.num_waiting == 1
+    assert decode.attempts.num_waiting == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- several
@@ -265,7 +256,7 @@ def test_a_prompt_without_its_media_ends_also_where_another_connector_has_loaded
     decode.arrive(request)
     assert decode.match(request) == ALL
     decode.allocate(request, BLOCKS, 0)
-    assert decode.failed.take_ending() == {request.request_id} and decode.fetching.num_waiting == 0
+    assert decode.fetching.take_ending() == {request.request_id} and decode.attempts.num_waiting == 0
 
 
 def test_a_failure_is_one_story(caplog: pytest.LogCaptureFixture) -> None:
@@ -297,7 +288,7 @@ def test_prefill_need_not_keep_what_decode_computes(cause: FailureCause, recompu
 
 
 def test_failures_add_up() -> None:
-    failures, why = Failures(), HandOverFailed(FailureCause.LOST, "planted")
+    failures, why = Decode().failures, HandOverFailed(FailureCause.LOST, "planted")
     for _ in range(2):
         failures.not_received("d1", why)
         failures.not_offered("p1", why)
@@ -314,7 +305,7 @@ def test_a_request_that_ends_for_its_hand_over_is_told_though_it_is_scheduled_on
     assert decode.match(request) == ALL
     decode.allocate(request, num_external=0)
     decode.fetching.progressed([request.request_id])
-    assert decode.failed.take_ending() == {D1}
+    assert decode.fetching.take_ending() == {D1}
     decode.finish(request)
     (told,) = decode.failures.take_ended().values()
     assert told.startswith("KV hand-over failed: cause=media request=d1")
@@ -385,7 +376,7 @@ def test_a_failed_one_is_forgotten_before_another_server_is_asked() -> None:
     decode.take()
     failure = decode.fetching.failure_of(other)
     assert failure is not None and failure.cause is FailureCause.DIGEST
-    decode.fetching.forget(other, decode.step)
+    decode.fetching.forget(other)
     step = decode.take()
     assert step.of(EndRenewal) == [EndRenewal(D1)] and [one.attempt for one in step.of(UnneededOffer)] == [None]
     assert decode.fetching.failure_of(other) is None

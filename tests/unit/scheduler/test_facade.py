@@ -8,22 +8,20 @@ from typing import Any
 import pytest
 from support.clocks import ManualClock
 from support.engine_fakes import (
-    OWN,
-    OWN_START,
     TOKENS,
-    WAKE,
     Asked,
     Pool,
     Reads,
     at_once,
+    context,
     of_decode,
     of_prefill,
     prompt,
     reports,
-    terms,
     with_states,
 )
 
+from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.scheduler.giving_way import UNHEARD_SECONDS
@@ -39,8 +37,7 @@ class Engine:
     def __init__(self, **changed: Any) -> None:
         self.clock = ManualClock()
         self.pool = Pool()
-        self.handover = SchedulerFacade(OWN, OWN_START, WAKE, terms(**changed), self.clock, Reads())
-        self.handover.bind(self.pool)
+        self.handover = SchedulerFacade(context(self.pool, self.clock, **changed), Reads(), AskSettings())
 
     def waiting(self, name: str = "d1") -> int:
         """Adds a request of decode that waits for its KV. Returns its attempt."""
@@ -120,7 +117,7 @@ def test_what_is_kept_for_decode_is_not_freed_by_what_another_connector_has_load
     assert told.received == {"another"}
     told = reports(sent={"p1"}, received={"p1"})
     engine.handover.collect(told)
-    assert told.sent == {"p1"} and not engine.handover.num_kept
+    assert told.sent == {"p1"} and not engine.handover.offering.kept.num_kept
 
 
 def test_a_request_that_is_aborted_while_another_connector_keeps_it_is_told_by_that_one(engine: Engine) -> None:
@@ -154,12 +151,12 @@ def test_ids_and_blocks_of_others_pass_untouched(engine: Engine) -> None:
 
 def test_a_workers_report_ends_the_sleep(engine: Engine) -> None:
     woken: list[int] = []
-    engine.handover.side_channel.woken()
+    engine.handover.engine.woken()
     assert engine.handover.pending, "even before anyone can be woken"
     engine.handover.take_step([])
     assert not engine.handover.pending
-    engine.handover.bind_wake(lambda: woken.append(1))
-    engine.handover.side_channel.woken()
+    engine.handover.engine.bind_wake(lambda: woken.append(1))
+    engine.handover.engine.woken()
     assert woken == [1] and engine.handover.pending
 
 
@@ -198,12 +195,11 @@ def test_blocks_that_a_fetch_fills_in_part_are_zeroed_first(zeroes_blocks: bool)
     step = engine.handover.take_step([])
     assert len(step.of(FetchSpec)) == 1
     assert engine.handover.filled_in_part(step) == ([9] if zeroes_blocks else [])
-    assert engine.handover.keeps_states and not Engine().handover.keeps_states
 
 
 def test_its_blocks_are_bound_once(engine: Engine) -> None:
     """A second call of `bind` changes nothing."""
-    engine.handover.bind(Pool())
+    engine.handover.engine.bind(Pool())
     attempt = engine.waiting()
     engine.handover.finished(of_decode(), False, BLOCKS)
     engine.handover.collect(reports(attempt))
@@ -247,7 +243,7 @@ def test_what_an_engine_says_of_its_memory_and_of_what_waits(engine: Engine, mon
 
 
 def test_an_engine_says_nothing_before_its_first_step() -> None:
-    unbound = SchedulerFacade(OWN, OWN_START, WAKE, terms(), ManualClock(), Reads())
+    unbound = SchedulerFacade(context(None, ManualClock()), Reads(), AskSettings())
     unbound.side_channel.watch_memory()
     assert unbound.side_channel.headroom() == b""
 

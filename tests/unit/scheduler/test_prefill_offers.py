@@ -10,30 +10,26 @@ import pytest
 from support.clocks import ManualClock
 from support.engine_fakes import (
     LEASE,
-    OWN,
     OWN_START,
     PATIENCE,
     TOKENS,
     Asked,
     Pool,
+    context,
     grown,
     of_prefill,
     prompt,
-    terms,
     with_states,
 )
 
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
-from kvcached_nixl.scheduler.failures import Failures
-from kvcached_nixl.scheduler.holds import Holds
-from kvcached_nixl.scheduler.kept_offers import ASK_AGAIN_SECONDS, KeptOffers
+from kvcached_nixl.scheduler.kept_offers import ASK_AGAIN_SECONDS
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-from kvcached_nixl.scheduler.timelines import Timelines
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
-from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Preempt, Revocation, Revoke, Step, Stop, WakeAddress
+from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Preempt, Revocation, Revoke, Step, Stop
 
 P1 = PrefillRequestId("p1")
 BLOCKS = ([7, 3, 9],)
@@ -48,36 +44,32 @@ class Prefill:
     """`PrefillOffers` and `KeptOffers` with blocks; each call is told to the next step."""
 
     def __init__(self, pool: Pool | None = None, **changed: Any) -> None:
-        self.holds = Holds()
         self.clock = ManualClock()
         self.pool = Pool() if pool is None else pool
-        self.failures = Failures()
-        timelines = Timelines(self.clock, None, is_push=False)
-        settings = terms(**changed)
-        self.kept = KeptOffers(settings, self.clock, self.holds)
-        self.offering = PrefillOffers(OWN, OWN_START, settings, self.kept, self.holds, self.failures, timelines)
-        self.step = Step("h", 1, WakeAddress("h", 1, "k"), "s")
+        self.engine = context(self.pool, self.clock, **changed)
+        self.holds, self.failures = self.engine.holds, self.engine.failures
+        self.offering = PrefillOffers(self.engine)
+        self.kept = self.offering.kept
 
     def take(self) -> Step:
-        step, self.step = self.step, Step("h", 1, WakeAddress("h", 1, "k"), "s")
-        return step
+        return self.engine.take_step()
 
     def arrive(self, request: Asked) -> Asked:
-        self.offering.arrived(request, self.step)
+        self.offering.arrived(request)
         return request
 
     def compute(self, tokens: int, block_ids: BlockIds = (), *, replaces: bool = False, name: str = "p1") -> Step:
         """One step, which computes up to so many tokens."""
-        self.offering.scheduled([Progress(name, block_ids, replaces, tokens)], self.pool, self.step)
+        self.offering.scheduled([Progress(name, block_ids, replaces, tokens)])
         return self.take()
 
     def finish(self, request: Asked, is_whole: bool = True, block_ids: BlockIds = BLOCKS) -> tuple[bool, Any]:
-        return self.offering.finished(request, is_whole, block_ids, self.pool, self.step)
+        return self.offering.finished(request, is_whole, block_ids)
 
     def preempt(self) -> int:
         self.pool.of["p1"] = ["a block"]
-        self.offering.preempted("p1", self.pool, self.step)
-        (preempted,) = self.step.of(Preempt)
+        self.offering.preempted("p1")
+        (preempted,) = self.engine.step.of(Preempt)
         return preempted.hold
 
 
@@ -115,11 +107,11 @@ def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held(
     again = manifest((BlockRange(0, (5, 6, 2)),))
     assert prefill.finish(request, block_ids=([5, 6, 2],))[0]
     assert prefill.take().of(OfferUpdate) == [offered(([5, 6, 2],), TOKENS, again)]
-    prefill.offering.drained([hold + 1], prefill.pool)
+    prefill.offering.drained([hold + 1])
     assert prefill.pool.freed == []
-    prefill.offering.drained([hold], prefill.pool)
+    prefill.offering.drained([hold])
     assert prefill.pool.freed == ["a block"]
-    prefill.offering.drained([hold], prefill.pool)
+    prefill.offering.drained([hold])
     assert prefill.holds.num_blocks == 0
 
 
@@ -135,7 +127,7 @@ def three_kept(**changed: Any) -> Prefill:
         assert prefill.finish(request)[0]
     prefill.take()
     prefill.clock.advance(PATIENCE / 2)
-    prefill.kept.give_way(RevocationCause.LIMIT, 9, prefill.step)
+    prefill.kept.give_way(RevocationCause.LIMIT, 9)
     assert not prefill.take().has_news, "decode may fetch them at any moment"
     prefill.clock.advance(PATIENCE / 2)
     return prefill
@@ -143,19 +135,19 @@ def three_kept(**changed: Any) -> Prefill:
 
 def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
     prefill = three_kept()
-    prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
+    prefill.kept.give_way(RevocationCause.LIMIT, 3)
     prefill.clock.advance(ASK_AGAIN_SECONDS - 0.1)
-    prefill.kept.give_way(RevocationCause.LIMIT, 3, prefill.step)
+    prefill.kept.give_way(RevocationCause.LIMIT, 3)
     assert list(revoked_in(prefill.take())) == ["p1"]
     prefill.clock.advance(0.1)
-    prefill.kept.give_way(RevocationCause.LIMIT, 6, prefill.step)
+    prefill.kept.give_way(RevocationCause.LIMIT, 6)
     revoked = revoked_in(prefill.take())
     assert list(revoked) == ["p2", "p3"] and all(one.spares_wanted for one in revoked.values()), "others give way first"
     assert len({one.number for one in revoked.values()} - {0}) == 2
     prefill.clock.advance(ASK_AGAIN_SECONDS)
-    prefill.kept.give_way(RevocationCause.BLOCKS, 9, prefill.step, keeps_wanted=True)
+    prefill.kept.give_way(RevocationCause.BLOCKS, 9, keeps_wanted=True)
     assert not revoked_in(prefill.take()), "decode waits for all of them"
-    prefill.kept.give_way(RevocationCause.LIMIT, 9, prefill.step)
+    prefill.kept.give_way(RevocationCause.LIMIT, 9)
     revoked = revoked_in(prefill.take())
     assert list(revoked) == ["p1", "p2", "p3"] and not any(one.spares_wanted for one in revoked.values())
 
@@ -166,11 +158,11 @@ def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
 def test_what_has_ended_is_told_apart(cause: RevocationCause, num_owed: int) -> None:
     """Blocks that were freed for others must not stay in the prefix cache."""
     prefill = three_kept()
-    prefill.kept.give_way(cause, 3, prefill.step)
-    prefill.offering.revoke(RevocationCause.CLEARED, "", prefill.step)
-    assert prefill.kept.ended(["p1", "unknown"], prefill.pool) == (0, num_owed)
-    assert prefill.kept.ended(["p1"], prefill.pool) == (0, 0)
-    assert three_kept().kept.ended(["p2"], prefill.pool) == (1, 0)
+    prefill.kept.give_way(cause, 3)
+    prefill.offering.revoke(RevocationCause.CLEARED, "")
+    assert prefill.kept.ended(["p1", "unknown"]) == (0, num_owed)
+    assert prefill.kept.ended(["p1"]) == (0, 0)
+    assert three_kept().kept.ended(["p2"]) == (1, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------------ end
@@ -196,8 +188,8 @@ def test_offers_of_other_requests_stay_in_the_step_that_revokes_one() -> None:
         request.adapter = adapter
         prefill.arrive(request)
         progress = [Progress(name, ([7],), True, 4)]
-        prefill.offering.scheduled(progress, prefill.pool, prefill.step)
-    prefill.offering.revoke(RevocationCause.WEIGHTS, "an adapter was loaded again", prefill.step, adapter=3)
+        prefill.offering.scheduled(progress)
+    prefill.offering.revoke(RevocationCause.WEIGHTS, "an adapter was loaded again", adapter=3)
     step = prefill.take()
     assert list(revoked_in(step)) == ["p2"]
     assert [(one.request_id, one.ready_tokens) for one in step.of(OfferUpdate) if one.ready_tokens] == [("p1", 4)]

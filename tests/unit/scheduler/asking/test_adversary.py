@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.internals import leftovers
 
-from kvcached_nixl.scheduler.asking.limits import QueueLimit
+from kvcached_nixl.scheduler.asking.wanted import QueueLimit
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.question import AskFailed, Outcome, read_answer
 
@@ -53,7 +53,7 @@ def test_two_engines_behind_one_address() -> None:
         decode.asker.answers += [(decode.number(one), engines[1]), (decode.number(other), engines[0])]
         decode.turn()
         if one in decode.fetching.failures and decode.asking.may_ask_again(one):
-            decode.asking.holds_again(decode.blocks.requests[one], None)  # type: ignore[arg-type]
+            decode.asking.holds_again(decode.blocks.requests[one])  # type: ignore[arg-type]
             decode.turn()
             decode.answers(one, engines[1])
         if one in decode.fetching.failures:
@@ -110,7 +110,7 @@ def test_long_prompts_that_find_no_room_cost_a_step_nothing() -> None:
         decode.arrives(f"r{place}", block_hashes=(b"%d" % place,))
     with mock.patch.object(decode.asking.servers, "choose", side_effect=AssertionError("a server was chosen")):
         decode.turn()
-    assert decode.asking.num_asked == 1
+    assert decode.asking.questions.num_asked == 1
 
 
 def test_a_prompt_that_kills_each_server_is_not_asked_for_for_ever() -> None:

@@ -7,13 +7,17 @@ import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
+from support.engine_fakes import context
 
+from kvcached_nixl.scheduler.asking import servers
 from kvcached_nixl.scheduler.asking.asking import Asking
-from kvcached_nixl.scheduler.asking.local import BreakEven, LocalPrefills
-from kvcached_nixl.scheduler.asking.servers import Server, Servers
-from kvcached_nixl.scheduler.timelines import Timelines
+from kvcached_nixl.scheduler.asking.local import LocalPrefills
+from kvcached_nixl.scheduler.asking.servers import Server
+from kvcached_nixl.scheduler.asking.settings import AskSettings
+from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.params import HEADROOM_KEY
 from kvcached_nixl.wire.question import Outcome, Question
@@ -150,7 +154,7 @@ class Fetching:
     unneeded_: list[Any] = field(default_factory=list)
     received: set[str] = field(default_factory=set)
 
-    def arrived(self, request: Any, step: Any, *, computes: bool) -> None:
+    def arrived(self, request: Any, *, computes: bool) -> None:
         self.arrived_.append(request.request_id)
 
     def refuse(self, request: Any, failure: Exception, *, computes: bool) -> bool:
@@ -160,7 +164,7 @@ class Fetching:
     def answered(self, request: Any, params: Any) -> None:
         """No client reads ``usage``."""
 
-    def unneeded(self, params: Any, step: Any) -> None:
+    def unneeded(self, params: Any) -> None:
         self.unneeded_.append(params)
 
     def failure_of(self, request: Any) -> HandOverFailed | None:
@@ -169,10 +173,10 @@ class Fetching:
     def may_compute(self, request: Any) -> bool:
         return True
 
-    def forget(self, request: Any, step: Any) -> None:
+    def forget(self, request: Any) -> None:
         del self.failures[request.request_id]
 
-    def end(self, request: Any, failure: HandOverFailed, blocks: Any, step: Any) -> bool:
+    def end(self, request: Any, failure: HandOverFailed) -> bool:
         self.failures[request.request_id] = failure
         return request.request_id not in self.received
 
@@ -189,18 +193,22 @@ class Decode:
         **blocks: Any,
     ) -> None:
         self.clock, self.asker, self.blocks, self.fetching = Clock(), Asker(), Blocks(**blocks), Fetching()
-        servers = Servers(urls or ("http://p1",), self.clock, SILENCE_SECONDS, BLOCK)
-        timelines = Timelines(self.clock, None, is_push=False)
         self.names: dict[str, tuple[str, ...]] = {}
-        resolver = SimpleNamespace(take=self._changed)
-        self.asking = Asking(
-            *(servers, self.asker, resolver, self.fetching, self.clock, "own"),  # type: ignore[arg-type]
-            *(LocalPrefills(CHUNK, BreakEven(self.clock, MOST, local_tokens)), timelines, BLOCK),
-            pushes=pushes,
+        engine = context(
+            self.blocks,  # type: ignore[arg-type]
+            self.clock,  # type: ignore[arg-type]
+            mode=TransferMode.PUSH if pushes else TransferMode.PULL,
             recomputes=recomputes,
-            is_required=is_required,
-            queue_seconds=queue_seconds,
+            timeout_seconds=SILENCE_SECONDS,
+            most_unclaimed_tokens=MOST,
+            block_sizes=(BLOCK,),
         )
+        settings = AskSettings(
+            urls or ("http://p1",), is_required, queue_seconds=queue_seconds, max_local_prefill_tokens=local_tokens
+        )
+        with mock.patch.object(servers, "Resolver", lambda *_: SimpleNamespace(take=self._changed)):
+            self.asking = Asking(engine, settings, self.asker, self.fetching)  # type: ignore[arg-type]
+        self.asking.local = LocalPrefills(CHUNK, self.asking.local.break_even)
 
     def _changed(self) -> dict[str, tuple[str, ...]]:
         changed, self.names = self.names, {}
@@ -208,14 +216,14 @@ class Decode:
 
     def arrives(self, request_id: str, **changed: Any) -> bool:
         request = self.blocks.requests[request_id] = Request(request_id, **changed)
-        held = self.asking.arrived(request, self.blocks)  # type: ignore[arg-type]
+        held = self.asking.arrived(request)  # type: ignore[arg-type]
         self.turn()
         if self.asker.found:
             self.turn()
         return held
 
     def turn(self, *, may_ask: bool = True) -> None:
-        self.asking.turn(self.blocks, None, may_ask=may_ask)  # type: ignore[arg-type]
+        self.asking.turn(may_ask=may_ask)
 
     def number(self, request_id: str) -> int:
         return max(number for number, (_, one) in self.asker.asked.items() if one == request_id)
@@ -239,7 +247,7 @@ def test_only_that_is_asked_for_which_finds_room() -> None:
     assert decode.is_asked("b") and not decode.is_asked("c")
     decode.answers("a")
     decode.blocks.num_free, decode.blocks.num_used = 0, 12
-    decode.asking.allocated("a")
+    decode.asking.window.settle("a")
     decode.turn()
     assert not decode.is_asked("c")
     decode.blocks.num_free, decode.blocks.num_used = 2, 10
@@ -410,7 +418,7 @@ def test_an_answer_may_fail_when_the_kv_is_here(is_computed: bool) -> None:
         decode.asking.computed([Step("a")])  # type: ignore[list-item]
     decode.answers("a", ODD)
     decode.fetching.failures.clear()
-    assert not decode.asking.may_ask_again("a") and decode.asking.num_asked == 0
+    assert not decode.asking.may_ask_again("a") and decode.asking.questions.num_asked == 0
 
 
 def counted(decode: Decode) -> tuple[dict[str, int], dict[str, int]]:

@@ -129,7 +129,7 @@ def test_while_a_neighbour_waits_for_memory_no_turn_is_computed() -> None:
     decode = Decode(local_tokens=None)
     decode.blocks.cached["a"] = LONG - 4 * BLOCK
     request = decode.blocks.requests["a"] = Request("a", LONG)
-    decode.asking.arrived(request, decode.blocks)  # type: ignore[arg-type]
+    decode.asking.arrived(request)  # type: ignore[arg-type]
     decode.turn(may_ask=False)
     assert not decode.blocks.released and decode.asking.num_waiting == 1
     decode.turn()
@@ -145,7 +145,7 @@ def test_few_turns_are_computed_at_a_time_so_that_streams_keep_their_pace() -> N
     assert "b" in decode.blocks.released
     decode.asking.computed([Step("b", LONG)])  # type: ignore[list-item]
     decode.turn()
-    assert not decode.blocks.chunk_tokens and not decode.asking.local.is_busy
+    assert not decode.blocks.chunk_tokens and not decode.asking.local.num_tokens
 
 
 def test_no_turn_looks_at_all_that_are_computed_here() -> None:
@@ -322,7 +322,7 @@ def test_one_that_is_late_while_servers_are_asked_is_refused_and_the_next_equal_
     """It had no deadline any more, however long it waited then."""
     decode = looks(None, queue_seconds=30.0)
     request = decode.blocks.requests["a"] = Request("a", LONG, (b"same",))
-    decode.asking.arrived(request, decode.blocks)  # type: ignore[arg-type]
+    decode.asking.arrived(request)  # type: ignore[arg-type]
     decode.turn(may_ask=False)
     decode.clock.now += 29.5
     decode.arrives("b", num_prompt_tokens=LONG, block_hashes=(b"same",))
@@ -402,7 +402,7 @@ def test_what_a_server_has_is_fetched_at_once_and_what_others_offer_is_released(
     assert decode.fetching.unneeded_ == [said[URLS[0]]], "its own one is not released: nobody has made it"
     assert decode.asking.figures.ended[Ended.ANSWERED] == 1 and decode.asking.local.num_tokens == LONG - MORE
     decode.asking.computed([Step("a", LONG)])  # type: ignore[list-item]
-    assert not decode.asking.local.is_busy
+    assert not decode.asking.local.num_tokens
 
 
 @pytest.mark.parametrize("manifest", [None, {}, {"num_tokens": "1"}, {"num_tokens": 2 * BLOCK}])
@@ -479,9 +479,9 @@ def test_a_prompt_of_which_an_offer_fails_is_asked_for_as_a_whole() -> None:
     decode = looks({URLS[0]: offers(MORE), URLS[1]: says(0), URLS[2]: None}, local_tokens=None)
     decode.arrives("a", num_prompt_tokens=LONG)
     decode.fetching.failures["a"] = HandOverFailed(FailureCause.LEASE, "it is gone")
-    assert decode.asking.holds_again(decode.blocks.requests["a"], None)  # type: ignore[arg-type]
+    assert decode.asking.holds_again(decode.blocks.requests["a"])  # type: ignore[arg-type]
     decode.turn()
-    assert decode.url("a") != URLS[0] and not decode.asking.local.is_busy and len(decode.asker.looked_up) == 3
+    assert decode.url("a") != URLS[0] and not decode.asking.local.num_tokens and len(decode.asker.looked_up) == 3
 
 
 def test_one_that_is_known_to_have_nearly_all_is_the_only_one_that_says_what_it_has() -> None:

@@ -12,13 +12,13 @@ from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.asking.settings import KEY_VARIABLE, AskSettings
 
 
-def read(extra_config: dict[str, Any], *, is_consumer: bool = True) -> AskSettings | None:
+def read(extra_config: dict[str, Any], *, is_consumer: bool = True) -> AskSettings:
     return AskSettings.from_extra_config(extra_config, is_consumer=is_consumer, is_producer=False)
 
 
 @pytest.mark.parametrize("extra", [{}, {"prefill": []}])
 def test_nobody_is_asked(extra: dict[str, Any]) -> None:
-    assert read(extra) is None
+    assert read(extra) == AskSettings()
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_nobody_is_asked(extra: dict[str, Any]) -> None:
 )
 def test_servers(said: Any, servers: tuple[str, ...]) -> None:
     found = read({"prefill": said})
-    assert found is not None and found.servers == servers
+    assert found.servers == servers
     assert not found.is_required and not found.accepts_params
 
 
@@ -55,11 +55,11 @@ def test_flags(key: str) -> None:
 def test_the_key_is_in_a_file_or_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "from the environment")
     found = read({"prefill": "http://a"})
-    assert found is not None and found.api_key == "from the environment"
+    assert found.api_key == "from the environment"
     file = tmp_path / "key"
     file.write_text("secret\n")
     found = read({"prefill": "http://a", "prefill_api_key_file": str(file)})
-    assert found is not None and found.api_key == "secret" and "secret" not in repr(found)
+    assert found.api_key == "secret" and "secret" not in repr(found)
     file.write_text("")
     for path in (str(file), str(tmp_path / "none"), 7.5):
         with pytest.raises(SettingsError, match="prefill_api_key_file"):
@@ -81,6 +81,6 @@ def test_what_is_no_key_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_producer_asks_nobody() -> None:
-    assert read({}, is_consumer=False) is None
+    assert read({}, is_consumer=False) == AskSettings()
     with pytest.raises(SettingsError, match="kv_producer"):
         read({"prefill": "http://a"}, is_consumer=False)
