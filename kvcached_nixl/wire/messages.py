@@ -283,8 +283,8 @@ _decode = decoder(Message)
 
 
 def draw_attempt() -> int:
-    """Draws a random number for an attempt, unique among all engines for all practical purposes."""
-    return secrets.randbelow(MAX_ATTEMPT)
+    """Draws a random number above 0 for an attempt, unique among all engines for all practical purposes."""
+    return 1 + secrets.randbelow(MAX_ATTEMPT - 1)
 
 
 def is_ours(notification: bytes) -> bool:

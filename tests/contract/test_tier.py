@@ -41,7 +41,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.vllm.adapter.attributes import connectors, side_of
 from kvcached_nixl.vllm.adapter.neighbours import is_tier
-from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND, installed_has
+from kvcached_nixl.vllm.adapter.versions import (
+    ASKS_FOR_RESULTS,
+    HASHES_AHEAD,
+    HITS_DIVERGE,
+    LOADS_BEHIND,
+    installed_has,
+)
 from kvcached_nixl.vllm.patches import tier as served
 from kvcached_nixl.vllm.patches.factory import is_nixl
 
@@ -415,6 +421,30 @@ def test_a_request_that_waits_for_blocks_that_are_stored_does_not_starve(make: C
     assert not one.tokens(LATER) and one.side_of_engine.due_in_seconds is None
     one.copier.is_stuck = False
     one.step_until(lambda: LATER in one.ended)
+    assert one.settles()
+
+
+@pytest.mark.skipif(not installed_has(ASKS_FOR_RESULTS), reason="this vLLM preempts, whatever is about to be free")
+def test_a_request_that_lacks_a_block_waits_for_those_that_are_stored(make: Callable[..., TierNode]) -> None:
+    """Else vLLM would preempt all that run, one after the other: their blocks are still stored, so none comes free."""
+    one = make()
+    one.copier.is_stuck = True
+    for number, request_id in enumerate((OTHER, DECODE_ID, PREFILL_ID)):
+        one.add(request_id, None, first_token=160 - 80 * number)
+    lost: list[str] = []
+    run = one.run
+
+    def noted(output: SchedulerOutput) -> ModelRunnerOutput:
+        lost.extend(output.preempted_req_ids or ())
+        return run(output)
+
+    one.run = noted  # type: ignore[method-assign]
+    one.step_until(lambda: bool(lost))
+    for _ in range(3):
+        one.step()
+    assert lost == [PREFILL_ID]
+    one.copier.is_stuck = False
+    one.step_until(lambda: {OTHER, DECODE_ID, PREFILL_ID} <= one.ended.keys())
     assert one.settles()
 
 

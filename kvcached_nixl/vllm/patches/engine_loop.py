@@ -26,7 +26,7 @@ from typing import Any
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.scheduler.kept_offers import GRACE_SECONDS
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attributes import core_of, private, remember, side_of, sides
+from kvcached_nixl.vllm.adapter.attributes import connectors, core_of, private, remember, side_of, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input, wake_of, wants_blocks
 from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, installed_has
@@ -120,6 +120,9 @@ def _wait_for_blocks(core: Any, found: Sequence[Any], seconds: float) -> None:
 def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     scheduler = core.scheduler
     if not stood_still(scheduler) or any(side.pending for side in found):
+        return False
+    # Of another connector, which may wait for what only a step brings.
+    if any(one.has_pending_push_work() for one in connectors(scheduler.connector) if side_of(one) is None):
         return False
     # Ranks of a data-parallel group step together, and remote encoders are polled in every step.
     if private(core, "engines_running") or private(scheduler, "ec_connector") is not None:

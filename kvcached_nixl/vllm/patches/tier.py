@@ -57,6 +57,8 @@ class Tier:
         self._parked: list[Any] = []
         self.free = private(pool, "free_blocks")
         pool.free_blocks = self._free_or_park
+        # Since 0.30, where a running request lacks a block: else vLLM would preempt one after the other for it.
+        connector.has_pending_block_frees = lambda: bool(self._parked)
         self._reset_cache, connector.reset_cache = connector.reset_cache, self._reset
         self._matched, connector.get_num_new_matched_tokens = connector.get_num_new_matched_tokens, self._match
 

@@ -175,8 +175,13 @@ def test_below_several_connectors_it_rests_for_a_moment() -> None:
     """What others have ended is found in steps; what they load is waited for as vLLM does."""
     for statuses, expected in (((OURS,), [engine_loop._SHARED_SECONDS]), ((OURS, OURS), [])):
         one = core(*statuses, ours=side(1))
-        one.scheduler.connector = SimpleNamespace(_connectors=[SimpleNamespace(), one.scheduler.connector])
+        other = SimpleNamespace(has_pending_push_work=lambda: False)
+        one.scheduler.connector = SimpleNamespace(
+            has_pending_push_work=other.has_pending_push_work, _connectors=[other, one.scheduler.connector]
+        )
         assert rested(one) == expected
+        other.has_pending_push_work = lambda: True
+        assert rested(one) == expected, "not once more"
 
 
 @pytest.mark.parametrize(
