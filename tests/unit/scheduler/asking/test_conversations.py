@@ -22,7 +22,6 @@ from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADRO
 from .test_asking import ANSWER, BLOCK, CHUNK, DEAD, MOST, Clock, Decode, Request, Step, hashes
 
 LONG = 64 * BLOCK
-LOCAL = {"cached": 1}
 
 
 # ------------------------------------------------------------------------------------------------ what is computed here
@@ -118,13 +117,6 @@ def counts(decode: Decode) -> dict[str, int]:
     return {one.value: count for one, count in decode.asking.figures.computed.items() if count}
 
 
-def test_the_next_turn_is_computed_here() -> None:
-    decode = Decode(local_tokens=None)
-    assert turn(decode, "a", FIRST_TOKENS) and counts(decode) == LOCAL and not decode.asker.asked
-    assert not turn(decode, "b", FIRST_TOKENS + 1) and decode.is_asked("b")
-    assert not turn(decode, "cold", FIRST_TOKENS, FIRST_TOKENS) and decode.is_asked("cold")
-
-
 def test_while_a_neighbour_waits_for_memory_no_turn_is_computed() -> None:
     decode = Decode(local_tokens=None)
     decode.blocks.cached["a"] = LONG - 4 * BLOCK
@@ -134,18 +126,6 @@ def test_while_a_neighbour_waits_for_memory_no_turn_is_computed() -> None:
     assert not decode.blocks.released and decode.asking.num_waiting == 1
     decode.turn()
     assert "a" in decode.blocks.released and not decode.asker.asked
-
-
-def test_few_turns_are_computed_at_a_time_so_that_streams_keep_their_pace() -> None:
-    decode = Decode(local_tokens=None)
-    assert turn(decode, "a", CHUNK - BLOCK) and not turn(decode, "b", 2 * BLOCK) and decode.blocks.chunk_tokens == CHUNK
-    assert not decode.asker.asked and decode.asking.num_waiting == 0
-    decode.asking.computed([Step("a", LONG)])  # type: ignore[list-item]
-    decode.turn()
-    assert "b" in decode.blocks.released
-    decode.asking.computed([Step("b", LONG)])  # type: ignore[list-item]
-    decode.turn()
-    assert not decode.blocks.chunk_tokens and not decode.asking.local.num_tokens
 
 
 def test_no_turn_looks_at_all_that_are_computed_here() -> None:
@@ -234,15 +214,6 @@ def looks(says: dict[str, Any] | None, **changed: Any) -> Decode:
     decode = Decode(*URLS, num_free=10_000, **changed)
     decode.asker.says = says
     return decode
-
-
-def test_the_server_that_has_most_of_a_prompt_is_asked() -> None:
-    decode = looks({URLS[0]: says(2 * BLOCK), URLS[1]: says(30 * BLOCK), URLS[2]: None})
-    for place in range(8):
-        decode.arrives(f"r{place}", num_prompt_tokens=LONG)
-        assert decode.url(f"r{place}") == URLS[1]
-        assert decode.asking.servers.all, "the prompt's own tokens are what it has to compute"
-        decode.asking.gone(f"r{place}")
 
 
 def test_unless_it_has_more_to_compute_than_that_saves() -> None:
