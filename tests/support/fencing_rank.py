@@ -47,7 +47,7 @@ from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, WakeAddress, Withdraw
-from kvcached_nixl.worker import commands
+from kvcached_nixl.worker import transfer_thread
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.decode import fencing
 from kvcached_nixl.worker.decode import receiver as receiver
@@ -142,7 +142,7 @@ class Rank:
         self.side = assemble(context, Device(torch.device("cpu")), lambda weights: None, self.gates)
         self.thread = self.side.thread
         self.own = Peer(place.engine_id, role, 1, 1, 0)
-        self.thread.submit(commands.LocalIdentity(self.own, WakeAddress(role, 1, "key"), START))
+        self.thread.submit(transfer_thread.LocalIdentity(self.own, WakeAddress(role, 1, "key"), START))
         self.side.identify(WEIGHTS)
         self.thread.start()
         made = msgspec.msgpack.encode(Answer(START, msgspec.msgpack.encode(rank)))
@@ -193,7 +193,7 @@ def decode(folder: Path, ending: str, fault: str) -> None:
     groups = (BlockRange(0, tuple(range(NUM_BLOCKS))),)
     where = RemotePrefill("prefill", "prefill", 1, 1)
     wanted = FetchSpec(ATTEMPT, DecodeRequestId("d"), where, None, NAME, DIGEST, TOKENS, 0, TOKENS, groups)
-    rank.thread.submit(wanted, commands.Reached(commands.BlocksWritable((ATTEMPT,))))
+    rank.thread.submit(wanted, transfer_thread.Reached(transfer_thread.BlocksWritable((ATTEMPT,))))
     end = time.monotonic() + ARRIVING_SECONDS
     sampled = target[:: NUM_BLOCKS // 64]
     while (sampled == BEFORE).all() and time.monotonic() < end:
