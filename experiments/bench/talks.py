@@ -92,10 +92,8 @@ async def learn(url: str, messages: Sequence[Sequence[Message]], *, is_changed: 
                 history = [*prompt, *talks[-1][-1].right.token_ids]
         if is_changed:
             await asked.probe("other_weights", OTHER_SEED)
-            talks = [
-                [turn._replace(other=await answered(turn.prompt, f"other-{number}")) for turn in talk]
-                for number, talk in enumerate(talks)
-            ]
+            for number, talk in enumerate(talks):
+                talk[:] = [turn._replace(other=await answered(turn.prompt, f"other-{number}")) for turn in talk]
             await asked.probe("other_weights", "0")
         return talks
 
