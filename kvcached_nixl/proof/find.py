@@ -10,6 +10,7 @@ the same time share one prover.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import logging
@@ -20,8 +21,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -33,6 +35,7 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 PROVER_SECONDS = 300.0
 UNUSABLE_SECONDS = 24 * 3600.0
+_LOOK_SECONDS = 0.05
 _SETTINGS = ("UCX_", "NIXL_", "FI_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_PRELOAD")
 _PACKAGES = ("kvcached-nixl", "kvcached", "nixl", "nixl-cu12", "nixl-cu13", "torch")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -76,15 +79,7 @@ def find(
 
     found = read()
     if found is None:
-        # Comes with vLLM.
-        from filelock import FileLock
-
-        with contextlib.ExitStack() as alone:
-            try:
-                # Not for ever: its holder may hang.
-                alone.enter_context(FileLock(kept.with_suffix(".lock"), PROVER_SECONDS))
-            except (OSError, NotImplementedError) as error:
-                logger.info("Other workers may run the same proof at the same time: %s", error)
+        with _one_at_a_time(kept):
             found = read()
             if found is None:
                 found = _ask(question, environment, environ)
@@ -192,6 +187,30 @@ def _ucx_files(environ: Mapping[str, str]) -> list[Path]:
     """The files that UCX reads settings from, besides the environment."""
     folders = [environ.get("UCX_CONFIG_DIR", ""), environ.get("HOME", ""), "/etc/ucx", "."]
     return [Path(folder) / "ucx.conf" for folder in folders if folder]
+
+
+@contextlib.contextmanager
+def _one_at_a_time(kept: Path) -> Iterator[None]:
+    """Hold a file lock, so that one process runs the prover. Continues without the lock after PROVER_SECONDS, so that a
+    hanging holder cannot block a start for ever.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(kept.with_suffix(".lock").open("w"))
+            until = time.monotonic() + PROVER_SECONDS
+            while not _is_locked(lock) and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+        except OSError as error:
+            logger.info("Other workers may run the same proof at the same time: %s", error)
+        yield
+
+
+def _is_locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _read(kept: Path, question: Question, environment: dict[str, str], here: Ucx | None) -> Proof | None:
