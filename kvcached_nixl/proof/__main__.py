@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import multiprocessing
 import os
@@ -73,7 +74,7 @@ class Member:
         addresses: of each place where it has memory; only ``is_elastic`` ones have kvcached's pages.
     """
 
-    def __init__(self, question: Question, transports: str, *, is_elastic: bool) -> None:
+    def __init__(self, question: Question, transports: str, *, is_elastic: bool, has_memory: bool) -> None:
         if transports:
             os.environ["UCX_TLS"] = transports
         # Without this it is not known which transport carried the bytes.
@@ -90,6 +91,9 @@ class Member:
         self._transport = Transport(self._agent, question.memory_type, question.device_index)
         self._transfers = ThreadPoolExecutor(1, "transfers", initializer=select, initargs=device)
         self._memory: dict[Place, Any] = {}
+        self.addresses: dict[Place, Any] = {}
+        if not has_memory:
+            return
         if is_elastic:
             from kvcached import vmm_ops
 
@@ -100,7 +104,7 @@ class Member:
             self._memory["elastic"] = pool.view(torch.uint8)[: PAGES * PAGE_BYTES]
         self._memory["ordinary"] = torch.zeros(PAGES * PAGE_BYTES, dtype=torch.uint8, device=question.torch_device)
         self._memory["host"] = torch.zeros(PAGES * PAGE_BYTES, dtype=torch.uint8, device="cpu")
-        self.addresses = {place: memory.data_ptr() for place, memory in self._memory.items()}
+        self.addresses |= {place: memory.data_ptr() for place, memory in self._memory.items()}
 
     def ucx(self) -> Ucx:
         return ucx_of_this_process()
@@ -160,12 +164,15 @@ class Remote:
     """The prover's handle of a member, which begins at once. `begun` and `call` raise `MemberAnswer` if it failed,
     ended, or did not answer in time."""
 
-    def __init__(self, question: Question, transports: str, *, is_elastic: bool = False) -> None:
+    def __init__(
+        self, question: Question, transports: str, *, is_elastic: bool = False, has_memory: bool = True
+    ) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         # Not a pipe: it would fill up and block the member, because nothing reads it meanwhile.
         self._said = os.memfd_create("said")
-        arguments = (theirs, self._pipe, self._said, lambda: Member(question, transports, is_elastic=is_elastic))
+        begin = functools.partial(Member, question, transports, is_elastic=is_elastic, has_memory=has_memory)
+        arguments = (theirs, self._pipe, self._said, begin)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -308,7 +315,8 @@ def prove_lanes(question: Question) -> Proof:
     lanes: list[tuple[str, str, tuple[str, ...]]] = [(name, name, ("",)) for name in question.backends if name != "UCX"]
     ucx: Ucx | None = None
     if "UCX" in question.backends:
-        member = Remote(question, "")
+        # A device that is full must not keep it from answering: each lane then says that it lacks memory.
+        member = Remote(question, "", has_memory=False)
         try:
             member.begun()
             ucx = member.call("ucx")

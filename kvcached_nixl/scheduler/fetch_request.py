@@ -299,7 +299,8 @@ class FetchAttempts:
     def start(self, one: FetchRequest) -> None:
         """A request was given blocks, and waits. Its timeout begins."""
         one.attempt, one.is_waiting = draw_attempt(), True
-        one.begun_seconds = self._engine.clock.now_seconds()
+        # Before others can see it: `longest_seconds` is called on other threads.
+        one.begun_seconds = one.since_seconds = self._engine.clock.now_seconds()
         self._attempts[one.attempt] = self._waiting[one.request_id] = one
         self._begin_timeout(one)
 

@@ -319,6 +319,8 @@ class StartGate:
         self._held.move(dict.fromkeys(request_ids, ask_again_seconds))
 
     def gone(self, request_ids: Iterable[str]) -> None:
+        if not (self._held or self._claimed or self._of_number):
+            return
         gone = set(map(PrefillRequestId, request_ids))
         for request_id in gone:
             self._held.pop(request_id, None)

@@ -526,8 +526,10 @@ class Engine:
         num_tokens = request.num_computed = len(hits) * self.kind.shape.block_size
         if 0 < least_tokens <= num_tokens and self.handover.offers_cached and not self.is_paused:
             request.status = Status.STOPPED
+            if self.pool.allocate(request, hits, num_tokens) is None:
+                told(self.handover.look_up(num_tokens))
+                return
             self.requests[request.request_id] = request
-            self.pool.allocate(request, hits, num_tokens)
             self.looking.append(told)
             blocks = (list(self.pool.tables[request.request_id]),)
             if self.handover.offer_cached(request, num_tokens, blocks, functools.partial(self._tell, told)):

@@ -71,7 +71,7 @@ class Asker:
 
     def check(self, server: Server) -> None:
         """Asks a server that has not answered for long whether it is well; `take_checked` has the answer."""
-        self._called(self._begin, object(), self._check, server)
+        self._called(self._begin, server, self._check, server)
 
     def take_checked(self) -> list[tuple[Server, bool]]:
         """Returns, since the last call, servers that were checked, and whether they are well."""
@@ -141,6 +141,9 @@ class Asker:
             await self._session.close()
 
     def _begin(self, key: object, function: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        if key in self._tasks:
+            # A server is checked once at a time: an older answer would be taken for a newer one.
+            return
         task = self._tasks[key] = asyncio.ensure_future(function(*arguments))
         # It may be cancelled before it begins.
         task.add_done_callback(lambda _: (self._tasks.pop(key), self._sockets.pop(key, None)))

@@ -16,8 +16,8 @@ RATES = Rates(1e9, 1e9, 1e5)
 
 
 class Remote:
-    def __init__(self, question: Question, transports: str) -> None:
-        pass
+    def __init__(self, question: Question, transports: str, *, has_memory: bool) -> None:
+        assert not has_memory, "a full device would keep it from answering"
 
     def begun(self) -> None:
         pass

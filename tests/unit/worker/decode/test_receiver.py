@@ -265,6 +265,17 @@ def test_what_a_process_of_this_host_has_left_is_taken_in_before_it_is_over(push
     assert push.over == [1]
 
 
+def test_a_process_that_the_handshake_could_not_look_at_is_looked_at_again(push: Decode) -> None:
+    """For lack of file descriptors, perhaps. Else its death would never be noticed, and its blocks held for ever."""
+    registered(push, wanted(1, None), process=HERE)
+    push.host.living.add(HERE)
+    push.want(wanted(2, None))
+    push.deliver()
+    push.host.living.remove(HERE)
+    pass_time(push, LOOK_SECONDS + DEAD_SECONDS + 0.1)
+    assert push.failed[2] is FailureCause.LOST and 2 in push.over
+
+
 def test_others_are_written_through_the_gate_that_is_to_be_closed_until_they_are_done(push: Decode) -> None:
     """Attempts on the gate that is to be closed may end first; those that take longer than DRAIN_SECONDS fail."""
     remote = registered(push, wanted(1, None), process=THERE)
