@@ -12,6 +12,9 @@ import pytest
 from support.internals import leftovers, num_open, writers_of
 from support.worker_fakes import (
     BLOCK_SIZE,
+    DIGEST,
+    OTHER_DIGEST,
+    OTHER_START,
     Local,
     Remote,
     address,
@@ -27,6 +30,7 @@ from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.messages import (
     Registration,
+    Release,
     StagingRequest,
     Stopped,
     Withdrawal,
@@ -34,7 +38,7 @@ from kvcached_nixl.wire.messages import (
     decode,
 )
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import FetchSpec
+from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.worker.decode.fencing import (
     AGAIN_SECONDS,
     DEAD_SECONDS,
@@ -162,6 +166,28 @@ def test_a_defect_while_it_is_read_costs_its_attempt(pull: Decode, where: str, m
     assert pull.over == [1]
 
 
+def test_an_offer_that_another_attempt_uses_is_not_released(pull: Decode) -> None:
+    """A router has sent the same parameters again, and the first request was aborted."""
+    remote = pull.remote()
+    keep(remote)
+    for number in (1, 2):
+        pull.want(wanted(number, MANIFEST))
+    pull.turn()
+    pull.receiver.release(UnneededOffer(wanted(1, MANIFEST).prefill, "p-1", "", DIGEST, 1))
+    pull.receiver.fail(1, HandOverFailed(FailureCause.STOPPED, "the request has ended"))
+    pull.network.deliver(pull.in_flight[0])
+    pull.clock.advance(1.0)
+    pull.turn()
+    assert pull.over == [1] and remote.heard() == []
+    # The same, where the attempt was over before it was given up.
+    pull.receiver.release(UnneededOffer(wanted(1, MANIFEST).prefill, "p-1", "", DIGEST, 1))
+    pull.turn()
+    assert remote.heard() == []
+    pull.deliver()
+    assert pull.over == [1, 2] and pull.failed == {1: FailureCause.STOPPED}
+    assert remote.heard() == [Release("p-1", "", DIGEST, 0, 1)] and len(pull.moved) == 1
+
+
 # --------------------------------------------------------------------------------------------------------------- WRITE
 
 
@@ -170,6 +196,28 @@ def registered(push: Decode, one: FetchSpec, **more: Any) -> Remote:
     push.want(one)
     push.deliver()
     return remote
+
+
+@pytest.mark.parametrize(
+    ("made", "cause"),
+    [
+        (manifest(digest=OTHER_DIGEST), FailureCause.DIGEST),
+        (manifest(num_tokens=9), FailureCause.DIGEST),
+        (manifest(num_tokens=12), FailureCause.DIGEST),
+        (manifest(incarnation=OTHER_START), FailureCause.RESTARTED),
+        (manifest(request_id="p-2"), FailureCause.PROTOCOL),
+    ],
+    ids=["digest", "shorter", "longer", "start", "request"],
+)
+def test_what_was_written_is_checked(push: Decode, made: Manifest, cause: FailureCause) -> None:
+    """The manifest in prefill's last notification is compared with what decode wants."""
+    remote = registered(push, wanted(1, MANIFEST))
+    remote.say("local", Written(1, 0, 1, made))
+    push.deliver()
+    assert push.failed == {1: cause} and not push.over, "another WRITE of it may be in flight"
+    remote.say("local", Written(1, 0, 0))
+    push.deliver()
+    assert push.over == [1]
 
 
 @pytest.mark.parametrize(
