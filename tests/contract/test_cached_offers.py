@@ -32,6 +32,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
+from kvcached_nixl.scheduler.prefill_offers import OfferRequest
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, MANIFEST_KEY
 
 parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
@@ -99,6 +100,38 @@ def test_an_offer_without_a_step_is_revoked_with_the_weights_that_it_was_compute
     decode.add(DECODE_ID, json.loads(json.dumps(answer.result())))
     ends_by_policy(policy, decode, prefill)
     assert decode.log.text.count("KV hand-over failed") == 1
+
+
+def test_what_cannot_be_offered_is_not_kept(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks, or its adapter, are not those that a manifest could name."""
+    prefill, _ = pair
+    monkeypatch.setattr(OfferRequest, "still_has", lambda *_: False)
+    answer = offered(prefill)
+    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and "do_remote_prefill" not in answer.result()
+    rest(prefill)
+
+
+def test_what_nobody_fetches_is_free_when_its_lease_ends(pair: tuple[Node, Node]) -> None:
+    prefill, _ = pair
+    answer = offered(prefill)
+    until(lambda: prefill.step() and answer.done())
+    rest(prefill)
+
+
+def test_an_engine_keeps_no_more_for_peers_that_leave_enough_waiting(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, _ = pair
+    monkeypatch.setattr(type(prefill.side_of_engine), "offers_cached", False)
+    answer = offered(prefill)
+    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.offering.kept.num_kept
+
+
+def test_nothing_is_kept_for_a_peer_that_waits_no_longer(pair: tuple[Node, Node]) -> None:
+    prefill, _ = pair
+    computed(prefill)
+    answer = looked_up(core_around(prefill), prompt(0, PROMPT), CACHED, most_seconds=0.0)
+    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.offering.kept.num_kept
 
 
 def test_what_another_adapter_of_that_name_has_computed_is_not_offered(pair: tuple[Node, Node], tmp_path: Path) -> None:
