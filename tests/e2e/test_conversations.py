@@ -17,7 +17,7 @@ pytest.importorskip("kvcached", reason="needs an environment: bash experiments/e
 from support.balancers import Balancer, service
 
 from experiments.bench.conversations import Peers
-from experiments.common.client import Client
+from experiments.common.client import Client, is_up
 from experiments.common.counted import samples
 from experiments.common.device import with_extra
 from experiments.common.families import FAMILIES
@@ -118,7 +118,7 @@ def test_behind_a_plain_balancer_conversations_go_on_when_a_server_is_killed(arm
                 if (number, turn) == (0, 1):
                     running.servers[0].kill()
                     running.replace(0)
-                balancer.serve([one.base_url for one in running.servers if one.is_ready()])
+                balancer.serve([one.base_url for one in running.servers if is_up(f"{one.base_url}/health")])
                 name = f"conversation{number}"
                 answer = await client.answer(prompt, max_tokens=TOKENS, salt=name, request_id=f"{name}-{turn}")
                 return answer.token_ids

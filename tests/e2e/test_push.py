@@ -128,7 +128,7 @@ class Router:
             try:
                 found = await asyncio.wait_for(answer, STEP_SECONDS)
             except asyncio.TimeoutError:
-                logs = "\n".join(f"{server.spec.name}:\n{server.tail(12)}" for server in self.servers)
+                logs = "\n".join(f"{server.spec.name}:\n{server.tail()}" for server in self.servers)
                 pytest.fail(f"{side} does not answer {name} within {STEP_SECONDS} s. The logs end with\n{logs}")
         assert read_answer(found, TOKENS).token_ids == expected.token_ids
 
@@ -285,5 +285,5 @@ def test_unequal_tensor_parallel_sizes(prefill_tp: int, decode_tp: int, tmp_path
         try:
             asyncio.run(both_orders(prefill, decode, expected))
         except AnswerError as error:
-            logs = "\n".join(f"{server.spec.name}:\n{server.tail(12)}" for server in (prefill, decode))
+            logs = "\n".join(f"{server.spec.name}:\n{server.tail()}" for server in (prefill, decode))
             pytest.fail(f"{error}. The logs end with\n{logs}")
