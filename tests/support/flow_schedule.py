@@ -609,7 +609,9 @@ class Schedule:
     def _judge(self, task: Task, child: Request) -> None:
         kind = task.decode.kind
         if kind.recomputes and not kind.is_required and task.decode in self.cluster.alive:
-            assert child.status is not Status.ERROR or not child.num_computed, f"{child} has failed"
+            # Two that have their KV may each lack a block that the other one has.
+            starved = task.decode.failures.keys() & {FailureCause.NO_BLOCKS, FailureCause.QUARANTINE}
+            assert child.status is not Status.ERROR or not child.num_computed or starved, f"{child} has failed"
         if self.calm:
             assert child.status is Status.STOPPED, f"{child} has failed, and nothing was wrong"
             assert not task.decode.failures, f"{task.decode.failures}, and nothing was wrong"
