@@ -50,6 +50,6 @@ def test_arms(command: tuple[str, ...], capsys: pytest.CaptureFixture[str], requ
     vllm = str(found_version("vllm")).partition("+")[0]
     with capsys.disabled():
         done = subprocess.run(
-            [sys.executable, "-m", f"experiments.{module}", "--vllm", vllm, *arguments], cwd=ROOT, check=False
+            [sys.executable, "-m", "experiments", module, "--vllm", vllm, *arguments], cwd=ROOT, check=False
         )
     assert done.returncode == 0

@@ -268,7 +268,7 @@ def test_a_member_of_the_prover_does_what_a_worker_does(platform: Platform, monk
     monkeypatch.setenv("UCX_PROTO_INFO", "y")
     threads = torch.get_num_threads()
     try:
-        one = prover.Member(Question("cuda", 1, "VRAM", ("UCX",)), "", is_elastic=False)
+        one = prover.Member(Question("cuda", 1, "VRAM", ("UCX",)), "", is_elastic=False, has_memory=True)
     finally:
         torch.set_num_threads(threads)
     one.register()
