@@ -35,7 +35,7 @@ logger = logging.getLogger(SERVER_LOGGER)
 
 PROVER_SECONDS = 300.0
 UNUSABLE_SECONDS = 24 * 3600.0
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.2
 _SETTINGS = ("UCX_", "NIXL_", "FI_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_PRELOAD")
 _PACKAGES = ("kvcached-nixl", "kvcached", "nixl", "nixl-cu12", "nixl-cu13", "torch")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -15,7 +15,6 @@ from types import MappingProxyType
 
 from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import (
     KernelBlockRange,
@@ -146,7 +145,6 @@ class WritePart(Part):
         self._is_read = is_read
         self._arrived = ArrivedWrites()
         self._known: ConnectedPeer | None = None
-        self._process: Process | None = None
         self._staging_window: StagingWindow | None = None
         self._gate_use: GateUse | None = None
 
@@ -181,7 +179,8 @@ class WritePart(Part):
 
     @property
     def is_dead(self) -> bool:
-        return self._process is not None and self._context.host.is_dead(self._process)
+        process = None if self._known is None else self._known.process
+        return process is not None and self._context.host.is_dead(process)
 
     def fence(self) -> bool:
         use, known = self._gate_use, self._known
@@ -322,9 +321,6 @@ class WritePart(Part):
         if context.own is None or self.stage is not Stage.CONNECTING:
             return
         self._known = known
-        # The handshake may have been long ago, and could not look at it for lack of file descriptors.
-        is_seen = known.process is None and context.host.sees(known.rank.process)
-        self._process = known.rank.process if is_seen else known.process
         self._join_window(known)
         # Slots are granted range by range; of what was read already, only checksums are asked for.
         has_no_blocks = context.staging is not None or self._is_read

@@ -162,6 +162,9 @@ class Peers:
             and incarnation in ("", link.known.incarnation)
             and not (is_doubted or link.is_failing)
         ):
+            if link.known.process is None and self.host.sees(link.known.rank.process):
+                # The handshake could not look at it, for lack of file descriptors.
+                link.known.process = link.known.rank.process
             known(link.known)
             return
         link.waiting.append((incarnation, known, failed))
