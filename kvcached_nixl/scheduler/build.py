@@ -46,6 +46,7 @@ class StockScheduler:
 
     engine_id: str
     tp_size: int
+    pp_size: int
     groups: tuple[KVGroup, ...]
     window_kinds: list[str]
     zeroes_blocks: bool
@@ -88,8 +89,8 @@ def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: C
         patience_seconds=settings.give_way_after_seconds,
         most_unclaimed_tokens=stock.max_num_batched_tokens,
     )
-    own = RemotePrefill(stock.engine_id, *address.advertised, stock.tp_size)
+    own = RemotePrefill(stock.engine_id, *address.advertised, stock.tp_size, stock.pp_size)
     wake_address = WakeAddress(*address.local, secrets.token_hex(16))
     engine = EngineContext(own, secrets.token_hex(8), wake_address, terms, clock, stock.spans)
-    roles = {"is_consumer": stock.is_consumer, "is_producer": stock.is_producer}
+    roles = {"is_consumer": stock.is_consumer and stock.pp_size == 1, "is_producer": stock.is_producer}
     return SchedulerFacade(engine, stock.reader, AskSettings.from_extra_config(stock.extra_config, **roles))

@@ -71,7 +71,7 @@ class SchedulerFacade:
         self._giving_way = GivingWay(engine, self.offering, self.fetching)
         self.asking = Asking(engine, asks, asker(asks.api_key, engine.woken), self.fetching)
         self._accepts_params = asks.accepts_params or not asks.servers
-        self._ended, self._idle = AllRanks(engine.own.tp_size), AllRanks(engine.own.tp_size)
+        self._ended, self._idle = AllRanks(engine.own.num_ranks), AllRanks(engine.own.num_ranks)
         self.revocations = Revocations(engine, read, self.offering, self.fetching)
         figures = self.asking.figures if asks.servers else None
         self.side_channel = OwnSideChannel(engine, self.offering, self.fetching, self.revocations, figures)

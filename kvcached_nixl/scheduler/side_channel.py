@@ -73,7 +73,7 @@ class OwnSideChannel:
         when their weights may have changed. Peers are answered with them until `close`.
 
         Args:
-            metadata: what vLLM has collected from the workers, by (pipeline stage, rank); there is one stage.
+            metadata: what vLLM has collected from the workers, by (pipeline stage, rank).
         """
         ranks = {key: read_rank(one.agent_metadata_bytes) for key, one in metadata.items()}
         self._offering.is_read_early |= any(one.is_staged for one in ranks.values())
@@ -81,8 +81,8 @@ class OwnSideChannel:
         # Drawn again if other weights were found just now.
         incarnation = self._engine.incarnation
         answers = {
-            rank: (one.compatibility_hash, msgspec.msgpack.encode(Answer(incarnation, one.agent_metadata_bytes)))
-            for (_, rank), one in metadata.items()
+            place: (one.compatibility_hash, msgspec.msgpack.encode(Answer(incarnation, one.agent_metadata_bytes)))
+            for place, one in metadata.items()
         }
         if self._listener is None:
             self._listener = listen(answers)

@@ -86,7 +86,7 @@ class Listener:
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._headroom, self._watch = headroom, watch
-        self._answers: dict[int, bytes] = {}
+        self._answers: dict[tuple[int, int], bytes] = {}
         self.answer(answers)
         self._woken = woken
         self._key = key.encode()
@@ -161,11 +161,14 @@ class Listener:
             self._send(answer)
 
     def _answer(self, rank: object, stage: object) -> bytes:
-        found = self._answers.get(rank) if isinstance(rank, int) and stage == 0 else None
+        found = self._answers.get((stage, rank)) if isinstance(rank, int) and isinstance(stage, int) else None
         if found is None:
             # Of other values only the type is shown: they may be nested too deep for repr.
-            shown = rank if isinstance(rank, int) else type(rank).__name__
-            said = f"no rank {shown}: this engine has {sorted(self._answers)}; correct the router's tp_size"
+            shown = (one if isinstance(one, int) else type(one).__name__ for one in (stage, rank))
+            said = (
+                f"no stage and rank {', '.join(map(str, shown))}: this engine has {sorted(self._answers)}; correct the "
+                "router's pp_size and tp_size"
+            )
             found = msgspec.msgpack.encode(Reply(said, b""))
         return found
 
@@ -240,7 +243,7 @@ def _checked(address: SideChannelAddress, answers: Answers, asking: SideChannel)
         )
     rank = min(answers)
     try:
-        answer = asking.ask(there.host, there.port, rank).result()
+        answer = asking.ask(there.host, there.port, rank[1], rank[0]).result()
     except (OSError, CancelledError) as error:
         _silent(address, leads_to, error)
         return None

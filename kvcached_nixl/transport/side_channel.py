@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 import logging
 import threading
 from collections.abc import Mapping
@@ -62,14 +63,14 @@ class SideChannel:
         self._lookups: set[asyncio.Future[list[str]]] = set()
         self._looked_up: dict[str, list[str]] = {}
 
-    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+    def ask(self, host: str, port: int, tp_rank: int, pp_rank: int = 0) -> Future[tuple[str, bytes]]:
         """Requests the (compatibility string, metadata) of a rank.
 
         If there is no answer, the future fails within a few seconds: with `ConnectionRefusedError` if nothing listens
         at the address, with another `OSError` or a `TimeoutError` if that is not known, and with `ValueError` if the
         answer cannot be read.
         """
-        return asyncio.run_coroutine_threadsafe(self._ask(host, port, tp_rank), self._running())
+        return asyncio.run_coroutine_threadsafe(self._ask(host, port, (ASK, pp_rank, tp_rank)), self._running())
 
     def ask_headroom(self, host: str, port: int) -> Future[bytes]:
         """Requests an engine's headroom, encoded; empty if it does not know it. Fails as `ask` does."""
@@ -117,8 +118,8 @@ class SideChannel:
                 lookup.cancel()
             loop.close()
 
-    async def _ask(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
-        frames = await self._exchanged(host, port, (ASK, 0, tp_rank))
+    async def _ask(self, host: str, port: int, question: tuple[object, ...]) -> tuple[str, bytes]:
+        frames = await self._exchanged(host, port, question)
         try:
             reply = msgspec.msgpack.decode(frames[0], type=Reply)
         except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as error:
@@ -234,15 +235,17 @@ class HandshakeWatch:
     Args:
         channel: is closed at the end.
         engines: index of each engine -> its side channel. Those on other hosts do not answer, and stay unknown.
-        ranks: of one engine.
+        tp_size, pp_size: of each engine.
         listener: the metrics; ``say_kind`` and ``say_headroom`` are called on the watch's thread. The watch does not
             keep it alive.
     """
 
-    def __init__(self, channel: SideChannel, engines: Mapping[int, Endpoint], ranks: int, listener: Any) -> None:
+    def __init__(
+        self, channel: SideChannel, engines: Mapping[int, Endpoint], tp_size: int, pp_size: int, listener: Any
+    ) -> None:
         self._channel = channel
         self._engines = dict(engines)
-        self._ranks = ranks
+        self._others = list(itertools.product(range(pp_size), range(tp_size)))[1:]
         self._listener = ref(listener)
         self._known: dict[int, tuple[str, bytes]] = {}
         self._closing = threading.Event()
@@ -275,7 +278,7 @@ class HandshakeWatch:
         # Each rank's answer has the engine's incarnation, which is new whenever the weights are.
         if not first[1] or self._known.get(index) == first:
             return
-        others = [self._channel.ask(*self._engines[index], rank) for rank in range(1, self._ranks)]
+        others = [self._channel.ask(*self._engines[index], rank, stage) for stage, rank in self._others]
         answers = [first, *(one.result() for one in others)]
         listener = self._listener()
         if listener is not None and all(metadata for _, metadata in answers):

@@ -19,6 +19,7 @@ Protocol history (one line per change of meaning; the number is part of the tag)
     13: prefill is told that decode reads.
     14: weights are identified by memory, by what was loaded, and by files; configurations setting by setting. The
         digest of a prompt has a hash of its embeddings, not their bytes.
+    15: planes have keys, so that a rank may keep those of one pipeline stage.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ _NAME = "kvcached_nixl"
 
 MemoryType: TypeAlias = Literal["DRAM", "VRAM"]
 """NIXL's names for host memory and for accelerator memory."""
-Answers: TypeAlias = Mapping[int, tuple[str, bytes]]
-"""What an engine answers peers: rank -> (tag, `Answer`, encoded)."""
+Answers: TypeAlias = Mapping[tuple[int, int], tuple[str, bytes]]
+"""What an engine answers peers: (pipeline stage, rank) -> (tag, `Answer`, encoded)."""
 
 
 class Tag(msgspec.Struct, frozen=True):
@@ -71,20 +72,18 @@ class Tag(msgspec.Struct, frozen=True):
     Attributes:
         direction: ``pull`` or ``push``.
         facts: everything but the weights that the bytes depend on, as (name, value): vLLM, configuration, dtype, ...
-        planes: per KV-cache group (number, bytes of a cell) of each kind of plane; of states, of their parts if known.
+        cells: per KV-cache group, bytes of a cell of each kind of plane; of states, of their parts if known.
     """
 
     mode: str
     facts: tuple[tuple[str, str], ...]
-    planes: tuple[tuple[tuple[int, int], ...], ...]
+    cells: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
         facts = "; ".join(f"{name} {value}" for name, value in self.facts)
-        groups = (
-            " and ".join(f"{count} planes of cells of {size} bytes" for count, size in one) for one in self.planes
-        )
-        planes = ", ".join(f"group {place}: {group}" for place, group in enumerate(groups))
-        return f"{_NAME}/{PROTOCOL} {self.mode} [{facts}; {planes}]"
+        groups = (" and ".join(f"cells of {size} bytes" for size in one) for one in self.cells)
+        cells = ", ".join(f"group {place}: {group}" for place, group in enumerate(groups))
+        return f"{_NAME}/{PROTOCOL} {self.mode} [{facts}; {cells}]"
 
 
 Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
@@ -216,9 +215,12 @@ class RankHandshake(msgspec.Struct, frozen=True):
     is_staged: bool
     weights: Weights
     process: Process
+    pp_size: TpSize
+    pp_rank: Rank
 
     def __post_init__(self) -> None:
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
+        require(self.pp_rank < self.pp_size, "a stage below the pipeline-parallel size")
         require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
         require(all(self._is_placed(one) for group in self.groups for one in group.all), "its place among the copies")
         # Readers add an offset to it in 64 bits.

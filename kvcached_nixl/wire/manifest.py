@@ -90,7 +90,7 @@ def digest_of(
     return hasher.hexdigest()
 
 
-PROTOCOL = 14
+PROTOCOL = 15
 """History: `wire.handshake`."""
 
 

@@ -73,17 +73,25 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to find a rank: its engine, its side channel, its place in the tensor-parallel group."""
+    """How to find a rank: its engine, its side channel, its places in the tensor- and pipeline-parallel groups."""
 
     engine_id: EngineId
     host: Identifier
     port: Port
     tp_size: TpSize
     tp_rank: Rank
+    pp_size: TpSize = 1
+    pp_rank: Rank = 0
 
     def __post_init__(self) -> None:
         require(0 < len(self.engine_id) <= 1024, "an engine id")
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
+        require(self.pp_rank < self.pp_size, "a stage below the pipeline-parallel size")
+
+    @property
+    def rank(self) -> int:
+        """Its number among all workers of its engine, as vLLM counts them."""
+        return self.pp_rank * self.tp_size + self.tp_rank
 
 
 class _OfAttempt(_Said, frozen=True):

@@ -7,7 +7,8 @@
 
 A router that pushes may ask both at once; then it tells decode where prefill is:
 
-    to decode       do_remote_prefill: true, transfer_id, remote_engine_id, remote_host, remote_port, tp_size
+    to decode       do_remote_prefill: true, transfer_id, remote_engine_id, remote_host, remote_port, tp_size,
+                    pp_size
 
 In that case the two requests find each other by name: ``transfer_id`` is any string that the router gives to one
 prefill and one decode request. Without it they match by ``remote_request_id`` from prefill's answer, and without that
@@ -31,6 +32,7 @@ import msgspec
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import (
+    MAX_TP_SIZE,
     BlockNumber,
     Count,
     Identifier,
@@ -76,12 +78,17 @@ _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
 class RemotePrefill(
     msgspec.Struct, frozen=True, rename={"engine_id": "remote_engine_id", "host": "remote_host", "port": "remote_port"}
 ):
-    """Where decode finds prefill: its engine, its side channel, its tensor-parallel size."""
+    """Where decode finds prefill: its engine, its side channel, its tensor- and pipeline-parallel sizes."""
 
     engine_id: Identifier
     host: Identifier
     port: Port
     tp_size: TpSize = 1
+    pp_size: TpSize = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp_size * self.pp_size
 
 
 class KvTransferParams(
@@ -93,7 +100,7 @@ class KvTransferParams(
         transfer_id: names one prefill and one decode request.
         transfer_mode: of the server that answers.
         remote_block_ids: vLLM's own, per KV-cache group, or flat in old versions. Empty lists if there is a manifest.
-        remote_num_tokens, remote_blocks_expiry_time, pp_size, dcp_size: vLLM's own; the last one from 0.29 on.
+        remote_num_tokens, remote_blocks_expiry_time, dcp_size: vLLM's own; the last one from 0.29 on.
         manifest: this package's manifest from prefill; its key is ``kvcached_nixl``.
     """
 
@@ -116,6 +123,8 @@ class KvTransferParams(
     def __post_init__(self) -> None:
         roles = bool(self.do_remote_prefill) + bool(self.do_remote_decode)
         require(roles < 2, "at most one of do_remote_prefill and do_remote_decode to be true")
+        num_ranks = (self.tp_size or 1) * (self.pp_size or 1)
+        require(num_ranks <= MAX_TP_SIZE, f"a product of tp_size and pp_size of at most {MAX_TP_SIZE}")
 
     @property
     def prefill(self) -> RemotePrefill:
@@ -128,7 +137,8 @@ class KvTransferParams(
             if getattr(self, name) is None:
                 raise Malformed(f"missing required field `{name}`")
         assert self.remote_engine_id is not None and self.remote_host is not None and self.remote_port is not None
-        return RemotePrefill(self.remote_engine_id, self.remote_host, self.remote_port, self.tp_size or 1)
+        where = self.remote_engine_id, self.remote_host, self.remote_port
+        return RemotePrefill(*where, self.tp_size or 1, self.pp_size or 1)
 
     @classmethod
     def for_prefill(cls, transfer_id: str | None) -> KvTransferParams:
@@ -146,6 +156,7 @@ class KvTransferParams(
             remote_host=prefill.host,
             remote_port=prefill.port,
             tp_size=prefill.tp_size,
+            pp_size=prefill.pp_size,
         )
 
 

@@ -273,8 +273,8 @@ class Channel:
         self._cluster, self._engine = cluster, engine
         self.is_closed = False
 
-    def ask(self, host: str, port: int, tp_rank: int) -> Any:
-        return self._cluster.ask(self._engine, host, port, tp_rank)
+    def ask(self, host: str, port: int, tp_rank: int, pp_rank: int) -> Any:
+        return self._cluster.ask(self._engine, host, port, (pp_rank, tp_rank))
 
     def wake(self, host: str, port: int, key: str) -> None:
         own = self._engine
@@ -288,8 +288,8 @@ class Channel:
 class FlowHost(Host):
     """Each engine has a separate host, except that processes of the hosts in ``cluster.sharing`` see each other."""
 
-    def __init__(self, cluster: Cluster, engine: Engine, tp_rank: int) -> None:
-        own = Process(engine.own.host, "", 1 + engine.incarnation, tp_rank)
+    def __init__(self, cluster: Cluster, engine: Engine, rank: int) -> None:
+        own = Process(engine.own.host, "", 1 + engine.incarnation, rank)
         super().__init__(own, "DRAM")
         self.__dict__["cluster"] = cluster
 
@@ -310,21 +310,26 @@ class FlowHost(Host):
 class Worker:
     """One rank: a real `WorkerFacade` and transfer thread, with a separate device."""
 
-    def __init__(self, engine: Engine, tp_rank: int) -> None:
+    def __init__(self, engine: Engine, rank: int) -> None:
         shape, cluster = engine.kind.shape, engine.cluster
-        self.engine, self.tp_rank = engine, tp_rank
-        self.memory, self.device = RankMemory(shape, tp_rank), Device()
-        self.agent_name = f"{engine.own.engine_id}.{engine.incarnation}/{tp_rank}"
+        self.pp_rank, self.tp_rank = divmod(rank, shape.tp_size)
+        self.engine, tp_rank = engine, self.tp_rank
+        self.memory, self.device = RankMemory(shape, tp_rank, self.pp_rank), Device()
+        self.agent_name = f"{engine.own.engine_id}.{engine.incarnation}/{rank}"
         self.agent = cluster.wire.agent(self.agent_name)
         self.token_table: TokenArray = np.zeros(
             (BUCKETS + engine.kind.token_buffers, TOKENS_PER_BUCKET), dtype=np.uint64
         )
         self.staging, self.copier = slab_of(self, *engine.kind.slots) if engine.kind.slots[0] else (None, None)
-        self.host = FlowHost(cluster, engine, tp_rank)
+        self.host = FlowHost(cluster, engine, rank)
         self.moved = self.memory if self.copier is None else self.copier.slab
         self.awaiting_checksum = InTurn(held=True)
         groups = (GroupMemory((self.moved.planes,), shape.ratio),)
-        place = LocalRank(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, groups, shape.kv_shares)
+        place = LocalRank(
+            *(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, groups, shape.kv_shares),
+            pp_size=shape.pp_size,
+            pp_rank=self.pp_rank,
+        )
         handshake = RankHandshake(
             engine_id=place.engine_id,
             tp_size=shape.tp_size,
@@ -337,8 +342,10 @@ class Worker:
             is_staged=self.staging is not None,
             weights=engine.kind.weights,
             process=self.host.own,
+            pp_size=shape.pp_size,
+            pp_rank=self.pp_rank,
         )
-        tag = str(Tag(engine.settings.transfer_mode.value, (("model", engine.kind.model),), (((2, 8),),)))
+        tag = str(Tag(engine.settings.transfer_mode.value, (("model", engine.kind.model),), ((8,),)))
 
         def offer(weights: Weights) -> None:
             told = msgspec.structs.replace(handshake, weights=weights)
@@ -491,7 +498,7 @@ class Engine:
             functools.partial(FlowAsker, self),
         )
         draw_as(self.handover, random.Random(number))
-        self.workers = [Worker(self, rank) for rank in range(shape.tp_size)]
+        self.workers = [Worker(self, rank) for rank in range(shape.tp_size * shape.pp_size)]
         memories = [worker.memory for worker in self.workers]
         self.pool = Pool(self, shape, memories, kind.caches_prefixes, kind.are_shared, kind.newest_first)
         self.handover.engine.bind(self.pool)
@@ -841,7 +848,7 @@ class Engine:
 
     def _envelopes(self) -> dict[tuple[int, int], Any]:
         """As vLLM collects them: by pipeline stage and rank."""
-        return {(0, worker.tp_rank): worker.envelope for worker in self.workers}
+        return {(worker.pp_rank, worker.tp_rank): worker.envelope for worker in self.workers}
 
     def _listen(self, answers: Answers) -> Listening:
         listening = Listening(self)

@@ -67,7 +67,7 @@ class Pair:
         """Returns the parameters that decode gets from a router that sends to both engines at once."""
         own = self.prefill.own
         found = {"do_remote_prefill": True, "remote_engine_id": own.engine_id, "remote_host": own.host}
-        return {**found, "remote_port": own.port, "tp_size": own.tp_size, **changed}
+        return {**found, "remote_port": own.port, "tp_size": own.tp_size, "pp_size": own.pp_size, **changed}
 
     def hand_over(self, prompt: tuple[int, ...] = PROMPT, **request: Any) -> Request:
         """Runs a complete hand-over, prefill first. Returns decode's request."""

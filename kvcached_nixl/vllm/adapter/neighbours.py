@@ -169,12 +169,17 @@ def _require_spec(vllm_config: Any) -> None:
             remedy=f"Remove {_TIER} from --kv-transfer-config"
             + ("." if why is _OUTLIVES else f', or add "{TRUSTED}": ["{spec}"] if you have checked it.'),
         )
-    if optional(vllm_config, "speculative_config") is not None:
+    unproven = {
+        "--speculative-config": optional(vllm_config, "speculative_config") is not None,
+        "--pipeline-parallel-size": private(vllm_config, "parallel_config").pipeline_parallel_size > 1,
+    }
+    for option in (option for option, is_used in unproven.items() if is_used):
         raise SettingsError(
-            found=f"{_TIER} beside the NIXL connector, with speculative decoding",
-            expected="no speculative decoding",
-            consequence=f"{_TIER} may store KV of tokens that are rejected afterwards; this was not run.",
-            remedy=f"Remove {_TIER}, or --speculative-config.",
+            found=f"{_TIER} beside the NIXL connector, with {option}",
+            expected=f"no {option}",
+            consequence=f"{_TIER} may store KV of tokens that are rejected afterwards, or of some layers; this was not "
+            "run.",
+            remedy=f"Remove {_TIER}, or {option}.",
         )
 
 

@@ -77,6 +77,17 @@ class WorkerView:
         return int(private(self.worker, "tp_rank"))
 
     @property
+    def pp_size(self) -> int:
+        return int(private(self.vllm_config, "parallel_config").pipeline_parallel_size)
+
+    @property
+    def pp_rank(self) -> int:
+        """Its pipeline stage. vLLM counts workers stage by stage, those of one data-parallel engine apart."""
+        from vllm.distributed.parallel_state import get_pp_group
+
+        return int(get_pp_group().rank_in_group) if self.pp_size > 1 else 0
+
+    @property
     def kv_cache_groups(self) -> Any:
         return private(self.worker, "kv_cache_config").kv_cache_groups
 
@@ -254,8 +265,11 @@ class WorkerView:
         parallel = self.vllm_config.parallel_config
         found = [
             (name, getattr(parallel, name.replace("-", "_")))
-            for name in ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size")
+            for name in ("decode-context-parallel-size", "prefill-context-parallel-size")
         ]
+        if len(self.kv_cache_groups) > 1:
+            # vLLM's constructor refuses these, and decode servers, in the supported series.
+            found.append(("pipeline-parallel-size", self.pp_size))
         refused = [(f"--{name} {size}", f"--{name} 1") for name, size in found if size > 1]
         for group in self.kv_cache_groups:
             sizes = {spec.block_size for spec in specs_of(group.kv_cache_spec)}

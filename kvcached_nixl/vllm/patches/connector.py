@@ -351,5 +351,6 @@ def build_prom_metrics(call: Call) -> Any:
     parallel = call.argument("vllm_config").parallel_config
     # The engine's own totals are the same for each of several API servers, whose counters are added up.
     made.of_engines.counts_engines = private(parallel, "_api_process_rank") < 1
-    HandshakeWatch(SideChannel(), engines, int(private(parallel, "tensor_parallel_size")), made.of_engines)
+    tp_size, pp_size = int(private(parallel, "tensor_parallel_size")), int(private(parallel, "pipeline_parallel_size"))
+    HandshakeWatch(SideChannel(), engines, tp_size, pp_size, made.of_engines)
     return made

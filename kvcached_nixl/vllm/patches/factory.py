@@ -111,6 +111,7 @@ def stock_scheduler(config: Any, kv_cache_config: Any) -> StockScheduler:
     return StockScheduler(
         engine_id=str(transfer.engine_id),
         tp_size=int(config.parallel_config.tensor_parallel_size),
+        pp_size=int(config.parallel_config.pipeline_parallel_size),
         groups=tuple(KVGroup(int(spec.block_size), keeps_of(spec)) for spec in specs),
         window_kinds=[type(spec).__name__ for spec in windows],
         zeroes_blocks=bool(private(kv_cache_config, "needs_kv_cache_zeroing")),

@@ -16,11 +16,12 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import KernelBlockRange, Peer, Reading, Release, encode
+from kvcached_nixl.wire.planes import GroupMemory, named_planes
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.transfer.context import WorkerContext
@@ -37,6 +38,7 @@ class Part:
 
     Attributes:
         agent: the agent that was told of the blocks; None before that, and for a READ.
+        known: the rank, once it is connected.
         is_abandoned: another engine answers at the rank's address, so the agent can no longer be asked to stop.
     """
 
@@ -45,6 +47,7 @@ class Part:
         self._attempt = attempt
         self.address = address
         self.agent: str | None = None
+        self.known: ConnectedPeer | None = None
         self.is_abandoned = False
 
     @property
@@ -129,6 +132,12 @@ class Attempt:
         """Whether nothing of the attempt is in flight any more, and nothing will be."""
         return all(part.is_idle for part in self.parts)
 
+    def lacks_layers(self, groups: Sequence[GroupMemory]) -> bool:
+        """Whether the pipeline stages of prefill do not have all layers of this rank together, so that the KV of some
+        was not moved. ``groups``: this rank's."""
+        found = [named_planes(part.known.rank.groups) for part in self.parts if part.known is not None]
+        return self.spec.prefill.pp_size > 1 and frozenset().union(*found) != named_planes(groups)
+
     def reached(self, part: Part, state: State) -> None:
         self._states[part.address] = state
         behind = min(self._states.get(one.address, State.DECODE_ALLOCATED) for one in self.parts)
@@ -169,7 +178,6 @@ class ReadPart(Part):
         self._is_idle = False
         self._manifest = attempt.spec.manifest
         self._instead = instead
-        self._known: ConnectedPeer | None = None
         self._job: TransferJob | None = None
         self._buffer: int | None = None
         self._is_stopping = False
@@ -195,7 +203,7 @@ class ReadPart(Part):
         if known.rank.is_staged:
             self._instead(self._attempt, self, False)
             return
-        self._known = known
+        self.known = known
         context, manifest, memory = self._context, self._manifest, known.rank.groups
         try:
             if manifest.block_sizes != tuple(one.block_size for one in memory) or len(manifest.groups) != len(memory):
@@ -223,7 +231,7 @@ class ReadPart(Part):
             self._look()
 
     def _look(self) -> None:
-        context, known = self._context, self._known
+        context, known = self._context, self.known
         assert known is not None
         if self._is_stopping:
             return
@@ -239,7 +247,7 @@ class ReadPart(Part):
         context.transfer_queue.submit(self._job, is_urgent=True)
 
     def _looked(self, failed: str) -> None:
-        context, known, buffer = self._context, self._known, self._buffer
+        context, known, buffer = self._context, self.known, self._buffer
         assert known is not None and buffer is not None
         # Reset before anything below can fail or stop the part: nothing is in flight any more.
         self._job = self._buffer = None

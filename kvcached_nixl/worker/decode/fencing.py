@@ -126,7 +126,7 @@ class ActiveWriters:
                 if part.address == address and part.may_write and part.is_dead:
                     assert attempt is not None
                     self.look_after(attempt)
-                    reason = f"the process of rank {address.tp_rank} of prefill has ended"
+                    reason = f"the process of rank {address.rank} of prefill has ended"
                     attempt.fail(HandOverFailed(FailureCause.LOST, reason))
 
     def _say_held(self, agent: str, address: Peer) -> None:
@@ -139,7 +139,7 @@ class ActiveWriters:
             "answers or its process ends: continue the process if it is suspended, or end it. If it runs in another "
             "PID namespace and the KV is in device memory, its end is not visible here: run both in one PID namespace, "
             "or set UCX_TLS to network transports only.",
-            address.tp_rank,
+            address.rank,
             address.host,
             address.port,
         )

@@ -232,7 +232,7 @@ class Receiver(PeerListener):
 
     def _lose(self, agent: str, what: str) -> None:
         for attempt, part in self._parts_of(agent):
-            attempt.fail(HandOverFailed(FailureCause.LOST, f"{what} rank {part.address.tp_rank} of prefill"))
+            attempt.fail(HandOverFailed(FailureCause.LOST, f"{what} rank {part.address.rank} of prefill"))
             self._writers.look_after(attempt)
 
     def close(self) -> None:
@@ -279,6 +279,9 @@ class Receiver(PeerListener):
         number = attempt.number
         if number not in self._attempts:
             return
+        if attempt.failed is None and attempt.is_finished and attempt.lacks_layers(self._context.local.groups):
+            reason = "prefill's pipeline stages do not have the layers of this rank; expected the same model"
+            attempt.failed = HandOverFailed(FailureCause.REFUSED, reason)
         if attempt.failed is not None and attempt.failed_at_seconds is None:
             attempt.failed_at_seconds = self._clock.now_seconds()
             self._asked_again[number] = attempt.failed_at_seconds + REPEAT_SECONDS

@@ -144,7 +144,7 @@ class WritePart(Part):
         self._is_begun_again = False
         self._is_read = is_read
         self._arrived = ArrivedWrites()
-        self._known: ConnectedPeer | None = None
+        self.known: ConnectedPeer | None = None
         self._staging_window: StagingWindow | None = None
         self._gate_use: GateUse | None = None
 
@@ -179,18 +179,18 @@ class WritePart(Part):
 
     @property
     def is_dead(self) -> bool:
-        process = None if self._known is None else self._known.process
+        process = None if self.known is None else self.known.process
         return process is not None and self._context.host.is_dead(process)
 
     def fence(self) -> bool:
-        use, known = self._gate_use, self._known
+        use, known = self._gate_use, self.known
         if use is None or known is None or not self._context.host.is_behind_network(known.rank.process):
             return False
         use.fence(self)
         return True
 
     def cut_off(self) -> None:
-        reason = f"rank {self.address.tp_rank} of prefill has taken too long: the gate that it writes through is closed"
+        reason = f"rank {self.address.rank} of prefill has taken too long: the gate that it writes through is closed"
         self._fail(HandOverFailed(FailureCause.LOST, reason))
 
     def finish(self) -> None:
@@ -200,13 +200,13 @@ class WritePart(Part):
     def end_without(self, what: str) -> None:
         if not self.is_idle:
             self._end(Event.STOPPED)
-            self._fail(HandOverFailed(FailureCause.LOST, f"rank {self.address.tp_rank} of prefill {what}"))
+            self._fail(HandOverFailed(FailureCause.LOST, f"rank {self.address.rank} of prefill {what}"))
 
     def take(self, message: StagingRequest | Written | Stopped) -> None:
         if isinstance(message, StagingRequest):
             if self._staging_window is not None and self._is_wanted:
                 end_token = min(message.end_token, self._attempt.spec.end_token)
-                self._staging_window.ready(self.address.tp_rank, message.first_token, end_token)
+                self._staging_window.ready(self.address.rank, message.first_token, end_token)
             return
         if isinstance(message, Stopped):
             self._end(Event.STOPPED)
@@ -214,7 +214,7 @@ class WritePart(Part):
             if cause is FailureCause.RESTARTED:
                 # The engine at this address has another incarnation than this rank knows.
                 self._context.peers.probe(self.address)
-            reason = f"rank {self.address.tp_rank} of prefill stopped: {message.reason:.500}"
+            reason = f"rank {self.address.rank} of prefill stopped: {message.reason:.500}"
             self._fail(HandOverFailed(cause, reason))
             return
         self._take_written(message)
@@ -223,7 +223,7 @@ class WritePart(Part):
         try:
             complete = self._arrived.take(message)
         except ValueError as error:
-            self._fail(HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.tp_rank} of prefill {error}"))
+            self._fail(HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.rank} of prefill {error}"))
             return
         self._reached(State.DECODE_MOVING)
         if message.manifest is not None:
@@ -232,7 +232,7 @@ class WritePart(Part):
                 self._fail(misfit)
         for written in complete:
             if self._staging_window is not None and self._is_wanted:
-                self._staging_window.written(self.address.tp_rank, written.end_token)
+                self._staging_window.written(self.address.rank, written.end_token)
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:
@@ -244,7 +244,7 @@ class WritePart(Part):
             self._reached(State.DECODE_COPYING)
             return
         self._reached(State.DECODE_VERIFYING)
-        attempt, checksums, known = self._attempt, self._context.checksums, self._known
+        attempt, checksums, known = self._attempt, self._context.checksums, self.known
         if self._is_wanted and checksums.are_compared(attempt.number):
             assert known is not None
             self._move(Event.IS_COMPARED)
@@ -262,7 +262,7 @@ class WritePart(Part):
 
     def _conclude(self, event: Event) -> None:
         """Everything has been written, and is as it was sent."""
-        known, was_wanted = self._known, self._is_wanted
+        known, was_wanted = self.known, self._is_wanted
         self._end(event)
         if was_wanted and known is not None:
             doubt = self._context.distrust_of(self.address, known.incarnation)
@@ -275,8 +275,8 @@ class WritePart(Part):
         if wrong is None:
             self._conclude(Event.COMPARED)
             return
-        if wrong.cause is FailureCause.CHECKSUM and self._known is not None:
-            self._context.distrust(self.address, self._known.incarnation)
+        if wrong.cause is FailureCause.CHECKSUM and self.known is not None:
+            self._context.distrust(self.address, self.known.incarnation)
         self._end(Event.COMPARED)
         self._fail(wrong)
 
@@ -287,7 +287,7 @@ class WritePart(Part):
         """The peer no longer writes."""
         self._move(event)
         if self._staging_window is not None:
-            self._staging_window.close(self.address.tp_rank)
+            self._staging_window.close(self.address.rank)
 
     def _copied(self, failed: str) -> None:
         """A range was copied from the slab into its blocks, or ``failed`` says why not."""
@@ -309,7 +309,7 @@ class WritePart(Part):
         spec = self._attempt.spec
         if made.digest != spec.digest or made.num_tokens != spec.num_tokens:
             return HandOverFailed(FailureCause.DIGEST, f"prefill wrote {made.num_tokens} tokens of another prompt")
-        if self._known is not None and made.incarnation != self._known.incarnation:
+        if self.known is not None and made.incarnation != self.known.incarnation:
             self._context.peers.probe(self.address)
             return HandOverFailed(FailureCause.RESTARTED, "prefill was restarted, or its weights were changed")
         if spec.manifest is not None and made.request_id != spec.manifest.request_id:
@@ -320,7 +320,7 @@ class WritePart(Part):
         context, spec = self._context, self._attempt.spec
         if context.own is None or self.stage is not Stage.CONNECTING:
             return
-        self._known = known
+        self.known = known
         self._join_window(known)
         # Slots are granted range by range; of what was read already, only checksums are asked for.
         has_no_blocks = context.staging is not None or self._is_read
@@ -364,7 +364,7 @@ class WritePart(Part):
             )
         self._staging_window = attempt.staging_window
         copied = contained(self._fail)(self._copied)
-        self._staging_window.join(self.address.tp_rank, self._send_grant, copied)
+        self._staging_window.join(self.address.rank, self._send_grant, copied)
 
     def _register(self, agent: str, registration: Registration) -> None:
         try:
@@ -374,7 +374,7 @@ class WritePart(Part):
             self.finish()
             self._context.peers.lost(agent)
             if self._is_begun_again:
-                reason = f"rank {self.address.tp_rank} of prefill was not reached: {error}"
+                reason = f"rank {self.address.rank} of prefill was not reached: {error}"
                 self._fail(HandOverFailed(FailureCause.LOST, reason))
             else:
                 # The peer may have been restarted since the handshake.

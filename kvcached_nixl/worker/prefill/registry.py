@@ -277,7 +277,7 @@ class OfferRegistry:
         self._matcher.remove(offer)
         self.writer.source.finished(offer)
         offer.timeline.end(self._clock.now_seconds())
-        if not self._context.local.tp_rank:
+        if not self._context.local.rank:
             self._outcomes.timed(offer.timeline.reported(trace=offer.update.trace))
         if offer.is_kept:
             self._outcomes.done(offer.request_id)

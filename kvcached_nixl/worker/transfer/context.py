@@ -162,7 +162,7 @@ class WorkerContext:
 
     def __post_init__(self) -> None:
         route = self.settings.transfer_mode.value, self.memory_path.value
-        self.outcomes = OutcomeQueue(self.clock, self.local.tp_rank, route)
+        self.outcomes = OutcomeQueue(self.clock, self.local.rank, route)
         self.peers = Peers(
             self.transport, self.local, self.compatibility, self.clock, self.channel, self.host, self.wake.set
         )

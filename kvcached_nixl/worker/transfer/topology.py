@@ -17,7 +17,7 @@ from kvcached_nixl.wire.handshake import Process, RankHandshake, differences, re
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import KernelBlockRange, Peer
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, spacing
+from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, named_planes, spacing
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, Route, misfit, split
 
 __all__ = ["ConnectedPeer", "LocalRank", "contributors", "examine", "fits", "kernel_blocks_of", "ranges", "routes"]
@@ -33,6 +33,7 @@ class LocalRank:
     Attributes:
         groups: where it keeps each KV-cache group.
         kv_shares: how many ranks hold KV of their own, at most. If there are more ranks, each of them has copies.
+        pp_size, pp_rank: its pipeline stage, which keeps some of the layers.
         needs_equal_blocks: it copies whole slots of a slab into blocks that vLLM has zeroed, so what a peer with
             smaller blocks has not written would be there in place of zeroes.
     """
@@ -43,6 +44,13 @@ class LocalRank:
     groups: tuple[GroupMemory, ...]
     kv_shares: int
     needs_equal_blocks: bool = False
+    pp_size: int = 1
+    pp_rank: int = 0
+
+    @property
+    def rank(self) -> int:
+        """Its number among all workers of its engine, as vLLM counts them."""
+        return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def kernel_block_sizes(self) -> tuple[int, ...]:
@@ -52,9 +60,14 @@ class LocalRank:
     def contributors(self, prefill: RemotePrefill) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
         """Returns the ranks of prefill whose bytes this rank of decode needs, and the ranks it only has to release.
         Raises `ValueError` as `contributors`."""
+        if self.pp_size > 1:
+            raise ValueError("decode has pipeline stages; expected --pipeline-parallel-size 1 on decode servers")
         found = contributors(prefill, tp_rank=self.tp_rank, tp_size=self.tp_size, kv_shares=self.kv_shares)
-        where = EngineId(prefill.engine_id), prefill.host, prefill.port, prefill.tp_size
-        writers, others = (tuple(Peer(*where, rank) for rank in ranks) for ranks in found)
+        where, stages = (EngineId(prefill.engine_id), prefill.host, prefill.port), range(prefill.pp_size)
+        writers, others = (
+            tuple(Peer(*where, prefill.tp_size, rank, prefill.pp_size, stage) for stage in stages for rank in ranks)
+            for ranks in found
+        )
         return writers, others
 
     def step_tokens(self, block_sizes: Sequence[int]) -> int:
@@ -205,16 +218,25 @@ def examine(
         )
     answer = read_answer(metadata)
     rank = read_rank(answer.rank)
-    if (rank.engine_id, rank.tp_size, rank.tp_rank) != (address.engine_id, address.tp_size, address.tp_rank):
+    if _place_of(rank) != _place_of(address):
         raise HandOverFailed(
             FailureCause.UNREACHABLE if rank.engine_id != address.engine_id else FailureCause.REFUSED,
-            f"engine {rank.engine_id} (rank {rank.tp_rank} of {rank.tp_size}) answers at {address.host}:"
-            f"{address.port}; expected rank {address.tp_rank} of {address.tp_size} of engine {address.engine_id}",
+            f"engine {rank.engine_id} ({_shown(rank)}) answers at {address.host}:{address.port}; expected "
+            f"{_shown(address)} of engine {address.engine_id}",
         )
     misfit = fits(local, rank)
     if misfit:
         raise HandOverFailed(FailureCause.REFUSED, f"{where} does not fit: {misfit}")
     return answer.incarnation, rank
+
+
+def _place_of(one: RankHandshake | Peer) -> tuple[EngineId, int, int, int, int]:
+    return one.engine_id, one.tp_size, one.tp_rank, one.pp_size, one.pp_rank
+
+
+def _shown(one: RankHandshake | Peer) -> str:
+    stage = "" if one.pp_size == 1 else f" in stage {one.pp_rank} of {one.pp_size}"
+    return f"rank {one.tp_rank} of {one.tp_size}{stage}"
 
 
 def fits(local: LocalRank, rank: RankHandshake) -> str:
@@ -225,7 +247,12 @@ def fits(local: LocalRank, rank: RankHandshake) -> str:
     theirs = tuple(group.kernel_block_size for group in rank.groups)
     if local.needs_equal_blocks and theirs != local.kernel_block_sizes:
         return f"kernel blocks of {theirs} tokens; expected {local.kernel_block_sizes}, as KV is staged beside states"
-    return _misfit(local.groups, rank.groups) or _miscounted(local, rank) or _uncovered(local, rank)
+    if min(local.pp_size, rank.pp_size) > 1:
+        return f"{rank.pp_size} pipeline stages; expected 1, since this engine has {local.pp_size}"
+    misfit = _misfit(local.groups, rank.groups) or _miscounted(local, rank) or _uncovered(local, rank)
+    if not misfit and local.pp_size == rank.pp_size and named_planes(local.groups) != named_planes(rank.groups):
+        misfit = "other layers, or they are in other KV-cache groups; expected those that this rank has"
+    return misfit
 
 
 def _miscounted(local: LocalRank, rank: RankHandshake) -> str:

@@ -31,6 +31,7 @@ class Stock:
     window_kinds: list[str] = field(default_factory=list)
     engine_id: str = "e"
     tp_size: int = 2
+    pp_size: int = 1
     groups: tuple[KVGroup, ...] = (KVGroup(BLOCK_SIZE),)
     zeroes_blocks: bool = False
     recomputes: bool = False
