@@ -107,11 +107,10 @@ How late are first tokens of further turns, where KV is kept, is on another serv
   it (home); three servers that ask each other, each turn on another one (other); decode that asks prefill for whatever
   is missing (asks); and stock P/D behind vLLM's proxy. Each answer is compared with stock's. --only names arms;
   --rounds is 3.
-  --faults: instead of times, answers while servers are killed, shut down, get other weights and are short of memory.
 targets, medians, from turn 2 on:
   time to first token, home / stock <= 1.15; other / stock <= 1.3; asks / home and stock P/D / home >= 2
   bytes moved: at most those of the blocks that are missing where the turn is asked
-  no answer is wrong, and none an error; with --faults, errors only where the request's own server died""",
+  no answer is wrong, and none an error""",
         "traces": """\
 Do the spans of a request account for its time to first token?
   A prefill and a decode server that asks it, and a collector of their spans: pull, push, and both staged through host
@@ -171,11 +170,6 @@ What does a hand-over cost? Each question compares arms, whose servers run at th
                 _quick("fewer settings and rounds"),
                 _number("--rounds", "instead of the question's; not of all questions"),
                 _word("--only", "settings or arms"),
-                *(
-                    _number(f"--{what}", f"of the question conversations; {KEEPS_LAST}")
-                    for what in ("conversations", "turns", "history-tokens")
-                ),
-                ("--faults", {"action": "store_true", "help": "of the question conversations, in files of its own"}),
             ),
         ),
         "lease_recovery": Experiment(
@@ -303,10 +297,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
     )
     for name, how in one.options:
         parser.add_argument(name, **how)
-    options = parser.parse_args(arguments[1:])
-    if getattr(options, "turns", None) == 1:
-        parser.error("found --turns 1, expected at least 2")
-    return one.module, options
+    return one.module, parser.parse_args(arguments[1:])
 
 
 def main(arguments: Sequence[str]) -> int:

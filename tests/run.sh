@@ -112,8 +112,9 @@ while read -r -u 3 what version size estimate; do
     case $what in
     lint)
         run "ruff" "$venv/bin/ruff" check --quiet kvcached_nixl tests experiments upstream
-        run "ruff format" "$venv/bin/ruff" format --check --quiet kvcached_nixl tests experiments upstream upstream
+        run "ruff format" "$venv/bin/ruff" format --check --quiet kvcached_nixl tests experiments upstream
         run "mypy" "$venv/bin/mypy" --no-error-summary kvcached_nixl experiments/hostvmm/hostvmm
+        run "mypy, tests" "$venv/bin/mypy" --config-file tests/mypy.ini --no-error-summary tests experiments
         ;;
     pythons) run "$what" bash tests/pythons.sh ;;
     coverage)

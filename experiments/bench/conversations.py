@@ -34,7 +34,6 @@ KV_BYTES_PER_TOKEN = push_vs_pull.KV_BYTES_PER_TOKEN // 2
 BLOCK_TOKENS = push_vs_pull.BLOCK_SIZE
 BLOCK_BYTES = BLOCK_TOKENS * KV_BYTES_PER_TOKEN
 FIRST, FURTHER = "turn 1", "turns 2+"
-SHUTDOWN_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,8 @@ class Arm:
     def is_stock(self) -> bool:
         return self.start is Running
 
-    def specs(self, messages: Sequence[Sequence[Message]], policy: str) -> list[ServerSpec]:
-        """Return the configurations of servers that can keep all conversations; ``policy`` is
-        ``kv_load_failure_policy``."""
+    def specs(self, messages: Sequence[Sequence[Message]]) -> list[ServerSpec]:
+        """Return the configurations of servers that can keep all conversations."""
         tokens = [sum(len(one.tokens) + ANSWER_TOKENS for one in talk) for talk in messages]
         num_blocks = 64 + sum(tokens) * 5 // 4 // BLOCK_TOKENS
         kv_gib = math.ceil(num_blocks * BLOCK_BYTES / 2**30)
@@ -75,12 +73,9 @@ class Arm:
                 block_size=BLOCK_TOKENS,
                 max_model_len=max(tokens) + BLOCK_TOKENS,
                 kv_space_gib=kv_gib,
-                kv_transfer=nixl(side, self.extra, kv_load_failure_policy=policy) if len(self.sides) > 1 else None,
+                kv_transfer=nixl(side, self.extra, kv_load_failure_policy="fail") if len(self.sides) > 1 else None,
                 environment={} if self.is_stock else kept,
-                arguments=(
-                    *("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(num_blocks)),
-                    *("--shutdown-timeout", str(SHUTDOWN_SECONDS)),
-                ),
+                arguments=("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(num_blocks)),
                 forks=True,
             )
             for side in self.sides
@@ -125,12 +120,7 @@ COLUMNS = (
 
 
 def answer(run: Run) -> Answer:
-    if run.options.faults:
-        # Needs the emulated device.
-        from experiments.bench.conversation_faults import answer as answer_with_faults
-
-        return answer_with_faults(run)
-    load, samples, rounds = Load.of(run), Samples(("{}",)), run.times(3, 1)
+    load, samples, rounds = Load(2, 3, 1024, 1.5) if run.quick else Load(), Samples(("{}",)), run.times(3, 1)
     problems, asked, planted = measure(run, load, rounds, samples)
     add_ratios(samples)
     table = samples.table(f"conversations, vLLM {run.vllm}; medians", COLUMNS)
@@ -147,7 +137,7 @@ def measure(run: Run, load: Load, rounds: int, samples: Samples) -> tuple[list[s
     chosen = run.chosen([arm.name for arm in ARMS])
     with contextlib.ExitStack() as stack:
         arms = [arm for arm in ARMS if arm is STOCK or arm.name in chosen]
-        all_ = [stack.enter_context(serving(run, arm, messages, "fail")) for arm in arms]
+        all_ = [stack.enter_context(serving(run, arm, messages)) for arm in arms]
         talks = asyncio.run(learn(all_[0].urls[0], messages))
         # Not measured: the handshakes, first steps, and the first touch of memory.
         begins = [talk[:2] for talk in talks]
@@ -210,9 +200,9 @@ def _counted(server: Server) -> Counter[str]:
 
 
 @contextlib.contextmanager
-def serving(run: Run, arm: Arm, messages: Sequence[Sequence[Message]], policy: str) -> Iterator[Serving]:
+def serving(run: Run, arm: Arm, messages: Sequence[Sequence[Message]]) -> Iterator[Serving]:
     """Start the servers of an arm, and vLLM's proxy before a stock pair."""
-    with arm.start(arm.specs(messages, policy), run.logs, run.show) as launched:
+    with arm.start(arm.specs(messages), run.logs, run.show) as launched:
         servers = launched.ready()
         if arm.is_stock and len(servers) > 1:
             with toy_proxy(servers[:1], servers[1:], run.logs / "proxy.log", run.tell) as url:

@@ -22,15 +22,12 @@ Statistic = Callable[[Sequence[float]], float]
 
 def main(options: argparse.Namespace) -> int:
     began, stamp = begin(options.vllm)
-    question = f"{options.question}{'-faults' if options.faults else ''}"
+    question = options.question
     with Narrator(f"{question}, vLLM {options.vllm}") as narrator:
         logs = RESULTS / f"{stamp}-{question}"
-        run = Run(
-            options.vllm, logs, narrator.update, narrator.say, options.quick, options.rounds, options.only, options
-        )
-        found = importlib.import_module(f"experiments.bench.{options.question}").answer(run)
-    is_other = options.only or options.conversations or options.turns or options.history_tokens
-    name = logs.name if is_other else last_name(f"{options.vllm}-{question}", quick=options.quick)
+        run = Run(options.vllm, logs, narrator.update, narrator.say, options.quick, options.rounds, options.only)
+        found = importlib.import_module(f"experiments.bench.{question}").answer(run)
+    name = logs.name if options.only else last_name(f"{options.vllm}-{question}", quick=options.quick)
     status = conclude(found.tables, found.verdicts, RESULTS / f"{name}.json", {"began": began, **found.content})
     if found.plot is not None:
         found.plot(RESULTS / f"{name}.png")
@@ -45,7 +42,6 @@ class Run:
         only: settings or arms that are measured have this in their names.
         show: shows what is being done, until the next call.
         tell: prints a line.
-        options: of single questions.
     """
 
     vllm: str
@@ -55,7 +51,6 @@ class Run:
     quick: bool = False
     rounds: int | None = None
     only: str = ""
-    options: argparse.Namespace = field(default_factory=argparse.Namespace)
 
     def times(self, full: int, quick: int) -> int:
         return quick if self.quick else self.rounds or full

@@ -9,18 +9,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import httpx
 
-from experiments.bench.samples import Run
 from experiments.byte_equivalence.compare import LOGPROB_TOLERANCE, compare_answers
 from experiments.common.client import Answer, AnswerError, Client, http_client
 
 MESSAGE_TOKENS, ANSWER_TOKENS = (16, 128), 32
-OTHER_SEED = "5"
-"""Of the KV probe, for other weights than those of the start, whose seed is 0."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +29,6 @@ class Load:
     turns: int = 6
     history_tokens: int = 8192
     think_seconds: float = 6.0
-
-    @classmethod
-    def of(cls, run: Run) -> Load:
-        load = cls(2, 3, 1024, 1.5) if run.quick else cls()
-        asked = {name: getattr(run.options, name) for name in ("conversations", "turns", "history_tokens")}
-        return replace(load, **{name: number for name, number in asked.items() if number})
 
     def messages(self) -> list[list[Message]]:
         """Return what clients say: the same in each run. The first message of each conversation stands for its history
@@ -62,20 +53,15 @@ class Message(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A turn: the whole prompt, and the stock instance's answer, with its weights and with those of `OTHER_SEED`."""
+    """A turn: the whole prompt, and the stock instance's answer."""
 
     prompt: list[int]
     think_seconds: float
     right: Answer
-    other: Answer | None = None
 
 
-async def learn(url: str, messages: Sequence[Sequence[Message]], *, is_changed: bool = False) -> list[list[Turn]]:
-    """Return the conversations with the answers of the server at ``url``.
-
-    Args:
-        is_changed: also with other weights, which the server has during this call.
-    """
+async def learn(url: str, messages: Sequence[Sequence[Message]]) -> list[list[Turn]]:
+    """Return the conversations with the answers of the server at ``url``."""
     async with http_client(1) as http:
         asked = Client(url, http)
 
@@ -90,11 +76,6 @@ async def learn(url: str, messages: Sequence[Sequence[Message]], *, is_changed: 
                 prompt = [*history, *tokens]
                 talks[-1].append(Turn(prompt, think_seconds, await answered(prompt, f"right-{number}")))
                 history = [*prompt, *talks[-1][-1].right.token_ids]
-        if is_changed:
-            await asked.probe("other_weights", OTHER_SEED)
-            for number, talk in enumerate(talks):
-                talk[:] = [turn._replace(other=await answered(turn.prompt, f"other-{number}")) for turn in talk]
-            await asked.probe("other_weights", "0")
         return talks
 
 

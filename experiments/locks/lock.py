@@ -222,8 +222,8 @@ def resolve_all(uv: str, wanted: list[Target], only: list[str], *, upgrade: bool
         # On a Python that a vLLM does not take, it has what another one gets, so that files can be shared.
         # experiments/env.sh refuses such a Python.
         for python in set(PYTHONS) - set(of_pythons):
-            others = [one for one in wanted if (one.torch, one.kind) == (target.torch, target.kind)]
-            other = next((one for one in others if python in one.pythons), None)
+            alike = [one for one in wanted if (one.torch, one.kind) == (target.torch, target.kind)]
+            other = next((one for one in alike if python in one.pythons), None)
             if other is None:
                 continue
             found = found_for[other][python] if other in found_for else of_one_python(other.pins, python)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of every contract test: no test leaves threads, agents or pinned cores to the next one."""
+"""Fixtures of contract tests. No test leaves threads, agents or pinned cores to the next one."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+from support.attention_engines import engine_over, patched
+from support.engine_node import log, parallel_state
+from support.handover_node import direction, node, pair
+
 from experiments.common.server_side.sitecustomize import use_every_core, wait_for_events
 
+__all__ = ["direction", "engine_over", "log", "node", "pair", "parallel_state", "patched"]
+"""Engines and pairs of them; a module that needs others has fixtures of the same names."""
 # With two cores torch, gloo and ZeroMQ have about fifty threads; two engines that a test left running add sixteen.
 MANY_THREADS = 100 + 8 * (os.cpu_count() or 1)
 
@@ -21,7 +29,7 @@ MANY_THREADS = 100 + 8 * (os.cpu_count() or 1)
 def agents_wait_for_events_and_no_thread_is_pinned() -> None:
     # vLLM's connector would pin this process, and so every process that a test starts, to one core.
     use_every_core()
-    wait_for_events(pytest.importorskip("nixl._bindings", reason="needs an environment: bash experiments/env.sh"))
+    wait_for_events(importlib.import_module("nixl._bindings"))
     # Excludes imported modules from garbage collection: with vLLM a collection takes a second otherwise. Called before
     # the first test, because an engine that a test still holds would be frozen as well, and never freed.
     gc.collect()

@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
 import torch
-from support import attention_engines, engine_node, handover_node
 from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, prompt
 from support.handover_node import (
     CHUNK,
@@ -42,9 +38,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.vllm.adapter import requests
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY
-
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
-direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 
 
 def core_request(request_id: str, params: dict[str, Any] | None = None, **more: Any) -> EngineCoreRequest:

@@ -11,13 +11,10 @@ from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
 import httpx
 import msgspec
 import numpy as np
+import pytest
 import torch
 from support.patches import applied, first_bound
 from vllm.lora.request import LoRARequest

@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
-from support import attention_engines, engine_node, handover_node
+from support import handover_node
 from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, nodes
 from support.handover_node import (
     CHUNK,
@@ -37,9 +34,6 @@ from support.handover_node import (
 from support.transports import until
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
-direction = handover_node.direction
 
 
 @dataclasses.dataclass

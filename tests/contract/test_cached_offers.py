@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
-from support import attention_engines, engine_node, handover_node
 from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, prompt
 from support.handover_node import (
     BLOCK_SIZE,
@@ -34,9 +30,6 @@ from vllm.v1.engine import EngineCoreRequest
 
 from kvcached_nixl.scheduler.prefill_offers import OfferRequest
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, MANIFEST_KEY
-
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
-direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 
 CACHED = (PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
 """Tokens of a prompt in whole blocks."""

@@ -10,10 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from hostvmm import is_hostvmm_build
-from support import attention_engines, engine_node, handover_node
 from support.handover_node import PREFILL_FILLING, RESERVED, Node
 
 from kvcached_nixl.proof.peer import read_from
@@ -21,8 +18,6 @@ from kvcached_nixl.proof.result import AS_CONFIGURED, Question
 from kvcached_nixl.transport.side_channel import SideChannel
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.long]
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
-node = handover_node.node
 QUESTION = Question("cpu", 0, "DRAM", ("UCX",))
 
 

@@ -12,20 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
 import torch
-from support.attention_engines import (  # noqa: F401
-    ERAS,
-    GQA,
-    EngineOver,
-    backend_of,
-    engine_over,
-    parallel_state,
-    patched,
-    spec_of,
-)
+from support.attention_engines import ERAS, GQA, EngineOver, backend_of, spec_of
 from support.stock_pair import build_engine, write_model
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -34,6 +22,7 @@ from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.versions import LOADS_BEHIND, installed_has
 from kvcached_nixl.worker.geometry.planes import Axes
 
+pytestmark = pytest.mark.usefixtures("parallel_state", "patched")
 SAME = ((False, False), (True, True))
 """Whether prefill's memory is contiguous, and whether decode's is."""
 CASES = [

@@ -20,10 +20,7 @@ from typing import Any
 
 import msgspec
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 import torch
-from support import attention_engines, engine_node
 from support.engine_node import DECODE_ID, PREFILL_ID, nodes, prompt
 from support.groups_node import GroupsNode, prefilled, runs_rightly
 from support.handover_node import (
@@ -49,8 +46,6 @@ from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.worker.geometry.descriptors import Route
 from kvcached_nixl.worker.transfer import topology
-
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 
 BLOCK, WINDOW = 16, 48
 WIDE = -WINDOW

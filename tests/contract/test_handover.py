@@ -16,11 +16,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
 from packaging.specifiers import SpecifierSet
-from support import attention_engines, engine_node, handover_node, stock_pair
+from support import stock_pair
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, same
 from support.handover_node import (
     DECODE_FILLING,
@@ -43,8 +40,6 @@ from vllm.v1.request import RequestStatus
 from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, installed_row
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
-direction, node, pair = handover_node.direction, handover_node.node, handover_node.pair
 SHORT_SECONDS = 0.4
 POLICIES = ["fail", "recompute"]
 

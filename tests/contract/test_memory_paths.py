@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
-from support import attention_engines, engine_node, handover_node
+from support import handover_node
 from support.attention_engines import ERAS
 from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, nodes, same
 from support.handover_node import (
@@ -43,8 +40,6 @@ from kvcached_nixl.worker import memory_registration as sizing
 from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.slab import Use
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
-direction, pair = handover_node.direction, handover_node.pair
 SHORT_SECONDS = 0.4
 
 

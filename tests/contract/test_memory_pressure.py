@@ -12,10 +12,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
-from support import attention_engines, engine_node, handover_node
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE
 from support.handover_node import (
     BLOCK_SIZE,
@@ -36,10 +32,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
-
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
-direction = handover_node.direction
-node = handover_node.node
 
 OLDER = [f"cmpl-o-0-aaaaaaa{number}" for number in range(USABLE // BLOCKS)]
 NEW = "cmpl-n-0-aaaaaaaa"

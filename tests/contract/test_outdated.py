@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-from support import attention_engines, engine_node, handover_node
+from support import handover_node
 from support.engine_node import nodes
 from support.handover_node import PREFILL_FILLING, RESERVED
 from support.kvcached_pool import elastic_pool, put_into
@@ -23,7 +21,6 @@ from vllm.lora.request import LoRARequest
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.handshake import Tensors, Weights
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 GEOMETRY = dataclasses.replace(RESERVED, num_blocks=41, reserved_blocks=50)
 BLOCK = GEOMETRY.block_size
 OTHER = Weights(Tensors("1" * 32, "8" * 32), files="9" * 32)

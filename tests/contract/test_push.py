@@ -7,10 +7,6 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
-from support import attention_engines, engine_node, handover_node
 from support.engine_node import DECODE_ID, PREFILL_ID
 from support.handover_node import (
     CHUNK,
@@ -32,9 +28,6 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
-
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
-node, pair = handover_node.node, handover_node.pair
 
 
 @pytest.fixture

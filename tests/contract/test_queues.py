@@ -13,8 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 import vllm
 from vllm import SamplingParams
 from vllm.v1.core.sched import request_queue

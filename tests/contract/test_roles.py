@@ -11,11 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
 import httpx
+import pytest
 import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse

@@ -13,11 +13,6 @@ from typing import Any, get_args
 
 import pytest
 from packaging.version import Version
-
-from kvcached_nixl.vllm.adapter.versions import found_version
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
 from support.shapes.fixture import SERIES, VLLM_PATCHES, load, verdicts
 from vllm.config import VllmConfig, speculative
 from vllm.config.speculative import EagleModelTypes, SpeculativeConfig, SpeculativeMethod
@@ -26,6 +21,7 @@ from vllm.config.utils import replace
 from kvcached_nixl.patching import Patch
 from kvcached_nixl.patching.seat import find_seat, locate
 from kvcached_nixl.vllm.adapter.specs import WITHOUT_KV, keeps_draft_kv
+from kvcached_nixl.vllm.adapter.versions import found_version
 from kvcached_nixl.vllm.patches import naming
 
 

@@ -14,10 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
-from support import attention_engines, engine_node
 from support.engine_node import nodes
 from support.handover_node import (
     DECODE_FILLING,
@@ -29,8 +25,6 @@ from support.handover_node import (
     until_both,
 )
 from support.transports import until
-
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 
 SHAPES = sorted((Path(__file__).parent / "stack_shapes").glob("*.json"))
 HOST = "localhost"

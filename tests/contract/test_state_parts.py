@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 import torch
 from support.worker_fakes import Local
 from vllm.model_executor.layers.mamba import mamba_utils

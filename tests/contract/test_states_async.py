@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-from support import attention_engines, engine_node
 from support.engine_node import DECODE_ID, PREFILL_ID, SAMPLED, nodes, prompt
 from support.groups_node import GroupsNode, prefilled
 from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, core_around, looked_up, rest, until_both
@@ -27,7 +24,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 
 pytestmark = pytest.mark.skipif(not installed_has(HITS_DIVERGE), reason="this vLLM cannot load states")
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 
 BLOCK, TOKENS = 16, 44
 GEOMETRY = dataclasses.replace(

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-from support import attention_engines, engine_node, handover_node
+from support import attention_engines
 from support.clocks import ManualClock
 from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, nodes, prompt
 from support.handover_node import (
@@ -54,7 +52,6 @@ from kvcached_nixl.vllm.patches.factory import is_nixl
 if not installed_has(HITS_DIVERGE):
     pytest.skip("refused before vLLM 0.28", allow_module_level=True)
 
-parallel_state, log, patched = engine_node.parallel_state, engine_node.log, attention_engines.patched
 LATER = "cmpl-y-0-aaaaaaaa"
 OTHER = "cmpl-z-0-aaaaaaaa"
 
@@ -159,9 +156,6 @@ def is_first(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def direction() -> str:
     return "pull"
-
-
-node = handover_node.node
 
 
 @pytest.fixture

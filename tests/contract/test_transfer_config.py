@@ -11,9 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
 from support import attention_engines
 from vllm import platforms
 from vllm.config import KVTransferConfig
@@ -30,11 +27,7 @@ from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 from kvcached_nixl.vllm.patches import factory
 from kvcached_nixl.vllm.patches.factory import is_nixl
 
-parallel_state, patched, engine_over = (
-    attention_engines.parallel_state,
-    attention_engines.patched,
-    attention_engines.engine_over,
-)
+pytestmark = pytest.mark.usefixtures("parallel_state", "patched")
 Construct = Callable[..., Any]
 
 

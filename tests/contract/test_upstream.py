@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
-
 UPSTREAM = Path(__file__).parents[2] / "upstream"
 OF_SOURCE = "page-flags"
 """C++, which is not installed: ``python upstream/reproduce.py page-flags`` fetches kvcached's source archive."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, COUNTS_EXTERNAL_WEIGHTS, installed_has, installed_row
 from kvcached_nixl.vllm.patches.windows import CONTACTS
 

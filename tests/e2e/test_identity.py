@@ -305,7 +305,7 @@ def test_adapters_are_known_by_their_content(mode: str, tmp_path: Path) -> None:
     specs = [spec(name, model, mode, *arguments) for name in ("prefill", "decode")]
     allowed = {**KVCACHED, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true"}
     with running([replace(one, environment=allowed) for one in specs], tmp_path) as (prefill, decode):
-        asyncio.run(_adapters(prefill, decode, *folders, copied))
+        asyncio.run(_adapters(prefill, decode, *folders, copied=copied))
         for one in (prefill, decode):
             one.check_alive()
 

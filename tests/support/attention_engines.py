@@ -20,20 +20,14 @@ from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, LOADS_B
 from kvcached_nixl.vllm.patches import PATCHES
 from support.kvcached_memory import Geometry
 from support.patches import applied
-from support.stock_pair import MAX_TOKENS, Engine, build_engine, single_process_group, write_model
+from support.stock_pair import MAX_TOKENS, Engine, build_engine, write_model
 
 ERAS = ["packed", "latent" if installed_has(LOADS_BEHIND) else "mla"]
 EngineOver = Callable[..., tuple[Engine, dict[str, torch.Tensor]]]
 GQA = Geometry(num_kv_heads=4, head_size=32, block_size=32, num_blocks=11, reserved_blocks=29)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def parallel_state() -> Iterator[None]:
-    with single_process_group():
-        yield
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def patched() -> Iterator[Registry]:
     with applied(PATCHES) as registry:
         yield registry
@@ -143,7 +137,7 @@ def _engine_of(geometry: Geometry, folder: Path) -> Engine:
 
 
 @pytest.fixture
-def engine_over(tmp_path: Path) -> Iterator[EngineOver]:
+def engine_over(tmp_path: Path, parallel_state: None, patched: Registry) -> Iterator[EngineOver]:
     """Creates engines with filled caches, and shuts them down after the test."""
     with ExitStack() as ends:
 

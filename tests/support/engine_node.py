@@ -31,6 +31,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvcached_nixl.patching import Registry
 from kvcached_nixl.transport import listener
 from kvcached_nixl.vllm.adapter.versions import LOADS_BEHIND, installed_has
 from support.attention_engines import backend_of, spec_of, state_spec_of, vllm_log_to
@@ -391,7 +392,7 @@ def _node(
     return kind(engine, scheduler, geometry, {}, log)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def parallel_state() -> Iterator[None]:
     init_none_hash(sha256)
     with single_process_group():
@@ -399,6 +400,8 @@ def parallel_state() -> Iterator[None]:
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+def log(
+    caplog: pytest.LogCaptureFixture, parallel_state: None, patched: Registry
+) -> Iterator[pytest.LogCaptureFixture]:
     with caplog.at_level("WARNING"), vllm_log_to(caplog):
         yield caplog

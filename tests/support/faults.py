@@ -498,7 +498,7 @@ def what_is_copied_is_told_before(patch: Patcher) -> None:
 
 
 def a_copy_that_failed_counts(patch: Patcher) -> None:
-    copy = Staging._copy
+    copy: Any = Staging._copy
 
     def counted(self: Any, *arguments: Any) -> None:
         copy(self, *arguments[:-1], lambda _: arguments[-1](""))

@@ -397,7 +397,7 @@ class Worker:
         """Whether there are messages or finished copies and checksums that it has not handled, or any still to do."""
         return bool(
             self.agent.inbox
-            or any(gate.inner.inbox for gate in self.gates)
+            or any(gate.inner.inbox for gate in self.gates)  # type: ignore[attr-defined]
             or self.side.thread._inbox
             or (self.copier is not None and (self.copier.asked or self.copier.ended))
             or self.awaiting_checksum.asked
@@ -889,8 +889,8 @@ class Engine:
         # As `adapter.queues.bring_forward`.
         forward = [one for one in self.skipped if one.request_id in received]
         self.skipped = deque([*forward, *(one for one in self.skipped if one not in forward)])
-        for one in forward if self.kind.goes_by_priority else ():
-            one.priority = float("-inf")
+        for request in forward if self.kind.goes_by_priority else ():
+            request.priority = float("-inf")
 
     def lose(self, request_id: str, recomputes: bool) -> int | None:
         request = self.requests[request_id]

@@ -62,7 +62,7 @@ def changes() -> list[str]:
 def memory() -> dict[str, Any]:
     """The budgets without and with weights that another process holds; whether profiling has the configuration."""
     importlib.import_module("vllm")
-    module = importlib.import_module("vllm.v1.worker.gpu_worker")
+    module: Any = importlib.import_module("vllm.v1.worker.gpu_worker")
     config = importlib.import_module("vllm.config")
     torch = importlib.import_module("torch")
     snapshot, cache = SimpleNamespace(total_memory=1000, free_memory=1000), SimpleNamespace(gpu_memory_utilization=0.5)

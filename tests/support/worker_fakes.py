@@ -114,18 +114,21 @@ class KnownHost(Host):
         local: processes that can be reached without a network.
     """
 
+    living: set[Process]
+    local: set[Process]
+
     def __init__(self) -> None:
         super().__init__(Process("here", "", 1, 1), "DRAM")
-        self.__dict__["living"], self.__dict__["local"] = set[Process](), set[Process]()
+        vars(self).update(living=set(), local=set())
 
     def sees(self, process: Process) -> bool:
-        return process in self.__dict__["living"]
+        return process in self.living
 
     def is_dead(self, process: Process) -> bool:
-        return process not in self.__dict__["living"]
+        return process not in self.living
 
     def is_behind_network(self, process: Process) -> bool:
-        return process not in self.__dict__["local"]
+        return process not in self.local
 
 
 @dataclass

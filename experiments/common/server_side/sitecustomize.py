@@ -27,14 +27,13 @@ it receives when it measures its memory, which is not done on a CPU.
 from __future__ import annotations
 
 import os
-from types import ModuleType
 from typing import Any
 
 BINDINGS = ("nixl_cu12._bindings", "nixl_cu13._bindings")
 WAIT_MICROSECONDS = 10000
 
 
-def wait_for_events(bindings: ModuleType) -> None:
+def wait_for_events(bindings: Any) -> None:
     """Make progress threads of agents created later wait for events, at most ``WAIT_MICROSECONDS`` at a time."""
     make_agent = bindings.nixlAgent
 
@@ -50,18 +49,18 @@ def use_every_core() -> None:
     os.sched_setaffinity = lambda pid, mask: None
 
 
-def fork_processes(system_utils: ModuleType) -> None:
+def fork_processes(system_utils: Any) -> None:
     import multiprocessing
 
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
-def name_a_cpu_backend(backends: ModuleType) -> None:
+def name_a_cpu_backend(backends: Any) -> None:
     nothing = type("Backend", (), {"driver": None, "compiler": None})
     backends.backends.setdefault("cpu", nothing)
 
 
-def copy_indices(custom_ops: ModuleType) -> None:
+def copy_indices(custom_ops: Any) -> None:
     compute = custom_ops.fused_sigmoid_gating_delta_rule_update_cpu
 
     def computed(*, initial_state_indices: Any, **arguments: Any) -> Any:

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
-from experiments.__main__ import QUESTIONS
 from experiments.bench import bench_serve, family_cost, memory_path, push_vs_pull
 from experiments.bench.pairs import FORMS
 from experiments.bench.samples import Samples, percentile
@@ -22,12 +20,6 @@ MIB = 2**20
 
 def reached(verdicts: Sequence[Verdict]) -> list[bool]:
     return [one.reached for one in verdicts]
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_every_question_has_a_module_and_targets(question: str) -> None:
-    assert (Path(push_vs_pull.__file__).parent / f"{question}.py").is_file()
-    assert "targets" in QUESTIONS[question]
 
 
 # ----------------------------------------------------------------------------------------------------------- statistics

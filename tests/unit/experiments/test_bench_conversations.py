@@ -4,10 +4,8 @@ targets can be missed."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections import Counter
-from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -24,18 +22,15 @@ from experiments.bench.conversations import (
     FURTHER,
     HOME,
     OTHER,
-    STOCK,
     STOCK_PD,
     Arm,
     Serving,
     converse,
     judge,
 )
-from experiments.bench.samples import Run, Samples
+from experiments.bench.samples import Samples
 from experiments.bench.talks import ANSWER_TOKENS, MESSAGE_TOKENS, Got, Load, Turn, ask
-from experiments.common import servers
 from experiments.common.client import Answer, AnswerError, Client
-from experiments.common.device import extra_of, role
 from experiments.common.servers import Running
 
 RIGHT = Answer(
@@ -45,12 +40,6 @@ RIGHT = Answer(
 
 def at(arm: Arm, *urls: str) -> Serving:
     return Serving(arm, cast(Running, None), urls)
-
-
-def test_the_command_line_changes_the_load() -> None:
-    options = argparse.Namespace(conversations=None, turns=4, history_tokens=None)
-    run = Run("0.28.0", Path(), print, print, quick=True, options=options)
-    assert Load.of(run) == Load(2, 4, 1024, 1.5)
 
 
 @pytest.mark.parametrize("load", [Load(), Load(2, 3, 1024)])
@@ -75,31 +64,6 @@ def test_what_is_missing_is_what_the_asked_server_has_not_seen() -> None:
     talk = [Turn([5] * length, 0.0, RIGHT) for length in (40, 100, 200)]
     assert at(HOME, "a").missing_bytes([talk]) == {FIRST: 2 * BLOCK_BYTES, FURTHER: (2 + 3) * BLOCK_BYTES}
     assert at(OTHER, "a", "b").missing_bytes([talk]) == {FIRST: 2 * BLOCK_BYTES, FURTHER: (4 + 5) * BLOCK_BYTES}
-
-
-def test_servers_of_an_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Fake:
-        def __init__(self, spec: Any, logs: Path, ports: Any) -> None:
-            self.spec, self.ports = spec, ports
-            self.base_url = f"http://127.0.0.1:{ports[0]}" if ports else "http://prefill"
-
-        def ask_to_stop(self) -> None: ...
-        def stop(self) -> None: ...
-
-    monkeypatch.setattr(servers, "Server", Fake)
-    monkeypatch.setattr(conversations, "make_model", lambda _: tmp_path)
-    messages, found = Load(2, 3, 1024).messages(), {}
-    for arm in (STOCK, HOME, OTHER, ASKS, STOCK_PD):
-        with arm.start(arm.specs(messages, "fail"), tmp_path) as launched:
-            found[arm.name] = [(one.spec, one.base_url) for one in launched.servers]
-    asked = {arm: [extra_of(spec.kv_transfer or {}).get("prefill") for spec, _ in some] for arm, some in found.items()}
-    urls = [url for _, url in found[OTHER.name]]
-    assert asked[OTHER.name] == [[one for one in urls if one != url] for url in urls] and len(set(urls)) == 3
-    assert asked[HOME.name] == asked[ASKS.name] == [None, ["http://prefill"]] and asked[STOCK_PD.name] == [None, None]
-    assert found[STOCK.name][0][0].kv_transfer is None
-    assert {role(spec.name) for spec, _ in found[OTHER.name]} == {"kv_both"}
-    kvcached = {arm for arm, some in found.items() if all("ENABLE_KVCACHED" in spec.environment for spec, _ in some)}
-    assert kvcached == {HOME.name, OTHER.name, ASKS.name}
 
 
 def test_a_round_is_counted_by_first_and_further_turns(monkeypatch: pytest.MonkeyPatch) -> None:

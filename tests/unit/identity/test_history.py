@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch: Any = pytest.importorskip("torch")
 
 from unit.identity.test_files import safetensors  # noqa: E402
 
