@@ -218,7 +218,9 @@ def register_kv_caches(call: Call) -> None:
     is_needed = settings.memory_path is MemoryPath.DIRECT
     path = choose(settings.memory_path, lambda: find_here(question, is_needed=is_needed), question.staged)
     registered = registration.register(view, caches, path, settings)
-    view.use_stats(metrics.stats())
+    # vLLM takes its data with each step.
+    private(view.worker, "xfer_stats")
+    view.worker.xfer_stats = metrics.stats()
     attach(call.instance, build_worker(view, registered, settings, SideChannel(), Clock()))
     call.note(f"memory path {path.value}: {registered}")
 
@@ -273,7 +275,7 @@ def get_transfer_results(call: Call) -> Any:
 def _sent(call: Call) -> set[str]:
     side = side_of(call.instance)
     sent: set[str] = side.take_sent()
-    metrics.record(WorkerView(call.instance).stats, side.take_counted())
+    metrics.record(private(private(call.instance, "connector_worker"), "xfer_stats"), side.take_counted())
     return sent
 
 
