@@ -35,7 +35,7 @@ from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.vllm.adapter.asked_prompts import engine_prompt
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import API_ROUTES
-from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
+from kvcached_nixl.vllm.patches.engine_blocks import blocks_of, bound_sides
 from kvcached_nixl.vllm.patches.leaving import drop_rest
 from kvcached_nixl.vllm.patches.roles import ROLE_PATH, ROLES, answer, arrived, role_of
 from kvcached_nixl.wire.asked_prompt import (
@@ -254,7 +254,7 @@ class _LookUps:
         self, answer: Future[dict[str, Any]], least_tokens: int, until_seconds: float, *of_request: Any
     ) -> None:
         try:
-            blocks, (side, *_) = EngineBlocks(self._core.scheduler), bound_sides(self._core.scheduler)
+            blocks, (side, *_) = blocks_of(self._core.scheduler), bound_sides(self._core.scheduler)
             # While the engine is paused, what is cached is of no use to others.
             if not (blocks.caches_prefixes and blocks.admits):
                 answer.set_result(side.look_up(0))
@@ -270,7 +270,7 @@ class _LookUps:
 
     def _offer(self, answer: Future[dict[str, Any]], until_seconds: float, request: Any, num_tokens: int) -> None:
         """On the engine's thread, between two steps: keep what is cached, if the peer still waits for it."""
-        blocks, (side, *_) = EngineBlocks(self._core.scheduler), bound_sides(self._core.scheduler)
+        blocks, (side, *_) = blocks_of(self._core.scheduler), bound_sides(self._core.scheduler)
         # As for a request: its blocks are cached under the name of its adapter, which may be another one's by now.
         side.read.adapter_arrives(request.lora_request)
         side.outdate_renamed()
