@@ -70,7 +70,7 @@ def copy_indices(custom_ops: Any) -> None:
     custom_ops.fused_sigmoid_gating_delta_rule_update_cpu = computed
 
 
-def make_received_tensors(runner: ModuleType) -> None:
+def make_received_tensors(runner: Any) -> None:
     gather = runner.GPUModelRunner.sync_and_gather_intermediate_tensors
 
     def gathered(self: Any, *arguments: Any) -> Any:

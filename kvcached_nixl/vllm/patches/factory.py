@@ -86,15 +86,21 @@ def construct(call: Call) -> None:
     require_complete(call.registry, cls.__name__)
     config = _config_of(call)
     _require_startable(cls)
-    require_reached(call, [cls], call.argument("vllm_config"))
-    _stage_on_host(config)
+    vllm_config = call.argument("vllm_config")
+    require_reached(call, [cls], vllm_config)
+    from vllm.platforms import current_platform
+
+    device = str(current_platform.device_type)
+    if config.kv_buffer_device == "cpu" != device:
+        # For the CPU of an accelerator vLLM would allocate a copy of the whole pool: KV is staged there instead.
+        config.kv_connector_extra_config = staged_on_host(config.kv_connector_extra_config, device)
+        config.kv_buffer_device = device
     Settings.from_extra_config(config.kv_connector_extra_config)
     if call.argument("role").name != "SCHEDULER":
         call.proceed()
         return
     for error in unheeded(config.kv_connector_extra_config):
         logger.warning("%s", error.line)
-    vllm_config = call.argument("vllm_config")
     # Before vLLM's own constructor, which reads the same settings and says less of what is wrong with them. Each
     # data-parallel engine has ports of its own.
     address = side_channel_address(int(private(vllm_config.parallel_config, "data_parallel_index")))
@@ -191,16 +197,6 @@ def _config_of(call: Call) -> Any:
             consequence="The settings of the connector cannot be read, so it is not constructed.",
             remedy="Use a supported vLLM (python -m kvcached_nixl lists them).",
         ) from error
-
-
-def _stage_on_host(config: Any) -> None:
-    """Do so where ``kv_buffer_device`` is the CPU of an accelerator: vLLM would allocate a copy of the whole pool."""
-    from vllm.platforms import current_platform
-
-    device = str(current_platform.device_type)
-    if config.kv_buffer_device == "cpu" != device:
-        config.kv_connector_extra_config = staged_on_host(config.kv_connector_extra_config, device)
-        config.kv_buffer_device = device
 
 
 def _require_startable(cls: type) -> None:
