@@ -24,7 +24,6 @@ from support.memory_transport import Posted
 from kvcached_nixl.ids import KernelBlock, PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.checked import convert
-from kvcached_nixl.wire.lease import is_heartbeat
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import (
     KernelBlockRange,
@@ -34,6 +33,7 @@ from kvcached_nixl.wire.messages import (
     Written,
     decode,
     encode,
+    is_heartbeat,
 )
 from kvcached_nixl.worker.decode.fencing import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS
