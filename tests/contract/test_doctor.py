@@ -16,7 +16,7 @@ from hostvmm import is_hostvmm_build
 from support import attention_engines, engine_node, handover_node
 from support.handover_node import PREFILL_FILLING, RESERVED, Node
 
-from kvcached_nixl.proof.peer import read_from
+from kvcached_nixl.cli.doctor import read_from
 from kvcached_nixl.proof.result import AS_CONFIGURED, Question
 from kvcached_nixl.transport.side_channel import SideChannel
 
