@@ -71,8 +71,7 @@ class Listener:
             thread.
         watch: called there after each message, and every `_WATCH_SECONDS`.
 
-    Raises:
-        OSError: an address cannot be bound.
+    Raises OSError: an address cannot be bound.
     """
 
     def __init__(
@@ -190,11 +189,8 @@ class Listener:
 def start(
     address: SideChannelAddress, answers: Answers, listen: Callable[[], Listener], asking: SideChannel
 ) -> Listener:
-    """Start listening, with ``listen``, and check. ``asking`` is closed when the check has ended.
-
-    Raises:
-        SettingsError: the address cannot be bound, or another engine answers at the advertised one.
-    """
+    """Start listening, with ``listen``, and check. ``asking`` is closed when the check has ended. Raises SettingsError:
+    the address cannot be bound, or another engine answers at the advertised one."""
     try:
         listener = listen()
     except OSError as error:
@@ -202,26 +198,21 @@ def start(
         raise _cannot_listen(address, error) from error
     logger.info("The side channel %s.", address)
     verdict: Future[SettingsError | None] = Future()
-    arguments = (address, answers, asking, verdict)
-    threading.Thread(target=_check, args=arguments, name="kvcached-nixl-address-check", daemon=True).start()
-    if verdict in wait([verdict], WAIT_SECONDS).done:
-        refusal_or_none = verdict.result()
-        if refusal_or_none is not None:
-            listener.close()
-            raise refusal_or_none
+
+    def check() -> None:
+        try:
+            verdict.set_result(_checked(address, answers, asking))
+        except BaseException as error:
+            verdict.set_exception(error)
+            raise
+        finally:
+            asking.close()
+
+    threading.Thread(target=check, name="kvcached-nixl-address-check", daemon=True).start()
+    if verdict in wait([verdict], WAIT_SECONDS).done and (refusal := verdict.result()) is not None:
+        listener.close()
+        raise refusal
     return listener
-
-
-def _check(
-    address: SideChannelAddress, answers: Answers, asking: SideChannel, verdict: Future[SettingsError | None]
-) -> None:
-    try:
-        verdict.set_result(_checked(address, answers, asking))
-    except BaseException as error:
-        verdict.set_exception(error)
-        raise
-    finally:
-        asking.close()
 
 
 def _checked(address: SideChannelAddress, answers: Answers, asking: SideChannel) -> SettingsError | None:
@@ -285,10 +276,9 @@ def _name_of(compatibility: str, metadata: bytes) -> str:
     if not is_tagged(compatibility):
         return f"the side channel of an engine without this package answers ({compatibility!r:.80})"
     try:
-        rank = read_rank(read_answer(metadata).rank)
+        return f"engine {read_rank(read_answer(metadata).rank).engine_id} answers"
     except Malformed:
         return f"{_UNKNOWN}, although it is of this package"
-    return f"engine {rank.engine_id} answers"
 
 
 def _cannot_listen(address: SideChannelAddress, error: OSError) -> SettingsError:

@@ -135,27 +135,21 @@ class SideChannel:
     async def _exchanged(self, host: str, port: int, question: tuple[object, ...]) -> list[bytes]:
         there = self._asked_there.setdefault((host, port), asyncio.Semaphore(_ASKED_AT_ONCE_THERE))
         async with there, self._asked_at_once:
+            address = await self._listening(host, port)
             try:
-                return await self._exchanged_alone(host, port, question)
-            except zmq.ZMQError as error:
-                raise OSError(
-                    f"no request could be sent to the side channel at {Endpoint(host, port)}: {error}"
-                ) from error
-
-    async def _exchanged_alone(self, host: str, port: int, question: tuple[object, ...]) -> list[bytes]:
-        address = await self._listening(host, port)
-        assert self._context is not None
-        with self._context.socket(zmq.REQ) as asking:
-            asking.setsockopt(zmq.LINGER, 0)
-            asking.setsockopt(zmq.MAXMSGSIZE, _LONGEST_ANSWER_BYTES)
-            asking.setsockopt(zmq.IPV6, int(":" in address))
-            try:
-                asking.connect(url(address, port))
-                await asking.send(msgspec.msgpack.encode(question))
-                return list(await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS))
+                with self._context.socket(zmq.REQ) as asking:
+                    asking.setsockopt(zmq.LINGER, 0)
+                    asking.setsockopt(zmq.MAXMSGSIZE, _LONGEST_ANSWER_BYTES)
+                    asking.setsockopt(zmq.IPV6, int(":" in address))
+                    asking.connect(url(address, port))
+                    await asking.send(msgspec.msgpack.encode(question))
+                    return list(await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS))
             except asyncio.TimeoutError as error:
                 reason = f"the side channel at {Endpoint(host, port)} does not answer within {_REPLY_SECONDS:g} s"
                 raise TimeoutError(reason) from error
+            except zmq.ZMQError as error:
+                reason = f"no request could be sent to the side channel at {Endpoint(host, port)}: {error}"
+                raise OSError(reason) from error
 
     async def _listening(self, host: str, port: int) -> str:
         """An address of the host at which something listens. ZMQ itself would retry without reporting anything."""
@@ -189,7 +183,8 @@ class SideChannel:
         found = asyncio.get_running_loop().run_in_executor(self._names, look_up, host)
         # A look-up cannot be cancelled, so it holds the semaphore until it has ended, even after the timeout below.
         self._lookups.add(found)
-        found.add_done_callback(self._looked)
+        found.add_done_callback(self._lookups.discard)
+        found.add_done_callback(lambda _: self._looking_up.release())
         try:
             addresses = await asyncio.wait_for(asyncio.shield(found), _REPLY_SECONDS)
         except (asyncio.TimeoutError, OSError) as error:
@@ -201,12 +196,7 @@ class SideChannel:
         self._looked_up[host] = addresses
         return addresses
 
-    def _looked(self, lookup: asyncio.Future[list[str]]) -> None:
-        self._lookups.discard(lookup)
-        self._looking_up.release()
-
     def _wake(self, host: str, port: int, key: str) -> None:
-        assert self._context is not None
         own = self._own.get((host, port))
         if own is None:
             own = self._own[host, port] = zmq.Context.shadow(self._context.underlying).socket(zmq.DEALER)
@@ -263,7 +253,6 @@ class HandshakeWatch:
                 for index, first in asked.items():
                     try:
                         self._look(index, first.result())
-                        self._ask_headroom(index)
                     except (OSError, ValueError, CancelledError) as error:
                         logger.debug("The side channel of engine %d is not read: %s", index, error)
                     except Exception:
@@ -275,17 +264,14 @@ class HandshakeWatch:
             self._channel.close()
 
     def _look(self, index: int, first: tuple[str, bytes]) -> None:
+        where = self._engines[index]
         # Each rank's answer has the engine's incarnation, which is new whenever the weights are.
-        if not first[1] or self._known.get(index) == first:
-            return
-        others = [self._channel.ask(*self._engines[index], rank, stage) for stage, rank in self._others]
-        answers = [first, *(one.result() for one in others)]
-        listener = self._listener()
-        if listener is not None and all(metadata for _, metadata in answers):
-            listener.say_kind(index, answers)
-            self._known[index] = first
-
-    def _ask_headroom(self, index: int) -> None:
-        headroom, listener = self._channel.ask_headroom(*self._engines[index]).result(), self._listener()
+        if first[1] and self._known.get(index) != first:
+            others = [self._channel.ask(*where, rank, stage) for stage, rank in self._others]
+            answers, listener = [first, *(one.result() for one in others)], self._listener()
+            if listener is not None and all(metadata for _, metadata in answers):
+                listener.say_kind(index, answers)
+                self._known[index] = first
+        headroom, listener = self._channel.ask_headroom(*where).result(), self._listener()
         if listener is not None and headroom:
             listener.say_headroom(index, headroom)

@@ -16,8 +16,8 @@ by the ``X-Request-Id`` that both carry: vLLM puts ``cmpl-`` or ``chatcmpl-`` be
 hexadecimal digits after it (vllm/v1/engine/input_processor.py), different ones in each engine. A name proves nothing:
 two requests are paired only if the digests of their prompts are equal.
 
-`KvTransferParams` is the only model of them. A wrong type or an impossible value in a known field is refused, and the
-error names the field; unknown fields are ignored.
+A wrong type or an impossible value in a known field is refused, and the error names the field; unknown fields are
+ignored.
 """
 
 from __future__ import annotations
@@ -128,11 +128,7 @@ class KvTransferParams(
 
     @property
     def prefill(self) -> RemotePrefill:
-        """Where prefill is.
-
-        Raises:
-            Malformed: a coordinate is missing; the message names it.
-        """
+        """Where prefill is. Raises `Malformed`, which names the coordinate that is missing."""
         for name in ("remote_engine_id", "remote_host", "remote_port"):
             if getattr(self, name) is None:
                 raise Malformed(f"missing required field `{name}`")
@@ -142,7 +138,6 @@ class KvTransferParams(
 
     @classmethod
     def for_prefill(cls, transfer_id: str | None) -> KvTransferParams:
-        """The parameters of a request to prefill."""
         return cls(do_remote_decode=True, do_remote_prefill=False, transfer_id=transfer_id)
 
     @classmethod
@@ -173,7 +168,7 @@ class FetchParams:
     """What decode's request fetches, and from which prefill.
 
     Attributes:
-        name: name of the prefill request; it identifies the request if there is no manifest.
+        name: of the prefill request; identifies it if there is no manifest.
         manifest: None if the router asked both sides at once.
     """
 
@@ -188,10 +183,8 @@ class FetchParams:
 
 
 def asks(params: object, role: str) -> bool:
-    """Whether a request's parameters set this role, ``do_remote_prefill`` or ``do_remote_decode``, to any true value.
-
-    Values that are not booleans count as set: `require_one_role` then refuses them, instead of ignoring them here.
-    """
+    """Whether a request's parameters set this role, ``do_remote_prefill`` or ``do_remote_decode``. Values that are not
+    booleans count as set: `require_one_role` then refuses them, instead of ignoring them here."""
     return isinstance(params, Mapping) and params.get(role) not in (None, False)
 
 
@@ -241,13 +234,8 @@ def offered_tokens_in(params: Mapping[str, Any]) -> int:
 
 
 def read_offer(params: Mapping[str, Any], request_id: str) -> str:
-    """Reads a prefill request's parameters.
-
-    Returns: its name, as `name_of` gives it.
-
-    Raises:
-        HandOverFailed: a parameter has an unusable value or contradicts another; the message names it.
-    """
+    """Reads a prefill request's parameters, and returns its name, as `name_of` gives it. Raises `HandOverFailed`: a
+    parameter has an unusable value or contradicts another; the message names it."""
     require_one_role(params)
     try:
         return _name_of(_model(params), request_id)
@@ -257,10 +245,7 @@ def read_offer(params: Mapping[str, Any], request_id: str) -> str:
 
 def name_of(params: Mapping[str, Any], request_id: str) -> str:
     """The name by which the two requests of a push find each other; equal for both, whatever vLLM added to their ids.
-
-    Raises:
-        Malformed: a field has an unusable value, or the request's own id is too long for a manifest.
-    """
+    Raises `Malformed`: a field has an unusable value, or the request's own id is too long for a manifest."""
     return _name_of(_model(params), request_id)
 
 
@@ -269,30 +254,29 @@ def _name_of(names: KvTransferParams, request_id: str) -> str:
         raise Malformed(f"found a request id of {len(request_id)} characters; expected at most {MAX_REQUEST_ID}")
     # Different prefixes, so that no transfer_id ever equals a name made from a request id.
     if names.transfer_id is not None:
-        return f"transfer:{_utf8(names.transfer_id)}"
+        return f"transfer:{names.transfer_id}"
     theirs = names.remote_request_id
     # Some routers set remote_request_id to their own id, which prefill does not know.
     meant = theirs if theirs is not None and _RANDOM_SUFFIX.search(theirs) else request_id
-    return f"request:{_RANDOM_SUFFIX.sub('', _utf8(meant))}"
+    try:
+        meant.encode()
+    except UnicodeEncodeError as error:
+        raise Malformed(f"found an id that is no Unicode text: {meant!r:.80}; expected valid Unicode") from error
+    return f"request:{_RANDOM_SUFFIX.sub('', meant)}"
 
 
 def prefill_params(
     prefill: RemotePrefill, manifest: Manifest, *, transfer_id: object, transfer_mode: TransferMode, cached_tokens: int
 ) -> dict[str, Any]:
-    """The parameters in prefill's answer, for decode's request.
-
-    Args:
-        cached_tokens: of the prompt, in prefill's prefix cache; decode's ``usage`` says it.
-
-    A stock vLLM decode reads the block ids before its handshake with prefill. With empty lists it gets as far as the
-    handshake, which refuses it with a readable message.
-    """
+    """The parameters in prefill's answer, for decode's request; ``cached_tokens`` of the prompt are in prefill's prefix
+    cache, for decode's ``usage``."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": transfer_id,
         "transfer_mode": transfer_mode.value,
         "remote_request_id": manifest.request_id,
+        # A stock vLLM decode reads these first. With empty lists it gets as far as the handshake, which refuses it.
         "remote_block_ids": [[] for _ in manifest.groups],
         CACHED_TOKENS_KEY: cached_tokens,
         **msgspec.to_builtins(prefill),
@@ -301,11 +285,7 @@ def prefill_params(
 
 
 def require_one_role(params: Mapping[str, Any]) -> None:
-    """Checks that exactly one of the two roles is true.
-
-    Raises:
-        HandOverFailed: both or none are true, or one is not a boolean.
-    """
+    """Raises `HandOverFailed` unless exactly one of the two roles is true, and none has a value but a boolean."""
     roles = {key: params[key] for key in ("do_remote_prefill", "do_remote_decode") if params.get(key) is not None}
     if not all(isinstance(value, bool) for value in roles.values()) or sum(roles.values()) != 1:
         # Of other values only the type is shown: they may have any size, and be nested too deep for repr.
@@ -315,11 +295,3 @@ def require_one_role(params: Mapping[str, Any]) -> None:
             f"kv_transfer_params have {said}; expected exactly one of do_remote_prefill and do_remote_decode to be "
             "true (bidirectional transfers are not supported)",
         )
-
-
-def _utf8(name: str) -> str:
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise Malformed(f"found an id that is no Unicode text: {name!r:.80}; expected valid Unicode") from error
-    return name

@@ -86,7 +86,7 @@ class Timeline:
         return self.marks[-1][0] if self.marks else None
 
     def enter(self, state: State, now_seconds: float) -> None:
-        """The hand-over is in a state from now on. Entering its present state changes nothing."""
+        """Entering the present state changes nothing."""
         if self.state is not state and len(self.marks) < MOST_MARKS:
             self.marks.append((state, now_seconds))
 
@@ -116,7 +116,6 @@ class Timeline:
         return found
 
     def reported(self, attempt: int = 0, trace: str = "") -> Reported:
-        """Returns what a worker sends of it."""
         return [attempt, trace, [[int(state), begin] for state, begin in self.marks], self.end_seconds]
 
     @classmethod

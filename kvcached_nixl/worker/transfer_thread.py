@@ -39,8 +39,7 @@ from kvcached_nixl.wire import messages, step
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.handshake import Weights
-from kvcached_nixl.wire.lease import is_heartbeat, read_heartbeat
-from kvcached_nixl.wire.messages import Message, Peer
+from kvcached_nixl.wire.messages import Message, Peer, is_heartbeat, read_heartbeat
 from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Report, StepCommand, WakeAddress
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.prefill.registry import OfferRegistry

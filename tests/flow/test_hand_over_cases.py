@@ -25,7 +25,6 @@ from kvcached_nixl.ids import KernelBlock, PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.checked import convert
 from kvcached_nixl.wire.handshake import Answer, read_answer, read_rank
-from kvcached_nixl.wire.lease import is_heartbeat
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import (
     KernelBlockRange,
@@ -35,6 +34,7 @@ from kvcached_nixl.wire.messages import (
     Written,
     decode,
     encode,
+    is_heartbeat,
 )
 from kvcached_nixl.worker.decode.fencing import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS

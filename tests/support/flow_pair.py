@@ -10,8 +10,7 @@ from typing import Any
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.lease import is_heartbeat
-from kvcached_nixl.wire.messages import Message, Peer, decode
+from kvcached_nixl.wire.messages import Message, Peer, decode, is_heartbeat
 from support.flow_cluster import FORGOTTEN_SECONDS, Cluster
 from support.flow_engine import Engine, Kind, Request, Status
 from support.flow_memory import Shape

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from kvcached_nixl.naming import Want, Wants
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import optional, private, side_of, sides
 from kvcached_nixl.vllm.adapter.platform import device_name
@@ -19,6 +18,7 @@ from kvcached_nixl.vllm.adapter.queues import goes_by_priority, hold, queued, st
 from kvcached_nixl.vllm.adapter.requests import set_apart
 from kvcached_nixl.vllm.patches.naming import wants_of
 from kvcached_nixl.vllm.patches.tier import tier_of
+from kvcached_nixl.wants import Want, Wants
 from kvcached_nixl.wire.headroom import BlockUsage
 
 logger = logging.getLogger(SERVER_LOGGER)

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from kvcached_nixl.errors import ContractChanged, NameRefused
-from kvcached_nixl.naming import Claim, Places, Wants, clear_abandoned, join, take
+from kvcached_nixl.naming import Claim, Places, clear_abandoned, join, take
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import EXECUTOR, KVCACHED_INTERFACES, WORKER_BASE
+from kvcached_nixl.wants import Wants
 
 logger = logging.getLogger(SERVER_LOGGER)
 

@@ -15,8 +15,7 @@ from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.transport.agent import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.lease import INTERVAL, heartbeats
-from kvcached_nixl.wire.messages import Peer, Release, StagingRequest, Stopped, Written, encode
+from kvcached_nixl.wire.messages import INTERVAL, Peer, Release, StagingRequest, Stopped, Written, encode, heartbeats
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, UnneededOffer
 from kvcached_nixl.worker.decode.attempt import Attempt, Part, ReadPart

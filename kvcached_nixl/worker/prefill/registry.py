@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.lease import EXTENSION, INTERVAL
-from kvcached_nixl.wire.messages import Peer, Reading, Release
+from kvcached_nixl.wire.messages import EXTENSION, INTERVAL, Peer, Reading, Release
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
 from kvcached_nixl.worker.prefill.writer import Writer

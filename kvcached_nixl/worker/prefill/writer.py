@@ -18,8 +18,17 @@ from functools import partial
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.lease import INTERVAL, heartbeats
-from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, StagingRequest, Stopped, Withdrawal, encode
+from kvcached_nixl.wire.messages import (
+    INTERVAL,
+    Peer,
+    Registration,
+    StagingGrant,
+    StagingRequest,
+    Stopped,
+    Withdrawal,
+    encode,
+    heartbeats,
+)
 from kvcached_nixl.worker.geometry.descriptors import Descriptors
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.source import FromBlocks, Staged

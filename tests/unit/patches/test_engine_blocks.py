@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from support.engine_fakes import TOKENS
 
-from kvcached_nixl.naming import Want
 from kvcached_nixl.vllm.adapter import attributes, queues
 from kvcached_nixl.vllm.adapter.attributes import attach, carry
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE
@@ -24,6 +23,7 @@ from kvcached_nixl.vllm.patches.step_output import (
     tell_reasons,
     with_reports,
 )
+from kvcached_nixl.wants import Want
 from kvcached_nixl.wire.step import Report, Reports
 
 

@@ -42,7 +42,6 @@ from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Process, Weights
-from kvcached_nixl.wire.lease import heartbeats
 from kvcached_nixl.wire.messages import (
     PREFIX,
     Message,
@@ -53,6 +52,7 @@ from kvcached_nixl.wire.messages import (
     Stopped,
     decode,
     encode,
+    heartbeats,
 )
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
