@@ -101,7 +101,7 @@ class DecodeFetches:
             return
         fetch, refused = None, None
         try:
-            fetch = read_fetch(params, request.request_id, may_rendezvous=self._engine.terms.mode.is_push)
+            fetch = read_fetch(params, request.request_id, may_rendezvous=self._engine.is_push)
         except HandOverFailed as error:
             refused = error.with_traceback(None)
         one = FetchRequest(self._engine, request, fetch, refused, computes, cached_tokens_in(params))
@@ -124,7 +124,7 @@ class DecodeFetches:
     def refuse(self, request: Request, failure: HandOverFailed, *, computes: bool) -> bool:
         """A request gets no KV although it was asked for. Returns whether it is computed here, when it is its turn:
         if ``computes``, and ``kv_load_failure_policy`` says so. Else it ends with an error, whatever it waits for."""
-        computes = computes and self._engine.terms.recomputes
+        computes = computes and self._engine.stock.recomputes
         one = FetchRequest(self._engine, request, None, failure, computes)
         self._engine.timelines.begin(request, State.DECODE_QUEUED)
         if computes:
@@ -289,7 +289,7 @@ class DecodeFetches:
                 # Ranks that saw no failure would wait forever for KV that is no longer sent to them.
                 self._stop(one, "it has failed")
             self._fail(one, failure)
-        late = f"its KV has not come within {self._engine.terms.timeout_seconds:g} s (handover_timeout)"
+        late = f"its KV has not come within {self._engine.settings.handover_timeout_seconds:g} s (handover_timeout)"
         for one in self.attempts.take_due():
             if one.attempt not in ended:
                 self._take_away(one, HandOverFailed(FailureCause.DEADLINE, late))

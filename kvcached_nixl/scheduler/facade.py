@@ -12,43 +12,49 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from kvcached_nixl.deadlines import earliest
+from kvcached_nixl.deadlines import Clock, earliest
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.asking import Asking
 from kvcached_nixl.scheduler.asking.settings import AskSettings
-from kvcached_nixl.scheduler.context import AllRanks, EngineContext
+from kvcached_nixl.scheduler.context import AllRanks, EngineContext, StockScheduler
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.engine import Progress, Reader, Request
+from kvcached_nixl.scheduler.engine import Progress, Request
 from kvcached_nixl.scheduler.giving_way import GivingWay, Starvation
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.revocations import Revocations
 from kvcached_nixl.scheduler.side_channel import OwnSideChannel
-from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.settings import SERVER_LOGGER, Settings
+from kvcached_nixl.side_channel_address import SideChannelAddress
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.kv_groups import Keeps
-from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY
-from kvcached_nixl.wire.step import FAILING, BlockIds, FetchSpec, Reports, Step
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY, RemotePrefill
+from kvcached_nixl.wire.step import FAILING, BlockIds, FetchSpec, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import attempt_of
 
-__all__ = ["SchedulerFacade"]
+__all__ = ["SchedulerFacade", "build_scheduler"]
 
 logger = logging.getLogger(SERVER_LOGGER)
+
+STOCK_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
+"""How long vLLM's own connector keeps a request's blocks."""
 
 
 class SchedulerFacade:
     """What the patches in `vllm.patches` call in the engine core; see the module's docstring.
 
     Args:
-        read: wraps vLLM's requests.
         asks: whom this engine asks for KV; nobody if a router does that.
         asker: sends the questions.
 
     Attributes:
         engine: what the parts share.
+        read: wraps vLLM's requests.
         fetching, offering: decode's half and prefill's.
         revocations: what takes hand-overs back.
         side_channel: where peers and this engine's workers reach it.
@@ -59,12 +65,11 @@ class SchedulerFacade:
     def __init__(
         self,
         engine: EngineContext,
-        read: Reader,
         asks: AskSettings,
         asker: Callable[[str, Callable[[], None]], Asker] = Asker,
     ) -> None:
         self.engine = engine
-        self.read = read
+        self.read = engine.stock.reader
         self.fetching = DecodeFetches(engine)
         self.offering = PrefillOffers(engine)
         self._starvation = Starvation(engine, self.fetching)
@@ -72,7 +77,7 @@ class SchedulerFacade:
         self.asking = Asking(engine, asks, asker(asks.api_key, engine.woken), self.fetching)
         self._accepts_params = asks.accepts_params or not asks.servers
         self._ended, self._idle = AllRanks(engine.own.tp_size), AllRanks(engine.own.tp_size)
-        self.revocations = Revocations(engine, read, self.offering, self.fetching)
+        self.revocations = Revocations(engine, self.offering, self.fetching)
         figures = self.asking.figures if asks.servers else None
         self.side_channel = OwnSideChannel(engine, self.offering, self.fetching, self.revocations, figures)
         self._reported_quarantine = 0
@@ -283,9 +288,9 @@ class SchedulerFacade:
     def filled_in_part(self, step: Step) -> list[int]:
         """Blocks that a step's fetches fill up to a request's last token; if vLLM zeroes blocks, it has to zero these
         before anything is written into them."""
-        if not self.engine.terms.zeroes_blocks:
+        if not self.engine.stock.zeroes_blocks:
             return []
-        groups = self.engine.terms.groups.all
+        groups = self.engine.groups.all
         pairs = [pair for fetch in step.of(FetchSpec) for pair in zip(groups, fetch.groups, strict=True)]
         filled = [blocks for group, blocks in pairs if group.keeps is not Keeps.STATE]
         return [block_id for blocks in filled for block_id in blocks.block_ids[-1:]]
@@ -293,7 +298,7 @@ class SchedulerFacade:
     def spares(self, request_id: str) -> bool:
         """Whether a request that ends must keep all its blocks until `finished` is called, even those that have left
         its sliding window: workers may be writing into them, or a manifest names them."""
-        if not self.engine.terms.groups.drop_blocks:
+        if not self.engine.groups.drop_blocks:
             return False
         offered = self.offering.find(request_id)
         is_named = offered is not None and offered.manifest is not None
@@ -374,3 +379,29 @@ class SchedulerFacade:
         """Whether a request whose KV has failed to arrive may get it from another server, so that it does not end,
         whatever ``kv_load_failure_policy`` says. Idempotent."""
         return self.asking.may_ask_again(request_id)
+
+
+def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: Clock) -> SchedulerFacade:
+    """Builds the scheduler side of the hand-over. Called once per process, where vLLM constructs its connector.
+
+    Args:
+        address: of this engine's side channel, which starts later.
+    """
+    settings = Settings.from_extra_config(stock.extra_config)
+    if settings.transfer_mode.is_push and stock.window_kinds:
+        logger.warning(
+            "KV is pushed when a prompt has been computed, not while it is: blocks that leave the window of %s are "
+            "freed while the prompt is computed.",
+            ", ".join(stock.window_kinds),
+        )
+    if STOCK_TIMEOUT in os.environ:
+        logger.warning(
+            "%s has no effect: prefill keeps a request's blocks for kv_lease_duration, %g s, and decode renews it.",
+            STOCK_TIMEOUT,
+            settings.kv_lease_duration_seconds,
+        )
+    own = RemotePrefill(stock.engine_id, *address.advertised, stock.tp_size)
+    wake_address = WakeAddress(*address.local, secrets.token_hex(16))
+    engine = EngineContext(stock, settings, own, secrets.token_hex(8), wake_address, clock)
+    roles = {"is_consumer": stock.is_consumer, "is_producer": stock.is_producer}
+    return SchedulerFacade(engine, AskSettings.from_extra_config(stock.extra_config, **roles))

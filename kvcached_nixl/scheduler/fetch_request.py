@@ -86,7 +86,7 @@ class FetchRequest:
     @property
     def recomputes(self) -> bool:
         """Whether it is computed here if it gets no KV."""
-        return self.engine.terms.recomputes and self.may_be_computed
+        return self.engine.stock.recomputes and self.may_be_computed
 
     @property
     def may_go_on(self) -> bool:
@@ -109,7 +109,7 @@ class FetchRequest:
         if self.is_checked:
             return
         self.is_checked = True
-        request, groups, most_tokens = self.request, self.engine.terms.groups, self._most_tokens()
+        request, groups, most_tokens = self.request, self.engine.groups, self._most_tokens()
         self.end_token = self.num_tokens = num_tokens = most_tokens
         self.lacks_media = request.lacks_media
         if self.fetch is None:
@@ -141,7 +141,7 @@ class FetchRequest:
 
     def check_start(self, num_computed_tokens: int) -> None:
         """Sets ``refused`` if KV cannot be loaded behind what decode has in its prefix cache. Called after `check`."""
-        step_tokens = self.engine.terms.groups.step_tokens
+        step_tokens = self.engine.groups.step_tokens
         if self.refused is not None:
             return
         if num_computed_tokens % step_tokens:
@@ -172,7 +172,7 @@ class FetchRequest:
             HandOverFailed: decode has no blocks for some of the tokens, or prefill has not kept theirs.
         """
         assert self.fetch is not None
-        groups = self.engine.terms.groups
+        groups = self.engine.groups
         pairs = zip(groups.all, block_ids, strict=True)
         found = [self._range(group, blocks, first_token) for group, blocks in pairs]
         # A group may need no block: a chunk of chunked attention that begins with the prompt's last token.
@@ -218,7 +218,7 @@ class FetchRequest:
         """Starts renewing the lease of what it fetches, if a heartbeat can name that."""
         assert self.fetch is not None
         fetch, manifest = self.fetch, self.fetch.manifest
-        lease_seconds = self.engine.terms.lease_seconds if manifest is None else manifest.lease_seconds
+        lease_seconds = self.engine.settings.kv_lease_duration_seconds if manifest is None else manifest.lease_seconds
         if is_nameable(fetch.lease_name):
             self.engine.step.tell(LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds))
         else:
@@ -255,7 +255,7 @@ class FetchRequest:
         """How many of its tokens prefill may have. States are handed over behind all tokens but the last, and decode
         computes that one with them; some prompts prefill leaves whole (`patches.arrival`), and decode computes them."""
         num_tokens = self.request.num_prompt_tokens
-        if not self.engine.terms.groups.have_states:
+        if not self.engine.groups.have_states:
             return num_tokens
         return 0 if num_tokens < FEWEST_TOKENS or self.request.ends_in_media else num_tokens - 1
 
@@ -311,7 +311,7 @@ class FetchAttempts:
 
     def _begin_timeout(self, one: FetchRequest) -> None:
         one.since_seconds = self._engine.clock.now_seconds()
-        self._deadlines[one.attempt] = one.since_seconds + self._engine.terms.timeout_seconds
+        self._deadlines[one.attempt] = one.since_seconds + self._engine.settings.handover_timeout_seconds
 
     def longest_seconds(self) -> float:
         """Returns for how long the first timeout has run; 0 if none does. May be called from any thread."""
@@ -331,7 +331,7 @@ class FetchAttempts:
     def hold(self, one: FetchRequest) -> None:
         """Takes the blocks from the request, until every rank has reported that nothing is in flight into them."""
         before = self._engine.holds.num_blocks
-        self._engine.holds.take(self._engine.blocks, one.request_id, one.attempt)
+        self._engine.holds.take(one.request_id, one.attempt)
         one.is_held = True
         self.num_quarantined_blocks += self._engine.holds.num_blocks - before
 
@@ -365,5 +365,5 @@ class FetchAttempts:
 
     def _give_back(self, number: int) -> None:
         before = self._engine.holds.num_blocks
-        self._engine.holds.give_back(self._engine.blocks, number)
+        self._engine.holds.give_back(number)
         self.num_quarantined_blocks -= before - self._engine.holds.num_blocks

@@ -114,7 +114,7 @@ class Impasse:
         self._seen_seconds = now
         times = RING_TIMEOUTS if are_peers_waiting else VAIN_TIMEOUTS
         since_seconds = self._since_seconds
-        if now < since_seconds + times * self._engine.terms.timeout_seconds:
+        if now < since_seconds + times * self._engine.settings.handover_timeout_seconds:
             return 0, now
         self._since_seconds = now
         return (num_missing if num_missing > blocks.num_running_blocks else 0), since_seconds
@@ -134,9 +134,9 @@ class GivingWay:
 
     def __init__(self, engine: EngineContext, offering: PrefillOffers, fetching: DecodeFetches) -> None:
         self._engine = engine
-        self._patience_seconds = engine.terms.patience_seconds
+        self._patience_seconds = engine.settings.give_way_after_seconds
         # Decode has blocks before prefill computes.
-        self._is_push = engine.terms.mode.is_push
+        self._is_push = engine.is_push
         # When a stalled neighbour was heard first, and last.
         self._stalled_seconds: tuple[float, float] | None = None
         self._had_yielded = False
@@ -345,8 +345,9 @@ class Starvation:
             self._since_seconds.clear()
         self._looked_at_seconds = now
         self._since_seconds = {one: self._since_seconds.get(one, now) for one in waiting if one not in self._ending}
-        terms = self._engine.terms
-        self._limit_seconds = terms.timeout_seconds if num_held_blocks else terms.allocation_seconds
+        engine = self._engine
+        timeout_seconds = engine.settings.handover_timeout_seconds
+        self._limit_seconds = timeout_seconds if num_held_blocks else engine.allocation_seconds
         due_at_seconds = self.due_at_seconds
         # vLLM has tried the first one in vain in this step. Those behind one that is about to end get their turn first.
         if self._ending or due_at_seconds is None or now < due_at_seconds:

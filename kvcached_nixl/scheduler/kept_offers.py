@@ -126,10 +126,10 @@ class KeptOffers:
     @property
     def is_left_waiting(self) -> bool:
         """Whether decode leaves so much KV waiting that nothing more should be computed for it unasked."""
-        since_seconds, terms = self._engine.clock.now_seconds() - UNCLAIMED_SECONDS, self._engine.terms
+        since_seconds = self._engine.clock.now_seconds() - UNCLAIMED_SECONDS
         left = [one for one in self._kept.values() if one.since_seconds < since_seconds and not one.is_taken_back]
-        num_tokens = sum(one.num_blocks for one in left) * terms.groups.tokens_per_block
-        return num_tokens >= terms.most_unclaimed_tokens
+        num_tokens = sum(one.num_blocks for one in left) * self._engine.groups.tokens_per_block
+        return num_tokens >= self._engine.stock.max_num_batched_tokens
 
     # ------------------------------------------------------------------------------------------------------ revocation
 
@@ -197,7 +197,7 @@ class KeptOffers:
             is_wanted = one.is_wanted(now)
             if num_blocks <= 0 or (is_wanted and keeps_wanted):
                 return
-            is_young = now < one.since_seconds + self._engine.terms.patience_seconds
+            is_young = now < one.since_seconds + self._engine.settings.give_way_after_seconds
             if one.gives_back(now) or request_id in told or is_young:
                 continue
             number = next(self._numbers)
@@ -231,7 +231,7 @@ class KeptOffers:
             return set()
         found = {key: one for key, one in self._kept.items() if one.is_taken_back and one.hold is None}
         for request_id, one in found.items():
-            one.hold = self._engine.holds.take(self._engine.blocks, request_id)
+            one.hold = self._engine.holds.take(request_id)
         return set(found)
 
     def ended(self, sent: Iterable[str]) -> tuple[int, int]:
@@ -245,7 +245,7 @@ class KeptOffers:
             if one is None:
                 continue
             if one.hold is not None:
-                self._engine.holds.give_back(self._engine.blocks, one.hold)
+                self._engine.holds.give_back(one.hold)
             num_served += not one.gives_back(now)
             num_for_others += one.num_blocks if one.is_for_others else 0
             for number in one.asked:
@@ -259,7 +259,7 @@ class StartGate:
 
     A router that asks both sides at once has decode register before prefill begins. Where decode has no room, it
     registers late or never, and prefill would fill its own memory with KV that nobody takes. So while prefill keeps
-    that much (`Terms.most_unclaimed_tokens`), it begins only prompts that a rank of decode has registered for. The
+    that much (`KeptOffers.is_left_waiting`), it begins only prompts that a rank of decode has registered for. The
     others wait in vLLM's queue, which asks again in every step, without blocks. Workers report when decode has
     registered, and at once where decode registers only after prefill's answer. They are asked again from time to time,
     and report those that decode does not want any more, too: see `OfferRegistry.await_claim`.
@@ -315,7 +315,7 @@ class StartGate:
             self._engine.step.tell(*again)
 
     def _hold(self, request_ids: Iterable[PrefillRequestId]) -> None:
-        ask_again_seconds = self._engine.clock.now_seconds() + self._engine.terms.allocation_seconds
+        ask_again_seconds = self._engine.clock.now_seconds() + self._engine.allocation_seconds
         self._held.move(dict.fromkeys(request_ids, ask_again_seconds))
 
     def gone(self, request_ids: Iterable[str]) -> None:

@@ -86,14 +86,14 @@ class OfferRequest:
         if self.manifest is None or len(self.manifest.groups) != len(block_ids):
             return False
         first_tokens = tuple(group.first_token for group in self.manifest.groups)
-        now = self.engine.terms.groups.ranges(block_ids, first_tokens, self.manifest.num_tokens)
+        now = self.engine.groups.ranges(block_ids, first_tokens, self.manifest.num_tokens)
         return now == self.manifest.groups and not any(NULL_BLOCK_ID in group.block_ids for group in now)
 
     # ---------------------------------------------------------------------------------------------- its manifest
 
     def compute(self, num_computed_tokens: int) -> None:
         """A step computes it so far. Makes its manifest if that is its whole prompt."""
-        terms = self.engine.terms
+        groups = self.engine.groups
         self.ready_tokens = min(num_computed_tokens, self.num_tokens)
         self.manifest = self.refused = None
         if self.ready_tokens < self.num_tokens:
@@ -102,7 +102,7 @@ class OfferRequest:
             self.refused = HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it was computed")
             return
         # If decode recomputes the last token, the window of that token decides which blocks it needs.
-        recomputes = terms.groups.have_windows and self.num_tokens == self.request.num_prompt_tokens
+        recomputes = groups.have_windows and self.num_tokens == self.request.num_prompt_tokens
         first_tokens = self.engine.blocks.first_tokens(self.num_tokens - recomputes)
         try:
             self.manifest = Manifest(
@@ -111,10 +111,10 @@ class OfferRequest:
                 request_id=self.request_id,
                 digest=self.digest,
                 num_tokens=self.num_tokens,
-                block_sizes=terms.groups.block_sizes,
+                block_sizes=groups.block_sizes,
                 context_parallel=(1, 1),
-                groups=terms.groups.ranges(self.block_ids, first_tokens, self.num_tokens),
-                lease_seconds=terms.lease_seconds,
+                groups=groups.ranges(self.block_ids, first_tokens, self.num_tokens),
+                lease_seconds=self.engine.settings.kv_lease_duration_seconds,
                 num_media=self.request.num_media,
             )
         except ValueError as error:
@@ -135,7 +135,7 @@ class OfferRequest:
         if self.manifest is not None:
             ranges = self.manifest.groups
         elif self.block_ids:
-            ranges = self.engine.terms.groups.growing(self.block_ids, self.num_tokens)
+            ranges = self.engine.groups.growing(self.block_ids, self.num_tokens)
         trace = self.engine.timelines.trace_of(self.request_id)
         update = OfferUpdate(
             *(self.request_id, self.name, self.digest, self.num_tokens, ranges, self.ready_tokens, self.manifest),
@@ -150,7 +150,7 @@ class OfferRequest:
             self.engine.own,
             self.manifest,
             transfer_id=(self.request.params or {}).get("transfer_id"),
-            transfer_mode=self.engine.terms.mode,
+            transfer_mode=self.engine.settings.transfer_mode,
             cached_tokens=self.cached_tokens or 0,
         )
 
@@ -172,7 +172,7 @@ class PrefillOffers:
         self._running: dict[PrefillRequestId, OfferRequest] = {}
         # Holds with the blocks of preempted requests.
         self._draining: set[int] = set()
-        self.is_read_early = engine.terms.mode.is_push
+        self.is_read_early = engine.is_push
 
     # ---------------------------------------------------------------------------------------- what a request is here
 
@@ -189,7 +189,7 @@ class PrefillOffers:
         """Whether a request may begin, or has been computed in part."""
         one = self.find(request_id)
         has_begun = one is None or one.cached_tokens is not None
-        return has_begun or not self._engine.terms.mode.is_push or self.gate.may_start(PrefillRequestId(request_id))
+        return has_begun or not self._engine.is_push or self.gate.may_start(PrefillRequestId(request_id))
 
     @property
     def are_awaited(self) -> bool:
@@ -219,15 +219,15 @@ class PrefillOffers:
             )
             self._engine.failures.not_offered(request_id, HandOverFailed(FailureCause.PARAMETERS, reason))
             return
-        if self._engine.terms.groups.have_states and request.whole_because:
+        if self._engine.groups.have_states and request.whole_because:
             self._engine.failures.not_offered(request_id, HandOverFailed(FailureCause.RANGE, request.whole_because))
             return
         num_tokens = request.num_prompt_tokens
-        is_streamed = not self._engine.terms.groups.have_windows
+        is_streamed = not self._engine.groups.have_windows
         one = OfferRequest(self._engine, request, name, request.digest(num_tokens), num_tokens, is_streamed)
         self._running[request_id] = one
         self._engine.timelines.begin(request, State.PREFILL_QUEUED)
-        if self._engine.terms.mode.is_push:
+        if self._engine.is_push:
             # Decode's registration may arrive first: tell the workers that there is such a request.
             one.offer()
 
@@ -246,7 +246,7 @@ class PrefillOffers:
         one = self._running[PrefillRequestId(request_id)]
         one.block_ids, one.ready_tokens, one.manifest = (), 0, None
         one.is_read = one.is_streamed = False
-        hold = self._engine.holds.take(self._engine.blocks, request_id)
+        hold = self._engine.holds.take(request_id)
         self._draining.add(hold)
         self._engine.step.tell(Preempt(one.request_id, hold))
 
@@ -255,7 +255,7 @@ class PrefillOffers:
         for hold in idle_holds:
             if hold in self._draining:
                 self._draining.remove(hold)
-                self._engine.holds.give_back(self._engine.blocks, hold)
+                self._engine.holds.give_back(hold)
 
     def revoke(
         self,
@@ -290,7 +290,7 @@ class PrefillOffers:
             return False, None
         step = self._engine.step
         if is_whole and one.still_has(block_ids):
-            if self._engine.terms.mode.is_push and (self._engine.blocks.are_shared or not one.is_streamed):
+            if self._engine.is_push and (self._engine.blocks.are_shared or not one.is_streamed):
                 one.offer()
             step.tell(Finish(one.request_id))
             self.kept.keep(one.request_id, request.adapter, block_ids)
@@ -312,7 +312,7 @@ class PrefillOffers:
 
         Returns: the parameters for decode's request, when a step has told the workers; None if it cannot be offered.
         """
-        if any(num_tokens % group.table_block_size for group in self._engine.terms.groups.all):
+        if any(num_tokens % group.table_block_size for group in self._engine.groups.all):
             # From 0.33 on vLLM finds beginnings of blocks, too: their request may still fill them.
             return None
         request_id = PrefillRequestId(request.request_id)
@@ -331,7 +331,7 @@ class PrefillOffers:
     def _advance(self, one: OfferRequest, computed: Progress) -> None:
         self._engine.timelines.enter(one.request_id, State.PREFILL_COMPUTING)
         if one.is_past_prompt(computed):
-            if self._engine.terms.groups.have_states:
+            if self._engine.groups.have_states:
                 reason = "its states are about to be overwritten by those of later tokens"
                 self._revoke([one], Revocation(RevocationCause.STATES, reason))
             return
@@ -341,7 +341,7 @@ class PrefillOffers:
         one.compute(computed.num_computed_tokens)
         # Tokens that another connector loads may turn out invalid when this step has ended, so they are not read early.
         is_held = self.is_read_early and one.is_streamed and not self._engine.blocks.are_shared
-        if is_held or (one.manifest is not None and not self._engine.terms.mode.is_push):
+        if is_held or (one.manifest is not None and not self._engine.is_push):
             one.offer(is_held=is_held)
 
     def _revoke(self, running: Iterable[OfferRequest], revocation: Revocation) -> None:

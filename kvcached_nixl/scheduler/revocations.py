@@ -14,7 +14,6 @@ from typing import Any
 
 from kvcached_nixl.scheduler.context import ANY_ADAPTER, EngineContext, is_meant
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.engine import Reader
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.handshake import Weights
@@ -32,9 +31,8 @@ class Revocations:
         is_doubted: weights may have changed, and were not read since.
     """
 
-    def __init__(self, engine: EngineContext, read: Reader, offering: PrefillOffers, fetching: DecodeFetches) -> None:
+    def __init__(self, engine: EngineContext, offering: PrefillOffers, fetching: DecodeFetches) -> None:
         self._engine = engine
-        self._read = read
         self._offering = offering
         self._fetching = fetching
         self._weights: Mapping[Any, Weights] | None = None
@@ -84,7 +82,7 @@ class Revocations:
 
     def adapters_changed(self, adapter: int | None = None) -> None:
         """A LoRA adapter was loaded under a number that was in use, or was removed; None: any adapter may have been."""
-        self._read.forget(adapter)
+        self._engine.stock.reader.forget(adapter)
         self.weights_changed(adapter or ANY_ADAPTER)
 
     def renamed(self, names: Collection[str]) -> None:

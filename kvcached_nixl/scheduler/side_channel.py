@@ -111,7 +111,7 @@ class OwnSideChannel:
             self._engine.woken()
         if not self._engine.is_bound:
             return b""
-        usage, per_block = self._engine.blocks.usage(), self._engine.terms.groups.tokens_per_block
+        usage, per_block = self._engine.blocks.usage(), self._engine.groups.tokens_per_block
         num_offers, num_kept, oldest_offer_seconds = self._offering.kept.kept_now()
         num_fetches, oldest_fetch_seconds = self._fetching.waiting_now()
         return encode_headroom(

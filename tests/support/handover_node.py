@@ -354,9 +354,9 @@ def prefilled(
 def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
     """Raises all leases and deadlines, so that none expires however slow the machine is."""
     engine, registry, seconds = decode.side_of_engine.engine, prefill.registry, 600.0
-    terms = dataclasses.replace(engine.terms, timeout_seconds=seconds)
+    settings = dataclasses.replace(engine.settings, handover_timeout_seconds=seconds)
     with (
-        mock.patch.object(engine, "terms", terms),
+        mock.patch.object(engine, "settings", settings),
         mock.patch.object(writer_of(registry), "_unmatched_seconds", seconds),
         mock.patch.object(matcher_of(registry), "_unmatched_seconds", seconds),
         mock.patch.object(leases_of(registry), "_lease_seconds", seconds),

@@ -52,25 +52,25 @@ class Asking:
     """See the module."""
 
     def __init__(self, engine: EngineContext, settings: AskSettings, asker: Asker, fetching: DecodeFetches) -> None:
-        terms, clock = engine.terms, engine.clock
+        clock, most_tokens = engine.clock, engine.stock.max_num_batched_tokens
         self._engine = engine
         self._asker = asker
         self._fetching = fetching
         # If no more tokens are missing, they are computed here. Where layers keep states, a block of theirs may be as
         # long as the longest request.
-        self._block_tokens = min(one.block_size for one in terms.groups.all)
-        self.servers = Servers(settings.servers, clock, terms.timeout_seconds, self._block_tokens, engine.woken)
-        most_tokens = terms.most_unclaimed_tokens
+        self._block_tokens = min(one.block_size for one in engine.groups.all)
+        silence_seconds = engine.settings.handover_timeout_seconds
+        self.servers = Servers(settings.servers, clock, silence_seconds, self._block_tokens, engine.woken)
         break_even = BreakEven(clock, most_tokens, settings.max_local_prefill_tokens)
         self.local = LocalPrefills(most_tokens // 4, break_even)
         self.questions = Questions(self.servers, asker, engine.own.engine_id, is_required=settings.is_required)
         self.figures = self.questions.figures
         # Prefill is told where the KV goes, and sends it. Two that ask each other would wait for the blocks that they
         # keep for each other.
-        self._pushes = terms.mode.is_push and not settings.is_asked
+        self._pushes = engine.is_push and not settings.is_asked
         self._is_required = settings.is_required
         # What no server gives may be computed here.
-        self._computes = terms.recomputes and not settings.is_required
+        self._computes = engine.stock.recomputes and not settings.is_required
         self._wanted: dict[str, Wanted] = {}
         self._queue = Queue()
         # Requests that vLLM has in its queue, and that are to be held.

@@ -102,7 +102,7 @@ def preprocess_add_request(call: Call) -> Any:
     sides_here = list(bound_sides(call.instance.scheduler))
     for side in sides_here:
         load_once(request, side.read.is_loaded)
-    if any(side.engine.terms.groups.have_states for side in sides_here):
+    if any(side.engine.groups.have_states for side in sides_here):
         align_chunks(call.instance.scheduler)
         draft_behind_prompts(call.instance.scheduler)
         stop_before_last(request)

@@ -200,7 +200,7 @@ class Decode:
             mode=TransferMode.PUSH if pushes else TransferMode.PULL,
             recomputes=recomputes,
             timeout_seconds=SILENCE_SECONDS,
-            most_unclaimed_tokens=MOST,
+            max_num_batched_tokens=MOST,
             block_sizes=(BLOCK,),
         )
         settings = AskSettings(
