@@ -266,9 +266,7 @@ def a_write_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
 
 def blocks_that_are_copied_early_are_not_held(patch: Patcher) -> None:
     real = PrefillOffers.is_read
-    patch.setattr(
-        PrefillOffers, "is_read", lambda self, request_id: self._engine.terms.mode.is_push and real(self, request_id)
-    )
+    patch.setattr(PrefillOffers, "is_read", lambda self, request_id: self._engine.is_push and real(self, request_id))
 
 
 def preempted_blocks_are_idle_at_once(patch: Patcher) -> None:

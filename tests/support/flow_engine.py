@@ -7,6 +7,7 @@ preemption, steps that are scheduled before the output of earlier ones is known,
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import math
@@ -26,7 +27,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.processes import Host
 from kvcached_nixl.scheduler.asking.settings import AskSettings
-from kvcached_nixl.scheduler.context import EngineContext, Terms
+from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.wire.handshake import Answers, Process, RankHandshake, Tag, Tensors, Weights
@@ -47,7 +48,7 @@ from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from kvcached_nixl.worker.transfer_thread import IsReached
 from support.digest_fakes import InTurn, as_bytes, content_of
-from support.engine_fakes import Reads, kv_groups
+from support.engine_fakes import kv_groups, stock
 from support.flow_asker import FlowAsker, url_of
 from support.flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
 from support.flow_staging import slab_of
@@ -216,7 +217,7 @@ class Kind:
         slots: slots of the slab, and how many are reserved for sending and as many for receiving; (0, 0): no staging.
         depth: steps that are scheduled before the output of the first of them is handled.
         allocation_seconds: how long decode waits for blocks; None for as long as for a whole hand-over.
-        most_unclaimed_tokens: as in `Terms`.
+        most_unclaimed_tokens: ``max_num_batched_tokens``, as far as it limits what is kept unclaimed.
         goes_by_priority: as with ``--scheduling-policy priority``.
         keeps_stale_output: a preempted request takes the token of a step that was in flight (vLLM's
             ``num_stale_output_tokens``).
@@ -471,22 +472,18 @@ class Engine:
         self.reloaded: Counter[int] = Counter()
         self.settings = cluster.settings
         shape = kind.shape
-        terms = Terms(
+        taken = stock(
             groups=kv_groups(shape.block_size, drops_blocks=kind.drops_blocks),
-            zeroes_blocks=False,
-            mode=self.settings.transfer_mode,
             recomputes=kind.recomputes,
-            lease_seconds=self.settings.kv_lease_duration_seconds,
-            timeout_seconds=self.settings.handover_timeout_seconds,
-            allocation_seconds=kind.allocation_seconds or self.settings.handover_timeout_seconds,
-            patience_seconds=self.settings.give_way_after_seconds,
-            most_unclaimed_tokens=kind.most_unclaimed_tokens,
+            max_num_batched_tokens=kind.most_unclaimed_tokens,
+            spans=cluster.spans,
         )
+        allocation_seconds = kind.allocation_seconds or self.settings.handover_timeout_seconds
+        settings = dataclasses.replace(self.settings, allocation_timeout_seconds=allocation_seconds)
         number = cluster.next_number()
         wake_address = WakeAddress("127.0.0.1", 1, f"{number:032x}")
         self.handover = SchedulerFacade(
-            EngineContext(own, f"{number:016x}", wake_address, terms, self.clock, cluster.spans),
-            Reads(),
+            EngineContext(taken, settings, own, f"{number:016x}", wake_address, self.clock),
             AskSettings(
                 tuple(map(url_of, kind.asks)),
                 kind.is_required,
@@ -921,7 +918,7 @@ class Engine:
         for name in ours:
             assert self.requests[name].status is Status.REMOTE or self.requests[name].status.is_finished
             self.requests[name].num_computed = 0
-        again = {name for name in sorted(ours) if self.handover.starts_again(name) or self.kind.recomputes}
+        again = {name for name in sorted(ours) if self.handover.asking.may_ask_again(name) or self.kind.recomputes}
         self._failed_receiving |= again
         return {name for name in ours - again if not self.requests[name].status.is_finished}
 

@@ -109,7 +109,7 @@ def preprocess_add_request(call: Call) -> Any:
         # the adapter's files again at every step. Files that are being replaced would end the engine, or change what it
         # computes.
         request.lora_request = msgspec.structs.replace(lora, load_inplace=False)
-    if any(side.engine.terms.groups.have_states for side in sides_here):
+    if any(side.engine.groups.have_states for side in sides_here):
         align_chunks(call.instance.scheduler)
         draft_behind_prompts(call.instance.scheduler)
         stop_before_last(request)

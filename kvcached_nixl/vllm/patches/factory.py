@@ -22,7 +22,8 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.errors import ContractChanged, SettingsError, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Registry
 from kvcached_nixl.processes import has_ancestor
-from kvcached_nixl.scheduler.build import StockScheduler, build_scheduler
+from kvcached_nixl.scheduler.context import StockScheduler
+from kvcached_nixl.scheduler.facade import build_scheduler
 from kvcached_nixl.settings import SERVER_LOGGER, Settings, staged_on_host, unheeded
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.vllm import NIXL_PREFIX
@@ -45,7 +46,7 @@ from kvcached_nixl.vllm.adapter.requests import RequestReader
 from kvcached_nixl.vllm.adapter.specs import keeps_of, specs_of
 from kvcached_nixl.vllm.adapter.tracing import spans_of
 from kvcached_nixl.vllm.patches.tier import serve
-from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
+from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -118,7 +119,7 @@ def stock_scheduler(config: Any, kv_cache_config: Any) -> StockScheduler:
         engine_id=str(transfer.engine_id),
         tp_size=int(config.parallel_config.tensor_parallel_size),
         pp_size=int(config.parallel_config.pipeline_parallel_size),
-        groups=tuple(KVGroup(int(spec.block_size), keeps_of(spec)) for spec in specs),
+        groups=KVGroups(tuple(KVGroup(int(spec.block_size), keeps_of(spec)) for spec in specs)),
         window_kinds=[type(spec).__name__ for spec in windows],
         zeroes_blocks=bool(private(kv_cache_config, "needs_kv_cache_zeroing")),
         recomputes=transfer.kv_load_failure_policy == "recompute",

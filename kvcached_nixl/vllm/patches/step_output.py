@@ -197,7 +197,7 @@ def handle_invalid_blocks(call: Call) -> Any:
     for side in sides(scheduler.connector):
         for request_id in side.take_failed() & requests.keys():
             requests[request_id].num_computed_tokens = 0
-            if side.starts_again(request_id) or recomputes:
+            if side.asking.may_ask_again(request_id) or recomputes:
                 private(scheduler, "failed_recving_kv_req_ids").add(request_id)
             else:
                 ending.add(request_id)
