@@ -209,7 +209,7 @@ class TransferThread:
         if self._context.staging is not None:
             self._context.staging.copier.close()
         self._context.checksums.close()
-        self._receiver.close()
+        self._receiver.gates.close()
         self._context.channel.close()
 
     def _raise_defect(self) -> None:
