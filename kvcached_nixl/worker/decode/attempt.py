@@ -26,7 +26,7 @@ from kvcached_nixl.wire.timeline import State, Timeline
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peers import contained
 from kvcached_nixl.worker.transfer.staging import StagingWindow
-from kvcached_nixl.worker.transfer.topology import ConnectedPeer, kernel_blocks_of
+from kvcached_nixl.worker.transfer.topology import ConnectedPeer, kernel_blocks_of, ranges
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
 __all__ = ["Attempt", "Part", "ReadPart"]
@@ -208,7 +208,7 @@ class ReadPart(Part):
                 raise ValueError("the manifest does not fit the handshake (block sizes or groups)")
             theirs = kernel_blocks_of(manifest.groups, memory)
             groups = [(here, there, here.first_token) for here, there in zip(attempt.blocks, theirs, strict=True)]
-            found = known.ranges(context.local, groups, attempt.spec.end_token, is_prefill=False)
+            found = ranges(known.routes(context.local, is_prefill=False), groups, attempt.spec.end_token)
         except ValueError as error:
             attempt.fail(HandOverFailed(FailureCause.RANGE, str(error)))
             return
@@ -238,10 +238,9 @@ class ReadPart(Part):
         if self._buffer is None:
             context.waiting_for_buffer.append(self._look)
             return
-        ranges = context.token_buffers.ranges(
-            self._buffer, known.rank.token_table_address, self._manifest.ownership_token
-        )
-        self._job = TransferJob("READ", known.agent, *ranges, contained(self._attempt.fail)(self._looked), is_host=True)
+        table, token = known.rank.token_table_address, self._manifest.ownership_token
+        bucket = context.token_buffers.ranges(self._buffer, table, token)
+        self._job = TransferJob("READ", known.agent, *bucket, contained(self._attempt.fail)(self._looked), is_host=True)
         context.transfer_queue.submit(self._job, is_urgent=True)
 
     def _looked(self, failed: str) -> None:
