@@ -29,7 +29,6 @@ from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Written
 from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, OfferUpdate, Withdraw
 from kvcached_nixl.worker import facade
-from kvcached_nixl.worker.decode import attempt as reading
 from kvcached_nixl.worker.decode.attempt import ReadPart
 from kvcached_nixl.worker.decode.fencing import GateUse
 from kvcached_nixl.worker.decode.receiver import Receiver
@@ -38,7 +37,6 @@ from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.geometry.descriptors import Route
 from kvcached_nixl.worker.outcomes import OutcomeQueue
 from kvcached_nixl.worker.prefill import registry
-from kvcached_nixl.worker.prefill import writer as writing
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
 from kvcached_nixl.worker.prefill.registry import Leases, OfferRegistry
 from kvcached_nixl.worker.prefill.source import Staged
@@ -332,8 +330,8 @@ def other_ranks_are_not_told_of_a_failure(patch: Patcher) -> None:
 
 
 def a_token_too_few(patch: Patcher) -> None:
-    for module in (reading, writing):
-        patch.setattr(module, "ranges", lambda routes, groups, end: topology.ranges(routes, groups, max(1, end - 1)))
+    ranges = topology.ranges
+    patch.setattr(topology, "ranges", lambda routes, groups, end: ranges(routes, groups, max(1, end - 1)))
 
 
 def blocks_are_paired_from_the_first(patch: Patcher) -> None:

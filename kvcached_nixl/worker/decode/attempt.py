@@ -23,10 +23,11 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import KernelBlockRange, Peer, Reading, Release, encode
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.wire.timeline import State, Timeline
+from kvcached_nixl.worker.transfer import topology
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peers import contained
 from kvcached_nixl.worker.transfer.staging import StagingWindow
-from kvcached_nixl.worker.transfer.topology import ConnectedPeer, kernel_blocks_of, ranges
+from kvcached_nixl.worker.transfer.topology import ConnectedPeer, kernel_blocks_of
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
 __all__ = ["Attempt", "Part", "ReadPart"]
@@ -208,7 +209,7 @@ class ReadPart(Part):
                 raise ValueError("the manifest does not fit the handshake (block sizes or groups)")
             theirs = kernel_blocks_of(manifest.groups, memory)
             groups = [(here, there, here.first_token) for here, there in zip(attempt.blocks, theirs, strict=True)]
-            found = ranges(known.routes(context.local, is_prefill=False), groups, attempt.spec.end_token)
+            found = topology.ranges(known.routes(context.local, is_prefill=False), groups, attempt.spec.end_token)
         except ValueError as error:
             attempt.fail(HandOverFailed(FailureCause.RANGE, str(error)))
             return

@@ -23,10 +23,11 @@ from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, Stagin
 from kvcached_nixl.worker.geometry.descriptors import Descriptors
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.source import FromBlocks, Staged
+from kvcached_nixl.worker.transfer import topology
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 from kvcached_nixl.worker.transfer.peers import PeerListener, contained
 from kvcached_nixl.worker.transfer.staging import Held
-from kvcached_nixl.worker.transfer.topology import ConnectedPeer, ranges
+from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 
 __all__ = ["Writer"]
@@ -189,7 +190,7 @@ class Writer(PeerListener):
         found = Descriptors.none()
         if not registration.is_read:
             groups = list(zip(blocks, targets, firsts, strict=True))
-            found = ranges(known.routes(self._context.local, is_prefill=True), groups, end)
+            found = topology.ranges(known.routes(self._context.local, is_prefill=True), groups, end)
         task.next_token, is_final = end, end >= registration.end_token
         if not (len(found.local) or is_final or registration.is_verified or registration.is_staged):
             # Other ranks write these tokens, and decode waits for the last range only.
