@@ -348,7 +348,7 @@ def _gates(worker: WorkerView, registered: Registered, background: Background, c
     gates = WriteGates(lambda: open_gate(*where), background, context.clock)
     if context.settings.transfer_mode.is_push or context.staging is not None:
         # Otherwise the first gate is opened when this rank first meets a prefill that stages, and so writes in a pull.
-        gates.begin()
+        gates.join()
     return gates
 
 
@@ -356,7 +356,7 @@ def assemble(
     context: WorkerContext,
     device: Device,
     offer_handshake: Callable[[Weights], None],
-    gates: WriteGates | None = None,
+    gates: WriteGates,
     *,
     zeroes_blocks: bool = False,
     answers_early: bool = False,

@@ -252,7 +252,7 @@ def what_is_given_up_is_taken_for_idle(patch: Patcher) -> None:
 
 def a_read_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
     def stop(self: Any) -> None:
-        self._is_stopping = self._is_idle = True
+        self._is_idle = True
 
     patch.setattr(ReadPart, "stop", stop)
 

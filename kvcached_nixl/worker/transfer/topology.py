@@ -72,11 +72,7 @@ class LocalRank:
 
     def step_tokens(self, block_sizes: Sequence[int]) -> int:
         """Ranges of a request that is moved in several parts end at multiples of this many tokens: where blocks of all
-        KV-cache groups of both sides end.
-
-        Args:
-            block_sizes: per KV-cache group, tokens in one of the peer's kernel blocks.
-        """
+        KV-cache groups of both sides end. ``block_sizes``: tokens in the peer's kernel blocks, per group."""
         return math.lcm(*self.kernel_block_sizes, *block_sizes)
 
 
@@ -95,29 +91,16 @@ class ConnectedPeer:
     process: Process | None = None
     _routes: dict[bool, GroupRoutes] = field(default_factory=dict)
 
-    def ranges(
-        self,
-        local: LocalRank,
-        groups: Sequence[tuple[KernelBlockRange, KernelBlockRange, int]],
-        end_token: int,
-        *,
-        is_prefill: bool,
-    ) -> Descriptors:
-        """As `ranges`, with routes that are computed once. Raises `ValueError` as `routes` and `ranges`."""
+    def routes(self, local: LocalRank, *, is_prefill: bool) -> GroupRoutes:
+        """As `routes`, computed once."""
         if is_prefill not in self._routes:
             self._routes[is_prefill] = routes(local.groups, self.rank.groups, is_prefill=is_prefill)
-        return ranges(self._routes[is_prefill], groups, end_token)
+        return self._routes[is_prefill]
 
 
 def routes(local: Sequence[GroupMemory], remote: Sequence[GroupMemory], *, is_prefill: bool) -> GroupRoutes:
-    """Returns, per KV-cache group, one route per kind of planes that prefill's rank moves to decode's.
-
-    Args:
-        is_prefill: the local rank is prefill's.
-
-    Raises:
-        ValueError: the two sides do not fit.
-    """
+    """Returns, per KV-cache group, one route per kind of planes that prefill's rank moves to decode's. ``is_prefill``:
+    the local rank is prefill's. Raises `ValueError`: the two sides do not fit."""
     if reason := _misfit(local, remote):
         raise ValueError(reason)
     return tuple(
@@ -133,14 +116,10 @@ def routes(local: Sequence[GroupMemory], remote: Sequence[GroupMemory], *, is_pr
 def ranges(
     of_groups: GroupRoutes, groups: Sequence[tuple[KernelBlockRange, KernelBlockRange, int]], end_token: int
 ) -> Descriptors:
-    """Returns the descriptors of a transfer; none if other ranks move all of it.
+    """Returns the descriptors of a transfer of tokens before ``end_token``; none if other ranks move all of it.
 
-    Args:
-        groups: per KV-cache group its local and remote blocks, and the first token to move.
-        end_token: one past the last token to move.
-
-    Raises:
-        ValueError: as `Route.descriptors`, or there is no token to move, or other groups than the routes are for.
+    ``groups``: per KV-cache group its local and remote blocks, and the first token to move. Raises `ValueError` as
+    `Route.descriptors`; or there is no token to move, or other groups than the routes are for.
     """
     if all(first >= end_token for _, _, first in groups):
         raise ValueError(f"found no token before {end_token}; expected at least one to move")
@@ -172,10 +151,7 @@ def contributors(
 
     Every rank of prefill is in the result for at least one rank of decode, so that it learns when it is done. Of ranks
     that hold copies of the same KV, which lie side by side, one is enough: the bytes of two may differ in their last
-    bits, where each rank rounds its own sums.
-
-    Raises:
-        ValueError: neither tensor-parallel size divides the other.
+    bits, where each rank rounds its own sums. Raises `ValueError`: neither tensor-parallel size divides the other.
     """
     if prefill.tp_size <= tp_size and tp_size % prefill.tp_size == 0:
         return (tp_rank // (tp_size // prefill.tp_size),), ()
@@ -199,10 +175,8 @@ def _of_more_ranks(
 def examine(
     local: LocalRank, expected: str, address: Peer, compatibility: str, metadata: bytes
 ) -> tuple[str, RankHandshake]:
-    """Check the handshake answer from an address. Returns the engine's incarnation and what the rank is.
-
-    Args:
-        expected: this rank's compatibility string; a peer's must be equal.
+    """Check the handshake answer from an address. Returns the engine's incarnation and what the rank is. ``expected``:
+    this rank's compatibility string.
 
     Raises:
         HandOverFailed: this rank and that one must not exchange KV, or another rank or engine answered.

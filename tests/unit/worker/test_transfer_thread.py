@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.clocks import ManualClock
 from support.codecs import plain_id
-from support.digest_fakes import as_bytes, digests_over
+from support.digest_fakes import InTurn, as_bytes, digests_over
 from support.engine_fakes import grown
 from support.internals import receiver_of, registry_of, waiting_for_device
 from support.memory_transport import MemoryTransport
@@ -70,6 +70,7 @@ from kvcached_nixl.wire.step import (
     Withdraw,
 )
 from kvcached_nixl.worker import transfer_thread as thread
+from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device, assemble
 from kvcached_nixl.worker.prefill.offers import OfferMatcher
@@ -131,7 +132,8 @@ class Worker:
             digests_over(self.memory.planes, as_bytes(self.memory.cells)),
             Host(Process(), "DRAM"),
         )
-        self.side = assemble(context, Device(torch.device("cpu")), self.offered.append)
+        gates = WriteGates(lambda: self.network.open_gate("local"), InTurn(), context.clock)  # type: ignore[arg-type]
+        self.side = assemble(context, Device(torch.device("cpu")), self.offered.append, gates)
         self.thread: TransferThread = self.side.thread
         self.thread.submit(thread.LocalIdentity(OWN, WAKE, START))
         self.side.identify(WEIGHTS)
