@@ -98,7 +98,6 @@ def test_memory_the_stock_worker_reads_otherwise_stops_the_engine(tmp_path: Path
 
 
 UNSERVED = {
-    "pipeline_parallel_size": "--pipeline-parallel-size 2",
     "decode_context_parallel_size": "--decode-context-parallel-size 2",
     "prefill_context_parallel_size": "--prefill-context-parallel-size 2",
     "calculate_kv_scales": "--calculate-kv-scales",

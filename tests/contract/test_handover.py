@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -37,8 +38,11 @@ from support.transports import until
 from vllm.utils.network_utils import get_ip
 from vllm.v1.request import RequestStatus
 
+from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, installed_row
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
+from kvcached_nixl.worker.facade import WorkerFacade
+from kvcached_nixl.worker.transfer.context import WorkerContext
 
 SHORT_SECONDS = 0.4
 POLICIES = ["fail", "recompute"]
@@ -222,8 +226,15 @@ def test_an_engine_that_nobody_holds_is_gone_without_a_collection(pair: tuple[No
     prefill, decode = pair
     served(prefill, decode)
     for worker in (prefill.worker, decode.worker):
-        cyclic = [one for one in gc.get_referrers(worker) if type(one).__module__.startswith("kvcached_nixl")]
-        assert cyclic == []
+        # These refer to the worker, so it must lead to none of them.
+        reached, following = {id(worker)}, [worker]
+        while following:
+            one = following.pop()
+            assert not isinstance(one, (WorkerView, WorkerFacade, WorkerContext))
+            for other in gc.get_referents(one):
+                if id(other) not in reached and not isinstance(other, (type, ModuleType, FunctionType)):
+                    reached.add(id(other))
+                    following.append(other)
 
 
 HOST, ADVERTISED = "VLLM_NIXL_SIDE_CHANNEL_HOST", "KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE_HOST"

@@ -316,7 +316,7 @@ def rest(*both: Node) -> None:
 
     def waits_for_leases() -> bool:
         busy = any(
-            len(node.receiver) or node.write_tasks or node.side_of_engine.fetching.attempts.num_waiting for node in both
+            len(node.receiver) or node.write_tasks or node.side_of_engine.fetching.attempts.waiting for node in both
         )
         return not busy and all(node.step() for node in both)
 
