@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.flow_asking import DIRECTIONS, OTHER, POLICIES, PULL, Asks, is_computed, is_fetched, prompt
+from support.flow_asking import DIRECTIONS, OTHER, POLICIES, PULL, Asks, is_fetched, prompt
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
-from support.flow_pair import PROMPT, kind
+from support.flow_pair import PROMPT, is_computed, kind
 
 from kvcached_nixl.wire.question import Outcome
 
