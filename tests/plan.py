@@ -67,7 +67,7 @@ MINUTES: dict[str, tuple[float | None, float]] = {
     "gpu": (None, 0.2),
     "pythons": (None, 14.0),
     "contract": (2.5, 16.0),
-    "e2e/test_asking.py": (None, 10.5),
+    "e2e/test_asking.py": (None, 9.5),
     "e2e/test_conversations.py": (None, 4.0),
     "e2e/test_drafts.py": (None, 10.0),
     "e2e/test_endpoints.py": (None, 3.5),

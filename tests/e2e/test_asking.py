@@ -16,9 +16,8 @@ import pytest
 from experiments.common.client import Client, http_client
 from experiments.common.counted import count
 from experiments.common.device import with_extra
-from experiments.common.model import make_model
 from experiments.common.servers import Asking, Running, Server, asking
-from experiments.lease_recovery.arms import MODEL, PULL, PUSH, Arm, prompts
+from experiments.lease_recovery.arms import PULL, PUSH, Arm, prompts
 
 TOKENS = 12
 REQUESTS = 8
@@ -101,28 +100,6 @@ def test_a_killed_decode_asks_again_when_it_is_back(arm: Arm, tmp_path: Path) ->
 
     with Asking(arm.specs("fail"), tmp_path) as launched:
         asyncio.run(run(launched))
-
-
-@pytest.mark.parametrize("arm", [PULL, PUSH], ids=["pull", "push"])
-def test_a_prefill_of_another_model_is_asked_in_vain(arm: Arm, tmp_path: Path) -> None:
-    async def run(prefills: Running, decode: Server) -> None:
-        async with http_client(REQUESTS) as http:
-            texts = prompts(REQUESTS, seed=2)
-            other, same = prefills.servers
-            expected = await answers_of(same, http, texts, "alone")
-            assert await answers_of(other, http, texts, "alone") != expected
-            before = prompt_tokens(other)
-            found = await asyncio.gather(
-                *(answers_of(decode, http, [text], f"asked{n}-") for n, text in enumerate(texts))
-            )
-            assert [one[0] for one in found] == expected
-            assert prompt_tokens(other) > before
-
-    prefill, decode = arm.specs("fail")
-    shape = dataclasses.replace(MODEL, seed=MODEL.seed + 1)
-    other = dataclasses.replace(prefill, name=f"{prefill.name}-other", model=make_model(shape))
-    with asking([other, prefill], decode, tmp_path) as (prefills, asks):
-        asyncio.run(run(prefills, asks))
 
 
 @pytest.mark.parametrize(

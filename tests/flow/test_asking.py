@@ -440,6 +440,17 @@ def test_weights_change(mode: str, stage: Callable[[Asks, Request], None], who: 
 
 
 @DIRECTIONS
+def test_a_prefill_of_another_model_is_asked_in_vain(mode: str) -> None:
+    pair = Asks(mode, "q", recomputes=False)
+    pair.prefill.update(OTHER)
+    pair.cluster.answers_at_once = True
+    found = [pair.arrives(prompt(seed)) for seed in range(4)]
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert all(map(is_fetched, found)) and "refused" in pair.causes()
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
 @STAGES
 def test_an_adapter_is_loaded_again(mode: str, stage: Callable[[Asks, Request], None]) -> None:
     pair = Asks(mode)
