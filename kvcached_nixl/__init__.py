@@ -20,12 +20,10 @@ __all__ = ["__version__", "install", "status", "uninstall"]
 
 
 def install() -> Registry | None:
-    """Register the patches of this process, if the environment says so.
+    """Register the patches of this process, if the environment says so, and return them; None if the gate is closed.
 
     Idempotent and thread-safe, before or after ``import vllm``. Never raises: a failure is raised later, where vLLM
     constructs a NIXL connector.
-
-    Returns: the patches of this process, or None if the gate is closed.
     """
     from kvcached_nixl.activation import bootstrap
 
@@ -33,17 +31,15 @@ def install() -> Registry | None:
 
 
 def uninstall() -> tuple[str, ...]:
-    """Remove all patches of this process. For tests and for comparisons with the stock connector in one process.
-
-    Returns: dotted names that other code has wrapped since. These stay in place, with our wrapper disabled.
-    """
+    """Remove all patches of this process, for tests and comparisons with the stock connector. Returns dotted names that
+    other code has wrapped since: these stay in place, with our wrapper disabled."""
     from kvcached_nixl.activation import bootstrap
 
     return bootstrap.uninstall()
 
 
 def status() -> Report:
-    """Report the state of this package in this process. Imports no library that is not imported yet."""
+    """The state of this package in this process. Imports no library that is not imported yet."""
     from kvcached_nixl.activation import bootstrap
     from kvcached_nixl.cli import report
 

@@ -151,14 +151,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
             peer = None if options.peer is None else (*options.peer, options.rank)
             found = doctor.examine(tuple(options.backend or ("UCX",)), options.device, peer)
-    except ImportError as error:
-        print(f"doctor: {error}. Run it where vLLM, kvcached and NIXL are installed.", file=sys.stderr)
-        return 1
-    except Refused as error:
-        print(error, file=sys.stderr)
-        return 1
-    except (OSError, ValueError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
+    except (ImportError, Refused, OSError, ValueError) as error:
+        where = ". Run it where vLLM, kvcached and NIXL are installed." if isinstance(error, ImportError) else ""
+        print(error if isinstance(error, Refused) else f"doctor: {error}{where}", file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(doctor.to_json(found), indent=2))
@@ -188,20 +183,17 @@ def _take_stock() -> Report:
         try:
             import_vllm()
         except Exception as error:  # noqa: BLE001 - recorded as a refusal, which the report shows
-            registry.refuse("vLLM", _cannot_import(error))
+            refusal = MissingDependency(
+                found=f"import vllm fails: {type(error).__name__}: {error}",
+                expected="a vLLM that can be imported",
+                consequence="No server can start.",
+                remedy="Repair the installation of vLLM.",
+            )
+            registry.refuse("vLLM", refusal)
         else:
             registry.complete()
             return report.with_side_channel(status())
     return status()
-
-
-def _cannot_import(cause: Exception) -> Refused:
-    return MissingDependency(
-        found=f"import vllm fails: {type(cause).__name__}: {cause}",
-        expected="a vLLM that can be imported",
-        consequence="No server can start.",
-        remedy="Repair the installation of vLLM.",
-    )
 
 
 if __name__ == "__main__":

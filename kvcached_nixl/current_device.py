@@ -14,15 +14,8 @@ from __future__ import annotations
 
 
 def select(kind: str, index: int) -> None:
-    """Makes a device current in the calling thread, with its context. For ``cpu`` it does nothing.
-
-    Args:
-        kind: torch's name of the accelerator, or ``cpu``.
-        index: index of the device.
-
-    Raises:
-        RuntimeError: from torch, if the device cannot be used.
-    """
+    """Makes a device current in the calling thread, with its context: ``kind`` is torch's name of the accelerator, or
+    ``cpu``, for which this does nothing. Raises RuntimeError, from torch: the device cannot be used."""
     if kind == "cpu":
         return
     import torch

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines of a host know of each other through files: who owns which kvcached name, and who waits for memory.
-Knows nothing of vLLM.
+"""Who owns which kvcached name on a host, by files. Knows nothing of vLLM.
 
 kvcached uses one name for its sockets, its shared-memory segment and its memory accounting. It takes the name from the
 environment (``KVCACHED_IPC_NAME``) or derives it from the process group. Two engines with the same name answer at the
@@ -11,37 +10,31 @@ name per engine from it, in a folder that only one process can create, with a re
         owner                      the record, JSON. Every process of the engine holds a shared flock(2) on it
         w0.sock ...                kvcached's sockets
     /dev/shm/NAME, NAME_gN         kvcached's accounting of its pool
-    /tmp/kvcached-nixl-wants-UID/  mode 0700
-        NAME                       JSON: what the engine NAME waits for. Its time is that of what it says
 
 A process that gets the lock exclusively knows that no process of the engine is left, independent of pids and pid
 namespaces, and may remove all of its files. Folders without a record, or of another user, are left alone. Every process
 of an engine holds its own lock, so the files that a worker uses outlive its engine core. A forked child shares its
 parent's lock. The kernel releases a lock when the last process that holds it ends, however it ends.
-
-kvcached tells an engine how much of the device is free, but not who waits for more. Engines of other users, and those
-in containers with a /tmp of their own, are not seen. What is said of that (`Wants`) is a hint: it never decides whether
-bytes are right. An engine that cannot use the folder says nothing and hears nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import json
 import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from kvcached_nixl.errors import NameRefused
 from kvcached_nixl.processes import start_ticks
+
+__all__ = ["Claim", "Places", "clear_abandoned", "join", "take"]
 
 LONGEST = 64
 """Most characters in a name: kvcached's own limit. The path of a socket is limited to 108 (``unix(7)``)."""
@@ -59,6 +52,12 @@ def own_name(wish: str, rank: int | None, drawn: str) -> str:
 def is_name(text: str) -> bool:
     """Whether ``text`` is a valid name: none of its characters can lead to another folder."""
     return _NAME.fullmatch(text) is not None
+
+
+class _Record(msgspec.Struct):
+    name: str
+    pid: int | None = None
+    start_ticks: int | None = None
 
 
 RECORD = "owner"
@@ -111,11 +110,8 @@ class Claim:
 
 
 def take(wish: str, rank: int | None, places: Places, draw: Callable[[], str] = lambda: secrets.token_hex(4)) -> Claim:
-    """Make a unique name from ``wish`` and own it. First removes what dead engines left behind.
-
-    Raises:
-        NameRefused: the folder for its sockets cannot be created.
-    """
+    """Make a unique name from ``wish`` and own it. First removes what dead engines left behind. Raises `NameRefused`:
+    the folder for its sockets cannot be created."""
     clear_abandoned(places)
     for _ in range(_DRAWS):
         name = own_name(wish, rank, draw())
@@ -134,11 +130,8 @@ def take(wish: str, rank: int | None, places: Places, draw: Callable[[], str] = 
 
 
 def join(name: str, places: Places) -> Claim:
-    """Claim the name of a living engine for another of its processes.
-
-    Raises:
-        NameRefused: there is no such engine on this host, or it belongs to another user.
-    """
+    """Claim the name of a living engine for another of its processes. Raises `NameRefused`: there is no such engine on
+    this host, or it belongs to another user."""
     folder = places.sockets(name)
     try:
         descriptor = _open(folder)
@@ -181,12 +174,17 @@ def _clear(folder: Path, places: Places, cleared: list[str]) -> bool:
     except OSError:
         return True
     try:
+        record = msgspec.json.decode(os.pread(descriptor, 4096, 0), type=_Record)
         if not _lock(descriptor, fcntl.LOCK_EX):
-            return _owner_lives(descriptor)
-        name = _record(descriptor).get("name")
-        if os.fstat(descriptor).st_nlink and isinstance(name, str) and is_name(name) and places.sockets(name) == folder:
+            # As seen from this pid namespace. It decides only how long to wait, never what to remove.
+            return record.pid is not None and start_ticks(record.pid) == record.start_ticks
+        name = record.name
+        if os.fstat(descriptor).st_nlink and is_name(name) and places.sockets(name) == folder:
             _remove(name, folder, places)
             cleared.append(name)
+        return True
+    except (msgspec.MsgspecError, UnicodeError):
+        # Of no engine, or of one that has not written it yet.
         return True
     finally:
         os.close(descriptor)
@@ -207,7 +205,7 @@ def _publish(name: str, folder: Path) -> int:
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     pid = os.getpid()
-    os.write(descriptor, json.dumps({"name": name, "pid": pid, "start_ticks": start_ticks(pid)}).encode())
+    os.write(descriptor, msgspec.json.encode(_Record(name, pid, start_ticks(pid))))
     new.rename(folder / RECORD)
     return descriptor
 
@@ -234,23 +232,6 @@ def _lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _record(descriptor: int) -> dict[str, object]:
-    with contextlib.suppress(ValueError):
-        found = json.loads(os.pread(descriptor, 4096, 0))
-        if isinstance(found, dict):
-            return found
-    return {}
-
-
-def _owner_lives(descriptor: int) -> bool:
-    """Whether the owner's pid is alive, as seen from this pid namespace. Decides only how long to wait, never what to
-    remove.
-    """
-    record = _record(descriptor)
-    pid = record.get("pid")
-    return isinstance(pid, int) and start_ticks(pid) == record.get("start_ticks")
-
-
 def _no_place(folder: Path, cause: object) -> NameRefused:
     return NameRefused(
         found=f"{folder} cannot be created: {cause}",
@@ -268,111 +249,3 @@ def _nobody(name: str, folder: Path, cause: str) -> NameRefused:
         remedy=f"Run an engine core and its workers on one host, as one user, with one {folder.parent} (containers: a "
         "shared volume); spread over hosts by data parallelism or by more servers.",
     )
-
-
-AGAIN_SECONDS = 1.0
-"""How often an engine that still waits says so again."""
-FRESH_SECONDS = 3.0
-"""What is older does not count."""
-OLD_SECONDS = 600.0
-"""What is older belongs to no living engine, and is removed."""
-_MOST_BYTES = 4096
-
-
-class Want(NamedTuple):
-    """What engines wait for together.
-
-    Attributes:
-        num_bytes: of the device.
-        is_stalled: one of them runs nothing, so it goes on only if others give it memory.
-    """
-
-    num_bytes: int
-    is_stalled: bool
-
-
-class Wants:
-    """What one engine says and hears. Used on the engine's thread only.
-
-    Args:
-        root: folder that all engines of the host can reach.
-        name: the engine's kvcached name.
-        device: identifies the device.
-    """
-
-    def __init__(self, root: Path, name: str, device: str) -> None:
-        self._folder = root / f"kvcached-nixl-wants-{os.geteuid()}"
-        self._name = name
-        self._device = device
-        self._said: tuple[Want, float] | None = None
-        # Names of engines -> the time of what was served.
-        self._served: dict[str, int] = {}
-        self._heard: dict[str, int] = {}
-
-    def say(self, want: Want) -> None:
-        """What the engine waits for now; 0 bytes: for nothing any more. Writes only what is new, or was said a while
-        ago."""
-        now = time.monotonic()
-        if not want.num_bytes:
-            if self._said is not None:
-                self._said = None
-                with contextlib.suppress(OSError):
-                    (self._folder / self._name).unlink(missing_ok=True)
-            return
-        if self._said is not None and self._said[0] == want and now < self._said[1] + AGAIN_SECONDS:
-            return
-        with contextlib.suppress(OSError):
-            if self._is_usable(make=True):
-                new = self._folder / f".{self._name}"
-                new.write_text(
-                    json.dumps({"device": self._device, "bytes": want.num_bytes, "is_stalled": want.is_stalled})
-                )
-                new.replace(self._folder / self._name)
-        self._said = want, now
-
-    def of_others(self) -> Want:
-        """Returns what other engines on the device wait for, without what `served` has answered."""
-        self._heard = {}
-        try:
-            if not self._is_usable(make=False):
-                return Want(0, False)
-            found = [one for one in os.scandir(self._folder) if not one.name.startswith(".")]
-        except OSError:
-            return Want(0, False)
-        wants = [self._read(one) for one in found if one.name != self._name]
-        return Want(sum(one.num_bytes for one in wants), any(one.is_stalled for one in wants))
-
-    def served(self) -> None:
-        """This engine gives what it has heard of last. Who still waits says so again."""
-        self._served = dict(self._heard)
-
-    def _read(self, entry: os.DirEntry[str]) -> Want:
-        nothing = Want(0, False)
-        try:
-            status = entry.stat(follow_symlinks=False)
-            age_seconds = time.time() - status.st_mtime
-            if age_seconds > OLD_SECONDS:
-                os.unlink(entry.path)
-            is_new = self._served.get(entry.name) != status.st_mtime_ns
-            if not (stat.S_ISREG(status.st_mode) and age_seconds <= FRESH_SECONDS and status.st_size <= _MOST_BYTES):
-                return nothing
-            found = json.loads(Path(entry.path).read_bytes())
-        except (OSError, ValueError):
-            # Another engine has just removed it.
-            return nothing
-        if not isinstance(found, dict) or found.get("device") != self._device:
-            return nothing
-        num_bytes = found.get("bytes")
-        self._heard[entry.name] = status.st_mtime_ns
-        if not is_new or type(num_bytes) is not int or num_bytes <= 0:
-            return nothing
-        return Want(num_bytes, found.get("is_stalled") is True)
-
-    def _is_usable(self, *, make: bool) -> bool:
-        if make:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-        try:
-            status = self._folder.lstat()
-        except FileNotFoundError:
-            return False
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

@@ -74,11 +74,6 @@ def own_process() -> Process:
         return Process()
 
 
-def only_networks(transports: str) -> bool:
-    """Whether a value of ``UCX_TLS`` allows nothing that bypasses the network between two processes."""
-    return bool(transports) and {one.strip() for one in transports.split(",")} <= _NETWORKS
-
-
 @dataclass(frozen=True)
 class Host:
     """What this process can find out about others.
@@ -95,7 +90,6 @@ class Host:
 
     @classmethod
     def here(cls, memory_type: MemoryType, environ: Mapping[str, str]) -> Host:
-        """Describe the host as seen by this process."""
         return cls(own_process(), memory_type, environ.get("UCX_TLS", ""))
 
     def sees(self, process: Process) -> bool:
@@ -122,7 +116,7 @@ class Host:
         absent.
         """
         mine = self.own
-        if only_networks(self.transports):
+        if self.transports and {one.strip() for one in self.transports.split(",")} <= _NETWORKS:
             return True
         if not mine.boot_id or not process.boot_id:
             return False

@@ -22,7 +22,7 @@ SERVER_LOGGER = "vllm.kvcached_nixl"
 
 MOST_GIB = 65_536
 LONGEST_SECONDS = 86_400
-"""One day: the longest lease that a manifest may carry."""
+"""The longest lease that a manifest may carry."""
 _E = TypeVar("_E", bound=Enum)
 
 
@@ -35,11 +35,8 @@ class ActivationGate(Enum):
 
 
 def read_gate(environ: Mapping[str, str]) -> ActivationGate:
-    """Read the gate. ENABLE_KVCACHED is read exactly as kvcached itself reads it.
-
-    Raises:
-        SettingsError: KVCACHED_NIXL has none of the accepted values.
-    """
+    """Read the gate, ENABLE_KVCACHED exactly as kvcached itself reads it. Raises SettingsError: KVCACHED_NIXL has none
+    of the accepted values."""
     if environ.get("ENABLE_KVCACHED", "").lower() not in ("1", "true"):
         return ActivationGate.KVCACHED_OFF
     word = environ.get("KVCACHED_NIXL", "")
@@ -92,11 +89,8 @@ class Settings:
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Settings:
-        """Read ``kv_connector_extra_config``.
-
-        Raises:
-            SettingsError: one of our keys has an unusable value. Other keys are ignored.
-        """
+        """Read ``kv_connector_extra_config``; other keys are ignored. Raises SettingsError: one of ours has an unusable
+        value."""
         if "host_buffer_gib" in extra_config:
             raise _bad(extra_config, "host_buffer_gib", "staging_gib, for the slab of memory_path")
         for key in ("enable_cross_layers_blocks", "bidirectional_kv_xfer"):
@@ -153,10 +147,7 @@ def unheeded(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
 
 def staged_on_host(extra_config: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Return the extra configuration with ``memory_path`` set to a slab on the host, for ``kv_buffer_device="cpu"``.
-
-    Raises:
-        SettingsError: ``memory_path`` asks for something else.
-    """
+    Raises SettingsError: ``memory_path`` asks for something else."""
     path = _choice(extra_config, "memory_path", Settings.memory_path)
     if path not in (MemoryPath.AUTO, MemoryPath.HOST):
         raise _bad(extra_config, "memory_path", f'"host" or unset, together with kv_buffer_device="cpu" on {device}')

@@ -38,7 +38,7 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class SideChannelAddress:
-    """The addresses of one engine's side channel.
+    """Of one engine's side channel.
 
     Attributes:
         bound: where it listens, as configured.
@@ -56,15 +56,12 @@ class SideChannelAddress:
     def of(
         cls, host: str, port: int | str, index: int, environ: Mapping[str, str], own_ip: Callable[[], str]
     ) -> SideChannelAddress:
-        """Read the settings.
+        """Read the settings. Raises SettingsError: one has an unusable value, or no address for peers can be found.
 
         Args:
             host, port: vLLM's settings; the text of a port that vLLM cannot read is refused here.
             index: of the data-parallel rank. It is added to both ports.
             own_ip: this host's own address as vLLM sees it, or 0.0.0.0.
-
-        Raises:
-            SettingsError: a setting has an unusable value, or no address for peers can be found.
         """
         bound = Endpoint(_host(HOST, host) or "0.0.0.0", _port(PORT, str(port), index))
         try:
@@ -94,7 +91,7 @@ class SideChannelAddress:
 
     @property
     def local(self) -> Endpoint:
-        """Where processes of this host reach it, whatever peers have to go through."""
+        """Where processes of this host reach it."""
         return Endpoint(reached(self.listening[0]), self.bound.port)
 
     def __str__(self) -> str:
@@ -184,19 +181,14 @@ def own_addresses() -> frozenset[str]:
 
 
 def look_up(host: str) -> list[str]:
-    """All IPv4 addresses of a name, else its IPv6 ones. Both ends go by this: listeners, and those who connect.
-
-    Raises:
-        OSError, UnicodeError: there are none.
-    """
-    found = [
-        (family, str(address[0])) for family, *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    ]
+    """All IPv4 addresses of a name, else its IPv6 ones. Both ends go by this: listeners, and those who connect. Raises
+    OSError, UnicodeError: there are none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     if "%" in host:
         # getaddrinfo leaves the scope out, without which a link-local address cannot be used.
         return [host]
-    fourth = [address for family, address in found if family == socket.AF_INET]
-    return list(dict.fromkeys(fourth or [address for _, address in found]))
+    fourth = [one for one in found if one[0] == socket.AF_INET]
+    return list(dict.fromkeys(str(address[0]) for *_, address in fourth or found))
 
 
 def _host(variable: str, text: str) -> str:

@@ -11,7 +11,7 @@ from experiments.common.device import PINNED, layout, nixl
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import GIVES_BACK, ServerSpec, prefill_and_decode
-from kvcached_nixl.wire.lease import INTERVAL
+from kvcached_nixl.wire.messages import INTERVAL
 
 LEASE_SECONDS = 3.0
 HEARTBEAT_SECONDS = INTERVAL * LEASE_SECONDS

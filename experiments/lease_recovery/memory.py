@@ -22,7 +22,7 @@ from experiments.common.pages import PageWatch, own_names
 from experiments.common.servers import Running, Server, ServerError
 from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS
 from experiments.lease_recovery.traffic import LOOK_SECONDS
-from kvcached_nixl.naming import Want, Wants
+from kvcached_nixl.wants import Want, Wants
 
 GIVE_UP_SECONDS = 4 * (LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)
 _USAGE = "vllm:kv_cache_usage_perc"

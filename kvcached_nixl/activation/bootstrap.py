@@ -35,11 +35,8 @@ if TYPE_CHECKING:
 
 
 class _Holder:
-    """The patches of this process.
-
-    A process has one registry: patches change classes that exist once per process, so two would wrap each other. A
-    forked child inherits it with the patched classes; a spawned child makes a new one.
-    """
+    """One registry per process: patches change classes that exist once per process, so two would wrap each other. A
+    forked child inherits it with the patched classes; a spawned child makes a new one."""
 
     registry: Registry | None = None
     lock = threading.RLock()

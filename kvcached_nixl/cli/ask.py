@@ -52,11 +52,7 @@ class Found:
 
 
 def examine(urls: Sequence[str], api_key_file: str | None) -> tuple[Found, ...]:
-    """Ask all of them.
-
-    Raises:
-        SettingsError: a URL or the file cannot be used; a decode server would not start with them.
-    """
+    """Ask all of them. Raises SettingsError: a URL or the file cannot be used; decode would not start with them."""
     extra = {"prefill": [*urls], "prefill_api_key_file": api_key_file}
     settings = AskSettings.from_extra_config(extra, is_consumer=True, is_producer=False)
     servers, unknown = [], []
@@ -123,13 +119,9 @@ def _against(tag: str) -> str:
         return f"its side channel says {tag[:200]!r}; expected this package. Start it with ENABLE_KVCACHED=true."
     there = _VLLM.search(tag)
     # A distribution may have a local part that the module does not state.
-    if here is not None and there is not None and _public(there[1]) != _public(here):
+    if here is not None and there is not None and there[1].partition("+")[0] != here.partition("+")[0]:
         return f"it has vLLM {there[1]}, and vLLM here is {here}: decode would refuse it. Install the same version."
     return ""
-
-
-def _public(version: str) -> str:
-    return version.partition("+")[0]
 
 
 def render(found: Sequence[Found]) -> str:

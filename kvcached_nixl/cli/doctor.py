@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.find import find
-from kvcached_nixl.proof.peer import PeerFound, read_from
 from kvcached_nixl.proof.result import SLOW, LaneFound, Proof, Question
-from kvcached_nixl.transport.agent import TransportError
+from kvcached_nixl.transport.agent import Ranges, Transport, TransportError, make_agent, register
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.version import __version__
 from kvcached_nixl.vllm.adapter.platform import Platform, platform
+from kvcached_nixl.wire.handshake import read_answer, read_rank
+from kvcached_nixl.wire.planes import Planes
 
 Limits = Mapping[str, int | str]
 """Name -> value; a text if it is unlimited or not known."""
@@ -30,6 +33,12 @@ _SHARED_BYTES = 1 << 30
 _MAPPINGS = 65_530
 """Linux's default for vm.max_map_count."""
 _INFINIBAND = Path("/sys/class/infiniband")
+
+BYTES = 8 << 20
+SMALL_BYTES = 4096
+MOST_ROWS = 4096
+READ_SECONDS = 30.0
+TRIES = 3
 
 
 def limits() -> Limits:
@@ -69,6 +78,25 @@ def shortfalls(found: Limits, *, pins: bool | None = None) -> Iterator[str]:
         )
 
 
+class PeerFound(msgspec.Struct, frozen=True):
+    """A rank of a running engine.
+
+    Attributes:
+        compatibility: the tag that a peer of this rank must match.
+        memory: its planes, of all KV-cache groups.
+        read: bytes per second, with one descriptor per block of a plane.
+        descriptors: descriptors per second, of at most 4 KiB each.
+    """
+
+    compatibility: str
+    engine_id: str
+    tp_rank: int
+    tp_size: int
+    memory: tuple[Planes, ...]
+    read: float
+    descriptors: float
+
+
 @dataclass(frozen=True)
 class Findings:
     """What was found on this host.
@@ -87,14 +115,11 @@ class Findings:
 
 
 def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, int] | None = None) -> Findings:
-    """Run the test again, without using a stored result.
+    """Run the test again, without using a stored result. Raises MemoryRefused: it could not be completed; ValueError:
+    the peer cannot be reached, or cannot be read from.
 
     Args:
         peer: (host, port, rank) of a running engine's side channel.
-
-    Raises:
-        MemoryRefused: the test could not be completed.
-        ValueError: the peer cannot be reached, or cannot be read from.
     """
     here = platform()
     question = Question(here.device, device_index, here.memory_type, tuple(backends))
@@ -113,6 +138,59 @@ def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, in
             channel.close()
     advice = (*_of_lanes(proof), *shortfalls(of_host))
     return Findings(here, proof, of_host, advice, met)
+
+
+def read_from(channel: SideChannel, host: str, port: int, tp_rank: int, question: Question) -> PeerFound:
+    """Handshake with a rank as decode does, and read some of its blocks into the device of ``question``, whatever they
+    contain. Nothing is written to it. Raises OSError, TimeoutError, ValueError, TransportError: the rank does not
+    answer, its answer is invalid, or it cannot be read from."""
+    compatibility, metadata = channel.ask(host, port, tp_rank).result()
+    if not metadata:
+        raise ValueError(f"{host}:{port} answers: {compatibility:.500}")
+    rank = read_rank(read_answer(metadata).rank)
+    import torch
+
+    select(question.device, question.device_index)
+    landing = torch.zeros(BYTES, dtype=torch.uint8, device=question.torch_device)
+    extent = [(landing.data_ptr(), BYTES)]
+    try:
+        agent = make_agent(question.backends)
+        register(agent, extent, question.backends, question.memory_type, question.device_index)
+    except Exception as error:
+        # NIXL's exceptions have no common base.
+        raise TransportError(f"memory could not be registered here: {type(error).__name__}: {error}") from error
+    transport = Transport(agent, question.memory_type, question.device_index)
+    peer = transport.add_peer(rank.agent_metadata, rank.device_id, rank.memory_type)
+    planes = tuple(planes for group in rank.groups for planes in group.planes)
+    whole = _ranges(planes)
+    small: list[tuple[int, int]] = []
+    for begin, length in whole.tolist():
+        small += [(begin + at, min(SMALL_BYTES, length - at)) for at in range(0, length, SMALL_BYTES)]
+    cut = np.array(small[: BYTES // SMALL_BYTES], np.int64)
+
+    def seconds(remote: Ranges) -> float:
+        begins = landing.data_ptr() + np.concatenate(([0], np.cumsum(remote[:-1, 1])))
+        local = np.stack((begins, remote[:, 1]), axis=1)
+        return min(transport.move("READ", peer, local, remote, READ_SECONDS) for _ in range(TRIES))
+
+    rates = int(whole[:, 1].sum()) / seconds(whole), len(cut) / seconds(cut)
+    transport.remove_peer(peer)
+    return PeerFound(compatibility, rank.engine_id, rank.tp_rank, rank.tp_size, planes, *rates)
+
+
+def _ranges(kinds: Sequence[Planes]) -> Ranges:
+    """(address, bytes) of blocks of the first plane of each kind; of a block, the part whose cells are contiguous."""
+    rows: list[tuple[int, int]] = []
+    for planes in kinds:
+        dense = planes.cell_bytes * planes.num_heads * planes.block_size
+        length = min(dense, planes.block_stride_bytes, BYTES // len(kinds))
+        if length <= 0:
+            raise ValueError(
+                f"found blocks {planes.block_stride_bytes} bytes apart; expected blocks that are not empty"
+            )
+        count = min(planes.num_blocks, BYTES // len(kinds) // length, MOST_ROWS // len(kinds))
+        rows += [(planes.bases[0] + block * planes.block_stride_bytes, length) for block in range(count)]
+    return np.array(rows, np.int64)
 
 
 def render(findings: Findings, *, colour: bool = False) -> str:

@@ -13,7 +13,7 @@ vLLM's own calls.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,18 +23,6 @@ _CONFIGURATION = "adapter_config.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 WHOLE_BYTES = 64 << 20
 """Larger adapters are sampled, because an adapter is read on the engine's thread when it is first seen."""
-
-
-def files_of(folder: Path) -> list[Path]:
-    """An adapter's files, its configuration first (which need not exist).
-
-    Raises:
-        OSError: the folder has no weights.
-    """
-    found = [path for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))]
-    if not found:
-        raise FileNotFoundError(f"no weights in {folder}")
-    return [folder / _CONFIGURATION, *found]
 
 
 class _Replaced(Exception):
@@ -69,11 +57,7 @@ class Adapters:
         self._loaded: set[int] = set()
 
     def content(self, number: int, path: str) -> str | None:
-        """Checksum of an adapter's content; None if it is unknown.
-
-        Args:
-            number: vLLM's ``lora_int_id``.
-        """
+        """Checksum of the content of the adapter with this ``lora_int_id``; None if it is unknown."""
         if number not in self._doubted:
             try:
                 found = self._content(number, path)
@@ -98,15 +82,22 @@ class Adapters:
         try:
             is_local = known is not None and known.folder == Path(path).absolute()
             folder = known.folder if known is not None and is_local else Path(self._resolve(path, known is None))
-            files = files_of(folder)
-            found = signature(files)
+            weights = [path for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))]
+            if not weights:
+                raise FileNotFoundError(f"no weights in {folder}")
+            found = signature([folder / _CONFIGURATION, *weights])
         except FileNotFoundError:
             if known is None or known.path != path:
                 raise
             # No worker can read files that do not exist, so the adapter in memory is still the known one.
             return known.content
         if known is None:
-            known = self._known[number] = _Known(path, folder, found, _read(files))
+            configuration = json.loads((folder / _CONFIGURATION).read_bytes())
+            if not isinstance(configuration, dict):
+                kind = type(configuration).__name__
+                raise ValueError(f"{_CONFIGURATION} holds a {kind}; expected a JSON object")
+            content = f"{checksum_of(configuration)} {checksum(weights, whole_bytes=WHOLE_BYTES)}"
+            known = self._known[number] = _Known(path, folder, found, content)
         if (known.path, known.signature) != (path, found):
             raise _Replaced("its files have been replaced since it was loaded")
         return known.content
@@ -138,10 +129,3 @@ class Adapters:
         self._loaded.clear()
         self._seen_since.clear()
         self._are_seen = False
-
-
-def _read(files: Sequence[Path]) -> str:
-    configuration = json.loads(files[0].read_bytes())
-    if not isinstance(configuration, dict):
-        raise ValueError(f"{files[0].name} holds a {type(configuration).__name__}; expected a JSON object")
-    return f"{checksum_of(configuration)} {checksum(files[1:], whole_bytes=WHOLE_BYTES)}"

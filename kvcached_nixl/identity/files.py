@@ -87,11 +87,7 @@ def checksum(paths: Sequence[Path], *, whole_bytes: int = WHOLE_BYTES) -> str:
 
 
 def checksums(paths: Sequence[Path], *, whole_bytes: int = WHOLE_BYTES) -> Checksums:
-    """Read these files with `_READERS` threads.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Read these files with `_READERS` threads. Raises OSError: a file cannot be read."""
     with ThreadPoolExecutor(_READERS, "kvcached-nixl-checksum") as readers:
         spans = [span for found in readers.map(_spans, paths) for span in found]
         pieces = dict.fromkeys(spans, 0)
@@ -232,6 +228,7 @@ _LIMITS = frozenset({"max_model_len", "max_num_seqs", "max_num_batched_tokens"})
 """Limits of an engine, which some models copy into their configuration (MiniMax-M2). They change no byte of KV."""
 _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 _MAPS = ("config.json", "tokenizer_config.json")
+_CODE = frozenset({"chat_template", "processor_class", "auto_map"})
 _PREPARES = frozenset({"AutoProcessor", "AutoImageProcessor", "AutoVideoProcessor", "AutoFeatureExtractor"})
 _RELATIVE_IMPORT = re.compile(rb"^\s*from\s+\.(\w+)\s+import", re.M)
 _MOST_NAMED = 64
@@ -259,10 +256,7 @@ def settings_of(values: Mapping[str, Any]) -> dict[str, str]:
 
 def processor_code(folder: Path) -> str:
     """Checksum of the Python files in a model's folder that prepare media (``--trust-remote-code``); "" if none does.
-
-    Raises:
-        OSError, ValueError: a file cannot be read.
-    """
+    Raises OSError, ValueError: a file cannot be read."""
     waiting = set()
     for path in [path for name in (*_PROCESSORS, *_MAPS) if (path := folder / name).exists()]:
         for kind, classes in dict(json.loads(path.read_bytes()).get("auto_map") or {}).items():
@@ -280,24 +274,18 @@ def processor_code(folder: Path) -> str:
 
 
 def processor_checksum(folder: Path) -> str:
-    """Checksum of a model's settings for processing images, sounds, ...; "" if it has none.
-
-    Class names and the chat template are left out: the tokens of the prompt are compared instead.
-
-    Raises:
-        OSError, ValueError: a file cannot be read.
-    """
+    """Checksum of a model's settings for processing images, sounds, ...; "" if it has none. Class names and the chat
+    template are left out: the tokens of the prompt are compared instead. Raises OSError, ValueError: a file cannot be
+    read."""
     kept = {}
     for path in [path for name in _PROCESSORS if (path := folder / name).exists()]:
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict):
             raise ValueError(f"{path.name} holds a {type(found).__name__}; expected a JSON object")
-        kept[path.name] = {key: one for key, one in found.items() if not _names_code(key)}
+        kept[path.name] = {
+            key: one for key, one in found.items() if key not in _CODE and not key.endswith("_processor_type")
+        }
     return checksum_of(kept) if kept else ""
-
-
-def _names_code(key: str) -> bool:
-    return key in ("chat_template", "processor_class", "auto_map") or key.endswith("_processor_type")
 
 
 def _without_names(value: Any) -> Any:

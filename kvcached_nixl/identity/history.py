@@ -153,7 +153,12 @@ class WeightsHistory:
         files, is_reloaded = self._files(), self._is_reloaded
         is_loaded, self._is_reloaded = is_reloaded or self._scratch is None, False
         if is_loaded:
-            self._doubt = self._left(files) if is_reloaded else ""
+            self._doubt = ""
+        if is_reloaded and (files is None or not self._built_from):
+            self._doubt = "weights were loaded again, perhaps not all of them"
+        elif is_reloaded and files is not None and (left := self._built_from - Counter(files.tensors)):
+            # Part of what the model was built from.
+            self._doubt = f"{min(left)} was not loaded again with the other weights"
         if self._scratch is None:
             self._scratch = self._find_scratch(found)
         left_out = {*self._scratch, *found.moves}
@@ -175,13 +180,6 @@ class WeightsHistory:
         if altered:
             self._doubt = f"{altered[0]} was changed after it was loaded"
         return frozenset(changed - set(found.parameters))
-
-    def _left(self, files: Checksums | None) -> str:
-        """What the model was built from and loading again has left as it was, as text."""
-        if files is None or not self._built_from:
-            return "weights were loaded again, perhaps not all of them"
-        left = self._built_from - Counter(files.tensors)
-        return f"{min(left)} was not loaded again with the other weights" if left else ""
 
     def _hidden(self, found: ModelReading, visible: Reading) -> Reading:
         """What was loaded, and is not in sight in any form."""
@@ -242,13 +240,8 @@ def joined(models: Mapping[str, ModelWeights], place: str, code: str) -> tuple[W
         code: as in `Weights`.
     """
     found = models.values()
-    memory, loaded = (
-        {f"{prefix}{name}": one for prefix, of in readings for name, one in of.items()}
-        for readings in (
-            [(prefix, one.memory) for prefix, one in models.items()],
-            [(prefix, one.loaded) for prefix, one in models.items()],
-        )
-    )
+    memory = {f"{prefix}{name}": one for prefix, of in models.items() for name, one in of.memory.items()}
+    loaded = {f"{prefix}{name}": one for prefix, of in models.items() for name, one in of.loaded.items()}
     in_memory, as_loaded = described(memory, place), Tensors()
     if not all(one.is_whole for one in found):
         in_memory = Tensors(in_memory.layout)

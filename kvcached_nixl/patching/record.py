@@ -30,9 +30,7 @@ def positions_of(signature: inspect.Signature) -> Mapping[str, int]:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call that vLLM made, with its arguments and the original callable.
-
-    A wrapper gets one per call. It lives as long as the call and is used on the calling thread only.
+    """One call that vLLM made, with its arguments and the original callable. Used on the calling thread only.
 
     Attributes:
         wrapped: the bound original.
@@ -55,11 +53,8 @@ class Call:
     note: Callable[[str], None] = lambda text: None
 
     def argument(self, name: str) -> Any:
-        """The value of a parameter, passed by position or by keyword; its default if it was not passed.
-
-        Raises:
-            TypeError: the original has no such parameter, or the caller omitted a required one.
-        """
+        """The value of a parameter, passed by position or by keyword; its default if it was not passed. Raises
+        TypeError: the original has no such parameter, or the caller omitted a required one."""
         position = self._positions(name).get(name, len(self.args))
         if position < len(self.args):
             return self.args[position]
@@ -69,11 +64,8 @@ class Call:
         return found
 
     def proceed(self, **overrides: Any) -> Any:
-        """Call the original with the caller's arguments, changed by ``overrides``. Returns its result.
-
-        Raises:
-            TypeError: the original has no parameter of that name.
-        """
+        """Call the original with the caller's arguments, changed by ``overrides``. Returns its result. Raises
+        TypeError: the original has no parameter of that name."""
         args, kwargs = list(self.args), {**self.kwargs, **overrides}
         for name in overrides:
             position = self._positions(name).get(name, len(args))

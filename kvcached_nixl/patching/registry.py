@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import wrapt
 
 from kvcached_nixl.errors import ContractChanged, Refused
-from kvcached_nixl.patching.record import Call, Patch, PatchOutcome, PatchState, Target, positions_of
+from kvcached_nixl.patching.record import Call, Patch, PatchOutcome, PatchState, Target
 from kvcached_nixl.patching.seat import Seat, find_seat, locate, way_around
 
 Judge = Callable[[Patch], "str | None"]
@@ -57,7 +57,13 @@ class Registry:
                 if any(entry.patch == patch for entry in self._entries):
                     continue
                 self._entries.append(_Entry(patch))
-            self._watch(patch.target.module)
+            module = sys.modules.get(patch.target.module)
+            if module is None:
+                # Once for each patch: a module whose patches are decided is looked at in vain.
+                wrapt.register_post_import_hook(self.imported, patch.target.module)
+            # A module that is still being imported may not have the class yet: complete() decides that patch.
+            elif not getattr(module.__spec__, "_initializing", False):
+                self.imported(module)
 
     def imported(self, module: types.ModuleType) -> None:
         """Called when ``module`` was just imported. Decides every pending patch of it. Never raises."""
@@ -75,7 +81,15 @@ class Registry:
                 self._seek(entry)
         with self._lock:
             for entry in self._entries:
-                self._verify(entry)
+                if entry.seat is not None and entry.seat.is_displaced():
+                    entry.refuse(
+                        ContractChanged(
+                            found=f"{entry.seat.name} was replaced after this package had wrapped it",
+                            expected="this package's wrapper, or another one around it with __wrapped__ set",
+                            consequence=f"The patch may no longer run. {entry.patch.why}",
+                            remedy="Remove what replaced it, or let it run before this package is installed.",
+                        )
+                    )
             first, self._when_first_complete = self._when_first_complete, None
         if first is not None:
             first(self)
@@ -99,23 +113,24 @@ class Registry:
 
     def bypassed(self, cls: type, *targets: Target) -> tuple[tuple[str, Refused], ...]:
         """A refusal for each applied patch of ``targets`` that calls on an instance of ``cls`` do not reach, by name.
-
-        ``cls``: a class that is used in the place of the targets' own, such as a subclass that a user has written.
-        """
+        ``cls`` is used in the place of the targets' own, such as a subclass that a user has written."""
         found: list[tuple[str, Refused]] = []
         with self._lock:
             applied = [(e.patch, e.seat) for e in self._entries if e.patch.target in targets]
         for patch, seat in applied:
-            way = way_around(cls, seat) if seat is not None else ""
-            if way:
-                found.append((patch.name, _bypassed(patch, way)))
+            if seat is not None and (way := way_around(cls, seat)):
+                refusal = ContractChanged(
+                    found=way,
+                    expected=f"the {patch.attribute} that was patched, or one that calls it",
+                    consequence=f"The patch would not run. {patch.why}",
+                    remedy=f"Call super().{patch.attribute}() there, or use the class that it replaces.",
+                )
+                found.append((patch.name, refusal))
         return tuple(found)
 
     def uninstall(self) -> tuple[str, ...]:
-        """Restore every entry in reverse order. Import hooks that have not run yet do nothing from now on.
-
-        Returns: dotted names that other code replaced since. These are left as they are, with our wrapper disabled.
-        """
+        """Restore every entry in reverse order; import hooks that have not run yet do nothing from now on. Returns
+        dotted names that other code replaced since: these are left as they are, with our wrapper disabled."""
         left: list[str] = []
         with self._lock:
             self._active = False
@@ -125,16 +140,6 @@ class Registry:
                     entry.seat = None
                     entry.state, entry.reason = PatchState.SKIPPED, "uninstalled"
         return tuple(left)
-
-    def _watch(self, name: str) -> None:
-        module = sys.modules.get(name)
-        if module is not None:
-            # A module that is still being imported may not have the class yet: complete() decides that patch.
-            if not getattr(module.__spec__, "_initializing", False):
-                self.imported(module)
-            return
-        # Once for each patch: a module whose patches are decided is looked at in vain.
-        wrapt.register_post_import_hook(self.imported, name)
 
     def _decide(self, entry: _Entry, module: types.ModuleType) -> None:
         patch = entry.patch
@@ -147,15 +152,7 @@ class Registry:
             for note in patch.prepare() if patch.prepare is not None else ():
                 entry.note(note)
             seat = find_seat(patch, container)
-            call = functools.partial(
-                Call,
-                name=patch.name,
-                signature=seat.signature,
-                positions=positions_of(seat.signature),
-                registry=self,
-                note=entry.note,
-            )
-            seat.insert(patch, call)
+            seat.insert(patch, functools.partial(Call, name=patch.name, registry=self, note=entry.note))
             entry.seat = seat
             entry.state, entry.reason = PatchState.APPLIED, seat.where
         except Refused as error:
@@ -189,26 +186,6 @@ class Registry:
                 remedy="Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one.",
             )
         )
-
-    def _verify(self, entry: _Entry) -> None:
-        if entry.seat is not None and entry.seat.is_displaced():
-            entry.refuse(
-                ContractChanged(
-                    found=f"{entry.seat.name} was replaced after this package had wrapped it",
-                    expected="this package's wrapper, or another one around it with __wrapped__ set",
-                    consequence=f"The patch may no longer run. {entry.patch.why}",
-                    remedy="Remove what replaced it, or let it run before this package is installed.",
-                )
-            )
-
-
-def _bypassed(patch: Patch, way: str) -> Refused:
-    return ContractChanged(
-        found=way,
-        expected=f"the {patch.attribute} that was patched, or one that calls it",
-        consequence=f"The patch would not run. {patch.why}",
-        remedy=f"Call super().{patch.attribute}() there, or use the class that it replaces.",
-    )
 
 
 def _unforeseen(patch: Patch, cause: Exception) -> Refused:

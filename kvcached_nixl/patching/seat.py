@@ -14,7 +14,7 @@ from typing import Any
 import wrapt
 
 from kvcached_nixl.errors import ContractChanged
-from kvcached_nixl.patching.record import ANY_PARAMETERS, Call, Kind, Patch, Target, parameter_lists
+from kvcached_nixl.patching.record import ANY_PARAMETERS, Call, Kind, Patch, Target, parameter_lists, positions_of
 
 
 @dataclass
@@ -48,12 +48,14 @@ class Seat:
         return f"{self.owner.__name__}.{self.attribute}"
 
     def insert(self, patch: Patch, make_call: Callable[..., Call]) -> None:
+        described = self.signature, positions_of(self.signature)
+
         def wrapper(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return patch.wrapper(make_call(wrapped, instance, args, kwargs))
+            return patch.wrapper(make_call(wrapped, instance, args, kwargs, *described))
 
         def getter_wrapper(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # A property passes the instance to its getter as a plain argument.
-            return patch.wrapper(make_call(functools.partial(wrapped, args[0]), args[0], args[1:], kwargs))
+            return patch.wrapper(make_call(functools.partial(wrapped, args[0]), args[0], args[1:], kwargs, *described))
 
         if isinstance(self.entry, property):
             getter = wrapt.FunctionWrapper(self.function, getter_wrapper, enabled=lambda: self.enabled)
@@ -64,7 +66,14 @@ class Seat:
 
     def is_displaced(self) -> bool:
         """Whether something has replaced our wrapper that does not declare it as wrapped."""
-        return not _leads_to(vars(self.owner).get(self.attribute), self.ours)
+        entry = vars(self.owner).get(self.attribute)
+        for _ in range(32):
+            # A bound wrapt wrapper has the unbound wrapper, which is the class attribute, as its parent.
+            if entry is self.ours or getattr(entry, "_self_parent", None) is self.ours:
+                return False
+            # classmethod and staticmethod objects have it as well.
+            entry = getattr(entry, "__wrapped__", None)
+        return True
 
     def restore(self) -> bool:
         """Restore the original. Returns False where other code has replaced our entry: it stays, with our wrapper
@@ -95,12 +104,8 @@ def locate(target: Target, module: types.ModuleType) -> type | types.ModuleType 
 
 
 def find_seat(patch: Patch, container: type | types.ModuleType) -> Seat:
-    """Find and check the entry to replace.
-
-    Raises:
-        ContractChanged: the attribute does not exist, is defined outside the target, or has another kind or parameter
-            list.
-    """
+    """Find and check the entry to replace. Raises ContractChanged: the attribute does not exist, is defined outside the
+    target, or has another kind or parameter list."""
     owner = _owner(patch, container)
     entry = vars(owner)[patch.attribute]
     kind, function = _kind(patch, owner, entry)
@@ -176,18 +181,3 @@ def _changed(patch: Patch, owner: type | types.ModuleType, found: str, expected:
         consequence=f"Without this patch: {patch.why}",
         remedy="Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one.",
     )
-
-
-def _leads_to(entry: Any, ours: Any) -> bool:
-    """Whether ``entry`` is ``ours``, or wraps it according to ``__wrapped__``."""
-    seen = 0
-    while entry is not None and seen < 32:
-        if entry is ours:
-            return True
-        # A bound wrapt wrapper has the unbound wrapper, which is the class attribute, as its parent.
-        if getattr(entry, "_self_parent", None) is ours:
-            return True
-        # classmethod and staticmethod objects have it as well.
-        entry = getattr(entry, "__wrapped__", None)
-        seen += 1
-    return False

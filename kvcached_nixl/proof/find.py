@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answer a `Question` with a stored proof, as long as nothing that it depends on has changed, or with a prover's.
+Workers that start at the same time share one prover.
 
-A proof is stored per boot of the host, versions, settings, and the transports that UCX could choose from. It is stored
-even if some lanes were unusable: with kvcached's pages on a GPU some lanes never work. A busy host can make a lane
-unusable, too, so such a proof is renewed after UNUSABLE_SECONDS, or when it would stop a start. Workers that start at
-the same time share one prover.
+A proof is stored even if some lanes were unusable: with kvcached's pages on a GPU some lanes never work. A busy host
+can make a lane unusable, too, so such a proof is renewed after UNUSABLE_SECONDS, or when it would stop a start.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -52,23 +50,23 @@ def find(
     is_fresh: bool = False,
     is_needed: bool = False,
 ) -> Proof:
-    """Return the proof that holds for this process.
+    """Return the proof that holds for this process. Raises `Unproved`: the prover found no answer.
 
     Args:
         here: what UCX can choose from in this process, if known: a stored proof must be for exactly that.
         is_fresh: start a prover even if there is a stored proof.
         is_needed: every lane has to be usable: start a prover again if a lane of the stored proof was unusable.
-
-    Raises:
-        Unproved: the prover found no answer.
     """
     environment = environment_of(environ)
     known = msgspec.json.encode((question, environment), order="sorted")
     # It is not known what other backends could choose from, so a stored proof may not match them.
     is_fresh = is_fresh or question.backends != ("UCX",)
     try:
-        kept = _folder(environ) / f"proof-{hashlib.sha256(known).hexdigest()[:32]}.json"
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        # The cache folder, by the XDG base directory specification.
+        base = Path(environ.get("XDG_CACHE_HOME", ""))
+        folder = (base if base.is_absolute() else Path.home() / ".cache") / "kvcached_nixl"
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / f"proof-{hashlib.sha256(known).hexdigest()[:32]}.json"
     except (OSError, RuntimeError) as error:
         logger.info("The proof of NIXL with kvcached's pages is not stored: %s", error)
         return _seen(_ask(question, environment, environ), here)
@@ -83,19 +81,16 @@ def find(
             found = read()
             if found is None:
                 found = _ask(question, environment, environ)
-                _keep(kept, found)
+                written = kept.with_suffix(f".{uuid.uuid4().hex}")
+                with contextlib.suppress(OSError):
+                    written.write_bytes(msgspec.json.encode(found))
+                    written.replace(kept)
     return _seen(found, here)
 
 
 def find_here(question: Question, *, is_needed: bool = False) -> Proof:
-    """Return the proof that holds for this process, which must have a NIXL agent already.
-
-    Args:
-        is_needed: see `find`.
-
-    Raises:
-        Unproved: the prover found no answer, or UCX does not say what it could choose from.
-    """
+    """`find` for this process, which must have a NIXL agent already. Raises `Unproved`, also if UCX does not say what
+    it could choose from."""
     here = None
     if "UCX" in question.backends:
         try:
@@ -108,6 +103,7 @@ def find_here(question: Question, *, is_needed: bool = False) -> Proof:
 def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
     """Everything that a proof depends on besides the question and the transports that UCX could choose from."""
     found = {name: _version(name) for name in _PACKAGES}
+    folders = [environ.get("UCX_CONFIG_DIR", ""), environ.get("HOME", ""), "/etc/ucx", "."]
     found |= {
         # Of the prover's source: an editable installation changes without a new version.
         "prover": _digest(map(_text, sorted(Path(__file__).parent.glob("*.py")))),
@@ -115,7 +111,7 @@ def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
         "boot": _text(_BOOT),
         "kernel": platform.release(),
         "driver": _text(_DRIVER),
-        "ucx.conf": _digest(filter(None, map(_text, _ucx_files(environ)))),
+        "ucx.conf": _digest(filter(None, (_text(Path(folder) / "ucx.conf") for folder in folders if folder))),
     }
     return found | {name: value for name, value in sorted(environ.items()) if name.startswith(_SETTINGS)}
 
@@ -177,18 +173,6 @@ def _unknown(reason: str) -> Unproved:
     )
 
 
-def _folder(environ: Mapping[str, str]) -> Path:
-    """The cache folder, by the XDG base directory specification."""
-    base = environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "kvcached_nixl"
-
-
-def _ucx_files(environ: Mapping[str, str]) -> list[Path]:
-    """The files that UCX reads settings from, besides the environment."""
-    folders = [environ.get("UCX_CONFIG_DIR", ""), environ.get("HOME", ""), "/etc/ucx", "."]
-    return [Path(folder) / "ucx.conf" for folder in folders if folder]
-
-
 @contextlib.contextmanager
 def _one_at_a_time(kept: Path) -> Iterator[None]:
     """Hold a file lock, so that one process runs the prover. Continues without the lock after PROVER_SECONDS, so that a
@@ -198,19 +182,14 @@ def _one_at_a_time(kept: Path) -> Iterator[None]:
         try:
             lock = stack.enter_context(kept.with_suffix(".lock").open("w"))
             until = time.monotonic() + PROVER_SECONDS
-            while not _is_locked(lock) and time.monotonic() < until:
+            while time.monotonic() < until:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
                 time.sleep(_LOOK_SECONDS)
         except OSError as error:
             logger.info("Other workers may run the same proof at the same time: %s", error)
         yield
-
-
-def _is_locked(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _read(kept: Path, question: Question, environment: dict[str, str], here: Ucx | None) -> Proof | None:
@@ -224,13 +203,6 @@ def _read(kept: Path, question: Question, environment: dict[str, str], here: Ucx
     if found.unusable and age_seconds > UNUSABLE_SECONDS:
         return None
     return found if here is None or found.ucx == here else None
-
-
-def _keep(kept: Path, proof: Proof) -> None:
-    written = kept.with_suffix(f".{uuid.uuid4().hex}")
-    with contextlib.suppress(OSError):
-        written.write_bytes(msgspec.json.encode(proof))
-        written.replace(kept)
 
 
 def _version(package: str) -> str:

@@ -118,11 +118,6 @@ class LaneFound(msgspec.Struct, frozen=True):
         return elastic.read * SLOW < other.read or elastic.write * SLOW < other.write
 
     @property
-    def prefers_host(self) -> bool:
-        """Whether host memory is written `HOST_GAIN` times faster than the device's. A slab is written."""
-        return self.rates["host"].write >= HOST_GAIN * self.rates["ordinary"].write
-
-    @property
     def why_not(self) -> str:
         """Why kvcached's pages must not be registered if this lane may be chosen; "" if they may."""
         if self.unusable:
@@ -172,8 +167,9 @@ class Proof(msgspec.Struct, frozen=True):
     @property
     def slab(self) -> MemoryPath:
         """The place of a slab, if KV has to be staged."""
-        found = [lane for lane in self.lanes if "host" in lane.rates]
-        return MemoryPath.HOST if found and all(lane.prefers_host for lane in found) else self.question.staged
+        found = [lane.rates for lane in self.lanes if "host" in lane.rates]
+        prefer_host = bool(found) and all(one["host"].write >= HOST_GAIN * one["ordinary"].write for one in found)
+        return MemoryPath.HOST if prefer_host else self.question.staged
 
     @property
     def memory_path(self) -> MemoryPath:
@@ -237,11 +233,11 @@ class _Params(ctypes.Structure):
 
 def ucx_of_this_process() -> Ucx:
     """What the UCX library that NIXL has loaded could choose from now. Needs an existing NIXL agent. Opens devices.
-
-    Raises:
-        OSError, RuntimeError: UCX is not loaded, or a call fails.
-    """
-    library = _loaded("libucp")
+    Raises OSError, RuntimeError: UCX is not loaded, or a call fails."""
+    mapped = (f"/{line.partition('/')[2]}" for line in Path("/proc/self/maps").read_text().splitlines())
+    library = next((path for path in mapped if Path(path).name.startswith("libucp")), None)
+    if library is None:
+        raise OSError("libucp is not loaded")
     ucp = ctypes.CDLL(library)
     libc = ctypes.CDLL(None)
     libc.open_memstream.restype = ctypes.c_void_p
@@ -302,14 +298,6 @@ def transports_of(lane: str, device: str) -> tuple[str, str]:
 def _resources(text: str) -> tuple[str, ...]:
     """From what UCX prints: ``resource 4 : md 3 dev 0 flags -- posix/memory``."""
     return tuple(re.findall(r"resource\s+\d+\s*:.*?(\w+/\S+)\s*$", text, re.MULTILINE))
-
-
-def _loaded(library: str) -> str:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.partition("/")[2]
-        if Path(path).name.startswith(library):
-            return f"/{path}"
-    raise OSError(f"{library} is not loaded")
 
 
 def _require(status: int, what: str) -> None:

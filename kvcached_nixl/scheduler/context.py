@@ -5,19 +5,19 @@ workers, and how to wake it. One per engine, used on its thread only, except `En
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.scheduler.engine import BlockPool
+from kvcached_nixl.scheduler.engine import BlockPool, Reader
 from kvcached_nixl.scheduler.timelines import Failures, Spans, Timelines
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.wire.kv_groups import KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Step, WakeAddress, report_numbers
 
-__all__ = ["ANY_ADAPTER", "AllRanks", "EngineContext", "Holds", "Terms", "is_meant"]
+__all__ = ["ANY_ADAPTER", "AllRanks", "EngineContext", "StockScheduler", "is_meant"]
 
 ANY_ADAPTER = -1
 """In place of a LoRA adapter's number: any adapter."""
@@ -29,56 +29,60 @@ def is_meant(adapter: int | None, used: int) -> bool:
     return adapter is None or (bool(used) and adapter in (used, ANY_ADAPTER))
 
 
-@dataclass(frozen=True)
-class Terms:
-    """Settings that apply to every hand-over of an engine.
+@dataclass(frozen=True, kw_only=True)
+class StockScheduler:
+    """What this package takes from vLLM for the scheduler half of a NIXL connector.
 
     Attributes:
-        groups: the engine's KV-cache groups.
-        zeroes_blocks: vLLM zeroes new blocks, because what is behind a request's last token is read, too.
-        mode: who starts a transfer.
-        recomputes: ``kv_load_failure_policy`` is "recompute".
-        lease_seconds: the lease that prefill grants; decode assumes it where there is no manifest to say otherwise.
-        timeout_seconds: how long a request with blocks waits for its KV.
-        allocation_seconds: how long a request waits for blocks while nothing is under way that frees some.
-        patience_seconds: how long memory is short before offers that nobody fetches are taken back.
-        most_unclaimed_tokens: push: of prompts that prefill keeps while decode leaves them waiting, before it begins
-            others that decode has not registered for.
+        window_kinds: KV-cache groups whose blocks leave a window while a request is computed, by the class names of
+            their specs.
+        zeroes_blocks: vLLM zeroes new blocks on the device at the beginning of a step, because what is behind a
+            request's last token is read, too.
+        recomputes: a request that received no KV is recomputed instead of failing (``kv_load_failure_policy``).
+        max_num_batched_tokens: also how much prefill keeps of what decode leaves waiting, before it begins prompts that
+            decode has not registered for (push), or offers what is cached.
+        is_consumer, is_producer: whether the engine may fetch KV, and others from it (``kv_role``).
+        spans: makes spans of hand-overs; None where nothing is traced.
+        extra_config: ``kv_connector_extra_config``.
     """
 
+    engine_id: str
+    tp_size: int
+    pp_size: int
     groups: KVGroups
+    window_kinds: list[str]
     zeroes_blocks: bool
-    mode: TransferMode
     recomputes: bool
-    lease_seconds: float
-    timeout_seconds: float
-    allocation_seconds: float
-    patience_seconds: float
-    most_unclaimed_tokens: int
+    max_num_batched_tokens: int
+    is_consumer: bool
+    is_producer: bool
+    reader: Reader
+    spans: Spans | None
+    extra_config: Mapping[str, Any]
 
 
 class Holds:
-    """Blocks taken from their requests, held while transfers may use them (rules R2 and R9), by the number of the hold.
-    vLLM does not know of these blocks."""
+    """Blocks taken from their requests, unknown to vLLM, held while transfers may use them (rules R2 and R9)."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: EngineContext) -> None:
+        self._engine = engine
         self._held: dict[int, list[Any]] = {}
         self._numbers = report_numbers()
         self.num_blocks = 0
 
-    def take(self, blocks: BlockPool, request_id: str, number: int | None = None) -> int:
+    def take(self, request_id: str, number: int | None = None) -> int:
         """Takes all blocks from a request and holds them. Returns the number of the hold."""
         number = next(self._numbers) if number is None else number
-        self._held[number] = blocks.take(request_id)
+        self._held[number] = self._engine.blocks.take(request_id)
         self.num_blocks += len(self._held[number])
         return number
 
-    def give_back(self, blocks: BlockPool, number: int) -> None:
+    def give_back(self, number: int) -> None:
         """Frees the blocks of a hold, if there is such a hold: no transfer uses them any more."""
         held = self._held.pop(number, None)
         if held is not None:
             self.num_blocks -= len(held)
-            blocks.give_back(held)
+            self._engine.blocks.give_back(held)
 
 
 class AllRanks:
@@ -105,49 +109,45 @@ class EngineContext:
 
     Args:
         own: what a peer needs to find this engine's ranks.
-        incarnation: 16 hexadecimal digits, drawn when this engine starts.
-        spans: makes spans of hand-overs; None if nothing is traced.
+        incarnation: 16 hexadecimal digits, drawn when this engine starts, and again when its weights change.
+        wake_address: where the side channel listens for this engine's own workers, and the key that they send.
 
     Attributes:
+        allocation_seconds: how long a request waits for blocks while nothing is under way that frees some.
         step: being built. It is told to the workers with the next step of the engine.
         has_news: the engine has to step soon, whatever ``step`` holds.
-        incarnation: as above; drawn again when its weights change.
-        wake_address: where the side channel listens for this engine's own workers, and the key that they send.
+        refused: (request id, client index) of requests that were refused, or ended between two steps. Their clients are
+            told with the next step.
+        blocks: the engine's KV-cache blocks, once it ``is_bound``: a request has entered the engine.
     """
+
+    blocks: BlockPool
 
     def __init__(
         self,
+        stock: StockScheduler,
+        settings: Settings,
         own: RemotePrefill,
         incarnation: str,
         wake_address: WakeAddress,
-        terms: Terms,
         clock: Clock,
-        spans: Spans | None = None,
     ) -> None:
+        self.stock, self.settings, self.clock = stock, settings, clock
         self.own, self.incarnation, self.wake_address = own, incarnation, wake_address
-        self.terms, self.clock = terms, clock
-        self.holds = Holds()
-        self.timelines = Timelines(clock, spans, is_push=terms.mode.is_push)
+        self.groups, self.is_push = stock.groups, settings.transfer_mode.is_push
+        self.allocation_seconds = settings.allocation_timeout_seconds or settings.handover_timeout_seconds / 2
+        self.holds = Holds(self)
+        self.timelines = Timelines(clock, stock.spans, is_push=self.is_push)
         self.failures = Failures(self.timelines)
-        self.has_news = False
+        self.has_news = self.is_bound = False
+        self.refused: list[tuple[str, int]] = []
         self.step = self._new_step()
-        self._blocks: BlockPool | None = None
         self._wake: Callable[[], None] | None = None
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether it has ``blocks``: a request has entered the engine."""
-        return self._blocks is not None
-
-    @property
-    def blocks(self) -> BlockPool:
-        assert self._blocks is not None, "no request has entered the engine"
-        return self._blocks
-
     def bind(self, blocks: BlockPool) -> None:
-        """Sets the engine's KV-cache blocks; called before the first request. Idempotent: the first call counts."""
-        if self._blocks is None:
-            self._blocks = blocks
+        """Sets ``blocks``; called before the first request. Idempotent: the first call counts."""
+        if not self.is_bound:
+            self.blocks, self.is_bound = blocks, True
 
     def bind_wake(self, wake: Callable[[], None]) -> None:
         """Sets the function that wakes the engine; it may be called from any thread."""

@@ -12,43 +12,49 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from kvcached_nixl.deadlines import earliest
+from kvcached_nixl.deadlines import Clock, earliest
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.asking import Asking
 from kvcached_nixl.scheduler.asking.settings import AskSettings
-from kvcached_nixl.scheduler.context import AllRanks, EngineContext
+from kvcached_nixl.scheduler.context import AllRanks, EngineContext, StockScheduler
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.engine import Progress, Reader, Request
+from kvcached_nixl.scheduler.engine import Progress, Request
 from kvcached_nixl.scheduler.giving_way import GivingWay, Starvation
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.revocations import Revocations
 from kvcached_nixl.scheduler.side_channel import OwnSideChannel
-from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.settings import SERVER_LOGGER, Settings
+from kvcached_nixl.side_channel_address import SideChannelAddress
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.kv_groups import Keeps
-from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY
-from kvcached_nixl.wire.step import FAILING, BlockIds, FetchSpec, Reports, Step
-from kvcached_nixl.wire.timeline import attempt_of
+from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY, RemotePrefill
+from kvcached_nixl.wire.step import FAILING, BlockIds, FetchSpec, Reports, Step, WakeAddress
+from kvcached_nixl.wire.timeline import Timeline
 
-__all__ = ["SchedulerFacade"]
+__all__ = ["SchedulerFacade", "build_scheduler"]
 
 logger = logging.getLogger(SERVER_LOGGER)
+
+STOCK_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
+"""How long vLLM's own connector keeps a request's blocks."""
 
 
 class SchedulerFacade:
     """What the patches in `vllm.patches` call in the engine core; see the module's docstring.
 
     Args:
-        read: wraps vLLM's requests.
         asks: whom this engine asks for KV; nobody if a router does that.
         asker: sends the questions.
 
     Attributes:
         engine: what the parts share.
+        read: wraps vLLM's requests.
         fetching, offering: decode's half and prefill's.
         revocations: what takes hand-overs back.
         side_channel: where peers and this engine's workers reach it.
@@ -59,43 +65,35 @@ class SchedulerFacade:
     def __init__(
         self,
         engine: EngineContext,
-        read: Reader,
         asks: AskSettings,
         asker: Callable[[str, Callable[[], None]], Asker] = Asker,
     ) -> None:
         self.engine = engine
-        self.read = read
+        self.read = engine.stock.reader
         self.fetching = DecodeFetches(engine)
         self.offering = PrefillOffers(engine)
         self._starvation = Starvation(engine, self.fetching)
         self._giving_way = GivingWay(engine, self.offering, self.fetching)
         self.asking = Asking(engine, asks, asker(asks.api_key, engine.woken), self.fetching)
         self._accepts_params = asks.accepts_params or not asks.servers
-        self._ended, self._idle = AllRanks(engine.own.tp_size), AllRanks(engine.own.tp_size)
-        self.revocations = Revocations(engine, read, self.offering, self.fetching)
+        self._ended, self._idle = AllRanks(engine.own.num_ranks), AllRanks(engine.own.num_ranks)
+        self.revocations = Revocations(engine, self.offering, self.fetching)
         figures = self.asking.figures if asks.servers else None
         self.side_channel = OwnSideChannel(engine, self.offering, self.fetching, self.revocations, figures)
         self._reported_quarantine = 0
         self._failed: set[str] = set()
-        self._refused: list[tuple[str, int]] = []
         self._calls = deque[Callable[[], None]]()
         # Whom to tell when a step has ended, for the next one, and for those that the workers have.
         self._telling: list[Callable[[], None]] = []
         self._told = deque[list[Callable[[], None]]]()
         self.num_miscounted_tokens = 0
 
-    # ------------------------------------------------------------------------------------------------ the engine's loop
-
     def close(self) -> None:
         self.side_channel.close()
         self.asking.close()
 
     def relieve(self) -> bool:
-        """Tells neighbours what this engine waits for, and takes back offers that nobody fetches, if memory is short.
-        Looks four times a second, however often it is called.
-
-        Returns: whether the engine has to step.
-        """
+        """Has offers give way if memory is short (`GivingWay.turn`). Returns whether the engine has to step."""
         if not self.engine.is_bound:
             return False
         self.engine.has_news |= self._giving_way.turn()
@@ -123,10 +121,10 @@ class SchedulerFacade:
             or self._calls
             or any(self._told)
             or self._giving_way.owes
-            or self._refused
+            or self.engine.refused
             or self.asking.has_news
             or self.fetching.has_news
-            or self._starvation.has_news
+            or self._starvation.ending
             or (self.engine.is_bound and self.engine.blocks.is_copied)
             or self.fetching.attempts.num_quarantined_blocks != self._reported_quarantine
             or self.due_in_seconds == 0
@@ -142,13 +140,11 @@ class SchedulerFacade:
         """Seconds until the next hand-over times out, the next offer is revoked, or a request has starved; None if
         there is none."""
         due_at = earliest(
-            *(self.fetching.attempts.due_at_seconds, self.offering.kept.due_at_seconds),
-            *(self.offering.gate.due_at_seconds, self._starvation.due_at_seconds),
+            *(self.fetching.attempts.deadlines.first_seconds, self.offering.kept.revoked_at.first_seconds),
+            *(self.offering.gate.held.first_seconds, self._starvation.due_at_seconds),
             self.asking.due_at_seconds,
         )
         return None if due_at is None else max(0.0, due_at - self.engine.clock.now_seconds())
-
-    # ---------------------------------------------------------------------------------------------- called from vLLM
 
     def arrived(self, request: Request, *, may_hold: bool = True) -> bool:
         """A request has entered the engine. Returns whether it is to be held: a prefill server is asked for its KV."""
@@ -165,17 +161,15 @@ class SchedulerFacade:
             self.revocations.renamed(names)
 
     def ask(self) -> bool:
-        """Asks prefill servers, and lets requests begin that they have answered. Called before each step.
-
-        Returns: whether any may begin that could not before.
-        """
+        """Asks prefill servers, and lets requests begin that they have answered. Called before each step. Returns
+        whether any may begin that could not before."""
         if not (self.engine.is_bound and self.asking.servers.all):
             return False
         return self.asking.turn(may_ask=self.engine.blocks.admits and not self._giving_way.yields)
 
     def refuse(self, request_id: str, client_index: int) -> None:
         """A request has arrived under the id of another one, which goes on. Its client is told with the next step."""
-        self._refused.append((request_id, client_index))
+        self.engine.refused.append((request_id, client_index))
         logger.error(
             "A request has arrived under the id %s of another request, which still runs here or whose blocks are kept "
             "for decode; expected an unused id. It fails, and the other one goes on. Let vLLM make the engine's ids "
@@ -184,8 +178,8 @@ class SchedulerFacade:
         )
 
     def take_refused(self) -> list[tuple[str, int]]:
-        """(id, client index) of each request that was refused, or ended between two steps, since the last call."""
-        refused, self._refused = self._refused + self.fetching.take_ended(), []
+        """Takes `EngineContext.refused`."""
+        refused, self.engine.refused = self.engine.refused, []
         return refused
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -200,7 +194,7 @@ class SchedulerFacade:
 
     def holds_back(self, request_id: str) -> bool:
         """Whether a request would not begin whatever blocks are free: see `matched`."""
-        return self.offering.gate.holds(request_id) or self._yields(request_id)
+        return request_id in self.offering.gate.held or self._yields(request_id)
 
     def _yields(self, request_id: str) -> bool:
         return self.fetching.needs_others(request_id) and self._giving_way.yields
@@ -212,7 +206,7 @@ class SchedulerFacade:
 
     @property
     def awaits_tokens(self) -> bool:
-        return self.engine.timelines.awaits_tokens or self.asking.local.break_even.awaits_tokens
+        return bool(self.engine.timelines.unanswered or self.asking.local.break_even.begun)
 
     def answered(self, request_ids: Collection[str]) -> None:
         self.engine.timelines.answered(request_ids)
@@ -250,11 +244,7 @@ class SchedulerFacade:
         }
 
     def take_step(self, progress: Iterable[Progress]) -> Step:
-        """Returns all changes for the workers since the last call.
-
-        Args:
-            progress: the requests that the step being built computes.
-        """
+        """Returns all changes for the workers since the last call. ``progress``: what the step being built computes."""
         progress = list(progress)
         request_ids = [one.request_id for one in progress]
         # Where the engine runs in its client's process, nothing else calls it.
@@ -283,9 +273,9 @@ class SchedulerFacade:
     def filled_in_part(self, step: Step) -> list[int]:
         """Blocks that a step's fetches fill up to a request's last token; if vLLM zeroes blocks, it has to zero these
         before anything is written into them."""
-        if not self.engine.terms.zeroes_blocks:
+        if not self.engine.stock.zeroes_blocks:
             return []
-        groups = self.engine.terms.groups.all
+        groups = self.engine.groups.all
         pairs = [pair for fetch in step.of(FetchSpec) for pair in zip(groups, fetch.groups, strict=True)]
         filled = [blocks for group, blocks in pairs if group.keeps is not Keeps.STATE]
         return [block_id for blocks in filled for block_id in blocks.block_ids[-1:]]
@@ -293,11 +283,11 @@ class SchedulerFacade:
     def spares(self, request_id: str) -> bool:
         """Whether a request that ends must keep all its blocks until `finished` is called, even those that have left
         its sliding window: workers may be writing into them, or a manifest names them."""
-        if not self.engine.terms.groups.drop_blocks:
+        if not self.engine.groups.drop_blocks:
             return False
         offered = self.offering.find(request_id)
         is_named = offered is not None and offered.manifest is not None
-        return is_named or self.fetching.attempts.of_request(request_id) is not None
+        return is_named or request_id in self.fetching.attempts.waiting
 
     def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; ``is_whole`` if its whole prompt was computed.
@@ -347,30 +337,49 @@ class SchedulerFacade:
         reports.sent |= kept.let_go()
 
     def _take_timelines(self, reports: Reports) -> None:
-        found, others = [], []
+        others = []
         for one in reports.timelines:
-            attempt = attempt_of(one)
-            fetch = self.fetching.attempts.find_waiting(attempt) if attempt else None
-            if attempt and fetch is None:
+            attempt, trace, timeline = Timeline.read(one)
+            fetch = self.fetching.attempts.find_waiting(attempt)
+            if fetch is not None:
+                self.engine.timelines.rank_ended(fetch.request_id, timeline)
+            elif attempt:
                 others.append(one)
             else:
-                found.append(("" if fetch is None else fetch.request_id, one))
-        if found:
-            self.engine.timelines.take(found)
+                self.engine.timelines.add(trace, timeline, {})
+        if len(others) < len(reports.timelines):
             # They came with statistics, which take these along.
             reports.lasted += self.engine.timelines.take_lasted()
         reports.timelines = others
 
     def take_ending(self) -> set[str]:
         """Requests that must end with an error now, whatever they wait for (rule R4)."""
-        failed = {one for one in self.fetching.take_ending() if not self.starts_again(one)}
-        return self._starvation.take_ending() | failed
+        starved, self._starvation.ending = self._starvation.ending, set()
+        return starved | {one for one in self.fetching.take_ending() if not self.asking.may_ask_again(one)}
 
     def take_failed(self) -> set[str]:
         failed, self._failed = self._failed, set()
         return failed
 
-    def starts_again(self, request_id: str) -> bool:
-        """Whether a request whose KV has failed to arrive may get it from another server, so that it does not end,
-        whatever ``kv_load_failure_policy`` says. Idempotent."""
-        return self.asking.may_ask_again(request_id)
+
+def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: Clock) -> SchedulerFacade:
+    """Builds the scheduler side. Called once per process, where vLLM constructs its connector; the side channel at
+    ``address`` starts later."""
+    settings = Settings.from_extra_config(stock.extra_config)
+    if settings.transfer_mode.is_push and stock.window_kinds:
+        logger.warning(
+            "KV is pushed when a prompt has been computed, not while it is: blocks that leave the window of %s are "
+            "freed while the prompt is computed.",
+            ", ".join(stock.window_kinds),
+        )
+    if STOCK_TIMEOUT in os.environ:
+        logger.warning(
+            "%s has no effect: prefill keeps a request's blocks for kv_lease_duration, %g s, and decode renews it.",
+            STOCK_TIMEOUT,
+            settings.kv_lease_duration_seconds,
+        )
+    own = RemotePrefill(stock.engine_id, *address.advertised, stock.tp_size, stock.pp_size)
+    wake_address = WakeAddress(*address.local, secrets.token_hex(16))
+    engine = EngineContext(stock, settings, own, secrets.token_hex(8), wake_address, clock)
+    roles = {"is_consumer": stock.is_consumer and stock.pp_size == 1, "is_producer": stock.is_producer}
+    return SchedulerFacade(engine, AskSettings.from_extra_config(stock.extra_config, **roles))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: what one request fetches from prefill, whether that fits its prompt, what the workers are told of it, and its
-attempt to fetch it.
+"""Decode: what one request fetches from prefill, whether that fits its prompt, and its attempt to fetch it.
 
     WAITING ─── every rank has reported ─────────────────────────────────────────► forgotten: the KV has arrived
        │
@@ -23,11 +22,10 @@ from kvcached_nixl.scheduler.engine import Request
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup
-from kvcached_nixl.wire.lease import is_nameable
 from kvcached_nixl.wire.manifest import BlockRange
-from kvcached_nixl.wire.messages import draw_attempt
+from kvcached_nixl.wire.messages import draw_attempt, is_nameable
 from kvcached_nixl.wire.params import FetchParams
-from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, UnneededOffer
+from kvcached_nixl.wire.step import BlockIds, LeaseRenewal, UnneededOffer
 
 __all__ = ["FetchAttempts", "FetchRequest"]
 
@@ -53,7 +51,6 @@ class FetchRequest:
         begun_seconds: when it was given them.
         since_seconds: when its timeout began.
         is_waiting: it has blocks, and waits for the KV.
-        is_held: the blocks were taken from it, because they may still be written.
     """
 
     engine: EngineContext
@@ -72,7 +69,6 @@ class FetchRequest:
     begun_seconds: float = 0.0
     since_seconds: float = 0.0
     is_waiting: bool = False
-    is_held: bool = False
 
     def __post_init__(self) -> None:
         self.request_id = DecodeRequestId(self.request.request_id)
@@ -86,7 +82,7 @@ class FetchRequest:
     @property
     def recomputes(self) -> bool:
         """Whether it is computed here if it gets no KV."""
-        return self.engine.terms.recomputes and self.may_be_computed
+        return self.engine.stock.recomputes and self.may_be_computed
 
     @property
     def may_go_on(self) -> bool:
@@ -109,7 +105,7 @@ class FetchRequest:
         if self.is_checked:
             return
         self.is_checked = True
-        request, groups, most_tokens = self.request, self.engine.terms.groups, self._most_tokens()
+        request, groups, most_tokens = self.request, self.engine.groups, self._most_tokens()
         self.end_token = self.num_tokens = num_tokens = most_tokens
         self.lacks_media = request.lacks_media
         if self.fetch is None:
@@ -141,7 +137,7 @@ class FetchRequest:
 
     def check_start(self, num_computed_tokens: int) -> None:
         """Sets ``refused`` if KV cannot be loaded behind what decode has in its prefix cache. Called after `check`."""
-        step_tokens = self.engine.terms.groups.step_tokens
+        step_tokens = self.engine.groups.step_tokens
         if self.refused is not None:
             return
         if num_computed_tokens % step_tokens:
@@ -156,30 +152,26 @@ class FetchRequest:
             )
             self.refused = HandOverFailed(FailureCause.PARAMETERS, reason)
 
-    def check_adapter(self) -> None:
-        """Called when it is given blocks, which may be long after `check`.
-
-        Raises:
-            HandOverFailed: its adapter was replaced meanwhile, and decode goes on with the new one.
-        """
-        if self.request.adapter and self.request.digest(self.num_tokens) != self.digest:
-            raise HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it waited for blocks")
-
     def groups(self, block_ids: BlockIds, first_token: int) -> tuple[BlockRange, ...]:
         """Returns the blocks to fill, per KV-cache group. Blocks that a sliding window has passed are not among them.
+        Called when it is given blocks, which may be long after `check`.
 
         Raises:
-            HandOverFailed: decode has no blocks for some of the tokens, or prefill has not kept theirs.
+            HandOverFailed: its KV is not handed over; its adapter was replaced meanwhile, and decode goes on with the
+                new one; decode has no blocks for some of the tokens, or prefill has not kept theirs.
         """
-        assert self.fetch is not None
-        groups = self.engine.terms.groups
+        if self.refused is not None:
+            raise self.refused
+        if self.request.adapter and self.request.digest(self.num_tokens) != self.digest:
+            raise HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it waited for blocks")
+        groups = self.engine.groups
         pairs = zip(groups.all, block_ids, strict=True)
         found = [self._range(group, blocks, first_token) for group, blocks in pairs]
         # A group may need no block: a chunk of chunked attention that begins with the prompt's last token.
         is_complete = all(one.block_ids or groups.have_windows for one in found)
         if not is_complete or not any(one.block_ids for one in found):
             raise self._no_blocks(first_token)
-        if self.fetch.manifest is not None:
+        if self.fetch is not None and self.fetch.manifest is not None:
             theirs = self.fetch.manifest.groups
             if len(theirs) != len(found):
                 reason = f"prefill has {len(theirs)} KV-cache groups; expected {len(found)}"
@@ -204,21 +196,11 @@ class FetchRequest:
     def _no_blocks(self, first_token: int) -> HandOverFailed:
         return HandOverFailed(FailureCause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}")
 
-    # ----------------------------------------------------------------------------------- what the workers are told
-
-    def spec(self, first_token: int, groups: tuple[BlockRange, ...]) -> FetchSpec:
-        """What the workers are told to fetch in its attempt; ``groups`` as `groups` returns them."""
-        assert self.fetch is not None
-        return FetchSpec(
-            *(self.attempt, self.request_id, self.fetch.prefill, self.fetch.manifest, self.fetch.name, self.digest),
-            *(self.num_tokens, first_token, self.end_token, groups),
-        )
-
     def renew(self) -> None:
         """Starts renewing the lease of what it fetches, if a heartbeat can name that."""
         assert self.fetch is not None
         fetch, manifest = self.fetch, self.fetch.manifest
-        lease_seconds = self.engine.terms.lease_seconds if manifest is None else manifest.lease_seconds
+        lease_seconds = self.engine.settings.kv_lease_duration_seconds if manifest is None else manifest.lease_seconds
         if is_nameable(fetch.lease_name):
             self.engine.step.tell(LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds))
         else:
@@ -255,7 +237,7 @@ class FetchRequest:
         """How many of its tokens prefill may have. States are handed over behind all tokens but the last, and decode
         computes that one with them; some prompts prefill leaves whole (`patches.arrival`), and decode computes them."""
         num_tokens = self.request.num_prompt_tokens
-        if not self.engine.terms.groups.have_states:
+        if not self.engine.groups.have_states:
             return num_tokens
         return 0 if num_tokens < FEWEST_TOKENS or self.request.ends_in_media else num_tokens - 1
 
@@ -264,6 +246,9 @@ class FetchAttempts:
     """Requests that were given blocks, by the numbers of their attempts; see the module.
 
     Attributes:
+        waiting: those that have their blocks and wait only for KV, in the order in which they were given them. Read on
+            other threads, too.
+        deadlines: of those, by the numbers of their attempts.
         num_quarantined_blocks: blocks held for requests that ended without KV.
     """
 
@@ -271,26 +256,10 @@ class FetchAttempts:
         self._engine = engine
         # Those of which not every rank has reported the end.
         self._attempts: dict[int, FetchRequest] = {}
-        self._waiting: dict[DecodeRequestId, FetchRequest] = {}
-        self._deadlines = Deadlines[int]()
+        self.waiting: dict[DecodeRequestId, FetchRequest] = {}
+        self.deadlines = Deadlines[int]()
         self._kept_by_others: dict[DecodeRequestId, set[int]] = {}
         self.num_quarantined_blocks = 0
-
-    @property
-    def due_at_seconds(self) -> float | None:
-        return self._deadlines.first_seconds
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have their blocks and wait only for KV."""
-        return len(self._waiting)
-
-    def waiting(self) -> list[FetchRequest]:
-        """Returns a copy, those that were given blocks first in front: the caller may end them."""
-        return list(self._waiting.values())
-
-    def of_request(self, request_id: str) -> FetchRequest | None:
-        return self._waiting.get(DecodeRequestId(request_id))
 
     def find_waiting(self, number: int) -> FetchRequest | None:
         one = self._attempts.get(number)
@@ -299,40 +268,28 @@ class FetchAttempts:
     def start(self, one: FetchRequest) -> None:
         """A request was given blocks, and waits. Its timeout begins."""
         one.attempt, one.is_waiting = draw_attempt(), True
-        # Before others can see it: `longest_seconds` is called on other threads.
+        # Before others can see it.
         one.begun_seconds = one.since_seconds = self._engine.clock.now_seconds()
-        self._attempts[one.attempt] = self._waiting[one.request_id] = one
-        self._begin_timeout(one)
+        self._attempts[one.attempt] = self.waiting[one.request_id] = one
+        self.known([one.attempt])
 
     def known(self, numbers: Iterable[int]) -> None:
         """Prefill has not computed what these wait for yet, and will: their timeouts begin again."""
+        now = self._engine.clock.now_seconds()
         for one in filter(None, map(self.find_waiting, numbers)):
-            self._begin_timeout(one)
-
-    def _begin_timeout(self, one: FetchRequest) -> None:
-        one.since_seconds = self._engine.clock.now_seconds()
-        self._deadlines[one.attempt] = one.since_seconds + self._engine.terms.timeout_seconds
-
-    def longest_seconds(self) -> float:
-        """Returns for how long the first timeout has run; 0 if none does. May be called from any thread."""
-        since = [one.since_seconds for one in self.waiting()]
-        return max(0.0, self._engine.clock.now_seconds() - min(since)) if since else 0.0
-
-    def take_due(self) -> list[FetchRequest]:
-        """Returns the waiting ones whose time is over. Their deadlines are forgotten."""
-        return [self._attempts[number] for number in self._deadlines.take_due(self._engine.clock.now_seconds())]
+            one.since_seconds = now
+            self.deadlines[one.attempt] = now + self._engine.settings.handover_timeout_seconds
 
     def stop_waiting(self, one: FetchRequest) -> None:
         """The request goes on without its attempt, or has ended."""
         one.is_waiting = False
-        self._deadlines.pop(one.attempt, None)
-        del self._waiting[one.request_id]
+        self.deadlines.pop(one.attempt, None)
+        del self.waiting[one.request_id]
 
     def hold(self, one: FetchRequest) -> None:
         """Takes the blocks from the request, until every rank has reported that nothing is in flight into them."""
         before = self._engine.holds.num_blocks
-        self._engine.holds.take(self._engine.blocks, one.request_id, one.attempt)
-        one.is_held = True
+        self._engine.holds.take(one.request_id, one.attempt)
         self.num_quarantined_blocks += self._engine.holds.num_blocks - before
 
     def all_ranks_ended(self, number: int) -> FetchRequest | None:
@@ -346,13 +303,14 @@ class FetchAttempts:
         if one.is_waiting:
             self.stop_waiting(one)
             return one
-        if one.is_held and number not in self._kept_by_others.get(one.request_id, ()):
+        if number not in self._kept_by_others.get(one.request_id, ()):
             self._give_back(number)
         return None
 
     def kept(self, request_id: DecodeRequestId) -> None:
         """Another connector keeps the blocks of a request that has just ended: they are free when both release them."""
-        held = {one.attempt for one in self._attempts.values() if one.is_held and one.request_id == request_id}
+        attempts = (one for one in self._attempts.values() if one.request_id == request_id and not one.is_waiting)
+        held = {one.attempt for one in attempts}
         if held:
             self._kept_by_others[request_id] = held
 
@@ -365,5 +323,5 @@ class FetchAttempts:
 
     def _give_back(self, number: int) -> None:
         before = self._engine.holds.num_blocks
-        self._engine.holds.give_back(self._engine.blocks, number)
+        self._engine.holds.give_back(number)
         self.num_quarantined_blocks -= before - self._engine.holds.num_blocks

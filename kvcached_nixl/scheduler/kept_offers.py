@@ -78,14 +78,18 @@ class _Kept:
 
 
 class KeptOffers:
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        revoked_at: when offers are to be revoked, while the engine is paused.
+    """
 
     def __init__(self, engine: EngineContext) -> None:
         self._engine = engine
         # Oldest first.
         self._kept: dict[PrefillRequestId, _Kept] = {}
         self._closed: str | None = None
-        self._revoked_at = Deadlines[PrefillRequestId]()
+        self.revoked_at = Deadlines[PrefillRequestId]()
         self._numbers = report_numbers()
         # By the numbers of revocations that may be reported as spared.
         self._asked: dict[int, _Kept] = {}
@@ -93,16 +97,13 @@ class KeptOffers:
     def keep(
         self, request_id: PrefillRequestId, adapter: int, block_ids: BlockIds, *, is_taken_back: bool = False
     ) -> None:
-        """A request has ended, and vLLM keeps its blocks until `ended` is told of it.
-
-        Args:
-            is_taken_back: decode may not fetch it: its workers may only be reading it yet.
-        """
+        """A request has ended, and vLLM keeps its blocks until `ended` is told of it. If ``is_taken_back``, decode may
+        not fetch it: its workers may only be reading it yet."""
         now = self._engine.clock.now_seconds()
         num_blocks = sum(len({*group} - {NULL_BLOCK_ID}) for group in block_ids)
         self._kept[request_id] = _Kept(adapter, num_blocks, now, is_taken_back)
         if self._closed is not None and not is_taken_back:
-            self._revoked_at[request_id] = now + GRACE_SECONDS
+            self.revoked_at[request_id] = now + GRACE_SECONDS
 
     def keeps(self, request_id: str) -> bool:
         return PrefillRequestId(request_id) in self._kept
@@ -126,19 +127,13 @@ class KeptOffers:
     @property
     def is_left_waiting(self) -> bool:
         """Whether decode leaves so much KV waiting that nothing more should be computed for it unasked."""
-        since_seconds, terms = self._engine.clock.now_seconds() - UNCLAIMED_SECONDS, self._engine.terms
+        since_seconds = self._engine.clock.now_seconds() - UNCLAIMED_SECONDS
         left = [one for one in self._kept.values() if one.since_seconds < since_seconds and not one.is_taken_back]
-        num_tokens = sum(one.num_blocks for one in left) * terms.groups.tokens_per_block
-        return num_tokens >= terms.most_unclaimed_tokens
-
-    # ------------------------------------------------------------------------------------------------------ revocation
+        num_tokens = sum(one.num_blocks for one in left) * self._engine.groups.tokens_per_block
+        return num_tokens >= self._engine.stock.max_num_batched_tokens
 
     def revoke(self, revocation: Revocation, *, adapter: int | None = None) -> None:
-        """Takes offers back, whether decode fetches them or not.
-
-        Args:
-            adapter: only those computed with this LoRA adapter, or with any adapter (`ANY_ADAPTER`); None for all.
-        """
+        """Takes offers back, whether decode fetches them or not: as `PrefillOffers.revoke`."""
         meant = [request_id for request_id, one in self._kept.items() if is_meant(adapter, one.adapter)]
         self._take_back(meant, revocation)
 
@@ -146,28 +141,23 @@ class KeptOffers:
         """Revokes requests that have ended, or end before `reopen`; each after ``grace_seconds``."""
         self._closed = reason
         due = self._engine.clock.now_seconds() + grace_seconds
-        self._revoked_at.move({request_id: due for request_id in self._kept})
+        self.revoked_at.move({request_id: due for request_id in self._kept})
         self.turn()
 
     def reopen(self) -> None:
         """Undoes `close`: requests that end from now on are kept as long as their leases last."""
         self._closed = None
-        self._revoked_at.clear()
-
-    @property
-    def due_at_seconds(self) -> float | None:
-        """When the next offer is to be revoked; None if none is."""
-        return self._revoked_at.first_seconds
+        self.revoked_at.clear()
 
     def turn(self) -> None:
         """Revokes the offers whose grace has passed."""
-        due = self._revoked_at.take_due(self._engine.clock.now_seconds())
+        due = self.revoked_at.take_due(self._engine.clock.now_seconds())
         self._take_back(due, Revocation(RevocationCause.PAUSED, self._closed or ""))
 
     def _take_back(self, request_ids: Iterable[PrefillRequestId], revocation: Revocation) -> None:
         taken = []
         for request_id in request_ids:
-            self._revoked_at.pop(request_id, None)
+            self.revoked_at.pop(request_id, None)
             if not self._kept[request_id].is_taken_back:
                 self._kept[request_id].is_taken_back = True
                 self._engine.step.tell(Revoke(request_id, revocation))
@@ -176,18 +166,10 @@ class KeptOffers:
             # An offer that the workers were not told of yet must not reach them before its revocation.
             self._engine.step.withhold(*taken, even_empty=True)
 
-    # ------------------------------------------------------------------------------------------------------ giving way
-
     def give_way(self, cause: RevocationCause, num_blocks: int, *, keeps_wanted: bool = False) -> None:
         """Takes back offers that no rank of decode fetches yet, oldest first, until they have ``num_blocks`` blocks
-        together with those that are being given back already.
-
-        A worker leaves an offer as it is if decode fetches it. If decode has a request that waits for it, the others
-        are taken back first.
-
-        Args:
-            keeps_wanted: those for which decode has a request are not taken back at all.
-        """
+        together with those that are being given back already. Those for which decode has a request are taken back
+        last; if ``keeps_wanted``, not at all."""
         now, step = self._engine.clock.now_seconds(), self._engine.step
         num_blocks -= sum(one.num_blocks for one in self._kept.values() if one.gives_back(now))
         # What the workers are told of in this very step is not old, nor may it follow its revocation.
@@ -197,7 +179,7 @@ class KeptOffers:
             is_wanted = one.is_wanted(now)
             if num_blocks <= 0 or (is_wanted and keeps_wanted):
                 return
-            is_young = now < one.since_seconds + self._engine.terms.patience_seconds
+            is_young = now < one.since_seconds + self._engine.settings.give_way_after_seconds
             if one.gives_back(now) or request_id in told or is_young:
                 continue
             number = next(self._numbers)
@@ -219,8 +201,6 @@ class KeptOffers:
             one.spared_until_seconds = now + SPARED_SECONDS
         return bool(found)
 
-    # ------------------------------------------------------------------------------------------------------------- end
-
     def let_go(self) -> set[str]:
         """Revoked requests, since the last call, that vLLM may free; their blocks are held until `ended` names them.
 
@@ -231,7 +211,7 @@ class KeptOffers:
             return set()
         found = {key: one for key, one in self._kept.items() if one.is_taken_back and one.hold is None}
         for request_id, one in found.items():
-            one.hold = self._engine.holds.take(self._engine.blocks, request_id)
+            one.hold = self._engine.holds.take(request_id)
         return set(found)
 
     def ended(self, sent: Iterable[str]) -> tuple[int, int]:
@@ -245,12 +225,12 @@ class KeptOffers:
             if one is None:
                 continue
             if one.hold is not None:
-                self._engine.holds.give_back(self._engine.blocks, one.hold)
+                self._engine.holds.give_back(one.hold)
             num_served += not one.gives_back(now)
             num_for_others += one.num_blocks if one.is_for_others else 0
             for number in one.asked:
                 self._asked.pop(number, None)
-            self._revoked_at.pop(request_id, None)
+            self.revoked_at.pop(request_id, None)
         return num_served, num_for_others
 
 
@@ -258,11 +238,14 @@ class StartGate:
     """Push: which prompts prefill computes before decode has blocks for them.
 
     A router that asks both sides at once has decode register before prefill begins. Where decode has no room, it
-    registers late or never, and prefill would fill its own memory with KV that nobody takes. So while prefill keeps
-    that much (`Terms.most_unclaimed_tokens`), it begins only prompts that a rank of decode has registered for. The
+    registers late or never, and prefill would fill its own memory with KV that nobody takes. So while decode leaves
+    that much waiting (`KeptOffers.is_left_waiting`), only prompts begin that a rank of decode has registered for. The
     others wait in vLLM's queue, which asks again in every step, without blocks. Workers report when decode has
     registered, and at once where decode registers only after prefill's answer. They are asked again from time to time,
     and report those that decode does not want any more, too: see `OfferRegistry.await_claim`.
+
+    Attributes:
+        held: prompts that wait, and when workers are to be asked again.
     """
 
     def __init__(self, engine: EngineContext, kept: KeptOffers) -> None:
@@ -271,58 +254,47 @@ class StartGate:
         # `KeptOffers.is_left_waiting`, once it was looked up for the step being built.
         self._needs_claim: bool | None = None
         self._numbers = report_numbers()
-        self._held = Deadlines[PrefillRequestId]()
+        self.held = Deadlines[PrefillRequestId]()
         # Those that may begin, until they do, or end.
         self._claimed: set[PrefillRequestId] = set()
         self._of_number: dict[int, PrefillRequestId] = {}
-
-    @property
-    def due_at_seconds(self) -> float | None:
-        """When workers are to be asked again; None if no prompt waits."""
-        return self._held.first_seconds
-
-    def holds(self, request_id: str) -> bool:
-        return request_id in self._held
 
     def may_start(self, request_id: PrefillRequestId) -> bool:
         """Whether a prompt may begin now. If not, workers are asked to report when decode has registered for it."""
         if self._needs_claim is None:
             self._needs_claim = self._kept.is_left_waiting
         if not self._needs_claim or request_id in self._claimed:
-            self._held.pop(request_id, None)
+            self.held.pop(request_id, None)
             return True
-        if request_id not in self._held:
+        if request_id not in self.held:
             number = next(self._numbers)
             self._of_number[number] = request_id
-            self._hold([request_id])
+            self.held[request_id] = self._engine.clock.now_seconds() + self._engine.allocation_seconds
             self._engine.step.tell(AwaitClaim(request_id, number))
         return False
 
     def claimed(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             request_id = self._of_number.pop(number, None)
-            if request_id is not None and self._held.pop(request_id, None) is not None:
+            if request_id is not None and self.held.pop(request_id, None) is not None:
                 self._claimed.add(request_id)
 
     def turn(self, begun: Iterable[str]) -> None:
         """A step was built, which computes the requests ``begun``."""
         self._needs_claim = None
         self.gone(begun)
-        asked = self._held.take_due(self._engine.clock.now_seconds())
+        now = self._engine.clock.now_seconds()
+        asked = self.held.take_due(now)
         if asked:
-            self._hold(asked)
+            self.held.move(dict.fromkeys(asked, now + self._engine.allocation_seconds))
             again = [AwaitClaim(one, number) for number, one in self._of_number.items() if one in asked]
             self._engine.step.tell(*again)
 
-    def _hold(self, request_ids: Iterable[PrefillRequestId]) -> None:
-        ask_again_seconds = self._engine.clock.now_seconds() + self._engine.terms.allocation_seconds
-        self._held.move(dict.fromkeys(request_ids, ask_again_seconds))
-
     def gone(self, request_ids: Iterable[str]) -> None:
-        if not (self._held or self._claimed or self._of_number):
+        if not (self.held or self._claimed or self._of_number):
             return
         gone = set(map(PrefillRequestId, request_ids))
         for request_id in gone:
-            self._held.pop(request_id, None)
+            self.held.pop(request_id, None)
         self._claimed -= gone
         self._of_number = {number: one for number, one in self._of_number.items() if one not in gone}

@@ -28,7 +28,7 @@ __all__ = ["OfferRequest", "PrefillOffers"]
 
 @dataclass(eq=False)
 class OfferRequest:
-    """A running request of prefill whose KV is, or will be, offered to decode. Used on the engine's thread only.
+    """A running request of prefill whose KV is, or will be, offered to decode.
 
     Attributes:
         name, digest, num_tokens: what decode may look for it by; ``digest`` covers the first ``num_tokens`` tokens.
@@ -40,10 +40,9 @@ class OfferRequest:
         is_offered: the workers know of it, with or without tokens. Stays true if it is preempted or revoked.
         is_read: the workers know of tokens in blocks that it still has, and may be reading them before it has ended.
         is_revoked: its offer was revoked while it was computed, so decode may fetch none of it any more.
-        is_streamed: tokens are offered as soon as a step has computed them, if workers read early (``is_read_early``).
-            Not after a preemption: its held blocks would not be free for the request that needed them, which would be
-            preempted, too, and so on without end. Nor if blocks leave a sliding window while the prompt is computed:
-            vLLM gives them to other requests immediately.
+        is_streamed: tokens are offered as soon as a step has computed them, if workers read early. Not after a
+            preemption: who needed its held blocks would be preempted, too, and so on without end. Nor if blocks leave
+            a sliding window while the prompt is computed: vLLM gives them to other requests immediately.
     """
 
     engine: EngineContext
@@ -64,13 +63,6 @@ class OfferRequest:
     def __post_init__(self) -> None:
         self.request_id = PrefillRequestId(self.request.request_id)
 
-    # ------------------------------------------------------------------------------------------------ its blocks
-
-    def is_past_prompt(self, progress: Progress) -> bool:
-        """Whether its prompt was computed by an earlier step, and this one computes what comes after it."""
-        is_past = progress.num_computed_tokens >= self.num_tokens
-        return self.manifest is not None and not progress.replaces and is_past
-
     def take_blocks(self, progress: Progress) -> None:
         if progress.replaces or not self.block_ids:
             # The first step, or the first one after a preemption.
@@ -86,14 +78,12 @@ class OfferRequest:
         if self.manifest is None or len(self.manifest.groups) != len(block_ids):
             return False
         first_tokens = tuple(group.first_token for group in self.manifest.groups)
-        now = self.engine.terms.groups.ranges(block_ids, first_tokens, self.manifest.num_tokens)
+        now = self.engine.groups.ranges(block_ids, first_tokens, self.manifest.num_tokens)
         return now == self.manifest.groups and not any(NULL_BLOCK_ID in group.block_ids for group in now)
-
-    # ---------------------------------------------------------------------------------------------- its manifest
 
     def compute(self, num_computed_tokens: int) -> None:
         """A step computes it so far. Makes its manifest if that is its whole prompt."""
-        terms = self.engine.terms
+        groups = self.engine.groups
         self.ready_tokens = min(num_computed_tokens, self.num_tokens)
         self.manifest = self.refused = None
         if self.ready_tokens < self.num_tokens:
@@ -102,7 +92,7 @@ class OfferRequest:
             self.refused = HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it was computed")
             return
         # If decode recomputes the last token, the window of that token decides which blocks it needs.
-        recomputes = terms.groups.have_windows and self.num_tokens == self.request.num_prompt_tokens
+        recomputes = groups.have_windows and self.num_tokens == self.request.num_prompt_tokens
         first_tokens = self.engine.blocks.first_tokens(self.num_tokens - recomputes)
         try:
             self.manifest = Manifest(
@@ -111,35 +101,29 @@ class OfferRequest:
                 request_id=self.request_id,
                 digest=self.digest,
                 num_tokens=self.num_tokens,
-                block_sizes=terms.groups.block_sizes,
+                block_sizes=groups.block_sizes,
                 context_parallel=(1, 1),
-                groups=terms.groups.ranges(self.block_ids, first_tokens, self.num_tokens),
-                lease_seconds=terms.lease_seconds,
+                groups=groups.ranges(self.block_ids, first_tokens, self.num_tokens),
+                lease_seconds=self.engine.settings.kv_lease_duration_seconds,
                 num_media=self.request.num_media,
             )
         except ValueError as error:
             reason = f"its blocks do not match its {self.num_tokens} tokens: {error}"
             self.refused = HandOverFailed(FailureCause.RANGE, reason)
 
-    # --------------------------------------------------------------------------------- what the workers are told
-
     def offer(self, *, is_held: bool = False) -> None:
-        """Tells the workers how far it is computed.
-
-        Args:
-            is_held: they may read its blocks before it has ended: its blocks are held if it loses them.
-        """
+        """Tells the workers how far it is computed. If ``is_held``, they may read its blocks before it has ended: its
+        blocks are held if it loses them."""
         self.is_offered = True
         self.is_read = self.is_read or (is_held and self.ready_tokens > 0)
         ranges: tuple[BlockRange, ...] = ()
         if self.manifest is not None:
             ranges = self.manifest.groups
         elif self.block_ids:
-            ranges = self.engine.terms.groups.growing(self.block_ids, self.num_tokens)
-        trace = self.engine.timelines.trace_of(self.request_id)
+            ranges = self.engine.groups.growing(self.block_ids, self.num_tokens)
         update = OfferUpdate(
             *(self.request_id, self.name, self.digest, self.num_tokens, ranges, self.ready_tokens, self.manifest),
-            *(is_held, trace),
+            *(is_held, self.engine.timelines.trace_of(self.request_id)),
         )
         self.engine.step.tell(update)
 
@@ -150,7 +134,7 @@ class OfferRequest:
             self.engine.own,
             self.manifest,
             transfer_id=(self.request.params or {}).get("transfer_id"),
-            transfer_mode=self.engine.terms.mode,
+            transfer_mode=self.engine.settings.transfer_mode,
             cached_tokens=self.cached_tokens or 0,
         )
 
@@ -172,9 +156,7 @@ class PrefillOffers:
         self._running: dict[PrefillRequestId, OfferRequest] = {}
         # Holds with the blocks of preempted requests.
         self._draining: set[int] = set()
-        self.is_read_early = engine.terms.mode.is_push
-
-    # ---------------------------------------------------------------------------------------- what a request is here
+        self.is_read_early = engine.is_push
 
     def find(self, request_id: str) -> OfferRequest | None:
         """Returns a request that has not ended, if it is to be offered."""
@@ -189,14 +171,12 @@ class PrefillOffers:
         """Whether a request may begin, or has been computed in part."""
         one = self.find(request_id)
         has_begun = one is None or one.cached_tokens is not None
-        return has_begun or not self._engine.terms.mode.is_push or self.gate.may_start(PrefillRequestId(request_id))
+        return has_begun or not self._engine.is_push or self.gate.may_start(PrefillRequestId(request_id))
 
     @property
     def are_awaited(self) -> bool:
         """Whether a prompt to be offered has no blocks. Its peer may have them already, and wait."""
         return any(not one.block_ids for one in self._running.values())
-
-    # ---------------------------------------------------------------------------------------------- what becomes of it
 
     def arrived(self, request: Request) -> None:
         """A request has entered the engine. Requests without ``do_remote_decode`` are ignored from here on."""
@@ -219,15 +199,15 @@ class PrefillOffers:
             )
             self._engine.failures.not_offered(request_id, HandOverFailed(FailureCause.PARAMETERS, reason))
             return
-        if self._engine.terms.groups.have_states and request.whole_because:
+        if self._engine.groups.have_states and request.whole_because:
             self._engine.failures.not_offered(request_id, HandOverFailed(FailureCause.RANGE, request.whole_because))
             return
         num_tokens = request.num_prompt_tokens
-        is_streamed = not self._engine.terms.groups.have_windows
+        is_streamed = not self._engine.groups.have_windows
         one = OfferRequest(self._engine, request, name, request.digest(num_tokens), num_tokens, is_streamed)
         self._running[request_id] = one
         self._engine.timelines.begin(request, State.PREFILL_QUEUED)
-        if self._engine.terms.mode.is_push:
+        if self._engine.is_push:
             # Decode's registration may arrive first: tell the workers that there is such a request.
             one.offer()
 
@@ -235,9 +215,25 @@ class PrefillOffers:
         """Offers the tokens that the step being built computes."""
         for computed in progress:
             self._engine.step.is_idle = False
-            one = self._running.get(PrefillRequestId(computed.request_id))
-            if one is not None:
-                self._advance(one, computed)
+            one = self.find(computed.request_id)
+            if one is None:
+                continue
+            self._engine.timelines.enter(one.request_id, State.PREFILL_COMPUTING)
+            is_past_prompt = computed.num_computed_tokens >= one.num_tokens and not computed.replaces
+            if is_past_prompt and one.manifest is not None:
+                # An earlier step has computed its prompt, and this one computes what comes after it.
+                if self._engine.groups.have_states:
+                    reason = "its states are about to be overwritten by those of later tokens"
+                    self._revoke([one], Revocation(RevocationCause.STATES, reason))
+                continue
+            one.take_blocks(computed)
+            if not one.is_revoked:
+                one.compute(computed.num_computed_tokens)
+                # Tokens that another connector loads may turn out invalid when this step has ended, so they are not
+                # read early.
+                is_held = self.is_read_early and one.is_streamed and not self._engine.blocks.are_shared
+                if is_held or (one.manifest is not None and not self._engine.is_push):
+                    one.offer(is_held=is_held)
 
     def preempted(self, request_id: str) -> None:
         """A request is preempted. If workers may read its blocks, they are held until no rank reads them."""
@@ -246,7 +242,7 @@ class PrefillOffers:
         one = self._running[PrefillRequestId(request_id)]
         one.block_ids, one.ready_tokens, one.manifest = (), 0, None
         one.is_read = one.is_streamed = False
-        hold = self._engine.holds.take(self._engine.blocks, request_id)
+        hold = self._engine.holds.take(request_id)
         self._draining.add(hold)
         self._engine.step.tell(Preempt(one.request_id, hold))
 
@@ -255,15 +251,10 @@ class PrefillOffers:
         for hold in idle_holds:
             if hold in self._draining:
                 self._draining.remove(hold)
-                self._engine.holds.give_back(self._engine.blocks, hold)
+                self._engine.holds.give_back(hold)
 
     def revoke(
-        self,
-        cause: RevocationCause,
-        reason: str,
-        *,
-        adapter: int | None = None,
-        outdated: Collection[str] = (),
+        self, cause: RevocationCause, reason: str, *, adapter: int | None = None, outdated: Collection[str] = ()
     ) -> None:
         """Revokes offers: ownership tokens are cleared first, then blocks are freed (rule R12). Requests that are still
         computed keep their blocks.
@@ -290,7 +281,7 @@ class PrefillOffers:
             return False, None
         step = self._engine.step
         if is_whole and one.still_has(block_ids):
-            if self._engine.terms.mode.is_push and (self._engine.blocks.are_shared or not one.is_streamed):
+            if self._engine.is_push and (self._engine.blocks.are_shared or not one.is_streamed):
                 one.offer()
             step.tell(Finish(one.request_id))
             self.kept.keep(one.request_id, request.adapter, block_ids)
@@ -312,7 +303,7 @@ class PrefillOffers:
 
         Returns: the parameters for decode's request, when a step has told the workers; None if it cannot be offered.
         """
-        if any(num_tokens % group.table_block_size for group in self._engine.terms.groups.all):
+        if any(num_tokens % group.table_block_size for group in self._engine.groups.all):
             # From 0.33 on vLLM finds beginnings of blocks, too: their request may still fill them.
             return None
         request_id = PrefillRequestId(request.request_id)
@@ -325,24 +316,6 @@ class PrefillOffers:
         self._engine.step.tell(Finish(request_id))
         self.kept.keep(request_id, request.adapter, block_ids)
         return one.params()
-
-    # -------------------------------------------------------------------------------------------------------- inside
-
-    def _advance(self, one: OfferRequest, computed: Progress) -> None:
-        self._engine.timelines.enter(one.request_id, State.PREFILL_COMPUTING)
-        if one.is_past_prompt(computed):
-            if self._engine.terms.groups.have_states:
-                reason = "its states are about to be overwritten by those of later tokens"
-                self._revoke([one], Revocation(RevocationCause.STATES, reason))
-            return
-        one.take_blocks(computed)
-        if one.is_revoked:
-            return
-        one.compute(computed.num_computed_tokens)
-        # Tokens that another connector loads may turn out invalid when this step has ended, so they are not read early.
-        is_held = self.is_read_early and one.is_streamed and not self._engine.blocks.are_shared
-        if is_held or (one.manifest is not None and not self._engine.terms.mode.is_push):
-            one.offer(is_held=is_held)
 
     def _revoke(self, running: Iterable[OfferRequest], revocation: Revocation) -> None:
         """Takes back what was offered of requests, which are still computed, and offers no more of them."""

@@ -30,19 +30,11 @@ class HandshakeListener(Protocol):
     def close(self) -> None: ...
 
 
-class Envelope(Protocol):
-    """vLLM's own container for a worker's handshake metadata."""
-
-    compatibility_hash: str
-    agent_metadata_bytes: bytes
-
-
 class OwnSideChannel:
     """See the module. One per engine.
 
-    kvcached 0.1.6 says how much memory is mapped, but has no counters (``operation_counters`` in its
-    ``observability.py``). So the amount is looked at again and again, and its rises and falls are added up. What is
-    mapped and given back between two looks is not counted: both sums are lower bounds, and their difference is exact.
+    kvcached 0.1.6 says how much memory is mapped, but has no counters (``observability.py``). So rises and falls of the
+    amount are added up, look by look: both sums are lower bounds, and their difference is exact.
 
     Threads: the side channel's thread calls `headroom` and `watch_memory`; the engine's thread calls the others.
 
@@ -68,12 +60,12 @@ class OwnSideChannel:
         self._queued_tokens = 0
         self._said_until_seconds = 0.0
 
-    def introduce(self, metadata: Mapping[Any, Envelope], listen: Callable[[Answers], HandshakeListener]) -> None:
+    def introduce(self, metadata: Mapping[Any, Any], listen: Callable[[Answers], HandshakeListener]) -> None:
         """Sets the handshakes of this engine's ranks. Called when the workers have registered their memory, and again
         when their weights may have changed. Peers are answered with them until `close`.
 
         Args:
-            metadata: what vLLM has collected from the workers, by (pipeline stage, rank); there is one stage.
+            metadata: vLLM's containers of what the workers have said, by (pipeline stage, rank).
         """
         ranks = {key: read_rank(one.agent_metadata_bytes) for key, one in metadata.items()}
         self._offering.is_read_early |= any(one.is_staged for one in ranks.values())
@@ -81,8 +73,8 @@ class OwnSideChannel:
         # Drawn again if other weights were found just now.
         incarnation = self._engine.incarnation
         answers = {
-            rank: (one.compatibility_hash, msgspec.msgpack.encode(Answer(incarnation, one.agent_metadata_bytes)))
-            for (_, rank), one in metadata.items()
+            place: (one.compatibility_hash, msgspec.msgpack.encode(Answer(incarnation, one.agent_metadata_bytes)))
+            for place, one in metadata.items()
         }
         if self._listener is None:
             self._listener = listen(answers)
@@ -101,8 +93,6 @@ class OwnSideChannel:
         if listener is not None:
             listener.close()
 
-    # ---------------------------------------------------------------------------------------------- what it says of it
-
     def headroom(self) -> bytes:
         """Returns this engine's `Headroom`, encoded; empty before its first step."""
         self.watch_memory()
@@ -111,7 +101,7 @@ class OwnSideChannel:
             self._engine.woken()
         if not self._engine.is_bound:
             return b""
-        usage, per_block = self._engine.blocks.usage(), self._engine.terms.groups.tokens_per_block
+        usage, per_block = self._engine.blocks.usage(), self._engine.groups.tokens_per_block
         num_offers, num_kept, oldest_offer_seconds = self._offering.kept.kept_now()
         num_fetches, oldest_fetch_seconds = self._fetching.waiting_now()
         return encode_headroom(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of an engine's hand-overs, for the metrics, traces, the log and clients. One per engine, on its thread.
 
-A timeline begins here with a request's arrival, and ends here. What a rank does with a hand-over in between is in its
-own timeline, which comes with the statistics of a step; of decode's ranks the slowest one counts, because the request
-waits for it.
+A timeline begins here with a request's arrival, and ends here. What a rank does in between is in its own timeline; of
+decode's ranks the slowest one counts, because the request waits for it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.engine import Request
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FAILED, STARVED, FailureCause, HandOverFailed
-from kvcached_nixl.wire.timeline import Lasted, Reported, State, Timeline
+from kvcached_nixl.wire.timeline import Lasted, State, Timeline
 
 __all__ = ["Failures", "Spans", "Timelines"]
 
@@ -37,13 +36,8 @@ class Spans(Protocol):
 
 @dataclass
 class _Followed:
-    """A request's hand-over.
-
-    Attributes:
-        trace: "" if it is not traced.
-        slowest: the timeline of the rank of decode that ended last.
-        cause: of its failure; "" if it has not failed.
-    """
+    """A request's hand-over: its ``trace``, "" for none; the timeline of the rank of decode that ended last; and the
+    ``cause`` of its failure, "" for none."""
 
     timeline: Timeline
     trace: str
@@ -54,10 +48,8 @@ class _Followed:
 class Timelines:
     """See the module.
 
-    Args:
-        spans: None if nothing is traced.
-
     Attributes:
+        unanswered: hand-overs of decode that vLLM has not answered with a token yet.
         lasted: for the metrics, since `take_lasted` was last called.
     """
 
@@ -66,8 +58,7 @@ class Timelines:
         self._spans = spans
         self._is_push = is_push
         self._followed: dict[str, _Followed] = {}
-        # Those of decode that vLLM has not answered with a token yet.
-        self._unanswered: set[str] = set()
+        self.unanswered: set[str] = set()
         self.lasted: list[Lasted] = []
 
     def begin(self, request: Request, state: State) -> None:
@@ -78,7 +69,7 @@ class Timelines:
             self._followed[request_id] = _Followed(Timeline(), trace)
         self.enter(request_id, state)
         if state is State.DECODE_QUEUED:
-            self._unanswered.add(request_id)
+            self.unanswered.add(request_id)
 
     def enter(self, request_id: str, state: State) -> None:
         """A hand-over is in another state; ignored if it is not followed (any more)."""
@@ -100,24 +91,20 @@ class Timelines:
             self.enter(request_id, State.DECODE_FAILED)
 
     def computed(self, request_ids: Iterable[str]) -> None:
-        for request_id in self._unanswered.intersection(request_ids) if self._unanswered else ():
+        for request_id in self.unanswered.intersection(request_ids) if self.unanswered else ():
             followed = self._followed[request_id]
             if followed.timeline.state is not State.DECODE_FAILED:
                 followed.timeline.enter(State.DECODE_FIRST_TOKEN, self._clock.now_seconds())
 
-    @property
-    def awaits_tokens(self) -> bool:
-        return bool(self._unanswered)
-
     def answered(self, request_ids: Iterable[str]) -> None:
         """Requests have got a token: hand-overs of decode end with the first one."""
-        for request_id in self._unanswered.intersection(request_ids):
+        for request_id in self.unanswered.intersection(request_ids):
             self.end(request_id)
 
     def end(self, request_id: str) -> None:
         """A hand-over has ended here, or its request has; ignored if it is not followed (any more)."""
         followed = self._followed.pop(request_id, None)
-        self._unanswered.discard(request_id)
+        self.unanswered.discard(request_id)
         if followed is None:
             return
         self._take_in(followed)
@@ -125,21 +112,13 @@ class Timelines:
         attributes = {"kvcached_nixl.request_id": request_id}
         if followed.cause:
             attributes["kvcached_nixl.cause"] = followed.cause
-        self._add(followed.trace, followed.timeline, attributes)
+        self.add(followed.trace, followed.timeline, attributes)
 
-    def take(self, reported: Iterable[tuple[str, Reported]]) -> None:
-        """Take the timelines of workers.
-
-        Args:
-            reported: with each, the request of decode that its attempt is for; "" if it does not wait any more.
-        """
-        for request_id, one in reported:
-            attempt, trace, timeline = Timeline.read(one)
-            followed = self._followed.get(request_id)
-            if not attempt:
-                self._add(trace, timeline, {})
-            elif followed is not None and _end_of(followed.slowest) <= _end_of(timeline):
-                followed.slowest = timeline
+    def rank_ended(self, request_id: str, timeline: Timeline) -> None:
+        """A rank of decode has ended its part of a hand-over."""
+        followed = self._followed.get(request_id)
+        if followed is not None and _end_of(followed.slowest) <= _end_of(timeline):
+            followed.slowest = timeline
 
     def take_lasted(self) -> list[Lasted]:
         lasted, self.lasted = self.lasted, []
@@ -150,7 +129,8 @@ class Timelines:
         if slowest is not None and followed.timeline.state is State.DECODE_REPORTING:
             followed.timeline.take_in(slowest.marks, _end_of(slowest))
 
-    def _add(self, trace: str, timeline: Timeline, attributes: dict[str, str]) -> None:
+    def add(self, trace: str, timeline: Timeline, attributes: dict[str, str]) -> None:
+        """A timeline has ended, here or on a worker."""
         self.lasted += [(int(state), self._is_push, seconds) for state, seconds in timeline.lasted().items()]
         if trace and self._spans is not None:
             attributes["kvcached_nixl.direction"] = "push" if self._is_push else "pull"
@@ -162,10 +142,8 @@ def _end_of(timeline: Timeline | None) -> float:
 
 
 class Failures:
-    """Why hand-overs brought no KV: counted, logged once, and told to the client under the same label.
-
-    The metric, the log line and the client's error carry the cause's label; the last two also carry the attempt and
-    both requests' ids (`HandOverFailed.tags`). A worker's reason is in the log line only: it may name hosts and ports.
+    """Why hand-overs brought no KV: counted, logged once, and told to the client under the same label, the latter two
+    with `HandOverFailed.tags`. A worker's reason is in the log line only: it may name hosts and ports.
 
     Attributes:
         counts: failures by `FailureCause` since the last step; `SchedulerFacade.take_step` copies and clears them.

@@ -2,8 +2,7 @@
 """Makes NIXL agents, and moves bytes and notifications between them. The same tests check it, and the double in memory
 that other tests use (tests/contract/test_transport).
 
-The connector registers memory once, in few large extents; transfers here only name ranges inside it. NIXL's bindings
-raise a different exception class for each status, without a common base, so ``Exception`` is caught.
+NIXL's bindings raise a different exception class for each status, without a common base, so ``Exception`` is caught.
 
 Guarantees that the rest of the package relies on:
 
@@ -61,11 +60,6 @@ class TransportError(Exception):
 _STATES = MappingProxyType({"DONE": TransferState.DONE, "PROC": TransferState.IN_FLIGHT})
 
 
-def peer_name(name: bytes | str) -> str:
-    """An agent's name as a string, as NIXL reports senders. ``add_remote_agent`` returns bytes; NIXL accepts both."""
-    return name.decode() if isinstance(name, bytes) else str(name)
-
-
 def descriptors(agent: Any, ranges: Ranges, memory_type: str, device_id: int = 0) -> Any:
     """NIXL's descriptors of ``ranges``, in their order."""
     rows = np.empty((len(ranges), 3), dtype=np.uint64)
@@ -111,10 +105,7 @@ class WriteGate(_Agent):
         self.name = str(agent.name)
 
     def close(self) -> bool:
-        """Closes the gate: nothing can be written through it any more. Never raises.
-
-        Returns: False if the gate is still open; call it again to try again.
-        """
+        """Nothing can be written through it any more; False if it is still open: call it again. Never raises."""
         if self._agent is None:
             # The last call left a reference somewhere, e.g. in an exception's frames, which may be part of a cycle.
             gc.collect()
@@ -145,7 +136,8 @@ class Transport(_Agent):
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise TransportError(f"the peer's NIXL metadata was not accepted: {error}") from error
-        peer = peer_name(name)
+        # As NIXL reports senders, whatever it returns here.
+        peer = name.decode() if isinstance(name, bytes) else str(name)
         self._peers[peer] = memory_type or self._memory_type, device_id
         self._connections.setdefault(peer, object())
         return peer
@@ -182,14 +174,12 @@ class Transport(_Agent):
         *,
         is_host: bool = False,
     ) -> Handle:
-        """Posts one transfer between ``local`` and ``remote`` ranges, which correspond row by row.
+        """Posts one transfer between ``local`` and ``remote`` ranges, which correspond row by row. Raises
+        `TransportError`: nothing was posted.
 
         Args:
             notification: sent with a WRITE.
             is_host: the ranges are in registered host memory, not in KV memory.
-
-        Raises:
-            TransportError: nothing was posted.
         """
         here, there = (self._memory_type, self._device_id), self._memory_of(peer)
         if is_host:
@@ -276,30 +266,23 @@ PROGRESS_MICROSECONDS = 10_000
 """How long the progress thread of a gate's agent waits for socket events before it polls by itself."""
 
 
-def _make_resting_agent(name: str, backends: Sequence[str]) -> Any:
-    """An agent whose progress thread sleeps until something arrives.
-
-    NIXL's Python API gives its C++ agent a delay of 0, with which each gate's progress thread would keep a core busy.
-    """
-    from nixl import _bindings
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    made = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-    config = _bindings.nixlAgentConfig()
-    config.useProgThread, config.pthrDelay = True, PROGRESS_MICROSECONDS
-    made.agent = _bindings.nixlAgent(name, config)
-    for backend in backends:
-        made.create_backend(backend, {})
-    return made
-
-
 def open_gate(
     backends: Sequence[str], extents: Sequence[tuple[int, int]], memory_type: str, device_id: int = 0
 ) -> WriteGate:
     """Opens a gate to the memory in ``extents``, (address, bytes) each. Raises `TransportError`: NIXL could not make
     the agent, or not register the memory with it."""
     try:
-        agent = _make_resting_agent(uuid.uuid4().hex, backends)
+        from nixl import _bindings
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        name = uuid.uuid4().hex
+        agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+        config = _bindings.nixlAgentConfig()
+        # NIXL's Python API gives its C++ agent a delay of 0, with which each gate's thread would keep a core busy.
+        config.useProgThread, config.pthrDelay = True, PROGRESS_MICROSECONDS
+        agent.agent = _bindings.nixlAgent(name, config)
+        for backend in backends:
+            agent.create_backend(backend, {})
         register(agent, extents, backends, memory_type, device_id)
     except Exception as error:
         raise TransportError(f"NIXL could not make an agent for peers to write through: {error}") from error

@@ -71,8 +71,7 @@ class Listener:
             thread.
         watch: called there after each message, and every `_WATCH_SECONDS`.
 
-    Raises:
-        OSError: an address cannot be bound.
+    Raises OSError: an address cannot be bound.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Listener:
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._headroom, self._watch = headroom, watch
-        self._answers: dict[int, bytes] = {}
+        self._answers: dict[tuple[int, int], bytes] = {}
         self.answer(answers)
         self._woken = woken
         self._key = key.encode()
@@ -161,11 +160,14 @@ class Listener:
             self._send(answer)
 
     def _answer(self, rank: object, stage: object) -> bytes:
-        found = self._answers.get(rank) if isinstance(rank, int) and stage == 0 else None
+        found = self._answers.get((stage, rank)) if isinstance(rank, int) and isinstance(stage, int) else None
         if found is None:
             # Of other values only the type is shown: they may be nested too deep for repr.
-            shown = rank if isinstance(rank, int) else type(rank).__name__
-            said = f"no rank {shown}: this engine has {sorted(self._answers)}; correct the router's tp_size"
+            shown = (one if isinstance(one, int) else type(one).__name__ for one in (stage, rank))
+            said = (
+                f"no stage and rank {', '.join(map(str, shown))}: this engine has {sorted(self._answers)}; correct the "
+                "router's pp_size and tp_size"
+            )
             found = msgspec.msgpack.encode(Reply(said, b""))
         return found
 
@@ -187,11 +189,8 @@ class Listener:
 def start(
     address: SideChannelAddress, answers: Answers, listen: Callable[[], Listener], asking: SideChannel
 ) -> Listener:
-    """Start listening, with ``listen``, and check. ``asking`` is closed when the check has ended.
-
-    Raises:
-        SettingsError: the address cannot be bound, or another engine answers at the advertised one.
-    """
+    """Start listening, with ``listen``, and check. ``asking`` is closed when the check has ended. Raises SettingsError:
+    the address cannot be bound, or another engine answers at the advertised one."""
     try:
         listener = listen()
     except OSError as error:
@@ -199,26 +198,21 @@ def start(
         raise _cannot_listen(address, error) from error
     logger.info("The side channel %s.", address)
     verdict: Future[SettingsError | None] = Future()
-    arguments = (address, answers, asking, verdict)
-    threading.Thread(target=_check, args=arguments, name="kvcached-nixl-address-check", daemon=True).start()
-    if verdict in wait([verdict], WAIT_SECONDS).done:
-        refusal_or_none = verdict.result()
-        if refusal_or_none is not None:
-            listener.close()
-            raise refusal_or_none
+
+    def check() -> None:
+        try:
+            verdict.set_result(_checked(address, answers, asking))
+        except BaseException as error:
+            verdict.set_exception(error)
+            raise
+        finally:
+            asking.close()
+
+    threading.Thread(target=check, name="kvcached-nixl-address-check", daemon=True).start()
+    if verdict in wait([verdict], WAIT_SECONDS).done and (refusal := verdict.result()) is not None:
+        listener.close()
+        raise refusal
     return listener
-
-
-def _check(
-    address: SideChannelAddress, answers: Answers, asking: SideChannel, verdict: Future[SettingsError | None]
-) -> None:
-    try:
-        verdict.set_result(_checked(address, answers, asking))
-    except BaseException as error:
-        verdict.set_exception(error)
-        raise
-    finally:
-        asking.close()
 
 
 def _checked(address: SideChannelAddress, answers: Answers, asking: SideChannel) -> SettingsError | None:
@@ -240,7 +234,7 @@ def _checked(address: SideChannelAddress, answers: Answers, asking: SideChannel)
         )
     rank = min(answers)
     try:
-        answer = asking.ask(there.host, there.port, rank).result()
+        answer = asking.ask(there.host, there.port, rank[1], rank[0]).result()
     except (OSError, CancelledError) as error:
         _silent(address, leads_to, error)
         return None
@@ -282,10 +276,9 @@ def _name_of(compatibility: str, metadata: bytes) -> str:
     if not is_tagged(compatibility):
         return f"the side channel of an engine without this package answers ({compatibility!r:.80})"
     try:
-        rank = read_rank(read_answer(metadata).rank)
+        return f"engine {read_rank(read_answer(metadata).rank).engine_id} answers"
     except Malformed:
         return f"{_UNKNOWN}, although it is of this package"
-    return f"engine {rank.engine_id} answers"
 
 
 def _cannot_listen(address: SideChannelAddress, error: OSError) -> SettingsError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 import logging
 import threading
 from collections.abc import Mapping
@@ -62,14 +63,14 @@ class SideChannel:
         self._lookups: set[asyncio.Future[list[str]]] = set()
         self._looked_up: dict[str, list[str]] = {}
 
-    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+    def ask(self, host: str, port: int, tp_rank: int, pp_rank: int = 0) -> Future[tuple[str, bytes]]:
         """Requests the (compatibility string, metadata) of a rank.
 
         If there is no answer, the future fails within a few seconds: with `ConnectionRefusedError` if nothing listens
         at the address, with another `OSError` or a `TimeoutError` if that is not known, and with `ValueError` if the
         answer cannot be read.
         """
-        return asyncio.run_coroutine_threadsafe(self._ask(host, port, tp_rank), self._running())
+        return asyncio.run_coroutine_threadsafe(self._ask(host, port, (ASK, pp_rank, tp_rank)), self._running())
 
     def ask_headroom(self, host: str, port: int) -> Future[bytes]:
         """Requests an engine's headroom, encoded; empty if it does not know it. Fails as `ask` does."""
@@ -117,8 +118,8 @@ class SideChannel:
                 lookup.cancel()
             loop.close()
 
-    async def _ask(self, host: str, port: int, tp_rank: int) -> tuple[str, bytes]:
-        frames = await self._exchanged(host, port, (ASK, 0, tp_rank))
+    async def _ask(self, host: str, port: int, question: tuple[object, ...]) -> tuple[str, bytes]:
+        frames = await self._exchanged(host, port, question)
         try:
             reply = msgspec.msgpack.decode(frames[0], type=Reply)
         except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as error:
@@ -134,27 +135,21 @@ class SideChannel:
     async def _exchanged(self, host: str, port: int, question: tuple[object, ...]) -> list[bytes]:
         there = self._asked_there.setdefault((host, port), asyncio.Semaphore(_ASKED_AT_ONCE_THERE))
         async with there, self._asked_at_once:
+            address = await self._listening(host, port)
             try:
-                return await self._exchanged_alone(host, port, question)
-            except zmq.ZMQError as error:
-                raise OSError(
-                    f"no request could be sent to the side channel at {Endpoint(host, port)}: {error}"
-                ) from error
-
-    async def _exchanged_alone(self, host: str, port: int, question: tuple[object, ...]) -> list[bytes]:
-        address = await self._listening(host, port)
-        assert self._context is not None
-        with self._context.socket(zmq.REQ) as asking:
-            asking.setsockopt(zmq.LINGER, 0)
-            asking.setsockopt(zmq.MAXMSGSIZE, _LONGEST_ANSWER_BYTES)
-            asking.setsockopt(zmq.IPV6, int(":" in address))
-            try:
-                asking.connect(url(address, port))
-                await asking.send(msgspec.msgpack.encode(question))
-                return list(await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS))
+                with self._context.socket(zmq.REQ) as asking:
+                    asking.setsockopt(zmq.LINGER, 0)
+                    asking.setsockopt(zmq.MAXMSGSIZE, _LONGEST_ANSWER_BYTES)
+                    asking.setsockopt(zmq.IPV6, int(":" in address))
+                    asking.connect(url(address, port))
+                    await asking.send(msgspec.msgpack.encode(question))
+                    return list(await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS))
             except asyncio.TimeoutError as error:
                 reason = f"the side channel at {Endpoint(host, port)} does not answer within {_REPLY_SECONDS:g} s"
                 raise TimeoutError(reason) from error
+            except zmq.ZMQError as error:
+                reason = f"no request could be sent to the side channel at {Endpoint(host, port)}: {error}"
+                raise OSError(reason) from error
 
     async def _listening(self, host: str, port: int) -> str:
         """An address of the host at which something listens. ZMQ itself would retry without reporting anything."""
@@ -188,7 +183,8 @@ class SideChannel:
         found = asyncio.get_running_loop().run_in_executor(self._names, look_up, host)
         # A look-up cannot be cancelled, so it holds the semaphore until it has ended, even after the timeout below.
         self._lookups.add(found)
-        found.add_done_callback(self._looked)
+        found.add_done_callback(self._lookups.discard)
+        found.add_done_callback(lambda _: self._looking_up.release())
         try:
             addresses = await asyncio.wait_for(asyncio.shield(found), _REPLY_SECONDS)
         except (asyncio.TimeoutError, OSError) as error:
@@ -200,12 +196,7 @@ class SideChannel:
         self._looked_up[host] = addresses
         return addresses
 
-    def _looked(self, lookup: asyncio.Future[list[str]]) -> None:
-        self._lookups.discard(lookup)
-        self._looking_up.release()
-
     def _wake(self, host: str, port: int, key: str) -> None:
-        assert self._context is not None
         own = self._own.get((host, port))
         if own is None:
             own = self._own[host, port] = zmq.Context.shadow(self._context.underlying).socket(zmq.DEALER)
@@ -234,15 +225,17 @@ class HandshakeWatch:
     Args:
         channel: is closed at the end.
         engines: index of each engine -> its side channel. Those on other hosts do not answer, and stay unknown.
-        ranks: of one engine.
+        tp_size, pp_size: of each engine.
         listener: the metrics; ``say_kind`` and ``say_headroom`` are called on the watch's thread. The watch does not
             keep it alive.
     """
 
-    def __init__(self, channel: SideChannel, engines: Mapping[int, Endpoint], ranks: int, listener: Any) -> None:
+    def __init__(
+        self, channel: SideChannel, engines: Mapping[int, Endpoint], tp_size: int, pp_size: int, listener: Any
+    ) -> None:
         self._channel = channel
         self._engines = dict(engines)
-        self._ranks = ranks
+        self._others = list(itertools.product(range(pp_size), range(tp_size)))[1:]
         self._listener = ref(listener)
         self._known: dict[int, tuple[str, bytes]] = {}
         self._closing = threading.Event()
@@ -260,7 +253,6 @@ class HandshakeWatch:
                 for index, first in asked.items():
                     try:
                         self._look(index, first.result())
-                        self._ask_headroom(index)
                     except (OSError, ValueError, CancelledError) as error:
                         logger.debug("The side channel of engine %d is not read: %s", index, error)
                     except Exception:
@@ -272,17 +264,14 @@ class HandshakeWatch:
             self._channel.close()
 
     def _look(self, index: int, first: tuple[str, bytes]) -> None:
+        where = self._engines[index]
         # Each rank's answer has the engine's incarnation, which is new whenever the weights are.
-        if not first[1] or self._known.get(index) == first:
-            return
-        others = [self._channel.ask(*self._engines[index], rank) for rank in range(1, self._ranks)]
-        answers = [first, *(one.result() for one in others)]
-        listener = self._listener()
-        if listener is not None and all(metadata for _, metadata in answers):
-            listener.say_kind(index, answers)
-            self._known[index] = first
-
-    def _ask_headroom(self, index: int) -> None:
-        headroom, listener = self._channel.ask_headroom(*self._engines[index]).result(), self._listener()
+        if first[1] and self._known.get(index) != first:
+            others = [self._channel.ask(*where, rank, stage) for stage, rank in self._others]
+            answers, listener = [first, *(one.result() for one in others)], self._listener()
+            if listener is not None and all(metadata for _, metadata in answers):
+                listener.say_kind(index, answers)
+                self._known[index] = first
+        headroom, listener = self._channel.ask_headroom(*where).result(), self._listener()
         if listener is not None and headroom:
             listener.say_headroom(index, headroom)

@@ -110,7 +110,6 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def mask(self) -> bytes:
-        """``is_embed`` of each token."""
         return bytes([1]) * self.length if self.is_embed is None else self.is_embed
 
     def elements(self) -> dict[str, Element]:
@@ -167,11 +166,7 @@ def _check(features: Iterable[Feature], num_tokens: int) -> None:
 
 
 def decode(body: bytes | bytearray) -> Prompt:
-    """Returns a prompt that shares its body's memory.
-
-    Raises:
-        ValueError: found and expected, in words.
-    """
+    """Returns a prompt that shares its body's memory. Raises ValueError: found and expected, in words."""
     try:
         return msgspec.msgpack.decode(body, type=Prompt)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

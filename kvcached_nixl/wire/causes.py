@@ -89,8 +89,6 @@ class RevocationCause(IntEnum):
 
 FAILED = "KV hand-over failed: "
 """What a client and decode's log say in front of `HandOverFailed.tags`."""
-
-
 STARVED = "KV memory is short: "
 """The same, for a request that never gets blocks, whether it is a hand-over or not."""
 
@@ -98,8 +96,7 @@ STARVED = "KV memory is short: "
 class HandOverFailed(Exception):
     """One hand-over brings no KV. ``cause`` is counted; the text is logged with the request.
 
-    Args:
-        retry_after_seconds: when the client may try again; 0 if it is not told.
+    ``retry_after_seconds``: when the client may try again; 0 if it is not told.
     """
 
     def __init__(self, cause: FailureCause, reason: str, *, retry_after_seconds: int = 0) -> None:
@@ -108,18 +105,13 @@ class HandOverFailed(Exception):
         self._retry_after_seconds = retry_after_seconds
 
     def tags(self, request_id: str = "", *, attempt: int | None = None, prefill_request_id: str = "") -> str:
-        """The fields that every log line about one failure has, in both engines, for ``grep``.
-
-        Args:
-            request_id: decode's. Each id is the one inside its engine; unknown ids are left out.
-        """
-        retry_after = self._retry_after_seconds or None
+        """The fields that every log line about one failure has, in both engines. Each id is the one inside its engine,
+        ``request_id`` decode's; unknown ids are left out."""
+        shown = f"cause={self.cause.label}"
         ids = {"attempt": attempt, "request": request_id, "prefill_request": prefill_request_id}
-        fields = {"retry_after": retry_after, **ids}
-        known = " ".join(f"{key}={_plain(str(one))}" for key, one in fields.items() if one not in (None, ""))
-        return f"cause={self.cause.label} {known}".rstrip()
-
-
-def _plain(said: str) -> str:
-    # A client chooses this id: it must neither start a new log line nor end its field.
-    return re.sub(r"[^!-~]|[\"'\\\\]", "?", said[:MAX_SHOWN])
+        for key, one in ({"retry_after": self._retry_after_seconds or None} | ids).items():
+            if one not in (None, ""):
+                # A client chooses its id: it must neither start a new log line nor end its field.
+                plain = re.sub(r"[^!-~]|[\"'\\\\]", "?", str(one)[:MAX_SHOWN])
+                shown += f" {key}={plain}"
+        return shown

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types for input from outside: msgspec refuses values that are out of range before anything uses them.
-
-A client, a router or a peer may send anything. Decoding into these types gives values that need no further check, or
-one exception (`Malformed`) that names the field.
+"""Types for input from outside. A client, a router or a peer may send anything: decoding into these types gives values
+that need no further check, or one exception (`Malformed`) that names the field.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -67,12 +65,9 @@ def require(holds: bool, expected: str) -> None:
 
 
 def convert(value: Any, kind: type[T]) -> T:
-    """Checks plain Python values, as JSON gives them, against a type.
+    """Checks plain Python values, as JSON gives them, against a type. Raises `Malformed`, which names the field.
 
     Whole numbers may be floats: a router that keeps parameters in protobuf's Struct has no other numbers.
-
-    Raises:
-        Malformed: they do not fit; the message names the field.
     """
     try:
         try:
@@ -97,13 +92,13 @@ def _with_whole_numbers(value: Any) -> Any:
     return value
 
 
-class decoder:
+class decoder(Generic[T]):
     """Decodes msgpack into one type. Call it with bytes; its only exception is `Malformed`, whatever the bytes."""
 
     def __init__(self, kind: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
-    def __call__(self, encoded: bytes) -> Any:
+    def __call__(self, encoded: bytes) -> T:
         try:
             return self._decoder.decode(encoded)
         except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeError) as error:

@@ -1,24 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The handshake: what two engines must have in common before bytes move, and what their ranks tell each other.
 
-Protocol history (one line per change of meaning; the number is part of the tag):
-
-    1: kvcached geometry: blocks narrowed to the planned ones, contiguous or non-contiguous, equal splits on both sides.
-    2: the tag names the direction, pull or push; push sends its own metadata in place of vLLM's.
-    3: pull: each rank keeps an ownership token per request for decode to read, in front of the agent's metadata.
-    4: one hand-over for both directions, described by a manifest (`wire.manifest`); vLLM's metadata is not used.
-    5: each side names the memory that KV is moved from and to; if a side stages, KV is written, in pull, too.
-    6: a registration may ask for checksums of the bytes that are sent, or that were READ already.
-    7: weights are identified by their content (`Weights`), which may change; prefill may revoke an offer at any time.
-    8: fields named as in docs/design/architecture.md: incarnation, checksum, ownership token, staging grant.
-    9: memory, manifests and registrations are described by KV-cache group, with a block size of its own for each.
-    10: a group may keep states: blocks of one token, the last one, with padding behind their cell.
-    11: the tag has no arrangement: planes say where cells are, so peers may lay their blocks out differently. States
-        are described by part, too, for peers with another tensor-parallel size.
-    12: planes say how many ranks hold the same heads; of prefill's ranks with copies one moves them.
-    13: prefill is told that decode reads.
-    14: weights are identified by memory, by what was loaded, and by files; configurations setting by setting. The
-        digest of a prompt has a hash of its embeddings, not their bytes.
+The protocol's number (`wire.manifest.PROTOCOL`) is part of the tag. Whatever changes the meaning of a message, of a
+manifest or of this handshake needs another number: two that mean different things would move wrong bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +18,7 @@ import msgspec
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import Count, Incarnation, Rank, TpSize, decoder, require
 from kvcached_nixl.wire.manifest import PROTOCOL
-from kvcached_nixl.wire.planes import GroupMemory, Planes
+from kvcached_nixl.wire.planes import GroupMemory
 
 __all__ = [
     "MOST_NAMED_FILES",
@@ -55,44 +39,35 @@ __all__ = [
 ]
 
 _NAME = "kvcached_nixl"
+MOST_NAMED_TENSORS, MOST_NAMED_FILES = 1 << 14, 1024
 
+Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+"""Checksum of a content, 32 hexadecimal digits; "" if it is not known."""
 MemoryType: TypeAlias = Literal["DRAM", "VRAM"]
 """NIXL's names for host memory and for accelerator memory."""
-Answers: TypeAlias = Mapping[int, tuple[str, bytes]]
-"""What an engine answers peers: rank -> (tag, `Answer`, encoded)."""
+Answers: TypeAlias = Mapping[tuple[int, int], tuple[str, bytes]]
+"""What an engine answers peers: (pipeline stage, rank) -> (tag, `Answer`, encoded)."""
 
 
 class Tag(msgspec.Struct, frozen=True):
-    """Everything in which two engines must be equal. It takes the place of vLLM's compatibility hash.
-
-    vLLM's own comparison refuses a peer that differs, and its message shows both tags as text; a stock peer has its own
-    hash and never compares equal.
+    """Everything in which two engines must be equal. It takes the place of vLLM's compatibility hash, so a stock peer
+    refuses it with a message that shows both as text.
 
     Attributes:
-        direction: ``pull`` or ``push``.
+        mode: ``pull`` or ``push``.
         facts: everything but the weights that the bytes depend on, as (name, value): vLLM, configuration, dtype, ...
-        planes: per KV-cache group (number, bytes of a cell) of each kind of plane; of states, of their parts if known.
+        cells: per KV-cache group, bytes of a cell of each kind of plane; of states, of their parts if known.
     """
 
     mode: str
     facts: tuple[tuple[str, str], ...]
-    planes: tuple[tuple[tuple[int, int], ...], ...]
+    cells: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
         facts = "; ".join(f"{name} {value}" for name, value in self.facts)
-        groups = (
-            " and ".join(f"{count} planes of cells of {size} bytes" for count, size in one) for one in self.planes
-        )
-        planes = ", ".join(f"group {place}: {group}" for place, group in enumerate(groups))
-        return f"{_NAME}/{PROTOCOL} {self.mode} [{facts}; {planes}]"
-
-
-Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
-"""Checksum of a content, 32 hexadecimal digits; "" if it is not known."""
-
-
-MOST_NAMED_TENSORS = 1 << 14
-MOST_NAMED_FILES = 1024
+        groups = (" and ".join(f"cells of {size} bytes" for size in one) for one in self.cells)
+        cells = ", ".join(f"group {place}: {group}" for place, group in enumerate(groups))
+        return f"{_NAME}/{PROTOCOL} {self.mode} [{facts}; {cells}]"
 
 
 class Tensors(msgspec.Struct, frozen=True):
@@ -148,18 +123,17 @@ class Weights(msgspec.Struct, frozen=True):
             is_equal = any(ours.content == other.content for ours, other in comparable)
             return "" if is_equal else _other_tensor(*comparable[0], names)
         if self.files and theirs.files:
-            return "" if self.files == theirs.files else self._other_file(theirs)
+            if self.files == theirs.files:
+                return ""
+            here, there = dict(self.each_file), dict(theirs.each_file)
+            differ = sorted(name for name in here.keys() & there.keys() if here[name] != there[name])
+            named = f"{differ[0]} differs" if differ else f"{len(there)} files there, {len(here)} here"
+            return f"found weights of files with checksum {theirs.files}; expected {self.files} ({named:.300})"
         unknown = [f"{whose}: {one.note or 'no files are known'}" for whose, one in (("here", self), ("there", theirs))]
         return (
             "their weights lie otherwise in memory (tensor-parallel size, kernels), or not all of them can be "
             "read, and files cannot be compared (" + "; ".join(unknown) + ")"
         )
-
-    def _other_file(self, theirs: Weights) -> str:
-        ours, other = dict(self.each_file), dict(theirs.each_file)
-        differ = sorted(name for name in ours.keys() & other.keys() if ours[name] != other[name])
-        named = f"{differ[0]} differs" if differ else f"{len(other)} files there, {len(ours)} here"
-        return f"found weights of files with checksum {theirs.files}; expected {self.files} ({named:.300})"
 
 
 def _other_tensor(ours: Tensors, theirs: Tensors, names: Mapping[str, Sequence[str]]) -> str:
@@ -216,16 +190,18 @@ class RankHandshake(msgspec.Struct, frozen=True):
     is_staged: bool
     weights: Weights
     process: Process
+    pp_size: TpSize
+    pp_rank: Rank
 
     def __post_init__(self) -> None:
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
+        require(self.pp_rank < self.pp_size, "a stage below the pipeline-parallel size")
         require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
-        require(all(self._is_placed(one) for group in self.groups for one in group.all), "its place among the copies")
         # Readers add an offset to it in 64 bits.
         require(0 <= self.token_table_address < 2**62, "an address of 62 bits")
-
-    def _is_placed(self, planes: Planes) -> bool:
-        return self.tp_size % planes.copies == 0 and planes.copy == self.tp_rank % planes.copies
+        for one in (planes for group in self.groups for planes in group.all):
+            is_placed = self.tp_size % one.copies == 0 and one.copy == self.tp_rank % one.copies
+            require(is_placed, "its place among the copies")
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -235,19 +211,8 @@ class Answer(msgspec.Struct, frozen=True):
     rank: bytes
 
 
-_read_answer, _read_rank = decoder(Answer), decoder(RankHandshake)
-
-
-def read_answer(encoded: bytes) -> Answer:
-    """Raises `Malformed`."""
-    found: Answer = _read_answer(encoded)
-    return found
-
-
-def read_rank(encoded: bytes) -> RankHandshake:
-    """Raises `Malformed`."""
-    found: RankHandshake = _read_rank(encoded)
-    return found
+read_answer: decoder[Answer] = decoder(Answer)
+read_rank: decoder[RankHandshake] = decoder(RankHandshake)
 
 
 def differences(found: str, expected: str) -> str:
@@ -280,14 +245,8 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, answers: Sequence[tuple[str, bytes]]) -> Kind:
-        """Returns the kind of an engine.
-
-        Args:
-            answers: what its side channel answers for each of its ranks, in their order: (tag, metadata).
-
-        Raises:
-            Malformed: metadata cannot be read.
-        """
+        """Returns the kind of an engine whose side channel answers so for each of its ranks, in their order: (tag,
+        metadata). Raises `Malformed`: metadata cannot be read."""
         weights = [read_rank(read_answer(metadata).rank).weights for _, metadata in answers]
         checkpoints = {one.files for one in weights}
         is_whole = all(one.memory.content for one in weights)

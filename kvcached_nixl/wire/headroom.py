@@ -10,11 +10,12 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvcached_nixl.wire.checked import Malformed, decoder
+from kvcached_nixl.wire.checked import decoder
 
 __all__ = ["AskingFigures", "BlockUsage", "Computed", "Ended", "Headroom", "encode_headroom", "read_headroom"]
 
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 class Ended(str, Enum):
@@ -55,9 +56,6 @@ class AskingFigures(msgspec.Struct, forbid_unknown_fields=True):
     promised_blocks: _Number = 0
     ended: dict[Ended, _Number] = msgspec.field(default_factory=lambda: dict.fromkeys(Ended, 0))
     computed: dict[Computed, _Number] = msgspec.field(default_factory=lambda: dict.fromkeys(Computed, 0))
-
-
-_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 class BlockUsage(NamedTuple):
@@ -102,21 +100,5 @@ class Headroom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     asking: AskingFigures | None = None
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decode = decoder(Headroom)
-
-
-def encode_headroom(headroom: Headroom) -> bytes:
-    return _encoder.encode(headroom)
-
-
-def read_headroom(said: bytes) -> Headroom:
-    """Decodes an answer.
-
-    Raises:
-        Malformed: the bytes are no valid headroom message.
-    """
-    if not said:
-        raise Malformed("found nothing; expected an engine's headroom")
-    found: Headroom = _decode(said)
-    return found
+encode_headroom = msgspec.msgpack.Encoder().encode
+read_headroom: decoder[Headroom] = decoder(Headroom)

@@ -30,8 +30,6 @@ NULL_BLOCK_ID = 0
 
 
 class Keeps(Enum):
-    """See the module."""
-
     EVERYTHING = "everything"
     WINDOW = "window"
     STATE = "state"
@@ -54,21 +52,18 @@ class KVGroup:
         return 1 if self.keeps is Keeps.STATE else self.table_block_size
 
     def range(self, blocks: list[LogicalBlock], first_token: int, end_token: int) -> BlockRange:
-        """The blocks that hold the tokens from ``first_token`` on, which starts a block; of a state the last one.
-
-        Args:
-            blocks: vLLM's block table of the request. If it is too short, so is the range.
-        """
-        if self.keeps is Keeps.STATE:
-            place = (end_token - 1) // self.table_block_size
-            return BlockRange(end_token - 1, tuple(blocks[place : place + 1]))
+        """The blocks that hold the tokens from ``first_token`` on, which starts a block; of a state the last one. If
+        ``blocks``, vLLM's block table of the request, is too short, so is the range."""
         size = self.table_block_size
+        if self.keeps is Keeps.STATE:
+            place = (end_token - 1) // size
+            return BlockRange(end_token - 1, tuple(blocks[place : place + 1]))
         return BlockRange(first_token, tuple(blocks[first_token // size : -(-end_token // size)]))
 
 
 @dataclass(frozen=True)
 class KVGroups:
-    """All KV-cache groups of an engine, in vLLM's order."""
+    """In vLLM's order."""
 
     all: tuple[KVGroup, ...]
 
@@ -107,11 +102,7 @@ class KVGroups:
     def ranges(
         self, block_ids: tuple[list[LogicalBlock], ...], first_tokens: tuple[int, ...], end_token: int
     ) -> tuple[BlockRange, ...]:
-        """Per group `KVGroup.range`.
-
-        Raises:
-            ValueError: there are not as many lists as groups.
-        """
+        """Per group `KVGroup.range`. Raises ValueError: there are not as many lists as groups."""
         pairs = zip(self.all, block_ids, first_tokens, strict=True)
         return tuple(group.range(blocks, first, end_token) for group, blocks, first in pairs)
 

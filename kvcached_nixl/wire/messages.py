@@ -9,8 +9,7 @@
     decode  -> prefill   Release          this rank needs nothing more of this request
     prefill -> decode    Written          travels with a WRITE and arrives after its bytes
     prefill -> decode    Stopped          nothing of this attempt is in flight any more, and not everything is written
-
-Heartbeats have vLLM's own format (`wire.lease`).
+    decode  -> prefill   HB:NAME,NAME,... heartbeat: it still waits for these requests. vLLM's own format (vllm#41383)
 
 An *attempt* is a number that decode draws for each request that it fetches KV for; prefill repeats it. So a late,
 duplicated or reordered message of an earlier attempt never affects a later one's blocks.
@@ -23,6 +22,7 @@ contributor, in any order (vllm#48633, rows C1 and C2).
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import msgspec
@@ -44,6 +44,9 @@ from kvcached_nixl.wire.checked import (
 from kvcached_nixl.wire.manifest import PROTOCOL, Manifest
 
 __all__ = [
+    "EXTENSION",
+    "INTERVAL",
+    "MAX_HEARTBEAT_BYTES",
     "PREFIX",
     "KernelBlockRange",
     "Message",
@@ -59,31 +62,44 @@ __all__ = [
     "decode",
     "draw_attempt",
     "encode",
+    "heartbeats",
+    "is_heartbeat",
+    "is_nameable",
     "is_ours",
+    "read_heartbeat",
 ]
 
 PREFIX = f"KVNX{PROTOCOL}:".encode()
-"""Starts each notification of this package; vLLM's start with ``HB:``, ``PUSH_REG:`` or a request id and a colon."""
+"""Starts each notification of this package but heartbeats. vLLM's start with ``HB:``, ``PUSH_REG:`` or a request id and
+a colon."""
 
 MAX_ATTEMPT = 2**62
 
 
 class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="say"):
-    """Base of all messages."""
+    """A message."""
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to find a rank: its engine, its side channel, its place in the tensor-parallel group."""
+    """How to find a rank: its engine, its side channel, its places in the tensor- and pipeline-parallel groups."""
 
     engine_id: EngineId
     host: Identifier
     port: Port
     tp_size: TpSize
     tp_rank: Rank
+    pp_size: TpSize = 1
+    pp_rank: Rank = 0
 
     def __post_init__(self) -> None:
         require(0 < len(self.engine_id) <= 1024, "an engine id")
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
+        require(self.pp_rank < self.pp_size, "a stage below the pipeline-parallel size")
+
+    @property
+    def rank(self) -> int:
+        """Its number among all workers of its engine, as vLLM counts them."""
+        return self.pp_rank * self.tp_size + self.tp_rank
 
 
 class _OfAttempt(_Said, frozen=True):
@@ -138,11 +154,6 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     gate: bytes = b""
 
     @property
-    def has_no_blocks(self) -> bool:
-        """Whether nothing is to be written, or decode grants the slots later."""
-        return self.is_staged or self.is_read
-
-    @property
     def begin_token(self) -> int:
         """The first token that is moved, of any group."""
         return min(group.first_token for group in self.groups)
@@ -158,7 +169,8 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
             require(block_size > 0, "block sizes above 0")
             require(self.first_token % block_size == 0, "a first token that starts a block of each group")
             require(len(set(group.block_ids)) == len(group.block_ids), "no block twice in a group")
-            require(not (self.has_no_blocks and group.block_ids), "no blocks if KV is staged, or was read already")
+            has_no_blocks = self.is_staged or self.is_read
+            require(not (has_no_blocks and group.block_ids), "no blocks if KV is staged, or was read already")
             require(group.first_token % block_size == 0, "groups that start a block")
             require(group.first_token >= self.first_token, "groups that begin no earlier than the request")
 
@@ -220,9 +232,7 @@ class Reading(_Said, frozen=True, tag="reading"):
     Prefill takes such an offer back for other causes than memory only. If it already has, decode finds that out by the
     ownership token, whether this message has arrived or not.
 
-    Attributes:
-        request_id: prefill's request id.
-        tp_rank: decode's.
+    ``request_id``: prefill's. ``tp_rank``: decode's.
     """
 
     request_id: str
@@ -279,7 +289,7 @@ class Stopped(_OfContributor, frozen=True, tag="stopped"):
 Message: TypeAlias = Registration | StagingGrant | Withdrawal | Reading | Release | StagingRequest | Written | Stopped
 
 _encoder = msgspec.msgpack.Encoder()
-_decode = decoder(Message)
+_decode: decoder[Message] = decoder(Message)
 
 
 def draw_attempt() -> int:
@@ -298,12 +308,58 @@ def encode(message: Message) -> bytes:
 
 
 def decode(notification: bytes) -> Message:
-    """Decodes a notification.
-
-    Raises:
-        Malformed: the prefix, a type or a range is wrong, or a field is unknown.
-    """
+    """Raises `Malformed`: the prefix, a type or a range is wrong, or a field is unknown."""
     if not is_ours(notification):
         raise Malformed(f"found {notification[:16]!r}; expected it to start with {PREFIX!r}")
-    found: Message = _decode(notification[len(PREFIX) :])
-    return found
+    return _decode(notification[len(PREFIX) :])
+
+
+# ----------------------------------------------------------------------------------------------------------- heartbeats
+
+INTERVAL, EXTENSION = 1 / 6, 2 / 3
+"""Fractions of a lease: the time between two heartbeats, and how long a lease lasts at least after one. As in vLLM."""
+
+MAX_HEARTBEAT_BYTES = 4096
+"""Largest heartbeat. About eighty of vLLM's request ids fit into it."""
+
+_HEARTBEAT = b"HB:"
+
+
+def is_nameable(name: str) -> bool:
+    """Whether a heartbeat can name this request: its id contains the client's ``X-Request-Id``, perhaps with commas."""
+    if not name or "," in name:
+        return False
+    try:
+        return len(name.encode()) <= MAX_HEARTBEAT_BYTES - len(_HEARTBEAT)
+    except UnicodeEncodeError:
+        return False
+
+
+def heartbeats(names: Iterable[str]) -> Iterator[bytes]:
+    """Encodes prefill's request ids, or names of transfers, in as few notifications as possible; a name that does not
+    fit into one is left out. Prefill ignores names that it does not know."""
+    joined, begin, room = ",".join(names).encode(), 0, MAX_HEARTBEAT_BYTES - len(_HEARTBEAT)
+    while begin < len(joined):
+        # The comma after the last name that fits.
+        end = len(joined) if len(joined) - begin <= room else joined.rfind(b",", begin, begin + room + 1)
+        if end >= 0:
+            yield _HEARTBEAT + joined[begin:end]
+        else:
+            end = joined.find(b",", begin) % (len(joined) + 1)
+        begin = end + 1
+
+
+def is_heartbeat(notification: bytes) -> bool:
+    return notification.startswith(_HEARTBEAT)
+
+
+def read_heartbeat(notification: bytes) -> list[str]:
+    """The names in a heartbeat. Raises `Malformed`: it is none, larger than `MAX_HEARTBEAT_BYTES`, or not UTF-8."""
+    if not is_heartbeat(notification) or len(notification) > MAX_HEARTBEAT_BYTES:
+        found = f"found {notification[:16]!r} ({len(notification)} bytes)"
+        raise Malformed(f"{found}; expected a heartbeat of {_HEARTBEAT!r}")
+    try:
+        names = notification[len(_HEARTBEAT) :].decode().split(",")
+    except UnicodeDecodeError as error:
+        raise Malformed(str(error)) from error
+    return [name for name in names if name]

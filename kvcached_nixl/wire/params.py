@@ -7,7 +7,8 @@
 
 A router that pushes may ask both at once; then it tells decode where prefill is:
 
-    to decode       do_remote_prefill: true, transfer_id, remote_engine_id, remote_host, remote_port, tp_size
+    to decode       do_remote_prefill: true, transfer_id, remote_engine_id, remote_host, remote_port, tp_size,
+                    pp_size
 
 In that case the two requests find each other by name: ``transfer_id`` is any string that the router gives to one
 prefill and one decode request. Without it they match by ``remote_request_id`` from prefill's answer, and without that
@@ -15,8 +16,8 @@ by the ``X-Request-Id`` that both carry: vLLM puts ``cmpl-`` or ``chatcmpl-`` be
 hexadecimal digits after it (vllm/v1/engine/input_processor.py), different ones in each engine. A name proves nothing:
 two requests are paired only if the digests of their prompts are equal.
 
-`KvTransferParams` is the only model of them. A wrong type or an impossible value in a known field is refused, and the
-error names the field; unknown fields are ignored.
+A wrong type or an impossible value in a known field is refused, and the error names the field; unknown fields are
+ignored.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import msgspec
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import (
+    MAX_TP_SIZE,
     BlockNumber,
     Count,
     Identifier,
@@ -76,12 +78,17 @@ _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
 class RemotePrefill(
     msgspec.Struct, frozen=True, rename={"engine_id": "remote_engine_id", "host": "remote_host", "port": "remote_port"}
 ):
-    """Where decode finds prefill: its engine, its side channel, its tensor-parallel size."""
+    """Where decode finds prefill: its engine, its side channel, its tensor- and pipeline-parallel sizes."""
 
     engine_id: Identifier
     host: Identifier
     port: Port
     tp_size: TpSize = 1
+    pp_size: TpSize = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp_size * self.pp_size
 
 
 class KvTransferParams(
@@ -93,7 +100,7 @@ class KvTransferParams(
         transfer_id: names one prefill and one decode request.
         transfer_mode: of the server that answers.
         remote_block_ids: vLLM's own, per KV-cache group, or flat in old versions. Empty lists if there is a manifest.
-        remote_num_tokens, remote_blocks_expiry_time, pp_size, dcp_size: vLLM's own; the last one from 0.29 on.
+        remote_num_tokens, remote_blocks_expiry_time, dcp_size: vLLM's own; the last one from 0.29 on.
         manifest: this package's manifest from prefill; its key is ``kvcached_nixl``.
     """
 
@@ -116,23 +123,21 @@ class KvTransferParams(
     def __post_init__(self) -> None:
         roles = bool(self.do_remote_prefill) + bool(self.do_remote_decode)
         require(roles < 2, "at most one of do_remote_prefill and do_remote_decode to be true")
+        num_ranks = (self.tp_size or 1) * (self.pp_size or 1)
+        require(num_ranks <= MAX_TP_SIZE, f"a product of tp_size and pp_size of at most {MAX_TP_SIZE}")
 
     @property
     def prefill(self) -> RemotePrefill:
-        """Where prefill is.
-
-        Raises:
-            Malformed: a coordinate is missing; the message names it.
-        """
+        """Where prefill is. Raises `Malformed`, which names the coordinate that is missing."""
         for name in ("remote_engine_id", "remote_host", "remote_port"):
             if getattr(self, name) is None:
                 raise Malformed(f"missing required field `{name}`")
         assert self.remote_engine_id is not None and self.remote_host is not None and self.remote_port is not None
-        return RemotePrefill(self.remote_engine_id, self.remote_host, self.remote_port, self.tp_size or 1)
+        where = self.remote_engine_id, self.remote_host, self.remote_port
+        return RemotePrefill(*where, self.tp_size or 1, self.pp_size or 1)
 
     @classmethod
     def for_prefill(cls, transfer_id: str | None) -> KvTransferParams:
-        """The parameters of a request to prefill."""
         return cls(do_remote_decode=True, do_remote_prefill=False, transfer_id=transfer_id)
 
     @classmethod
@@ -146,6 +151,7 @@ class KvTransferParams(
             remote_host=prefill.host,
             remote_port=prefill.port,
             tp_size=prefill.tp_size,
+            pp_size=prefill.pp_size,
         )
 
 
@@ -162,7 +168,7 @@ class FetchParams:
     """What decode's request fetches, and from which prefill.
 
     Attributes:
-        name: name of the prefill request; it identifies the request if there is no manifest.
+        name: of the prefill request; identifies it if there is no manifest.
         manifest: None if the router asked both sides at once.
     """
 
@@ -177,10 +183,8 @@ class FetchParams:
 
 
 def asks(params: object, role: str) -> bool:
-    """Whether a request's parameters set this role, ``do_remote_prefill`` or ``do_remote_decode``, to any true value.
-
-    Values that are not booleans count as set: `require_one_role` then refuses them, instead of ignoring them here.
-    """
+    """Whether a request's parameters set this role, ``do_remote_prefill`` or ``do_remote_decode``. Values that are not
+    booleans count as set: `require_one_role` then refuses them, instead of ignoring them here."""
     return isinstance(params, Mapping) and params.get(role) not in (None, False)
 
 
@@ -230,13 +234,8 @@ def offered_tokens_in(params: Mapping[str, Any]) -> int:
 
 
 def read_offer(params: Mapping[str, Any], request_id: str) -> str:
-    """Reads a prefill request's parameters.
-
-    Returns: its name, as `name_of` gives it.
-
-    Raises:
-        HandOverFailed: a parameter has an unusable value or contradicts another; the message names it.
-    """
+    """Reads a prefill request's parameters, and returns its name, as `name_of` gives it. Raises `HandOverFailed`: a
+    parameter has an unusable value or contradicts another; the message names it."""
     require_one_role(params)
     try:
         return _name_of(_model(params), request_id)
@@ -246,10 +245,7 @@ def read_offer(params: Mapping[str, Any], request_id: str) -> str:
 
 def name_of(params: Mapping[str, Any], request_id: str) -> str:
     """The name by which the two requests of a push find each other; equal for both, whatever vLLM added to their ids.
-
-    Raises:
-        Malformed: a field has an unusable value, or the request's own id is too long for a manifest.
-    """
+    Raises `Malformed`: a field has an unusable value, or the request's own id is too long for a manifest."""
     return _name_of(_model(params), request_id)
 
 
@@ -258,30 +254,29 @@ def _name_of(names: KvTransferParams, request_id: str) -> str:
         raise Malformed(f"found a request id of {len(request_id)} characters; expected at most {MAX_REQUEST_ID}")
     # Different prefixes, so that no transfer_id ever equals a name made from a request id.
     if names.transfer_id is not None:
-        return f"transfer:{_utf8(names.transfer_id)}"
+        return f"transfer:{names.transfer_id}"
     theirs = names.remote_request_id
     # Some routers set remote_request_id to their own id, which prefill does not know.
     meant = theirs if theirs is not None and _RANDOM_SUFFIX.search(theirs) else request_id
-    return f"request:{_RANDOM_SUFFIX.sub('', _utf8(meant))}"
+    try:
+        meant.encode()
+    except UnicodeEncodeError as error:
+        raise Malformed(f"found an id that is no Unicode text: {meant!r:.80}; expected valid Unicode") from error
+    return f"request:{_RANDOM_SUFFIX.sub('', meant)}"
 
 
 def prefill_params(
     prefill: RemotePrefill, manifest: Manifest, *, transfer_id: object, transfer_mode: TransferMode, cached_tokens: int
 ) -> dict[str, Any]:
-    """The parameters in prefill's answer, for decode's request.
-
-    Args:
-        cached_tokens: of the prompt, in prefill's prefix cache; decode's ``usage`` says it.
-
-    A stock vLLM decode reads the block ids before its handshake with prefill. With empty lists it gets as far as the
-    handshake, which refuses it with a readable message.
-    """
+    """The parameters in prefill's answer, for decode's request; ``cached_tokens`` of the prompt are in prefill's prefix
+    cache, for decode's ``usage``."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": transfer_id,
         "transfer_mode": transfer_mode.value,
         "remote_request_id": manifest.request_id,
+        # A stock vLLM decode reads these first. With empty lists it gets as far as the handshake, which refuses it.
         "remote_block_ids": [[] for _ in manifest.groups],
         CACHED_TOKENS_KEY: cached_tokens,
         **msgspec.to_builtins(prefill),
@@ -290,11 +285,7 @@ def prefill_params(
 
 
 def require_one_role(params: Mapping[str, Any]) -> None:
-    """Checks that exactly one of the two roles is true.
-
-    Raises:
-        HandOverFailed: both or none are true, or one is not a boolean.
-    """
+    """Raises `HandOverFailed` unless exactly one of the two roles is true, and none has a value but a boolean."""
     roles = {key: params[key] for key in ("do_remote_prefill", "do_remote_decode") if params.get(key) is not None}
     if not all(isinstance(value, bool) for value in roles.values()) or sum(roles.values()) != 1:
         # Of other values only the type is shown: they may have any size, and be nested too deep for repr.
@@ -304,11 +295,3 @@ def require_one_role(params: Mapping[str, Any]) -> None:
             f"kv_transfer_params have {said}; expected exactly one of do_remote_prefill and do_remote_decode to be "
             "true (bidirectional transfers are not supported)",
         )
-
-
-def _utf8(name: str) -> str:
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise Malformed(f"found an id that is no Unicode text: {name!r:.80}; expected valid Unicode") from error
-    return name

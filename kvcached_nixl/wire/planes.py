@@ -3,13 +3,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from kvcached_nixl.wire.checked import MAX_TP_SIZE, require
 
-__all__ = ["GroupMemory", "HeadShare", "Planes", "exchanged", "moves", "spacing"]
+__all__ = [
+    "GroupMemory",
+    "HeadShare",
+    "Planes",
+    "exchanged",
+    "moves",
+    "named_planes",
+    "plane_key",
+    "shared_planes",
+    "spacing",
+]
 
 _ADDRESSES = 2**63
 
@@ -26,7 +39,8 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where one rank keeps the cells of its heads, for planes of one kind.
 
     Attributes:
-        bases: address of the first cell of each plane, in the same plane order on both sides of a transfer.
+        bases: address of the first cell of each plane.
+        keys: which plane of the model each of them is (`plane_key`).
         block_stride_bytes, token_stride_bytes, head_stride_bytes: distance between two blocks, tokens, heads.
         cell_bytes: bytes of one token of one head.
         num_blocks: blocks in each plane.
@@ -39,6 +53,7 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     bases: tuple[int, ...]
+    keys: tuple[int, ...]
     block_stride_bytes: int
     token_stride_bytes: int
     head_stride_bytes: int
@@ -55,6 +70,7 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sizes = (self.cell_bytes, self.num_blocks, self.block_size, self.num_heads)
         strides = (self.block_stride_bytes, self.token_stride_bytes, self.head_stride_bytes)
         require(0 < len(self.bases) <= 65_536, "1 to 65,536 planes")
+        require(len(set(self.keys)) == len(self.keys) == len(self.bases), "a key of its own for each plane")
         require(all(0 < size < 2**40 for size in sizes), "sizes above 0")
         require(all(0 <= stride < 2**48 for stride in strides) and 0 <= self.first_head < 2**31, "strides, and a head")
         require(self.padded_bytes == 0 or self.cell_bytes <= self.padded_bytes < 2**40, "padding behind a cell")
@@ -127,3 +143,25 @@ def moves(here: Planes, there: Planes, *, is_prefill: bool) -> bool:
 def spacing(prefill: Planes, decode: Planes) -> int:
     """Of prefill's ranks, one in so many moves its heads of this kind, from rank 0 on."""
     return max(1, prefill.copies // decode.copies)
+
+
+def plane_key(layer: str, *number: int) -> int:
+    """Identifies a plane of a layer in every process: the layer's name, and which of its planes it is."""
+    return int.from_bytes(hashlib.blake2b(repr((layer, number)).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def shared_planes(here: Planes, there: Planes) -> list[tuple[int, int]]:
+    """Returns (place here, place there) of the planes that both ranks have: all, or those of a pipeline stage. In the
+    order of their keys, which is the same on both sides."""
+    places = dict(zip(there.keys, itertools.count(), strict=False))
+    return [(place, places[key]) for key, place in sorted(zip(here.keys, itertools.count())) if key in places]
+
+
+def named_planes(groups: Sequence[GroupMemory]) -> frozenset[tuple[int, int, int]]:
+    """Returns (KV-cache group, kind, key) of each plane."""
+    return frozenset(
+        (place, kind, key)
+        for place, group in enumerate(groups)
+        for kind, planes in enumerate(group.planes)
+        for key in planes.keys
+    )

@@ -27,7 +27,6 @@ __all__ = [
     "MOST_ANSWER_BYTES",
     "PATH",
     "ROLE_HEADER",
-    "Answer",
     "AskFailed",
     "Outcome",
     "Question",
@@ -72,17 +71,14 @@ class Question:
 
     @property
     def path(self) -> str:
-        """Below a server's URL."""
         return PATH if self.prompt is None else ASKED_PATH
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Of the request."""
         kind = "application/json" if self.prompt is None else "application/msgpack"
         return {"Content-Type": kind, **(self.trace_headers or {})}
 
     def body(self) -> bytes:
-        """Of the request."""
         if self.prompt is not None:
             return encode(msgspec.structs.replace(self.prompt, transfer_id=self.transfer_id or None))
         found: dict[str, Any] = {
@@ -155,32 +151,26 @@ class AskFailed(Exception):
         return found
 
 
-class Answer(msgspec.Struct):
-    """The part of vLLM's answer that is read."""
-
+class _Answer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
 def read_answer(status: int, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-    """Returns the ``kv_transfer_params`` of an answer.
-
-    Raises:
-        AskFailed: it has none.
-    """
+    """Returns the ``kv_transfer_params`` of an answer. Raises `AskFailed`: it has none."""
     if status == 200:
         try:
-            params = msgspec.json.decode(body, type=Answer).kv_transfer_params
+            params = msgspec.json.decode(body, type=_Answer).kv_transfer_params
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise AskFailed(Outcome(f"its answer cannot be read: {error}")) from error
         if params is None:
             raise AskFailed(Outcome("it has computed the prompt, and offers no KV; expected kv_transfer_params"))
         return params
-    shown = body[:300].decode(errors="replace")
-    reason = f"it answered HTTP {status}: {shown}"
+    reason = f"it answered HTTP {status}: {body[:300].decode(errors='replace')}"
     if status in (429, 503):
         # One that computes no prompts for others now may not do so for long.
-        is_busy, retry_after_seconds = ROLE_HEADER not in headers, _seconds(headers.get("Retry-After", ""))
-        raise AskFailed(Outcome(reason, is_of_server=True, is_busy=is_busy, retry_after_seconds=retry_after_seconds))
+        is_busy, said = ROLE_HEADER not in headers, headers.get("Retry-After", "")
+        seconds = min(float(said), LONGEST_RETRY_SECONDS) if said.isascii() and said.isdigit() else 0.0
+        raise AskFailed(Outcome(reason, is_of_server=True, is_busy=is_busy, retry_after_seconds=seconds))
     is_final = status in (400, 404, 413, 422)
     raise AskFailed(Outcome(reason, is_final=is_final, is_of_server=not is_final and status < 500))
 
@@ -199,7 +189,3 @@ def queued_tokens_in(params: Mapping[str, Any]) -> int:
     headroom = params.get(HEADROOM_KEY)
     said = headroom.get("queued_tokens") if isinstance(headroom, Mapping) else None
     return said if isinstance(said, int) and 0 <= said < 2**31 else 0
-
-
-def _seconds(said: str) -> float:
-    return min(float(said), LONGEST_RETRY_SECONDS) if said.isascii() and said.isdigit() else 0.0

@@ -2,8 +2,7 @@
 """What a scheduler tells the workers of its engine with each step, and what they report back.
 
 A `Step` travels in the connector's metadata, so every rank gets the same one, in the order of the steps. It holds only
-what has changed. Block ids are logical ones (those of vLLM's scheduler); tokens are counted from the start of the
-prompt.
+what has changed. Block ids are logical ones; tokens are counted from the start of the prompt.
 
 Workers report with a `Report` in vLLM's ``KVConnectorWorkerMetadata``. A prefill request whose blocks no peer needs is
 reported in vLLM's own set instead, under its own id, because a ``MultiConnector`` counts its connectors by that id.
@@ -114,7 +113,7 @@ class Reports:
 
 
 class _Command(msgspec.Struct, frozen=True, tag=True):
-    """Base of all commands of a step."""
+    """Of a step."""
 
 
 class FetchSpec(_Command, frozen=True):
@@ -212,7 +211,7 @@ class WakeAddress(msgspec.Struct, frozen=True):
 
 
 class Withdraw(_Command, frozen=True):
-    """Decode: give an attempt up: its request has ended, its deadline has passed, or another rank has failed."""
+    """Decode: its request has ended, its deadline has passed, or another rank has failed."""
 
     attempt: int
     reason: str
@@ -328,11 +327,9 @@ class Step(msgspec.Struct):
     is_stalled: bool = False
 
     def tell(self, *commands: StepCommand) -> None:
-        """Adds to ``commands``."""
         self.commands += commands
 
     def of(self, kind: type[Told]) -> list[Told]:
-        """Returns the commands of one kind."""
         return [one for one in self.commands if isinstance(one, kind)]
 
     def withhold(self, *request_ids: PrefillRequestId, even_empty: bool = False) -> None:

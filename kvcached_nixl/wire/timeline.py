@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Interval", "Lasted", "Reported", "State", "Timeline", "attempt_of"]
+__all__ = ["Interval", "Lasted", "Reported", "State", "Timeline"]
 
 MOST_MARKS = 128
 """Of one timeline: an offer may be asked for and given up any number of times."""
@@ -86,7 +86,7 @@ class Timeline:
         return self.marks[-1][0] if self.marks else None
 
     def enter(self, state: State, now_seconds: float) -> None:
-        """The hand-over is in a state from now on. Entering its present state changes nothing."""
+        """Entering the present state changes nothing."""
         if self.state is not state and len(self.marks) < MOST_MARKS:
             self.marks.append((state, now_seconds))
 
@@ -116,7 +116,6 @@ class Timeline:
         return found
 
     def reported(self, attempt: int = 0, trace: str = "") -> Reported:
-        """Returns what a worker sends of it."""
         return [attempt, trace, [[int(state), begin] for state, begin in self.marks], self.end_seconds]
 
     @classmethod
@@ -126,10 +125,3 @@ class Timeline:
         assert isinstance(attempt, int) and isinstance(trace, str) and isinstance(marks, list)
         assert isinstance(end_seconds, float)
         return attempt, trace, cls([(State(state), begin) for state, begin in marks], end_seconds)
-
-
-def attempt_of(reported: Reported) -> int:
-    """The attempt that a reported timeline is of; 0 for an offer of prefill."""
-    attempt = reported[0]
-    assert isinstance(attempt, int)
-    return attempt

@@ -35,7 +35,7 @@ from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Report, Step
 from kvcached_nixl.worker.background import Background
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
-from kvcached_nixl.worker.geometry.layout import Layout, group_memory, layers_digest
+from kvcached_nixl.worker.geometry.layout import Layout, group_memory
 from kvcached_nixl.worker.memory_registration import Registered, num_kept
 from kvcached_nixl.worker.outcomes import WorkerCounters
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
@@ -221,7 +221,8 @@ class WorkerFacade:
         commands: list[Command] = []
         if self._incarnation != step.incarnation:
             self._incarnation, local = step.incarnation, self._local
-            own = Peer(local.engine_id, step.host, step.port, local.tp_size, local.tp_rank)
+            where = local.engine_id, step.host, step.port
+            own = Peer(*where, local.tp_size, local.tp_rank, local.pp_size, local.pp_rank)
             commands.append(LocalIdentity(own, step.wake_address, step.incarnation))
         computed = {one.request_id for one in step.of(OfferUpdate) if one.ready_tokens}
         for one in step.in_order():
@@ -262,6 +263,8 @@ def build_worker(
         tp_rank=worker.tp_rank,
         groups=groups,
         kv_shares=worker.kv_shares,
+        pp_size=worker.pp_size,
+        pp_rank=worker.pp_rank,
         needs_equal_blocks=slab is not None and worker.zeroes_blocks,
     )
     tokens: TokenArray = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
@@ -281,7 +284,7 @@ def build_worker(
         transport=Transport(worker.agent, memory_type, worker.device_id),
         local=local,
         tokens=tokens,
-        compatibility=str(_tag(worker, registered, groups, settings)),
+        compatibility=str(_tag(worker, groups, settings)),
         checksums=Checksums(sent, blocks, background, settings.verify_fraction),
         host=Host.here(memory_type, os.environ),
         staging=None if slab is None else _staging(layout, slab, local, wake),
@@ -299,14 +302,11 @@ def build_worker(
     return facade
 
 
-def _tag(worker: WorkerView, registered: Registered, groups: Sequence[GroupMemory], settings: Settings) -> Tag:
-    digest = layers_digest(registered.layout, registered.layers_of_groups)
+def _tag(worker: WorkerView, groups: Sequence[GroupMemory], settings: Settings) -> Tag:
     return Tag(
         mode=settings.transfer_mode.value,
-        facts=(*worker.facts, ("layers of groups", digest)),
-        planes=tuple(
-            tuple((len(kind.bases), kind.cell_bytes) for kind in group.parts or group.planes) for group in groups
-        ),
+        facts=worker.facts,
+        cells=tuple(tuple(kind.cell_bytes for kind in group.parts or group.planes) for group in groups),
     )
 
 
@@ -323,6 +323,8 @@ def _publisher(worker: WorkerView, context: WorkerContext) -> Callable[[Weights]
         engine_id=local.engine_id,
         tp_size=local.tp_size,
         tp_rank=local.tp_rank,
+        pp_size=local.pp_size,
+        pp_rank=local.pp_rank,
         agent_metadata=context.transport.metadata(),
         device_id=worker.device_id,
         memory_type=context.host.memory_type,
@@ -346,7 +348,7 @@ def _gates(worker: WorkerView, registered: Registered, background: Background, c
     gates = WriteGates(lambda: open_gate(*where), background, context.clock)
     if context.settings.transfer_mode.is_push or context.staging is not None:
         # Otherwise the first gate is opened when this rank first meets a prefill that stages, and so writes in a pull.
-        gates.begin()
+        gates.join()
     return gates
 
 
@@ -354,7 +356,7 @@ def assemble(
     context: WorkerContext,
     device: Device,
     offer_handshake: Callable[[Weights], None],
-    gates: WriteGates | None = None,
+    gates: WriteGates,
     *,
     zeroes_blocks: bool = False,
     answers_early: bool = False,

@@ -67,14 +67,15 @@ class OutcomeQueue:
     """See the module.
 
     Args:
+        rank: of this worker, among all of its engine.
         route: transfer mode and memory path, for the metrics.
 
     Threads: the engine's thread calls `take`, `take_counted` and `computed`, the transfer thread everything else.
     """
 
-    def __init__(self, clock: Clock, tp_rank: int = 0, route: tuple[str, str] = ("pull", "direct")) -> None:
+    def __init__(self, clock: Clock, rank: int = 0, route: tuple[str, str] = ("pull", "direct")) -> None:
         self._clock = clock
-        self._tp_rank = tp_rank
+        self._rank = rank
         self._lock = threading.Lock()
         self._sent, self._report = set[str](), Report()
         # Shown from the start, so that the first bytes are a rise.
@@ -93,7 +94,7 @@ class OutcomeQueue:
 
     def finished(self, attempt: int) -> None:
         with self._news() as report:
-            report.ended.add((attempt, self._tp_rank))
+            report.ended.add((attempt, self._rank))
 
     def done(self, request_id: PrefillRequestId) -> None:
         with self._news():
@@ -101,7 +102,7 @@ class OutcomeQueue:
 
     def hold_idle(self, hold: int) -> None:
         with self._news() as report:
-            report.idle.add((hold, self._tp_rank))
+            report.idle.add((hold, self._rank))
 
     def expired(self, request_id: PrefillRequestId) -> None:
         tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
@@ -125,7 +126,7 @@ class OutcomeQueue:
                 self._has_news()
 
     def revoked(self, cause: RevocationCause) -> None:
-        if not self._tp_rank:
+        if not self._rank:
             with self._lock:
                 self._counted.revoked[cause] += 1
 
@@ -151,7 +152,7 @@ class OutcomeQueue:
         if use == self._slab and num_waits == self._num_waits:
             return
         with self._lock:
-            self._counted.slab = self._tp_rank, use
+            self._counted.slab = self._rank, use
             self._counted.slab_waits += num_waits - self._num_waits
             if use.is_idle and self._slab is not None:
                 # An engine that is idle, too, would go on showing slots that are free.
@@ -160,7 +161,7 @@ class OutcomeQueue:
 
     def computed(self, step: Step) -> None:
         """The first rank reports what the scheduler has counted."""
-        if self._tp_rank:
+        if self._rank:
             return
         with self._lock:
             self._counted.failures.update(step.counts)

@@ -39,8 +39,7 @@ from kvcached_nixl.wire import messages, step
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.handshake import Weights
-from kvcached_nixl.wire.lease import is_heartbeat, read_heartbeat
-from kvcached_nixl.wire.messages import Message, Peer
+from kvcached_nixl.wire.messages import Message, Peer, is_heartbeat, read_heartbeat
 from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Report, StepCommand, WakeAddress
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
@@ -209,7 +208,7 @@ class TransferThread:
         if self._context.staging is not None:
             self._context.staging.copier.close()
         self._context.checksums.close()
-        self._receiver.close()
+        self._receiver.gates.close()
         self._context.channel.close()
 
     def _raise_defect(self) -> None:
@@ -262,23 +261,20 @@ class TransferThread:
         return self._wait_seconds(is_busy, deadlines)
 
     def _wait_seconds(self, is_busy: bool, deadlines: Sequence[float | None]) -> float:
-        now = self._clock.now_seconds()
-        is_moving = bool(self._context.transfer_queue.is_busy or self._computing)
+        now, queue, registry = self._clock.now_seconds(), self._context.transfer_queue, self._registry
+        is_moving = bool(queue.is_busy or self._computing)
         if is_busy or is_moving:
             self._busy_seconds = now
-        later_seconds = min((now - self._busy_seconds) * _LONGER_BY, COMPUTING_POLL_SECONDS)
-        if is_moving or self._receiver.is_awaiting or self._registry.is_awaiting:
-            return max(self._poll_seconds(), later_seconds)
-        longest = COMPUTING_POLL_SECONDS if len(self._registry) else IDLE_POLL_SECONDS
-        return max(0.0, min([longest, *(deadline - now for deadline in deadlines if deadline is not None)]))
-
-    def _poll_seconds(self) -> float:
-        queue = self._context.transfer_queue
-        if self.engine_computes and not self._registry.writer.num_final:
-            return POLL_SECONDS if queue.is_moving else COMPUTING_POLL_SECONDS
-        if queue.has_more:
-            return 0.0
-        return POLL_SECONDS if len(queue) else 2 * POLL_SECONDS
+        if not (is_moving or self._receiver.is_awaiting or registry.is_awaiting):
+            longest = COMPUTING_POLL_SECONDS if len(registry) else IDLE_POLL_SECONDS
+            return max(0.0, min([longest, *(deadline - now for deadline in deadlines if deadline is not None)]))
+        if self.engine_computes and not registry.writer.num_final:
+            poll_seconds = POLL_SECONDS if queue.is_moving else COMPUTING_POLL_SECONDS
+        elif queue.has_more:
+            poll_seconds = 0.0
+        else:
+            poll_seconds = POLL_SECONDS if len(queue) else 2 * POLL_SECONDS
+        return max(poll_seconds, min((now - self._busy_seconds) * _LONGER_BY, COMPUTING_POLL_SECONDS))
 
     def _wake_own(self) -> None:
         address = self._wake_address

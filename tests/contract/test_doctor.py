@@ -13,7 +13,7 @@ import pytest
 from hostvmm import is_hostvmm_build
 from support.handover_node import PREFILL_FILLING, RESERVED, Node
 
-from kvcached_nixl.proof.peer import read_from
+from kvcached_nixl.cli.doctor import read_from
 from kvcached_nixl.proof.result import AS_CONFIGURED, Question
 from kvcached_nixl.transport.side_channel import SideChannel
 

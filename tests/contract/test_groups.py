@@ -402,7 +402,7 @@ def ranges_are_changed(patch: Patcher, keeps: Keeps, fewest: int, change: Callab
 
     def groups(self: FetchRequest, block_ids: Any, first_token: int) -> Any:
         found = list(original(self, block_ids, first_token))
-        for place, group in enumerate(self.engine.terms.groups.all):
+        for place, group in enumerate(self.engine.groups.all):
             if group.keeps is keeps and len(found[place].block_ids) >= fewest:
                 found[place] = change(found[place], group.table_block_size)
         return tuple(found)

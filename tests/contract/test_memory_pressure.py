@@ -53,7 +53,7 @@ def test_only_what_vllm_does_not_start_for_want_of_blocks_is_starved(node: Calla
     prefill.step_until(lambda: PREFILL_ID in prefill.ended)
     prefill.add(NEW, {"do_remote_decode": True}, 1, 900)
     assert blocks.starved is not None
-    with mock.patch.object(prefill.scheduler, "max_num_running_reqs", 0):
+    with mock.patch.object(blocks, "most_running", 0):
         assert blocks.starved is None
     prefill.step_until(lambda: NEW in prefill.ended)
     rest(prefill)

@@ -45,8 +45,8 @@ def made() -> Any:
 
 
 def answer() -> tuple[str, bytes]:
-    groups = (GroupMemory((Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2),), 2),)
-    rank = RankHandshake(EngineId("e"), 1, 0, b"", 0, groups, 0, "DRAM", False, WEIGHTS, Process())
+    groups = (GroupMemory((Planes((0, 4096), (1, 2), 512, 128, 64, 64, 8, 4, 2, first_head=2),), 2),)
+    rank = RankHandshake(EngineId("e"), 1, 0, b"", 0, groups, 0, "DRAM", False, WEIGHTS, Process(), 1, 0)
     return "tag", msgspec.msgpack.encode(Answer("0" * 16, msgspec.msgpack.encode(rank)))
 
 

@@ -62,7 +62,7 @@ class Case:
         """Prefill leaves the prompt's last token out."""
         return 1 in self.block_sizes
 
-    def side(self, name: str, tp: int = 1) -> ServerSpec:
+    def side(self, name: str, tp: int = 1, stages: int = 1) -> ServerSpec:
         family = FAMILIES[self.family] if self.family else None
         return ServerSpec(
             name=name,
@@ -70,18 +70,20 @@ class Case:
             dtype="bfloat16" if self.rounds else "float32",
             max_num_batched_tokens=256,
             tensor_parallel_size=tp,
-            executor="mp" if tp > 1 else UNIPROC,
+            executor="mp" if tp * stages > 1 else UNIPROC,
             kv_transfer=device.nixl(name, self.extra),
             environment={
                 "ENABLE_KVCACHED": "true",
                 "KVCACHED_CONTIGUOUS_LAYOUT": str(self.contiguous).lower(),
                 "KVCACHED_HOSTVMM_GIB": "2",
                 **(family.environment if family else {}),
+                **({"EXPERIMENT_STAGES": "1"} if stages > 1 else {}),
             },
             block_size=family.block_size if family else BLOCK_SIZE,
             arguments=(
                 *(GROUPS if len(self.block_sizes) > 1 else ()),
                 *(family.arguments if family else ()),
+                *("--pipeline-parallel-size", str(stages)),
                 *self.arguments,
             ),
             forks=True,
@@ -212,6 +214,30 @@ def test_ranks_of_unequal_tensor_parallel_sizes_get_their_share(case: str, tmp_p
         lengths = (3, *LENGTHS[2:]) if served.has_states else LENGTHS[1:]
         said, handed_over, records = asyncio.run(_both_ways(*urls, lengths=lengths))
         assert not count(servers[:2], "kvcached_nixl:handover_failures_total")
+    assert [answer.token_ids for answer in said] == [hand_over.answer.token_ids for hand_over in handed_over]
+    assert {hand_over.transfer for hand_over in handed_over} <= set(records)
+
+
+STAGES = {
+    "read": ((1, 2), 1, Case(extra={"verify_fraction": 0.5})),
+    "odd number of layers, pushed to two ranks": ((1, 2), 2, Case(models.ODD_LAYERS, contiguous=False, extra=PUSHED)),
+    "two ranks each, staged": ((2, 2), 1, Case(extra={"memory_path": "host", "verify_fraction": 0.5})),
+    "two ranks each, pushed to two": ((2, 2), 2, Case(contiguous=False, extra=PUSHED)),
+}
+
+
+@pytest.mark.parametrize("case", list(STAGES))
+def test_pipeline_stages_of_prefill_hand_over_their_layers(case: str, tmp_path: Path) -> None:
+    """Answers are those of a stock instance, and the layers of all stages arrive."""
+    (prefill_tp, stages), decode_tp, served = STAGES[case]
+    skip_if_not_served(served)
+    stock = replace(served.side("stock"), kv_transfer=None, environment={})
+    specs = [served.side("prefill", prefill_tp, stages), served.side("decode", decode_tp), stock]
+    with running(specs, tmp_path) as (prefill, decode, alone):
+        said, handed_over, records = asyncio.run(
+            _both_ways(prefill.base_url, decode.base_url, LENGTHS[1:], alone.base_url)
+        )
+        assert not count([prefill, decode], "kvcached_nixl:handover_failures_total")
     assert [answer.token_ids for answer in said] == [hand_over.answer.token_ids for hand_over in handed_over]
     assert {hand_over.transfer for hand_over in handed_over} <= set(records)
 

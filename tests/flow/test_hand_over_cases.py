@@ -24,7 +24,7 @@ from support.memory_transport import Posted
 from kvcached_nixl.ids import KernelBlock, PrefillRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.checked import convert
-from kvcached_nixl.wire.lease import is_heartbeat
+from kvcached_nixl.wire.handshake import Answer, read_answer, read_rank
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import (
     KernelBlockRange,
@@ -34,6 +34,7 @@ from kvcached_nixl.wire.messages import (
     Written,
     decode,
     encode,
+    is_heartbeat,
 )
 from kvcached_nixl.worker.decode.fencing import DEAD_SECONDS, LOOK_SECONDS, UNHEARD_SECONDS
 from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS
@@ -120,6 +121,23 @@ def test_prefill_first(mode: TransferMode, shapes: tuple[Any, Any]) -> None:
         found = pair.hand_over(tuple(token + len(prompt) for token in prompt))
         assert is_right(found, len(prompt)) and not pair.prefill.requests
     assert not pair.causes() and not pair.causes(pair.prefill)
+    pair.nothing_is_left(LEASE_SECONDS + 10)
+
+
+@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+def test_pipeline_stages_that_lack_a_layer_together_are_refused(mode: TransferMode) -> None:
+    """Every byte that they have is right, and nothing would write the other layer."""
+    pair = Pair(mode, kind(pp_size=2))
+    answers = dict(pair.prefill.answers)
+    tag, told = answers[1, 0]
+    answer = read_answer(told)
+    rank = read_rank(answer.rank)
+    planes = msgspec.structs.replace(rank.groups[0].planes[0], keys=(0,))
+    rank = msgspec.structs.replace(rank, groups=(msgspec.structs.replace(rank.groups[0], planes=(planes,)),))
+    answers[1, 0] = tag, msgspec.msgpack.encode(Answer(answer.incarnation, msgspec.msgpack.encode(rank)))
+    pair.prefill.answers = answers
+    found = pair.hand_over()
+    assert found.status is Status.STOPPED and pair.causes() == {"refused": 1}
     pair.nothing_is_left(LEASE_SECONDS + 10)
 
 

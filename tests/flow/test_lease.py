@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.clocks import ManualClock
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
-from kvcached_nixl.wire.lease import EXTENSION, INTERVAL, heartbeats, read_heartbeat
+from kvcached_nixl.wire.messages import EXTENSION, INTERVAL, heartbeats, read_heartbeat
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import LeaseRenewal
 from kvcached_nixl.worker.decode.receiver import Renewals

@@ -68,6 +68,9 @@ def conversation(test: Callable[..., None], *arguments: object) -> Callable[[], 
 CAUGHT_BY: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
         # What a hand-over says of itself.
+        "stages_need_not_have_every_layer": case(
+            cases.test_pipeline_stages_that_lack_a_layer_together_are_refused, PULL
+        ),
         "prefill_pairs_by_name_alone": case(
             cases.test_two_prompts_under_one_name_get_their_own_kv, PUSH, "X-Request-Id", "crossed"
         ),

@@ -10,7 +10,8 @@ from typing import Any
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import LogicalBlock
-from kvcached_nixl.scheduler.context import EngineContext, Terms
+from kvcached_nixl.scheduler.context import EngineContext, StockScheduler
+from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
@@ -24,7 +25,7 @@ LEASE = 30.0
 TIMEOUT = 120.0
 ALLOCATION = 60.0
 PATIENCE = 2.0
-MOST_UNCLAIMED_TOKENS = 4 * TOKENS
+MOST_BATCHED_TOKENS = 4 * TOKENS
 OWN = RemotePrefill("own", "10.0.0.1", 5600, 2)
 WAKE = WakeAddress("127.0.0.1", 5601, "key")
 """Not the address for peers."""
@@ -180,24 +181,38 @@ def with_states(attention: int = BLOCK_SIZE, state: int = 2 * BLOCK_SIZE) -> KVG
     return KVGroups((KVGroup(attention), KVGroup(state, Keeps.STATE)))
 
 
-def terms(*, block_sizes: tuple[int, ...] = (BLOCK_SIZE,), drops_blocks: bool = False, **changed: Any) -> Terms:
+def stock(
+    *, block_sizes: tuple[int, ...] = (BLOCK_SIZE,), drops_blocks: bool = False, **changed: Any
+) -> StockScheduler:
     fields: dict[str, Any] = {
+        "engine_id": OWN.engine_id,
+        "tp_size": OWN.tp_size,
+        "pp_size": OWN.pp_size,
         "groups": kv_groups(*block_sizes, drops_blocks=drops_blocks),
+        "window_kinds": [],
         "zeroes_blocks": False,
-        "mode": TransferMode.PULL,
         "recomputes": False,
-        "lease_seconds": LEASE,
-        "timeout_seconds": TIMEOUT,
-        "allocation_seconds": ALLOCATION,
-        "patience_seconds": PATIENCE,
-        "most_unclaimed_tokens": MOST_UNCLAIMED_TOKENS,
+        "max_num_batched_tokens": MOST_BATCHED_TOKENS,
+        "is_consumer": True,
+        "is_producer": False,
+        "reader": Reads(),
+        "spans": None,
+        "extra_config": {},
     }
-    return Terms(**fields | changed)
+    return StockScheduler(**fields | changed)
 
 
-def context(pool: Pool | None, clock: Clock, **changed: Any) -> EngineContext:
-    """Of an engine whose terms are those of `terms`, and whose blocks are those of the pool, if there is one."""
-    made = EngineContext(OWN, OWN_START, WAKE, terms(**changed), clock)
+def context(
+    pool: Pool | None,
+    clock: Clock,
+    *,
+    mode: TransferMode = TransferMode.PULL,
+    timeout_seconds: float = TIMEOUT,
+    **changed: Any,
+) -> EngineContext:
+    """Of an engine of `stock`, whose blocks are those of the pool, if there is one."""
+    settings = Settings(mode, LEASE, timeout_seconds, ALLOCATION, PATIENCE)
+    made = EngineContext(stock(**changed), settings, OWN, OWN_START, WAKE, clock)
     if pool is not None:
         made.bind(pool)
     return made

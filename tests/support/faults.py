@@ -29,7 +29,7 @@ from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Written
 from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, OfferUpdate, Withdraw
 from kvcached_nixl.worker import facade
-from kvcached_nixl.worker.decode.attempt import ReadPart
+from kvcached_nixl.worker.decode.attempt import Attempt, ReadPart
 from kvcached_nixl.worker.decode.fencing import GateUse
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.decode.write_part import ArrivedWrites, Stage, WritePart
@@ -100,6 +100,7 @@ REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
             "ownership_token",
             property(lambda self: 1 + sum(self.request_id.encode()) * 2**20),
         ),
+        "stages_need_not_have_every_layer": (Attempt, "lacks_layers", always(False)),
         # The ownership token is published too late: when the transfer thread is told that the request has finished.
         "the_token_is_published_with_the_lease_only": (WorkerFacade, "_publish", nothing),
         "the_token_is_never_removed": (TokenTable, "remove", nothing),
@@ -251,7 +252,7 @@ def what_is_given_up_is_taken_for_idle(patch: Patcher) -> None:
 
 def a_read_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
     def stop(self: Any) -> None:
-        self._is_stopping = self._is_idle = True
+        self._is_idle = True
 
     patch.setattr(ReadPart, "stop", stop)
 
@@ -265,9 +266,7 @@ def a_write_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
 
 def blocks_that_are_copied_early_are_not_held(patch: Patcher) -> None:
     real = PrefillOffers.is_read
-    patch.setattr(
-        PrefillOffers, "is_read", lambda self, request_id: self._engine.terms.mode.is_push and real(self, request_id)
-    )
+    patch.setattr(PrefillOffers, "is_read", lambda self, request_id: self._engine.is_push and real(self, request_id))
 
 
 def preempted_blocks_are_idle_at_once(patch: Patcher) -> None:

@@ -75,7 +75,7 @@ class Channel:
         self.folder = folder
         self.is_silent = False
 
-    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+    def ask(self, host: str, port: int, tp_rank: int, pp_rank: int = 0) -> Future[tuple[str, bytes]]:
         future: Future[tuple[str, bytes]] = Future()
         if self.is_silent:
             future.set_exception(TimeoutError("it accepts, and says nothing"))
@@ -102,7 +102,7 @@ class Rank:
             register(self.agent, [(one.ctypes.data, one.nbytes)], BACKENDS) for one in (self.memory, self.token_table)
         ]
         address, cell = self.memory.ctypes.data, BLOCK_BYTES // BLOCK_SIZE
-        planes = Planes((address,), BLOCK_BYTES, cell, cell, cell, NUM_BLOCKS, BLOCK_SIZE, 1, 0)
+        planes = Planes((address,), (0,), BLOCK_BYTES, cell, cell, cell, NUM_BLOCKS, BLOCK_SIZE, 1, 0)
         transport, clock = Transport(self.agent, "DRAM"), Clock()
         host = Host.here("DRAM", os.environ)
         group = GroupMemory((planes,))
@@ -120,6 +120,8 @@ class Rank:
             is_staged=False,
             weights=WEIGHTS,
             process=host.own,
+            pp_size=1,
+            pp_rank=0,
         )
         background = Background("gates", torch.device("cpu"), lambda: None)
         self.channel = Channel(folder)

@@ -127,7 +127,7 @@ class Question:
     asker: Engine
     host: str
     port: int
-    tp_rank: int
+    place: tuple[int, int]
     future: Future[tuple[str, bytes]] = field(default_factory=Future)
 
 
@@ -187,7 +187,7 @@ class Cluster:
         """Starts an engine. It has the address of an earlier engine with the same name."""
         kind = Kind(shape=Shape(**shape)) if kind is None else kind
         number = sum(engine.own.engine_id == name for engine in self.engines)
-        own = RemotePrefill(name, f"host-{name}", 5600, kind.shape.tp_size)
+        own = RemotePrefill(name, f"host-{name}", 5600, kind.shape.tp_size, kind.shape.pp_size)
         engine = Engine(self, own, kind, number)
         self.engines.append(engine)
         self.alive.append(engine)
@@ -242,8 +242,8 @@ class Cluster:
 
     # ---------------------------------------------------------------------------------------------------- handshakes
 
-    def ask(self, asker: Engine, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
-        self.questions.append(Question(asker, host, port, tp_rank))
+    def ask(self, asker: Engine, host: str, port: int, place: tuple[int, int]) -> Future[tuple[str, bytes]]:
+        self.questions.append(Question(asker, host, port, place))
         return self.questions[-1].future
 
     def answer(self, question: Question, *, late: bool = False) -> None:
@@ -253,10 +253,10 @@ class Cluster:
             question.future.set_exception(TimeoutError("no answer"))
         elif engine is None:
             question.future.set_exception(ConnectionRefusedError("nobody listens"))
-        elif question.tp_rank not in engine.answers:
+        elif question.place not in engine.answers:
             question.future.set_exception(TimeoutError("no such rank"))
         else:
-            question.future.set_result(engine.answers[question.tp_rank])
+            question.future.set_result(engine.answers[question.place])
 
     # ---------------------------------------------------------------------------------------- checks of every byte
 

@@ -7,6 +7,7 @@ preemption, steps that are scheduled before the output of earlier ones is known,
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import math
@@ -26,7 +27,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.processes import Host
 from kvcached_nixl.scheduler.asking.settings import AskSettings
-from kvcached_nixl.scheduler.context import EngineContext, Terms
+from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.wire.handshake import Answers, Process, RankHandshake, Tag, Tensors, Weights
@@ -47,7 +48,7 @@ from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from kvcached_nixl.worker.transfer_thread import IsReached
 from support.digest_fakes import InTurn, as_bytes, content_of
-from support.engine_fakes import Reads, kv_groups
+from support.engine_fakes import kv_groups, stock
 from support.flow_asker import FlowAsker, url_of
 from support.flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
 from support.flow_staging import slab_of
@@ -216,7 +217,7 @@ class Kind:
         slots: slots of the slab, and how many are reserved for sending and as many for receiving; (0, 0): no staging.
         depth: steps that are scheduled before the output of the first of them is handled.
         allocation_seconds: how long decode waits for blocks; None for as long as for a whole hand-over.
-        most_unclaimed_tokens: as in `Terms`.
+        most_unclaimed_tokens: ``max_num_batched_tokens``, as far as it limits what is kept unclaimed.
         goes_by_priority: as with ``--scheduling-policy priority``.
         keeps_stale_output: a preempted request takes the token of a step that was in flight (vLLM's
             ``num_stale_output_tokens``).
@@ -273,8 +274,8 @@ class Channel:
         self._cluster, self._engine = cluster, engine
         self.is_closed = False
 
-    def ask(self, host: str, port: int, tp_rank: int) -> Any:
-        return self._cluster.ask(self._engine, host, port, tp_rank)
+    def ask(self, host: str, port: int, tp_rank: int, pp_rank: int) -> Any:
+        return self._cluster.ask(self._engine, host, port, (pp_rank, tp_rank))
 
     def wake(self, host: str, port: int, key: str) -> None:
         own = self._engine
@@ -288,8 +289,8 @@ class Channel:
 class FlowHost(Host):
     """Each engine has a separate host, except that processes of the hosts in ``cluster.sharing`` see each other."""
 
-    def __init__(self, cluster: Cluster, engine: Engine, tp_rank: int) -> None:
-        own = Process(engine.own.host, "", 1 + engine.incarnation, tp_rank)
+    def __init__(self, cluster: Cluster, engine: Engine, rank: int) -> None:
+        own = Process(engine.own.host, "", 1 + engine.incarnation, rank)
         super().__init__(own, "DRAM")
         self.__dict__["cluster"] = cluster
 
@@ -310,21 +311,26 @@ class FlowHost(Host):
 class Worker:
     """One rank: a real `WorkerFacade` and transfer thread, with a separate device."""
 
-    def __init__(self, engine: Engine, tp_rank: int) -> None:
+    def __init__(self, engine: Engine, rank: int) -> None:
         shape, cluster = engine.kind.shape, engine.cluster
-        self.engine, self.tp_rank = engine, tp_rank
-        self.memory, self.device = RankMemory(shape, tp_rank), Device()
-        self.agent_name = f"{engine.own.engine_id}.{engine.incarnation}/{tp_rank}"
+        self.pp_rank, self.tp_rank = divmod(rank, shape.tp_size)
+        self.engine, tp_rank = engine, self.tp_rank
+        self.memory, self.device = RankMemory(shape, tp_rank, self.pp_rank), Device()
+        self.agent_name = f"{engine.own.engine_id}.{engine.incarnation}/{rank}"
         self.agent = cluster.wire.agent(self.agent_name)
         self.token_table: TokenArray = np.zeros(
             (BUCKETS + engine.kind.token_buffers, TOKENS_PER_BUCKET), dtype=np.uint64
         )
         self.staging, self.copier = slab_of(self, *engine.kind.slots) if engine.kind.slots[0] else (None, None)
-        self.host = FlowHost(cluster, engine, tp_rank)
+        self.host = FlowHost(cluster, engine, rank)
         self.moved = self.memory if self.copier is None else self.copier.slab
         self.awaiting_checksum = InTurn(held=True)
         groups = (GroupMemory((self.moved.planes,), shape.ratio),)
-        place = LocalRank(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, groups, shape.kv_shares)
+        place = LocalRank(
+            *(EngineId(engine.own.engine_id), shape.tp_size, tp_rank, groups, shape.kv_shares),
+            pp_size=shape.pp_size,
+            pp_rank=self.pp_rank,
+        )
         handshake = RankHandshake(
             engine_id=place.engine_id,
             tp_size=shape.tp_size,
@@ -337,8 +343,10 @@ class Worker:
             is_staged=self.staging is not None,
             weights=engine.kind.weights,
             process=self.host.own,
+            pp_size=shape.pp_size,
+            pp_rank=self.pp_rank,
         )
-        tag = str(Tag(engine.settings.transfer_mode.value, (("model", engine.kind.model),), (((2, 8),),)))
+        tag = str(Tag(engine.settings.transfer_mode.value, (("model", engine.kind.model),), ((8,),)))
 
         def offer(weights: Weights) -> None:
             told = msgspec.structs.replace(handshake, weights=weights)
@@ -464,22 +472,18 @@ class Engine:
         self.reloaded: Counter[int] = Counter()
         self.settings = cluster.settings
         shape = kind.shape
-        terms = Terms(
+        taken = stock(
             groups=kv_groups(shape.block_size, drops_blocks=kind.drops_blocks),
-            zeroes_blocks=False,
-            mode=self.settings.transfer_mode,
             recomputes=kind.recomputes,
-            lease_seconds=self.settings.kv_lease_duration_seconds,
-            timeout_seconds=self.settings.handover_timeout_seconds,
-            allocation_seconds=kind.allocation_seconds or self.settings.handover_timeout_seconds,
-            patience_seconds=self.settings.give_way_after_seconds,
-            most_unclaimed_tokens=kind.most_unclaimed_tokens,
+            max_num_batched_tokens=kind.most_unclaimed_tokens,
+            spans=cluster.spans,
         )
+        allocation_seconds = kind.allocation_seconds or self.settings.handover_timeout_seconds
+        settings = dataclasses.replace(self.settings, allocation_timeout_seconds=allocation_seconds)
         number = cluster.next_number()
         wake_address = WakeAddress("127.0.0.1", 1, f"{number:032x}")
         self.handover = SchedulerFacade(
-            EngineContext(own, f"{number:016x}", wake_address, terms, self.clock, cluster.spans),
-            Reads(),
+            EngineContext(taken, settings, own, f"{number:016x}", wake_address, self.clock),
             AskSettings(
                 tuple(map(url_of, kind.asks)),
                 kind.is_required,
@@ -491,7 +495,7 @@ class Engine:
             functools.partial(FlowAsker, self),
         )
         self.handover.asking.servers.random = random.Random(number)
-        self.workers = [Worker(self, rank) for rank in range(shape.tp_size)]
+        self.workers = [Worker(self, rank) for rank in range(shape.tp_size * shape.pp_size)]
         memories = [worker.memory for worker in self.workers]
         self.pool = Pool(self, shape, memories, kind.caches_prefixes, kind.are_shared, kind.newest_first)
         self.handover.engine.bind(self.pool)
@@ -841,7 +845,7 @@ class Engine:
 
     def _envelopes(self) -> dict[tuple[int, int], Any]:
         """As vLLM collects them: by pipeline stage and rank."""
-        return {(0, worker.tp_rank): worker.envelope for worker in self.workers}
+        return {(worker.pp_rank, worker.tp_rank): worker.envelope for worker in self.workers}
 
     def _listen(self, answers: Answers) -> Listening:
         listening = Listening(self)
@@ -914,7 +918,7 @@ class Engine:
         for name in ours:
             assert self.requests[name].status is Status.REMOTE or self.requests[name].status.is_finished
             self.requests[name].num_computed = 0
-        again = {name for name in sorted(ours) if self.handover.starts_again(name) or self.kind.recomputes}
+        again = {name for name in sorted(ours) if self.handover.asking.may_ask_again(name) or self.kind.recomputes}
         self._failed_receiving |= again
         return {name for name in ours - again if not self.requests[name].status.is_finished}
 

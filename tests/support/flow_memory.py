@@ -53,12 +53,12 @@ class Sequence64:
         return self.tokens[place]
 
 
-def kv(sums: Cells, heads: range) -> Cells:
+def kv(sums: Cells, planes: range, heads: range) -> Cells:
     """Returns the cells of tokens, as (planes, tokens, heads)."""
-    planes = np.arange(1, NUM_PLANES + 1, dtype=np.uint64)[:, None, None]
+    layers = np.arange(planes.start + 1, planes.stop + 1, dtype=np.uint64)[:, None, None]
     numbers = np.arange(heads.start + 1, heads.stop + 1, dtype=np.uint64)[None, None, :]
     with np.errstate(over="ignore"):
-        return sums[None, :, None] * np.uint64(0x2545_F491_4F6C_DD1D) + planes * np.uint64(1 << 40) + numbers
+        return sums[None, :, None] * np.uint64(0x2545_F491_4F6C_DD1D) + layers * np.uint64(1 << 40) + numbers
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,15 @@ class Shape:
     is_latent: bool = False
     is_head_major: bool = False
     is_contiguous: bool = False
+    pp_size: int = 1
 
     @property
     def kv_shares(self) -> int:
         return 1 if self.is_latent else self.total_heads
+
+    def planes(self, pp_rank: int) -> range:
+        first, end = (stage * NUM_PLANES // self.pp_size for stage in (pp_rank, pp_rank + 1))
+        return range(first, end)
 
     def heads(self, tp_rank: int) -> range:
         if self.is_latent:
@@ -99,12 +104,13 @@ class Shape:
 class RankMemory:
     """``cells[plane, kernel block, token, head]`` of one rank."""
 
-    def __init__(self, shape: Shape, tp_rank: int) -> None:
-        self.shape, self.heads = shape, shape.heads(tp_rank)
+    def __init__(self, shape: Shape, tp_rank: int, pp_rank: int = 0) -> None:
+        self.shape, self.heads, self.layers = shape, shape.heads(tp_rank), shape.planes(pp_rank)
+        num_planes = len(self.layers)
         self.tokens = shape.block_size // shape.ratio
         blocks = shape.num_blocks * shape.ratio
         inner = (len(self.heads), self.tokens) if shape.is_head_major else (self.tokens, len(self.heads))
-        outer = (blocks, NUM_PLANES) if shape.is_contiguous else (NUM_PLANES, blocks)
+        outer = (blocks, num_planes) if shape.is_contiguous else (num_planes, blocks)
         self.array = np.full((*outer, *inner), POISON, dtype=np.uint64)
         planes = self.array.swapaxes(0, 1) if shape.is_contiguous else self.array
         self.cells = planes.swapaxes(2, 3) if shape.is_head_major else planes
@@ -112,7 +118,8 @@ class RankMemory:
         self.end = self.begin + self.array.nbytes
         stride = self.cells.strides
         self.planes = Planes(
-            bases=tuple(self.begin + plane * stride[0] for plane in range(NUM_PLANES)),
+            bases=tuple(self.begin + plane * stride[0] for plane in range(num_planes)),
+            keys=tuple(self.layers),
             block_stride_bytes=stride[1],
             token_stride_bytes=stride[2],
             head_stride_bytes=stride[3],
@@ -132,12 +139,12 @@ class RankMemory:
 
     def fill(self, blocks: Sequence[int], sums: Cells, begin: int, end: int) -> None:
         kernel, token = self._places(blocks, begin, end)
-        self.cells[:, kernel, token] = kv(sums[begin:end], self.heads)
+        self.cells[:, kernel, token] = kv(sums[begin:end], self.layers, self.heads)
 
     def wrong(self, blocks: Sequence[int], sums: Cells, end: int) -> list[int]:
         """Returns the tokens before ``end`` whose cells are wrong."""
         kernel, token = self._places(blocks, 0, end)
-        same = self.cells[:, kernel, token] == kv(sums[:end], self.heads)
+        same = self.cells[:, kernel, token] == kv(sums[:end], self.layers, self.heads)
         return np.flatnonzero(~same.all(axis=(0, 2))).tolist()
 
     def poison(self, block: int) -> None:

@@ -12,8 +12,7 @@ import pytest
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.lease import is_heartbeat
-from kvcached_nixl.wire.messages import Message, Peer, decode
+from kvcached_nixl.wire.messages import Message, Peer, decode, is_heartbeat
 from support.flow_cluster import FORGOTTEN_SECONDS, Cluster
 from support.flow_engine import Engine, Kind, Request, Status
 from support.flow_memory import Shape
@@ -81,7 +80,7 @@ class Pair:
         """Returns the parameters that decode gets from a router that sends to both engines at once."""
         own = self.prefill.own
         found = {"do_remote_prefill": True, "remote_engine_id": own.engine_id, "remote_host": own.host}
-        return {**found, "remote_port": own.port, "tp_size": own.tp_size, **changed}
+        return {**found, "remote_port": own.port, "tp_size": own.tp_size, "pp_size": own.pp_size, **changed}
 
     def hand_over(self, prompt: tuple[int, ...] = PROMPT, **request: Any) -> Request:
         """Runs a complete hand-over, prefill first. Returns decode's request."""

@@ -44,6 +44,8 @@ SHAPES = (
     (Shape(tp_size=2, total_heads=1), Shape(total_heads=1)),
     (Shape(tp_size=2, is_latent=True), Shape(is_latent=True)),
     (Shape(is_latent=True), Shape(tp_size=2, is_latent=True)),
+    (Shape(pp_size=2), Shape()),
+    (Shape(pp_size=2, tp_size=2), Shape(block_size=8)),
 )
 SLICE_SECONDS = 4.0
 DYING_SECONDS = 1.5
@@ -357,7 +359,7 @@ class Schedule:
         if task.both_at_once:
             own = task.prefill.own
             params = {"do_remote_prefill": True, "remote_engine_id": own.engine_id, "remote_host": own.host}
-            params |= {"remote_port": own.port, "tp_size": own.tp_size}
+            params |= {"remote_port": own.port, "tp_size": own.tp_size, "pp_size": own.pp_size}
             if task.transfer_id is not None:
                 params["transfer_id"] = task.transfer_id
         elif task.upstream is not None and task.upstream.answer is not None:

@@ -127,7 +127,7 @@ def slab_of(worker: Worker, num_slots: int, kept: int) -> tuple[Staging, LateCop
     """Returns the staging and the copier of a worker, over a new slab. ``kept``: see `Slots`."""
     shape = worker.memory.shape
     one = dataclasses.replace(shape, block_size=worker.memory.tokens, ratio=1, num_blocks=num_slots)
-    slab = RankMemory(one, worker.tp_rank)
+    slab = RankMemory(one, worker.tp_rank, worker.pp_rank)
     slots = WatchedSlots(num_slots, kept, slab)
     copier = LateCopier(worker, slab, slots)
     return Staging(slots, StubSlab(), copier, (worker.memory.tokens,)), copier  # type: ignore[arg-type]

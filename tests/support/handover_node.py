@@ -109,7 +109,7 @@ class Node(engine_node.Node):
     def owes(self) -> bool:
         """Whether the engine keeps or holds blocks, waits for KV, or has something pending."""
         side = self.side_of_engine
-        waits = side.fetching.attempts.num_waiting or side.offering.kept.num_kept or side.engine.holds.num_blocks
+        waits = side.fetching.attempts.waiting or side.offering.kept.num_kept or side.engine.holds.num_blocks
         return bool(waits or side.pending or len(self.registry) or len(self.receiver))
 
     def address(self, request_id: str = "") -> dict[str, Any]:
@@ -314,7 +314,7 @@ def rest(*both: Node) -> None:
 
     def waits_for_leases() -> bool:
         busy = any(
-            len(node.receiver) or node.write_tasks or node.side_of_engine.fetching.attempts.num_waiting for node in both
+            len(node.receiver) or node.write_tasks or node.side_of_engine.fetching.attempts.waiting for node in both
         )
         return not busy and all(node.step() for node in both)
 
@@ -352,9 +352,9 @@ def prefilled(
 def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
     """Raises all leases and deadlines, so that none expires however slow the machine is."""
     engine, registry, seconds = decode.side_of_engine.engine, prefill.registry, 600.0
-    terms = dataclasses.replace(engine.terms, timeout_seconds=seconds)
+    settings = dataclasses.replace(engine.settings, handover_timeout_seconds=seconds)
     with (
-        mock.patch.object(engine, "terms", terms),
+        mock.patch.object(engine, "settings", settings),
         mock.patch.object(registry.writer, "_unmatched_seconds", seconds),
         mock.patch.object(matcher_of(registry), "_unmatched_seconds", seconds),
         mock.patch.object(leases_of(registry), "_lease_seconds", seconds),

@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": BASICS,
     "patching": {"errors"},
     "naming": {"errors", "processes"},
+    "wants": set(),
     "identity": {"wire.handshake"},
     "vllm": set(),
     "vllm.adapter": {
@@ -59,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "settings",
         "transport",
         "naming",
+        "wants",
         "patching",
         "processes",
         "scheduler",
@@ -68,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "activation": {"errors", "settings", "vllm", "vllm.adapter", "vllm.patches", "patching", "cli.report"},
     "cli": {
         *("errors", "settings", "vllm.adapter", "patching", "proof", "transport", "version"),
-        *("side_channel_address", "scheduler.asking", "wire"),
+        *("side_channel_address", "scheduler.asking", "wire", "current_device"),
     },
     "__init__": {"activation.bootstrap", "cli.report", "patching", "version"},
     "__main__": {"errors", "settings", "vllm.adapter", "cli", "install", "status", "version"},
@@ -90,7 +92,7 @@ ROOMS: dict[str, set[str]] = {
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "kvcached": ("vllm", "proof"),
-    "torch": ("vllm", "identity/memory.py", "worker", "proof", "current_device.py"),
+    "torch": ("vllm", "identity/memory.py", "worker", "proof", "cli/doctor.py", "current_device.py"),
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/listener.py", "transport/side_channel.py"),
     "psutil": ("side_channel_address.py", "transport/listener.py"),

@@ -60,6 +60,7 @@ class Memory:
         strides = self.cells.strides
         self.planes = Planes(
             bases=tuple(int(self.cells.ctypes.data) + plane * strides[0] for plane in range(2)),
+            keys=(0, 1),
             block_stride_bytes=strides[1],
             token_stride_bytes=strides[2],
             head_stride_bytes=strides[3],
@@ -86,7 +87,7 @@ class Asking:
         self.woken: list[tuple[str, int, str]] = []
         self.is_closed = False
 
-    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+    def ask(self, host: str, port: int, tp_rank: int, pp_rank: int = 0) -> Future[tuple[str, bytes]]:
         self.asked.append((host, port, tp_rank))
         future: Future[tuple[str, bytes]] = Future()
         found = self.answers.get((host, port, tp_rank))
@@ -164,6 +165,8 @@ class Remote:
             is_staged=False,
             weights=WEIGHTS,
             process=self.process,
+            pp_size=1,
+            pp_rank=0,
         )
         return msgspec.structs.replace(rank, **changed)
 

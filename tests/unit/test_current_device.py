@@ -156,7 +156,7 @@ class Stock:
     memory_type = "VRAM"
     device_id = 1
     engine_id = "e"
-    tp_size, tp_rank = 2, 1
+    tp_size, tp_rank, pp_size, pp_rank = 2, 1, 1, 0
     kernel_blocks_per_block = 1
     kv_shares = 1
     answers_before_drafts = zeroes_blocks = False
@@ -176,7 +176,7 @@ class Stock:
 
 
 class Channel:
-    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+    def ask(self, host: str, port: int, tp_rank: int, pp_rank: int = 0) -> Future[tuple[str, bytes]]:
         raise AssertionError("nobody is to be asked")
 
     def wake(self, host: str, port: int, key: str) -> None:

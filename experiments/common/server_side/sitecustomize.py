@@ -19,6 +19,9 @@ do.
 **Drafts** (EXPERIMENT_DRAFTS): lets vLLM's CPU build compute a gated delta net that has drafts. The block of a
 request's state is then taken from a table with several columns. Torch takes a single such index for contiguous,
 whatever its stride is, and the kernel refuses its stride.
+
+**Stages** (EXPERIMENT_STAGES): lets runner V1 of vLLM's CPU build run pipeline stages. A stage makes the tensors that
+it receives when it measures its memory, which is not done on a CPU.
 """
 
 from __future__ import annotations
@@ -67,11 +70,25 @@ def copy_indices(custom_ops: Any) -> None:
     custom_ops.fused_sigmoid_gating_delta_rule_update_cpu = computed
 
 
+def make_received_tensors(runner: Any) -> None:
+    gather = runner.GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def gathered(self: Any, *arguments: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return gather(self, *arguments)
+
+    runner.GPUModelRunner.sync_and_gather_intermediate_tensors = gathered
+
+
 HOOKS = (
     ("TRITON_INTERPRET", "triton.backends", name_a_cpu_backend),
     ("EXPERIMENT_FORK", "vllm.utils.system_utils", fork_processes),
     *(("EXPERIMENT_FEW_CORES", name, wait_for_events) for name in BINDINGS),
     ("EXPERIMENT_DRAFTS", "vllm._custom_ops", copy_indices),
+    ("EXPERIMENT_STAGES", "vllm.v1.worker.gpu_model_runner", make_received_tensors),
 )
 if os.environ.get("EXPERIMENT_FEW_CORES"):
     use_every_core()

@@ -52,25 +52,25 @@ class Asking:
     """See the module."""
 
     def __init__(self, engine: EngineContext, settings: AskSettings, asker: Asker, fetching: DecodeFetches) -> None:
-        terms, clock = engine.terms, engine.clock
+        clock, most_tokens = engine.clock, engine.stock.max_num_batched_tokens
         self._engine = engine
         self._asker = asker
         self._fetching = fetching
         # If no more tokens are missing, they are computed here. Where layers keep states, a block of theirs may be as
         # long as the longest request.
-        self._block_tokens = min(one.block_size for one in terms.groups.all)
-        self.servers = Servers(settings.servers, clock, terms.timeout_seconds, self._block_tokens, engine.woken)
-        most_tokens = terms.most_unclaimed_tokens
+        self._block_tokens = min(one.block_size for one in engine.groups.all)
+        silence_seconds = engine.settings.handover_timeout_seconds
+        self.servers = Servers(settings.servers, clock, silence_seconds, self._block_tokens, engine.woken)
         break_even = BreakEven(clock, most_tokens, settings.max_local_prefill_tokens)
         self.local = LocalPrefills(most_tokens // 4, break_even)
         self.questions = Questions(self.servers, asker, engine.own.engine_id, is_required=settings.is_required)
         self.figures = self.questions.figures
         # Prefill is told where the KV goes, and sends it. Two that ask each other would wait for the blocks that they
         # keep for each other.
-        self._pushes = terms.mode.is_push and not settings.is_asked
+        self._pushes = engine.is_push and not settings.is_asked
         self._is_required = settings.is_required
         # What no server gives may be computed here.
-        self._computes = terms.recomputes and not settings.is_required
+        self._computes = engine.stock.recomputes and not settings.is_required
         self._wanted: dict[str, Wanted] = {}
         self._queue = Queue()
         # Requests that vLLM has in its queue, and that are to be held.
@@ -84,16 +84,16 @@ class Asking:
     @property
     def num_waiting(self) -> int:
         """Requests that nobody is asked for yet."""
-        return len(self._queue) + self.questions.num_looked_up
+        return len(self._queue) + len(self.questions.looked_up)
 
     @property
     def has_news(self) -> bool:
-        return self._asker.has_answers or self._queue.has_fresh
+        return self._asker.has_answers or bool(self._queue.fresh)
 
     @property
     def due_at_seconds(self) -> float | None:
         """When `turn` has to be called, whatever happens until then; None if it need not."""
-        return earliest(self.servers.silent_at_seconds, self._rested_at_seconds, self._limit.due_at_seconds)
+        return earliest(self.servers.silent_at_seconds, self._rested_at_seconds, self._limit.deadlines.first_seconds)
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
@@ -189,7 +189,7 @@ class Asking:
             self.questions.settled(wanted)
         for params in self.questions.take_unneeded():
             self._fetching.unneeded(params)
-        self.figures.held, self.figures.asked = self.num_waiting, self.questions.num_asked
+        self.figures.held, self.figures.asked = self.num_waiting, len(self.questions.asked)
         self.figures.promised_blocks = self.window.num_promised
         return self.local.turn(blocks, self._fetching.received) or may_begin
 
@@ -203,13 +203,15 @@ class Asking:
         self._wanted[wanted.request.request_id] = wanted
         self._limit.waits(wanted.request.request_id)
         self._engine.timelines.begin(wanted.request, State.DECODE_HELD)
-        self._queue.add(wanted)
+        wanted.stage = Stage.WAITING
+        self._queue.fresh.append(wanted)
 
     def _look_up_fresh(self, *, may_compute: bool) -> bool:
         """Lets those go on that are cached here, or computed here sooner, whatever others wait for. Returns whether any
         goes on now."""
         may_begin = False
-        for wanted in self._queue.take_fresh():
+        fresh, self._queue.fresh = self._queue.fresh, []
+        for wanted in [one for one in fresh if one.stage is Stage.WAITING]:
             choice = self.servers.choose(*wanted.choice) if may_compute else None
             if not self._goes_on_here(wanted, choice):
                 self._queue.push(wanted)
@@ -245,7 +247,7 @@ class Asking:
 
     def _refuse_late(self) -> None:
         """Ends those that have waited to be asked for as long as they may."""
-        for request_id in self._limit.take_late():
+        for request_id in self._limit.deadlines.take_due(self._engine.clock.now_seconds()):
             wanted = self._wanted.get(request_id)
             if wanted is None or wanted.stage not in (Stage.WAITING, Stage.LOOKING):
                 continue
@@ -332,7 +334,7 @@ class Asking:
         server, wanted.stage = choice.server, Stage.ASKED
         self._is_asked_for(wanted, server)
         self._engine.timelines.enter(wanted.request.request_id, State.DECODE_ASKING)
-        self.local.break_even.is_asked_for(wanted.request.request_id, choice.num_tokens)
+        self.local.break_even.begins(wanted.request.request_id, choice.num_tokens, is_local=False)
         question = wanted.question
         # While prefill computes others, this one's blocks are better used here.
         wanted.named = server.engine if self._pushes and not choice.num_before else None

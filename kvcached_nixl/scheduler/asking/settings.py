@@ -66,7 +66,8 @@ class AskSettings:
         if not servers:
             return cls()
         if not is_consumer:
-            raise bad("prefill", said, "no such key with kv_role kv_producer, which fetches no KV", _UNKNOWN)
+            expected = "no such key with kv_role kv_producer or pipeline stages: such an engine fetches no KV"
+            raise bad("prefill", said, expected, _UNKNOWN)
         urls = tuple(dict.fromkeys(one.rstrip("/") for one in servers))
         return cls(urls, is_required, accepts, _api_key(extra_config), is_producer, queue_seconds, most_local)
 

@@ -46,9 +46,11 @@ def optional(owner: Any, name: str, default: Any = None) -> Any:
 
 _SIDE = "_kvcached_nixl"
 _ADDRESS = "_kvcached_nixl_address"
-_STEP = "kvcached_nixl_step"
+STEP = "kvcached_nixl_step"
+"""Of the connector metadata that vLLM sends to every worker: our `Step`."""
 _REPORT = "kvcached_nixl_report"
-_CORE = "_kvcached_nixl_core"
+CORE = "_kvcached_nixl_core"
+"""Of a scheduler: vLLM's engine core around it."""
 
 
 def attach(connector: Any, side: Any, address: SideChannelAddress | None = None) -> None:
@@ -80,17 +82,6 @@ def connectors(connector: Any) -> Iterator[Any]:
 def address_of(connector: Any) -> SideChannelAddress:
     found: SideChannelAddress = private(connector, _ADDRESS)
     return found
-
-
-def attach_step(metadata: Any, step: Any) -> Any:
-    """Attach our `Step` to the connector metadata that vLLM sends to every worker."""
-    setattr(metadata, _STEP, step)
-    return metadata
-
-
-def step_on(metadata: Any) -> Any:
-    """The `Step` on the connector metadata that a worker has got."""
-    return private(metadata, _STEP)
 
 
 def carry(report: Report) -> Any:
@@ -135,11 +126,6 @@ def _carrier() -> Any:
     return WorkerReport
 
 
-def remember(core: Any) -> None:
-    """Attach vLLM's engine core to its scheduler, for `core_of`."""
-    vars(core.scheduler)[_CORE] = core
-
-
 def core_of(engine_scheduler: Any) -> Any:
     """The engine core around a scheduler; None if there is no core process (an engine in its client's own process)."""
-    return vars(engine_scheduler).get(_CORE)
+    return vars(engine_scheduler).get(CORE)

@@ -21,9 +21,10 @@ from kvcached_nixl.vllm.adapter.locate import STATS_MODULE
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.handshake import Kind
-from kvcached_nixl.wire.headroom import AskingFigures, read_headroom
+from kvcached_nixl.wire.headroom import read_headroom
 from kvcached_nixl.wire.timeline import Lasted, Reported, State
 
+_PREFIX = "kvcached_nixl:"
 _FAILURES, _QUARANTINED = "kvcached_nixl_failures", "kvcached_nixl_quarantined_blocks"
 _REVOKED = "kvcached_nixl_revoked_offers"
 _MOVED, _SLABS = "kvcached_nixl_moved_bytes", "kvcached_nixl_slabs"
@@ -39,77 +40,59 @@ _IDENTIFIES = (
     "Identifies the {}. Engines hand over to each other if compatibility_id is equal, and checkpoint_id or weights_id "
     "is equal and not 0."
 )
-_GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
+GAUGES: Mapping[str, str] = MappingProxyType(
     {
-        "kvcached_nixl:quarantined_blocks": (
-            "Blocks that are held because a peer may still have transfers in flight.",
-            (),
-        ),
-        "kvcached_nixl:free_tokens": (
-            "Tokens of KV that the engine could take now: of its pool, and of the device's memory.",
-            (),
-        ),
-        "kvcached_nixl:used_tokens": (
-            "Tokens of KV in blocks that requests have, or that are kept or held for peers.",
-            (),
-        ),
-        "kvcached_nixl:queued_tokens": ("Tokens of the prompts of requests that have no blocks yet.", ()),
-        "kvcached_nixl:kept_offers": ("Requests of prefill whose KV is kept until decode has fetched it.", ()),
-        "kvcached_nixl:kept_tokens": ("Tokens of KV of kept offers; part of used_tokens.", ()),
-        "kvcached_nixl:free_bytes": ("Memory of the device that kvcached could map now.", ()),
-        "kvcached_nixl:mapped_bytes": ("Memory of the device that kvcached has mapped for KV, with its reserve.", ()),
-        "kvcached_nixl:waiting_fetches": ("Requests of decode whose KV has not arrived.", ()),
-        "kvcached_nixl:oldest_fetch_seconds": (
-            "How long the first request that has blocks has waited for its KV; 0 without one.",
-            (),
-        ),
-        "kvcached_nixl:oldest_offer_seconds": ("Since prefill has kept the oldest offer; 0 if it keeps none.", ()),
-        "kvcached_nixl:held_requests": ("Requests of decode that no prefill server is asked for yet.", ()),
-        "kvcached_nixl:asked_requests": ("Requests of decode that wait for the answer of a prefill server.", ()),
-        "kvcached_nixl:promised_blocks": (
-            "Blocks that decode counts on for requests which it has asked for, and which have none yet.",
-            (),
-        ),
-        "kvcached_nixl:slab_bytes": ("Memory of a rank's slab, through which KV is staged.", ("rank",)),
-        "kvcached_nixl:slab_slots": ("Slots of a rank's slab.", ("rank",)),
-        "kvcached_nixl:slab_used_slots": ("Slots of a rank's slab that are taken, by use.", ("rank", "use")),
-        "kvcached_nixl:slab_waiting": ("Hand-overs of a rank that wait for slots now.", ("rank",)),
-        "kvcached_nixl:compatibility_id": (_IDENTIFIES.format("versions, configuration and layout"), ()),
-        "kvcached_nixl:checkpoint_id": (
-            _IDENTIFIES.format("files that the weights were loaded from; 0 if not known"),
-            (),
-        ),
-        "kvcached_nixl:weights_id": (_IDENTIFIES.format("weights in memory; 0 if not known"), ()),
+        "quarantined_blocks": "Blocks that are held because a peer may still have transfers in flight.",
+        "free_tokens": "Tokens of KV that the engine could take now: of its pool, and of the device's memory.",
+        "used_tokens": "Tokens of KV in blocks that requests have, or that are kept or held for peers.",
+        "queued_tokens": "Tokens of the prompts of requests that have no blocks yet.",
+        "kept_offers": "Requests of prefill whose KV is kept until decode has fetched it.",
+        "kept_tokens": "Tokens of KV of kept offers; part of used_tokens.",
+        "free_bytes": "Memory of the device that kvcached could map now.",
+        "mapped_bytes": "Memory of the device that kvcached has mapped for KV, with its reserve.",
+        "waiting_fetches": "Requests of decode whose KV has not arrived.",
+        "oldest_fetch_seconds": "How long the first request that has blocks has waited for its KV; 0 without one.",
+        "oldest_offer_seconds": "Since prefill has kept the oldest offer; 0 if it keeps none.",
+        "held_requests": "Requests of decode that no prefill server is asked for yet.",
+        "asked_requests": "Requests of decode that wait for the answer of a prefill server.",
+        "promised_blocks": "Blocks that decode counts on for requests which it has asked for, and which have none yet.",
+        "slab_bytes": "Memory of a rank's slab, through which KV is staged.",
+        "slab_slots": "Slots of a rank's slab.",
+        "slab_used_slots": "Slots of a rank's slab that are taken, by use.",
+        "slab_waiting": "Hand-overs of a rank that wait for slots now.",
+        "compatibility_id": _IDENTIFIES.format("versions, configuration and layout"),
+        "checkpoint_id": _IDENTIFIES.format("files that the weights were loaded from; 0 if not known"),
+        "weights_id": _IDENTIFIES.format("weights in memory; 0 if not known"),
     }
 )
-"""Name -> help text and labels. As for the counters, those of `Headroom` have the names of its fields."""
-_COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
+"""Name -> help text. As for the counters, those of `Headroom` have the names of its fields."""
+COUNTERS: Mapping[str, str] = MappingProxyType(
     {
-        "kvcached_nixl:handover_failures": (
-            "Hand-overs that brought no KV, by cause; their requests failed or were recomputed.",
-            ("cause",),
-        ),
-        "kvcached_nixl:revoked_offers": (
-            "Offers that prefill has taken back before decode had fetched them, by cause.",
-            ("cause",),
-        ),
-        "kvcached_nixl:moved_bytes": (
-            "KV that this engine's transfers have moved, by transfer mode and memory path.",
-            ("direction", "path"),
-        ),
-        "kvcached_nixl:map_bytes": (
-            "Memory of the device that kvcached has mapped for KV since the start, at least.",
-            (),
-        ),
-        "kvcached_nixl:unmap_bytes": (
-            "Memory of the device that kvcached has given back since the start, at least.",
-            (),
-        ),
-        "kvcached_nixl:questions": ("Questions to prefill servers that have ended, by outcome.", ("outcome",)),
-        "kvcached_nixl:computed_prompts": ("Prompts that decode computes itself, by reason.", ("reason",)),
-        "kvcached_nixl:slab_waits": ("How often a hand-over of a rank has begun to wait for slots.", ("rank",)),
+        "handover_failures": "Hand-overs that brought no KV, by cause; their requests failed or were recomputed.",
+        "revoked_offers": "Offers that prefill has taken back before decode had fetched them, by cause.",
+        "moved_bytes": "KV that this engine's transfers have moved, by transfer mode and memory path.",
+        "map_bytes": "Memory of the device that kvcached has mapped for KV since the start, at least.",
+        "unmap_bytes": "Memory of the device that kvcached has given back since the start, at least.",
+        "questions": "Questions to prefill servers that have ended, by outcome.",
+        "computed_prompts": "Prompts that decode computes itself, by reason.",
+        "slab_waits": "How often a hand-over of a rank has begun to wait for slots.",
     }
 )
+_LABELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "slab_bytes": ("rank",),
+        "slab_slots": ("rank",),
+        "slab_used_slots": ("rank", "use"),
+        "slab_waiting": ("rank",),
+        "handover_failures": ("cause",),
+        "revoked_offers": ("cause",),
+        "moved_bytes": ("direction", "path"),
+        "questions": ("outcome",),
+        "computed_prompts": ("reason",),
+        "slab_waits": ("rank",),
+    }
+)
+"""Of those that have some beside vLLM's."""
 
 
 def stats(data: dict[str, Any] | None = None) -> Any:
@@ -164,23 +147,10 @@ def add_lasted(account: Any, lasted: Iterable[Lasted]) -> None:
 
 
 def _all_data_of(account: Any) -> list[dict[str, Any]]:
-    data = _data_of(account)
-    return [data, *map(_data_of, data.values())]
-
-
-def _data_of(account: Any) -> dict[str, Any]:
     # Any connector's stats come by here, in the engine's loop: nothing is imported to tell whose they are.
     data = optional(account, "data")
-    return data if isinstance(data, dict) else {}
-
-
-def _unregister() -> None:
-    """Remove our metrics of before: vLLM makes its logger anew when it scales, and removes its own metrics only."""
-    from prometheus_client import REGISTRY
-
-    for collector in list(REGISTRY._collector_to_names):
-        if any(name.startswith("kvcached_nixl:") for name in REGISTRY._collector_to_names[collector]):
-            REGISTRY.unregister(collector)
+    found = [data, *(optional(one, "data") for one in data.values())] if isinstance(data, dict) else []
+    return [one for one in found if isinstance(one, dict)]
 
 
 @functools.cache
@@ -204,11 +174,16 @@ def _stats_class() -> Any:
 
 @functools.cache
 def _prom_class() -> Any:
+    from prometheus_client import REGISTRY
+
     stock = private(importlib.import_module(STATS_MODULE), "NixlPromMetrics")
 
     class HandOverPromMetrics(stock):  # type: ignore[misc, valid-type]
         def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
-            _unregister()
+            # vLLM makes its logger anew when it scales, and removes its own metrics only.
+            for collector in list(REGISTRY._collector_to_names):
+                if any(name.startswith(_PREFIX) for name in REGISTRY._collector_to_names[collector]):
+                    REGISTRY.unregister(collector)
             super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             self.of_engines = EngineMetrics(self, labelnames, per_engine_labelvalues)
 
@@ -219,11 +194,10 @@ def _prom_class() -> Any:
     return HandOverPromMetrics
 
 
-def _made(table: Mapping[str, tuple[str, tuple[str, ...]]], make: Any, labelnames: Any, **options: str) -> Any:
-    """Returns the metrics of a table by their names without the prefix."""
+def _made(table: Mapping[str, str], make: Any, labelnames: Any, **options: str) -> dict[str, Any]:
     return {
-        name.partition(":")[2]: make(name=name, documentation=text, labelnames=[*labelnames, *labels], **options)
-        for name, (text, labels) in table.items()
+        name: make(name=_PREFIX + name, documentation=text, labelnames=[*labelnames, *_LABELS.get(name, ())], **options)
+        for name, text in table.items()
     }
 
 
@@ -237,10 +211,10 @@ class EngineMetrics:
 
     def __init__(self, exporter: Any, labelnames: Any, labelvalues: Any) -> None:
         self._labelvalues = labelvalues
-        self._gauges = _made(_GAUGES, exporter._gauge_cls, labelnames, multiprocess_mode="mostrecent")
-        self._counters = _made(_COUNTERS, exporter._counter_cls, labelnames)
+        self._gauges = _made(GAUGES, exporter._gauge_cls, labelnames, multiprocess_mode="mostrecent")
+        self._counters = _made(COUNTERS, exporter._counter_cls, labelnames)
         self._states = exporter._histogram_cls(
-            name="kvcached_nixl:handover_state_seconds",
+            name=f"{_PREFIX}handover_state_seconds",
             documentation="How long hand-overs were in each state. The states of one side add up to the whole.",
             buckets=list(_BUCKETS),
             labelnames=[*labelnames, "direction", "state"],
@@ -266,16 +240,13 @@ class EngineMetrics:
             else:
                 self._set(name, engine_idx, number)
         if said.asking is not None:
-            self._say_asking(engine_idx, said.asking)
-
-    def _say_asking(self, engine_idx: int, said: AskingFigures) -> None:
-        self._set("held_requests", engine_idx, said.held)
-        self._set("asked_requests", engine_idx, said.asked)
-        self._set("promised_blocks", engine_idx, said.promised_blocks)
-        for outcome, total in said.ended.items():
-            self._count_rise("questions", engine_idx, total, outcome.value)
-        for reason, total in said.computed.items():
-            self._count_rise("computed_prompts", engine_idx, total, reason.value)
+            self._set("held_requests", engine_idx, said.asking.held)
+            self._set("asked_requests", engine_idx, said.asking.asked)
+            self._set("promised_blocks", engine_idx, said.asking.promised_blocks)
+            for outcome, total in said.asking.ended.items():
+                self._count_rise("questions", engine_idx, total, outcome.value)
+            for reason, total in said.asking.computed.items():
+                self._count_rise("computed_prompts", engine_idx, total, reason.value)
 
     def say_kind(self, engine_idx: int, answers: list[tuple[str, bytes]]) -> None:
         """An engine's side channel gives other answers than before. Called on a thread of its own."""
@@ -299,23 +270,19 @@ class EngineMetrics:
             self._set("quarantined_blocks", engine_idx, blocks)
         for *route, num_bytes in moved:
             self._count("moved_bytes", engine_idx, num_bytes, *route)
-        for slab in slabs:
-            self._observe_slab(engine_idx, *slab)
+        for rank, num_bytes, num_slots, *used, waiting, waits in slabs:
+            self._set("slab_bytes", engine_idx, num_bytes, str(rank))
+            self._set("slab_slots", engine_idx, num_slots, str(rank))
+            for use, value in zip(_USES, used, strict=True):
+                self._set("slab_used_slots", engine_idx, value, str(rank), use)
+            self._set("slab_waiting", engine_idx, waiting, str(rank))
+            self._count("slab_waits", engine_idx, waits, str(rank))
 
     def _count_causes(self, engine_idx: int, failures: Iterable[int], revoked: Iterable[int], by: int = 1) -> None:
         for cause in failures:
             self._count("handover_failures", engine_idx, by, FailureCause(cause).label)
         for cause in revoked:
             self._count("revoked_offers", engine_idx, by, RevocationCause(cause).label)
-
-    def _observe_slab(self, engine_idx: int, rank: int, num_bytes: int, num_slots: int, *rest: int) -> None:
-        *used, waiting, waits = rest
-        self._set("slab_bytes", engine_idx, num_bytes, str(rank))
-        self._set("slab_slots", engine_idx, num_slots, str(rank))
-        for use, value in zip(_USES, used, strict=True):
-            self._set("slab_used_slots", engine_idx, value, str(rank), use)
-        self._set("slab_waiting", engine_idx, waiting, str(rank))
-        self._count("slab_waits", engine_idx, waits, str(rank))
 
     def _set(self, name: str, engine_idx: int, value: float, *labels: str) -> None:
         self._gauges[name].labels(*self._labelvalues[engine_idx], *labels).set(value)

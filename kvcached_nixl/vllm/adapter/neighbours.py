@@ -169,12 +169,17 @@ def _require_spec(vllm_config: Any) -> None:
             remedy=f"Remove {_TIER} from --kv-transfer-config"
             + ("." if why is _OUTLIVES else f', or add "{TRUSTED}": ["{spec}"] if you have checked it.'),
         )
-    if optional(vllm_config, "speculative_config") is not None:
+    unproven = {
+        "--speculative-config": optional(vllm_config, "speculative_config") is not None,
+        "--pipeline-parallel-size": private(vllm_config, "parallel_config").pipeline_parallel_size > 1,
+    }
+    for option in (option for option, is_used in unproven.items() if is_used):
         raise SettingsError(
-            found=f"{_TIER} beside the NIXL connector, with speculative decoding",
-            expected="no speculative decoding",
-            consequence=f"{_TIER} may store KV of tokens that are rejected afterwards; this was not run.",
-            remedy=f"Remove {_TIER}, or --speculative-config.",
+            found=f"{_TIER} beside the NIXL connector, with {option}",
+            expected=f"no {option}",
+            consequence=f"{_TIER} may store KV of tokens that are rejected afterwards, or of some layers; this was not "
+            "run.",
+            remedy=f"Remove {_TIER}, or {option}.",
         )
 
 
@@ -214,13 +219,11 @@ def _require_trusted(name: str, config: Any) -> None:
 
 
 def _own_name(cls: type) -> str | None:
-    """The name of vLLM's or LMCache's connector that a class is or extends; None if it only extends vLLM's base."""
-    return next((base.__name__ for base in cls.__mro__ if _is_known(base)), None)
-
-
-def _is_known(cls: type) -> bool:
-    # LMCache has connectors of its own, too, for the same kernels.
-    return cls.__module__.startswith((f"{KV_TRANSFER}.v1.", "lmcache.")) and cls.__module__ != f"{KV_TRANSFER}.v1.base"
+    """The name of vLLM's or LMCache's connector that a class is or extends; None if it only extends vLLM's base.
+    LMCache has connectors of its own, too, for the same kernels."""
+    theirs, base = (f"{KV_TRANSFER}.v1.", "lmcache."), f"{KV_TRANSFER}.v1.base"
+    known = (one for one in cls.__mro__ if one.__module__.startswith(theirs) and one.__module__ != base)
+    return next((one.__name__ for one in known), None)
 
 
 def with_children(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -39,7 +39,6 @@ from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import MemoryType
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker.geometry.layout import Page
-from kvcached_nixl.worker.geometry.planes import StatePart
 
 _PROBED = MappingProxyType({"num_blocks": 1_000_003, "block_size": 4_800, "num_heads": 1_009})
 """Sizes that no other dimension of a cache has, so that each dimension of a shape can be identified by its size."""
@@ -54,43 +53,43 @@ def _is_rocm() -> bool:
     return bool(current_platform.is_rocm())
 
 
-@dataclasses.dataclass(frozen=True)
 class WorkerView:
-    """See the module. ``connector`` is the worker half of a NIXL connector."""
+    """The worker half of a NIXL connector that is constructed.
 
-    connector: Any
+    Attributes:
+        worker: vLLM's own.
+        num_blocks: the number of blocks that vLLM planned, in kernel blocks.
+        kernel_blocks_per_block: kernel blocks per logical block, in every KV-cache group (see `unserved`).
+        attention_groups: the KV-cache groups without those of layers that keep a state.
+        zeroes_blocks: whether vLLM zeroes new blocks on the device at the beginning of a step.
+    """
+
+    def __init__(self, connector: Any) -> None:
+        worker = self.worker = private(connector, "connector_worker")
+        self.vllm_config = private(worker, "vllm_config")
+        self.extra_config: Mapping[str, Any] = private(worker, "kv_transfer_config").kv_connector_extra_config
+        self.engine_id = str(private(worker, "engine_id"))
+        self.tp_size, self.tp_rank = int(private(worker, "world_size")), int(private(worker, "tp_rank"))
+        self.pp_size = int(private(self.vllm_config, "parallel_config").pipeline_parallel_size)
+        self._model = private(worker, "model_config")
+        self._kv_cache_config = private(worker, "kv_cache_config")
+        self.kv_cache_groups = self._kv_cache_config.kv_cache_groups
+        self._specs = [spec for group in self.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
+        self.attention_groups = without_states(self.kv_cache_groups)
+        self.has_states = len(self.attention_groups) < len(self.kv_cache_groups)
+        self.use_mla = bool(private(worker, "use_mla"))
+        self.num_blocks = int(private(worker, "num_blocks"))
+        self.kernel_blocks_per_block = int(private(worker, "_physical_blocks_per_logical_kv_block"))
+        self.zeroes_blocks = bool(private(self._kv_cache_config, "needs_kv_cache_zeroing"))
+        self.memory_type = msgspec.convert(private(worker, "nixl_memory_type"), MemoryType)
+        self.agent = private(worker, "nixl_wrapper")
+        self.backends = list(private(worker, "nixl_backends"))
 
     @property
-    def worker(self) -> Any:
-        return private(self.connector, "connector_worker")
+    def pp_rank(self) -> int:
+        from vllm.distributed.parallel_state import get_pp_group
 
-    @property
-    def vllm_config(self) -> Any:
-        return private(self.worker, "vllm_config")
-
-    @property
-    def tp_size(self) -> int:
-        return int(private(self.worker, "world_size"))
-
-    @property
-    def tp_rank(self) -> int:
-        return int(private(self.worker, "tp_rank"))
-
-    @property
-    def kv_cache_groups(self) -> Any:
-        return private(self.worker, "kv_cache_config").kv_cache_groups
-
-    @property
-    def _specs(self) -> list[Any]:
-        return [spec for group in self.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
-
-    @property
-    def attention_groups(self) -> list[Any]:
-        return without_states(self.kv_cache_groups)
-
-    @property
-    def has_states(self) -> bool:
-        return len(self.attention_groups) < len(self.kv_cache_groups)
+        return int(get_pp_group().rank_in_group) if self.pp_size > 1 else 0
 
     @property
     def attention_backends(self) -> list[Any]:
@@ -103,14 +102,9 @@ class WorkerView:
         return list(get_current_attn_backends(self.vllm_config, layers))
 
     @property
-    def num_blocks(self) -> int:
-        """The number of blocks that vLLM planned, in kernel blocks."""
-        return int(private(self.worker, "num_blocks"))
-
-    @property
     def num_pools(self) -> int:
         """The number of memory pools behind the KV cache. Layers of different groups may share a pool."""
-        tensors = private(self.worker, "kv_cache_config").kv_cache_tensors
+        tensors = self._kv_cache_config.kv_cache_tensors
         if not installed_has(LOADS_BEHIND):
             return len(tensors)
         return len({one.offset + number * one.layer_stride for one in tensors for number in range(len(one.layers))})
@@ -121,30 +115,28 @@ class WorkerView:
         Raises:
             LayoutRefused: a layer has cells that are not one token of one head.
         """
-        return [self._pages(group.layer_names, group.kv_cache_spec) for group in self.kv_cache_groups]
-
-    def _pages(self, layers: Sequence[str], spec: Any) -> dict[str, Page]:
-        ratio = self.kernel_blocks_per_block
-        pages: dict[str, Page] = {}
-        for layer in layers:
-            own = spec.kv_cache_specs[layer] if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
-            if is_state(own):
-                pages[layer] = Page(own.page_size_bytes, 1, 1, state_bytes(own), self._parts_of_state(own))
-                continue
-            if reason := odd_cells(own):
-                raise LayoutRefused(
-                    found=f"layer {layer!r} with {reason}",
-                    expected="cells of one token and one head, with K and V together or apart",
-                    consequence="peers with other block sizes or heads would mix cells up; the engine stops",
-                    remedy="choose another --attention-backend or --kv-cache-dtype, or run without ENABLE_KVCACHED",
-                )
-            heads = int(private(own, "num_kv_heads"))
-            pages[layer] = Page(own.page_size_bytes // ratio, own.block_size // ratio, heads)
-        return pages
-
-    def _parts_of_state(self, spec: Any) -> tuple[StatePart, ...]:
-        groups = groups_of_states(private(self.worker, "model_config").hf_text_config)
-        return parts_of_state(spec, self.tp_rank, self.tp_size, groups, dim_first=dims_first())
+        ratio, found = self.kernel_blocks_per_block, []
+        for group in self.kv_cache_groups:
+            pages: dict[str, Page] = {}
+            for layer in group.layer_names:
+                spec = group.kv_cache_spec
+                own = spec.kv_cache_specs[layer] if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
+                if is_state(own):
+                    groups = groups_of_states(self._model.hf_text_config)
+                    parts = parts_of_state(own, self.tp_rank, self.tp_size, groups, dim_first=dims_first())
+                    pages[layer] = Page(own.page_size_bytes, 1, 1, state_bytes(own), parts)
+                    continue
+                if reason := odd_cells(own):
+                    raise LayoutRefused(
+                        found=f"layer {layer!r} with {reason}",
+                        expected="cells of one token and one head, with K and V together or apart",
+                        consequence="peers with other block sizes or heads would mix cells up; the engine stops",
+                        remedy="choose another --attention-backend or --kv-cache-dtype, or run without ENABLE_KVCACHED",
+                    )
+                heads = int(private(own, "num_kv_heads"))
+                pages[layer] = Page(own.page_size_bytes // ratio, own.block_size // ratio, heads)
+            found.append(pages)
+        return found
 
     def probe_cache_shape(self) -> tuple[tuple[int, ...], Mapping[str, int]]:
         """The shape of a layer's cache for distinctive numbers of blocks, tokens and heads, and those numbers."""
@@ -161,35 +153,22 @@ class WorkerView:
         )
         return tuple(shape), _PROBED
 
-    @property
-    def kernel_blocks_per_block(self) -> int:
-        """Kernel blocks per logical block, in every KV-cache group (see `unserved`)."""
-        return int(private(self.worker, "_physical_blocks_per_logical_kv_block"))
-
     def kernel_blocks_in(self, group: Any) -> int:
         """Kernel blocks in a logical block of a group with attention. vLLM's worker knows it for one group only."""
-        block_size = int(group.kv_cache_spec.block_size)
-        if installed_has(COUNTS_EXTERNAL_WEIGHTS):
-            return block_size // self._kernel_block_size_by_spec(group)
-        if block_size == self.vllm_config.cache_config.block_size:
+        block_size, by_spec = int(group.kv_cache_spec.block_size), installed_has(COUNTS_EXTERNAL_WEIGHTS)
+        if not by_spec and block_size == self.vllm_config.cache_config.block_size:
             return self.kernel_blocks_per_block
         from vllm.v1.worker.utils import select_common_block_size
 
-        return block_size // int(select_common_block_size(block_size, self.attention_backends))
+        found: Any = [self.attention_backends]
+        if by_spec:
+            from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends_and_specs
 
-    def _kernel_block_size_by_spec(self, group: Any) -> int:
-        from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends_and_specs
-        from vllm.v1.worker.utils import select_common_block_size
-
-        alone = dataclasses.replace(private(self.worker, "kv_cache_config"), kv_cache_groups=[group])
-        found = get_current_attn_backends_and_specs(self.vllm_config, alone, self.attention_backends)
-        return int(select_common_block_size(int(group.kv_cache_spec.block_size), *found))
+            alone = dataclasses.replace(self._kv_cache_config, kv_cache_groups=[group])
+            found = get_current_attn_backends_and_specs(self.vllm_config, alone, self.attention_backends)
+        return block_size // int(select_common_block_size(block_size, *found))
 
     # ----------------------------------------------------------------------------------------------------- its heads
-
-    @property
-    def use_mla(self) -> bool:
-        return bool(private(self.worker, "use_mla"))
 
     @property
     def kv_shares(self) -> int:
@@ -197,22 +176,23 @@ class WorkerView:
         if self.has_states:
             # Every rank has a share of its own.
             return MAX_TP_SIZE
-        return max(self._shares_of_layer(int(private(spec, "num_kv_heads"))) for spec in self._specs)
-
-    def _shares_of_layer(self, num_heads: int) -> int:
-        if num_heads > 1:
-            return num_heads * self.tp_size
-        if self.use_mla:
-            return 1
-        return max((total for total in self._numbers_of_heads if total <= self.tp_size), default=self.tp_size)
+        most = 0
+        for num_heads in {int(private(spec, "num_kv_heads")) for spec in self._specs}:
+            if num_heads > 1:
+                shares = num_heads * self.tp_size
+            elif self.use_mla:
+                shares = 1
+            else:
+                shares = max((one for one in self._numbers_of_heads if one <= self.tp_size), default=self.tp_size)
+            most = max(most, shares)
+        return most
 
     @property
     def _numbers_of_heads(self) -> set[int]:
         """The numbers of KV heads in layers of the model and its drafter, on all ranks together."""
-        model = private(self.worker, "model_config")
         drafter = optional(self.vllm_config.speculative_config, "draft_model_config")
-        configs = [one.hf_text_config for one in (model, drafter) if one is not None]
-        return kv_heads_of(*configs) | {int(model.get_total_num_kv_heads())}
+        configs = [one.hf_text_config for one in (self._model, drafter) if one is not None]
+        return kv_heads_of(*configs) | {int(self._model.get_total_num_kv_heads())}
 
     def share_of(self, num_heads: int) -> HeadShare:
         """Returns which of the model's KV heads this rank has in layers with ``num_heads`` on a rank; 0 stands for
@@ -238,15 +218,6 @@ class WorkerView:
     # -------------------------------------------------------------------------------------------------- what it is
 
     @property
-    def engine_id(self) -> str:
-        return str(private(self.worker, "engine_id"))
-
-    @property
-    def extra_config(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = private(self.worker, "kv_transfer_config").kv_connector_extra_config
-        return found
-
-    @property
     def unserved(self) -> Sequence[tuple[str, str]]:
         """Settings of this engine with which no hand-over is possible: (found, expected)."""
         from vllm import envs
@@ -254,8 +225,11 @@ class WorkerView:
         parallel = self.vllm_config.parallel_config
         found = [
             (name, getattr(parallel, name.replace("-", "_")))
-            for name in ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size")
+            for name in ("decode-context-parallel-size", "prefill-context-parallel-size")
         ]
+        if len(self.kv_cache_groups) > 1:
+            # vLLM's constructor refuses these, and decode servers, in the supported series.
+            found.append(("pipeline-parallel-size", self.pp_size))
         refused = [(f"--{name} {size}", f"--{name} 1") for name, size in found if size > 1]
         for group in self.kv_cache_groups:
             sizes = {spec.block_size for spec in specs_of(group.kv_cache_spec)}
@@ -271,9 +245,8 @@ class WorkerView:
         if shuffles or "ROCM_ATTN" in {one.get_name() for one in self.attention_backends}:
             what = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1" if shuffles else "the attention backend ROCM_ATTN"
             refused.append((f"{what}, which interleaves the tokens of a block", "another attention backend"))
-        model = private(self.worker, "model_config")
-        pruned = optional(model.multimodal_config, "video_pruning_rate")
-        if pruned and private(model, "uses_mrope"):
+        pruned = optional(self._model.multimodal_config, "video_pruning_rate")
+        if pruned and private(self._model, "uses_mrope"):
             # The encoder computes the token positions, and decode does not run it for what prefill has computed.
             refused.append((f"--video-pruning-rate {pruned} of a model with spatial token positions", "no pruning"))
         # Each engine computes the scales of an fp8 cache for itself. vLLM 0.28 has removed them.
@@ -284,7 +257,7 @@ class WorkerView:
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
         """Everything besides the weights that determines the bytes of KV. Must be equal on both sides."""
-        model, cache = private(self.worker, "model_config"), self.vllm_config.cache_config
+        model, cache = self._model, self.vllm_config.cache_config
         facts = {
             "vLLM": found_version("vllm"),
             **model_facts(self.vllm_config),
@@ -314,11 +287,6 @@ class WorkerView:
         return f"{'+'.join([names[0], *indexers])}, whole blocks of {shown} tokens{parts}"
 
     @property
-    def zeroes_blocks(self) -> bool:
-        """Whether vLLM zeroes new blocks on the device at the beginning of a step."""
-        return bool(private(private(self.worker, "kv_cache_config"), "needs_kv_cache_zeroing"))
-
-    @property
     def answers_before_drafts(self) -> bool:
         """Whether prefill may answer before its device has computed the draft model's KV of the prompt.
 
@@ -340,10 +308,6 @@ class WorkerView:
         config = self.vllm_config
         return int(config.model_config.max_model_len), int(config.scheduler_config.max_num_seqs)
 
-    @property
-    def memory_type(self) -> MemoryType:
-        return msgspec.convert(private(self.worker, "nixl_memory_type"), MemoryType)
-
     def question(self, caches: Mapping[str, Any]) -> Question:
         """The question that a proof has to answer before these tensors are registered."""
         cache = next(iter(caches.values()))
@@ -354,16 +318,6 @@ class WorkerView:
     @property
     def device_id(self) -> int:
         return int(private(self.worker, "device_id"))
-
-    # ----------------------------------------------------------------------------------------------------- its agent
-
-    @property
-    def agent(self) -> Any:
-        return private(self.worker, "nixl_wrapper")
-
-    @property
-    def backends(self) -> list[str]:
-        return list(private(self.worker, "nixl_backends"))
 
     def register_memory(
         self, extents: Sequence[tuple[int, int]], device_id: int, memory_type: MemoryType | None = None
@@ -384,14 +338,3 @@ class WorkerView:
         envelope = private(importlib.import_module(METADATA_MODULE), "NixlHandshakePayload")
         private(self.worker, "xfer_handshake_metadata")
         self.worker.xfer_handshake_metadata = envelope(compatibility_hash=compatibility, agent_metadata_bytes=metadata)
-
-    # --------------------------------------------------------------------------------------------------- its metrics
-
-    def use_stats(self, stats: Any) -> None:
-        """Use ``stats`` as the worker's stats object; vLLM takes its data with each step."""
-        private(self.worker, "xfer_stats")
-        self.worker.xfer_stats = stats
-
-    @property
-    def stats(self) -> Any:
-        return private(self.worker, "xfer_stats")

@@ -69,14 +69,9 @@ def side_channel_address(index: int = 0) -> SideChannelAddress:
     from vllm.utils.network_utils import get_ip
 
     host = str(private(envs, "VLLM_NIXL_SIDE_CHANNEL_HOST"))
-    return SideChannelAddress.of(host, _port(), index, os.environ, get_ip)
-
-
-def _port() -> int | str:
-    """The port; if vLLM cannot read it as a number, the text, which `SideChannelAddress.of` refuses."""
-    from vllm import envs
-
     try:
-        return int(private(envs, "VLLM_NIXL_SIDE_CHANNEL_PORT"))
+        port: int | str = int(private(envs, "VLLM_NIXL_SIDE_CHANNEL_PORT"))
     except ValueError:
-        return os.environ[PORT]
+        # vLLM cannot read it as a number: `SideChannelAddress.of` refuses the text.
+        port = os.environ[PORT]
+    return SideChannelAddress.of(host, port, index, os.environ, get_ip)

@@ -54,8 +54,13 @@ class RequestReader:
         if private(model, "is_multimodal_model"):
             self.placeholders = sorted(_placeholders_in(model.hf_config.to_dict()))
             self.are_placeholders_unknown = not self.placeholders
-        self._lora_settings = _lora_settings(config.lora_config)
-        self.adapters = Adapters(_folder, self._unknown)
+        # Those of the engine that decide how adapters are applied.
+        names = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
+        settings = {name: optional(config.lora_config, name) for name in names}
+        settings["target_modules"] = sorted(settings["target_modules"] or ())
+        self._lora_settings = checksum_of({name: str(value) for name, value in settings.items()})
+        told = "KV computed with a LoRA adapter is not handed over: %s."
+        self.adapters = Adapters(_folder, functools.partial(logger.warning, told))
         self._contents: dict[str, str | None] = {}
         self._renamed: set[str] = set()
 
@@ -104,9 +109,6 @@ class RequestReader:
     def _content(self, lora_request: Any) -> str | None:
         return self.adapters.content(int(lora_request.lora_int_id), str(lora_request.lora_path))
 
-    def _unknown(self, reason: str) -> None:
-        logger.warning("KV computed with a LoRA adapter is not handed over: %s.", reason)
-
 
 def _placeholders_in(values: Mapping[str, Any]) -> set[int]:
     """Placeholder token ids in a configuration and in its parts (``thinker_config``, ``text_config``)."""
@@ -132,14 +134,6 @@ def _folder(path: str, is_new: bool) -> str:
         return str(snapshot_download(path, local_files_only=True))
     except LocalEntryNotFoundError as error:
         raise OSError(f"{path} is no longer in the hub's cache") from error
-
-
-def _lora_settings(config: Any) -> str:
-    """Checksum of the engine's settings that decide how adapters are applied."""
-    names = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
-    found = {name: optional(config, name) for name in names}
-    found["target_modules"] = sorted(found["target_modules"] or ())
-    return checksum_of({name: str(value) for name, value in found.items()})
 
 
 def hash_embeddings(request: Any) -> Embeddings | None:

@@ -48,7 +48,13 @@ def is_state(spec: Any) -> bool:
 
 def keeps_of(kv_cache_spec: Any) -> Keeps:
     """Which blocks of a request vLLM's manager keeps for a KV-cache group until the request ends."""
-    found = {_keeps(spec) for spec in specs_of(kv_cache_spec)}
+    found = set()
+    for spec in specs_of(kv_cache_spec):
+        is_full = any(cls.__name__ == "FullAttentionSpec" for cls in type(spec).__mro__)
+        if is_state(spec):
+            found.add(Keeps.STATE)
+        else:
+            found.add(Keeps.EVERYTHING if is_full and type(spec).__name__ != "RSWASpec" else Keeps.WINDOW)
     return found.pop() if len(found) == 1 else Keeps.WINDOW
 
 
@@ -57,20 +63,9 @@ def without_states(kv_cache_groups: Any) -> list[Any]:
     return [one for one in kv_cache_groups if keeps_of(one.kv_cache_spec) is not Keeps.STATE]
 
 
-def _keeps(spec: Any) -> Keeps:
-    if is_state(spec):
-        return Keeps.STATE
-    is_full = any(cls.__name__ == "FullAttentionSpec" for cls in type(spec).__mro__)
-    return Keeps.EVERYTHING if is_full and type(spec).__name__ != "RSWASpec" else Keeps.WINDOW
-
-
 def state_bytes(spec: Any) -> int:
     """Bytes of a layer's state, without the padding behind it."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors_of_state(spec))
-
-
-def _kind_of_state(spec: Any) -> str:
-    return str(getattr(spec.mamba_type, "name", spec.mamba_type)).upper()
 
 
 def tensors_of_state(spec: Any) -> list[tuple[tuple[int, ...], Any]]:
@@ -218,7 +213,7 @@ def parts_of_state(
         dim_first: a convolution's channels come before its positions (``VLLM_SSM_CONV_STATE_LAYOUT=DS``).
     """
     tensors = tensors_of_state(spec)
-    kind = _kind_of_state(spec)
+    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type)).upper()
     if tp_size > 1 and optional(spec, "tp_replicated"):
         # vLLM 0.30 has layers whose state is the same on all ranks.
         alone = parts_of_state(spec, 0, 1, groups, dim_first=dim_first)

@@ -53,17 +53,13 @@ def add_server_spans(output: Any, state: Any) -> None:
     stats, trace = private(state, "stats"), traceparent_of(private(output, "trace_headers"))
     if stats is None or not trace:
         return
-    arrival_ns, offset_ns = int(private(stats, "arrival_time") * 1e9), _offset_ns()
+    arrival_ns, offset_ns = int(private(stats, "arrival_time") * 1e9), time.time_ns() - time.perf_counter_ns()
     queued, first = private(stats, "queued_ts"), private(stats, "first_token_ts")
     answered_ns = arrival_ns + int(private(stats, "first_token_latency") * 1e9)
     if queued:
         _add("server_received", trace, arrival_ns, offset_ns + int(queued * 1e9), {})
     if first:
         _add("server_answering", trace, offset_ns + int(first * 1e9), answered_ns, {})
-
-
-def _offset_ns() -> int:
-    return time.time_ns() - time.perf_counter_ns()
 
 
 def _add(name: str, trace: str, begin_ns: int, end_ns: int, attributes: Mapping[str, str]) -> None:
@@ -86,7 +82,7 @@ class EngineSpans:
 
     def add(self, trace: str, timeline: Timeline, attributes: Mapping[str, str]) -> None:
         """Make a span of each interval. Its begin and end are converted from `Clock` to time since the epoch."""
-        offset_ns = _offset_ns()
+        offset_ns = time.time_ns() - time.perf_counter_ns()
         for state, begin_seconds, end_seconds in timeline.intervals():
             begin_ns, end_ns = offset_ns + int(begin_seconds * 1e9), offset_ns + int(end_seconds * 1e9)
             _add(state.label, trace, begin_ns, end_ns, attributes)

@@ -213,7 +213,7 @@ def installed_has(change: Change) -> bool:
 
 
 def reason_to_skip(patch: Patch) -> str | None:
-    """The `Judge` of the patches: why ``patch`` does not apply to the installed vLLM, or None if it does."""
+    """The judge of the patches: why ``patch`` does not apply to the installed vLLM, or None if it does."""
     if patch.when_unsupported:
         return None
     version = found_version("vllm")

@@ -131,11 +131,18 @@ def weights_of(worker: Any) -> tuple[Weights, Mapping[str, Sequence[str]]]:
 
     Returns: the weights, and the names of their tensors as `Weights.misfit` takes them.
     """
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
     config, models = private(worker, "vllm_config"), _models(worker)
     # Expert load balancing moves experts between ranks without notice.
     moves = private(config.parallel_config, "enable_eplb")
     found = {prefix: _history(model).now(_reading(model, moves)) for prefix, model in models.items()}
-    return joined(found, _place(config), _own_code(models.values()))
+    parallel = config.parallel_config
+    place = f"{get_tensor_model_parallel_rank()} of {parallel.tensor_parallel_size}"
+    if parallel.enable_expert_parallel:
+        placement = parallel.expert_placement_strategy, parallel.eplb_config
+        place += f", experts {parallel.data_parallel_rank} of {parallel.data_parallel_size} {placement}"
+    return joined(found, place, _own_code(models.values()))
 
 
 def _history(owner: Any) -> WeightsHistory:
@@ -178,16 +185,19 @@ def model_facts(config: Any) -> dict[str, object]:
     facts: dict[str, object] = {
         **{f"configuration.{name}": text for name, text in settings_of(model.hf_config.to_dict()).items()},
         "dtype": model.dtype,
-        "quantization": _quantization(model),
+        "quantization": model.quantization or "-",
         "implementation": private(model, "model_impl"),
         "window": "off" if private(model, "disable_sliding_window") else "-",
         "rope": _long_rope(model),
     }
+    if (settings := private(model, "quantization_config")) is not None:
+        # vLLM has some besides those of the model.
+        facts["quantization"] = f"{facts['quantization']} {checksum_of({'settings': settings})}"
     if private(model, "is_multimodal_model"):
         media = model.multimodal_config
         names = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method")
-        settings = checksum_of({name: optional(media, name) for name in names})
-        facts["media"] = f"{settings} {_processor(config) or '-'}"
+        chosen = checksum_of({name: optional(media, name) for name in names})
+        facts["media"] = f"{chosen} {_processor(model) or '-'}"
     speculative = config.speculative_config
     if keeps_draft_kv(speculative):
         draft = speculative.draft_model_config
@@ -207,24 +217,6 @@ def _models(worker: Any) -> dict[str, Any]:
             if model is not None:
                 found["draft "] = model
     return found
-
-
-def _place(config: Any) -> str:
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    parallel = config.parallel_config
-    ranks = f"{get_tensor_model_parallel_rank()} of {parallel.tensor_parallel_size}"
-    if parallel.enable_expert_parallel:
-        placement = parallel.expert_placement_strategy, parallel.eplb_config
-        ranks += f", experts {parallel.data_parallel_rank} of {parallel.data_parallel_size} {placement}"
-    return ranks
-
-
-def _quantization(model: Any) -> str:
-    """Name and settings of the quantization: vLLM has some besides those of the model."""
-    settings = private(model, "quantization_config")
-    name = model.quantization or "-"
-    return name if settings is None else f"{name} {checksum_of({'settings': settings})}"
 
 
 def _long_rope(model: Any) -> str:
@@ -257,30 +249,27 @@ def _own_code(models: Iterable[Any]) -> str:
     return checksum_of({name.rpartition(".")[2]: code for name, code in read.items()}) if read else ""
 
 
-def _processor(config: Any) -> str:
-    """Checksum of the model's own settings and code for processing images, sounds, ..."""
-    folder = _folder(config.model_config)
-    try:
-        if folder is None:
+def _processor(model: Any) -> str:
+    """Checksum of the model's own settings and code for processing images, sounds, ...; "" if there are none.
+
+    They are in the folder with its configuration, whatever loads its weights.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    if not (folder := Path(model.model)).is_dir():
+        try:
+            found = try_to_load_from_cache(str(model.model), "config.json", revision=model.revision)
+        except ValueError:
+            # Not a name in a hub.
             return ""
-        code = processor_code(folder) if config.model_config.trust_remote_code else ""
+        if not isinstance(found, str):
+            return ""
+        folder = Path(found).parent
+    try:
+        code = processor_code(folder) if model.trust_remote_code else ""
         return f"{processor_checksum(folder)} {code}".strip()
     except (OSError, ValueError):
         return ""
-
-
-def _folder(model: Any) -> Path | None:
-    """The folder with the model's configuration, whatever loads its weights; None if it is on no file system."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if (folder := Path(model.model)).is_dir():
-        return folder
-    try:
-        found = try_to_load_from_cache(str(model.model), "config.json", revision=model.revision)
-    except ValueError:
-        # Not a name in a hub.
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 # --------------------------------------------------------------------------------------------------- what a model holds

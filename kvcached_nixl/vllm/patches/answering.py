@@ -22,9 +22,8 @@ import functools
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -35,9 +34,9 @@ from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.vllm.adapter.asked_prompts import engine_prompt
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import API_ROUTES
-from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks, bound_sides
+from kvcached_nixl.vllm.patches.engine_blocks import blocks_of, bound_sides
 from kvcached_nixl.vllm.patches.leaving import drop_rest
-from kvcached_nixl.vllm.patches.roles import ROLE_PATH, ROLES, answer, arrived, role_of
+from kvcached_nixl.vllm.patches.roles import ARRIVED, ROLE_PATH, ROLES, answer, role_of
 from kvcached_nixl.wire.asked_prompt import (
     ASKED_PATH,
     LEAST_TOKENS,
@@ -91,25 +90,21 @@ class _Endpoint:
         from starlette.responses import Response
         from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
-        with self._held() as held:
+        sizes: list[int] = []
+        try:
             try:
-                body = await asyncio.wait_for(self._read(request, held), READ_SECONDS)
+                body = await asyncio.wait_for(self._read(request, sizes), READ_SECONDS)
             except asyncio.TimeoutError:
                 raise _error(HTTPStatus.REQUEST_TIMEOUT, f"No prompt in {READ_SECONDS} s.") from None
             answered = await with_cancellation(self._handle)(body, request)
+        finally:
+            self._num_held_bytes -= sum(sizes)
         # vLLM answers a client that has left with None.
         return answered or Response()
 
-    @contextmanager
-    def _held(self) -> Iterator[list[int]]:
-        sizes: list[int] = []
-        try:
-            yield sizes
-        finally:
-            self._num_held_bytes -= sum(sizes)
-
     async def _read(self, request: Any, held: list[int]) -> bytearray:
-        """The body, of which no more is taken than allowed, whatever its headers say."""
+        """The body, of which no more is taken than allowed, whatever its headers say. ``held`` gets the sizes of its
+        parts."""
         body, chunks = bytearray(), request.stream()
         async for chunk in chunks:
             held.append(len(chunk))
@@ -189,7 +184,7 @@ async def _looked_up(body: bytearray, request: Any) -> Any:
     """
     from starlette.responses import JSONResponse
 
-    one = arrived()
+    one = ARRIVED.get()
     if one is not None:
         one.gives({"do_remote_decode": True})
         if one.refusal:
@@ -254,7 +249,7 @@ class _LookUps:
         self, answer: Future[dict[str, Any]], least_tokens: int, until_seconds: float, *of_request: Any
     ) -> None:
         try:
-            blocks, (side, *_) = EngineBlocks(self._core.scheduler), bound_sides(self._core.scheduler)
+            blocks, (side, *_) = blocks_of(self._core.scheduler), bound_sides(self._core.scheduler)
             # While the engine is paused, what is cached is of no use to others.
             if not (blocks.caches_prefixes and blocks.admits):
                 answer.set_result(side.look_up(0))
@@ -270,7 +265,7 @@ class _LookUps:
 
     def _offer(self, answer: Future[dict[str, Any]], until_seconds: float, request: Any, num_tokens: int) -> None:
         """On the engine's thread, between two steps: keep what is cached, if the peer still waits for it."""
-        blocks, (side, *_) = EngineBlocks(self._core.scheduler), bound_sides(self._core.scheduler)
+        blocks, (side, *_) = blocks_of(self._core.scheduler), bound_sides(self._core.scheduler)
         # As for a request: its blocks are cached under the name of its adapter, which may be another one's by now.
         side.read.adapter_arrives(request.lora_request)
         side.outdate_renamed()

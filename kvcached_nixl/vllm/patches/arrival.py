@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -97,12 +97,19 @@ def arrival_of(engine_scheduler: Any, request: Any) -> Arrival:
 )
 def preprocess_add_request(call: Call) -> Any:
     request = call.argument("request")
-    give_own_id(request)
+    if private(request, "abort_immediately"):
+        # A stand-in arrives with the ``request_id`` of a client's body, which may be the id of any request that this
+        # engine runs, holds or has in a session. vLLM would confuse the two, abort the other one, or end the engine.
+        request.request_id = f"kvcached-nixl-rejected-{secrets.token_hex(16)}"
     drop_unknown_stops(request, call.instance.vllm_config.model_config.get_vocab_size())
     sides_here = list(bound_sides(call.instance.scheduler))
-    for side in sides_here:
-        load_once(request, side.read.is_loaded)
-    if any(side.engine.terms.groups.have_states for side in sides_here):
+    lora = private(request, "lora_request")
+    if lora is not None and lora.load_inplace and any(side.read.is_loaded(lora) for side in sides_here):
+        # After a reload by a call vLLM's API server sets ``load_inplace`` in all later requests, so workers would read
+        # the adapter's files again at every step. Files that are being replaced would end the engine, or change what it
+        # computes.
+        request.lora_request = msgspec.structs.replace(lora, load_inplace=False)
+    if any(side.engine.groups.have_states for side in sides_here):
         align_chunks(call.instance.scheduler)
         draft_behind_prompts(call.instance.scheduler)
         stop_before_last(request)
@@ -115,16 +122,6 @@ def preprocess_add_request(call: Call) -> Any:
 
 
 # A core request below is an ``EngineCoreRequest`` that has just reached the engine's process.
-
-
-def give_own_id(core_request: Any) -> None:
-    """Give a stand-in a unique request id.
-
-    It arrives with the ``request_id`` of a client's body, which may be the id of any request that this engine runs,
-    holds or has in a session. vLLM would confuse the two, abort the other request, or end the engine.
-    """
-    if private(core_request, "abort_immediately"):
-        core_request.request_id = f"kvcached-nixl-rejected-{secrets.token_hex(16)}"
 
 
 def drop_unknown_stops(core_request: Any, vocab_size: int) -> None:
@@ -143,20 +140,6 @@ def drop_unknown_stops(core_request: Any, vocab_size: int) -> None:
     if len(known) != len(sampling.all_stop_token_ids):
         sampling.all_stop_token_ids.intersection_update(known)
         sampling.stop_token_ids = [one for one in sampling.stop_token_ids or () if one in known]
-
-
-def load_once(core_request: Any, is_loaded: Callable[[Any], bool]) -> None:
-    """Clear ``load_inplace`` of a request whose adapter was reloaded already.
-
-    After a reload vLLM's API server sets ``load_inplace`` in all later requests, so workers read the adapter's files
-    again at every step. Files that are being replaced would end the engine, or change what it computes.
-
-    Args:
-        is_loaded: whether the current files of an adapter were loaded in place already, by a call and not by a request.
-    """
-    lora = private(core_request, "lora_request")
-    if lora is not None and lora.load_inplace and is_loaded(lora):
-        core_request.lora_request = msgspec.structs.replace(lora, load_inplace=False)
 
 
 # ------------------------------------------------------------------------------------- models with layers with states

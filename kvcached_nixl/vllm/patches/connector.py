@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from kvcached_nixl.deadlines import Clock
@@ -26,7 +25,7 @@ from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.listener import Listener, start
 from kvcached_nixl.transport.side_channel import HandshakeWatch, SideChannel
 from kvcached_nixl.vllm.adapter import metrics
-from kvcached_nixl.vllm.adapter.attributes import address_of, attach, attach_step, carry, private, side_of, step_on
+from kvcached_nixl.vllm.adapter.attributes import STEP, address_of, attach, carry, private, side_of
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.platform import side_channel_address
@@ -88,21 +87,16 @@ def update_state_after_alloc(call: Call) -> None:
 def build_connector_meta(call: Call) -> Any:
     side, scheduler_output = side_of(call.instance), call.argument("scheduler_output")
     step = side.take_step(scheduled(scheduler_output))
-    zero_first(scheduler_output, side.filled_in_part(step))
-    return attach_step(call.proceed(), step)
-
-
-def zero_first(scheduler_output: Any, block_ids: Sequence[int]) -> None:
-    """Have workers zero these blocks on the device at the beginning of the step that starts to load them.
-
-    vLLM does so where states and KV share blocks: the bytes of a state, read as KV behind a request's last token, may
-    be no numbers, and one that is no number spoils an attention layer although its weight is 0 (vllm#35219). From 0.28
-    on vLLM does not zero blocks that a connector is to load, but a hand-over fills the last one of a request only in
-    part.
-    """
-    if block_ids:
+    # vLLM zeroes blocks where states and KV share them: the bytes of a state, read as KV behind a request's last token,
+    # may be no numbers, and one that is no number spoils an attention layer although its weight is 0 (vllm#35219). From
+    # 0.28 on it does not zero blocks that a connector is to load, but a hand-over fills the last one only in part. So
+    # workers zero these at the beginning of the step that starts to load them.
+    if block_ids := side.filled_in_part(step):
         wanted = dict.fromkeys([*(private(scheduler_output, "new_block_ids_to_zero") or ()), *block_ids])
         scheduler_output.new_block_ids_to_zero = list(wanted)
+    metadata = call.proceed()
+    setattr(metadata, STEP, step)
+    return metadata
 
 
 _REUSED = "blocks would be reused while decode reads them."
@@ -185,24 +179,19 @@ def supports_divergent_local_hybrid_hits(call: Call) -> bool:
     remove_when="vLLM's own worker leaves the layout of states to the methods that move them",
 )
 def make_nixl_worker(call: Call) -> None:
-    """It knows the KV-cache groups with attention only. `nixl_worker.WorkerView` knows all of them."""
+    """It knows the KV-cache groups with attention only, and `nixl_worker.WorkerView` all of them.
+
+    vLLM's own wants another layout of convolution states (``VLLM_SSM_CONV_STATE_LAYOUT=DS``), and does not know all
+    kinds of states; but none of its own methods moves any.
+    """
     kv_cache_config = call.argument("kv_cache_config")
-    call.proceed(kv_cache_config=config_without_states(kv_cache_config))
+    groups = without_states(private(kv_cache_config, "kv_cache_groups"))
+    has_states = len(groups) < len(kv_cache_config.kv_cache_groups)
+    # Not a copy: it would have what vLLM has already derived from all groups.
+    narrowed = dataclasses.replace(kv_cache_config, kv_cache_groups=groups) if has_states else kv_cache_config
+    call.proceed(kv_cache_config=narrowed)
     private(call.instance, "kv_cache_config")
     call.instance.kv_cache_config = kv_cache_config
-
-
-def config_without_states(kv_cache_config: Any) -> Any:
-    """The KV-cache groups with attention only, for the constructor of vLLM's own NIXL worker.
-
-    It wants another layout of convolution states (``VLLM_SSM_CONV_STATE_LAYOUT=DS``), and does not know all kinds of
-    states; but none of its own methods moves any.
-    """
-    groups = without_states(private(kv_cache_config, "kv_cache_groups"))
-    if len(groups) == len(kv_cache_config.kv_cache_groups):
-        return kv_cache_config
-    # Not a copy: it would have what vLLM has already derived from all groups.
-    return dataclasses.replace(kv_cache_config, kv_cache_groups=groups)
 
 
 @Patch(FACADE, "register_kv_caches", "worker", "self kv_caches").because(
@@ -218,7 +207,9 @@ def register_kv_caches(call: Call) -> None:
     is_needed = settings.memory_path is MemoryPath.DIRECT
     path = choose(settings.memory_path, lambda: find_here(question, is_needed=is_needed), question.staged)
     registered = registration.register(view, caches, path, settings)
-    view.use_stats(metrics.stats())
+    # vLLM takes its data with each step.
+    private(view.worker, "xfer_stats")
+    view.worker.xfer_stats = metrics.stats()
     attach(call.instance, build_worker(view, registered, settings, SideChannel(), Clock()))
     call.note(f"memory path {path.value}: {registered}")
 
@@ -230,7 +221,7 @@ def handle_preemptions(call: Call) -> None:
     """vLLM calls this before each step, whether a request was preempted or not."""
     side = side_of(call.instance)
     if side is not None:
-        side.begin_step(step_on(call.argument("kv_connector_metadata")))
+        side.begin_step(private(call.argument("kv_connector_metadata"), STEP))
     call.proceed()
 
 
@@ -239,7 +230,7 @@ def handle_preemptions(call: Call) -> None:
 )
 def start_load_kv(call: Call) -> None:
     side = side_of(call.instance)
-    side.begin_step(step_on(private(call.instance, "_connector_metadata")))
+    side.begin_step(private(private(call.instance, "_connector_metadata"), STEP))
     side.blocks_zeroed()
 
 
@@ -273,7 +264,7 @@ def get_transfer_results(call: Call) -> Any:
 def _sent(call: Call) -> set[str]:
     side = side_of(call.instance)
     sent: set[str] = side.take_sent()
-    metrics.record(WorkerView(call.instance).stats, side.take_counted())
+    metrics.record(private(private(call.instance, "connector_worker"), "xfer_stats"), side.take_counted())
     return sent
 
 
@@ -351,5 +342,6 @@ def build_prom_metrics(call: Call) -> Any:
     parallel = call.argument("vllm_config").parallel_config
     # The engine's own totals are the same for each of several API servers, whose counters are added up.
     made.of_engines.counts_engines = private(parallel, "_api_process_rank") < 1
-    HandshakeWatch(SideChannel(), engines, int(private(parallel, "tensor_parallel_size")), made.of_engines)
+    tp_size, pp_size = int(private(parallel, "tensor_parallel_size")), int(private(parallel, "pipeline_parallel_size"))
+    HandshakeWatch(SideChannel(), engines, tp_size, pp_size, made.of_engines)
     return made

@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from kvcached_nixl.naming import Want, Wants
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import optional, private, side_of, sides
 from kvcached_nixl.vllm.adapter.platform import device_name
@@ -20,53 +18,55 @@ from kvcached_nixl.vllm.adapter.queues import goes_by_priority, hold, queued, st
 from kvcached_nixl.vllm.adapter.requests import set_apart
 from kvcached_nixl.vllm.patches.naming import wants_of
 from kvcached_nixl.vllm.patches.tier import tier_of
+from kvcached_nixl.wants import Want, Wants
 from kvcached_nixl.wire.headroom import BlockUsage
 
 logger = logging.getLogger(SERVER_LOGGER)
 
+_BLOCKS = "_kvcached_nixl_blocks"
 _OWN_THRESHOLD = "_kvcached_nixl_threshold"
 
 
-@dataclass(frozen=True)
 class EngineBlocks:
-    """The KV-cache blocks of an engine: `scheduler.engine.BlockPool`, which says what each of these is."""
+    """The KV-cache blocks of an engine: `scheduler.engine.BlockPool`, which says what each of these is. What is read
+    once stays as it is while the engine runs."""
 
-    engine_scheduler: Any
-
-    @property
-    def are_shared(self) -> bool:
-        """Whether another connector may load KV into them, which may fail (``MultiConnector``)."""
-        return side_of(private(self.engine_scheduler, "connector")) is None
+    def __init__(self, engine_scheduler: Any) -> None:
+        scheduler = self._scheduler = engine_scheduler
+        manager = self._manager = private(scheduler, "kv_cache_manager")
+        self._pool = private(manager, "block_pool")
+        self._coordinator = private(manager, "coordinator")
+        # Per KV-cache group, with the blocks of each request.
+        self._managers = self._coordinator.single_type_managers
+        self._tables = [private(one, "req_to_blocks") for one in self._managers]
+        # Where NIXL's connector is one of several (``MultiConnector``): others may load KV, and fail.
+        self.are_shared = side_of(private(scheduler, "connector")) is None
+        # As vLLM's scheduler takes it; below a ``MultiConnector``, too.
+        self.is_producer = not private(scheduler, "vllm_config").kv_transfer_config.is_kv_consumer
+        self.most_running = int(private(scheduler, "max_num_running_reqs"))
+        self.caches_prefixes = bool(private(manager, "enable_caching"))
+        self.goes_by_priority = goes_by_priority(scheduler)
+        # kvcached's, below its own block pool: each page of KV is mapped in several buffers, keys and values of every
+        # layer.
+        elastic = self._elastic = optional(self._pool, "kv_cache_manager")
+        if elastic is not None:
+            self._pages = private(elastic, "page_allocator")
+            num_buffers = int(private(elastic, "num_layers") * private(elastic, "num_kv_buffers"))
+            self._page_bytes = int(private(elastic, "page_size")) * num_buffers
+            self._block_bytes = int(private(elastic, "block_mem_size")) * num_buffers
 
     @property
     def is_copied(self) -> bool:
-        tier = tier_of(self.engine_scheduler)
+        tier = tier_of(self._scheduler)
         return tier is not None and tier.is_copying
 
     @property
-    def is_producer(self) -> bool:
-        """Whether vLLM's scheduler takes the engine for one that only offers KV; below a ``MultiConnector``, too."""
-        return not private(self.engine_scheduler, "vllm_config").kv_transfer_config.is_kv_consumer
-
-    @property
     def is_paused(self) -> bool:
-        return bool(private(self.engine_scheduler, "pause_state")) and not private(self.engine_scheduler, "running")
+        return bool(private(self._scheduler, "pause_state")) and not private(self._scheduler, "running")
 
     @property
     def admits(self) -> bool:
-        return not private(self.engine_scheduler, "pause_state")
-
-    @property
-    def most_running(self) -> int:
-        return int(private(self.engine_scheduler, "max_num_running_reqs"))
-
-    @property
-    def caches_prefixes(self) -> bool:
-        return bool(private(self._manager, "enable_caching"))
-
-    @property
-    def goes_by_priority(self) -> bool:
-        return goes_by_priority(self.engine_scheduler)
+        return not private(self._scheduler, "pause_state")
 
     @property
     def num_free(self) -> int:
@@ -74,18 +74,16 @@ class EngineBlocks:
 
     @property
     def num_used(self) -> int:
-        manager = optional(self._pool, "kv_cache_manager")
-        if manager is None:
-            return max(0, int(private(self._pool, "num_gpu_blocks")) - 1 - self.num_free)
         # The null block is allocated for good.
-        return max(0, int(private(manager, "_get_num_alloced_blocks")()) - 1 - self.num_cached)
+        if self._elastic is None:
+            return max(0, int(private(self._pool, "num_gpu_blocks")) - 1 - self.num_free)
+        return max(0, int(private(self._elastic, "_get_num_alloced_blocks")()) - 1 - self.num_cached)
 
     def num_needed(self, request_id: str) -> int:
-        request = private(self.engine_scheduler, "requests")[request_id]
-        return sum(_blocks_of(manager, request) for manager in self._managers())
+        return self._num_needed(private(self._scheduler, "requests")[request_id])
 
     def num_cached_tokens(self, request_id: str) -> int:
-        return self.num_cached_tokens_of(private(self.engine_scheduler, "requests")[request_id])
+        return self.num_cached_tokens_of(private(self._scheduler, "requests")[request_id])
 
     def num_cached_tokens_of(self, request: Any) -> int:
         """How many tokens of a request of vLLM's are in the prefix cache, whether the scheduler knows it or not."""
@@ -97,25 +95,24 @@ class EngineBlocks:
         from vllm.v1.request import RequestStatus
 
         blocks, num_tokens = self._hits(request)[:2]
-        give = private(private(self._manager, "coordinator"), "allocate_new_computed_blocks")
-        give(request.request_id, blocks, num_tokens, 0)
+        private(self._coordinator, "allocate_new_computed_blocks")(request.request_id, blocks, num_tokens, 0)
         request.status, request.num_computed_tokens = RequestStatus.FINISHED_STOPPED, num_tokens
-        private(self.engine_scheduler, "requests")[request.request_id] = request
+        private(self._scheduler, "requests")[request.request_id] = request
         return int(num_tokens), self._manager.get_block_ids(request.request_id)
 
     def drop(self, request: Any) -> None:
         """Free what `keep_cached` has given it."""
-        private(self._manager, "free")(private(self.engine_scheduler, "requests").pop(request.request_id))
+        private(self._manager, "free")(private(self._scheduler, "requests").pop(request.request_id))
 
     def hold(self, request_id: str) -> None:
-        hold(self.engine_scheduler, private(self.engine_scheduler, "requests")[request_id])
+        hold(self._scheduler, private(self._scheduler, "requests")[request_id])
 
     def limit_chunks(self, num_tokens: int) -> None:
         """Lowers vLLM's own limit (``--long-prefill-token-threshold``), and restores it when ``num_tokens`` is 0.
 
         Nothing is limited where vLLM may not divide prompts, or only at certain tokens: a request would get no turn.
         """
-        scheduler = self.engine_scheduler
+        scheduler = self._scheduler
         config = private(scheduler, "scheduler_config")
         own = vars(scheduler).setdefault(_OWN_THRESHOLD, config.long_prefill_token_threshold)
         divides = config.enable_chunked_prefill and not (
@@ -126,20 +123,20 @@ class EngineBlocks:
         config.long_prefill_token_threshold = min(limits, default=0)
 
     def release(self, request_id: str, params: Mapping[str, Any] | None) -> None:
-        request = private(self.engine_scheduler, "waiting").release(request_id)
+        request = private(self._scheduler, "waiting").release(request_id)
         if params is not None:
             request.kv_transfer_params = dict(params)
 
     @property
     def stalled(self) -> list[str]:
-        scheduler = self.engine_scheduler
+        scheduler = self._scheduler
         if private(scheduler, "running"):
             return []
         return [str(one.request_id) for one in startable(scheduler) if wants_blocks(one)]
 
     @property
     def num_running_blocks(self) -> int:
-        running = private(self.engine_scheduler, "running")
+        running = private(self._scheduler, "running")
         held = (block for table in self._tables for one in running for block in table.get(one.request_id, ()))
         return len({block.block_id for block in held if not block.is_null})
 
@@ -153,68 +150,63 @@ class EngineBlocks:
         vLLM starts it when all of its prompt fits. Its look-ahead and its reserve for running requests add a few
         blocks, which count only if nothing runs: otherwise blocks come free.
         """
-        scheduler = self.engine_scheduler
+        scheduler = self._scheduler
         request = next((one for one in startable(scheduler) if wants_blocks(one)), None)
-        if request is None or len(private(scheduler, "running")) >= private(scheduler, "max_num_running_reqs"):
+        num_running = len(private(scheduler, "running"))
+        if request is None or num_running >= self.most_running:
             return None
-        managers = self._managers()
-        needed = sum(_blocks_of(manager, request) for manager in managers)
-        missing = needed - int(self._pool.get_num_free_blocks())
-        if missing > 0:
-            missing -= self._num_shared(request)
-        if missing <= 0 and not private(self.engine_scheduler, "running"):
+        missing = self._num_needed(request) - self.num_free
+        # One that has its KV finds its own blocks in the prefix cache, and vLLM looks for no others. Those that others
+        # use now need not be allocated.
+        if missing > 0 and self.caches_prefixes and not request.num_computed_tokens:
+            found = (block for group in self._hits(request)[0] for block in group)
+            missing -= sum(block.ref_cnt > 0 and not block.is_null for block in found)
+        if missing <= 0 and not num_running:
             ahead = int(private(scheduler, "num_lookahead_tokens"))
-            missing = int(missing + sum(1 + ahead // one.block_size for one in managers) > 0)
+            missing = int(missing + sum(1 + ahead // one.block_size for one in self._managers) > 0)
         return (request.request_id, missing) if missing > 0 else None
 
     @property
     def blocks_over_limit(self) -> int:
         """How many allocated blocks exceed kvcached's limit, whether kvcached has applied it already (it does so when
         it allocates) or not; at least one if blocks keep more pages in use than the limit has."""
-        manager = optional(self._pool, "kv_cache_manager")
-        if manager is None:
-            return 0
-        pages = private(manager, "page_allocator")
         # Of the keys or values of one layer. 0 if the limit was never changed.
-        limit_bytes = pages.get_resize_target()
+        limit_bytes = 0 if self._elastic is None else self._pages.get_resize_target()
         if limit_bytes <= 0:
             return 0
-        allowed = int(limit_bytes // private(manager, "block_mem_size"))
-        exceeds = pages.get_num_inuse_pages() > limit_bytes // private(manager, "page_size")
-        return max(int(exceeds), int(private(manager, "_get_num_alloced_blocks")()) - allowed)
+        allowed = int(limit_bytes // private(self._elastic, "block_mem_size"))
+        exceeds = self._pages.get_num_inuse_pages() > limit_bytes // private(self._elastic, "page_size")
+        return max(int(exceeds), int(private(self._elastic, "_get_num_alloced_blocks")()) - allowed)
 
     def usage(self) -> BlockUsage:
         """As seen from any thread: the engine's own may change things meanwhile, so a failure means "ask again"."""
-        manager, free_bytes = optional(self._pool, "kv_cache_manager"), 0
-        if manager is not None:
-            pages = private(manager, "page_allocator")
-            free_bytes = int(pages.get_avail_physical_pages() * private(manager, "page_size") * _num_buffers(manager))
-        queued_tokens = sum(one.num_prompt_tokens for one in list(queued(self.engine_scheduler)) if wants_blocks(one))
+        free_bytes = 0 if self._elastic is None else int(self._pages.get_avail_physical_pages() * self._page_bytes)
+        queued_tokens = sum(one.num_prompt_tokens for one in list(queued(self._scheduler)) if wants_blocks(one))
         return BlockUsage(self.num_free, self.num_used, free_bytes, queued_tokens)
 
     def mapped_bytes(self) -> int:
         """As seen from any thread. Each rank has mapped as much on its device."""
-        manager = optional(self._pool, "kv_cache_manager")
-        if manager is None:
+        if self._elastic is None:
             return 0
-        pages = private(manager, "page_allocator")
-        num_pages = pages.get_num_inuse_pages() + pages.get_num_reserved_pages()
-        return int(num_pages * private(manager, "page_size") * _num_buffers(manager))
+        return int((self._pages.get_num_inuse_pages() + self._pages.get_num_reserved_pages()) * self._page_bytes)
 
     def apply_limit(self) -> None:
         """kvcached applies a changed limit in its next allocation, and vLLM asks for none that exceeds the free blocks
         of before: a limit that was raised again would never count."""
-        manager = optional(self._pool, "kv_cache_manager")
-        if manager is not None and private(manager, "page_allocator").get_resize_target() > 0:
-            manager.alloc(0)
+        if self._elastic is not None and self._pages.get_resize_target() > 0:
+            self._elastic.alloc(0)
 
     def tell_neighbours(self, needs_others: Callable[[str], bool]) -> bool:
         if self._wants is None:
             return False
-        starved = self.starved
-        num_bytes = 0 if starved is None else min(starved[1] * self._block_bytes, self._bytes_to_map)
+        starved, num_bytes = self.starved, 0
+        if starved is not None:
+            # What kvcached would map for this pool if there were more, beyond what it still can.
+            pages = self._pages
+            missing = pages.get_num_free_pages() - pages.get_avail_physical_pages() - pages.get_num_reserved_pages()
+            num_bytes = min(starved[1] * self._block_bytes, max(0, int(missing * self._page_bytes)))
         runs_then = starved is not None and not needs_others(starved[0])
-        self._wants.say(Want(num_bytes, runs_then and not private(self.engine_scheduler, "running")))
+        self._wants.say(Want(num_bytes, runs_then and not private(self._scheduler, "running")))
         return num_bytes > 0
 
     def wanted_by_neighbours(self) -> tuple[int, bool]:
@@ -240,15 +232,14 @@ class EngineBlocks:
 
     @property
     def has_reserve(self) -> bool:
-        return self._num_reserved_pages > 0
+        return self._elastic is not None and self._pages.get_num_reserved_pages() > 0
 
     def trim(self) -> int:
-        num_pages = self._num_reserved_pages
-        if not num_pages:
+        if not self.has_reserve:
             return 0
-        manager = private(self._pool, "kv_cache_manager")
-        manager.trim()
-        return num_pages * int(private(manager, "page_size")) // int(private(manager, "block_mem_size"))
+        num_bytes = int(self._pages.get_num_reserved_pages()) * self._page_bytes
+        self._elastic.trim()
+        return num_bytes // self._block_bytes
 
     def take(self, request_id: str) -> list[Any]:
         """Take a request's blocks away without freeing them, so that vLLM finds none when it frees the request.
@@ -256,8 +247,8 @@ class EngineBlocks:
         vLLM's reference count cannot be used: kvcached counts no references without prefix caching.
         """
         taken: list[Any] = []
-        for manager in self._managers():
-            taken += reversed(private(manager, "req_to_blocks").pop(request_id, []))
+        for manager, table in zip(self._managers, self._tables, strict=True):
+            taken += reversed(table.pop(request_id, []))
             # Frees no block now, but forgets what else vLLM notes of them: which of them has the state.
             private(manager, "free")(request_id)
         return [block for block in taken if not block.is_null]
@@ -274,8 +265,8 @@ class EngineBlocks:
         Returns: the index of the client, if the request was ended with an error; None if it is recomputed, or if it
         runs, has finished or is unknown.
         """
-        request = private(self.engine_scheduler, "requests").get(request_id)
-        if request is None or request.is_finished() or request in private(self.engine_scheduler, "running"):
+        request = private(self._scheduler, "requests").get(request_id)
+        if request is None or request.is_finished() or request in private(self._scheduler, "running"):
             return None
         # Nothing is in flight into these blocks any more. Those in vLLM's prefix cache would be found again.
         taken = self.take(request_id)
@@ -285,11 +276,11 @@ class EngineBlocks:
         request.num_computed_tokens = 0
         if recomputes:
             if waits_for_kv(request):
-                private(self.engine_scheduler, "failed_recving_kv_req_ids").add(request_id)
+                private(self._scheduler, "failed_recving_kv_req_ids").add(request_id)
             return None
         from vllm.v1.request import RequestStatus
 
-        self.engine_scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+        self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
         return int(request.client_index)
 
     def outdate(self, is_meant: Callable[[int, str], bool], *, even_waiting: bool = False) -> set[str]:
@@ -298,11 +289,10 @@ class EngineBlocks:
         A block's hash says nothing of the weights, and knows an adapter by its name. Blocks that only the prefix cache
         keeps may be of any adapter, so all of them go.
         """
-        tables = self._tables
         outdated: set[str] = set()
         kept: set[int] = set()
-        for request_id, request in private(self.engine_scheduler, "requests").items():
-            held = [block for table in tables for block in table.get(request_id, ())]
+        for request_id, request in private(self._scheduler, "requests").items():
+            held = [block for table in self._tables for block in table.get(request_id, ())]
             lora = request.lora_request
             if not is_meant(*((0, "") if lora is None else (int(lora.lora_int_id), str(lora.lora_name)))):
                 kept.update(block.block_id for block in held)
@@ -314,43 +304,45 @@ class EngineBlocks:
         if len(private(self._pool, "cached_block_hash_to_block")):
             cached = {one.block_id for one in private(self._pool, "blocks") if one.block_hash is not None}
             self._manager.evict_blocks(cached - kept)
-        tier = tier_of(self.engine_scheduler)
+        tier = tier_of(self._scheduler)
         for request_id in () if tier is None else tier.forget():
             self._load_again(request_id)
         return outdated
 
     def _load_again(self, request_id: str) -> None:
         """Have a request that waits for KV of another connector, or for its turn with it, begin anew."""
-        request = private(self.engine_scheduler, "requests").get(request_id)
+        request = private(self._scheduler, "requests").get(request_id)
         if request is not None and waits_for_kv(request):
             # Its blocks are still written. vLLM frees them when the load has ended.
             request.num_computed_tokens = 0
-            private(self.engine_scheduler, "failed_recving_kv_req_ids").add(request_id)
+            private(self._scheduler, "failed_recving_kv_req_ids").add(request_id)
         else:
             self.let_go(request_id, recomputes=True)
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
         return tuple(
             manager.get_num_skipped_tokens(num_tokens) // manager.block_size * manager.block_size
-            for manager in self._managers()
+            for manager in self._managers
         )
 
-    def _num_shared(self, request: Any) -> int:
-        """How many blocks of a waiting request's prompt others use now, so that they need not be allocated."""
-        # One that has its KV finds its own blocks, and vLLM looks for no others.
-        if not self.caches_prefixes or request.num_computed_tokens:
-            return 0
-        return sum(block.ref_cnt > 0 and not block.is_null for group in self._hits(request)[0] for block in group)
+    def _num_needed(self, request: Any) -> int:
+        """How many blocks a request needs for its prompt, in addition to those that it has."""
+        needed = 0
+        for manager, table in zip(self._managers, self._tables, strict=True):
+            first_block = manager.get_num_skipped_tokens(request.num_tokens) // manager.block_size
+            # Where vLLM drafts, a state has a block for each guessed token, too.
+            last_block = -(-request.num_tokens // manager.block_size) + optional(manager, "num_speculative_blocks", 0)
+            needed += max(0, last_block - first_block - len(table.get(request.request_id, ())))
+        return needed
 
     def _hits(self, request: Any) -> Any:
-        find = private(private(self._manager, "coordinator"), "find_longest_cache_hit")
-        return find(request.block_hashes, request.num_tokens - 1)
+        return private(self._coordinator, "find_longest_cache_hit")(request.block_hashes, request.num_tokens - 1)
 
     @functools.cached_property
     def _wants(self) -> Wants | None:
-        if optional(self._pool, "kv_cache_manager") is None:
+        if self._elastic is None:
             return None
-        parallel = private(self.engine_scheduler, "vllm_config").parallel_config
+        parallel = private(self._scheduler, "vllm_config").parallel_config
         try:
             device = device_name(private(parallel, "data_parallel_rank_local") or 0)
         except Exception as error:  # noqa: BLE001 - drivers raise anything, and no engine may end for a hint
@@ -358,57 +350,18 @@ class EngineBlocks:
             return None
         return None if device is None else wants_of(device)
 
-    @property
-    def _bytes_to_map(self) -> int:
-        """How much more of the device kvcached would map for this pool if there were more; 0 if there is enough."""
-        manager = private(self._pool, "kv_cache_manager")
-        pages = private(manager, "page_allocator")
-        free = pages.get_avail_physical_pages() + pages.get_num_reserved_pages()
-        return max(0, int((pages.get_num_free_pages() - free) * private(manager, "page_size") * _num_buffers(manager)))
 
-    @property
-    def _num_reserved_pages(self) -> int:
-        manager = optional(self._pool, "kv_cache_manager")
-        return 0 if manager is None else int(private(manager, "page_allocator").get_num_reserved_pages())
-
-    @property
-    def _block_bytes(self) -> int:
-        manager = private(self._pool, "kv_cache_manager")
-        return int(private(manager, "block_mem_size") * _num_buffers(manager))
-
-    @property
-    def _manager(self) -> Any:
-        return private(self.engine_scheduler, "kv_cache_manager")
-
-    @property
-    def _pool(self) -> Any:
-        return private(self._manager, "block_pool")
-
-    @property
-    def _tables(self) -> list[Any]:
-        """Per KV-cache group, the blocks of each request."""
-        return [private(manager, "req_to_blocks") for manager in self._managers()]
-
-    def _managers(self) -> Any:
-        return private(self._manager, "coordinator").single_type_managers
-
-
-def _num_buffers(manager: Any) -> int:
-    """In how many buffers kvcached maps each page: keys and values of every layer."""
-    return int(private(manager, "num_layers") * private(manager, "num_kv_buffers"))
-
-
-def _blocks_of(manager: Any, request: Any) -> int:
-    """How many blocks of one KV-cache group a request needs for its prompt, in addition to those that it has."""
-    first_block = manager.get_num_skipped_tokens(request.num_tokens) // manager.block_size
-    # Where vLLM drafts, a state has a block for each guessed token, too.
-    last_block = -(-request.num_tokens // manager.block_size) + optional(manager, "num_speculative_blocks", 0)
-    needed: int = last_block - first_block
-    return max(0, needed - len(private(manager, "req_to_blocks").get(request.request_id, ())))
+def blocks_of(engine_scheduler: Any) -> EngineBlocks:
+    """The KV-cache blocks of an engine that hands KV over."""
+    attached = vars(engine_scheduler)
+    if _BLOCKS not in attached:
+        attached[_BLOCKS] = EngineBlocks(engine_scheduler)
+    found: EngineBlocks = attached[_BLOCKS]
+    return found
 
 
 def bound_sides(engine_scheduler: Any) -> Iterator[Any]:
     """Our scheduler facade of each NIXL connector of an engine, bound to the engine's blocks."""
     for side in sides(private(engine_scheduler, "connector")):
-        side.engine.bind(EngineBlocks(engine_scheduler))
+        side.engine.bind(blocks_of(engine_scheduler))
         yield side

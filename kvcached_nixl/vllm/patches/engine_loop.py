@@ -26,13 +26,13 @@ from typing import Any
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.scheduler.kept_offers import GRACE_SECONDS
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attributes import connectors, core_of, private, remember, side_of, sides
+from kvcached_nixl.vllm.adapter.attributes import CORE, connectors, core_of, private, side_of, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input, wake_of, wants_blocks
 from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, installed_has
 from kvcached_nixl.vllm.patches.answering import let_look_up
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
-from kvcached_nixl.vllm.patches.step_output import has_reports, stood_still
+from kvcached_nixl.vllm.patches.step_output import STOOD_STILL, has_reports
 from kvcached_nixl.vllm.patches.tier import tier_of
 from kvcached_nixl.vllm.patches.weights import identify_if_due
 
@@ -58,7 +58,7 @@ _SHARED_SECONDS = 1.0
     remove_when="vLLM lets a connector wake its engine",
 )
 def process_input_queue(call: Call) -> None:
-    remember(call.instance)
+    vars(call.instance.scheduler)[CORE] = call.instance
     let_look_up(call.instance)
     for side in bound_sides(call.instance.scheduler):
         side.engine.bind_wake(wake_of(call.instance))
@@ -119,7 +119,7 @@ def _wait_for_blocks(core: Any, found: Sequence[Any], seconds: float) -> None:
 
 def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     scheduler = core.scheduler
-    if not stood_still(scheduler) or any(side.pending for side in found):
+    if not vars(scheduler).get(STOOD_STILL) or any(side.pending for side in found):
         return False
     # Of another connector, which may wait for what only a step brings.
     if any(one.has_pending_push_work() for one in connectors(scheduler.connector) if side_of(one) is None):
@@ -133,7 +133,7 @@ def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     # A compiled grammar and the loads of another connector are found by polling only.
     if "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR" in statuses:
         return False
-    if statuses.count("WAITING_FOR_REMOTE_KVS") > sum(side.fetching.attempts.num_waiting for side in found):
+    if statuses.count("WAITING_FOR_REMOTE_KVS") > sum(len(side.fetching.attempts.waiting) for side in found):
         return False
     return _bring_nothing(core.batch_queue or ())
 
@@ -317,27 +317,24 @@ def wait_until_due(core: Any) -> None:
     remove_when=_REMOVE_WHEN,
 )
 def handle_shutdown(call: Call) -> bool:
+    """Without time to end (``--shutdown-timeout``), what the engine works on ends with an error at once, and peers get
+    no time to fetch what it keeps. vLLM would send ``abort``, which not every endpoint tells its client.
+
+    The API server does the same with what the engine aborts once it knows that it is shut down, but a signal to all
+    processes may reach the engine first.
+    """
     core = call.instance
-    # Without time for peers to fetch the blocks that it holds.
     ends_at_once = private(core, "shutdown_state").name == "REQUESTED" and not core.vllm_config.shutdown_timeout
     found = list(bound_sides(core.scheduler)) if ends_at_once else []
     for side in found:
         side.revocations.paused(grace_seconds=0.0, clears=True)
     if found:
-        _end_at_once(core)
+        from vllm.v1.request import RequestStatus
+
+        ended = core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        if ended:
+            why = "the engine is shut down without --shutdown-timeout"
+            logger.warning("%d requests end with an error: %s", len(ended), why)
+        for one in ended:
+            private(core, "_send_error_outputs_to_client")([one.request_id], one.client_index)
     return bool(call.proceed())
-
-
-def _end_at_once(core: Any) -> None:
-    """End what an engine works on with an error. vLLM would send ``abort``, which not every endpoint tells its client.
-
-    The API server does the same with what the engine aborts once it knows that it is shut down, but a signal to all
-    processes may reach the engine first.
-    """
-    from vllm.v1.request import RequestStatus
-
-    ended = core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    if ended:
-        logger.warning("%d requests end with an error: the engine is shut down without --shutdown-timeout", len(ended))
-    for one in ended:
-        private(core, "_send_error_outputs_to_client")([one.request_id], one.client_index)

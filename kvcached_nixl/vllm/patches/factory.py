@@ -22,7 +22,8 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.errors import ContractChanged, SettingsError, StartRefused
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Registry
 from kvcached_nixl.processes import has_ancestor
-from kvcached_nixl.scheduler.build import StockScheduler, build_scheduler
+from kvcached_nixl.scheduler.context import StockScheduler
+from kvcached_nixl.scheduler.facade import build_scheduler
 from kvcached_nixl.settings import SERVER_LOGGER, Settings, staged_on_host, unheeded
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.vllm import NIXL_PREFIX
@@ -45,7 +46,7 @@ from kvcached_nixl.vllm.adapter.requests import RequestReader
 from kvcached_nixl.vllm.adapter.specs import keeps_of, specs_of
 from kvcached_nixl.vllm.adapter.tracing import spans_of
 from kvcached_nixl.vllm.patches.tier import serve
-from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
+from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -86,15 +87,21 @@ def construct(call: Call) -> None:
     require_complete(call.registry, cls.__name__)
     config = _config_of(call)
     _require_startable(cls)
-    require_reached(call, [cls], call.argument("vllm_config"))
-    _stage_on_host(config)
+    vllm_config = call.argument("vllm_config")
+    require_reached(call, [cls], vllm_config)
+    from vllm.platforms import current_platform
+
+    device = str(current_platform.device_type)
+    if config.kv_buffer_device == "cpu" != device:
+        # For the CPU of an accelerator vLLM would allocate a copy of the whole pool: KV is staged there instead.
+        config.kv_connector_extra_config = staged_on_host(config.kv_connector_extra_config, device)
+        config.kv_buffer_device = device
     Settings.from_extra_config(config.kv_connector_extra_config)
     if call.argument("role").name != "SCHEDULER":
         call.proceed()
         return
     for error in unheeded(config.kv_connector_extra_config):
         logger.warning("%s", error.line)
-    vllm_config = call.argument("vllm_config")
     # Before vLLM's own constructor, which reads the same settings and says less of what is wrong with them. Each
     # data-parallel engine has ports of its own.
     address = side_channel_address(int(private(vllm_config.parallel_config, "data_parallel_index")))
@@ -111,7 +118,8 @@ def stock_scheduler(config: Any, kv_cache_config: Any) -> StockScheduler:
     return StockScheduler(
         engine_id=str(transfer.engine_id),
         tp_size=int(config.parallel_config.tensor_parallel_size),
-        groups=tuple(KVGroup(int(spec.block_size), keeps_of(spec)) for spec in specs),
+        pp_size=int(config.parallel_config.pipeline_parallel_size),
+        groups=KVGroups(tuple(KVGroup(int(spec.block_size), keeps_of(spec)) for spec in specs)),
         window_kinds=[type(spec).__name__ for spec in windows],
         zeroes_blocks=bool(private(kv_cache_config, "needs_kv_cache_zeroing")),
         recomputes=transfer.kv_load_failure_policy == "recompute",
@@ -190,16 +198,6 @@ def _config_of(call: Call) -> Any:
             consequence="The settings of the connector cannot be read, so it is not constructed.",
             remedy="Use a supported vLLM (python -m kvcached_nixl lists them).",
         ) from error
-
-
-def _stage_on_host(config: Any) -> None:
-    """Do so where ``kv_buffer_device`` is the CPU of an accelerator: vLLM would allocate a copy of the whole pool."""
-    from vllm.platforms import current_platform
-
-    device = str(current_platform.device_type)
-    if config.kv_buffer_device == "cpu" != device:
-        config.kv_connector_extra_config = staged_on_host(config.kv_connector_extra_config, device)
-        config.kv_buffer_device = device
 
 
 def _require_startable(cls: type) -> None:

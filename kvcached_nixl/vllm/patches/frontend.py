@@ -26,7 +26,7 @@ from kvcached_nixl.vllm.adapter.locate import (
     RENDERER,
 )
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
-from kvcached_nixl.vllm.patches.leaving import generation_error, is_leaving, is_refusal
+from kvcached_nixl.vllm.patches.leaving import REFUSED, generation_error, is_leaving
 from kvcached_nixl.wire.causes import FAILED, STARVED
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -51,38 +51,32 @@ _ABORTED = "The server has aborted this request before its end. Try again."
     remove_when="vLLM's engine answers requests that it cannot decode",
 )
 def assign_request_id(call: Call) -> None:
-    require_readable(call.argument("request"))
-    call.proceed()
-
-
-def require_readable(core_request: Any) -> None:
     """Refuse a request that the engine's process could not decode, or that cannot be encoded for it.
 
     A request that cannot be decoded ends the engine's input thread, and all requests wait for ever. Of a request that
     cannot be encoded (numbers above 64 bits, text that is not Unicode), vLLM keeps the state for ever.
 
-    Args:
-        core_request: an ``EngineCoreRequest`` that is about to be sent.
-
     Raises:
         VLLMValidationError: answered with HTTP 400; the message names the field.
     """
+    core_request = call.argument("request")
     for name, kind in _READABLE.items():
         try:
             msgspec.convert(private(core_request, name), kind)
         except msgspec.ValidationError as error:
             raise _refusal(f"{name}: {error}. Send a value of that type, or omit the field.") from error
     sampling = private(core_request, "sampling_params")
-    if sampling is None:
-        return
-    try:
-        msgspec.msgpack.encode((core_request.request_id, core_request.cache_salt, sampling))
-    except (OverflowError, UnicodeError, RecursionError) as error:
-        reason = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
-        raise _refusal(f"request_id, cache_salt, kv_transfer_params or another field: {error}; {reason}.") from error
-    except TypeError:
-        # A program that uses vLLM as a library may pass values that only vLLM's own encoder supports, such as tensors.
-        return
+    if sampling is not None:
+        try:
+            msgspec.msgpack.encode((core_request.request_id, core_request.cache_salt, sampling))
+        except (OverflowError, UnicodeError, RecursionError) as error:
+            found = "request_id, cache_salt, kv_transfer_params or another field"
+            reason = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
+            raise _refusal(f"{found}: {error}; {reason}.") from error
+        except TypeError:
+            # A program that uses vLLM as a library may pass values that only vLLM's own encoder supports, as tensors.
+            pass
+    call.proceed()
 
 
 def _refusal(reason: str) -> Exception:
@@ -99,11 +93,6 @@ def _refusal(reason: str) -> Exception:
     remove_when="vLLM raises for a request that ends with an error, whatever endpoint it came through",
 )
 def update_stats_from_finished(call: Call) -> None:
-    call.proceed()
-    let_fail(call.argument("req_state"), call.argument("finish_reason"), is_leaving=is_leaving(call.instance))
-
-
-def let_fail(request_state: Any, finish_reason: Any, *, is_leaving: bool) -> None:
     """Raise an exception in the endpoint that waits for a request which ended with an error.
 
     Each of vLLM's endpoints checks by itself, or does not check, why a request has ended. Streaming endpoints skip
@@ -119,19 +108,17 @@ def let_fail(request_state: Any, finish_reason: Any, *, is_leaving: bool) -> Non
     come here.
 
     An engine in its client's own process (``LLM``) has no queue: its outputs have ``finish_reason`` "error" already.
-
-    Args:
-        request_state: a ``RequestState`` whose last output was just put on its queue and not taken yet.
-        finish_reason: a ``FinishReason``, or None.
-        is_leaving: the server is being shut down.
     """
+    call.proceed()
+    # Its last output was just put on its queue, and not taken yet.
+    request_state, finish_reason = call.argument("req_state"), call.argument("finish_reason")
     name = None if finish_reason is None else finish_reason.name
     if name not in ("ERROR", "ABORT"):
         return
     try:
         if name == "ERROR":
             _fail(request_state)
-        elif is_leaving or str(private(request_state, "external_req_id")).startswith(_OF_RESPONSES):
+        elif is_leaving(call.instance) or str(private(request_state, "external_req_id")).startswith(_OF_RESPONSES):
             _fail(request_state, _ABORTED)
     except Exception:
         # An exception raised here would end vLLM's output handler, and with it every request of this server.
@@ -157,7 +144,7 @@ def _fail(request_state: Any, told: str = "") -> None:
         logger.exception("The reason of a failed request cannot be read")
     kind = generation_error()
     error = kind(told) if told else kind()
-    if is_refusal(told):
+    if told.startswith(REFUSED):
         error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
     queue.put(InputStreamError(error))
 

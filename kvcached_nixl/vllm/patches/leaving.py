@@ -34,7 +34,7 @@ from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE
 from kvcached_nixl.vllm.adapter.neighbours import with_children
-from kvcached_nixl.vllm.patches.roles import READY, ROLES, Arrived, Role, Roles, arrived, tell_ready
+from kvcached_nixl.vllm.patches.roles import ARRIVED, READY, ROLES, Arrived, Role, Roles, tell_ready
 from kvcached_nixl.wire.asked_prompt import MOST_BODY_BYTES
 from kvcached_nixl.wire.causes import FAILED, FailureCause
 from kvcached_nixl.wire.question import ROLE_HEADER
@@ -191,7 +191,7 @@ def add_request(call: Call) -> Any:
         from vllm.v1.engine.exceptions import EngineGenerateError
 
         raise EngineGenerateError(_MESSAGE)
-    one = arrived()
+    one = ARRIVED.get()
     if one is not None:
         one.gives((optional(call.argument("params"), "extra_args") or {}).get("kv_transfer_params"))
         if one.refusal:
@@ -284,17 +284,13 @@ def _unavailable(message: str, retry_after: str, **headers: str) -> Any:
 
 # ----------------------------------------------------------------------------------------- what an engine has refused
 
-_REFUSED = f"{FAILED}cause={FailureCause.QUEUE_TIMEOUT.label} "
-_TOLD = re.compile(rf'{_REFUSED}retry_after=(\d+)[^"]*'.encode())
+REFUSED = f"{FAILED}cause={FailureCause.QUEUE_TIMEOUT.label} "
+"""How it begins what an engine says of a request that it has refused."""
+_TOLD = re.compile(rf'{REFUSED}retry_after=(\d+)[^"]*'.encode())
 _STREAMED = b'data: {"error"'
 _LOOKED_AT = 500
 """Bytes of an answer in which an error's message begins."""
 Send = Callable[[Any], Awaitable[None]]
-
-
-def is_refusal(told: str) -> bool:
-    """Whether this is what an engine says of a request that it has refused."""
-    return told.startswith(_REFUSED)
 
 
 def generation_error() -> Any:

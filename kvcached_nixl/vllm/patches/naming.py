@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from kvcached_nixl.errors import ContractChanged, NameRefused
-from kvcached_nixl.naming import Claim, Places, Wants, clear_abandoned, join, take
+from kvcached_nixl.naming import Claim, Places, clear_abandoned, join, take
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import EXECUTOR, KVCACHED_INTERFACES, WORKER_BASE
+from kvcached_nixl.wants import Wants
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -66,7 +67,7 @@ def withdraw_name() -> tuple[str, ...]:
     if _NameHolder.held is not None:
         return ()
     try:
-        utils = _module("utils")
+        utils = importlib.import_module("kvcached.utils")
     except ModuleNotFoundError:
         return ("kvcached is not installed",)
     wish = private(utils, "_obtain_default_ipc_name")()
@@ -96,9 +97,13 @@ def own_engine(executor: Any, config: Any) -> None:
     """
     _refuse_spread(config.parallel_config)
     _refuse_second()
-    utils = _module("utils")
+    utils = importlib.import_module("kvcached.utils")
     wish = private(utils, "_obtain_default_ipc_name")()
-    claim = take(wish, _rank(config.parallel_config), _places(utils))
+    parallel = config.parallel_config
+    # vLLM runs each rank of a dense model as an engine of size 1.
+    is_rank = private(parallel, "data_parallel_rank_local") is not None or private(parallel, "data_parallel_size") > 1
+    rank = int(private(parallel, "data_parallel_index")) if is_rank else None
+    claim = take(wish, rank, _places(utils))
     try:
         _set(claim.name)
     except ContractChanged:
@@ -137,7 +142,7 @@ def join_engine(config: Any) -> None:
         )
     held = _NameHolder.held
     if held is None or held.claim.name != name:
-        held = _NameHolder.held = _Held(join(name, _places(_module("utils"))), None)
+        held = _NameHolder.held = _Held(join(name, _places(importlib.import_module("kvcached.utils"))), None)
     _set(held.claim.name)
 
 
@@ -210,20 +215,13 @@ def _refuse_spread(parallel: Any) -> None:
         )
 
 
-def _rank(parallel: Any) -> int | None:
-    """The data-parallel rank; None if there is none. vLLM runs each rank of a dense model as an engine of size 1."""
-    if private(parallel, "data_parallel_rank_local") is None and private(parallel, "data_parallel_size") == 1:
-        return None
-    return int(private(parallel, "data_parallel_index"))
-
-
 def _places(utils: Any) -> Places:
     folder = private(utils, "get_tp_socket_dir")
     return Places(lambda name: Path(folder(name)), "kvcached-tp-*", Path(private(utils, "SHM_DIR")))
 
 
 def _set(name: str) -> None:
-    utils = _module("utils")
+    utils = importlib.import_module("kvcached.utils")
     private(utils, _NAME)
     setattr(utils, _NAME, name)
     for reader in _READERS:
@@ -236,7 +234,3 @@ def _set(name: str) -> None:
     if sockets is not None:
         private(sockets, _FOLDER)
         setattr(sockets, _FOLDER, private(utils, "get_tp_socket_dir")())
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(f"kvcached.{name}")

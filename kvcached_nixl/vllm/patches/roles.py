@@ -28,7 +28,7 @@ from kvcached_nixl.errors import Refused
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import asks
 
-__all__ = ["READY", "ROLES", "ROLE_PATH", "Arrived", "Role", "Roles", "answer", "arrived", "role_of", "tell_ready"]
+__all__ = ["ARRIVED", "READY", "ROLES", "ROLE_PATH", "Arrived", "Role", "Roles", "answer", "role_of", "tell_ready"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -83,12 +83,8 @@ class Arrived:
         return "" if self.is_for is None or self.is_for in self.role else _REFUSALS[self.is_for]
 
 
-_ARRIVED: ContextVar[Arrived | None] = ContextVar("kvcached_nixl_arrived", default=None)
-
-
-def arrived() -> Arrived | None:
-    """The HTTP request that this task works for; None if it works for none, or the server's role cannot change."""
-    return _ARRIVED.get()
+ARRIVED: ContextVar[Arrived | None] = ContextVar("kvcached_nixl_arrived", default=None)
+"""The HTTP request that this task works for; None if it works for none, or the server's role cannot change."""
 
 
 @dataclass(eq=False)
@@ -109,21 +105,16 @@ class Roles:
         """Runs around the whole of an HTTP request, in its own task."""
         one = Arrived(self.role)
         self._arrived.add(one)
-        _ARRIVED.set(one)
+        ARRIVED.set(one)
         try:
             yield one
         finally:
             self._arrived.discard(one)
 
-    def change_to(self, role: Role) -> None:
-        if role is not self.role:
-            before, self.role = self.role, role
-            logger.info("The role is %s, and was %s: %d requests of that are under way", role, before, self.num_left)
-
     @property
     def num_left(self) -> int:
         """Requests under way that came while the role was another, and would be refused now, or may be."""
-        others = (one for one in self._arrived if one is not _ARRIVED.get() and one.role is not self.role)
+        others = (one for one in self._arrived if one is not ARRIVED.get() and one.role is not self.role)
         return sum(one.is_for is None or one.is_for not in self.role for one in others)
 
 
@@ -151,29 +142,29 @@ class _Wanted(msgspec.Struct, forbid_unknown_fields=True):
 
 async def answer(request: Any) -> Any:
     """The endpoint `ROLE_PATH`, which tells the role, and changes it."""
+    from fastapi import HTTPException
     from starlette.responses import JSONResponse
 
     roles: Roles = getattr(request.app.state, ROLES)
     if request.method == "POST":
-        roles.change_to(_wanted(await request.body(), roles))
+        body = await request.body()
+        if roles.why_fixed is not None:
+            raise HTTPException(HTTPStatus.CONFLICT, roles.why_fixed.line)
+        try:
+            role = Role[msgspec.json.decode(body, type=_Wanted).role.upper()]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            refused = Refused(
+                found=f"a body that cannot be used: {error}",
+                expected='{"role": "prefill"}, "decode" or "both"',
+                consequence=f"The role is still {roles.role}.",
+                remedy="Send one of these as JSON.",
+            )
+            raise HTTPException(HTTPStatus.BAD_REQUEST, refused.line) from error
+        if role is not roles.role:
+            before, roles.role = roles.role, role
+            told = "The role is %s, and was %s: %d requests of that are under way"
+            logger.info(told, role, before, roles.num_left)
     return JSONResponse({"role": str(roles.role), "under_way": roles.num_left})
-
-
-def _wanted(body: bytes, roles: Roles) -> Role:
-    from fastapi import HTTPException
-
-    if roles.why_fixed is not None:
-        raise HTTPException(HTTPStatus.CONFLICT, roles.why_fixed.line)
-    try:
-        return Role[msgspec.json.decode(body, type=_Wanted).role.upper()]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        refused = Refused(
-            found=f"a body that cannot be used: {error}",
-            expected='{"role": "prefill"}, "decode" or "both"',
-            consequence=f"The role is still {roles.role}.",
-            remedy="Send one of these as JSON.",
-        )
-        raise HTTPException(HTTPStatus.BAD_REQUEST, refused.line) from error
 
 
 async def tell_ready(roles: Roles, client: Any, scope: Any, receive: Any, send: Any) -> None:

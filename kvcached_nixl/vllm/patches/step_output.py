@@ -10,7 +10,7 @@ of several KV-cache groups).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvcached_nixl.patching import Call, Patch
@@ -25,7 +25,8 @@ from kvcached_nixl.wire.step import FAILING, Reports
 
 _WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """Final statuses of a request that has computed its whole prompt."""
-_STOOD_STILL = "_kvcached_nixl_stood_still"
+STOOD_STILL = "_kvcached_nixl_stood_still"
+"""Of vLLM's scheduler: its last step has changed nothing."""
 
 
 def scheduled(scheduler_output: Any) -> Iterator[Progress]:
@@ -59,25 +60,22 @@ def update_from_output(call: Call) -> Any:
         side.collect(reports)
         ending |= side.take_ending()
         refused += side.take_refused()
-        count_rightly(call.instance, side)
+        miscounted, side.num_miscounted_tokens = side.num_miscounted_tokens, 0
+        if (stats := private(call.instance, "connector_prefix_cache_stats")) is not None:
+            # vLLM counts prompts that no cache may serve, as with ``prompt_logprobs``, as missed in the external cache,
+            # and leaves them out of the queries of its own (vllm#57596). A release that counts rightly must not see a
+            # counter fall: Prometheus' client raises, and the server ends.
+            stats.queries = max(0, stats.queries - miscounted)
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
     bring_forward(call.instance, reports.received)
     end_requests(call.instance, outputs, ending, refused)
     for side in found:
         tell_reasons(outputs, side.engine.failures.take_ended())
-    note_tokens(found, outputs)
+        if side.awaits_tokens:
+            told = (one for of_client in outputs.values() for one in of_client.outputs)
+            side.answered([one.request_id for one in told if one.new_token_ids])
     note_step(call.instance, call.argument("scheduler_output"), reports, outputs)
     return outputs
-
-
-def count_rightly(engine_scheduler: Any, side: Any) -> None:
-    """Takes prompts that no cache may serve, as with ``prompt_logprobs``, out of the external cache's queries. vLLM
-    counts each as missed there, and leaves it out of the queries of its own prefix cache (vllm#57596)."""
-    stats = private(engine_scheduler, "connector_prefix_cache_stats")
-    if stats is not None:
-        # A release that counts rightly must not see a counter fall: Prometheus' client raises, and the server ends.
-        stats.queries = max(0, stats.queries - side.num_miscounted_tokens)
-    side.num_miscounted_tokens = 0
 
 
 def reports_of(model_runner_output: Any) -> Reports:
@@ -158,14 +156,6 @@ def tell_reasons(outputs: Any, told: dict[str, str]) -> None:
                 output.stop_reason = told.get(output.request_id)
 
 
-def note_tokens(found: Iterable[Any], outputs: Any) -> None:
-    """Tell these facades which requests have got tokens, if any of them waits for that."""
-    for side in found:
-        if side.awaits_tokens:
-            told = (one for of_client in outputs.values() for one in of_client.outputs)
-            side.answered([one.request_id for one in told if one.new_token_ids])
-
-
 def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, outputs: Any) -> None:
     """Remember whether a step has changed anything.
 
@@ -182,11 +172,7 @@ def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, ou
         or reports.invalid
         or any(one.outputs for one in outputs.values())
     )
-    setattr(engine_scheduler, _STOOD_STILL, not has_moved)
-
-
-def stood_still(engine_scheduler: Any) -> bool:
-    return bool(vars(engine_scheduler).get(_STOOD_STILL))
+    setattr(engine_scheduler, STOOD_STILL, not has_moved)
 
 
 @Patch(ENGINE_SCHEDULER, "_handle_invalid_blocks", "scheduler", "self invalid_block_ids num_scheduled_tokens").because(
@@ -194,35 +180,27 @@ def stood_still(engine_scheduler: Any) -> bool:
     remove_when="vLLM's connectors can name the requests whose load has failed",
 )
 def handle_invalid_blocks(call: Call) -> Any:
-    others = call.argument("invalid_block_ids") - {FAILING}
-    failed = set(call.proceed(invalid_block_ids=others)) if others else set()
-    if others and (tier := tier_of(call.instance)) is not None:
-        # It may have stored them: its job was made together with the step that has loaded them.
-        tier.forget()
-    for side in sides(call.instance.connector):
-        failed |= let_load_fail(call.instance, side.take_failed(), side.starts_again)
-    return failed
-
-
-def let_load_fail(engine_scheduler: Any, request_ids: set[str], starts_again: Callable[[str], bool]) -> set[str]:
     """Fail or recompute requests that received no KV, as ``kv_load_failure_policy`` says.
 
     None of their tokens counts as computed, so vLLM frees the blocks that they still have and starts them again.
 
-    Args:
-        starts_again: whether a request is started again whatever the policy says.
-
     Returns: the requests that vLLM has to end with an error.
     """
-    requests = private(engine_scheduler, "requests")
-    recomputes = private(engine_scheduler, "recompute_kv_load_failures")
-    ending: set[str] = set()
-    for request_id in request_ids & requests.keys():
-        requests[request_id].num_computed_tokens = 0
-        if starts_again(request_id) or recomputes:
-            private(engine_scheduler, "failed_recving_kv_req_ids").add(request_id)
-        else:
-            ending.add(request_id)
+    scheduler = call.instance
+    others = call.argument("invalid_block_ids") - {FAILING}
+    ending = set(call.proceed(invalid_block_ids=others)) if others else set()
+    if others and (tier := tier_of(scheduler)) is not None:
+        # It may have stored them: its job was made together with the step that has loaded them.
+        tier.forget()
+    requests = private(scheduler, "requests")
+    recomputes = private(scheduler, "recompute_kv_load_failures")
+    for side in sides(scheduler.connector):
+        for request_id in side.take_failed() & requests.keys():
+            requests[request_id].num_computed_tokens = 0
+            if side.asking.may_ask_again(request_id) or recomputes:
+                private(scheduler, "failed_recving_kv_req_ids").add(request_id)
+            else:
+                ending.add(request_id)
     return ending
 
 

@@ -168,17 +168,14 @@ def tier_of(engine_scheduler: Any) -> Tier | None:
     """The tier of an engine that hands KV over; None if it has none."""
     attached = vars(engine_scheduler)
     if _TIER not in attached:
-        attached[_TIER] = _make_tier(engine_scheduler)
-    found: Tier | None = attached[_TIER]
-    return found
-
-
-def _make_tier(engine_scheduler: Any) -> Tier | None:
-    connector = private(engine_scheduler, "connector")
-    found = next((one for one in connectors(connector) if is_tier(type(one))), None)
-    if found is None or not any(sides(connector)):
-        return None
-    return Tier(found, private(private(engine_scheduler, "kv_cache_manager"), "block_pool"), Clock())
+        attached[_TIER] = None
+        connector = private(engine_scheduler, "connector")
+        found = [one for one in connectors(connector) if is_tier(type(one))]
+        if found and any(sides(connector)):
+            pool = private(private(engine_scheduler, "kv_cache_manager"), "block_pool")
+            attached[_TIER] = Tier(found[0], pool, Clock())
+    tier: Tier | None = attached[_TIER]
+    return tier
 
 
 # -------------------------------------------------------------------------------------------------- the worker's memory

@@ -162,19 +162,14 @@ def identify_again(core: Any, method: object, *, has_failed: bool = False) -> No
     has_loop = core_of(scheduler) is not None
     is_fetchable = any(side.offering.kept.are_fetchable for side in found)
     if not has_loop or (is_fetchable and not has_call(core, "collective_rpc")):
-        _identify(core)
+        identify_if_due(core)
 
 
 def identify_if_due(core: Any) -> None:
     """Before a step, do what `identify_again` has left."""
-    if _DUE in vars(core):
-        _identify(core)
-
-
-def _identify(core: Any) -> None:
     scheduler, executor = core.scheduler, core.model_executor
-    if executor.is_sleeping:
-        # Sleeping weights cannot be read. They are read when everything is awake.
+    # Sleeping weights cannot be read. They are read when everything is awake.
+    if _DUE not in vars(core) or executor.is_sleeping:
         return
     called = vars(core).pop(_DUE)
     content: dict[Any, Any] = {}

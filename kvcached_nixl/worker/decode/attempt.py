@@ -16,13 +16,15 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import KernelBlockRange, Peer, Reading, Release, encode
+from kvcached_nixl.wire.planes import GroupMemory, named_planes
 from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
 from kvcached_nixl.wire.timeline import State, Timeline
+from kvcached_nixl.worker.transfer import topology
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peers import contained
 from kvcached_nixl.worker.transfer.staging import StagingWindow
@@ -37,6 +39,7 @@ class Part:
 
     Attributes:
         agent: the agent that was told of the blocks; None before that, and for a READ.
+        known: the rank, once it is connected.
         is_abandoned: another engine answers at the rank's address, so the agent can no longer be asked to stop.
     """
 
@@ -45,6 +48,7 @@ class Part:
         self._attempt = attempt
         self.address = address
         self.agent: str | None = None
+        self.known: ConnectedPeer | None = None
         self.is_abandoned = False
 
     @property
@@ -52,18 +56,39 @@ class Part:
         """Whether nothing of it is in flight, and nothing will be."""
         raise NotImplementedError
 
-    def begin(self) -> None:
+    def begin(self, *, is_doubted: bool = False) -> None:
+        """Connect to the rank. ``is_doubted``: with a new handshake."""
+        self._reached(State.DECODE_HANDSHAKE)
+        manifest = self._attempt.spec.manifest
+        incarnation = "" if manifest is None else manifest.incarnation
+
+        def met(known: ConnectedPeer) -> None:
+            misfit = self._context.misfit_of(known)
+            if misfit is not None and not is_doubted:
+                # This may be an old handshake, and weights may have been updated since: repeat it once.
+                self.begin(is_doubted=True)
+            elif (reason := misfit or self._context.distrust_of(self.address, known.incarnation)) is not None:
+                self._attempt.fail(reason)
+            else:
+                self._connected(known)
+
+        self._context.peers.need(self.address, incarnation, met, self._attempt.fail, is_doubted=is_doubted)
+
+    def _connected(self, known: ConnectedPeer) -> None:
         raise NotImplementedError
+
+    def _reached(self, state: State) -> None:
+        self._attempt.reached(self, state)
 
     def stop(self) -> None:
         """Move nothing more; ``is_idle`` becomes true when nothing is in flight. A repeated call repeats the request to
         the peer."""
         raise NotImplementedError
 
+    # The rest matters only where the rank WRITEs.
+
     def finish(self) -> None:
         """The attempt is finished."""
-
-    # The rest matters only where the rank WRITEs.
 
     @property
     def may_write(self) -> bool:
@@ -106,7 +131,7 @@ class Attempt:
     def __init__(
         self, spec: FetchSpec, blocks: tuple[KernelBlockRange, ...], clock: Clock, changed: Callable[[Attempt], None]
     ) -> None:
-        self.spec = spec
+        self.spec, self.number = spec, spec.attempt
         self.blocks = blocks
         self.parts: list[Part] = []
         self.failed: HandOverFailed | None = None
@@ -120,14 +145,11 @@ class Attempt:
         self._states: dict[Peer, State] = {}
         self._changed = changed
 
-    @property
-    def number(self) -> int:
-        return self.spec.attempt
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing of the attempt is in flight any more, and nothing will be."""
-        return all(part.is_idle for part in self.parts)
+    def lacks_layers(self, groups: Sequence[GroupMemory]) -> bool:
+        """Whether the pipeline stages of prefill do not have all layers of this rank together, so that the KV of some
+        was not moved. ``groups``: this rank's."""
+        found = [named_planes(part.known.rank.groups) for part in self.parts if part.known is not None]
+        return self.spec.prefill.pp_size > 1 and frozenset().union(*found) != named_planes(groups)
 
     def reached(self, part: Part, state: State) -> None:
         self._states[part.address] = state
@@ -166,113 +188,94 @@ class ReadPart(Part):
     ) -> None:
         super().__init__(context, attempt, address)
         assert attempt.spec.manifest is not None
-        self._is_idle = False
         self._manifest = attempt.spec.manifest
         self._instead = instead
-        self._known: ConnectedPeer | None = None
+        self._is_idle = False
         self._job: TransferJob | None = None
         self._buffer: int | None = None
-        self._is_stopping = False
 
     @property
     def is_idle(self) -> bool:
         return self._is_idle
 
-    def begin(self) -> None:
-        self._attempt.reached(self, State.DECODE_HANDSHAKE)
-        self._context.meet(self.address, self._manifest.incarnation, self._connected, self._fail)
-
     def stop(self) -> None:
-        self._is_stopping = True
         if self._job is None:
             self._is_idle = True
         else:
             self._context.transfer_queue.drop(self._job)
 
     def _connected(self, known: ConnectedPeer) -> None:
-        if self._is_stopping:
+        context, attempt, manifest, memory = self._context, self._attempt, self._manifest, known.rank.groups
+        if attempt.failed is not None:
             return
         if known.rank.is_staged:
-            self._instead(self._attempt, self, False)
+            self._instead(attempt, self, False)
             return
-        self._known = known
-        context, manifest, memory = self._context, self._manifest, known.rank.groups
+        self.known = known
         try:
             if manifest.block_sizes != tuple(one.block_size for one in memory) or len(manifest.groups) != len(memory):
                 raise ValueError("the manifest does not fit the handshake (block sizes or groups)")
             theirs = kernel_blocks_of(manifest.groups, memory)
-            groups = [(here, there, here.first_token) for here, there in zip(self._attempt.blocks, theirs, strict=True)]
-            found = known.ranges(context.local, groups, self._attempt.spec.end_token, is_prefill=False)
+            groups = [(here, there, here.first_token) for here, there in zip(attempt.blocks, theirs, strict=True)]
+            found = topology.ranges(known.routes(context.local, is_prefill=False), groups, attempt.spec.end_token)
         except ValueError as error:
-            self._fail(HandOverFailed(FailureCause.RANGE, str(error)))
+            attempt.fail(HandOverFailed(FailureCause.RANGE, str(error)))
             return
         context.peers.send(self.address, encode(Reading(manifest.request_id, context.local.tp_rank)))
-        ended = contained(self._fail)(self._read)
-        self._job = TransferJob("READ", known.agent, found.local, found.remote, ended, tally=self._attempt.tally)
-        self._attempt.reached(self, State.DECODE_MOVING)
+        ended = contained(attempt.fail)(self._read)
+        self._job = TransferJob("READ", known.agent, found.local, found.remote, ended, tally=attempt.tally)
+        self._reached(State.DECODE_MOVING)
         context.transfer_queue.submit(self._job)
 
     def _read(self, failed: str) -> None:
         self._job = None
+        self._is_idle = bool(failed) or self._attempt.failed is not None
         if failed:
-            self._is_idle = True
-            self._fail(HandOverFailed(FailureCause.LOST, failed))
-        elif self._is_stopping:
-            self._end()
+            self._attempt.fail(HandOverFailed(FailureCause.LOST, failed))
+        elif self._is_idle:
+            self._attempt.settle()
         else:
             self._look()
 
     def _look(self) -> None:
-        context, known = self._context, self._known
+        context, known = self._context, self.known
         assert known is not None
-        if self._is_stopping:
+        if self._attempt.failed is not None:
             return
-        self._attempt.reached(self, State.DECODE_VERIFYING)
+        self._reached(State.DECODE_VERIFYING)
         self._buffer = context.token_buffers.take()
         if self._buffer is None:
             context.waiting_for_buffer.append(self._look)
             return
-        ranges = context.token_buffers.ranges(
-            self._buffer, known.rank.token_table_address, self._manifest.ownership_token
-        )
-        self._job = TransferJob("READ", known.agent, *ranges, contained(self._fail)(self._looked), is_host=True)
+        table, token = known.rank.token_table_address, self._manifest.ownership_token
+        bucket = context.token_buffers.ranges(self._buffer, table, token)
+        self._job = TransferJob("READ", known.agent, *bucket, contained(self._attempt.fail)(self._looked), is_host=True)
         context.transfer_queue.submit(self._job, is_urgent=True)
 
     def _looked(self, failed: str) -> None:
-        context, known, buffer = self._context, self._known, self._buffer
+        context, known, buffer, attempt = self._context, self.known, self._buffer, self._attempt
         assert known is not None and buffer is not None
-        # Reset before anything below can fail or stop the part: nothing is in flight any more.
-        self._job = self._buffer = None
+        # Before anything below can fail or stop the part: nothing is in flight any more.
+        self._job, self._buffer, self._is_idle = None, None, True
         is_kept = not failed and context.token_buffers.holds(buffer, self._manifest.ownership_token)
         context.token_buffers.give_back(buffer)
-        self._is_idle = True
-        # A loop: a waiting part that was stopped meanwhile takes no buffer.
+        # A loop: a waiting part whose attempt has failed meanwhile takes no buffer.
         while context.waiting_for_buffer and context.token_buffers.has_room:
             context.waiting_for_buffer.pop(0)()
-        if self._is_stopping:
-            self._end()
+        if attempt.failed is not None:
+            attempt.settle()
         elif failed:
-            self._fail(HandOverFailed(FailureCause.LOST, failed))
+            attempt.fail(HandOverFailed(FailureCause.LOST, failed))
         elif not is_kept:
             kept = f"prefill does not keep the KV of {self._manifest.request_id} any more"
-            self._fail(HandOverFailed(FailureCause.LEASE, f"{kept}, or never made these parameters"))
+            attempt.fail(HandOverFailed(FailureCause.LEASE, f"{kept}, or never made these parameters"))
         elif (doubt := context.distrust_of(self.address, known.incarnation)) is not None:
             # Another hand-over from this engine has failed its checksum meanwhile.
-            self._fail(doubt)
-        elif context.checksums.are_compared(self._attempt.number):
-            self._instead(self._attempt, self, True)
+            attempt.fail(doubt)
+        elif context.checksums.are_compared(attempt.number):
+            self._instead(attempt, self, True)
         else:
             local = context.local
             done = Release(self._manifest.request_id, "", self._manifest.digest, local.tp_rank, local.tp_size)
             context.peers.send(self.address, encode(done))
-            self._end()
-
-    def _end(self) -> None:
-        self._is_idle = True
-        self._attempt.settle()
-
-    def _fail(self, cause: HandOverFailed) -> None:
-        self._is_stopping = True
-        if self._job is None:
-            self._is_idle = True
-        self._attempt.fail(cause)
+            attempt.settle()

@@ -28,7 +28,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -94,8 +93,18 @@ class ActiveWriters:
             assert part.agent is not None
             if part.is_dead:
                 self._ended_at.setdefault((part.agent, number), now + DEAD_SECONDS)
-            elif (is_unheard or part.is_abandoned) and not part.fence():
-                self._say_held(part.agent, part.address)
+            elif (is_unheard or part.is_abandoned) and not part.fence() and part.agent not in self._said_held:
+                self._said_held.add(part.agent)
+                logger.warning(
+                    "Rank %d of prefill at %s:%d does not say that it has stopped, and could write from this host "
+                    "through shared memory, which decode cannot close. The blocks that it may write stay in quarantine "
+                    "until it answers or its process ends: continue the process if it is suspended, or end it. If it "
+                    "runs in another PID namespace and the KV is in device memory, its end is not visible here: run "
+                    "both in one PID namespace, or set UCX_TLS to network transports only.",
+                    part.address.rank,
+                    part.address.host,
+                    part.address.port,
+                )
 
     def turn(self) -> float | None:
         """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due."""
@@ -126,23 +135,8 @@ class ActiveWriters:
                 if part.address == address and part.may_write and part.is_dead:
                     assert attempt is not None
                     self.look_after(attempt)
-                    reason = f"the process of rank {address.tp_rank} of prefill has ended"
+                    reason = f"the process of rank {address.rank} of prefill has ended"
                     attempt.fail(HandOverFailed(FailureCause.LOST, reason))
-
-    def _say_held(self, agent: str, address: Peer) -> None:
-        if agent in self._said_held:
-            return
-        self._said_held.add(agent)
-        logger.warning(
-            "Rank %d of prefill at %s:%d does not say that it has stopped, and could write from this host through "
-            "shared memory, which decode cannot close. The blocks that it may write stay in quarantine until it "
-            "answers or its process ends: continue the process if it is suspended, or end it. If it runs in another "
-            "PID namespace and the KV is in device memory, its end is not visible here: run both in one PID namespace, "
-            "or set UCX_TLS to network transports only.",
-            address.tp_rank,
-            address.host,
-            address.port,
-        )
 
 
 DRAIN_SECONDS = 60.0
@@ -163,16 +157,15 @@ class GateUse:
     """
 
     gate: WriteGate
-    metadata: bytes
+    metadata: bytes = field(init=False)
     parts: dict[Part, None] = field(default_factory=dict)
     fenced: set[Part] = field(default_factory=set)
     closes_at_seconds: float | None = None
     is_closing: bool = False
     is_tried: bool = False
 
-    @property
-    def has_fenced(self) -> bool:
-        return any(not part.is_idle for part in self.fenced)
+    def __post_init__(self) -> None:
+        self.metadata = self.gate.metadata()
 
     @property
     def is_used(self) -> bool:
@@ -208,17 +201,13 @@ class WriteGates:
             yield self._present.gate
         yield from (one.gate for one in self._retired if not one.is_closing)
 
-    def begin(self) -> GateUse:
-        """Return the present gate; opens the first one, which takes a while. Raises `TransportError` if it cannot."""
+    def join(self, *parts: Part) -> GateUse:
+        """Return the gate for parts that are about to be registered. Opens the first one, which takes a while. Raises
+        `TransportError` if it cannot."""
         if self._present is None:
-            self._present = self._made()
+            self._present = GateUse(self._make())
+        self._present.parts.update(dict.fromkeys(parts))
         return self._present
-
-    def join(self, part: Part) -> GateUse:
-        """Return the gate for a part that is about to be registered. Raises `TransportError` as `begin`."""
-        use = self.begin()
-        use.parts[part] = None
-        return use
 
     def close(self) -> None:
         """Close all gates, on the calling thread: the engine ends. `turn` must not be called afterwards."""
@@ -229,7 +218,8 @@ class WriteGates:
         """Open and close gates that are due; returns when to call again, in the clock's seconds, None if never."""
         now = self._clock.now_seconds()
         due: list[float] = []
-        if self._present is not None and self._present.has_fenced and not self._is_opening:
+        present = self._present
+        if present is not None and not self._is_opening and not all(part.is_idle for part in present.fenced):
             if now >= self._opens_at_seconds:
                 self._open()
             else:
@@ -237,8 +227,10 @@ class WriteGates:
         for one in list(self._retired):
             assert one.closes_at_seconds is not None
             is_due = now >= one.closes_at_seconds
-            if one.is_used and not one.is_closing and is_due:
-                self._cut_off(one)
+            if is_due and not one.is_closing:
+                for part in [part for part in one.parts if not (part.is_idle or part in one.fenced)]:
+                    one.fenced.add(part)
+                    part.cut_off()
             if one.is_tried:
                 continue
             if is_due or not (one.is_used or one.is_closing):
@@ -246,10 +238,6 @@ class WriteGates:
             else:
                 due.append(one.closes_at_seconds)
         return min(due, default=None)
-
-    def _made(self) -> GateUse:
-        gate = self._make()
-        return GateUse(gate, gate.metadata())
 
     def _open(self) -> None:
         self._is_opening = True
@@ -270,32 +258,26 @@ class WriteGates:
             before.closes_at_seconds = self._clock.now_seconds() + DRAIN_SECONDS
             self._retired.append(before)
 
-        self._works.submit(Work("opening another write gate", self._made, made))
-
-    @staticmethod
-    def _cut_off(use: GateUse) -> None:
-        for part in [one for one in use.parts if not one.is_idle and one not in use.fenced]:
-            use.fenced.add(part)
-            part.cut_off()
+        self._works.submit(Work("opening another write gate", lambda: GateUse(self._make()), made))
 
     def _close(self, use: GateUse) -> None:
         use.is_closing = use.is_tried = True
-        gate = use.gate
-        self._works.submit(Work("closing a write gate", gate.close, partial(self._closed, use)))
 
-    def _closed(self, use: GateUse, is_closed: bool | None, failed: str) -> None:
-        use.is_tried = False
-        if not is_closed:
-            use.closes_at_seconds = self._clock.now_seconds() + AGAIN_SECONDS
-            logger.error(
-                "A write gate could not be closed%s. Blocks that a peer without an answer may still write stay in "
-                "quarantine; trying again every %g s",
-                failed and f" ({failed})",
-                AGAIN_SECONDS,
-            )
-            return
-        self._retired.remove(use)
-        for part in list(use.parts):
-            if not part.is_idle:
-                part.end_without("does not answer, and is now fenced: it can no longer write here")
-            use.leave(part)
+        def closed(is_closed: bool | None, failed: str) -> None:
+            use.is_tried = False
+            if not is_closed:
+                use.closes_at_seconds = self._clock.now_seconds() + AGAIN_SECONDS
+                logger.error(
+                    "A write gate could not be closed%s. Blocks that a peer without an answer may still write stay in "
+                    "quarantine; trying again every %g s",
+                    failed and f" ({failed})",
+                    AGAIN_SECONDS,
+                )
+                return
+            self._retired.remove(use)
+            for part in list(use.parts):
+                if not part.is_idle:
+                    part.end_without("does not answer, and is now fenced: it can no longer write here")
+                use.leave(part)
+
+        self._works.submit(Work("closing a write gate", use.gate.close, closed))

@@ -13,10 +13,8 @@ from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import DecodeRequestId
-from kvcached_nixl.transport.agent import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.lease import INTERVAL, heartbeats
-from kvcached_nixl.wire.messages import Peer, Release, StagingRequest, Stopped, Written, encode
+from kvcached_nixl.wire.messages import INTERVAL, Peer, Release, StagingRequest, Stopped, Written, encode, heartbeats
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, UnneededOffer
 from kvcached_nixl.worker.decode.attempt import Attempt, Part, ReadPart
@@ -89,23 +87,18 @@ class Renewals:
 
 
 class Receiver(PeerListener):
-    """See the module. ``gates``: None if peers write through this rank's own agent, which cannot be closed."""
+    """See the module. ``gates``: that peers write through."""
 
-    def __init__(self, context: WorkerContext, gates: WriteGates | None) -> None:
+    def __init__(self, context: WorkerContext, gates: WriteGates) -> None:
         self._context = context
         self._clock: Clock = context.clock
-        self._gates = gates
+        self.gates = gates
         self._outcomes = context.outcomes
         self._attempts: dict[int, Attempt] = {}
         self._asked_again = Deadlines[int]()
         self._unanswered: set[int] = set()
         self._writers = ActiveWriters(context, self._attempts)
         self.renewals = Renewals(context.clock)
-
-    @property
-    def gates(self) -> Iterable[WriteGate]:
-        """Agents that may receive notifications, besides this rank's own."""
-        return self._gates or ()
 
     def __len__(self) -> int:
         """Attempts that are not finished."""
@@ -135,7 +128,7 @@ class Receiver(PeerListener):
         is_push, is_staged = self._context.settings.transfer_mode.is_push, self._context.staging is not None
         for address in writers:
             if is_push or (spec.manifest is not None and is_staged):
-                attempt.parts.append(WritePart(self._context, self._gates, attempt, address))
+                attempt.parts.append(WritePart(self._context, self.gates, attempt, address))
             elif spec.manifest is not None:
                 attempt.parts.append(ReadPart(self._context, attempt, address, self._be_written))
         if not attempt.parts:
@@ -166,7 +159,9 @@ class Receiver(PeerListener):
             attempt = self._attempts.get(released.attempt)
             if attempt is not None:
                 attempt.unneeded = released
-            if attempt is not None or self._uses(released.request_id):
+            # A router may have sent the same parameters again.
+            manifests = [one.spec.manifest for one in self._attempts.values()]
+            if attempt is not None or any(one and one.request_id == released.request_id for one in manifests):
                 return
         try:
             writers, others = self._context.local.contributors(released.prefill)
@@ -232,12 +227,8 @@ class Receiver(PeerListener):
 
     def _lose(self, agent: str, what: str) -> None:
         for attempt, part in self._parts_of(agent):
-            attempt.fail(HandOverFailed(FailureCause.LOST, f"{what} rank {part.address.tp_rank} of prefill"))
+            attempt.fail(HandOverFailed(FailureCause.LOST, f"{what} rank {part.address.rank} of prefill"))
             self._writers.look_after(attempt)
-
-    def close(self) -> None:
-        if self._gates is not None:
-            self._gates.close()
 
     def turn(self) -> float | None:
         """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due."""
@@ -254,8 +245,7 @@ class Receiver(PeerListener):
                         part.stop()
                         # If the peer does not answer the probe, its connection is taken down, which ends a READ.
                         self._context.peers.probe(part.address)
-        gates_due_at = None if self._gates is None else self._gates.turn()
-        return earliest(self._asked_again.first_seconds, due_at, gates_due_at)
+        return earliest(self._asked_again.first_seconds, due_at, self.gates.turn())
 
     def _parts_of(self, agent: str) -> list[tuple[Attempt, Part]]:
         parts = [(attempt, part) for attempt in self._attempts.values() for part in attempt.parts]
@@ -264,7 +254,7 @@ class Receiver(PeerListener):
     def _be_written(self, attempt: Attempt, part: ReadPart, is_read: bool) -> None:
         """Replace a `ReadPart` by a `WritePart`: prefill stages, so it has to write; or, where ``is_read``, it sends
         checksums of what was read."""
-        other = WritePart(self._context, self._gates, attempt, part.address, is_read=is_read)
+        other = WritePart(self._context, self.gates, attempt, part.address, is_read=is_read)
         attempt.parts[attempt.parts.index(part)] = other
         self._writers.expect(other, attempt.number)
         other.begin()
@@ -279,12 +269,16 @@ class Receiver(PeerListener):
         number = attempt.number
         if number not in self._attempts:
             return
+        is_finished = all(part.is_idle for part in attempt.parts)
+        if attempt.failed is None and is_finished and attempt.lacks_layers(self._context.local.groups):
+            reason = "prefill's pipeline stages do not have the layers of this rank; expected the same model"
+            attempt.failed = HandOverFailed(FailureCause.REFUSED, reason)
         if attempt.failed is not None and attempt.failed_at_seconds is None:
             attempt.failed_at_seconds = self._clock.now_seconds()
             self._asked_again[number] = attempt.failed_at_seconds + REPEAT_SECONDS
             self._report(attempt)
             self._outcomes.failed(attempt.spec, attempt.failed)
-        if attempt.is_finished:
+        if is_finished:
             del self._attempts[number]
             self._asked_again.pop(number, None)
             self._unanswered.discard(number)
@@ -300,8 +294,3 @@ class Receiver(PeerListener):
     def _report(self, attempt: Attempt) -> None:
         attempt.timeline.end(self._clock.now_seconds())
         self._outcomes.timed(attempt.timeline.reported(attempt.number))
-
-    def _uses(self, prefill_request_id: str) -> bool:
-        """Whether an attempt needs an offer. A router may have sent the same parameters again."""
-        manifests = (attempt.spec.manifest for attempt in self._attempts.values())
-        return any(one is not None and one.request_id == prefill_request_id for one in manifests)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 
 from kvcached_nixl.transport.agent import TransportError
@@ -132,7 +133,7 @@ class WritePart(Part):
     def __init__(
         self,
         context: WorkerContext,
-        gates: WriteGates | None,
+        gates: WriteGates,
         attempt: Attempt,
         address: Peer,
         *,
@@ -144,7 +145,6 @@ class WritePart(Part):
         self._is_begun_again = False
         self._is_read = is_read
         self._arrived = ArrivedWrites()
-        self._known: ConnectedPeer | None = None
         self._staging_window: StagingWindow | None = None
         self._gate_use: GateUse | None = None
 
@@ -160,12 +160,6 @@ class WritePart(Part):
     def may_write(self) -> bool:
         return self.stage in (Stage.WRITING, Stage.WITHDRAWN) and not self._is_read
 
-    def begin(self) -> None:
-        self._reached(State.DECODE_HANDSHAKE)
-        manifest = self._attempt.spec.manifest
-        incarnation = "" if manifest is None else manifest.incarnation
-        self._context.meet(self.address, incarnation, self._connected, self._fail)
-
     def stop(self) -> None:
         self._move(Event.UNWANTED)
         if self._is_read:
@@ -179,19 +173,19 @@ class WritePart(Part):
 
     @property
     def is_dead(self) -> bool:
-        process = None if self._known is None else self._known.process
+        process = None if self.known is None else self.known.process
         return process is not None and self._context.host.is_dead(process)
 
     def fence(self) -> bool:
-        use, known = self._gate_use, self._known
+        use, known = self._gate_use, self.known
         if use is None or known is None or not self._context.host.is_behind_network(known.rank.process):
             return False
         use.fence(self)
         return True
 
     def cut_off(self) -> None:
-        reason = f"rank {self.address.tp_rank} of prefill has taken too long: the gate that it writes through is closed"
-        self._fail(HandOverFailed(FailureCause.LOST, reason))
+        reason = f"rank {self.address.rank} of prefill has taken too long: the gate that it writes through is closed"
+        self._attempt.fail(HandOverFailed(FailureCause.LOST, reason))
 
     def finish(self) -> None:
         if self._gate_use is not None:
@@ -200,13 +194,13 @@ class WritePart(Part):
     def end_without(self, what: str) -> None:
         if not self.is_idle:
             self._end(Event.STOPPED)
-            self._fail(HandOverFailed(FailureCause.LOST, f"rank {self.address.tp_rank} of prefill {what}"))
+            self._attempt.fail(HandOverFailed(FailureCause.LOST, f"rank {self.address.rank} of prefill {what}"))
 
     def take(self, message: StagingRequest | Written | Stopped) -> None:
         if isinstance(message, StagingRequest):
             if self._staging_window is not None and self._is_wanted:
                 end_token = min(message.end_token, self._attempt.spec.end_token)
-                self._staging_window.ready(self.address.tp_rank, message.first_token, end_token)
+                self._staging_window.ready(self.address.rank, message.first_token, end_token)
             return
         if isinstance(message, Stopped):
             self._end(Event.STOPPED)
@@ -214,8 +208,8 @@ class WritePart(Part):
             if cause is FailureCause.RESTARTED:
                 # The engine at this address has another incarnation than this rank knows.
                 self._context.peers.probe(self.address)
-            reason = f"rank {self.address.tp_rank} of prefill stopped: {message.reason:.500}"
-            self._fail(HandOverFailed(cause, reason))
+            reason = f"rank {self.address.rank} of prefill stopped: {message.reason:.500}"
+            self._attempt.fail(HandOverFailed(cause, reason))
             return
         self._take_written(message)
 
@@ -223,16 +217,16 @@ class WritePart(Part):
         try:
             complete = self._arrived.take(message)
         except ValueError as error:
-            self._fail(HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.tp_rank} of prefill {error}"))
+            self._attempt.fail(HandOverFailed(FailureCause.PROTOCOL, f"rank {self.address.rank} of prefill {error}"))
             return
         self._reached(State.DECODE_MOVING)
         if message.manifest is not None:
             misfit = self._misfit(message.manifest)
             if misfit is not None:
-                self._fail(misfit)
+                self._attempt.fail(misfit)
         for written in complete:
             if self._staging_window is not None and self._is_wanted:
-                self._staging_window.written(self.address.tp_rank, written.end_token)
+                self._staging_window.written(self.address.rank, written.end_token)
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:
@@ -244,41 +238,35 @@ class WritePart(Part):
             self._reached(State.DECODE_COPYING)
             return
         self._reached(State.DECODE_VERIFYING)
-        attempt, checksums, known = self._attempt, self._context.checksums, self._known
-        if self._is_wanted and checksums.are_compared(attempt.number):
-            assert known is not None
-            self._move(Event.IS_COMPARED)
-            checksums.compare(
-                known.agent,
-                attempt.blocks,
-                attempt.spec.end_token,
-                known.rank.groups,
-                self._arrived.ranges,
-                lambda: self._is_wanted,
-                contained(self._fail)(self._compared),
-            )
-        else:
-            self._conclude(Event.STOPPED)
-
-    def _conclude(self, event: Event) -> None:
-        """Everything has been written, and is as it was sent."""
-        known, was_wanted = self._known, self._is_wanted
-        self._end(event)
-        if was_wanted and known is not None:
-            doubt = self._context.distrust_of(self.address, known.incarnation)
-            if doubt is not None:
-                self._fail(doubt)
-        self._attempt.settle()
-
-    def _compared(self, wrong: HandOverFailed | None) -> None:
-        """The blocks are no longer read."""
-        if wrong is None:
-            self._conclude(Event.COMPARED)
+        attempt, checksums, known = self._attempt, self._context.checksums, self.known
+        if not self._is_wanted or not checksums.are_compared(attempt.number):
+            self._conclude(Event.STOPPED, None)
             return
-        if wrong.cause is FailureCause.CHECKSUM and self._known is not None:
-            self._context.distrust(self.address, self._known.incarnation)
-        self._end(Event.COMPARED)
-        self._fail(wrong)
+        assert known is not None
+        self._move(Event.IS_COMPARED)
+        checksums.compare(
+            known.agent,
+            attempt.blocks,
+            attempt.spec.end_token,
+            known.rank.groups,
+            self._arrived.ranges,
+            lambda: self._is_wanted,
+            contained(attempt.fail)(partial(self._conclude, Event.COMPARED)),
+        )
+
+    def _conclude(self, event: Event, wrong: HandOverFailed | None) -> None:
+        """Everything has been written, and the blocks are no longer read. ``wrong``: they are not as they were sent."""
+        known, was_wanted = self.known, self._is_wanted
+        assert known is not None
+        if wrong is not None and wrong.cause is FailureCause.CHECKSUM:
+            self._context.distrust(self.address, known.incarnation)
+        self._end(event)
+        if wrong is None and was_wanted:
+            wrong = self._context.distrust_of(self.address, known.incarnation)
+        if wrong is None:
+            self._attempt.settle()
+        else:
+            self._attempt.fail(wrong)
 
     def _move(self, event: Event) -> None:
         self.stage = NEXT.get((self.stage, event), self.stage)
@@ -287,14 +275,14 @@ class WritePart(Part):
         """The peer no longer writes."""
         self._move(event)
         if self._staging_window is not None:
-            self._staging_window.close(self.address.tp_rank)
+            self._staging_window.close(self.address.rank)
 
     def _copied(self, failed: str) -> None:
         """A range was copied from the slab into its blocks, or ``failed`` says why not."""
         if self.stage is Stage.ENDED:
             self._attempt.settle()
         elif failed:
-            self._fail(HandOverFailed(FailureCause.DEFECT, failed))
+            self._attempt.fail(HandOverFailed(FailureCause.DEFECT, failed))
         else:
             self._end_if_complete()
 
@@ -309,7 +297,7 @@ class WritePart(Part):
         spec = self._attempt.spec
         if made.digest != spec.digest or made.num_tokens != spec.num_tokens:
             return HandOverFailed(FailureCause.DIGEST, f"prefill wrote {made.num_tokens} tokens of another prompt")
-        if self._known is not None and made.incarnation != self._known.incarnation:
+        if self.known is not None and made.incarnation != self.known.incarnation:
             self._context.peers.probe(self.address)
             return HandOverFailed(FailureCause.RESTARTED, "prefill was restarted, or its weights were changed")
         if spec.manifest is not None and made.request_id != spec.manifest.request_id:
@@ -317,23 +305,50 @@ class WritePart(Part):
         return None
 
     def _connected(self, known: ConnectedPeer) -> None:
-        context, spec = self._context, self._attempt.spec
+        context, attempt, spec = self._context, self._attempt, self._attempt.spec
         if context.own is None or self.stage is not Stage.CONNECTING:
             return
-        self._known = known
-        self._join_window(known)
-        # Slots are granted range by range; of what was read already, only checksums are asked for.
-        has_no_blocks = context.staging is not None or self._is_read
-        if not self._is_read and self._gates is not None:
-            try:
+        self.known = known
+        if context.staging is not None:
+            if attempt.staging_window is None:
+                step = context.local.step_tokens([group.kernel_block_size for group in known.rank.groups])
+                window = attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
+                attempt.staging_window = StagingWindow(context.staging, *window)
+            self._staging_window = attempt.staging_window
+            self._staging_window.join(self.address.rank, self._send_grant, contained(attempt.fail)(self._copied))
+        try:
+            if not self._is_read:
                 self._gate_use = self._gates.join(self)
-            except TransportError as error:
-                self._fail(HandOverFailed(FailureCause.LOST, f"no gate to write through could be opened: {error}"))
-                return
-        registration = Registration(
+        except TransportError as error:
+            attempt.fail(HandOverFailed(FailureCause.LOST, f"no gate to write through could be opened: {error}"))
+            return
+        try:
+            context.transport.send(known.agent, encode(self._registration(known, context.own)))
+        except TransportError as error:
+            # The peer was not told of the blocks, so it will not write.
+            self.finish()
+            context.peers.lost(known.agent)
+            if self._is_begun_again:
+                reason = f"rank {self.address.rank} of prefill was not reached: {error}"
+                attempt.fail(HandOverFailed(FailureCause.LOST, reason))
+            else:
+                # The peer may have been restarted since the handshake.
+                self._is_begun_again = True
+                self.begin()
+            return
+        self.agent = known.agent
+        self._move(Event.TOLD)
+        self._reached(State.DECODE_WAITING)
+
+    def _registration(self, known: ConnectedPeer, own: Peer) -> Registration:
+        context, spec, blocks = self._context, self._attempt.spec, self._attempt.blocks
+        if context.staging is not None or self._is_read:
+            # Slots are granted range by range; of what was read already, only checksums are asked for.
+            blocks = tuple(KernelBlockRange(one.first_token, ()) for one in blocks)
+        return Registration(
             attempt=spec.attempt,
             decode_request_id=spec.request_id,
-            decode=context.own,
+            decode=own,
             incarnation=known.incarnation,
             name=spec.name,
             request_id="" if spec.manifest is None else spec.manifest.request_id,
@@ -342,54 +357,13 @@ class WritePart(Part):
             first_token=spec.first_token,
             end_token=spec.end_token,
             block_sizes=context.local.kernel_block_sizes,
-            groups=tuple(
-                KernelBlockRange(blocks.first_token, ()) if has_no_blocks else blocks for blocks in self._attempt.blocks
-            ),
+            groups=blocks,
             is_staged=context.staging is not None,
             is_verified=context.checksums.are_compared(spec.attempt),
             is_read=self._is_read,
             gate=b"" if self._gate_use is None else self._gate_use.metadata,
         )
-        self._register(known.agent, registration)
-
-    def _join_window(self, known: ConnectedPeer) -> None:
-        attempt, context = self._attempt, self._context
-        if context.staging is None:
-            return
-        if attempt.staging_window is None:
-            step = context.local.step_tokens([group.kernel_block_size for group in known.rank.groups])
-            spec = attempt.spec
-            attempt.staging_window = StagingWindow(
-                context.staging, attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
-            )
-        self._staging_window = attempt.staging_window
-        copied = contained(self._fail)(self._copied)
-        self._staging_window.join(self.address.tp_rank, self._send_grant, copied)
-
-    def _register(self, agent: str, registration: Registration) -> None:
-        try:
-            self._context.transport.send(agent, encode(registration))
-        except TransportError as error:
-            # The peer was not told of the blocks, so it will not write.
-            self.finish()
-            self._context.peers.lost(agent)
-            if self._is_begun_again:
-                reason = f"rank {self.address.tp_rank} of prefill was not reached: {error}"
-                self._fail(HandOverFailed(FailureCause.LOST, reason))
-            else:
-                # The peer may have been restarted since the handshake.
-                self._is_begun_again = True
-                self.begin()
-            return
-        self.agent = agent
-        self._move(Event.TOLD)
-        self._reached(State.DECODE_WAITING)
 
     def _reached(self, state: State) -> None:
         # What was read already is only compared.
         self._attempt.reached(self, State.DECODE_VERIFYING if self._is_read else state)
-
-    def _fail(self, cause: HandOverFailed) -> None:
-        if self.stage is Stage.CONNECTING:
-            self._move(Event.UNWANTED)
-        self._attempt.fail(cause)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.transport.agent import Ranges
 from kvcached_nixl.wire.messages import KernelBlockRange
-from kvcached_nixl.wire.planes import Planes
+from kvcached_nixl.wire.planes import Planes, shared_planes
 
 __all__ = ["Descriptors", "Route", "misfit", "split"]
 
@@ -61,10 +61,11 @@ def misfit(local: Sequence[Planes], remote: Sequence[Planes]) -> str:
     if len(local) != len(remote):
         return f"{len(remote)} kinds of planes; expected {len(local)}"
     for here, there in zip(local, remote, strict=True):
-        if (len(here.bases), here.cell_bytes) != (len(there.bases), there.cell_bytes):
+        num_shared = len(shared_planes(here, there))
+        if here.cell_bytes != there.cell_bytes or num_shared < min(len(here.bases), len(there.bases)):
             return (
-                f"{len(there.bases)} planes of cells of {there.cell_bytes} bytes; expected {len(here.bases)} of "
-                f"{here.cell_bytes}: the same model and data type"
+                f"{len(there.bases)} planes of cells of {there.cell_bytes} bytes, {num_shared} of them as here; "
+                f"expected {len(here.bases)} of {here.cell_bytes}: the same model and data type"
             )
         if max(here.block_size, there.block_size) % min(here.block_size, there.block_size):
             return f"blocks of {there.block_size} tokens; expected a multiple or a divisor of {here.block_size}"
@@ -94,9 +95,10 @@ class Route:
         heads = min(local.last_head, remote.last_head) - first_head
         within_local, within_remote, run_bytes = _within_step(local, remote, self.step, heads)
         sides = []
-        for planes, within in ((local, within_local), (remote, within_remote)):
+        shared = np.asarray(shared_planes(local, remote))
+        for planes, places, within in ((local, shared[:, 0], within_local), (remote, shared[:, 1], within_remote)):
             skipped = (first_head - planes.first_head) * planes.head_stride_bytes
-            addresses = np.asarray(planes.bases, dtype=np.int64)[:, None] + skipped + within
+            addresses = np.asarray(planes.bases, dtype=np.int64)[places, None] + skipped + within
             sides.append(addresses.reshape(-1))
         order = np.argsort(sides[0], kind="stable")
         here, there = sides[0][order], sides[1][order]

@@ -21,8 +21,7 @@ a transfer would hit the bytes between blocks and nothing would report it.
 from __future__ import annotations
 
 import enum
-import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,14 +31,13 @@ from kvcached_nixl.wire.planes import GroupMemory, HeadShare
 from kvcached_nixl.worker.geometry.planes import (
     Axes,
     StatePart,
-    cell_bytes_of,
     pages_of_state,
     part_planes,
     planes_of,
     state_planes,
 )
 
-__all__ = ["Arrangement", "Layout", "Page", "Region", "group_memory", "layers_digest", "plan"]
+__all__ = ["Arrangement", "Layout", "Page", "Region", "group_memory", "plan"]
 
 
 class Arrangement(enum.Enum):
@@ -328,21 +326,6 @@ def group_memory(
         whole = state_planes(views, layout.state_bytes, share_of(0).first_head)
         return GroupMemory(whole, parts=part_planes(views, layout.state_parts))
     return GroupMemory(planes_of(views, layout.axes, share_of), kernel_blocks_per_block)
-
-
-def layers_digest(layout: Layout, layers_of_groups: Sequence[Collection[str]]) -> str:
-    """Returns a digest of which layers are in which group, in which order, with which cells.
-
-    Planes are matched by their position. Two engines may have the same planes of other layers, e.g. if they keep
-    different layers in another data type (``--kv-cache-dtype-skip-layers``).
-    """
-    found = hashlib.blake2b(digest_size=8)
-    for layers in layers_of_groups:
-        states = layout.state_bytes
-        # A state's bytes depend on the tensor-parallel size.
-        cells = [(layer, layer in states or cell_bytes_of(view)) for layer, view in _views(layout, layers).items()]
-        found.update(repr(cells).encode())
-    return found.hexdigest()
 
 
 def _views(layout: Layout, layers: Collection[str]) -> dict[str, torch.Tensor]:

@@ -8,14 +8,14 @@ at the beginning of a page of its block; the rest of the page is padding. vLLM r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from kvcached_nixl.errors import LayoutRefused
-from kvcached_nixl.wire.planes import HeadShare, Planes
+from kvcached_nixl.wire.planes import HeadShare, Planes, plane_key
 
 __all__ = ["Axes", "StatePart", "cell_bytes_of", "pages_of_state", "part_planes", "planes_of", "state_planes"]
 
@@ -80,11 +80,11 @@ def planes_of(
     Raises:
         LayoutRefused: a cell has gaps, or layers that share memory differ.
     """
-    kinds: dict[tuple[tuple[str, int], ...], dict[int, None]] = {}
+    kinds: dict[tuple[tuple[str, int], ...], dict[int, int]] = {}
     kind_at: dict[int, tuple[tuple[str, int], ...]] = {}
     for layer, cache in caches.items():
         kind = tuple(_kind(cache, axes, share_of).items())
-        for half in (cache,) if axes.kv is None else cache.unbind(axes.kv):
+        for number, half in enumerate((cache,) if axes.kv is None else cache.unbind(axes.kv)):
             if cache.stride(-1) != 1 or kind_at.setdefault(half.data_ptr(), kind) != kind:
                 raise LayoutRefused(
                     found=f"layer {layer!r}: shape {tuple(cache.shape)}, strides {cache.stride()}, {cache.dtype}",
@@ -92,8 +92,8 @@ def planes_of(
                     consequence="A transfer would move other bytes than those of the token; the engine stops.",
                     remedy="Serve this model without ENABLE_KVCACHED, or without a KV connector.",
                 )
-            kinds.setdefault(kind, {})[half.data_ptr()] = None
-    return tuple(Planes(bases=tuple(bases), **dict(kind)) for kind, bases in kinds.items())
+            kinds.setdefault(kind, {}).setdefault(half.data_ptr(), plane_key(layer, number))
+    return tuple(Planes(tuple(found), tuple(found.values()), **dict(kind)) for kind, found in kinds.items())
 
 
 def _kind(cache: torch.Tensor, axes: Axes, share_of: Callable[[int], HeadShare]) -> dict[str, Any]:
@@ -168,14 +168,14 @@ def state_planes(
         pages: layer name -> its blocks, as `pages_of_state`, narrowed to the planned blocks.
         first_head: identifies this rank's share of the states.
     """
-    kinds: dict[int, dict[int, None]] = {}
+    kinds: dict[int, dict[int, int]] = {}
     for layer, view in pages.items():
-        kinds.setdefault(state_bytes[layer], {})[view.data_ptr()] = None
+        kinds.setdefault(state_bytes[layer], {}).setdefault(view.data_ptr(), plane_key(layer))
     view = next(iter(pages.values()))
     page_bytes = view.shape[1]
     return tuple(
-        _planes(view, bases, page_bytes, cell_bytes=size, num_heads=1, first_head=first_head, padded_bytes=page_bytes)
-        for size, bases in kinds.items()
+        _planes(view, found, page_bytes, cell_bytes=size, num_heads=1, first_head=first_head, padded_bytes=page_bytes)
+        for size, found in kinds.items()
     )
 
 
@@ -187,18 +187,18 @@ def part_planes(pages: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[
     """
     if not all(parts[layer] for layer in pages):
         return ()
-    kinds: dict[tuple[int, StatePart], dict[int, None]] = {}
+    kinds: dict[tuple[int, StatePart], dict[int, int]] = {}
     for layer, view in pages.items():
         for place, part in enumerate(parts[layer]):
-            # Bases in the same order on both sides, whatever their offsets are.
             rows = kinds.setdefault((place, part._replace(offset_bytes=0, row_stride_bytes=0)), {})
             first = view.data_ptr() + part.offset_bytes
-            rows.update(dict.fromkeys(first + row * part.row_stride_bytes for row in range(part.num_rows)))
+            for row in range(part.num_rows):
+                rows.setdefault(first + row * part.row_stride_bytes, plane_key(layer, place, row))
     view = next(iter(pages.values()))
     return tuple(
         _planes(
             view,
-            bases,
+            found,
             part.cell_bytes,
             cell_bytes=part.cell_bytes,
             num_heads=part.num_cells,
@@ -206,14 +206,15 @@ def part_planes(pages: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[
             copies=part.copies,
             copy=part.copy,
         )
-        for (_, part), bases in kinds.items()
+        for (_, part), found in kinds.items()
     )
 
 
-def _planes(view: torch.Tensor, bases: Iterable[int], head_stride_bytes: int, **cells: int) -> Planes:
+def _planes(view: torch.Tensor, found: Mapping[int, int], head_stride_bytes: int, **cells: int) -> Planes:
     """Planes of pages, each of which is a block of one token."""
     return Planes(
-        bases=tuple(bases),
+        bases=tuple(found),
+        keys=tuple(found.values()),
         block_stride_bytes=view.stride(0),
         token_stride_bytes=view.shape[1],
         head_stride_bytes=head_stride_bytes,

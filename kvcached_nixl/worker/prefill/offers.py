@@ -14,14 +14,14 @@ Such a release counts for one offer, the only one of its name, and not for regis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Registration, Release, StagingGrant, Written, encode
 from kvcached_nixl.wire.step import OfferUpdate
@@ -44,7 +44,6 @@ class WriteTask:
 
     Attributes:
         known: the rank that registered, after the handshake.
-        is_doubted: another agent was known at its address, so the handshake is repeated.
         offer: what is written; None until prefill has it.
         next_token: the first token that is in no WRITE yet.
         next_index: number of the next WRITE.
@@ -60,7 +59,6 @@ class WriteTask:
     agent: str
     registration: Registration
     known: ConnectedPeer | None = None
-    is_doubted: bool = False
     offer: Offer | None = None
     next_token: int = 0
     next_index: int = 0
@@ -81,24 +79,6 @@ class WriteTask:
     def is_complete(self) -> bool:
         """Whether a WRITE was made for every token."""
         return self.next_token >= self.registration.end_token
-
-    def paired_with(
-        self, blocks: Sequence[KernelBlockRange], known: ConnectedPeer
-    ) -> list[tuple[KernelBlockRange, KernelBlockRange, int]]:
-        """Returns per KV-cache group the blocks to write from and into, and the first token to write.
-
-        Raises:
-            HandOverFailed: there are other groups or blocks on the other side than the handshake says.
-        """
-        registration = self.registration
-        targets = registration.groups if self.grant is None else self.grant.groups
-        block_sizes = tuple(group.kernel_block_size for group in known.rank.groups)
-        if len(targets) != len(blocks) or registration.block_sizes != block_sizes:
-            reason = "the registration does not fit the handshake (groups or block sizes)"
-            raise HandOverFailed(FailureCause.RANGE, reason)
-        return [
-            (here, there, max(self.next_token, there.first_token)) for here, there in zip(blocks, targets, strict=True)
-        ]
 
     def say(
         self, tp_rank: int, end: int, manifest: Manifest | None, digest: str | None, _: int, is_last: bool
@@ -160,11 +140,6 @@ class Offer:
         """Whether that is of the same prompt."""
         return (self.update.digest, self.update.num_tokens) == (other.digest, other.num_tokens)
 
-    @property
-    def first_tokens(self) -> list[int]:
-        """Per KV-cache group, the first token that it has: those that have left its sliding window are not kept."""
-        return [blocks.first_token for blocks in self.blocks]
-
     def follow(self, now_seconds: float) -> None:
         """Note in the timeline in what state it is now."""
         if not self.finished or (self.is_satisfied and self.timeline.marks):
@@ -207,11 +182,6 @@ class Offer:
     def is_free_of_blocks(self) -> bool:
         """Whether all of it is copied into slots, so that its blocks are not needed any more."""
         return self.parked is not None and self.parked.staged_token >= self.update.num_tokens and not self.copies
-
-    @property
-    def is_read(self) -> bool:
-        """Whether its blocks are being read by a WRITE or a checksum, or by one that is queued."""
-        return any(task.jobs for task in self.write_tasks.values())
 
 
 GRACE_SECONDS = 5.0
@@ -319,7 +289,11 @@ class OfferMatcher:
             return found if found is None or message.digest in ("", found.update.digest) else None
         named = self._named.get(message.name, {})
         if not message.digest and named:
-            return self._waived_by(message, list(named.values()))
+            offer, *others = named.values()
+            if others or message.tp_rank in offer.ranks_served | offer.settled:
+                return None
+            offer.waived.add(message.tp_rank)
+            return offer
         for offer in named.values():
             if offer.update.digest == message.digest and message.tp_rank not in offer.settled:
                 return offer
@@ -335,14 +309,6 @@ class OfferMatcher:
             del self._released_ranks[meant]
         self._recent.take_due(now_seconds)
         return self._unmatched.take_due(now_seconds)
-
-    def _waived_by(self, message: Release, named: list[Offer]) -> Offer | None:
-        """Returns the offer of a name if there is only one, and this rank does not use it and has not settled it."""
-        offer, *others = named
-        if others or message.tp_rank in offer.ranks_served | offer.settled:
-            return None
-        offer.waived.add(message.tp_rank)
-        return offer
 
     def _forget_waived(self, name: str) -> dict[int, int]:
         """Forget and return the ranks of decode that have released this name only: tp_rank -> tp_size."""

@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.lease import EXTENSION, INTERVAL
-from kvcached_nixl.wire.messages import Peer, Reading, Release
+from kvcached_nixl.wire.messages import EXTENSION, INTERVAL, Peer, Reading, Release
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
 from kvcached_nixl.worker.prefill.writer import Writer
@@ -226,8 +225,7 @@ class OfferRegistry:
             # An offer with registrations stays: decode came before the lease expired.
             if offer is not None:
                 self._settle(offer)
-        self.writer.turn(now, is_engine_alive=is_engine_alive)
-        return earliest(self._leases.first_seconds, self.writer.first_seconds)
+        return earliest(self._leases.first_seconds, self.writer.turn(now, is_engine_alive=is_engine_alive))
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
@@ -253,7 +251,9 @@ class OfferRegistry:
         if decode is not None:
             self._settle_rank(offer, decode.tp_rank, decode.tp_size)
         offer.follow(self._clock.now_seconds())
-        if offer.draining and not (offer.copies or (offer.is_read and self._context.staging is None)):
+        # By WRITEs and checksums, also those that are queued; where KV is staged, they read slots.
+        is_read = self._context.staging is None and any(task.jobs for task in offer.write_tasks.values())
+        if offer.draining and not (offer.copies or is_read):
             for hold in offer.draining:
                 self._outcomes.hold_idle(hold)
             offer.draining = []
@@ -277,7 +277,7 @@ class OfferRegistry:
         self._matcher.remove(offer)
         self.writer.source.finished(offer)
         offer.timeline.end(self._clock.now_seconds())
-        if not self._context.local.tp_rank:
+        if not self._context.local.rank:
             self._outcomes.timed(offer.timeline.reported(trace=offer.update.trace))
         if offer.is_kept:
             self._outcomes.done(offer.request_id)

@@ -65,15 +65,11 @@ class Staged(FromBlocks):
         self._stop = stop
 
     def told(self, offer: Offer) -> None:
-        if not offer.may_be_read:
-            return
-        self.forget(offer)
-        if offer.parked is None and not self._may_be_parked(offer):
-            return
-        if offer.parked is not None or self._park(offer):
-            self._copy_parked(offer)
-        elif offer.finished:
-            self._staging.wait(Use.PARKED, offer, lambda: self._park_late(offer))
+        if offer.may_be_read:
+            self.forget(offer)
+            if not self._park(offer) and offer.finished:
+                # Park it after all when slots are free, so that its blocks can be freed.
+                self._staging.wait(Use.PARKED, offer, lambda: self._park(offer))
 
     def forget(self, offer: Offer) -> None:
         if offer.parked is not None and offer.update.ready_tokens < offer.parked.asked_token:
@@ -88,7 +84,9 @@ class Staged(FromBlocks):
         assert offer is not None
         parked = offer.parked
         if parked is not None:
-            end_token = _aligned(parked.staged_token, end_token, self._local.step_tokens(task.registration.block_sizes))
+            if parked.staged_token < end_token:
+                step = self._local.step_tokens(task.registration.block_sizes)
+                end_token = parked.staged_token - parked.staged_token % step
             return (end_token, parked) if end_token > task.next_token else None
         if not offer.may_be_read:
             return None
@@ -122,31 +120,24 @@ class Staged(FromBlocks):
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _park(self, offer: Offer) -> bool:
-        """Take slots for the whole offer. Returns whether there are enough now."""
-        step = self._local.step_tokens(())
-        held = self._staging.take(Use.PARKED, offer.first_tokens, 0, offer.update.num_tokens, step, is_whole=True)
-        offer.parked = held
-        return held is not None
+        """Copy what is ready into slots for the whole offer. Returns False if there are too few slots now; also True if
+        the slab is too small for all of it, or windows have a range of it."""
+        if offer.parked is None:
+            tokens, has_windows = offer.update.num_tokens, any(task.windows for task in offer.write_tasks.values())
+            firsts = [blocks.first_token for blocks in offer.blocks]
+            if not offer.may_be_read or has_windows or not self._staging.fits(Use.PARKED, firsts, 0, tokens):
+                return True
+            step = self._local.step_tokens(())
+            offer.parked = self._staging.take(Use.PARKED, firsts, 0, tokens, step, is_whole=True)
+            if offer.parked is None:
+                return False
+        self._copy_parked(offer)
+        return True
 
     def _unpark(self, offer: Offer) -> None:
         parked, offer.parked = offer.parked, None
         if parked is not None:
             self._let_go(parked)
-
-    def _may_be_parked(self, offer: Offer) -> bool:
-        """Whether the slab is large enough for the whole offer, and no window has a range of it."""
-        has_windows = any(task.windows for task in offer.write_tasks.values())
-        return not has_windows and self._staging.fits(Use.PARKED, offer.first_tokens, 0, offer.update.num_tokens)
-
-    def _park_late(self, offer: Offer) -> bool:
-        """Called when slots are free: park a finished offer after all, so that its blocks can be freed. Returns False
-        if it still has to wait."""
-        if offer.parked is not None or not offer.may_be_read or not self._may_be_parked(offer):
-            return True
-        if not self._park(offer):
-            return False
-        self._copy_parked(offer)
-        return True
 
     def _copy_parked(self, offer: Offer) -> None:
         parked, ready = offer.parked, offer.update.ready_tokens
@@ -185,9 +176,8 @@ class Staged(FromBlocks):
         if len(groups) != len(offer.blocks):
             reason = f"found a registration of {len(groups)} KV-cache groups; expected {len(offer.blocks)}"
             raise HandOverFailed(FailureCause.RANGE, reason)
-        held = self._staging.take(
-            Use.SENDING, groups, first_token, end_token, self._local.step_tokens(task.registration.block_sizes)
-        )
+        step = self._local.step_tokens(task.registration.block_sizes)
+        held = self._staging.take(Use.SENDING, groups, first_token, end_token, step)
         if held is None:
             self._staging.wait(Use.SENDING, task, lambda: self._open_late(task, end_token))
             return False
@@ -223,7 +213,3 @@ class Staged(FromBlocks):
         """Give slots back, unless a copy or a WRITE still uses them."""
         if not held.copies and not held.jobs:
             self._staging.give_back(held)
-
-
-def _aligned(staged_token: int, end_token: int, step: int) -> int:
-    return end_token if staged_token >= end_token else staged_token - staged_token % step

@@ -18,11 +18,21 @@ from functools import partial
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.lease import INTERVAL, heartbeats
-from kvcached_nixl.wire.messages import Peer, Registration, StagingGrant, StagingRequest, Stopped, Withdrawal, encode
+from kvcached_nixl.wire.messages import (
+    INTERVAL,
+    Peer,
+    Registration,
+    StagingGrant,
+    StagingRequest,
+    Stopped,
+    Withdrawal,
+    encode,
+    heartbeats,
+)
 from kvcached_nixl.worker.geometry.descriptors import Descriptors
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.source import FromBlocks, Staged
+from kvcached_nixl.worker.transfer import topology
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 from kvcached_nixl.worker.transfer.peers import PeerListener, contained
 from kvcached_nixl.worker.transfer.staging import Held
@@ -166,7 +176,10 @@ class Writer(PeerListener):
             return False
         if registration.is_staged:
             if task.grant is None or task.grant.end_token <= task.next_token:
-                self._ask_for_grant(task, end)
+                if task.asked[0] != task.next_token:
+                    task.asked = task.next_token, end
+                    said = StagingRequest(registration.attempt, self._context.local.tp_rank, *task.asked)
+                    self._context.peers.send(registration.decode, encode(said), only=task.agent)
                 return False
             end = min(end, task.grant.end_token)
         found = self.source.find(task, end)
@@ -175,18 +188,18 @@ class Writer(PeerListener):
         self._write(task, offer, known, *found)
         return not task.is_complete
 
-    def _ask_for_grant(self, task: WriteTask, end: int) -> None:
-        if task.asked[0] != task.next_token:
-            task.asked = task.next_token, end
-            said = StagingRequest(task.registration.attempt, self._context.local.tp_rank, *task.asked)
-            self._context.peers.send(task.registration.decode, encode(said), only=task.agent)
-
     def _write(self, task: WriteTask, offer: Offer, known: ConnectedPeer, end: int, held: Held | None) -> None:
-        registration = task.registration
-        groups = task.paired_with(offer.blocks if held is None else held.groups, known)
+        registration, blocks = task.registration, offer.blocks if held is None else held.groups
+        targets = registration.groups if task.grant is None else task.grant.groups
+        block_sizes = tuple(group.kernel_block_size for group in known.rank.groups)
+        if len(targets) != len(blocks) or registration.block_sizes != block_sizes:
+            reason = "the registration does not fit the handshake (groups or block sizes)"
+            raise HandOverFailed(FailureCause.RANGE, reason)
+        firsts = [max(task.next_token, target.first_token) for target in targets]
         found = Descriptors.none()
         if not registration.is_read:
-            found = known.ranges(self._context.local, groups, end, is_prefill=True)
+            groups = list(zip(blocks, targets, firsts, strict=True))
+            found = topology.ranges(known.routes(self._context.local, is_prefill=True), groups, end)
         task.next_token, is_final = end, end >= registration.end_token
         if not (len(found.local) or is_final or registration.is_verified or registration.is_staged):
             # Other ranks write these tokens, and decode waits for the last range only.
@@ -197,14 +210,13 @@ class Writer(PeerListener):
             raise HandOverFailed(FailureCause.PROTOCOL, "prefill has no manifest of what it computed")
         say = partial(task.say, self._context.local.tp_rank, end, manifest if is_final else None)
 
-        @contained(partial(self.stop, task))
-        def ended(failed: str) -> None:
-            self._written(task, job, held, failed)
-
         # Without a gate, or where nothing is written, the notification goes to the rank's own agent.
         gates = self._context.gate_connections
         target = gates.use(known, registration.gate) if registration.gate else known.agent
-        job = TransferJob("WRITE", target, found.local, found.remote, ended, partial(say, None), tally=task.tally)
+        ended = contained(partial(self.stop, task))(lambda failed: self._written(task, job, held, failed))
+        job: TransferJob = TransferJob(
+            "WRITE", target, found.local, found.remote, ended, partial(say, None), tally=task.tally
+        )
         if held is not None:
             held.jobs += 1
         if not registration.is_verified:
@@ -224,7 +236,7 @@ class Writer(PeerListener):
 
         # In `jobs` already: the checksum reads the bytes, so the blocks must not be freed before it has ended.
         task.jobs[job] = False
-        sent = [(here, first) for here, _, first in groups], end
+        sent = list(zip(blocks, firsts, strict=True)), end
         self._context.checksums.of_sent(known.agent, sent, known.rank.groups, lambda: task.stopping is None, digested)
         task.awaiting_checksum.add(job)
 
@@ -250,30 +262,25 @@ class Writer(PeerListener):
             if task.offer is not None:
                 self._settle(task.offer, None)
 
-    def _connect(self, task: WriteTask) -> None:
-        """Begin a handshake with the rank that has registered, if there is no connection to it."""
-        self._context.peers.need(
-            task.registration.decode,
-            "",
-            partial(self._connected, task),
-            partial(self.stop, task, is_answered=False),
-            is_doubted=task.is_doubted,
-        )
+    def _connect(self, task: WriteTask, *, is_doubted: bool = False) -> None:
+        """Connect to the rank that has registered. ``is_doubted``: with a new handshake."""
 
-    def _connected(self, task: WriteTask, known: ConnectedPeer) -> None:
-        if known.agent != task.agent and not task.is_doubted:
-            # The known agent may be from before a restart, and this registration the first message of the new one.
-            task.is_doubted = True
-            if task.stopping is None or task.jobs:
-                self._connect(task)
-        elif known.agent != task.agent:
-            cause = HandOverFailed(FailureCause.LOST, "another engine answers at decode's address")
-            self.stop(task, cause, is_answered=False)
-        elif task.stopping is None:
-            task.known = known
-            if task.offer is not None:
-                task.offer.follow(self._clock.now_seconds())
-            self.advance(task)
+        def connected(known: ConnectedPeer) -> None:
+            if known.agent != task.agent and not is_doubted:
+                # The known agent may be from before a restart, and this registration the first message of the new one.
+                if task.stopping is None or task.jobs:
+                    self._connect(task, is_doubted=True)
+            elif known.agent != task.agent:
+                cause = HandOverFailed(FailureCause.LOST, "another engine answers at decode's address")
+                self.stop(task, cause, is_answered=False)
+            elif task.stopping is None:
+                task.known = known
+                if task.offer is not None:
+                    task.offer.follow(self._clock.now_seconds())
+                self.advance(task)
+
+        failed = partial(self.stop, task, is_answered=False)
+        self._context.peers.need(task.registration.decode, "", connected, failed, is_doubted=is_doubted)
 
     def is_used(self, agent: str) -> bool:
         return any(task.agent == agent for task in self.tasks.values())
@@ -339,14 +346,9 @@ class Writer(PeerListener):
             del task.offer.write_tasks[task.key]
             self._settle(task.offer, task.registration.decode)
 
-    @property
-    def first_seconds(self) -> float | None:
-        """When something is due next, in the clock's seconds; None if nothing is."""
-        return earliest(*(one.first_seconds for one in (self._matcher, self._stuck, self._renewed)))
-
-    def turn(self, now_seconds: float, *, is_engine_alive: bool) -> None:
+    def turn(self, now_seconds: float, *, is_engine_alive: bool) -> float | None:
         """Renew those whose request is not computed yet; stop those that are due: without an offer, or not written in
-        time."""
+        time. Returns when something is due next, in the clock's seconds; None if nothing is."""
         if due := self._renewed.take_due(now_seconds):
             self._renewed.move(dict.fromkeys(due, now_seconds + self._renew_seconds))
             if is_engine_alive:
@@ -361,6 +363,7 @@ class Writer(PeerListener):
                 self._stuck[key] = now_seconds + PROBE_SECONDS
                 self.stop(task, HandOverFailed(FailureCause.DEADLINE, "prefill did not write it in time"))
                 self._context.peers.probe(task.registration.decode)
+        return earliest(*(one.first_seconds for one in (self._matcher, self._stuck, self._renewed)))
 
     def _renew(self, keys: Iterable[WriteKey], now_seconds: float) -> None:
         names: dict[tuple[Peer, str], list[str]] = {}

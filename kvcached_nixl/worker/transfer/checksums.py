@@ -6,9 +6,9 @@ before the blocks are used. Decode chooses which hand-overs to verify by the att
 choose the same ones.
 
 A checksum is equal on both sides whatever their memory layouts are. The cells of a plane are hashed in the order token,
-head. For each KV-cache group, the hashes of all planes, in the order in which both sides list them, are hashed into the
-checksum. So block sizes, strides, shares of the heads and block ids do not matter, and the unused rest of the last
-block is not included.
+head. For each KV-cache group, the hashes of all planes that both ranks have are hashed into one, in the order of their
+keys. So block sizes, strides, shares of the heads and block ids do not matter, and the unused rest of the last block is
+not included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import xxhash
 
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import MAX_ATTEMPT, KernelBlockRange, Written
-from kvcached_nixl.wire.planes import GroupMemory, Planes, exchanged, moves
+from kvcached_nixl.wire.planes import GroupMemory, Planes, exchanged, moves, shared_planes
 from kvcached_nixl.worker.background import Background, Work
 
 __all__ = ["Checksums", "Content", "Range"]
@@ -78,7 +78,7 @@ class Content:
                 continue
             for planes, theirs in zip(*exchanged(here, there), strict=True):
                 is_moved = moves(planes, theirs, is_prefill=is_prefill)
-                for cells in self._cells[planes]:
+                for cells in (self._cells[planes][place] for place, _ in shared_planes(planes, theirs)):
                     found = xxhash.xxh3_128()
                     for piece in _pieces(cells, planes, theirs, blocks, first_token, end_token) if is_moved else ():
                         found.update(piece.data)

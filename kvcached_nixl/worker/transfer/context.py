@@ -162,7 +162,7 @@ class WorkerContext:
 
     def __post_init__(self) -> None:
         route = self.settings.transfer_mode.value, self.memory_path.value
-        self.outcomes = OutcomeQueue(self.clock, self.local.tp_rank, route)
+        self.outcomes = OutcomeQueue(self.clock, self.local.rank, route)
         self.peers = Peers(
             self.transport, self.local, self.compatibility, self.clock, self.channel, self.host, self.wake.set
         )
@@ -187,30 +187,6 @@ class WorkerContext:
             'Restart both sides with "memory_path": "host" in kv_connector_extra_config'
         )
         return HandOverFailed(FailureCause.CHECKSUM, reason)
-
-    def meet(
-        self,
-        address: Peer,
-        incarnation: str,
-        connected: Callable[[ConnectedPeer], None],
-        failed: Callable[[HandOverFailed], None],
-        *,
-        is_doubted: bool = False,
-    ) -> None:
-        """Connect to a rank of prefill; fails if it computes with other weights, or is distrusted. Else as
-        `Peers.need`."""
-
-        def met(known: ConnectedPeer) -> None:
-            misfit = self.misfit_of(known)
-            if misfit is not None and not is_doubted:
-                # This may be an old handshake, and weights may have been updated since: repeat it once.
-                self.meet(address, incarnation, connected, failed, is_doubted=True)
-            elif (reason := misfit or self.distrust_of(address, known.incarnation)) is not None:
-                failed(reason)
-            else:
-                connected(known)
-
-        self.peers.need(address, incarnation, met, failed, is_doubted=is_doubted)
 
     def misfit_of(self, known: ConnectedPeer) -> HandOverFailed | None:
         """Returns why KV of a peer cannot be used: it computes with other weights; None if it can."""

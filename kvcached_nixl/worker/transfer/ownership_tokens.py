@@ -86,11 +86,8 @@ class TokenTable:
 
 
 class TokenBuffers:
-    """Decode's buffers, into which it reads buckets of peers. Owned by the transfer thread.
-
-    Args:
-        tokens: (BUFFERS, TOKENS_PER_BUCKET).
-    """
+    """Decode's buffers, into which it reads buckets of peers. ``tokens``: (BUFFERS, TOKENS_PER_BUCKET). Owned by the
+    transfer thread."""
 
     def __init__(self, tokens: TokenArray) -> None:
         self._tokens = tokens

@@ -249,7 +249,7 @@ class Peers:
         if link.known.process is None:
             self._begin(link, is_doubted=False)
         elif self.host.is_dead(link.known.process):
-            where = f"rank {link.address.tp_rank} of engine {link.address.engine_id}"
+            where = f"rank {link.address.rank} of engine {link.address.engine_id}"
             self._unreachable(link, f"the process of {where} has ended")
 
     def _look_later(self, address: Peer) -> None:
@@ -269,7 +269,7 @@ class Peers:
         if link.is_asked:
             return
         link.is_asked = True
-        future = self.channel.ask(link.address.host, link.address.port, link.address.tp_rank)
+        future = self.channel.ask(link.address.host, link.address.port, link.address.tp_rank, link.address.pp_rank)
 
         def ended(future: Future[tuple[str, bytes]]) -> None:
             self._ended.append((link, future))
@@ -313,7 +313,7 @@ class Peers:
             link.answer = answer
 
     def _know(self, link: _Link, known: ConnectedPeer) -> None:
-        local = (link.address.host, link.address.port, link.address.tp_rank)
+        local = (link.address.host, link.address.port, link.address.rank)
         before = self._places.get(local)
         if before is not None and before != link.address and before in self._links:
             if self._links[before].is_asked:
@@ -386,6 +386,6 @@ class Peers:
         self._links.pop(link.address, None)
         self._unused.pop(link.address, None)
         self._looked_at.pop(link.address, None)
-        local = (link.address.host, link.address.port, link.address.tp_rank)
+        local = (link.address.host, link.address.port, link.address.rank)
         if self._places.get(local) == link.address:
             del self._places[local]

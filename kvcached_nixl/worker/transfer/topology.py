@@ -17,7 +17,7 @@ from kvcached_nixl.wire.handshake import Process, RankHandshake, differences, re
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import KernelBlockRange, Peer
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, spacing
+from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, named_planes, spacing
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, Route, misfit, split
 
 __all__ = ["ConnectedPeer", "LocalRank", "contributors", "examine", "fits", "kernel_blocks_of", "ranges", "routes"]
@@ -33,6 +33,7 @@ class LocalRank:
     Attributes:
         groups: where it keeps each KV-cache group.
         kv_shares: how many ranks hold KV of their own, at most. If there are more ranks, each of them has copies.
+        pp_size, pp_rank: its pipeline stage, which keeps some of the layers.
         needs_equal_blocks: it copies whole slots of a slab into blocks that vLLM has zeroed, so what a peer with
             smaller blocks has not written would be there in place of zeroes.
     """
@@ -43,6 +44,13 @@ class LocalRank:
     groups: tuple[GroupMemory, ...]
     kv_shares: int
     needs_equal_blocks: bool = False
+    pp_size: int = 1
+    pp_rank: int = 0
+
+    @property
+    def rank(self) -> int:
+        """Its number among all workers of its engine, as vLLM counts them."""
+        return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def kernel_block_sizes(self) -> tuple[int, ...]:
@@ -52,18 +60,19 @@ class LocalRank:
     def contributors(self, prefill: RemotePrefill) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
         """Returns the ranks of prefill whose bytes this rank of decode needs, and the ranks it only has to release.
         Raises `ValueError` as `contributors`."""
+        if self.pp_size > 1:
+            raise ValueError("decode has pipeline stages; expected --pipeline-parallel-size 1 on decode servers")
         found = contributors(prefill, tp_rank=self.tp_rank, tp_size=self.tp_size, kv_shares=self.kv_shares)
-        where = EngineId(prefill.engine_id), prefill.host, prefill.port, prefill.tp_size
-        writers, others = (tuple(Peer(*where, rank) for rank in ranks) for ranks in found)
+        where, stages = (EngineId(prefill.engine_id), prefill.host, prefill.port), range(prefill.pp_size)
+        writers, others = (
+            tuple(Peer(*where, prefill.tp_size, rank, prefill.pp_size, stage) for stage in stages for rank in ranks)
+            for ranks in found
+        )
         return writers, others
 
     def step_tokens(self, block_sizes: Sequence[int]) -> int:
         """Ranges of a request that is moved in several parts end at multiples of this many tokens: where blocks of all
-        KV-cache groups of both sides end.
-
-        Args:
-            block_sizes: per KV-cache group, tokens in one of the peer's kernel blocks.
-        """
+        KV-cache groups of both sides end. ``block_sizes``: tokens in the peer's kernel blocks, per group."""
         return math.lcm(*self.kernel_block_sizes, *block_sizes)
 
 
@@ -82,29 +91,16 @@ class ConnectedPeer:
     process: Process | None = None
     _routes: dict[bool, GroupRoutes] = field(default_factory=dict)
 
-    def ranges(
-        self,
-        local: LocalRank,
-        groups: Sequence[tuple[KernelBlockRange, KernelBlockRange, int]],
-        end_token: int,
-        *,
-        is_prefill: bool,
-    ) -> Descriptors:
-        """As `ranges`, with routes that are computed once. Raises `ValueError` as `routes` and `ranges`."""
+    def routes(self, local: LocalRank, *, is_prefill: bool) -> GroupRoutes:
+        """As `routes`, computed once."""
         if is_prefill not in self._routes:
             self._routes[is_prefill] = routes(local.groups, self.rank.groups, is_prefill=is_prefill)
-        return ranges(self._routes[is_prefill], groups, end_token)
+        return self._routes[is_prefill]
 
 
 def routes(local: Sequence[GroupMemory], remote: Sequence[GroupMemory], *, is_prefill: bool) -> GroupRoutes:
-    """Returns, per KV-cache group, one route per kind of planes that prefill's rank moves to decode's.
-
-    Args:
-        is_prefill: the local rank is prefill's.
-
-    Raises:
-        ValueError: the two sides do not fit.
-    """
+    """Returns, per KV-cache group, one route per kind of planes that prefill's rank moves to decode's. ``is_prefill``:
+    the local rank is prefill's. Raises `ValueError`: the two sides do not fit."""
     if reason := _misfit(local, remote):
         raise ValueError(reason)
     return tuple(
@@ -120,14 +116,10 @@ def routes(local: Sequence[GroupMemory], remote: Sequence[GroupMemory], *, is_pr
 def ranges(
     of_groups: GroupRoutes, groups: Sequence[tuple[KernelBlockRange, KernelBlockRange, int]], end_token: int
 ) -> Descriptors:
-    """Returns the descriptors of a transfer; none if other ranks move all of it.
+    """Returns the descriptors of a transfer of tokens before ``end_token``; none if other ranks move all of it.
 
-    Args:
-        groups: per KV-cache group its local and remote blocks, and the first token to move.
-        end_token: one past the last token to move.
-
-    Raises:
-        ValueError: as `Route.descriptors`, or there is no token to move, or other groups than the routes are for.
+    ``groups``: per KV-cache group its local and remote blocks, and the first token to move. Raises `ValueError` as
+    `Route.descriptors`; or there is no token to move, or other groups than the routes are for.
     """
     if all(first >= end_token for _, _, first in groups):
         raise ValueError(f"found no token before {end_token}; expected at least one to move")
@@ -159,10 +151,7 @@ def contributors(
 
     Every rank of prefill is in the result for at least one rank of decode, so that it learns when it is done. Of ranks
     that hold copies of the same KV, which lie side by side, one is enough: the bytes of two may differ in their last
-    bits, where each rank rounds its own sums.
-
-    Raises:
-        ValueError: neither tensor-parallel size divides the other.
+    bits, where each rank rounds its own sums. Raises `ValueError`: neither tensor-parallel size divides the other.
     """
     if prefill.tp_size <= tp_size and tp_size % prefill.tp_size == 0:
         return (tp_rank // (tp_size // prefill.tp_size),), ()
@@ -186,10 +175,8 @@ def _of_more_ranks(
 def examine(
     local: LocalRank, expected: str, address: Peer, compatibility: str, metadata: bytes
 ) -> tuple[str, RankHandshake]:
-    """Check the handshake answer from an address. Returns the engine's incarnation and what the rank is.
-
-    Args:
-        expected: this rank's compatibility string; a peer's must be equal.
+    """Check the handshake answer from an address. Returns the engine's incarnation and what the rank is. ``expected``:
+    this rank's compatibility string.
 
     Raises:
         HandOverFailed: this rank and that one must not exchange KV, or another rank or engine answered.
@@ -205,16 +192,25 @@ def examine(
         )
     answer = read_answer(metadata)
     rank = read_rank(answer.rank)
-    if (rank.engine_id, rank.tp_size, rank.tp_rank) != (address.engine_id, address.tp_size, address.tp_rank):
+    if _place_of(rank) != _place_of(address):
         raise HandOverFailed(
             FailureCause.UNREACHABLE if rank.engine_id != address.engine_id else FailureCause.REFUSED,
-            f"engine {rank.engine_id} (rank {rank.tp_rank} of {rank.tp_size}) answers at {address.host}:"
-            f"{address.port}; expected rank {address.tp_rank} of {address.tp_size} of engine {address.engine_id}",
+            f"engine {rank.engine_id} ({_shown(rank)}) answers at {address.host}:{address.port}; expected "
+            f"{_shown(address)} of engine {address.engine_id}",
         )
     misfit = fits(local, rank)
     if misfit:
         raise HandOverFailed(FailureCause.REFUSED, f"{where} does not fit: {misfit}")
     return answer.incarnation, rank
+
+
+def _place_of(one: RankHandshake | Peer) -> tuple[EngineId, int, int, int, int]:
+    return one.engine_id, one.tp_size, one.tp_rank, one.pp_size, one.pp_rank
+
+
+def _shown(one: RankHandshake | Peer) -> str:
+    stage = "" if one.pp_size == 1 else f" in stage {one.pp_rank} of {one.pp_size}"
+    return f"rank {one.tp_rank} of {one.tp_size}{stage}"
 
 
 def fits(local: LocalRank, rank: RankHandshake) -> str:
@@ -225,7 +221,12 @@ def fits(local: LocalRank, rank: RankHandshake) -> str:
     theirs = tuple(group.kernel_block_size for group in rank.groups)
     if local.needs_equal_blocks and theirs != local.kernel_block_sizes:
         return f"kernel blocks of {theirs} tokens; expected {local.kernel_block_sizes}, as KV is staged beside states"
-    return _misfit(local.groups, rank.groups) or _miscounted(local, rank) or _uncovered(local, rank)
+    if min(local.pp_size, rank.pp_size) > 1:
+        return f"{rank.pp_size} pipeline stages; expected 1, since this engine has {local.pp_size}"
+    misfit = _misfit(local.groups, rank.groups) or _miscounted(local, rank) or _uncovered(local, rank)
+    if not misfit and local.pp_size == rank.pp_size and named_planes(local.groups) != named_planes(rank.groups):
+        misfit = "other layers, or they are in other KV-cache groups; expected those that this rank has"
+    return misfit
 
 
 def _miscounted(local: LocalRank, rank: RankHandshake) -> str:

@@ -36,10 +36,6 @@ class TransferTally:
             self._since_seconds = now_seconds
         self._in_flight += 1
 
-    def succeeded(self, num_bytes: int, descriptors: int) -> None:
-        self.num_bytes += num_bytes
-        self.descriptors += descriptors
-
     def ended(self, now_seconds: float) -> None:
         self._in_flight -= 1
         if not self._in_flight:
@@ -132,6 +128,9 @@ class TransferQueue(PeerListener):
     """See the module. ``lost``: called with a peer to which a transfer has failed, before the job's ``ended``. It must
     remove the peer: only that ends what is left of a failed transfer. ``moved``: called with the bytes of KV of each
     transfer that has succeeded.
+
+    Attributes:
+        has_more: the last turn ran out of time with budget left and more to post.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class TransferQueue(PeerListener):
         self._all_bytes = 0
         self._idle: deque[TransferJob] = deque()
         self._turns = 0
-        self._has_more = False
+        self.has_more = False
         # When a transfer began or ended last.
         self._moved_at_seconds = -MOVING_SECONDS
 
@@ -166,11 +165,6 @@ class TransferQueue(PeerListener):
     def is_busy(self) -> bool:
         """Whether `turn` has to be called again soon."""
         return bool(self._active or self._lanes or self._idle)
-
-    @property
-    def has_more(self) -> bool:
-        """Whether the last turn ran out of time with budget left and more to post."""
-        return self._has_more
 
     @property
     def is_moving(self) -> bool:
@@ -234,7 +228,8 @@ class TransferQueue(PeerListener):
             now = self._moved_at_seconds = self._clock.now_seconds()
             job.tally.ended(now)
             if state is TransferState.DONE:
-                job.tally.succeeded(batch.num_bytes, batch.descriptors)
+                job.tally.num_bytes += batch.num_bytes
+                job.tally.descriptors += batch.descriptors
                 if not job.is_host:
                     self._moved(batch.num_bytes)
             if batch in self._active:
@@ -277,7 +272,7 @@ class TransferQueue(PeerListener):
             lane = self._lanes.get(peer)
             if lane is not None and self._post_one(peer, lane):
                 waiting.append(peer)
-        self._has_more = bool(waiting)
+        self.has_more = bool(waiting)
 
     def _post_one(self, peer: str, lane: _Lane) -> bool:
         """Post the next batch of a peer. Returns whether there may be more to post to it."""

@@ -164,7 +164,7 @@ READS = (
     _of("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "get_model speculator"),
     _at(LOADER_BASE, "load_weights load_model"),
     _at(MODEL_LOADER, "get_all_weights"),
-    _of("vllm.distributed.parallel_state", "", "get_tensor_model_parallel_rank"),
+    _of("vllm.distributed.parallel_state", "", "get_pp_group get_tensor_model_parallel_rank"),
     _of("vllm.distributed.kv_transfer", "", "get_kv_transfer_group has_kv_transfer_group"),
     _of("vllm.platforms", "", "current_platform"),
     _of("vllm.utils.network_utils", "", "get_ip"),

@@ -80,11 +80,12 @@ def test_a_connector_that_was_not_shown_to_be_safe_is_refused_in_words(name: str
     assert refusal.value.consequence.startswith(f"{named} ")
 
 
-def tier_config(spec: Any, trusted: Any = None, speculative: Any = None) -> Any:
+def tier_config(spec: Any, trusted: Any = None, speculative: Any = None, stages: int = 1) -> Any:
     config = vllm_config("OffloadingConnector", trusted=trusted)
     tier = config.kv_transfer_config.kv_connector_extra_config["connectors"][1]
     tier["kv_connector_extra_config"] = {} if spec is None else {"spec_name": spec}
     config.speculative_config = speculative
+    config.parallel_config = SimpleNamespace(pipeline_parallel_size=stages)
     return config
 
 
@@ -110,8 +111,10 @@ def test_a_tier_copies_with_what_somebody_vouches_for(spec: Any, trusted: Any, w
 def test_a_tier_is_served_since_one_version_and_without_drafts(spec: Any, serves_tiers: pytest.MonkeyPatch) -> None:
     trusted = [spec or "CPUOffloadingSpec"]
     require_servable(tier_config(spec, trusted))
-    with pytest.raises(SettingsError, match="speculative decoding"):
+    with pytest.raises(SettingsError, match="with --speculative-config"):
         require_servable(tier_config(spec, trusted, speculative=object()))
+    with pytest.raises(SettingsError, match="with --pipeline-parallel-size"):
+        require_servable(tier_config(spec, trusted, stages=2))
     serves_tiers.setattr(neighbours, "installed_has", ().__contains__)
     with pytest.raises(SettingsError, match="after vLLM has freed it"):
         require_servable(tier_config(spec, trusted))

@@ -130,6 +130,7 @@ class KVCacheConfig:
 
     kv_cache_groups: list[Any]
     kv_cache_tensors: list[Any]
+    needs_kv_cache_zeroing: bool = False
 
 
 def cache_of(*specs: Any, pools: int = 1) -> KVCacheConfig:
@@ -199,6 +200,7 @@ def worker(**changed: Any) -> WorkerView:
         device_id=0,
         nixl_memory_type="DRAM",
         nixl_backends=("UCX",),
+        nixl_wrapper=None,
         _physical_blocks_per_logical_kv_block=2,
         _registered_descs=[],
         xfer_stats="stock",
@@ -319,8 +321,7 @@ def test_who_answers_before_a_draft_model_has_run(
             method=method, model="s", draft_model_config=None, disable_padded_drafter_batch=unpadded
         )
     asked = worker(speculative=speculative)
-    config = vars(asked.worker)["vllm_config"]
-    asked.worker.vllm_config = Decided(**vars(config), is_v2=is_v2)
+    asked.vllm_config = Decided(**vars(asked.vllm_config), is_v2=is_v2)
     assert asked.answers_before_drafts is expected
 
 
@@ -600,8 +601,7 @@ def test_pools_are_counted_by_where_layers_lie(install: Install) -> None:
         return SimpleNamespace(layers=layers, offset=offset, layer_stride=layer_stride)
 
     def pools(*tensors: SimpleNamespace) -> int:
-        config = SimpleNamespace(kv_cache_groups=groups(FullAttentionSpec()), kv_cache_tensors=tensors)
-        return worker(kv_cache_config=config).num_pools
+        return worker(kv_cache_config=KVCacheConfig(groups(FullAttentionSpec()), list(tensors))).num_pools
 
     install(LOADS_BEHIND)
     assert pools(tensor("a", "b", "c")) == 3

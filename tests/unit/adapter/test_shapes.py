@@ -198,7 +198,7 @@ def test_a_read_with_a_default_is_one_that_the_table_has() -> None:
             or (getattr(node.func, "attr", "") == "get" and ast.unparse(node).startswith("vars("))
         )
         # What this package has put there itself, by a name of its own.
-        and not re.search(r"\.get\(_[A-Z_]+[,)]", ast.unparse(node))
+        and not re.search(r"\.get\(_?[A-Z_]+[,)]", ast.unparse(node))
     }
     assert found == WITHOUT_VLLM
 

@@ -93,7 +93,7 @@ class Prefill:
         for end in (thread.join, server.server_close, server.shutdown):
             stack.callback(end)
         if tag:
-            listener = Listener([HOST], self.side_channel_port, {0: (tag, b"rank")}, lambda: None, "key")
+            listener = Listener([HOST], self.side_channel_port, {(0, 0): (tag, b"rank")}, lambda: None, "key")
             stack.callback(listener.close)
         self.url = f"http://{HOST}:{server.server_address[1]}"
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from support.engine_fakes import TOKENS
 
-from kvcached_nixl.naming import Want
 from kvcached_nixl.vllm.adapter import attributes, queues
 from kvcached_nixl.vllm.adapter.attributes import attach, carry
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE
@@ -24,6 +23,7 @@ from kvcached_nixl.vllm.patches.step_output import (
     tell_reasons,
     with_reports,
 )
+from kvcached_nixl.wants import Want
 from kvcached_nixl.wire.step import Report, Reports
 
 
@@ -56,6 +56,27 @@ def connector() -> SimpleNamespace:
     return one
 
 
+def engine(*managers: SimpleNamespace, pool: Any = None, **changed: Any) -> SimpleNamespace:
+    """vLLM's scheduler, which runs nothing."""
+    coordinator = SimpleNamespace(single_type_managers=managers)
+    found = SimpleNamespace(
+        kv_cache_manager=SimpleNamespace(
+            coordinator=coordinator, block_pool=pool or SimpleNamespace(), enable_caching=False
+        ),
+        vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_consumer=True)),
+        max_num_running_reqs=8, num_lookahead_tokens=0, pause_state=0, connector=connector(),
+        running=[], waiting=[], skipped_waiting=[],
+    )  # fmt: skip
+    vars(found).update(changed)
+    return found
+
+
+def elastic(**changed: Any) -> SimpleNamespace:
+    """kvcached's manager, which has 4 layers."""
+    sizes = {"page_size": 1024, "block_mem_size": 1, "num_layers": 4, "num_kv_buffers": 2}
+    return SimpleNamespace(**{"page_allocator": SimpleNamespace(), **sizes, **changed})
+
+
 @pytest.mark.parametrize(
     ("running", "waiting", "skipped", "expected"),
     [
@@ -75,10 +96,9 @@ def test_who_is_next_where_nothing_runs(
     running: list[str], waiting: list[str], skipped: list[str] | None, expected: str | None
 ) -> None:
     """vLLM keeps those that it has passed over in a queue of their own, and begins with that one."""
-    scheduler = SimpleNamespace(
-        running=of_status(*running), waiting=of_status(*waiting), pause_state=0, connector=connector()
+    scheduler = engine(
+        running=of_status(*running), waiting=of_status(*waiting), skipped_waiting=of_status(*(skipped or ()))
     )
-    scheduler.skipped_waiting = of_status(*(skipped or ()))
     blocks = EngineBlocks(scheduler)
     assert blocks.stalled[:1] == ([expected] if expected else []) and not blocks.is_paused
     scheduler.pause_state = Pause.NEW
@@ -88,12 +108,11 @@ def test_who_is_next_where_nothing_runs(
 def starving(free: int, waiting: list[Any], skipped: list[Any], own: list[Any] | None = None) -> EngineBlocks:
     """``own``: blocks that the first request has; they are in the prefix cache, too."""
     one = manager(**{} if own is None else {"r0": own})
-    coordinator = SimpleNamespace(single_type_managers=[one], find_longest_cache_hit=lambda hashes, most: ((own,), 16))
     pool = SimpleNamespace(get_num_free_blocks=lambda: free)
-    kv_cache_manager = SimpleNamespace(enable_caching=own is not None, coordinator=coordinator, block_pool=pool)
-    queues = {"running": [], "waiting": waiting, "skipped_waiting": skipped, "pause_state": 0}
-    limits = {"max_num_running_reqs": 8, "num_lookahead_tokens": 0}
-    return EngineBlocks(SimpleNamespace(**queues, **limits, connector=connector(), kv_cache_manager=kv_cache_manager))
+    scheduler = engine(one, pool=pool, waiting=waiting, skipped_waiting=skipped)
+    scheduler.kv_cache_manager.enable_caching = own is not None
+    scheduler.kv_cache_manager.coordinator.find_longest_cache_hit = lambda hashes, most: ((own,), 16)
+    return EngineBlocks(scheduler)
 
 
 def test_who_waits_before_one_that_would_fit_is_starved() -> None:
@@ -127,9 +146,7 @@ def test_a_pause_may_let_those_run_that_hold_kv(
 ) -> None:
     """From vLLM 0.32 on. The others, of which the second one waits for blocks, it never does."""
     monkeypatch.setattr(queues, "installed_has", lambda change: runs_held_kv)
-    scheduler = SimpleNamespace(
-        running=[], kv_holding_waiting=of_status(holds), waiting=[], pause_state=state, connector=connector()
-    )
+    scheduler = engine(kv_holding_waiting=of_status(holds), pause_state=state)
     scheduler.waiting = of_status("WAITING_FOR_FSM", "WAITING") if state else []
     assert EngineBlocks(scheduler).stalled[:1] == ([expected] if expected else [])
 
@@ -156,31 +173,7 @@ def test_a_request_is_whole_if_it_ended_by_itself_with_its_prompt_computed(
     assert is_whole(made) is expected
 
 
-# ---------------------------------------------------------------------------------------------------------------- steps
-
-
-def output(new_reqs: list[Any], cached: list[tuple[str, Any, int]], resumed: set[str], tokens: dict[str, int]) -> Any:
-    names, blocks, computed = ([one[place] for one in cached] for place in range(3))
-    return SimpleNamespace(
-        scheduled_new_reqs=new_reqs,
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=names, new_block_ids=blocks, num_computed_tokens=computed, resumed_req_ids=resumed
-        ),
-        num_scheduled_tokens=tokens,
-    )
-
-
 # --------------------------------------------------------------------------------------------------------------- blocks
-
-
-class Pool:
-    """vLLM's ``BlockPool``, or the one that kvcached puts in its place."""
-
-    def __init__(self) -> None:
-        self.freed: list[list[Any]] = []
-
-    def free_blocks(self, blocks: Any) -> None:
-        self.freed.append(list(blocks))
 
 
 def block(name: str, *, is_null: bool = False) -> SimpleNamespace:
@@ -198,17 +191,10 @@ def manager(block_size: int = 4, skipped: int = 0, **blocks: list[Any]) -> Simpl
     )
 
 
-def managing(*managers: SimpleNamespace) -> tuple[Any, Pool]:
-    pool = Pool()
-    coordinator = SimpleNamespace(single_type_managers=managers)
-    return SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator, block_pool=pool)), pool
-
-
 def test_the_null_block_is_nobodys() -> None:
     """A window that has moved on holds it many times; if it were freed once, a request could get it."""
     a, null = block("a"), block("0", is_null=True)
-    scheduler, _ = managing(manager(mine=[null, null, a]))
-    assert EngineBlocks(scheduler).take("mine") == [a]
+    assert EngineBlocks(engine(manager(mine=[null, null, a]))).take("mine") == [a]
 
 
 @pytest.mark.parametrize("knows_groups", [True, False])
@@ -229,9 +215,9 @@ def test_a_connector_is_told_of_an_end_with_every_block(
             return "answer"
 
     manager = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2], [3]) if request_id == "r" else None)
-    engine = SimpleNamespace(connector=Connector(), kv_cache_manager=manager)
+    scheduler = SimpleNamespace(connector=Connector(), kv_cache_manager=manager)
     one = SimpleNamespace(request_id="r")
-    assert tell_finished(engine, one) == "answer"
+    assert tell_finished(scheduler, one) == "answer"
     assert told == [("all groups", one, ([1, 2], [3])) if knows_groups else ("one group", one, [1, 2])]
 
 
@@ -323,22 +309,18 @@ def test_what_clients_are_told_goes_with_the_ends_of_their_failed_requests() -> 
 def test_what_is_mapped_counts_pages_in_use_and_in_reserve_in_every_buffer(has_kvcached: bool) -> None:
     """Not what kvcached's own figure says, which leaves the reserve out."""
     pages = SimpleNamespace(get_num_inuse_pages=lambda: 3, get_num_reserved_pages=lambda: 2)
-    manager = SimpleNamespace(page_allocator=pages, page_size=1024, num_layers=4, num_kv_buffers=2)
-    pool = SimpleNamespace(kv_cache_manager=manager) if has_kvcached else SimpleNamespace()
-    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
-    assert EngineBlocks(scheduler).mapped_bytes() == (5 * 1024 * 8 if has_kvcached else 0)
+    pool = SimpleNamespace(kv_cache_manager=elastic(page_allocator=pages)) if has_kvcached else None
+    assert EngineBlocks(engine(pool=pool)).mapped_bytes() == (5 * 1024 * 8 if has_kvcached else 0)
 
 
 @pytest.mark.parametrize(("num_alloced", "num_used"), [(1, 0), (4, 1), (0, 0)])
 def test_neither_the_null_block_nor_a_cached_one_is_in_use(num_alloced: int, num_used: int) -> None:
     """An idle engine that says otherwise looks as if memory did not come back."""
     pages = SimpleNamespace(get_avail_physical_pages=lambda: 5)
-    counts = {"page_size": 1024, "num_layers": 4, "num_kv_buffers": 2, "_get_num_alloced_blocks": lambda: num_alloced}
-    manager = SimpleNamespace(page_allocator=pages, **counts)
+    manager = elastic(page_allocator=pages, _get_num_alloced_blocks=lambda: num_alloced)
     cached = {"_evictable_blocks": {1: 1, 2: 2} if num_alloced > 1 else {}}
     pool = SimpleNamespace(kv_cache_manager=manager, num_gpu_blocks=10, get_num_free_blocks=lambda: 6, **cached)
-    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool), waiting=[], skipped_waiting=[])
-    usage = EngineBlocks(scheduler).usage()
+    usage = EngineBlocks(engine(pool=pool)).usage()
     assert (usage.num_free, usage.num_used, usage.free_bytes) == (6, num_used, 5 * 1024 * 8)
 
 
@@ -346,9 +328,9 @@ def test_neither_the_null_block_nor_a_cached_one_is_in_use(num_alloced: int, num
 def test_kvcached_looks_at_a_limit_that_was_changed(target: int, asked: list[int]) -> None:
     """By allocating nothing. 0: it was never changed."""
     found: list[int] = []
-    manager = SimpleNamespace(page_allocator=SimpleNamespace(get_resize_target=lambda: target), alloc=found.append)
-    for pool in (SimpleNamespace(kv_cache_manager=manager), SimpleNamespace()):
-        EngineBlocks(SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))).apply_limit()
+    manager = elastic(page_allocator=SimpleNamespace(get_resize_target=lambda: target), alloc=found.append)
+    for pool in (SimpleNamespace(kv_cache_manager=manager), None):
+        EngineBlocks(engine(pool=pool)).apply_limit()
     assert found == asked
 
 
@@ -360,9 +342,11 @@ def test_only_who_would_run_with_more_memory_is_stalled(
 ) -> None:
     """One that waits for another engine all the same is not worth what others would give up."""
     said: list[Want] = []
-    for name, value in (("starved", ("r1", 3)), ("_block_bytes", 8), ("_bytes_to_map", 100)):
-        monkeypatch.setattr(EngineBlocks, name, value)
-    blocks = EngineBlocks(SimpleNamespace(running=running))
+    free = {"get_num_free_pages": 100, "get_avail_physical_pages": 1, "get_num_reserved_pages": 1}
+    pages = SimpleNamespace(**{name: lambda number=number: number for name, number in free.items()})
+    pool = SimpleNamespace(kv_cache_manager=elastic(page_allocator=pages))
+    monkeypatch.setattr(EngineBlocks, "starved", ("r1", 3))
+    blocks = EngineBlocks(engine(pool=pool, running=running))
     vars(blocks)["_wants"] = SimpleNamespace(say=said.append)
     assert blocks.tell_neighbours(lambda one: needs_others and one == "r1")
     assert said == [Want(24, is_stalled)]

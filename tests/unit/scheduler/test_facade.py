@@ -11,7 +11,6 @@ from support.engine_fakes import (
     TOKENS,
     Asked,
     Pool,
-    Reads,
     at_once,
     context,
     of_decode,
@@ -37,7 +36,7 @@ class Engine:
     def __init__(self, **changed: Any) -> None:
         self.clock = ManualClock()
         self.pool = Pool()
-        self.handover = SchedulerFacade(context(self.pool, self.clock, **changed), Reads(), AskSettings())
+        self.handover = SchedulerFacade(context(self.pool, self.clock, **changed), AskSettings())
 
     def waiting(self, name: str = "d1") -> int:
         """Adds a request of decode that waits for its KV. Returns its attempt."""
@@ -243,7 +242,7 @@ def test_what_an_engine_says_of_its_memory_and_of_what_waits(engine: Engine, mon
 
 
 def test_an_engine_says_nothing_before_its_first_step() -> None:
-    unbound = SchedulerFacade(context(None, ManualClock()), Reads(), AskSettings())
+    unbound = SchedulerFacade(context(None, ManualClock()), AskSettings())
     unbound.side_channel.watch_memory()
     assert unbound.side_channel.headroom() == b""
 

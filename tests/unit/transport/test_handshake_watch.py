@@ -13,8 +13,7 @@ from kvcached_nixl.side_channel_address import Endpoint
 from kvcached_nixl.transport import side_channel
 from kvcached_nixl.transport.listener import Listener
 from kvcached_nixl.transport.side_channel import HandshakeWatch, SideChannel
-
-Answers = dict[int, tuple[str, bytes]]
+from kvcached_nixl.wire.handshake import Answers
 
 
 def free_port() -> int:
@@ -53,7 +52,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(letter: bytes, ranks: int = 2) -> Answers:
-    return {rank: ("tag", letter + b"%d" % rank) for rank in range(ranks)}
+    return {(0, rank): ("tag", letter + b"%d" % rank) for rank in range(ranks)}
 
 
 def listener(port: int, said: Answers) -> Listener:
@@ -63,7 +62,7 @@ def listener(port: int, said: Answers) -> Listener:
 def test_each_change_is_told_once() -> None:
     told, ports = Told(), (free_port(), free_port())
     engines = {index: Endpoint("127.0.0.1", port) for index, port in enumerate(ports)}
-    watch = HandshakeWatch(SideChannel(), engines, 2, told)
+    watch = HandshakeWatch(SideChannel(), engines, 2, 1, told)
     try:
         listeners = [listener(port, answers(letter)) for port, letter in zip(ports, (b"a", b"b"), strict=True)]
         first = sorted(told.get() for _ in range(2))
@@ -95,7 +94,7 @@ def test_an_engines_headroom_is_asked_again_and_again() -> None:
         return found
 
     one = Listener(["127.0.0.1"], port, answers(b"a", 1), lambda: None, "key", headroom)
-    watch = HandshakeWatch(SideChannel(), {3: Endpoint("127.0.0.1", port)}, 1, told)
+    watch = HandshakeWatch(SideChannel(), {3: Endpoint("127.0.0.1", port)}, 1, 1, told)
     try:
         assert [told.headroom.get(timeout=10) for _ in range(2)] == [(3, b"first"), (3, b"last")]
     finally:
@@ -106,7 +105,7 @@ def test_an_engines_headroom_is_asked_again_and_again() -> None:
 def test_a_failure_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
     told, port = Told(), free_port()
     told.failures = 2
-    watch = HandshakeWatch(SideChannel(), {0: Endpoint("127.0.0.1", port)}, 1, told)
+    watch = HandshakeWatch(SideChannel(), {0: Endpoint("127.0.0.1", port)}, 1, 1, told)
     one = listener(port, answers(b"a", 1))
     try:
         assert told.get() == (0, [("tag", b"a0")])
@@ -118,7 +117,7 @@ def test_a_failure_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> N
 
 def test_it_ends_with_whom_it_tells() -> None:
     told = Told()
-    watch = HandshakeWatch(SideChannel(), {}, 1, told)
+    watch = HandshakeWatch(SideChannel(), {}, 1, 1, told)
     (thread,) = (one for one in threading.enumerate() if one.name == "kvcached-nixl-handshake-watch")
     del told
     thread.join(10)

@@ -249,7 +249,7 @@ class Own:
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.woken = threading.Event()
         self.host, self.port = host, free_port()
-        answers = {0: ("tag 0", b"rank 0"), 1: ("tag 1", b"rank 1")}
+        answers = {(0, 0): ("tag 0", b"rank 0"), (0, 1): ("tag 1", b"rank 1"), (1, 0): ("tag 0", b"stage 1")}
         self.listener = listening.Listener([host], self.port, answers, self.woken.set, "key")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -282,7 +282,12 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
 
 @pytest.mark.parametrize(
     ("question", "compatibility", "metadata"),
-    [((ASK, 0), "tag 0", b"rank 0"), ((ASK, 1), "tag 1", b"rank 1"), ((ASK, 0, 1), "tag 1", b"rank 1")],
+    [
+        ((ASK, 0), "tag 0", b"rank 0"),
+        ((ASK, 1), "tag 1", b"rank 1"),
+        ((ASK, 0, 1), "tag 1", b"rank 1"),
+        ((ASK, 1, 0), "tag 0", b"stage 1"),
+    ],
     ids=str,
 )
 def test_each_vllms_question_is_answered(own: Own, question: Any, compatibility: str, metadata: bytes) -> None:
@@ -294,13 +299,16 @@ def test_each_vllms_question_is_answered(own: Own, question: Any, compatibility:
 
 @pytest.mark.parametrize(
     "question",
-    [(ASK, 2), (ASK, -1), (ASK, "0"), (ASK, None), (ASK, [0]), (ASK, 1, 0), (ASK, 0, 7), (ASK, 2**63)],
+    [(ASK, 2), (ASK, -1), (ASK, "0"), (ASK, None), (ASK, [0]), (ASK, 1, 1), (ASK, [1], 0), (ASK, 0, 7), (ASK, 2**63)],
     ids=str,
 )
 def test_a_rank_that_is_not_here_is_answered_in_words(own: Own, question: Any) -> None:
     """B7: it ended the listener. The message is in the field that the asker compares and shows."""
     found = msgspec.msgpack.decode(own.ask(question)[0])
-    assert "this engine has [0, 1]; correct the router's tp_size" in found["compatibility_hash"]
+    assert (
+        "this engine has [(0, 0), (0, 1), (1, 0)]; correct the router's pp_size and tp_size"
+        in found["compatibility_hash"]
+    )
     assert found["agent_metadata_bytes"] == b"" and len(found["compatibility_hash"]) < 200
     assert msgspec.msgpack.decode(own.ask((ASK, 1))[0])["compatibility_hash"] == "tag 1"
 
@@ -399,7 +407,7 @@ def test_it_listens_at_each_address_of_a_name_that_this_host_has(
 ) -> None:
     monkeypatch.setattr(listening, "_WATCH_SECONDS", 0.02)
     port = free_port()
-    listener = listening.Listener(addresses, port, {0: ("tag", b"rank")}, lambda: None, "key")
+    listener = listening.Listener(addresses, port, {(0, 0): ("tag", b"rank")}, lambda: None, "key")
     try:
         asking = channel()
         assert [asking.ask(one, port, 0).result(JOIN_SECONDS) for one in reached] == [("tag", b"rank")] * len(reached)

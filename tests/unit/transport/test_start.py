@@ -30,13 +30,13 @@ from kvcached_nixl.wire.planes import GroupMemory, Planes
 
 
 def answers(engine: str, incarnation: str = "0" * 16, tp_rank: int = 0) -> Answers:
-    planes = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
+    planes = Planes((0, 4096), (1, 2), 512, 128, 64, 64, 8, 4, 2, first_head=2)
     rank = RankHandshake(
         EngineId(engine), 2, tp_rank, b"nixl", 0, (GroupMemory((planes,), 2),), 0, "DRAM", False,
-        Weights(), Process(),
+        Weights(), Process(), 1, 0,
     )  # fmt: skip
     told = msgspec.msgpack.encode(Answer(incarnation, msgspec.msgpack.encode(rank)))
-    return {tp_rank: ("kvcached_nixl/14 pull [vLLM 0.28.0]", told)}
+    return {(0, tp_rank): ("kvcached_nixl/15 pull [vLLM 0.28.0]", told)}
 
 
 OWN = answers("own")
@@ -122,8 +122,8 @@ def test_an_engine_that_reaches_itself_starts(started: Start, caplog: pytest.Log
     [
         (answers("another"), "engine another answers"),
         (answers("own", "1" * 16), "engine own answers"),
-        ({0: ("0123abcd", b"")}, "without this package answers ('0123abcd')"),
-        ({0: ("kvcached_nixl/11 pull []", b"")}, "cannot be read"),
+        ({(0, 0): ("0123abcd", b"")}, "without this package answers ('0123abcd')"),
+        ({(0, 0): ("kvcached_nixl/11 pull []", b"")}, "cannot be read"),
         ({}, "without this package answers"),
     ],
     ids=["another", "an earlier start of it", "stock vLLM", "another protocol", "an engine without ranks"],
@@ -151,7 +151,7 @@ def test_another_engine_that_answers_too_late_to_stop_the_start_is_said(
 
     late, listener = mock.Mock(**{"ask.return_value": answer}), mock.Mock()
     assert module.start(address(), OWN, lambda: listener, late) is listener
-    answer.set_result(answers("another")[0])
+    answer.set_result(answers("another")[0, 0])
     until(lambda: late.close.called)
     assert [one.levelname for one in caplog.records if "engine another answers" in one.getMessage()] == ["ERROR"]
 

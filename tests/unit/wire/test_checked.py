@@ -121,6 +121,7 @@ def test_other_floats_are_no_whole_numbers(found: object) -> None:
 
 SOUND: dict[str, Any] = {
     "bases": (4096, 8192),
+    "keys": (1, 2),
     "block_stride_bytes": 512,
     "token_stride_bytes": 128,
     "head_stride_bytes": 64,
@@ -141,14 +142,14 @@ def planes(**changed: Any) -> Planes:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"bases": [0]},
+        {"bases": [0], "keys": [0]},
         *[{size: 1} for size in ("cell_bytes", "num_blocks", "block_size", "num_heads")],
         *[{size: 2**40 - 1} for size in ("cell_bytes", "num_blocks", "block_size", "num_heads")],
         *[{f"{stride}_stride_bytes": 0} for stride in ("block", "token", "head")],
         *[{f"{stride}_stride_bytes": 2**48 - 1} for stride in ("block", "token", "head")],
         {"first_head": 0},
         {"first_head": 2**31 - 1},
-        {"bases": [2**63 - (512 * 8 + 128 * 4 + 64 * 2) - 1]},
+        {"bases": [2**63 - (512 * 8 + 128 * 4 + 64 * 2) - 1], "keys": [2**63 - 1]},
     ],
     ids=lambda changed: str(changed)[:50],
 )
@@ -160,16 +161,15 @@ def test_the_smallest_and_the_largest_values_are_sound(changed: dict[str, Any]) 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"bases": []},
-        {"bases": [0] * 65_537},
-        {"bases": [-1]},
-        {"bases": [2**63]},
-        {"bases": [2**63 - 1]},
-        {"bases": [2**64 - 1]},
+        {"bases": [], "keys": []},
+        {"bases": [0] * 65_537, "keys": list(range(65_537))},
+        *[
+            {"bases": [wrong], "keys": [1]}
+            for wrong in (-1, 2**63, 2**63 - 1, 2**64 - 1, 2**63 - (512 * 8 + 128 * 4 + 64 * 2), 1.0)
+        ],
         {"bases": [4096, 2**63 - 512 * 8]},
-        {"bases": [2**63 - (512 * 8 + 128 * 4 + 64 * 2)]},
         {"bases": None},
-        {"bases": [1.0]},
+        *[{"keys": wrong} for wrong in ([1], [1, 1], [1, 2, 3], [1, "2"], None)],
         *[
             {size: wrong}
             for size in ("cell_bytes", "num_blocks", "block_size", "num_heads")
@@ -197,10 +197,10 @@ def test_what_cannot_be_added_up_in_64_bits_is_malformed(changed: dict[str, Any]
 NUMBERS = st.integers(-1, 2**20) | st.integers(2**38, 2**50) | st.integers(2**60, 2**64 - 1)
 
 
-@given(st.fixed_dictionaries({field: NUMBERS for field in SOUND if field != "bases"}), st.lists(NUMBERS, min_size=1))
+@given(st.fixed_dictionaries({one: NUMBERS for one in list(SOUND)[2:]}), st.lists(NUMBERS, min_size=1))
 def test_whatever_is_accepted_can_be_added_up(fields: dict[str, int], bases: list[int]) -> None:
     try:
-        made = planes(**fields, bases=bases)
+        made = planes(**fields, bases=bases, keys=list(range(len(bases))))
     except Malformed:
         return
     last = np.int64(made.num_blocks - 1) * made.block_stride_bytes

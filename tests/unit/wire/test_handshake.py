@@ -29,12 +29,12 @@ from kvcached_nixl.wire.handshake import (
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 
-TAG = Tag("pull", (("vLLM", "0.28.0"), ("model", "m"), ("dtype", "bf16")), (((16, 128), (2, 64)), ((4, 32),)))
-PLANES = Planes((0, 4096), 512, 128, 64, 64, 8, 4, 2, first_head=2)
+TAG = Tag("pull", (("vLLM", "0.28.0"), ("model", "m"), ("dtype", "bf16")), ((128, 64), (32,)))
+PLANES = Planes((0, 4096), (1, 2), 512, 128, 64, 64, 8, 4, 2, first_head=2)
 WEIGHTS = Weights(Tensors("1" * 32, "2" * 32))
 PROCESS = Process("a-boot", "pid:[1]", 7, 2**40)
 RANK = RankHandshake(
-    EngineId("e"), 2, 1, b"\x00nixl", 3, (GroupMemory((PLANES,), 2),), 2**40, "VRAM", True, WEIGHTS, PROCESS
+    EngineId("e"), 2, 1, b"\x00nixl", 3, (GroupMemory((PLANES,), 2),), 2**40, "VRAM", True, WEIGHTS, PROCESS, 3, 2
 )
 OTHER: dict[str, list[Any]] = {
     "mode": ["push"],
@@ -43,22 +43,16 @@ OTHER: dict[str, list[Any]] = {
         (("vLLM", "0.28.0"), ("model", "m")),
         (("vLLM", "0.28.0"), ("dtype", "m"), ("model", "bf16")),
     ],
-    "planes": [
-        (((16, 128), (2, 64)),),
-        (((16, 128),), ((2, 64), (4, 32))),
-        (((16, 64), (2, 64)), ((4, 32),)),
-        (((8, 128), (2, 64)), ((4, 32),)),
-        (((2, 64), (16, 128)), ((4, 32),)),
-    ],
+    "cells": [((128, 64),), ((128,), (64, 32)), ((64, 64), (32,)), ((64, 128), (32,))],
 }
 
 
-def test_the_tag_of_protocol_14_is_these_words() -> None:
+def test_the_tag_of_protocol_15_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 14
+    assert PROTOCOL == 15
     assert str(TAG) == (
-        "kvcached_nixl/14 pull [vLLM 0.28.0; model m; dtype bf16; group 0: 16 planes of cells of 128 bytes "
-        "and 2 planes of cells of 64 bytes, group 1: 4 planes of cells of 32 bytes]"
+        "kvcached_nixl/15 pull [vLLM 0.28.0; model m; dtype bf16; group 0: cells of 128 bytes and cells of 64 bytes, "
+        "group 1: cells of 32 bytes]"
     )
 
 
@@ -242,7 +236,7 @@ def test_what_differs_between_two_engines_is_said_and_nothing_else() -> None:
     assert differences(str(other), str(TAG)) == "found dtype fp8; expected dtype bf16"
     several = msgspec.structs.replace(other, mode="push")
     assert differences(str(several), str(TAG)) == (
-        "found dtype fp8, kvcached_nixl/14 push; expected dtype bf16, kvcached_nixl/14 pull"
+        "found dtype fp8, kvcached_nixl/15 push; expected dtype bf16, kvcached_nixl/15 pull"
     )
     more = msgspec.structs.replace(TAG, facts=(*TAG.facts, ("spec", "eagle")))
     assert differences(str(more), str(TAG)) == "found spec eagle; expected nothing"
@@ -256,7 +250,7 @@ A, B, C = ("a" * 32, "b" * 32, "c" * 32)
 
 
 def answer(weights: Weights, tag: str = "tag") -> tuple[str, bytes]:
-    rank = RankHandshake(EngineId("e"), 2, 1, b"", 0, GROUPS, 0, "DRAM", False, weights, Process())
+    rank = RankHandshake(EngineId("e"), 2, 1, b"", 0, GROUPS, 0, "DRAM", False, weights, Process(), 1, 0)
     return tag, msgspec.msgpack.encode(Answer("0" * 16, msgspec.msgpack.encode(rank)))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wire/messages.py and wire/lease.py: what was encoded is decoded, and other bytes raise only `Malformed`."""
+"""wire/messages.py: what was encoded is decoded, and other bytes raise only `Malformed`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from support.codecs import each, fuzz, plain_id
 
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.wire.checked import Malformed
-from kvcached_nixl.wire.lease import MAX_HEARTBEAT_BYTES, heartbeats, is_heartbeat, is_nameable, read_heartbeat
 from kvcached_nixl.wire.manifest import PROTOCOL, Manifest
 from kvcached_nixl.wire.messages import (
     MAX_ATTEMPT,
+    MAX_HEARTBEAT_BYTES,
     PREFIX,
     KernelBlockRange,
     Message,
@@ -31,7 +31,11 @@ from kvcached_nixl.wire.messages import (
     decode,
     draw_attempt,
     encode,
+    heartbeats,
+    is_heartbeat,
+    is_nameable,
     is_ours,
+    read_heartbeat,
 )
 
 DIGEST = "0123456789abcdef" * 2

@@ -29,7 +29,7 @@ from kvcached_nixl.wire.params import (
 )
 
 PREFILL = RemotePrefill("e", "127.0.0.1", 5600, 2)
-COORDINATES = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 2}
+COORDINATES = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 2, "pp_size": 1}
 PREFILL_ID = "cmpl-r-0-0123abcd"
 MANIFEST = Manifest(
     PROTOCOL,
@@ -103,6 +103,7 @@ WRONG_COORDINATES = each(
     remote_host=[None, "", 7, "x" * 1025, "\ud800"],
     remote_engine_id=[None, "", ["e"], "e" * 1025, "\udfff"],
     tp_size=[0, -1, MAX_TP_SIZE + 1, 10**9, "2", True, 2**80],
+    pp_size=[0, -1, MAX_TP_SIZE // 2 + 1, 10**9, "2", True],
 )
 
 
@@ -121,10 +122,11 @@ PARAMETERS_AT_THEIR_BOUNDS = [
         remote_host=["h", "h" * 1024],
         remote_engine_id=["e", "e" * 1024],
         tp_size=[1, MAX_TP_SIZE],
+        pp_size=[1, MAX_TP_SIZE // 2],
         remote_num_tokens=[0, 2**31 - 1],
         remote_block_ids=[[0, [2**31 - 1]]],
     ),
-    {"pp_size": MAX_TP_SIZE, "dcp_size": 1},
+    {"dcp_size": 1},
     {"transfer_id": "t" * 1024, "remote_request_id": "r" * 1024},
 ]
 

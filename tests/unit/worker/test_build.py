@@ -22,7 +22,6 @@ from kvcached_nixl.wire.handshake import RankHandshake, Tensors, Weights, read_r
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.wire.step import OfferUpdate, Step, WakeAddress
 from kvcached_nixl.worker.facade import Device, WorkerFacade, build_worker
-from kvcached_nixl.worker.geometry.layout import layers_digest
 from kvcached_nixl.worker.memory_registration import Registered
 from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
 
@@ -58,7 +57,7 @@ class Stock:
         self.memory_type = "DRAM"
         self.device_id = 3
         self.engine_id = "e"
-        self.tp_size, self.tp_rank = 2, 1
+        self.tp_size, self.tp_rank, self.pp_size, self.pp_rank = 2, 1, 1, 0
         self.kernel_blocks_per_block = 2
         self.kv_shares = 1
         self.answers_before_drafts = self.zeroes_blocks = False
@@ -81,7 +80,7 @@ class Channel:
     def __init__(self) -> None:
         self.is_closed = False
 
-    def ask(self, host: str, port: int, tp_rank: int) -> Future[tuple[str, bytes]]:
+    def ask(self, host: str, port: int, tp_rank: int, pp_rank: int = 0) -> Future[tuple[str, bytes]]:
         raise AssertionError("nobody is to be asked")
 
     def wake(self, host: str, port: int, key: str) -> None:
@@ -154,12 +153,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     side, channel = started(stock, Geometry(num_pools=2))
     assert stock.offered is not None
     tag, rank = stock.offered
-    found = registered(Geometry(num_pools=2))
-    layers = layers_digest(found.layout, found.layers_of_groups)
-    assert tag == (
-        f"kvcached_nixl/14 pull [vLLM 0.28.0; model m; layers of groups {layers}; group "
-        "0: 4 planes of cells of 16 bytes]"
-    )
+    assert tag == "kvcached_nixl/15 pull [vLLM 0.28.0; model m; group 0: cells of 16 bytes]"
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)
     assert rank.agent_metadata == b"\x00nixl"
     (group,) = rank.groups
@@ -184,11 +178,10 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     [
         ({"facts": (("vLLM", "0.28.0"), ("model", "n"))}, Geometry(num_pools=2), TransferMode.PULL),
         ({}, Geometry(num_pools=2), TransferMode.PUSH),
-        ({}, Geometry(num_pools=3), TransferMode.PULL),
         ({}, Geometry(num_pools=2, head_size=4), TransferMode.PULL),
         ({}, Geometry(num_pools=2, dtype=torch.float32), TransferMode.PULL),
     ],
-    ids=["model", "direction", "layers", "head size", "type"],
+    ids=["model", "direction", "head size", "type"],
 )
 def test_whatever_bytes_mean_is_in_the_tag(changed: dict[str, Any], geometry: Geometry, mode: TransferMode) -> None:
     plain, other = Stock(), Stock(**changed)

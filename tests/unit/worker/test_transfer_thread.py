@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.clocks import ManualClock
 from support.codecs import plain_id
-from support.digest_fakes import as_bytes, digests_over
+from support.digest_fakes import InTurn, as_bytes, digests_over
 from support.engine_fakes import grown
 from support.internals import receiver_of, registry_of, waiting_for_device
 from support.memory_transport import MemoryTransport
@@ -42,7 +42,6 @@ from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Process, Weights
-from kvcached_nixl.wire.lease import heartbeats
 from kvcached_nixl.wire.messages import (
     PREFIX,
     Message,
@@ -53,6 +52,7 @@ from kvcached_nixl.wire.messages import (
     Stopped,
     decode,
     encode,
+    heartbeats,
 )
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory
@@ -70,6 +70,7 @@ from kvcached_nixl.wire.step import (
     Withdraw,
 )
 from kvcached_nixl.worker import transfer_thread as thread
+from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device, assemble
 from kvcached_nixl.worker.prefill.offers import OfferMatcher
@@ -131,7 +132,8 @@ class Worker:
             digests_over(self.memory.planes, as_bytes(self.memory.cells)),
             Host(Process(), "DRAM"),
         )
-        self.side = assemble(context, Device(torch.device("cpu")), self.offered.append)
+        gates = WriteGates(lambda: self.network.open_gate("local"), InTurn(), context.clock)  # type: ignore[arg-type]
+        self.side = assemble(context, Device(torch.device("cpu")), self.offered.append, gates)
         self.thread: TransferThread = self.side.thread
         self.thread.submit(thread.LocalIdentity(OWN, WAKE, START))
         self.side.identify(WEIGHTS)

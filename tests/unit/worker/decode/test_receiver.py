@@ -158,7 +158,7 @@ def test_a_defect_while_it_is_read_costs_its_attempt(pull: Decode, where: str, m
     def fail(*_: object, **__: object) -> None:
         raise IndexError("of ours")
 
-    monkeypatch.setattr(*((ConnectedPeer, "ranges") if where == "routes" else (TokenBuffers, "holds")), fail)
+    monkeypatch.setattr(*((ConnectedPeer, "routes") if where == "routes" else (TokenBuffers, "holds")), fail)
     keep(pull.remote())
     pull.want(wanted(1, MANIFEST))
     pull.deliver()

@@ -59,6 +59,7 @@ def side(
     return Side(
         Planes(
             bases=tuple(bases),
+            keys=tuple(range(planes)),
             block_stride_bytes=block_bytes * (planes if contiguous else 1),
             token_stride_bytes=CELL_BYTES if head_major else num_heads * CELL_BYTES,
             head_stride_bytes=block_size * CELL_BYTES if head_major else CELL_BYTES,
@@ -165,8 +166,12 @@ def test_no_descriptor_is_longer_than_what_is_given_up_at_once(monkeypatch: pyte
 
 
 MISFITS: list[tuple[dict[str, Any], str]] = [
-    ({"bases": (0,)}, "1 planes of cells of 2 bytes; expected 2 of 2"),
-    ({"cell_bytes": 4}, "2 planes of cells of 4 bytes; expected 2 of 2: the same model and data type"),
+    ({"bases": (0,), "keys": (7,)}, "1 planes of cells of 2 bytes, 0 of them as here; expected 2 of 2"),
+    ({"keys": (1, 2)}, "2 planes of cells of 2 bytes, 1 of them as here; expected 2 of 2"),
+    (
+        {"cell_bytes": 4},
+        "2 planes of cells of 4 bytes, 2 of them as here; expected 2 of 2: the same model and data type",
+    ),
     ({"first_head": 4}, "the heads 4 to 8; expected some of 0 to 4"),
     ({"block_size": 6}, "blocks of 6 tokens; expected a multiple or a divisor of 4"),
     ({"block_size": 3}, "blocks of 3 tokens"),

@@ -65,6 +65,7 @@ def rank(
     offsets = [plane * (inner if contiguous else inner * NUM_BLOCKS) for plane in range(NUM_PLANES)]
     planes = Planes(
         bases=tuple(begin + offset for offset in offsets),
+        keys=tuple(range(len(offsets))),
         block_stride_bytes=stride,
         token_stride_bytes=CELL_BYTES * (1 if head_major else len(heads)),
         head_stride_bytes=CELL_BYTES * (block_size if head_major else 1),

@@ -310,7 +310,7 @@ def test_a_defect_while_a_write_is_made_fails_its_registration(
     def fail(*_: object, **__: object) -> None:
         raise IndexError("of ours")
 
-    monkeypatch.setattr(ConnectedPeer, "ranges", fail)
+    monkeypatch.setattr(ConnectedPeer, "routes", fail)
     prefill.offer(is_finished=True)
     prefill.register(remote)
     prefill.deliver()

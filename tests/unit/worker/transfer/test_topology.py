@@ -114,8 +114,40 @@ def test_what_does_not_fit_is_said_in_words() -> None:
     assert "tensor parallel 3; expected a multiple or a divisor of 2" in fits(
         local.side.local, remote.handshake(tp_size=3)
     )
-    other = Planes((4096,), 8, 8, 8, 8, 4, 4, 1)
+    other = Planes((4096,), (7,), 8, 8, 8, 8, 4, 4, 1)
     assert "1 planes of cells of 8 bytes" in fits(local.side.local, remote.handshake(groups=group_of(other)))
+
+
+def test_a_pipeline_stage_has_some_of_the_layers_and_any_other_rank_all() -> None:
+    whole = Memory().planes
+    stage = msgspec.structs.replace(whole, bases=whole.bases[1:], keys=whole.keys[1:])
+    all_layers, some_layers, swapped = (
+        group_of(whole),
+        group_of(stage),
+        group_of(msgspec.structs.replace(whole, keys=(1, 0))),
+    )
+
+    def said(ours: tuple[GroupMemory, ...], stages: int, theirs: tuple[GroupMemory, ...], their_stages: int) -> str:
+        local = LocalRank(EngineId("e"), 1, 0, ours, 1, pp_size=stages)
+        return fits(local, Local().remote().handshake(groups=theirs, pp_size=their_stages))
+
+    assert said(all_layers, 1, some_layers, 2) == said(some_layers, 2, all_layers, 1) == ""
+    assert said(all_layers, 1, swapped, 1) == "", "planes are known by their keys, whatever their order is"
+    assert "other layers" in said(all_layers, 1, some_layers, 1) and "other layers" in said(
+        some_layers, 1, all_layers, 1
+    )
+    assert "2 pipeline stages; expected 1, since this engine has 2" in said(some_layers, 2, some_layers, 2)
+    both = (*all_layers, *some_layers)
+    assert said(both, 1, both, 1) == "" and said(both, 1, both[::-1], 1) != ""
+
+
+def test_decode_asks_every_stage_and_a_decode_with_stages_nobody() -> None:
+    prefill = RemotePrefill("p", "h", 1, 2, 3)
+    writers, others = LocalRank(EngineId("e"), 1, 0, (), 1).contributors(prefill)
+    assert [(one.pp_rank, one.tp_rank, one.rank) for one in writers] == [(0, 0, 0), (1, 0, 2), (2, 0, 4)]
+    assert [(one.pp_rank, one.tp_rank, one.rank) for one in others] == [(0, 1, 1), (1, 1, 3), (2, 1, 5)]
+    with pytest.raises(ValueError, match="expected --pipeline-parallel-size 1 on decode servers"):
+        LocalRank(EngineId("e"), 1, 0, (), 1, pp_size=2).contributors(prefill)
 
 
 def test_ranks_that_would_not_bring_every_head_are_refused() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""naming.py: what engines of one device tell each other, and that nothing odd in its folder counts."""
+"""wants.py: what engines of one device tell each other, and that nothing odd in its folder counts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcached_nixl import naming as module
-from kvcached_nixl.naming import AGAIN_SECONDS, FRESH_SECONDS, OLD_SECONDS, Want, Wants
+from kvcached_nixl import wants as module
+from kvcached_nixl.wants import AGAIN_SECONDS, FRESH_SECONDS, OLD_SECONDS, Want, Wants
 
 NONE = Want(0, False)
 
