@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,9 @@ import pytest
 from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, prompt
 from support.handover_node import (
     BLOCK_SIZE,
-    DECODE_FILLING,
-    PREFILL_FILLING,
     Node,
     asked,
     core_around,
-    ends_by_policy,
     looked_up,
     rest,
     until_both,
@@ -79,35 +75,12 @@ def test_what_is_cached_is_handed_over_without_a_step_and_the_rest_computed(pair
     rest(prefill, decode)
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-@pytest.mark.parametrize("when", ["before the workers know of it", "before it is fetched"])
-def test_an_offer_without_a_step_is_revoked_with_the_weights_that_it_was_computed_with(
-    when: str, policy: str, node: Callable[..., Node]
-) -> None:
-    prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
-    answer = offered(prefill)
-    if when == "before it is fetched":
-        until(lambda: prefill.step() and answer.done())
-    prefill.side_of_engine.revocations.weights_changed()
-    until(lambda: prefill.step() and answer.done())
-    decode.add(DECODE_ID, json.loads(json.dumps(answer.result())))
-    ends_by_policy(policy, decode, prefill)
-    assert decode.log.text.count("KV hand-over failed") == 1
-
-
 def test_what_cannot_be_offered_is_not_kept(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks, or its adapter, are not those that a manifest could name."""
     prefill, _ = pair
     monkeypatch.setattr(OfferRequest, "still_has", lambda *_: False)
     answer = offered(prefill)
     assert answer.result()[CACHED_TOKENS_KEY] == CACHED and "do_remote_prefill" not in answer.result()
-    rest(prefill)
-
-
-def test_what_nobody_fetches_is_free_when_its_lease_ends(pair: tuple[Node, Node]) -> None:
-    prefill, _ = pair
-    answer = offered(prefill)
-    until(lambda: prefill.step() and answer.done())
     rest(prefill)
 
 

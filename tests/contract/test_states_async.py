@@ -122,6 +122,16 @@ def with_a_step_in_flight(decode: Node) -> list[list[int]]:
     return blocks
 
 
+def goes_on(prefill: Node, decode: Node, num_tokens: int) -> None:
+    """Decode's device catches up, and its request ends with so many tokens from prefill."""
+    decode.do_all()
+    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    assert decode.sees(DECODE_ID, TOKENS, num_tokens)
+    decode.lags = False
+    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    rest(prefill, decode)
+
+
 def test_states_arrive_after_the_steps_that_still_overwrite_them(node: Callable[..., Node]) -> None:
     """Rule R8 is a matter of tokens here: the step in flight writes the state behind a token that nobody wants."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
@@ -135,12 +145,7 @@ def test_states_arrive_after_the_steps_that_still_overwrite_them(node: Callable[
     decode.settle()
     prefill.step()
     assert not decode.moved and not decode.sees(DECODE_ID, TOKENS, TOKENS - 1)
-    decode.do_all()
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.sees(DECODE_ID, TOKENS, TOKENS - 1)
-    decode.lags = False
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
+    goes_on(prefill, decode, TOKENS - 1)
 
 
 def test_blocks_are_filled_after_they_were_zeroed(node: Callable[..., Node]) -> None:
@@ -154,12 +159,7 @@ def test_blocks_are_filled_after_they_were_zeroed(node: Callable[..., Node]) -> 
     decode.settle()
     prefill.step()
     assert not decode.moved
-    decode.do_all()
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.sees(DECODE_ID, TOKENS, TOKENS - 1)
-    decode.lags = False
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
+    goes_on(prefill, decode, TOKENS - 1)
 
 
 def test_what_is_behind_the_last_token_is_zero_in_larger_blocks_too(node: Callable[..., Node]) -> None:
@@ -190,7 +190,4 @@ def test_what_is_cached_is_offered_when_the_device_has_computed_it(node: Callabl
     assert not prefill.work
     params = json.loads(json.dumps(asks.result()))
     decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.sees(DECODE_ID, TOKENS, 2 * BLOCK)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
+    goes_on(prefill, decode, 2 * BLOCK)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
+for module in ("vllm", "kvcached"):
+    pytest.importorskip(module, reason="needs an environment: bash experiments/env.sh")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

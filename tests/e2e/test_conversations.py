@@ -12,8 +12,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 from support.balancers import Balancer, service
 
 from experiments.bench.conversations import Peers

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-
-pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 from support import feature_asks as asks
 from support.endpoint_asks import LEAVING, NUMBERED, Body, Row, chat, completion, ids, joined, plain, response
 from support.feature_models import CHAT_TEMPLATE, chat_model, spec

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +20,16 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.feature_models import adapter
+from support.feature_models import adapter, spec
 
 from experiments.common import model as models
 from experiments.common.client import Answer, AnswerError, Client, http_client, read_answer
-from experiments.common.device import layout
-from experiments.common.servers import Server, ServerSpec, running
+from experiments.common.servers import Server, running
 
-CONNECTOR: dict[str, Any] = {
-    "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "fail",
-    "kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": 60},
-}
-KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "1", **layout()}
 PROMPT = [3 + place % 500 for place in range(100)]
 TOKENS = 8
 PAUSED_SECONDS = 5.0
 """A pause returns within a second or two; this machine may have others on it."""
-
-
-def spec(name: str, model: Path, mode: str, *arguments: str) -> ServerSpec:
-    extra = {**CONNECTOR["kv_connector_extra_config"], "transfer_mode": mode}
-    return ServerSpec(
-        name=name,
-        model=model,
-        dtype="float32",
-        kv_transfer={**CONNECTOR, "kv_connector_extra_config": extra},
-        environment=KVCACHED,
-        arguments=arguments,
-        forks=True,
-    )
 
 
 @dataclass
@@ -254,7 +233,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Server
 
 
 def test_pauses_return_at_once_whatever_is_kept_or_queued(pair: list[Server]) -> None:
-    """Finding B2: leases of a minute, decode paused with what it has queued, prefill with what it keeps."""
+    """Finding B2: decode paused with what it has queued, prefill with what it keeps."""
     asyncio.run(_pauses(*pair))
     for one in pair:
         one.check_alive()
@@ -302,9 +281,9 @@ def test_adapters_are_known_by_their_content(mode: str, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(folders[0], copied)
     arguments = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
-    specs = [spec(name, model, mode, *arguments) for name in ("prefill", "decode")]
-    allowed = {**KVCACHED, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true"}
-    with running([replace(one, environment=allowed) for one in specs], tmp_path) as (prefill, decode):
+    allowed = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true"}
+    specs = [spec(name, model, mode, *arguments, **allowed) for name in ("prefill", "decode")]
+    with running(specs, tmp_path) as (prefill, decode):
         asyncio.run(_adapters(prefill, decode, *folders, copied=copied))
         for one in (prefill, decode):
             one.check_alive()

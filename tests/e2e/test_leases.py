@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
 
 from experiments.common.client import Client, Pair, http_client, read_answer

@@ -20,7 +20,6 @@ from experiments.common import device
 from experiments.common import model as models
 from experiments.common.client import Answer, Client, HandOver, Pair, http_client
 from experiments.common.counted import count
-from experiments.common.device import role
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.servers import UNIPROC, ServerSpec, running
 
@@ -72,11 +71,7 @@ class Case:
             max_num_batched_tokens=256,
             tensor_parallel_size=tp,
             executor="mp" if tp * stages > 1 else UNIPROC,
-            kv_transfer={
-                "kv_connector": "NixlConnector",
-                "kv_role": role(name),
-                "kv_connector_extra_config": {"num_threads": 0, **self.extra},
-            },
+            kv_transfer=device.nixl(name, self.extra),
             environment={
                 "ENABLE_KVCACHED": "true",
                 "KVCACHED_CONTIGUOUS_LAYOUT": str(self.contiguous).lower(),
@@ -164,7 +159,7 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
     lengths = (3, *LENGTHS[1:]) if served.has_states else LENGTHS
     specs = [served.side(side) for side in ("prefill", "decode")]
     with running(specs, tmp_path) as (prefill, decode):
-        alone, handed_over, records = asyncio.run(_both_ways(prefill.base_url, decode.base_url, lengths))
+        alone, handed_over, records = asyncio.run(_both_ways(prefill.base_url, decode.base_url, lengths=lengths))
     if not served.rounds:
         assert [answer.token_ids for answer in alone] == [hand_over.answer.token_ids for hand_over in handed_over]
     for length, hand_over in zip(lengths, handed_over, strict=True):
@@ -184,44 +179,41 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
         assert any(record["digests"])
 
 
-SHARES = {
-    "a group on each rank": (1, 2, Case(family="nemotron-h", block_sizes=(1, 128), extra={"verify_fraction": 1.0})),
-    "one group, pushed": (2, 1, Case(family="granite4-h", contiguous=False, block_sizes=(1, 1, 1, 256), extra=PUSHED)),
-}
+UNEQUAL = {
+    "heads": (1, 2, Case()),
+    "heads, pushed": (2, 1, Case(contiguous=False, extra=PUSHED)),
+    "a group of states on each rank": (
+        1, 2, Case(family="nemotron-h", block_sizes=(1, 128), extra={"verify_fraction": 1.0})
+    ),
+    "one group of states, pushed": (
+        2, 1, Case(family="granite4-h", contiguous=False, block_sizes=(1, 1, 1, 256), extra=PUSHED)
+    ),
+    "copies, Gemma 3": (1, 2, Case(family="gemma3 one head", block_sizes=(32, 32), extra={"verify_fraction": 1.0})),
+    "copies, Gemma 3, pushed": (
+        2, 1, Case(family="gemma3 one head", contiguous=False, block_sizes=(32, 32), extra=PUSHED)
+    ),
+    "copies, Gemma 4": (2, 1, Case(family="gemma4 one head", block_sizes=(64, 32), extra={"verify_fraction": 1.0})),
+    "copies, Gemma 4, pushed": (
+        1, 2, Case(family="gemma4 one head", contiguous=False, block_sizes=(64, 32), extra=PUSHED)
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", list(SHARES))
-def test_ranks_with_other_shares_of_a_state_get_theirs(case: str, tmp_path: Path) -> None:
-    """Unequal tensor-parallel sizes: a convolution's state has channels of several projections, each shared out."""
-    prefill_tp, decode_tp, served = SHARES[case]
+@pytest.mark.parametrize("case", list(UNEQUAL))
+def test_ranks_of_unequal_tensor_parallel_sizes_get_their_share(case: str, tmp_path: Path) -> None:
+    """Heads; a convolution's state, which has channels of several projections, each shared out; or, with more ranks
+    than KV heads, a copy that vLLM has each rank compute. Answers are those of a stock instance, if that has no states.
+    """
+    prefill_tp, decode_tp, served = UNEQUAL[case]
     skip_if_not_served(served)
     specs = [served.side("prefill", prefill_tp), served.side("decode", decode_tp)]
-    with running(specs, tmp_path) as (prefill, decode):
-        alone, handed_over, records = asyncio.run(_both_ways(prefill.base_url, decode.base_url, (3, 100, 300, 700)))
-    assert [answer.token_ids for answer in alone] == [hand_over.answer.token_ids for hand_over in handed_over]
-    assert {hand_over.transfer for hand_over in handed_over} <= set(records)
-
-
-COPIES = {
-    "Gemma 3": (1, 2, Case(family="gemma3 one head", block_sizes=(32, 32), extra={"verify_fraction": 1.0})),
-    "Gemma 3, pushed": (2, 1, Case(family="gemma3 one head", contiguous=False, block_sizes=(32, 32), extra=PUSHED)),
-    "Gemma 4": (2, 1, Case(family="gemma4 one head", block_sizes=(64, 32), extra={"verify_fraction": 1.0})),
-    "Gemma 4, pushed": (1, 2, Case(family="gemma4 one head", contiguous=False, block_sizes=(64, 32), extra=PUSHED)),
-}
-
-
-@pytest.mark.parametrize("case", list(COPIES))
-def test_ranks_with_copies_of_one_head_get_it(case: str, tmp_path: Path) -> None:
-    """With more ranks than KV heads, vLLM has each rank compute a copy. Answers are those of a stock instance."""
-    prefill_tp, decode_tp, served = COPIES[case]
-    skip_if_not_served(served)
-    stock = replace(served.side("stock"), kv_transfer=None, environment={})
-    specs = [served.side("prefill", prefill_tp), served.side("decode", decode_tp), stock]
-    with running(specs, tmp_path) as (prefill, decode, alone):
-        said, handed_over, records = asyncio.run(
-            _both_ways(prefill.base_url, decode.base_url, LENGTHS[1:], alone.base_url)
-        )
-        assert not count([prefill, decode], "kvcached_nixl:handover_failures_total")
+    if not served.has_states:
+        specs.append(replace(served.side("stock"), kv_transfer=None, environment={}))
+    with running(specs, tmp_path) as servers:
+        urls = [one.base_url for one in servers]
+        lengths = (3, *LENGTHS[2:]) if served.has_states else LENGTHS[1:]
+        said, handed_over, records = asyncio.run(_both_ways(*urls, lengths=lengths))
+        assert not count(servers[:2], "kvcached_nixl:handover_failures_total")
     assert [answer.token_ids for answer in said] == [hand_over.answer.token_ids for hand_over in handed_over]
     assert {hand_over.transfer for hand_over in handed_over} <= set(records)
 
@@ -260,12 +252,7 @@ def test_blocks_of_other_sizes_are_computed_again(mode: str, tmp_path: Path) -> 
             dtype="float32",
             max_num_batched_tokens=256,
             block_size=block_size,
-            kv_transfer={
-                "kv_connector": "NixlConnector",
-                "kv_role": role(side),
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode},
-            },
+            kv_transfer=device.nixl(side, {"transfer_mode": mode}, kv_load_failure_policy="recompute"),
             environment={"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **device.layout()},
             forks=True,
         )
@@ -279,7 +266,7 @@ def test_blocks_of_other_sizes_are_computed_again(mode: str, tmp_path: Path) -> 
 
 
 async def _both_ways(
-    prefill_url: str, decode_url: str, lengths: Sequence[int] = LENGTHS, alone_url: str | None = None
+    prefill_url: str, decode_url: str, alone_url: str = "", *, lengths: Sequence[int] = LENGTHS
 ) -> tuple[list[Answer], list[HandOver], dict[str, dict[str, object]]]:
     async with http_client(1) as http:
         pair = Pair(Client(prefill_url, http), Client(decode_url, http))

@@ -48,13 +48,7 @@ TOKENS = 8
 NUM_BLOCKS = 320
 """A page group holds 16 of them. Six prompts fit."""
 DEAD_SECONDS = 15.0
-KVCACHED = {
-    "ENABLE_KVCACHED": "true",
-    **device.layout(),
-    "KVCACHED_HOSTVMM_GIB": "1",
-    **GIVES_BACK,
-}
-CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+KVCACHED = {"ENABLE_KVCACHED": "true", **device.layout(), "KVCACHED_HOSTVMM_GIB": "1", **GIVES_BACK}
 MODEL = ModelShape(kv_heads=8, head_size=128)
 Ask = Callable[[int, list[int]], Awaitable[dict[str, Any]]]
 
@@ -65,14 +59,13 @@ def prompts() -> list[list[int]]:
 
 
 def spec(name: str, *, ranks: int = 1, mode: str = "", kvcached: bool = True, wish: str = "") -> ServerSpec:
-    extra = {"num_threads": 0, "transfer_mode": mode, "kv_lease_duration": 30}
     ranked = ("--data-parallel-size", str(ranks)) if ranks > 1 else ()
     return ServerSpec(
         name=name,
         model=make_model(MODEL),
         dtype="float32",
         executor="mp",
-        kv_transfer={**CONNECTOR, "kv_connector_extra_config": extra} if mode else None,
+        kv_transfer=device.nixl("", {"transfer_mode": mode}, kv_load_failure_policy="fail") if mode else None,
         environment={**(KVCACHED if kvcached else {}), **({"KVCACHED_IPC_NAME": wish} if wish else {})},
         arguments=("--num-gpu-blocks-override", str(NUM_BLOCKS), *ranked),
         forks=True,

@@ -24,7 +24,7 @@ from experiments.byte_equivalence.compare import LOGPROB_TOLERANCE, Difference, 
 from experiments.common import model as models
 from experiments.common.client import Answer, Client, http_client, read_answer
 from experiments.common.counted import count, hand_overs
-from experiments.common.device import layout, role
+from experiments.common.device import layout, nixl, role
 from experiments.common.pages import PageWatch
 from experiments.common.servers import GIVES_BACK, REPOSITORY, SERVER_SIDE, Server, ServerError, ServerSpec, running
 from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, HITS_DIVERGE, installed_has
@@ -79,12 +79,7 @@ def spec(name: str, **fields: Any) -> ServerSpec:
 
 def beside(name: str, other: Connector, mode: str, *, is_first: bool) -> ServerSpec:
     """A server with another connector beside NixlConnector."""
-    nixl = {
-        "kv_connector": "NixlConnector",
-        "kv_role": role(name),
-        "kv_connector_extra_config": {"num_threads": 0, "transfer_mode": mode},
-    }
-    children = [nixl, {"kv_role": "kv_both", **other}]
+    children = [nixl(name, {"transfer_mode": mode}), {"kv_role": "kv_both", **other}]
     transfer = {
         "kv_connector": "MultiConnector",
         "kv_role": role(name),

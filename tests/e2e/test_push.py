@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Push between real servers when one of them dies or a client leaves, and between unequal tensor-parallel sizes.
+"""Push between real servers when one of them dies or a client leaves.
 
 The byte-equivalence harness covers runs without faults. Here every request ends as ``kv_load_failure_policy`` says
 within a stated time, both sides continue to serve, and the memory of both becomes free.
@@ -19,16 +19,11 @@ import pytest
 
 from experiments.common import model as models
 from experiments.common.client import Answer, AnswerError, Client, Pair, http_client, read_answer
-from experiments.common.device import layout, role
+from experiments.common.device import layout, nixl
 from experiments.common.pages import PageWatch
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
 
-KVCACHED = {
-    "ENABLE_KVCACHED": "true",
-    **layout(),
-    "KVCACHED_HOSTVMM_GIB": "2",
-    **GIVES_BACK,
-}
+KVCACHED = {"ENABLE_KVCACHED": "true", **layout(), "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK}
 PREFILL, DECODE = 0, 1
 LEASE_SECONDS = 5.0
 # A handshake every 5 s while decode waits, and up to 5 s for its answer; the rest is for a busy machine.
@@ -44,30 +39,20 @@ STEP_SECONDS = 150.0
 has said why."""
 
 
-def spec(name: str, policy: str = "fail", *, tp: int = 1, lease_seconds: float = LEASE_SECONDS) -> ServerSpec:
+def spec(name: str, policy: str = "fail") -> ServerSpec:
     # Two names of the same.
     by_class = name.startswith("prefill")
-    connector = {
-        "kv_connector": "NixlPushConnector" if by_class else "NixlConnector",
-        "kv_role": role(name),
-        "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {
-            "num_threads": 0,
-            **({} if by_class else {"transfer_mode": "push"}),
-            "kv_lease_duration": lease_seconds,
-        },
-    }
-    more: dict[str, Any] = {"tensor_parallel_size": tp, "executor": "mp"} if tp > 1 else {}
+    extra = {"kv_lease_duration": LEASE_SECONDS, **({} if by_class else {"transfer_mode": "push"})}
+    connector = nixl(name, extra, kv_load_failure_policy=policy)
     return ServerSpec(
         name=name,
         model=models.make_model(models.ModelShape(max_positions=16384)),
         dtype="float32",
         max_model_len=8192,
         max_num_batched_tokens=CHUNK,
-        kv_transfer=connector,
+        kv_transfer={**connector, "kv_connector": "NixlPushConnector"} if by_class else connector,
         environment=KVCACHED,
         forks=True,
-        **more,
     )
 
 
@@ -251,39 +236,3 @@ def test_a_decode_that_dies(tmp_path: Path) -> None:
         asyncio.run(until_decode_dies(prefill, decode))
         asyncio.run(afterwards(prefill, successor, expected))
         prefill.check_alive()
-
-
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
-def test_unequal_tensor_parallel_sizes(prefill_tp: int, decode_tp: int, tmp_path: Path) -> None:
-    """Every head finds its way: in both orders the tokens are those of one server alone."""
-
-    async def both_orders(prefill: Server, decode: Server, expected: Answer) -> None:
-        async with http_client(2) as http:
-            pair = Pair(Client(prefill.base_url, http), Client(decode.base_url, http), prefill.coordinates)
-            for turn in range(2):
-                route = {"do_remote_decode": True, "transfer_id": f"p{turn}"}
-                names = {"salt": f"p{turn}", "request_id": f"p{turn}"}
-                offered = await pair.prefill.complete(PROMPT, max_tokens=1, kv_transfer_params=route, **names)
-                decoding = pair.decode.complete(
-                    PROMPT, max_tokens=TOKENS, kv_transfer_params=offered["kv_transfer_params"], **names
-                )
-                assert read_answer(await decoding, TOKENS).token_ids == expected.token_ids
-            for turn in range(2):
-                names = {"salt": f"d{turn}", "request_id": f"d{turn}"}
-                params = {**pair.coordinates, "transfer_id": f"d{turn}", "do_remote_prefill": True}
-                route = {"do_remote_decode": True, "transfer_id": f"d{turn}"}
-                decoded, _ = await asyncio.gather(
-                    pair.decode.complete(PROMPT, max_tokens=TOKENS, kv_transfer_params=params, **names),
-                    pair.prefill.complete(PROMPT, max_tokens=1, kv_transfer_params=route, **names),
-                )
-                assert read_answer(decoded, TOKENS).token_ids == expected.token_ids
-
-    # Prefill's blocks wait for a handshake with every rank, on a machine with fewer cores than ranks.
-    sides = [spec("prefill", tp=prefill_tp, lease_seconds=60.0), spec("decode", tp=decode_tp, lease_seconds=60.0)]
-    with running(sides, tmp_path) as (prefill, decode):
-        expected = asyncio.run(alone(prefill if prefill_tp == 1 else decode))
-        try:
-            asyncio.run(both_orders(prefill, decode, expected))
-        except AnswerError as error:
-            logs = "\n".join(f"{server.spec.name}:\n{server.tail()}" for server in (prefill, decode))
-            pytest.fail(f"{error}. The logs end with\n{logs}")

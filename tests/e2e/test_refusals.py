@@ -18,25 +18,19 @@ from support.endpoints import ENDPOINTS, TEMPLATE, Endpoint, Failed, Prompt, rea
 
 from experiments.common import model as models
 from experiments.common.client import AnswerError, Client, Pair, http_client, read_answer
-from experiments.common.device import layout, role
+from experiments.common.device import layout, nixl
 from experiments.common.servers import ServerError, ServerSpec, running
 
-CONNECTOR: dict[str, Any] = {
-    "kv_connector": "NixlConnector",
-    "kv_connector_extra_config": {"num_threads": 0},
-}
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **layout()}
 PROMPT = [3 + place % 500 for place in range(100)]
 
 
 def spec(name: str, policy: str = "fail", environment: dict[str, str] | None = None, **extra: Any) -> ServerSpec:
-    connector = {**CONNECTOR, "kv_role": role(name), "kv_load_failure_policy": policy}
-    connector["kv_connector_extra_config"] = {**CONNECTOR["kv_connector_extra_config"], **extra}
     return ServerSpec(
         name=name,
         model=models.make_model(),
         dtype="float32",
-        kv_transfer=connector,
+        kv_transfer=nixl(name, extra, kv_load_failure_policy=policy),
         environment=KVCACHED if environment is None else environment,
         arguments=("--chat-template", TEMPLATE),
         forks=True,

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
-
-pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 from support.endpoints import TEMPLATE
 
 from experiments.common.client import http_client

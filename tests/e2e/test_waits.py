@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("kvcached", reason="needs an environment: bash experiments/env.sh")
 from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
 from support.pressed_servers import SOON_SECONDS
 

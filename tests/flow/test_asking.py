@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.flow_asking import DIRECTIONS, OTHER, POLICIES, PULL, Asks, is_computed, is_fetched, prompt
+from support.flow_asking import DIRECTIONS, OTHER, POLICIES, PULL, Asks, is_fetched, prompt
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
-from support.flow_pair import PROMPT, kind
+from support.flow_pair import PROMPT, is_computed, kind
 
 from kvcached_nixl.wire.question import Outcome
 
@@ -436,6 +436,17 @@ def test_weights_change(mode: str, stage: Callable[[Asks, Request], None], who: 
     again = pair.arrives(prompt(1))
     pair.pass_time(TIMEOUT_SECONDS)
     assert is_fetched(again) if who == "both" else is_computed(again)
+    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+def test_a_prefill_of_another_model_is_asked_in_vain(mode: str) -> None:
+    pair = Asks(mode, "q", recomputes=False)
+    pair.prefill.update(OTHER)
+    pair.cluster.answers_at_once = True
+    found = [pair.arrives(prompt(seed)) for seed in range(4)]
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert all(map(is_fetched, found)) and "refused" in pair.causes()
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 

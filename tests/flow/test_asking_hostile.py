@@ -11,10 +11,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.flow_asking import AFTER, DIRECTIONS, OTHER, POLICIES, PULL, PUSH, Asks, is_computed, is_fetched, prompt
+from support.flow_asking import AFTER, DIRECTIONS, OTHER, POLICIES, PULL, PUSH, Asks, is_fetched, prompt
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status
-from support.flow_pair import PROMPT, kind
+from support.flow_pair import PROMPT, is_computed, kind
 
 from kvcached_nixl.wire.params import MANIFEST_KEY
 from kvcached_nixl.wire.question import Outcome

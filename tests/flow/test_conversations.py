@@ -6,11 +6,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.flow_asking import DIRECTIONS, POLICIES, Asks, is_computed, is_fetched, prompt
+from support.flow_asking import DIRECTIONS, POLICIES, Asks, is_fetched, prompt
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Engine, Request, Status
 from support.flow_memory import Shape
-from support.flow_pair import kind
+from support.flow_pair import is_computed, kind
 
 from kvcached_nixl.scheduler.asking import local, questions
 from kvcached_nixl.wire.handshake import Tensors, Weights

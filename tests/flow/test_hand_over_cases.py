@@ -16,7 +16,7 @@ import pytest
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status
 from support.flow_memory import Shape
-from support.flow_pair import PROMPT, Pair, kind
+from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, is_right, kind
 from support.flow_schedule import SHAPES, Defects
 from support.internals import holds_of, offers_of, parked_of
 from support.memory_transport import Posted
@@ -44,7 +44,6 @@ from kvcached_nixl.worker.transfer.slab import Use
 from kvcached_nixl.worker.transfer.staging import Held
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
-PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 BYTES_PER_TOKEN = 2 * 2 * 8
 
 
@@ -61,11 +60,6 @@ def push() -> Pair:
 @pytest.fixture
 def pull() -> Pair:
     return Pair(PULL)
-
-
-def is_right(request: Request, num_external: int = len(PROMPT)) -> bool:
-    """Whether the request has finished with ``num_external`` tokens from prefill."""
-    return (request.status, request.num_external) == (Status.STOPPED, num_external)
 
 
 def arrives(pair: Pair, found: Request, num_external: int = len(PROMPT)) -> None:
@@ -119,7 +113,7 @@ def test_decode_first(shapes: tuple[Any, Any]) -> None:
 
 
 @ALL_SHAPES
-@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+@DIRECTIONS
 def test_prefill_first(mode: TransferMode, shapes: tuple[Any, Any]) -> None:
     """For every combination of block sizes and ranks on the two sides."""
     pair = Pair(mode, *(Kind(shape=shape) for shape in shapes))
@@ -1094,7 +1088,7 @@ def test_slots_are_copied_when_every_rank_has_written() -> None:
 
 
 @pytest.mark.parametrize("sides", [((0, 0), (0, 0)), *SIDES], ids=["none", "P", "D", "both"])
-@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+@DIRECTIONS
 def test_a_model_with_windows_is_handed_over(mode: TransferMode, sides: tuple[tuple[int, int], ...]) -> None:
     """Decode requests one token fewer than the digest covers. Prefill announces no tokens before it has all."""
     pair = Pair(mode, *(kind(slots=slots, drops_blocks=True, budget=4) for slots in sides))

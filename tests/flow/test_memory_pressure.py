@@ -8,14 +8,12 @@ import random
 import pytest
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
-from support.flow_pair import PROMPT, Pair, kind
+from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, kind
 
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import RevocationCause
 
-PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
-DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
 PATIENCE = Settings.give_way_after_seconds
 BLOCKS_EACH = 5
 """Blocks of `PROMPT`, and of `prompt`."""

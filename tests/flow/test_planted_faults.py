@@ -21,14 +21,13 @@ from flow import test_memory_pressure as pressure
 from flow import test_verified_hand_overs as verified
 from support import faults
 from support.flow_memory import Shape
-from support.flow_pair import Pair
+from support.flow_pair import PULL, PUSH, Pair
 from support.flow_schedule import Schedule
 
 from kvcached_nixl.scheduler.asking import questions
 from kvcached_nixl.transfer_mode import TransferMode
 
 SEEDS = 300
-PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 
 
 def schedules() -> None:

@@ -6,29 +6,17 @@ from __future__ import annotations
 import pytest
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
-from support.flow_pair import PROMPT, Pair, kind
+from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, is_computed, is_right, kind
 
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 
-PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 OTHER = Weights(Tensors("1" * 32, "8" * 32), files="9" * 32)
-DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
 
 
 def pair_of(mode: TransferMode, **decode: object) -> Pair:
     return Pair(mode, None, kind(caches_prefixes=False, **decode))
-
-
-def is_right(found: Request) -> bool:
-    """Whether it has finished with all of prefill's tokens."""
-    return (found.status, found.num_external) == (Status.STOPPED, len(PROMPT))
-
-
-def fails_alone(found: Request) -> bool:
-    """Decode has computed it by itself: it took nothing from prefill."""
-    return found.status is Status.STOPPED and not found.num_external
 
 
 @DIRECTIONS
@@ -40,7 +28,7 @@ def test_other_weights_are_refused_until_both_have_the_same(mode: TransferMode) 
         weights = OTHER if first is pair.prefill else Weights(Tensors("1" * 32, "7" * 32))
         first.update(weights)
         found = pair.hand_over()
-        assert fails_alone(found), "one is older than the other"
+        assert is_computed(found), "one is older than the other"
         second.update(weights)
         found = pair.hand_over()
         assert is_right(found), "they serve again"
@@ -64,7 +52,7 @@ def test_what_was_kept_when_weights_change_is_used_by_nobody(mode: TransferMode,
     assert not pair.prefill.requests, "its blocks are free at once"
     found = pair.ask_decode(upstream.answer)
     pair.settle()
-    assert fails_alone(found) and set(pair.causes()) <= {"restarted", "lease"}
+    assert is_computed(found) and set(pair.causes()) <= {"restarted", "lease"}
     again = pair.hand_over()
     assert is_right(again)
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
@@ -195,10 +183,10 @@ def test_what_is_under_way_when_weights_change_is_used_by_nobody(mode: TransferM
                 engine.update(OTHER)
         pair.settle()
         if was_under_way and who != "prefill":
-            assert fails_alone(found), rounds
+            assert is_computed(found), rounds
         elif was_under_way:
             # What decode has of the old weights is right for it: it has not been updated.
-            assert fails_alone(found) or is_right(found), rounds
+            assert is_computed(found) or is_right(found), rounds
         pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS + 20)
 
 
@@ -221,7 +209,7 @@ def test_two_halves_of_one_prompt_with_other_weights_are_never_one(mode: Transfe
     pair.prefill.handover.revocations.resumed()
     pair.settle()
     assert upstream.status is Status.STOPPED and upstream.answer is None, "it is offered to nobody"
-    assert fails_alone(found)
+    assert is_computed(found)
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
@@ -293,7 +281,7 @@ def test_what_has_come_and_is_not_used_yet_is_revoked_as_well(mode: TransferMode
         assert not decode.handover.revocations.has_blocks
     decode.admits = True
     pair.settle()
-    assert fails_alone(found) and pair.causes() == {"revoked": 1}
+    assert is_computed(found) and pair.causes() == {"revoked": 1}
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
@@ -315,7 +303,7 @@ def test_a_paused_prefill_keeps_nothing_though_decode_renews(mode: TransferMode)
     pair.prefill.handover.revocations.resumed()
     pair.decode.pool.free.update(dict.fromkeys(range(1, 7)))
     pair.settle()
-    assert fails_alone(found) and pair.causes() == {"lease": 1}
+    assert is_computed(found) and pair.causes() == {"lease": 1}
     again = pair.hand_over()
     assert is_right(again), "it offers again"
     pair.nothing_is_left(LEASE_SECONDS + 10)
@@ -347,14 +335,14 @@ def test_a_prefill_that_shuts_down_tells_who_is_registered() -> None:
     for worker in pair.prefill.workers:
         worker.registry.close("prefill is shut down")
     pair.settle()
-    assert fails_alone(found) and pair.causes() == {"revoked": 1}
+    assert is_computed(found) and pair.causes() == {"revoked": 1}
 
 
 # --------------------------------------------------------------------------------------------------------------- media
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
-@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+@DIRECTIONS
 def test_a_decode_leg_without_its_media_is_an_error_also_where_it_would_recompute(
     mode: TransferMode, recomputes: bool
 ) -> None:

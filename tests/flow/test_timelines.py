@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from support.flow_engine import Status
-from support.flow_pair import PROMPT, Pair, kind
+from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, kind
 
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step
 from kvcached_nixl.wire.timeline import State, Timeline
 
-PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 CONTEXT = {"traceparent": TRACE}
 _PREFILL = {State.PREFILL_QUEUED, State.PREFILL_COMPUTING, State.PREFILL_SENDING}
@@ -116,7 +115,7 @@ def steps_of(pair: Pair) -> list[Step]:
     return told
 
 
-@pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
+@DIRECTIONS
 def test_without_tracing_no_message_has_a_context(mode: TransferMode) -> None:
     pair = Pair(mode)
     told = steps_of(pair)

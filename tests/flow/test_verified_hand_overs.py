@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
-from support.flow_engine import Kind, Request, Status, Worker
-from support.flow_pair import PROMPT, Pair, kind
+from support.flow_engine import Kind, Request, Worker
+from support.flow_pair import PROMPT, PULL, PUSH, Pair, is_right, kind
 from support.flow_schedule import SHAPES
 from support.internals import attempts_of, offers_of, report_of
 
 from kvcached_nixl.scheduler import fetch_request as fetching
-from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.messages import Written
 
-PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 SLOTS = (12, 3)
 OTHER = tuple(range(60, 80))
 Made = Callable[..., Pair]
@@ -34,10 +32,6 @@ def made(request: pytest.FixtureRequest) -> Made:
         return Pair(request.param, *kinds, verify_fraction=fraction)
 
     return make
-
-
-def is_right(request: Request, num_external: int = len(PROMPT)) -> bool:
-    return (request.status, request.num_external) == (Status.STOPPED, num_external)
 
 
 def under_way(pair: Pair, workers: list[Worker], prompt: tuple[int, ...] = PROMPT) -> Request:

@@ -6,14 +6,12 @@ from __future__ import annotations
 import pytest
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
-from support.flow_pair import PROMPT, Pair, kind
+from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, kind
 
 from kvcached_nixl.scheduler.giving_way import VAIN_TIMEOUTS
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.worker.transfer_thread import STANDING_SECONDS
 
-PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
-DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
 ALLOCATION_SECONDS = 20.0
 LONG = 10 * TIMEOUT_SECONDS
 BLOCKS_EACH = 5

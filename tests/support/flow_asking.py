@@ -80,7 +80,3 @@ class Asks(Pair):
 
 def is_fetched(found: Request) -> bool:
     return found.status is Status.STOPPED and found.num_external > 0
-
-
-def is_computed(found: Request) -> bool:
-    return found.status is Status.STOPPED and not found.num_external

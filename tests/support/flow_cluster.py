@@ -29,16 +29,13 @@ from support.flow_memory import Shape
 from support.internals import (
     asking_of,
     bytes_in_flight,
-    fetching_of,
     free_buffers_of,
     holds_of,
     leftovers,
-    offering_of,
     renewals_of,
     report_of,
     tokens_of,
     unfinished_handshakes,
-    writer_of,
 )
 from support.memory_transport import GATE, MemoryTransport, Network, Posted
 
@@ -391,7 +388,7 @@ def left_on(engine: Engine) -> Iterator[str]:
     yield from leftovers(handover.engine.timelines, but=("lasted",))
     yield from (f"hold {number}: {blocks}" for number, blocks in holds_of(handover).items())
     yield from leftovers(*asking_of(handover), but=("all", "_known"))
-    fetching, offering = fetching_of(handover), offering_of(handover)
+    fetching, offering = handover.fetching, handover.offering
     yield from leftovers(fetching, fetching.attempts, offering, offering.kept)
     if (
         handover.pending
@@ -405,7 +402,7 @@ def left_on(engine: Engine) -> Iterator[str]:
 
 
 def _left_on_worker(worker: Worker) -> Iterator[str]:
-    thread, context, writer = worker.side.thread, worker.context, writer_of(worker.registry)
+    thread, context, writer = worker.side.thread, worker.context, worker.registry.writer
     yield from leftovers(thread, worker.receiver, worker.registry, writer, renewals_of(thread))
     yield from leftovers(context, context.transfer_queue, context.checksums, worker.awaiting_checksum)
     # What is counted is reported with the next step, which may never come.

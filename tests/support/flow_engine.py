@@ -52,7 +52,7 @@ from support.engine_fakes import kv_groups, stock
 from support.flow_asker import FlowAsker, url_of
 from support.flow_memory import Cells, Pool, RankMemory, Sequence64, Shape
 from support.flow_staging import slab_of
-from support.internals import context_of, draw_as, receiver_of, registry_of
+from support.internals import context_of, receiver_of, registry_of
 
 if TYPE_CHECKING:
     from support.flow_cluster import Cluster
@@ -494,7 +494,7 @@ class Engine:
             ),
             functools.partial(FlowAsker, self),
         )
-        draw_as(self.handover, random.Random(number))
+        self.handover.asking.servers.random = random.Random(number)
         self.workers = [Worker(self, rank) for rank in range(shape.tp_size * shape.pp_size)]
         memories = [worker.memory for worker in self.workers]
         self.pool = Pool(self, shape, memories, kind.caches_prefixes, kind.are_shared, kind.newest_first)

@@ -7,6 +7,8 @@ import itertools
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
@@ -17,6 +19,8 @@ from support.flow_memory import Shape
 from support.flow_schedule import Defects
 from support.memory_transport import Posted
 
+PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
+DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
 PROMPT = tuple(range(3, 21))
 """18 tokens: four full blocks and a half."""
 
@@ -24,6 +28,16 @@ PROMPT = tuple(range(3, 21))
 def kind(**changed: Any) -> Kind:
     shape = {name: changed.pop(name) for name in list(changed) if name in Shape.__dataclass_fields__}
     return Kind(shape=Shape(**shape), **changed)
+
+
+def is_right(found: Request, num_external: int = len(PROMPT)) -> bool:
+    """Whether the request has finished with ``num_external`` tokens from prefill."""
+    return (found.status, found.num_external) == (Status.STOPPED, num_external)
+
+
+def is_computed(found: Request) -> bool:
+    """Whether decode has computed it by itself: it took nothing from prefill."""
+    return found.status is Status.STOPPED and not found.num_external
 
 
 class Pair:

@@ -41,8 +41,6 @@ from support.internals import (
     receiver_of,
     registry_of,
     report_of,
-    write_tasks_of,
-    writer_of,
 )
 from support.transports import until
 
@@ -100,7 +98,7 @@ class Node(engine_node.Node):
     @property
     def write_tasks(self) -> Any:
         """Decode's registrations that prefill has not finished, by agent and attempt."""
-        return write_tasks_of(self.registry)
+        return self.registry.writer.tasks
 
     @property
     def side_of_engine(self) -> Any:
@@ -357,7 +355,7 @@ def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
     settings = dataclasses.replace(engine.settings, handover_timeout_seconds=seconds)
     with (
         mock.patch.object(engine, "settings", settings),
-        mock.patch.object(writer_of(registry), "_unmatched_seconds", seconds),
+        mock.patch.object(registry.writer, "_unmatched_seconds", seconds),
         mock.patch.object(matcher_of(registry), "_unmatched_seconds", seconds),
         mock.patch.object(leases_of(registry), "_lease_seconds", seconds),
     ):

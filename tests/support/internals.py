@@ -7,7 +7,6 @@ Each private name is read in one place here, so that a rename in the package cha
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Collection, Hashable, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,13 @@ from kvcached_nixl.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from kvcached_nixl.ids import PrefillRequestId
-    from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
     from kvcached_nixl.scheduler.facade import SchedulerFacade
-    from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
     from kvcached_nixl.wire.messages import Peer
     from kvcached_nixl.wire.step import Report
     from kvcached_nixl.worker.decode.attempt import Attempt
     from kvcached_nixl.worker.decode.fencing import ActiveWriters, WriteGates
     from kvcached_nixl.worker.decode.receiver import Receiver, Renewals
-    from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
+    from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
     from kvcached_nixl.worker.prefill.registry import Leases, OfferRegistry
     from kvcached_nixl.worker.prefill.writer import Writer
     from kvcached_nixl.worker.transfer.context import GateConnections, WorkerContext
@@ -123,11 +120,6 @@ def writers_of(receiver: Receiver) -> ActiveWriters:
     return receiver._writers
 
 
-def write_tasks_of(registry: OfferRegistry) -> dict[WriteKey, WriteTask]:
-    """Returns decode's registrations that are not finished."""
-    return registry.writer.tasks
-
-
 def matcher_of(registry: OfferRegistry) -> OfferMatcher:
     return registry._matcher
 
@@ -197,19 +189,6 @@ def num_dropped(queue: TransferQueue) -> int:
 # ------------------------------------------------------------------------------------------- of an engine's scheduler
 
 
-def fetching_of(handover: SchedulerFacade) -> DecodeFetches:
-    return handover.fetching
-
-
-def set_incarnation(side: SchedulerFacade, incarnation: str) -> None:
-    """Has an engine say so in handshakes, and in steps after the one that is being built."""
-    side.engine.incarnation = incarnation
-
-
-def offering_of(handover: SchedulerFacade) -> PrefillOffers:
-    return handover.offering
-
-
 def holds_of(handover: SchedulerFacade) -> dict[int, list[Any]]:
     """Returns the blocks of each hold, by its number."""
     return handover.engine.holds._held
@@ -227,8 +206,3 @@ def asking_of(handover: SchedulerFacade) -> list[object]:
         asking.servers,
         *asking.servers.all,
     ]
-
-
-def draw_as(handover: SchedulerFacade, dice: random.Random) -> None:
-    """Has an engine choose whom it asks as the dice say."""
-    handover.asking.servers.random = dice

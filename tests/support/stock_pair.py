@@ -31,7 +31,6 @@ from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, Finish, OfferUpdate, Report, Step, WakeAddress
 from support.engine_fakes import grown
-from support.internals import set_incarnation
 
 TRANSFER_TIMEOUT_SECONDS = 20.0
 LISTENS_AT = "127.0.0.1"
@@ -71,7 +70,7 @@ class Engine:
         self.worker.register_kv_caches(dict(kv_caches))
         side = side_of(self.scheduler)
         if side is not None:
-            set_incarnation(side, "0" * 16)
+            side.engine.incarnation = "0" * 16
         self.listen()
 
     def listen(self) -> None:

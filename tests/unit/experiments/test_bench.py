@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/bench: its statistics, each target on both sides of its limit, and what the servers of arms differ in."""
+"""experiments/bench: its statistics, and targets on both sides of their limits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
-from experiments.bench import bench_serve, family_cost, memory_path, push_vs_pull
-from experiments.bench.pairs import FORMS
+from experiments.bench import bench_serve, memory_path
 from experiments.bench.samples import Samples, percentile
 from experiments.common.report import Verdict
 
@@ -59,33 +58,6 @@ def samples_of(forms: Sequence[str], setting: tuple[object, ...], arms: Mapping[
     return samples
 
 
-def first_tokens(transport: str, length: int, **arms: float) -> Samples:
-    names = {"stock": push_vs_pull.STOCK_PUSH.name, "streamed": push_vs_pull.STREAMED.name, "staged": "pull, staged"}
-    figures = {names.get(arm, arm): {"first_token": seconds, "token": 0.01} for arm, seconds in arms.items()}
-    return samples_of(FORMS, (transport, length, 1), figures)
-
-
-@pytest.mark.parametrize(
-    ("judge", "samples", "expected"),
-    [
-        # Half again as soon from 1,024 tokens up, and below that never later; the target is TCP's.
-        (push_vs_pull.judge, first_tokens("TCP", 1024, pull=1.5, streamed=1.0), [True]),
-        (push_vs_pull.judge, first_tokens("TCP", 1024, pull=1.49, streamed=1.0), [False]),
-        (push_vs_pull.judge, first_tokens("TCP", 512, pull=0.99, streamed=1.0), [False]),
-        (push_vs_pull.judge, first_tokens("shared memory", 1024, pull=1.0, streamed=1.0), []),
-        (push_vs_pull.judge, first_tokens("shared memory", 2048, stock=1.2, streamed=1.0), [True]),
-        (push_vs_pull.judge, first_tokens("shared memory", 2048, stock=1.1, streamed=1.0), [False]),
-        (push_vs_pull.judge, first_tokens("shared memory", 1024, stock=1.1, streamed=1.0), []),
-        # Over TCP; shared memory is reported only.
-        (memory_path.judge_first_token, first_tokens("TCP", 512, pull=1.0, staged=1.15), [True]),
-        (memory_path.judge_first_token, first_tokens("TCP", 512, pull=1.0, staged=1.16), [False]),
-        (memory_path.judge_first_token, first_tokens("shared memory", 512, pull=1.0, staged=1.16), []),
-    ],
-)
-def test_first_tokens(judge: Callable[[Samples], Sequence[Verdict]], samples: Samples, expected: list[bool]) -> None:
-    assert reached(judge(samples)) == expected
-
-
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -111,16 +83,6 @@ def test_blocks_stay_taken_for_the_copy(seconds: float, is_reached: bool) -> Non
     """A fifth longer at most; of the direct path nothing is promised."""
     arms = {"pull, staged": {"occupied": seconds, "copied": 0.01}, "pull": {"occupied": 0.5, "copied": 0.0}}
     assert reached(memory_path.judge_pages(samples_of(("{} tokens",), (2048,), arms))) == [is_reached]
-
-
-@pytest.mark.parametrize(
-    ("slower", "descriptors", "expected"),
-    [(1.0, 10.0, [True, True]), (1.2, 10.0, [False, True]), (1.0, 21.0, [True, False])],
-)
-def test_a_family_has_its_targets(slower: float, descriptors: float, expected: list[bool]) -> None:
-    arms = {arm.name: {"first_token": 0.1, "descriptors": 40.0} for arm in family_cost.ARMS}
-    arms[family_cost.PULL.name] = {"first_token": 0.1 * slower, "descriptors": descriptors}
-    assert reached(family_cost.judge(samples_of(FORMS, ("gemma4", 512, 1), arms))) == expected
 
 
 RUN = {"failed": 0, "requests_per_second": 1.0, "first_token_p50_ms": 100.0, "token_p50_ms": 10.0, "cpu_token_ms": 12.0}
