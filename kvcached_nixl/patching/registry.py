@@ -23,7 +23,7 @@ import wrapt
 
 from kvcached_nixl.errors import ContractChanged, Refused
 from kvcached_nixl.patching.record import Call, Patch, PatchOutcome, PatchState, Target
-from kvcached_nixl.patching.seat import Seat, find_seat, locate, way_around
+from kvcached_nixl.patching.seat import SUPPORTED, Seat, find_seat, locate, way_around
 
 Judge = Callable[[Patch], "str | None"]
 """Returns why a patch must be skipped, or None to apply it. The only reader of versions."""
@@ -170,22 +170,19 @@ class Registry:
                 entry.refuse(_unforeseen(patch, error))
                 return
         with self._lock:
-            if entry.state is PatchState.PENDING and self._active:
-                self._absent(entry)
-
-    def _absent(self, entry: _Entry) -> None:
-        patch = entry.patch
-        may_lack = f"not there: {patch.target}" if patch.when_absent == "skip" else None
-        if entry.skip(self._judge(patch) or may_lack):
-            return
-        entry.refuse(
-            ContractChanged(
-                found=f"no {patch.target.name} in {patch.target}",
-                expected=f"one that defines {patch.attribute}",
-                consequence=f"Without this patch: {patch.why}",
-                remedy="Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one.",
+            if entry.state is not PatchState.PENDING or not self._active:
+                return
+            may_lack = f"not there: {patch.target}" if patch.when_absent == "skip" else None
+            if entry.skip(self._judge(patch) or may_lack):
+                return
+            entry.refuse(
+                ContractChanged(
+                    found=f"no {patch.target.name} in {patch.target}",
+                    expected=f"one that defines {patch.attribute}",
+                    consequence=f"Without this patch: {patch.why}",
+                    remedy=SUPPORTED,
+                )
             )
-        )
 
 
 def _unforeseen(patch: Patch, cause: Exception) -> Refused:

@@ -16,6 +16,8 @@ import wrapt
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching.record import ANY_PARAMETERS, Call, Kind, Patch, Target, parameter_lists, positions_of
 
+SUPPORTED = "Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one."
+
 
 @dataclass
 class Seat:
@@ -179,5 +181,5 @@ def _changed(patch: Patch, owner: type | types.ModuleType, found: str, expected:
         found=f"{_name_of(owner)}.{patch.attribute}: {found}",
         expected=f"{patch.attribute}: {expected}",
         consequence=f"Without this patch: {patch.why}",
-        remedy="Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one.",
+        remedy=SUPPORTED,
     )

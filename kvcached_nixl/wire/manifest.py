@@ -19,7 +19,7 @@ import msgspec
 
 from kvcached_nixl.wire.checked import Count, Digest, Identifier, Incarnation, LogicalBlockNumber, Seconds, require
 
-__all__ = ["BlockRange", "Embeddings", "Manifest", "PROTOCOL", "as_json", "digest_of"]
+__all__ = ["BlockRange", "Embeddings", "Manifest", "PROTOCOL", "digest_of"]
 
 _CHUNK_BYTES = 256 << 10
 
@@ -152,9 +152,3 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-def as_json(manifest: Manifest) -> dict[str, object]:
-    """Plain values for ``kv_transfer_params``."""
-    found: dict[str, object] = msgspec.to_builtins(manifest)
-    return found

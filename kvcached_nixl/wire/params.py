@@ -40,7 +40,7 @@ from kvcached_nixl.wire.checked import (
     convert,
     require,
 )
-from kvcached_nixl.wire.manifest import Manifest, as_json
+from kvcached_nixl.wire.manifest import Manifest
 
 __all__ = [
     "CACHED_TOKENS_KEY",
@@ -227,7 +227,7 @@ def read_offer(params: Mapping[str, Any], request_id: str) -> str:
     parameter has an unusable value or contradicts another; the message names it."""
     require_one_role(params)
     try:
-        return _name_of(_model(params), request_id)
+        return name_of(params, request_id)
     except Malformed as error:
         raise HandOverFailed(FailureCause.PARAMETERS, f"kv_transfer_params: {error}") from error
 
@@ -269,7 +269,7 @@ def prefill_params(
         "remote_block_ids": [[] for _ in manifest.groups],
         CACHED_TOKENS_KEY: cached_tokens,
         **msgspec.to_builtins(prefill),
-        MANIFEST_KEY: as_json(manifest),
+        MANIFEST_KEY: msgspec.to_builtins(manifest),
     }
 
 
