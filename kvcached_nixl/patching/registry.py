@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies patches in order, keeps one of three outcomes for each, and restores the originals.
 
-A patch is decided when its target module was just imported, at once if the module is imported already, and at the
-latest in `Registry.complete`. Deciding never raises: wrapt drops a post-import hook that raises, and the next import of
-the module would succeed unpatched. Every error is recorded, and the caller acts on the outcome.
+A patch is decided when its target module was just imported, and at the latest in `Registry.complete`. Deciding never
+raises: wrapt drops a post-import hook that raises, and the next import of the module would succeed unpatched.
 
 Locks: one re-entrant lock guards the state. It is never held while a module is imported, because a thread that waits
 for it may hold the import lock of that module.
@@ -38,9 +37,7 @@ class Registry:
     """The patches of one process. Thread-safe."""
 
     def __init__(
-        self,
-        judge: Judge = lambda patch: None,
-        when_first_complete: Callable[[Registry], None] = lambda registry: None,
+        self, judge: Judge = lambda patch: None, when_first_complete: Callable[[Registry], None] = lambda registry: None
     ) -> None:
         """Args: ``when_first_complete`` runs once, after everything was decided for the first time."""
         self._judge = judge

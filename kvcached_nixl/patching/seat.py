@@ -125,11 +125,9 @@ def find_seat(patch: Patch, container: type | types.ModuleType) -> Seat:
 
 
 def way_around(cls: type, seat: Seat) -> str:
-    """How a call on an instance of ``cls`` does not reach the entry at a class's seat, as text; "" if it does.
-
-    A class that redefines the attribute has to name it together with ``super``, or with a class that it extends. One of
-    the seat's own top-level package is not looked at: it is known as well as the seat.
-    """
+    """How a call on an instance of ``cls`` does not reach the entry at a class's seat, as text; "" if it does. A class
+    that redefines the attribute has to name it together with ``super``, or with a class that it extends. One of the
+    seat's own top-level package is not looked at: it is known as well as the seat."""
     owner, name = seat.owner, seat.attribute
     assert isinstance(owner, type)
     if owner not in cls.__mro__:

@@ -30,16 +30,7 @@ import msgspec
 
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.checked import (
-    BlockNumber,
-    Count,
-    Identifier,
-    Malformed,
-    Port,
-    TpSize,
-    convert,
-    require,
-)
+from kvcached_nixl.wire.checked import BlockNumber, Count, Identifier, Malformed, Port, TpSize, convert, require
 from kvcached_nixl.wire.manifest import Manifest
 
 __all__ = [

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What decode asks of a prefill server, and what that answers.
 
-The request is one of vLLM's own, ``POST /v1/completions`` with token ids, which vLLM's authentication guards and which
-ends when the connection does. Prefill computes the prompt and one token. (``/inference/v1/generate`` answers 403 from
-0.33 on, unless vLLM was started with ``--enable-scale-out``.) Prompts with images, sounds, ..., or of embeddings go to
-an endpoint of this package (`wire.asked_prompt`), and so does the question how much of a prompt a server has cached.
-
-Source: ``vllm/entrypoints/openai/completion``.
-"""
+The request is one of vLLM's own (``vllm/entrypoints/openai/completion``), ``POST /v1/completions`` with token ids,
+which vLLM's authentication guards and which ends when the connection does. Prefill computes the prompt and one token.
+What has more than token ids goes to an endpoint of this package (`wire.asked_prompt`), and so does the question how
+much of a prompt is cached."""
 
 from __future__ import annotations
 
