@@ -66,7 +66,6 @@ class Settings:
     """The extra configuration of one connector.
 
     Attributes:
-        transfer_mode: which side starts a transfer.
         kv_lease_duration_seconds: how long prefill keeps blocks without a heartbeat from decode.
         handover_timeout_seconds: a hand-over whose KV has not come after this fails.
         allocation_timeout_seconds: a request that nothing frees blocks for fails after this; None: half of

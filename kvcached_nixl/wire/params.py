@@ -169,15 +169,9 @@ def asks(params: object, role: str) -> bool:
 
 
 def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bool) -> FetchParams:
-    """Reads a decode request's parameters; unknown keys are ignored.
-
-    Args:
-        request_id: in decode's engine.
-        may_rendezvous: whether the manifest may be missing, because prefill compares digests before it writes (push).
-
-    Raises:
-        HandOverFailed: a parameter is missing, has an unusable value or contradicts another; the message names it.
-    """
+    """Reads the parameters of decode's request. ``may_rendezvous``: the manifest may be missing, because prefill
+    compares digests before it writes (push). Raises `HandOverFailed`: a parameter is missing, has an unusable value or
+    contradicts another; the message names it."""
     require_one_role(params)
     try:
         found = _model(params)

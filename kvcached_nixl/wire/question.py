@@ -50,7 +50,6 @@ class Question:
     """A prompt whose KV is asked for.
 
     Attributes:
-        request_id: decode's.
         adapter: name of its LoRA adapter; "" for none.
         transfer_id: push: under which decode registers its blocks; "" if it does so after the answer.
         trace_headers: W3C trace context, as it came.
@@ -108,7 +107,6 @@ class Outcome(msgspec.Struct, frozen=True):
     """How asking a server has ended without an answer.
 
     Attributes:
-        reason: in words, for the log.
         is_final: the server refuses this prompt, and would refuse it again.
         is_of_server: it would give this answer to any prompt.
         is_busy: the server cannot take requests now.
