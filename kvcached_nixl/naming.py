@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who owns which kvcached name on a host, by files. Knows nothing of vLLM.
 
-kvcached uses one name for its sockets, its shared-memory segment and its memory accounting. It takes the name from the
-environment (``KVCACHED_IPC_NAME``) or derives it from the process group. Two engines with the same name answer at the
-same socket, and pages are mapped in the wrong worker. So this package treats that name as a prefix, and makes a unique
-name per engine from it, in a folder that only one process can create, with a record that the engine keeps locked.
+kvcached uses one name for its sockets, its shared-memory segment and its memory accounting. Two engines with the same
+name answer at the same socket, and pages are mapped in the wrong worker. So each engine makes a unique name, in a
+folder that only one process can create, with a record that the engine keeps locked.
 
     /tmp/kvcached-tp-NAME-HASH/    kvcached's folder for the sockets of NAME. Created here with mode 0700, never reused
         owner                      the record, JSON. Every process of the engine holds a shared flock(2) on it
         w0.sock ...                kvcached's sockets
     /dev/shm/NAME, NAME_gN         kvcached's accounting of its pool
 
-A process that gets the lock exclusively knows that no process of the engine is left, independent of pids and pid
-namespaces, and may remove all of its files. Folders without a record, or of another user, are left alone. Every process
-of an engine holds its own lock, so the files that a worker uses outlive its engine core. A forked child shares its
+A process that gets the lock exclusively knows that no process of the engine is left, independent of pid namespaces, and
+may remove all of its files. Folders without a record, or of another user, are left alone. A forked child shares its
 parent's lock. The kernel releases a lock when the last process that holds it ends, however it ends.
 """
 
@@ -86,11 +84,8 @@ class Places:
 
 @dataclass
 class Claim:
-    """A lock on a name, held by the engine core (the owner) or by another process of the same engine.
-
-    Attributes:
-        pid: the process that made the claim. A forked child inherits the claim but is not the owner.
-    """
+    """A lock on a name, held by the engine core (the owner) or by another process of the same engine. ``pid`` has made
+    it: a forked child inherits the claim but is not the owner."""
 
     name: str
     folder: Path
@@ -148,14 +143,9 @@ def join(name: str, places: Places) -> Claim:
 
 
 def clear_abandoned(places: Places, patience_seconds: float = 0.0) -> tuple[str, ...]:
-    """Remove the files of this user's engines that have no living process.
-
-    Args:
-        patience_seconds: how long to wait for the workers of an engine whose core was killed. They are about to end and
-            still hold the lock.
-
-    Returns: the names whose files were removed.
-    """
+    """Remove the files of this user's engines that have no living process, and return their names.
+    ``patience_seconds``: how long to wait for the workers of an engine whose core was killed: they are about to end and
+    still hold the lock."""
     deadline = time.monotonic() + patience_seconds
     cleared: list[str] = []
     waiting = list(places.sockets("any").parent.glob(places.pattern))
@@ -197,10 +187,7 @@ def _remove(name: str, folder: Path, places: Places) -> None:
 
 
 def _publish(name: str, folder: Path) -> int:
-    """Write the record. It is locked before another process can see it.
-
-    Returns: its file descriptor, which is closed on exec.
-    """
+    """Write the record, locked before another process can see it. Returns its descriptor, which is closed on exec."""
     new = folder / f".{RECORD}"
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -211,11 +198,7 @@ def _publish(name: str, folder: Path) -> int:
 
 
 def _open(folder: Path) -> int:
-    """Open the record and return its file descriptor.
-
-    Raises:
-        OSError: there is no record, or it is another user's.
-    """
+    """Open the record and return its descriptor. Raises OSError: there is none, or it is another user's."""
     status = folder.lstat()
     descriptor = os.open(folder / RECORD, os.O_RDWR | os.O_NOFOLLOW)
     if {status.st_uid, os.fstat(descriptor).st_uid} != {os.geteuid()}:

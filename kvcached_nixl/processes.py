@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a process is of this host and lives, what it could write here, and which programs have started this one.
 
-On the same host a peer may write this process's memory through the kernel or a device (``process_vm_writev``, CUDA
-IPC), without any endpoint, key or socket of this process; but there the kernel also tells whether the process has
-ended. A peer on another host has to write over a network, and the gate it writes through can be closed
-(`transport.agent.WriteGate`).
-
-Nothing here blocks: ``/proc`` is served from kernel memory. Linux only, as NIXL is.
+On the same host a peer may write this process's memory through the kernel or a device, without any endpoint, key or
+socket of this process; but there the kernel also tells whether the process has ended. Over a network, the gate that it
+writes through can be closed (`transport.agent.WriteGate`). Nothing here blocks: ``/proc`` is served from kernel memory.
 """
 
 from __future__ import annotations
@@ -49,9 +46,7 @@ def has_ancestor(program: str) -> bool:
 
 def start_ticks(pid: int) -> int | None:
     """Start time of a process whose main thread lives, in clock ticks since boot; else None. Tells a reused pid apart.
-
-    It says nothing of the process's other threads, which may still write: for that, see `Host.is_dead`.
-    """
+    Of other threads, which may still write, see `Host.is_dead`."""
     try:
         stat = _stat(pid)
     except OSError:
@@ -94,11 +89,7 @@ class Host:
 
     def sees(self, process: Process) -> bool:
         """Whether it is a live process of this host that is visible here: only then does its absence later mean that it
-        has ended.
-
-        Copies of one virtual machine have the same boot id, but neither has the other's processes: a process with this
-        number and start time must exist here as well.
-        """
+        has ended. Copies of one virtual machine have the same boot id, but neither has the other's processes."""
         mine = self.own
         is_here = (process.boot_id, process.namespaces) == (mine.boot_id, mine.namespaces) and process.pid > 0
         return bool(mine.boot_id) and is_here and _started(process.pid) == process.started
@@ -109,12 +100,9 @@ class Host:
         return started is not None and started != process.started
 
     def is_behind_network(self, process: Process) -> bool:
-        """Whether a process can write this process's memory over a network only.
-
-        UCX treats two processes as being on one host if their boot ids are equal. Its `cma` transport also needs a
-        shared PID namespace. A transport that may work across namespaces counts as possible unless its device is
-        absent.
-        """
+        """Whether a process can write this process's memory over a network only. UCX treats two processes as being on
+        one host if their boot ids are equal. Its `cma` transport also needs a shared PID namespace. A transport that
+        may work across namespaces counts as possible unless its device is absent."""
         mine = self.own
         if self.transports and {one.strip() for one in self.transports.split(",")} <= _NETWORKS:
             return True

@@ -66,7 +66,6 @@ class Settings:
     """The extra configuration of one connector.
 
     Attributes:
-        transfer_mode: which side starts a transfer.
         kv_lease_duration_seconds: how long prefill keeps blocks without a heartbeat from decode.
         handover_timeout_seconds: a hand-over whose KV has not come after this fails.
         allocation_timeout_seconds: a request that nothing frees blocks for fails after this; None: half of
@@ -96,16 +95,26 @@ class Settings:
         for key in ("enable_cross_layers_blocks", "bidirectional_kv_xfer"):
             if not is_flag(False, extra_config, key):
                 raise _bad(extra_config, key, "false while kvcached is on")
-        handover_timeout_seconds = _handover_timeout(extra_config)
+        own_seconds = _seconds(extra_config, "handover_timeout", cls.handover_timeout_seconds)
+        seconds = _seconds(extra_config, "push_registration_timeout", own_seconds)
+        if "handover_timeout" in extra_config and seconds != own_seconds:
+            expected = f"{own_seconds:g}, equal to handover_timeout, or unset"
+            raise _bad(extra_config, "push_registration_timeout", expected)
+        allocation_seconds = _seconds(extra_config, "allocation_timeout", seconds)
+        if allocation_seconds > seconds:
+            raise _bad(extra_config, "allocation_timeout", f"at most handover_timeout, {seconds:g}")
+        verify_fraction = extra_config.get("verify_fraction", cls.verify_fraction)
+        if not _is_number(verify_fraction, 1):
+            raise _bad(extra_config, "verify_fraction", "a number from 0 to 1")
         return cls(
             transfer_mode=_choice(extra_config, "transfer_mode", cls.transfer_mode),
             kv_lease_duration_seconds=_seconds(extra_config, "kv_lease_duration", cls.kv_lease_duration_seconds),
-            handover_timeout_seconds=handover_timeout_seconds,
-            allocation_timeout_seconds=_allocation_timeout(extra_config, handover_timeout_seconds),
+            handover_timeout_seconds=seconds,
+            allocation_timeout_seconds=allocation_seconds if "allocation_timeout" in extra_config else None,
             give_way_after_seconds=_seconds(extra_config, "give_way_after", cls.give_way_after_seconds),
             memory_path=_choice(extra_config, "memory_path", cls.memory_path),
             staging_gib=_staging_gib(extra_config),
-            verify_fraction=_verify_fraction(extra_config),
+            verify_fraction=float(verify_fraction),
             drain_delay_seconds=_seconds(extra_config, "drain_delay", cls.drain_delay_seconds),
         )
 
@@ -137,12 +146,8 @@ def unheeded(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
     yield from misspelled(extra_config)
     key = "enforce_handshake_compat"
     if not is_flag(True, extra_config, key):
-        yield bad(
-            key,
-            extra_config[key],
-            "true, or the key left out",
-            "It is not followed: kvcached_nixl compares peers all the same, and refuses KV of those that differ.",
-        )
+        consequence = "kvcached_nixl compares peers all the same, and refuses KV of those that differ."
+        yield bad(key, extra_config[key], "true, or the key left out", f"It is not followed: {consequence}")
 
 
 def staged_on_host(extra_config: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -152,23 +157,6 @@ def staged_on_host(extra_config: Mapping[str, Any], device: str) -> dict[str, An
     if path not in (MemoryPath.AUTO, MemoryPath.HOST):
         raise _bad(extra_config, "memory_path", f'"host" or unset, together with kv_buffer_device="cpu" on {device}')
     return {**extra_config, "memory_path": MemoryPath.HOST.value}
-
-
-def _handover_timeout(extra_config: Mapping[str, Any]) -> float:
-    own, stock = "handover_timeout", "push_registration_timeout"
-    seconds = _seconds(extra_config, own, Settings.handover_timeout_seconds)
-    theirs = _seconds(extra_config, stock, seconds)
-    if own in extra_config and theirs != seconds:
-        raise _bad(extra_config, stock, f"{seconds:g}, equal to {own}, or unset")
-    return theirs
-
-
-def _allocation_timeout(extra_config: Mapping[str, Any], handover_timeout_seconds: float) -> float | None:
-    key = "allocation_timeout"
-    seconds = _seconds(extra_config, key, handover_timeout_seconds)
-    if seconds > handover_timeout_seconds:
-        raise _bad(extra_config, key, f"at most handover_timeout, {handover_timeout_seconds:g}")
-    return seconds if key in extra_config else None
 
 
 def _choice(extra_config: Mapping[str, Any], key: str, default: _E) -> _E:
@@ -184,18 +172,16 @@ def _staging_gib(extra_config: Mapping[str, Any]) -> float | None:
     value = extra_config.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST_GIB:
+    if not _is_number(value, MOST_GIB) or not value:
         raise _bad(extra_config, key, f"a number of GiB above 0 and up to {MOST_GIB:,}")
     if _choice(extra_config, "memory_path", Settings.memory_path) is MemoryPath.DIRECT:
         raise bad(key, value, 'unset with "memory_path": "direct"', "Nothing is staged with it.")
     return float(value)
 
 
-def _verify_fraction(extra_config: Mapping[str, Any]) -> float:
-    value = extra_config.get("verify_fraction", Settings.verify_fraction)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise _bad(extra_config, "verify_fraction", "a number from 0 to 1")
-    return float(value)
+def _is_number(value: object, most: float) -> bool:
+    # bool is an int: "kv_lease_duration": true would be a lease of one second.
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value <= most
 
 
 def _seconds(extra_config: Mapping[str, Any], key: str, default: float) -> float:
@@ -248,8 +234,7 @@ def read_seconds(extra_config: Mapping[str, Any], key: str, default: float, cons
     if key not in extra_config:
         return default
     value = extra_config[key]
-    # bool is an int: "kv_lease_duration": true would be a lease of one second.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LONGEST_SECONDS:
+    if not _is_number(value, LONGEST_SECONDS) or not value:
         raise bad(key, value, f"a number of seconds above 0 and up to {LONGEST_SECONDS:,}", consequence)
     return float(value)
 

@@ -108,12 +108,8 @@ class SideChannelAddress:
         )
 
     def doubts(self, leads_to: Sequence[str], own: Collection[str]) -> list[SettingsError]:
-        """What speaks against peers on other hosts reaching it.
-
-        Args:
-            leads_to: the numeric addresses of ``advertised.host``, as this host sees it.
-            own: this host's addresses.
-        """
+        """What speaks against peers on other hosts reaching it, where ``advertised.host`` leads to these numeric
+        addresses here, and this host has its ``own``."""
         found: list[SettingsError] = []
         where = f"the side channel is advertised as {self.advertised} ({self.origin}), which is "
         expected = "an address of this host that servers on other hosts reach"

@@ -61,11 +61,8 @@ def limits() -> Limits:
 
 
 def shortfalls(found: Limits, *, pins: bool | None = None) -> Iterator[str]:
-    """What to change about each limit that is too low; what a server needs depends on the transports it uses.
-
-    Args:
-        pins: whether this host has network cards that pin registered memory; None to look.
-    """
+    """What to change about each limit that is too low. ``pins``: whether this host has network cards that pin
+    registered memory; None to look."""
     locked, mappings, shared = (found[name] for name in (LOCKED, MAPPINGS, SHARED))
     if (_INFINIBAND.is_dir() if pins is None else pins) and locked != UNLIMITED:
         yield "ulimit -l unlimited: network cards pin registered memory"
@@ -99,13 +96,8 @@ class PeerFound(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found on this host.
-
-    Attributes:
-        limits: name -> value, the kernel's limits for this process.
-        advice: what the operator should change, as sentences.
-        peer: a rank of a running engine, if the caller named one.
-    """
+    """What was found on this host. ``limits`` are the kernel's for this process; ``advice`` says what the operator
+    should change; ``peer`` is there if the caller named one."""
 
     platform: Platform
     proof: Proof
@@ -115,12 +107,9 @@ class Findings:
 
 
 def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, int] | None = None) -> Findings:
-    """Run the test again, without using a stored result. Raises MemoryRefused: it could not be completed; ValueError:
-    the peer cannot be reached, or cannot be read from.
-
-    Args:
-        peer: (host, port, rank) of a running engine's side channel.
-    """
+    """Run the test again, without using a stored result. ``peer``: (host, port, rank) of a running engine's side
+    channel. Raises MemoryRefused: it could not be completed; ValueError: the peer cannot be reached, or cannot be read
+    from."""
     here = platform()
     question = Question(here.device, device_index, here.memory_type, tuple(backends))
     proof = find(question, is_fresh=True)
@@ -136,8 +125,12 @@ def examine(backends: Sequence[str], device_index: int, peer: tuple[str, int, in
             raise ValueError(f"could not read from {host}:{port}: {reason}") from error
         finally:
             channel.close()
-    advice = (*_of_lanes(proof), *shortfalls(of_host))
-    return Findings(here, proof, of_host, advice, met)
+    advice = [*proof.why_not, *proof.why_slow]
+    if proof.why_not:
+        advice.append(proof.remedy)
+    if proof.why_slow:
+        advice.append(f"more than {SLOW:g} times as slow as a slab means a copy path: check the build of UCX")
+    return Findings(here, proof, of_host, (*advice, *shortfalls(of_host)), met)
 
 
 def read_from(channel: SideChannel, host: str, port: int, tp_rank: int, question: Question) -> PeerFound:
@@ -238,10 +231,8 @@ def to_json(findings: Findings) -> dict[str, Any]:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return (
-        "  "
-        + " ".join(f"{cell:<{width}}" for cell, width in zip(cells, (16, 10, 20, 20, 20, 14), strict=True)).rstrip()
-    )
+    padded = (f"{cell:<{width}}" for cell, width in zip(cells, (16, 10, 20, 20, 20, 14), strict=True))
+    return f"  {' '.join(padded).rstrip()}"
 
 
 def _cells(lane: LaneFound) -> tuple[str, ...]:
@@ -272,12 +263,3 @@ def _of_peer(peer: PeerFound) -> list[str]:
             f"{planes.head_stride_bytes:,} a head",
         ]
     return lines
-
-
-def _of_lanes(proof: Proof) -> list[str]:
-    found = [*proof.why_not, *proof.why_slow]
-    if proof.why_not:
-        found.append(proof.remedy)
-    if proof.why_slow:
-        found.append(f"more than {SLOW:g} times as slow as a slab means a copy path: check the build of UCX")
-    return found

@@ -90,10 +90,8 @@ def make(registry: Registry | None) -> Report:
 
 
 def with_side_channel(report: Report) -> Report:
-    """The report with the side channel's addresses, as this process's environment configures them. Imports vLLM.
-
-    If they cannot be used, the reason is added as a refusal.
-    """
+    """The report with the side channel's addresses, as this process's environment configures them, or with a refusal if
+    they cannot be used. Imports vLLM."""
     try:
         address = side_channel_address()
         leads_to = look_up(address.advertised.host)
@@ -140,7 +138,7 @@ def to_json(report: Report) -> dict[str, Any]:
                 "process": o.patch.process,
                 "state": o.state.value,
                 "reason": o.reason,
-                "notes": list(o.notes),
+                "notes": [*o.notes],
             }
             for o in report.outcomes
         ],

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The content of LoRA adapters, by vLLM's ``lora_int_id``. One `Adapters` per engine, used on the engine's thread.
 
-vLLM's workers read an adapter when it is added or first used, again after it was evicted, and whenever a request sets
-``load_inplace``. vLLM reports none of these reads. So the checksum that was taken when this package first saw the
-adapter, before any worker read it, is valid as long as the files are unchanged.
-
-In three cases the content is unknown until the adapter is loaded again, and then it matches no other adapter: its files
-were replaced since (a worker may have read the new ones), it could not be loaded, or it may have been loaded without
-vLLM's own calls.
+vLLM does not report when its workers read an adapter. So the checksum that was taken when this package first saw it,
+before any worker read it, is valid as long as the files are unchanged. The content is unknown until the adapter is
+loaded again, and then matches no other, if its files were replaced, if it could not be loaded, or if it may have been
+loaded without vLLM's own calls.
 """
 
 from __future__ import annotations
@@ -38,12 +35,11 @@ class _Known:
 
 
 class Adapters:
-    """See the module.
+    """See the module. ``unknown`` is called with the reason when an adapter's content is unknown.
 
     Args:
         resolve: (path as vLLM takes it: a folder, or a name in a hub; whether the adapter is new) -> the folder that a
             worker would read now. The hub is contacted only for a new adapter.
-        unknown: called with the reason when an adapter's content is unknown.
     """
 
     def __init__(self, resolve: Callable[[str, bool], str], unknown: Callable[[str], None]) -> None:

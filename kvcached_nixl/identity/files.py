@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""128-bit checksums of a model's files: its weights, its configuration, code and processor settings.
+"""128-bit checksums of a model's files, whatever their names and places: its weights, its configuration, code and
+processor settings.
 
-Of weights, independent of their folder, their names and how a checkpoint is split into files.
 Safetensors files are hashed tensor by tensor, with each tensor's name, type and shape, so a checkpoint that was split
 into other files has the same checksum. Up to ``WHOLE_BYTES`` everything is read. Beyond that, `PIECES` pieces, whatever
-the number of tensors: a file system may take 50 ms for each. Names and shapes of all tensors count; which tensors are
-read follows from their names alone. Each kind of tensor (names without their numbers) gets an equal share, so that what
-all layers have a few of is read of every layer beside tens of thousands of experts. A file of another kind is hashed as
-one sequence of bytes.
-
-Of configurations, without names and locations.
+the number of tensors: a file system may take 50 ms for each. A file of another kind is one sequence of bytes.
 """
 
 from __future__ import annotations
@@ -115,7 +110,8 @@ def _joined(digests: Sequence[bytes]) -> str:
 
 
 def _chosen(spans: Sequence[_Span]) -> set[_Span]:
-    """At most `PIECES` of them: in turn one of each kind, in an order that follows from their keys."""
+    """At most `PIECES` of them, in an order that follows from their keys: in turn one of each kind (names without their
+    numbers), so that what all layers have a few of is read of each beside tens of thousands of experts."""
     kinds: dict[str, list[_Span]] = {}
     for span in sorted(spans, key=lambda span: xxhash.xxh3_64_digest(span.key)):
         kinds.setdefault(re.sub(r"[0-9]+", "#", span.name), []).append(span)

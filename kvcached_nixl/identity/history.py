@@ -120,12 +120,8 @@ class WeightsHistory:
         self._sources[name, part] = _Source(resolved, found, self._readers.submit(checksums, resolved))
 
     def built(self, loaded: Reading, distrust: str = "") -> None:
-        """A loader has built the model; `begins` follows.
-
-        Args:
-            loaded: what the loader has loaded, before kernels rewrote it.
-            distrust: why neither that nor the files that it has read are what computes; "" if they are.
-        """
+        """A loader has built the model of what it has ``loaded``, before kernels rewrote it; `begins` follows.
+        ``distrust``: why neither that nor the files that it has read are what computes; "" if they are."""
         self._tensors = {**self._tensors, **{name: one for name, one in loaded.items() if one.num_bytes}}
         self._is_known, self._is_reloaded, self._distrust = not distrust, False, distrust
         self._scratch, self._changed = None, set()
@@ -232,13 +228,8 @@ class WeightsHistory:
 
 
 def joined(models: Mapping[str, ModelWeights], place: str, code: str) -> tuple[Weights, Mapping[str, Sequence[str]]]:
-    """What a worker computes with, and the names that `Weights.misfit` takes.
-
-    Args:
-        models: by the prefix of their tensors' names.
-        place: as in `described`.
-        code: as in `Weights`.
-    """
+    """What a worker computes with, and the names that `Weights.misfit` takes. ``models`` are given by the prefix of
+    their tensors' names; ``place`` is as in `described`, ``code`` as in `Weights`."""
     found = models.values()
     memory = {f"{prefix}{name}": one for prefix, of in models.items() for name, one in of.memory.items()}
     loaded = {f"{prefix}{name}": one for prefix, of in models.items() for name, one in of.loaded.items()}

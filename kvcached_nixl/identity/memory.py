@@ -66,11 +66,9 @@ def read(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Read]:
 
 
 def described(reading: Reading, place: str) -> Tensors:
-    """What peers are told of tensors. Without content if one of them could not be read.
-
-    Args:
-        place: of the rank among those that share the model, on which the layout depends as well.
-    """
+    """What peers are told of tensors. Without content if one of them could not be read. The layout depends on
+    ``place``,
+    too: the rank's among those that share the model."""
     names = sorted(reading)
     forms = [(name, *map(str, reading[name][:3])) for name in names]
     layout = hashlib.blake2b(repr((place, forms)).encode(), digest_size=16)
@@ -90,7 +88,10 @@ def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     begin = 0
     for part in _pieces(tensor):
-        words = _words(part)
+        missing = -part.numel() % 8
+        if missing or part.storage_offset() % 8:
+            part = torch.nn.functional.pad(part, (0, missing)) if missing else part.clone()
+        words = part.view(torch.int64)
         mixed = torch.arange(begin, begin + words.numel(), dtype=torch.int64, device=tensor.device)
         mixed.mul_(_PLACE).bitwise_xor_(words)
         mixed.bitwise_xor_(mixed >> 32).mul_(_MIX)
@@ -117,10 +118,3 @@ def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
-
-
-def _words(part: torch.Tensor) -> torch.Tensor:
-    missing = -part.numel() % 8
-    if missing or part.storage_offset() % 8:
-        part = torch.nn.functional.pad(part, (0, missing)) if missing else part.clone()
-    return part.view(torch.int64)

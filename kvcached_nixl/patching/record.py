@@ -122,14 +122,10 @@ class Patch:
     """One attribute of one target, why it has to be wrapped, and what runs in its place.
 
     Args:
-        target: see `Target`.
-        attribute: name of the method or function.
-        process: where in vLLM it runs: "scheduler" (engine core), "worker" (one per device), "frontend" (API server) or
-            "every".
+        process: where in vLLM it runs: engine core, one per device, API server, or everywhere.
         parameters: the exact parameter names, ``self`` or ``cls`` included, as `parameter_lists` takes them. Others are
             refused before anything is wrapped.
-        kind: what the attribute is.
-        versions: version specifier of the patched library; empty for every supported one. Read only by `Judge`.
+        versions: specifier of the patched library's; empty for every supported one.
         when_unsupported: apply even if the library's version is not supported. For the gate, which raises the refusal.
         when_absent: whether to refuse or to skip if the target does not exist.
         prepare: runs before the contract is checked; returns notes for the report, may raise `Refused`.
@@ -154,12 +150,8 @@ class Patch:
         return f"{self.target.name}.{self.attribute}"
 
     def because(self, why: str, *, remove_when: str) -> Callable[[Callable[[Call], Any]], Patch]:
-        """Decorator for the function that runs in place of the attribute. It decides whether to call the original.
-
-        Args:
-            why: what would go wrong without it.
-            remove_when: the event after which this patch can be removed.
-        """
+        """Decorator for the function that runs in place of the attribute, and decides whether to call the original.
+        ``why``: what would go wrong without it. ``remove_when``: the event after which this patch can be removed."""
         return lambda wrapper: replace(self, why=why, remove_when=remove_when, wrapper=wrapper)
 
     def __call__(self, call: Call) -> Any:

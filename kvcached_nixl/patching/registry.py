@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies patches in order, keeps one of three outcomes for each, and restores the originals.
 
-A patch is decided when its target module was just imported, at once if the module is imported already, and at the
-latest in `Registry.complete`. Deciding never raises: wrapt drops a post-import hook that raises, and the next import of
-the module would succeed unpatched. Every error is recorded, and the caller acts on the outcome.
+A patch is decided when its target module was just imported, and at the latest in `Registry.complete`. Deciding never
+raises: wrapt drops a post-import hook that raises, and the next import of the module would succeed unpatched.
 
 Locks: one re-entrant lock guards the state. It is never held while a module is imported, because a thread that waits
 for it may hold the import lock of that module.
@@ -23,7 +22,7 @@ import wrapt
 
 from kvcached_nixl.errors import ContractChanged, Refused
 from kvcached_nixl.patching.record import Call, Patch, PatchOutcome, PatchState, Target
-from kvcached_nixl.patching.seat import Seat, find_seat, locate, way_around
+from kvcached_nixl.patching.seat import SUPPORTED, Seat, find_seat, locate, way_around
 
 Judge = Callable[[Patch], "str | None"]
 """Returns why a patch must be skipped, or None to apply it. The only reader of versions."""
@@ -38,9 +37,7 @@ class Registry:
     """The patches of one process. Thread-safe."""
 
     def __init__(
-        self,
-        judge: Judge = lambda patch: None,
-        when_first_complete: Callable[[Registry], None] = lambda registry: None,
+        self, judge: Judge = lambda patch: None, when_first_complete: Callable[[Registry], None] = lambda registry: None
     ) -> None:
         """Args: ``when_first_complete`` runs once, after everything was decided for the first time."""
         self._judge = judge
@@ -170,22 +167,19 @@ class Registry:
                 entry.refuse(_unforeseen(patch, error))
                 return
         with self._lock:
-            if entry.state is PatchState.PENDING and self._active:
-                self._absent(entry)
-
-    def _absent(self, entry: _Entry) -> None:
-        patch = entry.patch
-        may_lack = f"not there: {patch.target}" if patch.when_absent == "skip" else None
-        if entry.skip(self._judge(patch) or may_lack):
-            return
-        entry.refuse(
-            ContractChanged(
-                found=f"no {patch.target.name} in {patch.target}",
-                expected=f"one that defines {patch.attribute}",
-                consequence=f"Without this patch: {patch.why}",
-                remedy="Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one.",
+            if entry.state is not PatchState.PENDING or not self._active:
+                return
+            may_lack = f"not there: {patch.target}" if patch.when_absent == "skip" else None
+            if entry.skip(self._judge(patch) or may_lack):
+                return
+            entry.refuse(
+                ContractChanged(
+                    found=f"no {patch.target.name} in {patch.target}",
+                    expected=f"one that defines {patch.attribute}",
+                    consequence=f"Without this patch: {patch.why}",
+                    remedy=SUPPORTED,
+                )
             )
-        )
 
 
 def _unforeseen(patch: Patch, cause: Exception) -> Refused:

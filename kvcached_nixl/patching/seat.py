@@ -16,6 +16,8 @@ import wrapt
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching.record import ANY_PARAMETERS, Call, Kind, Patch, Target, parameter_lists, positions_of
 
+SUPPORTED = "Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one."
+
 
 @dataclass
 class Seat:
@@ -123,11 +125,9 @@ def find_seat(patch: Patch, container: type | types.ModuleType) -> Seat:
 
 
 def way_around(cls: type, seat: Seat) -> str:
-    """How a call on an instance of ``cls`` does not reach the entry at a class's seat, as text; "" if it does.
-
-    A class that redefines the attribute has to name it together with ``super``, or with a class that it extends. One of
-    the seat's own top-level package is not looked at: it is known as well as the seat.
-    """
+    """How a call on an instance of ``cls`` does not reach the entry at a class's seat, as text; "" if it does. A class
+    that redefines the attribute has to name it together with ``super``, or with a class that it extends. One of the
+    seat's own top-level package is not looked at: it is known as well as the seat."""
     owner, name = seat.owner, seat.attribute
     assert isinstance(owner, type)
     if owner not in cls.__mro__:
@@ -179,5 +179,5 @@ def _changed(patch: Patch, owner: type | types.ModuleType, found: str, expected:
         found=f"{_name_of(owner)}.{patch.attribute}: {found}",
         expected=f"{patch.attribute}: {expected}",
         consequence=f"Without this patch: {patch.why}",
-        remedy="Use a supported version (python -m kvcached_nixl lists them), or report this if yours is one.",
+        remedy=SUPPORTED,
     )

@@ -5,8 +5,7 @@ Standard input: a `Question` as JSON. Last line of standard output: the `Proof`.
 could be chosen are unknown; the reason is on standard error.
 
 It tests each lane: do the right bytes arrive before and after a page is replaced under a registration, and how fast. It
-uses no device itself, so that it can fork the two members of a lane, which it asks over pipes and kills. Lanes are
-tested one after the other, because each NIXL agent keeps a core busy.
+uses no device itself, so that it can fork the two members of a lane, which it asks over pipes and kills.
 """
 
 from __future__ import annotations
@@ -143,12 +142,7 @@ class Member:
         self, operation: Operation, here: Place, there: int, pages: list[int], sizes: Sequence[tuple[int, int]] = ()
     ) -> float:
         """Transfer between the same pages of this member's memory and the other member's, which begins at ``there``.
-
-        Args:
-            sizes: (bytes, count) of a page's descriptors; by default one descriptor per page.
-
-        Returns: the duration in seconds.
-        """
+        ``sizes``: (bytes, count) of a page's descriptors; by default one per page. Returns the duration in seconds."""
         lengths = np.repeat(*np.array(sizes).T) if sizes else np.array([PAGE_BYTES])
         rows = np.stack((np.cumsum(lengths) - lengths, lengths), axis=1)
         rows = np.concatenate([rows + (page * PAGE_BYTES, 0) for page in pages]).astype(np.int64)
@@ -307,11 +301,8 @@ class _Pair:
 
 
 def prove_lanes(question: Question) -> Proof:
-    """Test every lane that could be chosen, and UCX's choice as it is configured.
-
-    Raises:
-        MemberAnswer: the lanes that could be chosen are unknown.
-    """
+    """Test every lane that could be chosen, and UCX's choice as it is configured, one after the other: each NIXL agent
+    keeps a core busy. Raises MemberAnswer: the lanes that could be chosen are unknown."""
     lanes: list[tuple[str, str, tuple[str, ...]]] = [(name, name, ("",)) for name in question.backends if name != "UCX"]
     ucx: Ucx | None = None
     if "UCX" in question.backends:
@@ -334,10 +325,8 @@ def prove_lanes(question: Question) -> Proof:
 
 
 def prove_one(question: Question, name: str, transports: Sequence[str]) -> LaneFound:
-    """Test one lane. ``transports`` are values of ``UCX_TLS`` to try; the first with which UCX used this lane counts.
-
-    Bytes that another transport carried prove nothing about this lane.
-    """
+    """Test one lane. ``transports`` are values of ``UCX_TLS`` to try; the first with which UCX used this lane counts:
+    bytes that another transport carried prove nothing about it."""
     unusable: list[str] = []
     for one in dict.fromkeys(transports):
         pair = _Pair(question, one)

@@ -2,16 +2,9 @@
 """The side channel that an engine listens at: answers requests for handshakes; and whether peers reach it, as far as
 that can be seen from here.
 
-The stock listener parses a request and looks up its rank without handling errors; an error ends its thread, and every
-later handshake times out. This listener answers every request that it can read, in vLLM's
-format (``_nixl_handshake_listener`` in ``v1/nixl/base_scheduler.py``): a request names the rank and its pipeline stage,
-and the answer has a second frame, the listener's clock. vLLM below 0.26 names no stage, and expects one frame. So a
-stock peer gets as far as comparing hashes, which refuses it with a readable message.
-
-Peers get the advertised address with each hand-over. At start it is looked up and asked for a handshake, as they will
-do it: this engine should answer. Wrong bytes cannot come of a wrong address, since a peer compares the engine's id and
-incarnation at each handshake; but all hand-overs would fail. So another engine there stops the start. That runs on a
-thread of its own: a name server or a firewall that does not answer takes seconds.
+Requests and answers have vLLM's format (``_nixl_handshake_listener`` in ``v1/nixl/base_scheduler.py``), so a stock peer
+gets as far as comparing hashes, which refuses it with a readable message. At start the advertised address is asked for
+a handshake, as peers will do it. Another engine there stops the start: all hand-overs would fail.
 """
 
 from __future__ import annotations
@@ -155,6 +148,7 @@ class Listener:
             self._send([frames[0], b"", self._try(self._headroom) or b""])
         elif said[0] == ASK:
             answer = [frames[0], b"", self._answer(said[-1], said[-2] if len(said) == 3 else 0)]
+            # vLLM below 0.26 names no pipeline stage, and expects one frame; later ones expect the listener's clock.
             if len(said) == 3:
                 answer.append(msgspec.msgpack.encode(time.perf_counter()))
             self._send(answer)
@@ -199,6 +193,7 @@ def start(
     logger.info("The side channel %s.", address)
     verdict: Future[SettingsError | None] = Future()
 
+    # On a thread of its own: a name server or a firewall that does not answer takes seconds.
     def check() -> None:
         try:
             verdict.set_result(_checked(address, answers, asking))

@@ -107,13 +107,11 @@ class Weights(msgspec.Struct, frozen=True):
     note: Annotated[str, msgspec.Meta(max_length=1000)] = ""
 
     def misfit(self, theirs: Weights, names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
-        """Why KV that was computed with these weights cannot be used with those, as text; "" if it can.
+        """Why KV that was computed with these weights cannot be used with those, as text; "" if it can. ``names``: of
+        this side's tensors in order, by their `Tensors.layout`.
 
         Equal memory fits, and so does what was loaded if it was equal: kernels may rewrite it as they like. Files
         decide where neither can be compared: they are read in part.
-
-        Args:
-            names: of this side's tensors in order, by their `Tensors.layout`.
         """
         if self.code != theirs.code:
             return f"found the model's own code {theirs.code or 'not in use'}; expected {self.code or 'not in use'}"
@@ -150,33 +148,25 @@ class Process(msgspec.Struct, frozen=True):
     Attributes:
         boot_id: the kernel's, drawn when it booted; UCX tells hosts apart by it, too.
         namespaces: the process's pid namespace, and its time namespace if there is one.
-        pid: in that namespace.
-        started: start time in clock ticks since boot. Together with ``pid`` it is unique.
+        pid, started: in that namespace; its start time in clock ticks since boot. Together they are unique.
     """
 
-    boot_id: str = ""
-    namespaces: str = ""
+    boot_id: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    namespaces: Annotated[str, msgspec.Meta(max_length=128)] = ""
     pid: Count = 0
-    started: int = 0
-
-    def __post_init__(self) -> None:
-        require(0 <= self.started < 2**62, "ticks of 62 bits")
-        require(len(self.boot_id) <= 128 and len(self.namespaces) <= 128, "a boot id and namespaces of 128 letters")
+    started: Annotated[int, msgspec.Meta(ge=0, lt=2**62)] = 0
 
 
 class RankHandshake(msgspec.Struct, frozen=True):
     """What a rank tells a peer's rank that wants to move bytes to or from it.
 
     Attributes:
-        agent_metadata: the NIXL agent's metadata.
         device_id: device of ``groups``, as NIXL counts devices.
         groups: where this rank keeps each KV-cache group, in the same order on both sides.
         token_table_address: address of the table of ownership tokens (`worker.transfer.ownership_tokens`), in
             registered host memory.
         memory_type: NIXL's name for the kind of memory that ``groups`` are in.
         is_staged: ``groups`` are in a slab that KV is staged through; else it is the KV cache itself.
-        weights: the weights that it computes with.
-        process: the process that reads and writes.
     """
 
     engine_id: EngineId
@@ -184,8 +174,9 @@ class RankHandshake(msgspec.Struct, frozen=True):
     tp_rank: Rank
     agent_metadata: bytes
     device_id: Count
-    groups: tuple[GroupMemory, ...]
-    token_table_address: int
+    groups: Annotated[tuple[GroupMemory, ...], msgspec.Meta(min_length=1, max_length=64)]
+    # Readers add an offset to it in 64 bits.
+    token_table_address: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     memory_type: MemoryType
     is_staged: bool
     weights: Weights
@@ -196,9 +187,6 @@ class RankHandshake(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
         require(self.pp_rank < self.pp_size, "a stage below the pipeline-parallel size")
-        require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
-        # Readers add an offset to it in 64 bits.
-        require(0 <= self.token_table_address < 2**62, "an address of 62 bits")
         for one in (planes for group in self.groups for planes in group.all):
             is_placed = self.tp_size % one.copies == 0 and one.copy == self.tp_rank % one.copies
             require(is_placed, "its place among the copies")

@@ -19,7 +19,7 @@ import msgspec
 
 from kvcached_nixl.wire.checked import Count, Digest, Identifier, Incarnation, LogicalBlockNumber, Seconds, require
 
-__all__ = ["BlockRange", "Embeddings", "Manifest", "PROTOCOL", "as_json", "digest_of"]
+__all__ = ["BlockRange", "Embeddings", "Manifest", "PROTOCOL", "digest_of"]
 
 _CHUNK_BYTES = 256 << 10
 
@@ -109,16 +109,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request of prefill, as far as its prompt is computed.
 
     Attributes:
-        protocol: this package's protocol number; another one is refused.
         incarnation: drawn when prefill's engine started, or when its weights last changed.
         request_id: inside prefill's engine; vLLM draws its suffix for every request.
         digest: of the first ``num_tokens`` tokens, as `wire.manifest` makes it.
-        num_tokens: number of tokens, from the prompt's first one on.
+        num_tokens: from the prompt's first one on.
         block_sizes: per KV-cache group, tokens in one of prefill's logical blocks; 1 if the group keeps a state.
         context_parallel: ranks that share one sequence, (decode, prefill) context parallelism; must be (1, 1).
         groups: per KV-cache group. Empty in the manifest of a WRITE, where prefill chose the bytes itself.
         lease_seconds: how long prefill keeps the blocks without hearing from decode.
-        num_media: number of images, sounds, ... in the tokens; a request without them would compute placeholders.
+        num_media: images, sounds, ... in the tokens; a request without them would compute placeholders.
     """
 
     protocol: int
@@ -152,9 +151,3 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-def as_json(manifest: Manifest) -> dict[str, object]:
-    """Plain values for ``kv_transfer_params``."""
-    found: dict[str, object] = msgspec.to_builtins(manifest)
-    return found

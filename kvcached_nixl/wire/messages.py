@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -74,6 +74,7 @@ PREFIX = f"KVNX{PROTOCOL}:".encode()
 a colon."""
 
 MAX_ATTEMPT = 2**62
+Attempt: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ATTEMPT)]
 
 
 class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="say"):
@@ -83,7 +84,7 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to find a rank: its engine, its side channel, its places in the tensor- and pipeline-parallel groups."""
 
-    engine_id: EngineId
+    engine_id: Annotated[EngineId, msgspec.Meta(min_length=1, max_length=1024)]
     host: Identifier
     port: Port
     tp_size: TpSize
@@ -92,7 +93,6 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pp_rank: Rank = 0
 
     def __post_init__(self) -> None:
-        require(0 < len(self.engine_id) <= 1024, "an engine id")
         require(self.tp_rank < self.tp_size, "a rank below the tensor-parallel size")
         require(self.pp_rank < self.pp_size, "a stage below the pipeline-parallel size")
 
@@ -103,10 +103,7 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _OfAttempt(_Said, frozen=True):
-    attempt: int
-
-    def __post_init__(self) -> None:
-        require(0 <= self.attempt < MAX_ATTEMPT, "an attempt from 0 to 2**62")
+    attempt: Attempt
 
 
 class KernelBlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,12 +114,15 @@ class KernelBlockRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_ids: tuple[KernelBlockNumber, ...]
 
 
+Groups: TypeAlias = Annotated[tuple[KernelBlockRange, ...], msgspec.Meta(min_length=1, max_length=64)]
+"""Per KV-cache group."""
+
+
 class Registration(_OfAttempt, frozen=True, tag="register"):
     """Decode's blocks for one request, to be written by prefill.
 
     Attributes:
         decode_request_id: the request inside decode's engine; only for messages and logs.
-        decode: the rank that registers.
         incarnation: of prefill's engine, as decode knows it. KV of another incarnation is refused.
         name: name under which prefill looks for its request.
         request_id: prefill's request id, if decode knows it; else empty.
@@ -130,7 +130,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         first_token: tokens before this one are in decode's prefix cache; a multiple of each of ``block_sizes``.
         end_token: one past the last token that prefill has to write.
         block_sizes: per KV-cache group, tokens in one of decode's kernel blocks.
-        groups: per KV-cache group, the kernel blocks for the tokens that decode needs of it.
+        groups: the kernel blocks for the tokens that decode needs of each.
         is_staged: decode grants slots of a slab range by range (`StagingGrant`); the groups have no blocks.
         is_verified: prefill sends a checksum with each range.
         is_read: nothing is to be written; decode has read the tokens, and asks for their checksums.
@@ -147,7 +147,7 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     first_token: Count
     end_token: Count
     block_sizes: tuple[Count, ...]
-    groups: tuple[KernelBlockRange, ...]
+    groups: Groups
     is_staged: bool = False
     is_verified: bool = False
     is_read: bool = False
@@ -159,11 +159,9 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         return min(group.first_token for group in self.groups)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(self.first_token < self.end_token, "a range of at least one token")
         require(self.end_token <= self.num_tokens, "no more tokens than the digest is of")
         require(not self.is_read or (self.is_verified and not self.is_staged), "something to be written, or verified")
-        require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
         require(len(self.block_sizes) == len(self.groups), "a block size for each KV-cache group")
         for group, block_size in zip(self.groups, self.block_sizes, strict=True):
             require(block_size > 0, "block sizes above 0")
@@ -181,19 +179,17 @@ class StagingGrant(_OfAttempt, frozen=True, tag="room"):
     Attributes:
         decode: the rank that grants the slots.
         first_token, end_token: the range of tokens that it is for.
-        groups: per KV-cache group, the slab's blocks for those of the tokens that decode needs. Blocks of different
-            groups may be of different sizes, and then are counted apart.
+        groups: the slab's blocks for those of the tokens that decode needs. Blocks of different groups may be of
+            different sizes, and then are counted apart.
     """
 
     decode: Peer
     first_token: Count
     end_token: Count
-    groups: tuple[KernelBlockRange, ...]
+    groups: Groups
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(self.first_token < self.end_token, "a range of at least one token")
-        require(0 < len(self.groups) <= 64, "1 to 64 KV-cache groups")
         for group in self.groups:
             require(len(set(group.block_ids)) == len(group.block_ids), "no block twice in a group")
 
@@ -272,7 +268,6 @@ class StagingRequest(_OfContributor, frozen=True, tag="ready"):
     end_token: Count
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(self.first_token < self.end_token, "a range of at least one token")
 
 

@@ -42,7 +42,7 @@ from kvcached_nixl.wire.checked import (
     convert,
     require,
 )
-from kvcached_nixl.wire.manifest import Manifest, as_json
+from kvcached_nixl.wire.manifest import Manifest
 
 __all__ = [
     "CACHED_TOKENS_KEY",
@@ -189,15 +189,9 @@ def asks(params: object, role: str) -> bool:
 
 
 def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bool) -> FetchParams:
-    """Reads a decode request's parameters; unknown keys are ignored.
-
-    Args:
-        request_id: in decode's engine.
-        may_rendezvous: whether the manifest may be missing, because prefill compares digests before it writes (push).
-
-    Raises:
-        HandOverFailed: a parameter is missing, has an unusable value or contradicts another; the message names it.
-    """
+    """Reads the parameters of decode's request. ``may_rendezvous``: the manifest may be missing, because prefill
+    compares digests before it writes (push). Raises `HandOverFailed`: a parameter is missing, has an unusable value or
+    contradicts another; the message names it."""
     require_one_role(params)
     try:
         found = _model(params)
@@ -238,7 +232,7 @@ def read_offer(params: Mapping[str, Any], request_id: str) -> str:
     parameter has an unusable value or contradicts another; the message names it."""
     require_one_role(params)
     try:
-        return _name_of(_model(params), request_id)
+        return name_of(params, request_id)
     except Malformed as error:
         raise HandOverFailed(FailureCause.PARAMETERS, f"kv_transfer_params: {error}") from error
 
@@ -280,7 +274,7 @@ def prefill_params(
         "remote_block_ids": [[] for _ in manifest.groups],
         CACHED_TOKENS_KEY: cached_tokens,
         **msgspec.to_builtins(prefill),
-        MANIFEST_KEY: as_json(manifest),
+        MANIFEST_KEY: msgspec.to_builtins(manifest),
     }
 
 

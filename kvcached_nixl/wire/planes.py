@@ -42,11 +42,9 @@ class Planes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bases: address of the first cell of each plane.
         keys: which plane of the model each of them is (`plane_key`).
         block_stride_bytes, token_stride_bytes, head_stride_bytes: distance between two blocks, tokens, heads.
-        cell_bytes: bytes of one token of one head.
-        num_blocks: blocks in each plane.
+        cell_bytes: of one token of one head.
         block_size: tokens in a block.
-        num_heads: heads this rank holds.
-        first_head: index in the model of the first of them.
+        num_heads, first_head: heads that this rank holds; index in the model of the first of them.
         copies: how many ranks, one after the other, hold the same heads.
         copy: which of them this rank is, from 0.
         padded_bytes: bytes of a cell and of the padding behind it, which belongs to nothing else; 0 if there is none.
@@ -130,12 +128,9 @@ def exchanged(here: GroupMemory, there: GroupMemory) -> tuple[tuple[Planes, ...]
 
 
 def moves(here: Planes, there: Planes, *, is_prefill: bool) -> bool:
-    """Whether prefill's rank moves its heads of this kind to decode's. Of ranks whose copies decode's rank could take,
-    only the first does: their last bits may differ, where each rank rounds its own sums.
-
-    Args:
-        is_prefill: this is prefill's side.
-    """
+    """Whether prefill's rank moves its heads of this kind to decode's; ``is_prefill``: this is prefill's side. Of ranks
+    whose copies decode's rank could take, only the first does: their last bits may differ, where each rank rounds its
+    own sums."""
     prefill, decode = (here, there) if is_prefill else (there, here)
     return prefill.copy % spacing(prefill, decode) == 0
 

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What decode asks of a prefill server, and what that answers.
 
-The request is one of vLLM's own, ``POST /v1/completions`` with token ids, which vLLM's authentication guards and which
-ends when the connection does. Prefill computes the prompt and one token. (``/inference/v1/generate`` answers 403 from
-0.33 on, unless vLLM was started with ``--enable-scale-out``.) Prompts with images, sounds, ..., or of embeddings go to
-an endpoint of this package (`wire.asked_prompt`), and so does the question how much of a prompt a server has cached.
-
-Source: ``vllm/entrypoints/openai/completion``.
-"""
+The request is one of vLLM's own (``vllm/entrypoints/openai/completion``), ``POST /v1/completions`` with token ids,
+which vLLM's authentication guards and which ends when the connection does. Prefill computes the prompt and one token.
+What has more than token ids goes to an endpoint of this package (`wire.asked_prompt`), and so does the question how
+much of a prompt is cached."""
 
 from __future__ import annotations
 
@@ -53,7 +50,6 @@ class Question:
     """A prompt whose KV is asked for.
 
     Attributes:
-        request_id: decode's.
         adapter: name of its LoRA adapter; "" for none.
         transfer_id: push: under which decode registers its blocks; "" if it does so after the answer.
         trace_headers: W3C trace context, as it came.
@@ -111,7 +107,6 @@ class Outcome(msgspec.Struct, frozen=True):
     """How asking a server has ended without an answer.
 
     Attributes:
-        reason: in words, for the log.
         is_final: the server refuses this prompt, and would refuse it again.
         is_of_server: it would give this answer to any prompt.
         is_busy: the server cannot take requests now.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a hand-over entered which state: the one record behind the histogram of states and the spans of a trace.
 
-Each side of a hand-over has a timeline of its own. It is in one state at any moment, so the times in all its states add
-up to the whole. Workers send theirs to the scheduler of their engine with the statistics of a step.
+Each side of a hand-over has a timeline of its own, and is in one state at any moment, so the times in all its states
+add up to the whole. Workers send theirs to the scheduler of their engine with the statistics of a step.
 
 Times are those of `Clock`, in seconds. Within an engine they may be compared between processes: an engine lives on one
 host, where CLOCK_MONOTONIC is the same for all. They never leave the engine (rule R6).

@@ -19,7 +19,7 @@ from support.codecs import each, plain_id
 
 from kvcached_nixl.wire.checked import Malformed, convert
 from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Embeddings, Manifest, as_json, digest_of
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Embeddings, Manifest, digest_of
 
 MANIFEST = Manifest(
     protocol=PROTOCOL,
@@ -116,7 +116,7 @@ def test_it_comes_back_from_a_router_as_it_was(
         lease_seconds=float(lease_seconds),
         num_media=0,
     )
-    plain = as_json(made)
+    plain = msgspec.to_builtins(made)
     again = json.loads(json.dumps(plain))
     assert convert(again, Manifest) == made
     assert convert(again, Manifest).ownership_token == made.ownership_token
@@ -176,7 +176,8 @@ EXPLAINED: dict[str, list[dict[str, Any]]] = {
 )
 def test_what_cannot_be_is_malformed_and_named(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(Malformed, match=words):
-        convert(as_json(MANIFEST) | {"block_sizes": [4] * len(changed.get("groups") or "ab")} | changed, Manifest)
+        plain = msgspec.to_builtins(MANIFEST) | {"block_sizes": [4] * len(changed.get("groups") or "ab")} | changed
+        convert(plain, Manifest)
 
 
 BOUNDS = [
@@ -198,7 +199,7 @@ BOUNDS = [
 @pytest.mark.parametrize("changed", BOUNDS, ids=plain_id)
 def test_a_manifest_at_its_bounds_is_sound(changed: dict[str, Any]) -> None:
     """The smallest and the largest values that prefill may send are not refused."""
-    plain = as_json(MANIFEST) | {"block_sizes": [4] * len(changed.get("groups") or "ab")} | changed
+    plain = msgspec.to_builtins(MANIFEST) | {"block_sizes": [4] * len(changed.get("groups") or "ab")} | changed
     assert convert(plain, Manifest).protocol == PROTOCOL
 
 

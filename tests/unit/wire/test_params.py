@@ -14,7 +14,7 @@ from support.codecs import each, plain_id
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import MAX_TP_SIZE, Malformed
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, as_json
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import (
     MANIFEST_KEY,
     MAX_REQUEST_ID,
@@ -91,7 +91,7 @@ def test_a_role_that_is_nested_deeper_than_can_be_shown_is_refused() -> None:
 
 def test_a_field_with_an_endless_name_is_not_shown_whole() -> None:
     with pytest.raises(HandOverFailed, match="unknown field") as refused:
-        read(ANSWER | {MANIFEST_KEY: as_json(MANIFEST) | {"x" * 100_000: 1}})
+        read(ANSWER | {MANIFEST_KEY: msgspec.to_builtins(MANIFEST) | {"x" * 100_000: 1}})
     assert len(str(refused.value)) < 1000
 
 
@@ -153,7 +153,7 @@ def test_parameters_without_a_manifest_are_refused_with_the_remedy(there: dict[s
     assert (found.manifest, found.lease_name) == (None, "transfer:t")
 
 
-@pytest.mark.parametrize("value", [[], "manifest", 1, True, float("nan"), {}, [as_json(MANIFEST)]], ids=str)
+@pytest.mark.parametrize("value", [[], "manifest", 1, True, float("nan"), {}, [msgspec.to_builtins(MANIFEST)]], ids=str)
 @pytest.mark.parametrize("may_rendezvous", [False, True])
 def test_a_manifest_that_is_none_is_refused_even_where_none_is_needed(value: object, may_rendezvous: bool) -> None:
     with pytest.raises(HandOverFailed, match="kv_transfer_params: ") as refused:
@@ -238,7 +238,7 @@ def test_the_answer_of_prefill_is_these_keys() -> None:
         "remote_request_id": PREFILL_ID,
         "remote_block_ids": [[], []],
         "remote_prefill_cached_tokens": 2,
-        MANIFEST_KEY: as_json(MANIFEST),
+        MANIFEST_KEY: msgspec.to_builtins(MANIFEST),
     }
 
 
