@@ -42,6 +42,7 @@ class DecodeFetches:
     Attributes:
         attempts: those that were given blocks, and the blocks.
         queued: requests that have no blocks yet.
+        ending: requests that end with an error, whatever ``kv_load_failure_policy`` says.
         received: requests whose KV has arrived. vLLM resumes them in a later step, which may be long in coming: the
             engine may be paused, or out of blocks.
     """
@@ -56,15 +57,14 @@ class DecodeFetches:
         self._given_up: set[DecodeRequestId] = set()
         # They wait with their blocks, and vLLM is yet to be told that their KV does not come.
         self._failing: set[DecodeRequestId] = set()
-        # They end with an error, whatever the policy says.
-        self._ending: set[DecodeRequestId] = set()
+        self.ending: set[DecodeRequestId] = set()
         # They have ended while they waited, so vLLM is yet to be told that they no longer do.
         self._aborted: set[DecodeRequestId] = set()
 
     @property
     def has_news(self) -> bool:
         """Whether vLLM has to be told of a failed, aborted or ended request in the next step."""
-        return bool(self._failing or self._aborted or self._ending)
+        return bool(self._failing or self._aborted or self.ending)
 
     def waiting_now(self) -> tuple[int, float]:
         """Returns how many requests wait for KV, with blocks or without, and for how long the first timeout has run; 0
@@ -79,11 +79,7 @@ class DecodeFetches:
         return one in self.queued or one in self._given_up
 
     def arrived(self, request: Request, *, computes: bool = True) -> None:
-        """A request has entered the engine. Starts renewing its lease, which may end before it has blocks.
-
-        Args:
-            computes: as for `refuse`.
-        """
+        """A request has entered the engine. Starts renewing its lease, which may end before it has blocks."""
         params = request.params
         if params is None or not asks(params, "do_remote_prefill") or request.request_id in self._requests:
             return
@@ -119,7 +115,7 @@ class DecodeFetches:
             self._requests[one.request_id] = one
         else:
             one.not_received(failure)
-            self._ending.add(one.request_id)
+            self.ending.add(one.request_id)
         return computes
 
     def answered(self, request: Request, params: Mapping[str, Any]) -> None:
@@ -189,7 +185,7 @@ class DecodeFetches:
                 return missing, True
             if one.may_go_on:
                 return 0, False
-            self._ending.add(one.request_id)
+            self.ending.add(one.request_id)
         one.is_tried = True
         self._end_renewal(one)
         return 0, False
@@ -208,7 +204,7 @@ class DecodeFetches:
             if one.refused is not None:
                 one.not_received(one.refused)
             if not one.may_go_on:
-                self._ending.add(one.request_id)
+                self.ending.add(one.request_id)
             return
         self.queued.discard(one.request_id)
         first_token = one.end_token - num_external_tokens
@@ -233,7 +229,7 @@ class DecodeFetches:
         one = self._requests.pop(request_id, None)
         self._given_up.discard(request_id)
         self._engine.failures.request_ended(request_id)
-        self._ending.discard(request_id)
+        self.ending.discard(request_id)
         # In both cases vLLM has to be told: it may have been aborted before vLLM was told that it failed.
         if (one is not None and one.is_waiting) or request_id in self._failing:
             self._failing.discard(request_id)
@@ -251,21 +247,17 @@ class DecodeFetches:
             one.release()
 
     def kept(self, request_id: str) -> None:
-        """Another connector keeps the blocks of a request that has just ended: they are free when both release them.
-
-        vLLM frees a request as soon as one connector releases it (vllm#46240). So vLLM is told of the other one only.
-        """
+        """Another connector keeps the blocks of a request that has just ended: they are free when both release them."""
         ended = DecodeRequestId(request_id)
+        # vLLM frees a request as soon as one connector releases it (vllm#46240): it is told of the other one only.
         self._aborted.discard(ended)
         self.attempts.kept(ended)
 
     def collect(
         self, failures: Iterable[tuple[int, HandOverFailed]], finished: Iterable[int]
     ) -> tuple[set[DecodeRequestId], set[DecodeRequestId]]:
-        """Takes what the workers have reported, and ends the requests that have timed out.
-
-        Returns: requests that no longer wait, and those of them whose KV has not arrived.
-        """
+        """Takes what the workers have reported, and ends the requests that have timed out. Returns the requests that no
+        longer wait, and those of them whose KV has not arrived."""
         ended = set(finished)
         for number, failure in failures:
             one = self.attempts.find_waiting(number)
@@ -295,11 +287,8 @@ class DecodeFetches:
         return received | failed | aborted, failed
 
     def revoke(self, reason: str, *, adapter: int | None = None) -> None:
-        """Ends every hand-over that is under way: its request fails, or is recomputed, immediately.
-
-        Args:
-            adapter: only requests of this LoRA adapter, or of any adapter (`ANY_ADAPTER`); None for all requests.
-        """
+        """Ends every hand-over that is under way: its request fails, or is recomputed, immediately. ``adapter``: only
+        those that `is_meant` selects by it."""
         for one in list(self.attempts.waiting.values()):
             if is_meant(adapter, one.request.adapter):
                 self._take_away(one, HandOverFailed(FailureCause.REVOKED, reason))
@@ -312,12 +301,8 @@ class DecodeFetches:
                 self._engine.refused.append((one.request_id, client))
 
     def give_up(self, num_blocks: int, cause: HandOverFailed, since_seconds: float = math.inf) -> None:
-        """Ends hand-overs whose KV has not come, those that were given blocks last first, until they had so many: they
-        fail, or are recomputed later.
-
-        Args:
-            since_seconds: only those that wait since then.
-        """
+        """Ends hand-overs whose KV has not come, and that wait since then, those that were given blocks last first,
+        until they had so many: they fail, or are recomputed later."""
         enough = self.attempts.num_quarantined_blocks + num_blocks
         for one in reversed([*self.attempts.waiting.values()]):
             if self.attempts.num_quarantined_blocks >= enough:
@@ -332,13 +317,8 @@ class DecodeFetches:
             self._given_up.discard(request_id)
             self.received.pop(request_id, None)
             # One that is about to end is scheduled once more.
-            if request_id not in self._ending:
+            if request_id not in self.ending:
                 self._engine.failures.computed(request_id)
-
-    def take_ending(self) -> set[DecodeRequestId]:
-        """Requests, since the last call, that end with an error whatever ``kv_load_failure_policy`` says."""
-        ending, self._ending = self._ending, set()
-        return ending
 
     def _take_away(self, one: FetchRequest, cause: HandOverFailed) -> None:
         """Fails the request's attempt, and holds its blocks because transfers into them may be in flight."""
@@ -353,7 +333,7 @@ class DecodeFetches:
         if failure.cause not in (FailureCause.REFUSED, FailureCause.UNREACHABLE):
             one.release_computed()
         if not one.may_be_computed:
-            self._ending.add(one.request_id)
+            self.ending.add(one.request_id)
         self._engine.step.tell(EndRenewal(one.request_id))
         one.not_received(failure)
 

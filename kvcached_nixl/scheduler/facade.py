@@ -63,10 +63,7 @@ class SchedulerFacade:
     """
 
     def __init__(
-        self,
-        engine: EngineContext,
-        asks: AskSettings,
-        asker: Callable[[str, Callable[[], None]], Asker] = Asker,
+        self, engine: EngineContext, asks: AskSettings, asker: Callable[[str, Callable[[], None]], Asker] = Asker
     ) -> None:
         self.engine = engine
         self.read = engine.stock.reader
@@ -112,9 +109,7 @@ class SchedulerFacade:
     @property
     def pending(self) -> bool:
         """Whether the engine has to step with nothing to compute: workers have reports, or have to be told of changes.
-
-        vllm#45168: an engine that sleeps takes no reports and frees no blocks.
-        """
+        An engine that sleeps takes no reports and frees no blocks (vllm#45168)."""
         return bool(
             self.engine.has_news
             or self.engine.step.has_news
@@ -156,9 +151,12 @@ class SchedulerFacade:
         return may_hold and self.asking.arrived(request)
 
     def outdate_renamed(self) -> None:
-        """Nobody finds KV in the prefix cache any more of an adapter whose name another one has got."""
+        """Nobody finds KV in the prefix cache any more of an adapter whose name, which the cache knows it by, another
+        one has got."""
         if names := self.read.take_renamed():
-            self.revocations.renamed(names)
+            # A request of the adapter of before, which begins only now, must not begin with KV of the new one. What is
+            # under way goes on: its digest says which adapter computes it.
+            self.engine.blocks.outdate(lambda _, name: name in names, even_waiting=True)
 
     def ask(self) -> bool:
         """Asks prefill servers, and lets requests begin that they have answered. Called before each step. Returns
@@ -177,16 +175,9 @@ class SchedulerFacade:
             request_id,
         )
 
-    def take_refused(self) -> list[tuple[str, int]]:
-        """Takes `EngineContext.refused`."""
-        refused, self.engine.refused = self.engine.refused, []
-        return refused
-
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously.
-
-        None: the request may not begin yet; ask again (`StartGate`, `GivingWay.yields`).
-        """
+        """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously. None: the
+        request may not begin yet; ask again (`StartGate`, `GivingWay.yields`)."""
         may_start = not self._yields(request.request_id) and self.offering.may_start(request.request_id)
         if not may_start or self.asking.holds_again(request):
             return None, False
@@ -223,12 +214,9 @@ class SchedulerFacade:
         self, request: Request, num_tokens: int, block_ids: BlockIds, told: Callable[[Mapping[str, Any]], None]
     ) -> bool:
         """Offers a prompt's beginning, which is cached. Returns whether it can, so that vLLM must keep these blocks
-        until `collect` reports the request as sent.
-
-        Args:
-            told: called with the ``kv_transfer_params`` for the peer when the step has ended that tells the workers. So
-                has the one before, which may compute these blocks: vLLM caches them when it schedules that.
-        """
+        until `collect` reports the request as sent. Calls ``told`` with the ``kv_transfer_params`` for the peer."""
+        # When the step has ended that tells the workers. So has the one before, which may compute these blocks: vLLM
+        # caches them when it schedules that.
         params = self.offering.offer_cached(request, num_tokens, block_ids)
         if params is not None:
             self._telling.append(functools.partial(told, self.look_up(num_tokens) | params))
@@ -290,11 +278,8 @@ class SchedulerFacade:
         return is_named or request_id in self.fetching.attempts.waiting
 
     def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; ``is_whole`` if its whole prompt was computed.
-
-        Returns: whether vLLM must keep its blocks until `collect` reports it as sent, and the ``kv_transfer_params``
-        for decode's request.
-        """
+        """A request ended; ``is_whole`` if its whole prompt was computed. Returns whether vLLM must keep its blocks
+        until `collect` reports it as sent, and the ``kv_transfer_params`` for decode's request."""
         self.offering.gate.gone([request.request_id])
         self.asking.gone(request.request_id)
         self.fetching.finished(request)
@@ -317,9 +302,6 @@ class SchedulerFacade:
         self.relieve()
         self._take_timelines(reports)
         report, kept, attempts = reports.report, self.offering.kept, self.fetching.attempts
-        if kept.spared(report.spared):
-            # Others may give way instead.
-            self._giving_way.look_soon()
         self.offering.gate.claimed(report.claimed)
         # Before it is looked what is late.
         attempts.known(report.known)
@@ -332,9 +314,16 @@ class SchedulerFacade:
         reports.received = {one for one in reports.received if not kept.keeps(one)} | received
         if failed:
             reports.invalid.add(FAILING)
-        self.offering.drained(self._idle.take(report.idle))
-        self._giving_way.ended(*kept.ended(reports.sent))
+        # Blocks of preempted requests, which no rank reads any more.
+        for hold in self._idle.take(report.idle):
+            self.engine.holds.give_back(hold)
+        self._giving_way.reported(report.spared, reports.sent)
         reports.sent |= kept.let_go()
+        ending, self.fetching.ending = self.fetching.ending, set()
+        reports.ending |= self._starvation.ending | {one for one in ending if not self.asking.may_ask_again(one)}
+        self._starvation.ending = set()
+        reports.refused += self.engine.refused
+        self.engine.refused = []
 
     def _take_timelines(self, reports: Reports) -> None:
         others = []
@@ -351,11 +340,6 @@ class SchedulerFacade:
             # They came with statistics, which take these along.
             reports.lasted += self.engine.timelines.take_lasted()
         reports.timelines = others
-
-    def take_ending(self) -> set[str]:
-        """Requests that must end with an error now, whatever they wait for (rule R4)."""
-        starved, self._starvation.ending = self._starvation.ending, set()
-        return starved | {one for one in self.fetching.take_ending() if not self.asking.may_ask_again(one)}
 
     def take_failed(self) -> set[str]:
         failed, self._failed = self._failed, set()

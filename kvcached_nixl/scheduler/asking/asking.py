@@ -82,11 +82,6 @@ class Asking:
         self._limit = QueueLimit(clock, settings.queue_seconds)
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that nobody is asked for yet."""
-        return len(self._queue) + len(self.questions.looked_up)
-
-    @property
     def has_news(self) -> bool:
         return self._asker.has_answers or bool(self._queue.fresh)
 
@@ -189,12 +184,13 @@ class Asking:
             self.questions.settled(wanted)
         for params in self.questions.take_unneeded():
             self._fetching.unneeded(params)
-        self.figures.held, self.figures.asked = self.num_waiting, len(self.questions.asked)
+        self.figures.held = len(self._queue) + len(self.questions.looked_up)
+        self.figures.asked = len(self.questions.asked)
         self.figures.promised_blocks = self.window.num_promised
         return self.local.turn(blocks, self._fetching.received) or may_begin
 
     def close(self) -> None:
-        self.servers.close()
+        self.servers.resolver.close()
         self._asker.close()
 
     # ------------------------------------------------------------------------------------------- before one is asked
@@ -356,25 +352,22 @@ class Asking:
         self.servers.take_addresses()
         may_begin = False
         for wanted, found in self.questions.take():
-            if isinstance(found, Outcome):
-                self._not_answered(wanted, found)
-            elif wanted.stage is Stage.ASKED:
+            is_held = wanted.stage is Stage.ASKED
+            if is_held and not isinstance(found, Outcome):
                 self._go_on(wanted, found)
                 may_begin = True
-            else:
+            elif not isinstance(found, Outcome):
                 self._fetching.answered(wanted.request, found)
+            elif is_held:
+                self.window.settle(wanted.request.request_id)
+                self.questions.learn(wanted, found)
+                if self.questions.has_tries(wanted):
+                    self._wait(wanted)
+                else:
+                    self._compute_here(wanted)
+            elif wanted.stage is Stage.FETCHING and self._fetching.end(wanted.request, _failure(found)):
+                self._fetched_in_vain(wanted, found)
         return may_begin
-
-    def _not_answered(self, wanted: Wanted, outcome: Outcome) -> None:
-        if wanted.stage is Stage.ASKED:
-            self.window.settle(wanted.request.request_id)
-            self.questions.learn(wanted, outcome)
-            if self.questions.has_tries(wanted):
-                self._wait(wanted)
-            else:
-                self._compute_here(wanted)
-        elif wanted.stage is Stage.FETCHING and self._fetching.end(wanted.request, _failure(outcome)):
-            self._fetched_in_vain(wanted, outcome)
 
     def _fetched_in_vain(self, wanted: Wanted, outcome: Outcome) -> None:
         """The KV of a request that goes on does not come."""

@@ -53,13 +53,9 @@ def update_from_output(call: Call) -> Any:
     if tier is not None:
         tier.ended(optional(output.kv_connector_output, "kv_connector_worker_meta"))
     reports = reports_of(output)
-    ending: set[str] = set()
-    refused: list[tuple[str, int]] = []
     found = list(bound_sides(call.instance))
     for side in found:
         side.collect(reports)
-        ending |= side.take_ending()
-        refused += side.take_refused()
         miscounted, side.num_miscounted_tokens = side.num_miscounted_tokens, 0
         if (stats := private(call.instance, "connector_prefix_cache_stats")) is not None:
             # vLLM counts prompts that no cache may serve, as with ``prompt_logprobs``, as missed in the external cache,
@@ -68,7 +64,7 @@ def update_from_output(call: Call) -> Any:
             stats.queries = max(0, stats.queries - miscounted)
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
     bring_forward(call.instance, reports.received)
-    end_requests(call.instance, outputs, ending, refused)
+    end_requests(call.instance, outputs, reports.ending, reports.refused)
     for side in found:
         tell_reasons(outputs, side.engine.failures.take_ended())
         if side.awaits_tokens:
