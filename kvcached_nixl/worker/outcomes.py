@@ -64,10 +64,7 @@ the next request."""
 
 
 class OutcomeQueue:
-    """See the module.
-
-    Args:
-        route: transfer mode and memory path, for the metrics.
+    """See the module. ``route``: transfer mode and memory path, for the metrics.
 
     Threads: the engine's thread calls `take`, `take_counted` and `computed`, the transfer thread everything else.
     """
