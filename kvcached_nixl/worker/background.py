@@ -91,7 +91,9 @@ class Background:
 
     def _run(self) -> None:
         try:
-            stream = self._begun()
+            select(self._device.type, self._device.index or 0)
+            stream = None if self._device.type == "cpu" else torch.Stream(self._device)
+            self._is_ready.set()
             while (work := self._asked.get()) is not None and not self._is_dropping:
                 self._ended.append(self._done(work, stream))
                 self._wake()
@@ -100,13 +102,6 @@ class Background:
             self._defect = defect
             self._is_ready.set()
             self._wake()
-
-    def _begun(self) -> torch.Stream | None:
-        """Select the device. Returns this thread's stream; None on a CPU."""
-        select(self._device.type, self._device.index or 0)
-        stream = None if self._device.type == "cpu" else torch.Stream(self._device)
-        self._is_ready.set()
-        return stream
 
     @staticmethod
     def _done(work: Work[Result], stream: torch.Stream | None) -> Callable[[], None]:

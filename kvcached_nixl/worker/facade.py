@@ -146,6 +146,8 @@ class WorkerFacade:
         self._step = step
         if commands := self._commands(step):
             self.thread.submit(*commands)
+        if not self._zeroes_blocks:
+            self.blocks_zeroed()
         self._outcomes.computed(step)
         self.thread.engine_computes = not step.is_idle
         if not step.is_stalled:
@@ -154,7 +156,8 @@ class WorkerFacade:
     def blocks_zeroed(self) -> None:
         """Called when the step's zeroing of new blocks was submitted to the device, after `begin_step`. Idempotent."""
         if self._unwritable:
-            self.thread.submit(*self._writable())
+            attempts, self._unwritable = tuple(self._unwritable), []
+            self.thread.submit(Reached(BlocksWritable(attempts), self.record_event()))
 
     def end_step(self, *, has_failed: bool = False) -> None:
         """Called after the step was submitted to the device. ``has_failed``: it was not, or only in part: nothing that
@@ -233,11 +236,7 @@ class WorkerFacade:
             else:
                 commands.append(one)
         self._unwritable += (spec.attempt for spec in step.of(FetchSpec))
-        return commands if self._zeroes_blocks else [*commands, *self._writable()]
-
-    def _writable(self) -> list[Command]:
-        attempts, self._unwritable = tuple(self._unwritable), []
-        return [Reached(BlocksWritable(attempts), self.record_event())] if attempts else []
+        return commands
 
     def _publish(self, request_id: str, ownership_token: int) -> None:
         if not self.tokens.publish(request_id, ownership_token):

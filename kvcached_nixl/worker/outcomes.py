@@ -64,11 +64,7 @@ the next request."""
 
 
 class OutcomeQueue:
-    """See the module.
-
-    Args:
-        rank: of this worker, among all of its engine.
-        route: transfer mode and memory path, for the metrics.
+    """See the module. ``rank``: of this worker among all of its engine; ``route``: transfer mode and memory path.
 
     Threads: the engine's thread calls `take`, `take_counted` and `computed`, the transfer thread everything else.
     """

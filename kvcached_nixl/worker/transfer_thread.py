@@ -132,7 +132,7 @@ class TransferThread:
         self._commands: Mapping[type, Callable[[Any], None]] = MappingProxyType(
             {
                 LocalIdentity: self._identify,
-                NewWeights: self._change_weights,
+                NewWeights: self._identify,
                 step.Revoke: self._revoke,
                 step.LeaseRenewal: receiver.renewals.begin,
                 step.EndRenewal: lambda one: receiver.renewals.end(one.request_id),
@@ -142,9 +142,9 @@ class TransferThread:
                 step.AwaitClaim: lambda one: registry.await_claim(one.request_id, one.number),
                 step.Withdraw: lambda one: receiver.fail(one.attempt, HandOverFailed(FailureCause.STOPPED, one.reason)),
                 step.UnneededOffer: receiver.release,
-                step.Preempt: self._preempt,
+                step.Preempt: self._end,
                 Finish: lambda one: registry.finish(one.request_id),
-                step.Stop: self._stop,
+                step.Stop: self._end,
             }
         )
         writer = registry.writer
@@ -170,11 +170,7 @@ class TransferThread:
     # ---------------------------------------------------------------------------------------------- the engine's thread
 
     def start(self) -> None:
-        """Start the thread, and wait until it has selected its device.
-
-        Raises:
-            RuntimeError: the device cannot be used.
-        """
+        """Start the thread, and wait until it has selected its device. Raises `RuntimeError`: that cannot be used."""
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-transfer", daemon=True)
         self._thread.start()
         # vLLM captures graphs next, and another thread's first use of the device would spoil the capture.
@@ -182,11 +178,8 @@ class TransferThread:
         self._raise_defect()
 
     def submit(self, *commands: Command) -> None:
-        """Queue commands for the transfer thread. Returns at once.
-
-        Raises:
-            RuntimeError: an internal error has stopped the transfer thread.
-        """
+        """Queue commands for the transfer thread. Returns at once. Raises `RuntimeError`: an internal error has stopped
+        that thread."""
         self._raise_defect()
         self._inbox.extend(commands)
         self._wake.set()
@@ -240,7 +233,11 @@ class TransferThread:
         """Do everything that can be done without waiting; returns the seconds until the next call is due."""
         context, is_busy = self._context, bool(self._inbox)
         while self._inbox:
-            self._take(self._inbox.popleft())
+            command = self._inbox.popleft()
+            if isinstance(command, (Reached, Finish)):
+                self._computing.append(Reached(command) if isinstance(command, Finish) else command)
+            else:
+                self._apply(command)
         # In order: a request's `Finish` is never handled before its steps.
         while self._computing and self._computing[0].is_reached():
             self._apply(self._computing.popleft().command)
@@ -283,15 +280,17 @@ class TransferThread:
 
     # --------------------------------------------------------------------------------------------------------- commands
 
-    def _take(self, command: Command) -> None:
-        if isinstance(command, (Reached, Finish)):
-            self._computing.append(Reached(command) if isinstance(command, Finish) else command)
-        else:
-            self._apply(command)
-
     def _apply(self, command: StepCommand | LocalIdentity | NewWeights | BlocksWritable) -> None:
-        handle, attempts = self._commands[type(command)], _failed_by(command)
-        if attempts is None:
+        """Handle a command. An exception fails the attempts that it is of."""
+        handle = self._commands[type(command)]
+        if isinstance(command, BlocksWritable):
+            attempts = command.attempts
+        elif isinstance(command, (FetchSpec, step.Withdraw)):
+            attempts = (command.attempt,)
+        elif isinstance(command, (LocalIdentity, step.LeaseRenewal, step.EndRenewal, step.UnneededOffer)):
+            attempts = ()
+        else:
+            # Not contained: the scheduler must hear when prefill's blocks are free, and half of the state is updated.
             handle(command)
             return
 
@@ -303,13 +302,13 @@ class TransferThread:
         with contained(fail):
             handle(command)
 
-    def _identify(self, command: LocalIdentity) -> None:
-        self._wake_address, self._context.own = command.wake_address, command.own
-        self._context.incarnation = command.incarnation
+    def _identify(self, command: LocalIdentity | NewWeights) -> None:
+        context = self._context
+        if isinstance(command, NewWeights):
+            context.weights, context.weight_names = command.weights, command.names
+            return
+        self._wake_address, context.own, context.incarnation = command.wake_address, command.own, command.incarnation
         self._registry.writer.started(command.incarnation)
-
-    def _change_weights(self, command: NewWeights) -> None:
-        self._context.weights, self._context.weight_names = command.weights, command.names
 
     def _revoke(self, command: step.Revoke) -> None:
         # Who has begun to read meanwhile may not be overtaken.
@@ -321,13 +320,12 @@ class TransferThread:
         self._forget_computing(command.request_id, OfferUpdate)
         self._registry.revoke(command.request_id, command.revocation)
 
-    def _preempt(self, command: step.Preempt) -> None:
+    def _end(self, command: step.Preempt | step.Stop) -> None:
         self._forget_computing(command.request_id, OfferUpdate, Finish)
-        self._registry.preempt(command.request_id, command.hold)
-
-    def _stop(self, command: step.Stop) -> None:
-        self._forget_computing(command.request_id, OfferUpdate, Finish)
-        self._registry.stop(command.request_id, command.reason, is_kept=command.is_kept)
+        if isinstance(command, step.Preempt):
+            self._registry.preempt(command.request_id, command.hold)
+        else:
+            self._registry.stop(command.request_id, command.reason, is_kept=command.is_kept)
 
     def _forget_computing(self, request_id: PrefillRequestId, *kinds: type[OfferUpdate | Finish]) -> None:
         """Drop what still waits for the device of a request."""
@@ -381,13 +379,3 @@ class TransferThread:
 
     def _count_defect(self, _: HandOverFailed) -> None:
         self._context.dropped["defect"] += 1
-
-
-def _failed_by(command: StepCommand | LocalIdentity | NewWeights | BlocksWritable) -> Sequence[int] | None:
-    """Returns the attempts that an exception in the handling of a command fails. None: it stops the engine, because the
-    scheduler must hear when prefill's blocks are free, and half of the state is updated."""
-    if isinstance(command, BlocksWritable):
-        return command.attempts
-    if isinstance(command, (FetchSpec, step.Withdraw)):
-        return (command.attempt,)
-    return () if isinstance(command, (LocalIdentity, step.LeaseRenewal, step.EndRenewal, step.UnneededOffer)) else None

@@ -78,11 +78,7 @@ def misfit(local: Sequence[Planes], remote: Sequence[Planes]) -> str:
 
 
 class Route:
-    """Maps local planes of one kind to remote ones.
-
-    Raises:
-        ValueError: they do not fit (`misfit`).
-    """
+    """Maps local planes of one kind to remote ones. Raises `ValueError`: they do not fit (`misfit`)."""
 
     def __init__(self, local: Planes, remote: Planes) -> None:
         reason = misfit((local,), (remote,))
@@ -110,11 +106,8 @@ class Route:
     ) -> Descriptors:
         """Returns descriptors for the tokens ``first_token <= token < end_token`` and the heads that both sides hold.
 
-        If ``end_token`` is inside a block on both sides, the rest of the smaller block is moved as well.
-
-        Raises:
-            ValueError: not all tokens are in both sides' blocks, or a block id is out of range. Then nothing can be
-                transferred safely.
+        If ``end_token`` is inside a block on both sides, the rest of the smaller block is moved as well. Raises
+        `ValueError`: not all tokens are in both sides' blocks, or a block id is out of range.
         """
         if first_token % self.step or not 0 <= first_token < end_token:
             raise ValueError(

@@ -68,12 +68,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Region:
-    """One address range of contiguous blocks of equal size.
-
-    Attributes:
-        address: first byte of block 0.
-        block_bytes: size of a block, and the distance from one block to the next.
-    """
+    """One address range of contiguous blocks of equal size, ``block_bytes``; ``address``: of the first byte."""
 
     address: int
     block_bytes: int
@@ -84,7 +79,6 @@ class Layout:
     """Where the planned blocks are in memory.
 
     Attributes:
-        arrangement: how kvcached laid the blocks out.
         axes: the meaning of the dimensions of ``device_views``.
         num_blocks: kernel blocks in every region.
         device_views: layer name -> the tensor attention uses, narrowed to ``num_blocks``. Only layers that have a cache
@@ -122,10 +116,8 @@ class Layout:
             storage = view.untyped_storage()
             offset = region.address - storage.data_ptr()
             if 0 <= offset <= storage.nbytes() - self.num_blocks * region.block_bytes:
-                size = (self.num_blocks, region.block_bytes)
-                return torch.empty(0, dtype=torch.uint8, device=view.device).set_(
-                    storage, offset, size, (region.block_bytes, 1)
-                )
+                size, stride = (self.num_blocks, region.block_bytes), (region.block_bytes, 1)
+                return torch.empty(0, dtype=torch.uint8, device=view.device).set_(storage, offset, size, stride)
         raise ValueError(f"found no tensor over the region at {region.address:#x}")
 
 
@@ -138,9 +130,10 @@ def _refuse(layer: str, cache: torch.Tensor, expected: str) -> LayoutRefused:
     )
 
 
-def _refuse_other_cells(layer: str, cache: torch.Tensor, axes: Axes, page: Page) -> None:
-    """Refuse a cache whose cell is not one token of one head: some backends store K as a separate head, or several
-    tokens in one cell."""
+def _arrangement(layer: str, cache: torch.Tensor, axes: Axes, page: Page, num_pools: int) -> Arrangement:
+    if cache.dim() != axes.ndim:
+        raise _refuse(layer, cache, f"{axes.ndim} dimensions")
+    # Some backends store K as a separate head, or several tokens in one cell: a cell must be one token of one head.
     counted = {0: cache.shape[0], axes.token: page.num_tokens, cache.dim() - 1: cache.shape[-1]}
     if axes.head is not None:
         counted[axes.head] = page.num_heads
@@ -151,23 +144,6 @@ def _refuse_other_cells(layer: str, cache: torch.Tensor, axes: Axes, page: Page)
         raise _refuse(
             layer, cache, f"the shape {expected}: {page.num_tokens} tokens and {page.num_heads} heads a block"
         )
-
-
-def _is_dense(block: torch.Tensor, num_bytes: int) -> bool:
-    """Whether a block's elements fill ``num_bytes`` without a gap, in any order."""
-    dims = [dim for dim, size in enumerate(block.shape) if size != 1]
-    span = 1
-    for dim in sorted(dims, key=block.stride):
-        if block.stride(dim) != span:
-            return False
-        span *= block.shape[dim]
-    return bool(span * block.element_size() == num_bytes)
-
-
-def _arrangement(layer: str, cache: torch.Tensor, axes: Axes, page: Page, num_pools: int) -> Arrangement:
-    if cache.dim() != axes.ndim:
-        raise _refuse(layer, cache, f"{axes.ndim} dimensions")
-    _refuse_other_cells(layer, cache, axes, page)
     page_bytes = page.num_bytes
     stride_bytes = cache.stride(0) * cache.element_size()
     if axes.kv is not None and stride_bytes == page_bytes // 2:
@@ -184,6 +160,17 @@ def _arrangement(layer: str, cache: torch.Tensor, axes: Axes, page: Page, num_po
         f"blocks of {page_bytes} bytes that lie {page_bytes // 2} (K and V apart), {page_bytes} (one layer) or "
         f"{page_bytes * num_pools} (all {num_pools} pools of layers) bytes apart; found {stride_bytes}",
     )
+
+
+def _is_dense(block: torch.Tensor, num_bytes: int) -> bool:
+    """Whether a block's elements fill ``num_bytes`` without a gap, in any order."""
+    dims = [dim for dim, size in enumerate(block.shape) if size != 1]
+    span = 1
+    for dim in sorted(dims, key=block.stride):
+        if block.stride(dim) != span:
+            return False
+        span *= block.shape[dim]
+    return bool(span * block.element_size() == num_bytes)
 
 
 def plan(
@@ -287,12 +274,8 @@ def _arrangement_of_state(layer: str, pages: torch.Tensor, num_pools: int) -> Ar
 def _across_layers(
     owned: Mapping[str, torch.Tensor], block_bytes: Mapping[str, int], num_pools: int, splits: Mapping[str, int]
 ) -> Region:
-    """Returns the one region of the contiguous layout: every block has the pages of all pools side by side.
-
-    Args:
-        block_bytes: layer name -> bytes of a kernel block.
-        splits: layer name -> how many kernel blocks a page is split into, for layers that keep a state.
-    """
+    """Returns the one region of the contiguous layout: every block has the pages of all pools side by side. By layer:
+    bytes of a kernel block, and, for layers that keep a state, how many kernel blocks a page is split into."""
     base = min(cache.data_ptr() for cache in owned.values())
     page = next(iter(block_bytes.values()))
     places = {(cache.data_ptr() - base) / (page * splits.get(layer, 1)) for layer, cache in owned.items()}
@@ -318,8 +301,7 @@ def group_memory(
         share_of: number of KV heads that a layer has on this rank -> which of the model's heads they are; 0 stands for
             layers that keep a state.
 
-    Raises:
-        LayoutRefused: as `planes_of`.
+    Raises `LayoutRefused` as `planes_of`.
     """
     views = _views(layout, layers)
     if all(layer in layout.state_bytes for layer in views):

@@ -37,11 +37,8 @@ class Axes:
 
     @classmethod
     def from_probe(cls, shape: Sequence[int], *, num_blocks: int, block_size: int, num_heads: int) -> Axes:
-        """Read the axes from the shape that a backend returned for three sizes that no other dimension can have.
-
-        Raises:
-            LayoutRefused: blocks do not come first, tokens are not found, or a dimension is left that is not K/V.
-        """
+        """Read the axes from the shape that a backend returned for three sizes that no other dimension can have. Raises
+        `LayoutRefused`: blocks do not come first, tokens are not found, or a dimension is left that is not K/V."""
         left = dict(enumerate(shape))
         found: list[int | None] = []
         for number in (num_blocks, block_size, num_heads):
@@ -72,13 +69,9 @@ def planes_of(
 ) -> tuple[Planes, ...]:
     """Describe the tensors of a group's layers; returns one entry for each kind of layer.
 
-    Args:
-        caches: layer name -> the tensor attention uses, narrowed to the planned blocks; layers in the model's order.
-            Layers that share memory make one plane.
-        share_of: as in `group_memory`.
-
-    Raises:
-        LayoutRefused: a cell has gaps, or layers that share memory differ.
+    ``caches``: layer name -> the tensor attention uses, narrowed to the planned blocks; layers in the model's order.
+    Those that share memory make one plane. ``share_of``: as in `group_memory`. Raises `LayoutRefused`: a cell has gaps,
+    or layers that share memory differ.
     """
     kinds: dict[tuple[tuple[str, int], ...], dict[int, int]] = {}
     kind_at: dict[int, tuple[tuple[str, int], ...]] = {}
@@ -138,14 +131,8 @@ class StatePart(NamedTuple):
 
 
 def pages_of_state(layer: str, cache: torch.Tensor, page_bytes: int, state_bytes: int) -> torch.Tensor:
-    """View a layer's blocks as bytes, (num_blocks, page_bytes), with the block stride that they have.
-
-    Args:
-        cache: the pages, as vLLM registers them; with or without the padding behind a state.
-
-    Raises:
-        LayoutRefused: they are not pages with such a state.
-    """
+    """View a layer's blocks as bytes, (num_blocks, page_bytes), with the block stride that they have. ``cache``: as
+    vLLM registers it, with or without the padding behind a state. Raises `LayoutRefused`: it has no such pages."""
     num_bytes = cache[0].numel()
     if cache.element_size() != 1 or not state_bytes <= num_bytes <= page_bytes or not cache[0].is_contiguous():
         raise LayoutRefused(
@@ -162,11 +149,8 @@ def pages_of_state(layer: str, cache: torch.Tensor, page_bytes: int, state_bytes
 def state_planes(
     pages: Mapping[str, torch.Tensor], state_bytes: Mapping[str, int], first_head: int
 ) -> tuple[Planes, ...]:
-    """Describe the layers of a group that keeps states; returns one entry for each size of a state.
-
-    Args:
-        pages: layer name -> its blocks, as `pages_of_state`, narrowed to the planned blocks.
-        first_head: identifies this rank's share of the states.
+    """Describe the layers of a group that keeps states; returns one entry for each size of a state. ``pages``: layer
+    name -> its blocks, as `pages_of_state`, narrowed to the planned blocks. ``first_head``: this rank's share of them.
     """
     kinds: dict[int, dict[int, int]] = {}
     for layer, view in pages.items():
@@ -181,10 +165,7 @@ def state_planes(
 
 def part_planes(pages: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[StatePart]]) -> tuple[Planes, ...]:
     """Describe the same layers by channel and head, as `state_planes`; () if it is not known for all of them.
-
-    Args:
-        parts: layer name -> parts of its state, in the same order on all ranks.
-    """
+    ``parts``: layer name -> parts of its state, in the same order on all ranks."""
     if not all(parts[layer] for layer in pages):
         return ()
     kinds: dict[tuple[int, StatePart], dict[int, int]] = {}

@@ -38,12 +38,8 @@ Range = tuple[Sequence[tuple[KernelBlockRange, int]], int]
 
 
 class Content:
-    """The memory of which checksums are computed.
-
-    Args:
-        groups: where the cells of each KV-cache group are.
-        areas: the memory that holds them: each an address and its blocks as bytes, (num_blocks, block_bytes).
-    """
+    """The memory of which checksums are computed. ``groups``: where the cells of each KV-cache group are. ``areas``:
+    the memory that holds them: each an address and its blocks as bytes, (num_blocks, block_bytes)."""
 
     def __init__(self, groups: Sequence[GroupMemory], areas: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._memory = tuple(groups)
@@ -63,12 +59,8 @@ class Content:
         is_prefill: bool,
     ) -> str:
         """Returns the checksum of the tokens before ``end_token`` and the heads that prefill's rank moves to decode's:
-        32 hexadecimal digits.
-
-        Args:
-            groups: per KV-cache group its local blocks, and its first token.
-            other: the other side's KV-cache groups.
-            is_prefill: this is prefill's side.
+        32 hexadecimal digits. ``groups``: per KV-cache group its local blocks, and its first token. ``other``: the
+        other side's groups. ``is_prefill``: this is prefill's side.
 
         Threads: any. The blocks are read until it returns.
         """

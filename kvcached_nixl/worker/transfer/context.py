@@ -65,14 +65,8 @@ class GateConnections(PeerListener):
         self._used: Counter[str] = Counter()
 
     def use(self, known: ConnectedPeer, metadata: bytes) -> str:
-        """Returns the agent name to post a WRITE to; call `used` when the WRITE has ended.
-
-        Args:
-            metadata: of the gate, from the registration.
-
-        Raises:
-            HandOverFailed: the gate cannot be reached, or belongs to another rank.
-        """
+        """Returns the agent name to post a WRITE to; call `used` when the WRITE has ended. ``metadata``: of the gate,
+        from the registration. Raises `HandOverFailed`: the gate cannot be reached, or belongs to another rank."""
         of_agent = self._of_agent.get(known.agent, {})
         name = of_agent.get(metadata)
         if name is None:

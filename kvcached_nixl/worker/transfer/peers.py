@@ -150,25 +150,18 @@ class Peers:
         *,
         is_doubted: bool = False,
     ) -> None:
-        """Call either ``known`` or ``failed``, now or when a handshake has ended.
-
-        Args:
-            incarnation: of the engine that is meant; "" for any.
-            is_doubted: do a handshake even if a peer is known at this address, because it may have ended.
-        """
+        """Call either ``known`` or ``failed``, now or when a handshake has ended. ``incarnation``: of the engine that
+        is meant; "" for any. ``is_doubted``: do a handshake even if a peer is known here, because it may have ended."""
         link = self._link(address)
-        if (
-            link.known is not None
-            and incarnation in ("", link.known.incarnation)
-            and not (is_doubted or link.is_failing)
-        ):
-            if link.known.process is None and self.host.sees(link.known.rank.process):
-                # The handshake could not look at it, for lack of file descriptors.
-                link.known.process = link.known.rank.process
-            known(link.known)
+        found, is_doubted = link.known, is_doubted or link.is_failing
+        if found is None or is_doubted or incarnation not in ("", found.incarnation):
+            link.waiting.append((incarnation, known, failed))
+            self._begin(link)
             return
-        link.waiting.append((incarnation, known, failed))
-        self._begin(link)
+        if found.process is None and self.host.sees(found.rank.process):
+            # The handshake could not look at it, for lack of file descriptors.
+            found.process = found.rank.process
+        known(found)
 
     def probe(self, address: Peer) -> None:
         """Find out whether a rank's engine still answers."""
@@ -180,14 +173,11 @@ class Peers:
             self._begin(link)
 
     def send(self, address: Peer, notification: bytes, *, only: str | None = None, is_repeated: bool = True) -> None:
-        """Send a notification to a rank, after a handshake if there is no connection to it.
+        """Send a notification to a rank, after a handshake if there is no connection to it. ``only``: the agent that it
+        is meant for; if another one answers at the address, nothing is sent.
 
-        If the connection turns out to be lost, it is sent once more over a new one. It may still get lost: rely on an
-        answer or a deadline.
-
-        Args:
-            only: the agent that it is meant for; if another one answers at the address, nothing is sent.
-            is_repeated: whether to send it once more if the connection is lost.
+        If the connection turns out to be lost, it is sent once more over a new one, where ``is_repeated``. It may still
+        get lost: rely on an answer or a deadline.
         """
 
         def tell(known: ConnectedPeer, is_fresh: bool = False) -> None:
@@ -241,16 +231,14 @@ class Peers:
                 self._drop(link)
         for address in self._looked_at.take_due(now):
             self._look_later(address)
-            self._look(self._links[address])
-
-    def _look(self, link: _Link) -> None:
-        if link.known is None:
-            return
-        if link.known.process is None:
-            self._begin(link, is_doubted=False)
-        elif self.host.is_dead(link.known.process):
-            where = f"rank {link.address.rank} of engine {link.address.engine_id}"
-            self._unreachable(link, f"the process of {where} has ended")
+            link, known = self._links[address], self._links[address].known
+            if known is None:
+                continue
+            if known.process is None:
+                self._begin(link, is_doubted=False)
+            elif self.host.is_dead(known.process):
+                where = f"rank {address.rank} of engine {address.engine_id}"
+                self._unreachable(link, f"the process of {where} has ended")
 
     def _look_later(self, address: Peer) -> None:
         seconds = LOOK_SECONDS * max(1.0, len(self._links) / LOOKS)
@@ -313,8 +301,8 @@ class Peers:
             link.answer = answer
 
     def _know(self, link: _Link, known: ConnectedPeer) -> None:
-        local = (link.address.host, link.address.port, link.address.rank)
-        before = self._places.get(local)
+        place = (link.address.host, link.address.port, link.address.rank)
+        before = self._places.get(place)
         if before is not None and before != link.address and before in self._links:
             if self._links[before].is_asked:
                 # Its own handshake is under way and may end differently: one address may answer as two engines.
@@ -328,7 +316,7 @@ class Peers:
                 # The old agent was known under other addresses, too: a handshake checks each of them.
                 self._begin(other)
         link.known, link.last_agent, link.tries, link.is_failing = known, known.agent, 0, False
-        self._places[local] = link.address
+        self._places[place] = link.address
         waiting, link.waiting = link.waiting, []
         for incarnation, connected, failed in waiting:
             if incarnation in ("", known.incarnation):
@@ -386,6 +374,6 @@ class Peers:
         self._links.pop(link.address, None)
         self._unused.pop(link.address, None)
         self._looked_at.pop(link.address, None)
-        local = (link.address.host, link.address.port, link.address.rank)
-        if self._places.get(local) == link.address:
-            del self._places[local]
+        place = (link.address.host, link.address.port, link.address.rank)
+        if self._places.get(place) == link.address:
+            del self._places[place]

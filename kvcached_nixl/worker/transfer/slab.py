@@ -191,14 +191,8 @@ class SlabUse(NamedTuple):
 
 
 class Slots:
-    """Which slots are taken, and for what. On the transfer thread.
-
-    Args:
-        kept: slots kept for SENDING, and as many for RECEIVING; PARKED never gets them.
-
-    Raises:
-        ValueError: there are fewer slots than are kept, or none are kept.
-    """
+    """Which slots are taken, and for what. On the transfer thread. ``kept``: slots kept for SENDING, and as many for
+    RECEIVING; PARKED never gets them. Raises `ValueError`: there are fewer slots than are kept, or none are kept."""
 
     def __init__(self, count: int, kept: int) -> None:
         if not 0 < 2 * kept <= count:
@@ -216,9 +210,9 @@ class Slots:
         return self.count - self._kept * sum(other is not use for other in (Use.SENDING, Use.RECEIVING))
 
     def available(self, use: Use) -> int:
-        free = self.count - sum(self._used.values())
-        spared = sum(self._spared(other) for other in (Use.SENDING, Use.RECEIVING) if other is not use)
-        return max(0, free - spared)
+        others = [other for other in (Use.SENDING, Use.RECEIVING) if other is not use]
+        spared = sum(max(0, self._kept - self._used[other]) for other in others)
+        return max(0, self.count - sum(self._used.values()) - spared)
 
     def take(self, wanted: int, use: Use, at_least: int = 1) -> list[int]:
         """Take up to ``wanted`` slots, consecutive ones if possible; none if fewer than ``at_least`` are available."""
@@ -240,6 +234,3 @@ class Slots:
             raise ValueError(f"found the slots {wrong} given back, which were free")
         self._is_free[slots] = True
         self._used[use] -= len(slots)
-
-    def _spared(self, use: Use) -> int:
-        return max(0, self._kept - self._used[use])

@@ -99,17 +99,14 @@ class Staging:
         is_whole: bool = False,
         owner: str = "",
     ) -> Held | None:
-        """Take slots for the tokens from ``first_token`` on, up to ``end_token`` if there are enough. Returns None if
-        there are too few now.
+        """Take slots for the tokens from ``first_token`` on, up to ``end_token`` if there are enough; if ``is_whole``,
+        for all or none. Returns None if there are too few now. Raises `ValueError`: the slab is too small for even the
+        smallest range.
 
         Args:
             first_tokens: per KV-cache group, its first token that is moved.
             step: the range ends at a multiple of this, or at ``end_token``.
-            is_whole: take slots for all tokens or none.
             owner: the engine that will write into the slots, if that is another one.
-
-        Raises:
-            ValueError: the slab is too small for even the smallest range.
         """
         ends = range(first_token // step * step + step, end_token + step, step)
         if is_whole:
@@ -139,12 +136,8 @@ class Staging:
         return self._count(first_tokens, first_token, end_token) <= self.slots.most(use)
 
     def wait(self, use: Use, who: object, retry: Callable[[], bool], owner: str = "") -> None:
-        """Call ``retry`` when slots are free, in the order of `wait`. ``retry`` returns False if it still has to wait.
-
-        Args:
-            who: identifies the caller, which waits once for each use, however often it calls.
-            owner: as in `take`; there is one queue for each use and owner.
-        """
+        """Call ``retry`` when slots are free, in the order of `wait`. It returns False if it still has to wait. ``who``
+        waits once for each use, however often it calls. ``owner``: as in `take`; each use and owner has a queue."""
         waiting = self._waiting.setdefault((use, owner), {})
         self.num_waits += who not in waiting
         waiting.setdefault(who, retry)
