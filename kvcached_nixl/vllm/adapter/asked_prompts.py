@@ -105,10 +105,7 @@ def engine_prompt(prompt: Prompt, renderer: Any, model_config: Any) -> Any:
             raise ValueError(f"Token id {max(token_ids)}; the model has {model_config.get_vocab_size()}.")
         are_tokens = None if prompt.are_tokens is None else list(map(bool, prompt.are_tokens))
         return embeds_input(
-            _received(prompt.embeddings),
-            cache_salt=salt,
-            prompt_token_ids=token_ids or None,
-            is_token_ids=are_tokens,
+            _received(prompt.embeddings), cache_salt=salt, prompt_token_ids=token_ids or None, is_token_ids=are_tokens
         )
     if not prompt.features:
         raise ValueError("A prompt of tokens only; expected images, sounds, ..., or embeddings.")

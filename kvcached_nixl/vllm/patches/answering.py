@@ -138,12 +138,7 @@ async def _computed(body: bytearray, request: Any) -> Any:
     prompt = await loop.run_in_executor(executor, engine_prompt, asked, renderer, client.model_config)
     headers = {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
     wishes = msgspec.to_builtins(KvTransferParams.for_prefill(asked.transfer_id))
-    params = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        detokenize=False,
-        extra_args={"kv_transfer_params": wishes},
-    )
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": wishes})
     found = None
     async for output in client.generate(
         prompt,

@@ -25,7 +25,7 @@ from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.listener import Listener, start
 from kvcached_nixl.transport.side_channel import HandshakeWatch, SideChannel
 from kvcached_nixl.vllm.adapter import metrics
-from kvcached_nixl.vllm.adapter.attributes import STEP, address_of, attach, carry, private, side_of
+from kvcached_nixl.vllm.adapter.attributes import ADDRESS, STEP, attach, carry, private, side_of
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.platform import side_channel_address
@@ -139,7 +139,7 @@ def has_pending_push_work(call: Call) -> bool:
     remove_when=_REMOVE_WHEN,
 )
 def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
-    side, address = side_of(call.instance), address_of(call.instance)
+    side, address = side_of(call.instance), private(call.instance, ADDRESS)
 
     def listener(answers: Answers) -> Listener:
         def listen() -> Listener:
