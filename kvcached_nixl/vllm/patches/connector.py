@@ -13,6 +13,7 @@ Sources: ``kv_connector/v1/base.py``, ``v1/nixl/base_worker.py`` (``is_conv_stat
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import sys
 from typing import Any
@@ -142,17 +143,16 @@ def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
     side, address = side_of(call.instance), private(call.instance, ADDRESS)
 
     def listener(answers: Answers) -> Listener:
-        def listen() -> Listener:
-            return Listener(
-                address.listening,
-                address.bound.port,
-                answers,
-                side.engine.woken,
-                side.engine.wake_address.key,
-                side.side_channel.headroom,
-                side.side_channel.watch_memory,
-            )
-
+        listen = functools.partial(
+            Listener,
+            address.listening,
+            address.bound.port,
+            answers,
+            side.engine.woken,
+            side.engine.wake_address.key,
+            side.side_channel.headroom,
+            side.side_channel.watch_memory,
+        )
         return start(address, answers, listen, SideChannel())
 
     side.side_channel.introduce(call.argument("metadata"), listener)

@@ -186,18 +186,18 @@ CONTACTS = tuple(_contacts())
 
 def differences() -> list[str]:
     """What differs in the installed vLLM, before kvcached has changed it; imports the modules, as kvcached does."""
-    return [f"{contact}: {found}" for contact in CONTACTS if (found := _difference(contact))]
-
-
-def _difference(contact: Contact) -> str:
-    try:
-        found: Any = importlib.import_module(contact.module)
-        for part in contact.qualname.split("."):
-            found = inspect.getattr_static(found, part)
-        function = found.__func__ if isinstance(found, classmethod) else found
-        parameters = tuple(inspect.signature(function).parameters)
-    except Exception as error:  # noqa: BLE001 - recorded as a difference; raised here, it would keep kvcached from patching
-        return f"{type(error).__name__}: {error}"
-    if parameters in contact.accepted:
-        return ""
-    return f"parameters ({', '.join(parameters)}); expected ({', '.join(contact.accepted[0])})"
+    differences = []
+    for contact in CONTACTS:
+        try:
+            found: Any = importlib.import_module(contact.module)
+            for part in contact.qualname.split("."):
+                found = inspect.getattr_static(found, part)
+            function = found.__func__ if isinstance(found, classmethod) else found
+            parameters = tuple(inspect.signature(function).parameters)
+        except Exception as error:  # noqa: BLE001 - recorded; raised here, it would keep kvcached from patching
+            differences.append(f"{contact}: {type(error).__name__}: {error}")
+            continue
+        if parameters not in contact.accepted:
+            expected = ", ".join(contact.accepted[0])
+            differences.append(f"{contact}: parameters ({', '.join(parameters)}); expected ({expected})")
+    return differences
