@@ -86,11 +86,8 @@ def _sent(data: Any, sizes: list[int]) -> Any:
 
 
 def engine_prompt(prompt: Prompt, renderer: Any, model_config: Any) -> Any:
-    """vLLM's prompt; called where vLLM prepares images, sounds, ..., on that thread.
-
-    Raises:
-        ValueError: this model takes no such prompt.
-    """
+    """vLLM's prompt; called on the thread where vLLM prepares images, sounds, ... Raises ValueError if the model takes
+    no such prompt."""
     from vllm.inputs import embeds_input, mm_input
 
     token_ids = np.frombuffer(prompt.token_ids, "<u4").tolist()

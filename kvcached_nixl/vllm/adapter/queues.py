@@ -35,10 +35,8 @@ def has_call(core: Any, method: str) -> bool:
 
 
 def wait_for_input(core: Any, seconds: float) -> bool:
-    """On the engine's thread, wait until something enters the engine's input queue, such as a worker's wake-up.
-
-    Returns: whether something has.
-    """
+    """On the engine's thread, wait until something enters the engine's input queue, such as a worker's wake-up. Returns
+    whether something has."""
     queue = core.input_queue
     with queue.not_empty:
         if not queue._qsize():

@@ -136,10 +136,7 @@ def _folder(path: str, is_new: bool) -> str:
 
 
 def hash_embeddings(request: Any) -> Embeddings | None:
-    """Hash the embeddings of a request's prompt, for its digest, unless that was done.
-
-    Returns: None if its prompt has none.
-    """
+    """Hash the embeddings of a request's prompt, for its digest, unless that was done. None if its prompt has none."""
     found: Embeddings | None = vars(request).get(_EMBEDDINGS)
     if found is None and request.prompt_embeds is not None:
         import torch

@@ -76,11 +76,7 @@ def register_scale_out_api_routers(call: Call) -> None:
 
 
 class _Endpoint:
-    """Takes prompts.
-
-    Args:
-        handle: answers one, by its encoded bytes and its HTTP request.
-    """
+    """Takes prompts. ``handle`` answers one, by its encoded bytes and its HTTP request."""
 
     def __init__(self, handle: Callable[[bytearray, Any], Awaitable[Any]]) -> None:
         self._handle = handle

@@ -94,10 +94,7 @@ def due_in_seconds(found: Iterable[Any]) -> float:
 
 def wait_relieving(core: Any, found: Sequence[Any], seconds: float) -> bool:
     """On the engine's thread, wait until something enters the engine's input queue, or until workers have to be told
-    that offers give way because memory is short.
-
-    Returns: whether something has entered the queue.
-    """
+    that offers give way because memory is short. Returns whether something has entered."""
     until_seconds = time.monotonic() + seconds
     while any(side.watches_memory for side in found) and (left_seconds := until_seconds - time.monotonic()) > 0:
         if wait_for_input(core, min(left_seconds, _LOOK_FOR_PRESSURE_SECONDS)):

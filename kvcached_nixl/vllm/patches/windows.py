@@ -58,11 +58,8 @@ class Windows:
         self.refusal: UnsupportedVersion | None = None
 
     def contains(self, window: Any, version: str) -> bool:
-        """Whether one of kvcached's windows that does not contain ``version`` does so while they are open.
-
-        Args:
-            window: kvcached's ``VersionRange``.
-        """
+        """Whether one of kvcached's windows (``VersionRange``) that does not contain ``version`` does so while they are
+        open."""
         if not self.is_open or window.range_spec not in _SPECIFIERS:
             return False
         beginning = type(window)(window.range_spec.partition(",")[0])
@@ -115,11 +112,7 @@ PATCH_NAMES = (
 
 
 class Contact(NamedTuple):
-    """A function or method of vLLM.
-
-    Attributes:
-        accepted: names of parameters, in order; several lists where supported versions differ.
-    """
+    """A function or method of vLLM. ``accepted``: names of parameters; several lists where versions differ."""
 
     module: str
     qualname: str
