@@ -57,7 +57,6 @@ class WorkerView:
     """The worker half of a NIXL connector that is constructed.
 
     Attributes:
-        worker: vLLM's own.
         num_blocks: the number of blocks that vLLM planned, in kernel blocks.
         kernel_blocks_per_block: kernel blocks per logical block, in every KV-cache group (see `unserved`).
         attention_groups: the KV-cache groups without those of layers that keep a state.
@@ -65,7 +64,10 @@ class WorkerView:
     """
 
     def __init__(self, connector: Any) -> None:
-        worker = self.worker = private(connector, "connector_worker")
+        # Not its worker or agent: our facade keeps this view, and in a reference cycle an agent may be freed before the
+        # worker releases its handles, which aborts the process.
+        self._connector = connector
+        worker = self.worker
         self.vllm_config = private(worker, "vllm_config")
         self.extra_config: Mapping[str, Any] = private(worker, "kv_transfer_config").kv_connector_extra_config
         self.engine_id = str(private(worker, "engine_id"))
@@ -81,8 +83,16 @@ class WorkerView:
         self.kernel_blocks_per_block = int(private(worker, "_physical_blocks_per_logical_kv_block"))
         self.zeroes_blocks = bool(private(self._kv_cache_config, "needs_kv_cache_zeroing"))
         self.memory_type = msgspec.convert(private(worker, "nixl_memory_type"), MemoryType)
-        self.agent = private(worker, "nixl_wrapper")
         self.backends = list(private(worker, "nixl_backends"))
+
+    @property
+    def worker(self) -> Any:
+        """vLLM's own."""
+        return private(self._connector, "connector_worker")
+
+    @property
+    def agent(self) -> Any:
+        return private(self.worker, "nixl_wrapper")
 
     @property
     def attention_backends(self) -> list[Any]:

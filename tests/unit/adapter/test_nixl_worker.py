@@ -200,7 +200,6 @@ def worker(**changed: Any) -> WorkerView:
         device_id=0,
         nixl_memory_type="DRAM",
         nixl_backends=("UCX",),
-        nixl_wrapper=None,
         _physical_blocks_per_logical_kv_block=2,
         _registered_descs=[],
         xfer_stats="stock",
