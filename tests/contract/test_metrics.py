@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.config.observability import ObservabilityConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -163,5 +164,6 @@ def test_a_request_carries_what_its_client_has_sent() -> None:
     assert {"trace_headers"} <= set(EngineCoreRequest.__struct_fields__) & set(EngineCoreOutput.__struct_fields__)
     assert inspect.signature(Request).parameters["trace_headers"].default is None
     reader = object.__new__(RequestReader)
-    assert EngineSpans().trace_of(reader(SimpleNamespace(trace_headers={"traceparent": TRACE}))) == TRACE
-    assert EngineSpans().trace_of(reader(SimpleNamespace(trace_headers=None))) == ""
+    for headers, expected in (({"traceparent": TRACE}, TRACE), (None, "")):
+        one = Request("r", [1], SamplingParams(max_tokens=1), None, trace_headers=headers)
+        assert EngineSpans().trace_of(reader(one)) == expected

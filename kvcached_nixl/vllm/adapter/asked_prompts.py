@@ -86,11 +86,8 @@ def _sent(data: Any, sizes: list[int]) -> Any:
 
 
 def engine_prompt(prompt: Prompt, renderer: Any, model_config: Any) -> Any:
-    """vLLM's prompt; called where vLLM prepares images, sounds, ..., on that thread.
-
-    Raises:
-        ValueError: this model takes no such prompt.
-    """
+    """vLLM's prompt; called on the thread where vLLM prepares images, sounds, ... Raises ValueError if the model takes
+    no such prompt."""
     from vllm.inputs import embeds_input, mm_input
 
     token_ids = np.frombuffer(prompt.token_ids, "<u4").tolist()
@@ -105,10 +102,7 @@ def engine_prompt(prompt: Prompt, renderer: Any, model_config: Any) -> Any:
             raise ValueError(f"Token id {max(token_ids)}; the model has {model_config.get_vocab_size()}.")
         are_tokens = None if prompt.are_tokens is None else list(map(bool, prompt.are_tokens))
         return embeds_input(
-            _received(prompt.embeddings),
-            cache_salt=salt,
-            prompt_token_ids=token_ids or None,
-            is_token_ids=are_tokens,
+            _received(prompt.embeddings), cache_salt=salt, prompt_token_ids=token_ids or None, is_token_ids=are_tokens
         )
     if not prompt.features:
         raise ValueError("A prompt of tokens only; expected images, sounds, ..., or embeddings.")

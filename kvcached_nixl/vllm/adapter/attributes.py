@@ -45,7 +45,7 @@ def optional(owner: Any, name: str, default: Any = None) -> Any:
 # ---------------------------------------------------------------------------------------------------- what is attached
 
 _SIDE = "_kvcached_nixl"
-_ADDRESS = "_kvcached_nixl_address"
+ADDRESS = "_kvcached_nixl_address"
 STEP = "kvcached_nixl_step"
 """Of the connector metadata that vLLM sends to every worker: our `Step`."""
 _REPORT = "kvcached_nixl_report"
@@ -57,7 +57,7 @@ def attach(connector: Any, side: Any, address: SideChannelAddress | None = None)
     """Attach our scheduler facade, with the address of its engine's side channel, or our worker facade to vLLM's NIXL
     connector."""
     setattr(connector, _SIDE, side)
-    setattr(connector, _ADDRESS, address)
+    setattr(connector, ADDRESS, address)
 
 
 def side_of(connector: Any) -> Any:
@@ -77,11 +77,6 @@ def connectors(connector: Any) -> Iterator[Any]:
         one = waiting.pop()
         yield one
         waiting += optional(one, "_connectors", ())
-
-
-def address_of(connector: Any) -> SideChannelAddress:
-    found: SideChannelAddress = private(connector, _ADDRESS)
-    return found
 
 
 def carry(report: Report) -> Any:

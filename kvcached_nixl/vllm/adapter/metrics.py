@@ -131,11 +131,7 @@ def record(account: Any, counted: Any) -> None:
 
 
 def take_timelines(account: Any) -> list[Reported]:
-    """Remove the timelines of ranks from an engine's stats and return them.
-
-    Args:
-        account: ``KVConnectorOutput.kv_connector_stats``; a ``MultiConnector`` has one for each of its connectors.
-    """
+    """Remove the timelines of ranks from an engine's stats (``KVConnectorOutput.kv_connector_stats``)."""
     return [line for one in _all_data_of(account) for line in one.pop(_TIMELINES, ())]
 
 
@@ -147,7 +143,8 @@ def add_lasted(account: Any, lasted: Iterable[Lasted]) -> None:
 
 
 def _all_data_of(account: Any) -> list[dict[str, Any]]:
-    # Any connector's stats come by here, in the engine's loop: nothing is imported to tell whose they are.
+    # Any connector's stats come by here, in the engine's loop: nothing is imported to tell whose they are. Those of a
+    # ``MultiConnector`` have some for each of its connectors.
     data = optional(account, "data")
     found = [data, *(optional(one, "data") for one in data.values())] if isinstance(data, dict) else []
     return [one for one in found if isinstance(one, dict)]

@@ -90,13 +90,8 @@ def connector_classes(factory: Any, config: Any) -> Iterator[type]:
 
 
 def require_no_replacement(vllm_config: Any) -> None:
-    """Check that vLLM has not put an offloading connector in the place of the one that was asked for.
-
-    ``--kv-offloading-size`` does (``vllm/config/vllm.py``, ``_post_init_kv_transfer_config``).
-
-    Raises:
-        SettingsError: it has.
-    """
+    """Raises SettingsError if vLLM has put an offloading connector in the place of the one that was asked for, as
+    ``--kv-offloading-size`` does (``vllm/config/vllm.py``, ``_post_init_kv_transfer_config``)."""
     gib = optional(optional(vllm_config, "cache_config"), "kv_offloading_size")
     name = vllm_config.kv_transfer_config.kv_connector
     if gib is not None and name in _REFUSED:
@@ -109,14 +104,8 @@ def require_no_replacement(vllm_config: Any) -> None:
 
 
 def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
-    """Check the connectors beside the NIXL connector.
-
-    Args:
-        classes: every connector of the engine.
-
-    Raises:
-        SettingsError: one of them may copy bytes of other requests, or memory that is not mapped.
-    """
+    """Raises SettingsError if one of an engine's connectors may copy bytes of other requests, or memory that is not
+    mapped."""
     for cls in classes:
         name = _own_name(cls)
         if name in _NIXL:
@@ -184,11 +173,8 @@ def _require_spec(vllm_config: Any) -> None:
 
 
 def require_one_group(kv_cache_config: Any) -> None:
-    """Check how a model keeps KV that ``OffloadingConnector`` is to copy.
-
-    Raises:
-        SettingsError: some blocks of a running request are freed or overwritten before their tokens end.
-    """
+    """Raises SettingsError if some blocks of a running request that ``OffloadingConnector`` is to copy are freed or
+    overwritten before their tokens end."""
     groups = private(kv_cache_config, "kv_cache_groups")
     kinds = [keeps_of(one.kv_cache_spec) for one in groups]
     if kinds == [Keeps.EVERYTHING]:

@@ -65,6 +65,8 @@ class WorkerView:
     """
 
     def __init__(self, connector: Any) -> None:
+        # Not the connector, whose facade keeps this view: in a reference cycle an agent may be freed before the worker
+        # releases its handles, which aborts the process.
         worker = self.worker = private(connector, "connector_worker")
         self.vllm_config = private(worker, "vllm_config")
         self.extra_config: Mapping[str, Any] = private(worker, "kv_transfer_config").kv_connector_extra_config

@@ -47,18 +47,6 @@ def platform() -> Platform:
     )
 
 
-def device_name(data_parallel_rank: int) -> str | None:
-    """Identifies the device whose memory an engine's kvcached measures: the one of its first rank. None if it is not
-    known: which device another data-parallel rank of this host uses is decided in its workers (vLLM 0.33).
-
-    Raises:
-        Exception: of the driver's library, or the platform does not identify its devices.
-    """
-    from vllm.platforms import current_platform
-
-    return None if data_parallel_rank else str(current_platform.get_device_uuid(0))
-
-
 def side_channel_address(index: int = 0) -> SideChannelAddress:
     """The side channel of a data-parallel rank, as this process's environment configures it.
 

@@ -35,10 +35,8 @@ def has_call(core: Any, method: str) -> bool:
 
 
 def wait_for_input(core: Any, seconds: float) -> bool:
-    """On the engine's thread, wait until something enters the engine's input queue, such as a worker's wake-up.
-
-    Returns: whether something has.
-    """
+    """On the engine's thread, wait until something enters the engine's input queue, such as a worker's wake-up. Returns
+    whether something has."""
     queue = core.input_queue
     with queue.not_empty:
         if not queue._qsize():
@@ -90,7 +88,9 @@ def bring_forward(engine_scheduler: Any, request_ids: Container[str]) -> None:
     is_by_priority = goes_by_priority(engine_scheduler)
     # Requests that have another priority until their turn -> their own.
     ahead = vars(engine_scheduler).setdefault(_AHEAD, {})
-    _set_priorities(engine_scheduler, {one: ahead.pop(one) for one in list(ahead) if not _holds_kv(one)})
+    # Whoever waits for its turn with KV, or with blocks for KV that has not come, stays ahead.
+    over = [one for one in ahead if not waits_for_kv(one) and not (wants_blocks(one) and one.num_computed_tokens > 0)]
+    _set_priorities(engine_scheduler, {one: ahead.pop(one) for one in over})
     found = [one for one in skipped if one.request_id in request_ids] if request_ids else []
     if is_by_priority:
         for one in found:
@@ -100,11 +100,6 @@ def bring_forward(engine_scheduler: Any, request_ids: Container[str]) -> None:
         for request in found:
             skipped.remove(request)
             skipped.appendleft(request)
-
-
-def _holds_kv(request: Any) -> bool:
-    """Whether a request waits for its turn, and has KV, or blocks for KV that has not come."""
-    return waits_for_kv(request) or (wants_blocks(request) and request.num_computed_tokens > 0)
 
 
 def _set_priorities(engine_scheduler: Any, priorities: Mapping[Any, float]) -> None:

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -137,10 +136,7 @@ def _folder(path: str, is_new: bool) -> str:
 
 
 def hash_embeddings(request: Any) -> Embeddings | None:
-    """Hash the embeddings of a request's prompt, for its digest, unless that was done.
-
-    Returns: None if its prompt has none.
-    """
+    """Hash the embeddings of a request's prompt, for its digest, unless that was done. None if its prompt has none."""
     found: Embeddings | None = vars(request).get(_EMBEDDINGS)
     if found is None and request.prompt_embeds is not None:
         import torch
@@ -188,25 +184,22 @@ def _salted(salt: bytes, block_hashes: Iterable[bytes]) -> list[bytes]:
     return [hashlib.sha256(salt + one).digest() for one in block_hashes]
 
 
-@dataclass(frozen=True)
 class RequestView:
     """A request as our scheduler sees it: `scheduler.engine.Request`, which says what each of these is."""
 
-    request: Any
-    _reader: RequestReader
-
-    @property
-    def request_id(self) -> str:
-        return str(self.request.request_id)
+    def __init__(self, request: Any, reader: RequestReader) -> None:
+        self.request, self._reader = request, reader
+        self.request_id = str(request.request_id)
+        self.is_session = bool(private(request, "resumable"))
+        self.is_stand_in = is_stand_in(request)
+        # vLLM reads no prefix cache for prompt log-probabilities or pooling either.
+        self.computes_prompt = bool(private(request, "skip_reading_prefix_cache"))
+        self.adapter = 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
+        self.trace_headers: Any = private(request, "trace_headers")
 
     @property
     def num_prompt_tokens(self) -> int:
         return int(self.request.num_prompt_tokens)
-
-    @property
-    def trace_headers(self) -> Any:
-        """``traceparent`` and ``tracestate`` as they came, unchecked; None where vLLM traces nothing."""
-        return private(self.request, "trace_headers")
 
     @property
     def params(self) -> Mapping[str, Any] | None:
@@ -222,27 +215,6 @@ class RequestView:
     @property
     def ends_in_media(self) -> bool:
         return ends_in_media(self.request.mm_features, self.num_prompt_tokens)
-
-    @property
-    def is_session(self) -> bool:
-        """Whether the request may receive more input (``resumable``)."""
-        return bool(private(self.request, "resumable"))
-
-    @property
-    def is_stand_in(self) -> bool:
-        return is_stand_in(self.request)
-
-    @property
-    def computes_prompt(self) -> bool:
-        """Whether the whole prompt must be computed, for prompt log-probabilities or pooling. vLLM reads no prefix
-        cache for such requests either.
-        """
-        return bool(private(self.request, "skip_reading_prefix_cache"))
-
-    @property
-    def adapter(self) -> int:
-        lora = self.request.lora_request
-        return 0 if lora is None else int(lora.lora_int_id)
 
     @property
     def num_media(self) -> int:

@@ -91,11 +91,8 @@ _KV_HEADS = ("key_value_heads", "kv_heads", "kv_n_heads", "n_head_kv", "num_atte
 
 
 def kv_heads_of(*configs: Any) -> set[int]:
-    """The numbers of KV heads that the layers of these models have.
-
-    Args:
-        configs: Hugging Face's text configurations. They name the numbers once, per kind of layer, or per layer.
-    """
+    """The numbers of KV heads that the layers of models have. Hugging Face's text configurations name them once, per
+    kind of layer, or per layer."""
     found: set[int] = set()
     left = [("", config.to_dict(), config.to_dict().get("num_attention_heads")) for config in configs]
     while left:
@@ -124,11 +121,7 @@ def odd_cells(spec: Any) -> str:
 
 
 def unserved_states(specs: Iterable[Any], vllm_config: Any) -> list[tuple[str, str]]:
-    """Settings with which decode would go on from another state than prefill's: (found, expected).
-
-    Args:
-        specs: of all layers.
-    """
+    """Settings with which decode would go on from another state than prefill's: (found, expected)."""
     specs = [spec for spec in specs if is_state(spec)]
     if not specs:
         return []
@@ -178,9 +171,6 @@ def keeps_draft_kv(speculative_config: Any) -> bool:
     True for eagle, eagle3, every kind of mtp but Gemma 4's, dflash, dspark and draft_model; for extract_hidden_states,
     which has no weights and keeps the model's hidden states there; and for unknown methods: a user's class
     (custom_class), or a method of a later vLLM.
-
-    Args:
-        speculative_config: vLLM's, or None.
     """
     if speculative_config is None or speculative_config.method in WITHOUT_KV:
         return False

@@ -179,11 +179,7 @@ def found_version(library: str) -> str | None:
 
 
 def import_vllm() -> None:
-    """Import vLLM, which takes seconds. For the status report; a server imports vLLM itself.
-
-    Raises:
-        Exception: any error of vLLM's import.
-    """
+    """Import vLLM, which takes seconds and may raise anything. For the status report; a server imports vLLM itself."""
     importlib.import_module("vllm")
 
 
@@ -193,12 +189,7 @@ def row_of(vllm_version: str | None) -> Row | None:
 
 
 def installed_row() -> Row:
-    """The row of the installed vLLM.
-
-    Raises:
-        MissingDependency: vLLM is not installed.
-        UnsupportedVersion: the installed vLLM has no row.
-    """
+    """The row of the installed vLLM. Raises MissingDependency if there is none, UnsupportedVersion if it has no row."""
     version = found_version("vllm")
     row = row_of(version)
     if row is None:

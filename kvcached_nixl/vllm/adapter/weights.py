@@ -33,11 +33,7 @@ _OWN_CODE = "transformers_modules."
 
 
 def note_files(loader: Any, name: str, subfolder: str | None, files: Sequence[str]) -> None:
-    """Called when vLLM loads weights from these files.
-
-    Args:
-        subfolder: the model's subfolder, if its weights have several parts.
-    """
+    """Called when vLLM loads weights from these files, of a subfolder if the model's weights have several parts."""
     load = vars(loader).setdefault(_LOAD, object())
     read_alone = [] if distrust(type(loader)) else [Path(file) for file in files]
     _history(loader).reads_files(name, subfolder or "", read_alone, load)

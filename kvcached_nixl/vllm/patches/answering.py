@@ -76,11 +76,7 @@ def register_scale_out_api_routers(call: Call) -> None:
 
 
 class _Endpoint:
-    """Takes prompts.
-
-    Args:
-        handle: answers one, by its encoded bytes and its HTTP request.
-    """
+    """Takes prompts. ``handle`` answers one, by its encoded bytes and its HTTP request."""
 
     def __init__(self, handle: Callable[[bytearray, Any], Awaitable[Any]]) -> None:
         self._handle = handle
@@ -138,12 +134,7 @@ async def _computed(body: bytearray, request: Any) -> Any:
     prompt = await loop.run_in_executor(executor, engine_prompt, asked, renderer, client.model_config)
     headers = {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
     wishes = msgspec.to_builtins(KvTransferParams.for_prefill(asked.transfer_id))
-    params = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        detokenize=False,
-        extra_args={"kv_transfer_params": wishes},
-    )
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": wishes})
     found = None
     async for output in client.generate(
         prompt,

@@ -128,10 +128,7 @@ def drop_unknown_stops(core_request: Any, vocab_size: int) -> None:
     """Remove stop tokens outside the model's vocabulary. No sequence can end with them.
 
     vLLM only checks that they are integers. With ``min_tokens`` it masks their logits, and an index outside the
-    vocabulary ends the engine.
-
-    Args:
-        vocab_size: of the model; 0 if unknown.
+    vocabulary ends the engine. ``vocab_size`` is 0 if it is not known.
     """
     sampling = private(core_request, "sampling_params")
     if sampling is None or not vocab_size:

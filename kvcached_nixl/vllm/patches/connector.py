@@ -13,6 +13,7 @@ Sources: ``kv_connector/v1/base.py``, ``v1/nixl/base_worker.py`` (``is_conv_stat
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import sys
 from typing import Any
@@ -25,7 +26,7 @@ from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.listener import Listener, start
 from kvcached_nixl.transport.side_channel import HandshakeWatch, SideChannel
 from kvcached_nixl.vllm.adapter import metrics
-from kvcached_nixl.vllm.adapter.attributes import STEP, address_of, attach, carry, private, side_of
+from kvcached_nixl.vllm.adapter.attributes import ADDRESS, STEP, attach, carry, private, side_of
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 from kvcached_nixl.vllm.adapter.platform import side_channel_address
@@ -139,20 +140,19 @@ def has_pending_push_work(call: Call) -> bool:
     remove_when=_REMOVE_WHEN,
 )
 def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
-    side, address = side_of(call.instance), address_of(call.instance)
+    side, address = side_of(call.instance), private(call.instance, ADDRESS)
 
     def listener(answers: Answers) -> Listener:
-        def listen() -> Listener:
-            return Listener(
-                address.listening,
-                address.bound.port,
-                answers,
-                side.engine.woken,
-                side.engine.wake_address.key,
-                side.side_channel.headroom,
-                side.side_channel.watch_memory,
-            )
-
+        listen = functools.partial(
+            Listener,
+            address.listening,
+            address.bound.port,
+            answers,
+            side.engine.woken,
+            side.engine.wake_address.key,
+            side.side_channel.headroom,
+            side.side_channel.watch_memory,
+        )
         return start(address, answers, listen, SideChannel())
 
     side.side_channel.introduce(call.argument("metadata"), listener)

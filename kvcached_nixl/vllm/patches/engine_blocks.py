@@ -13,7 +13,6 @@ from typing import Any
 
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import optional, private, side_of, sides
-from kvcached_nixl.vllm.adapter.platform import device_name
 from kvcached_nixl.vllm.adapter.queues import goes_by_priority, hold, queued, startable, waits_for_kv, wants_blocks
 from kvcached_nixl.vllm.adapter.requests import set_apart
 from kvcached_nixl.vllm.patches.naming import wants_of
@@ -340,15 +339,18 @@ class EngineBlocks:
 
     @functools.cached_property
     def _wants(self) -> Wants | None:
-        if self._elastic is None:
-            return None
         parallel = private(self._scheduler, "vllm_config").parallel_config
+        # kvcached measures the memory of the first rank's device. Which one another data-parallel rank of this host
+        # uses is decided in its workers (vLLM 0.33).
+        if self._elastic is None or private(parallel, "data_parallel_rank_local"):
+            return None
+        from vllm.platforms import current_platform
+
         try:
-            device = device_name(private(parallel, "data_parallel_rank_local") or 0)
+            return wants_of(str(current_platform.get_device_uuid(0)))
         except Exception as error:  # noqa: BLE001 - drivers raise anything, and no engine may end for a hint
             logger.warning("Engines on one device do not give way to each other: it cannot be identified: %r", error)
             return None
-        return None if device is None else wants_of(device)
 
 
 def blocks_of(engine_scheduler: Any) -> EngineBlocks:

@@ -94,10 +94,7 @@ def due_in_seconds(found: Iterable[Any]) -> float:
 
 def wait_relieving(core: Any, found: Sequence[Any], seconds: float) -> bool:
     """On the engine's thread, wait until something enters the engine's input queue, or until workers have to be told
-    that offers give way because memory is short.
-
-    Returns: whether something has entered the queue.
-    """
+    that offers give way because memory is short. Returns whether something has entered."""
     until_seconds = time.monotonic() + seconds
     while any(side.watches_memory for side in found) and (left_seconds := until_seconds - time.monotonic()) > 0:
         if wait_for_input(core, min(left_seconds, _LOOK_FOR_PRESSURE_SECONDS)):
@@ -239,10 +236,31 @@ def _drained(core: Any) -> bool:
     remove_when=_REMOVE_WHEN,
 )
 def notify_idle_state_callbacks(call: Call) -> None:
-    tell_who_waits(call.instance)
-    if not held_back(call.instance):
-        call.proceed()
-        wait_until_due(call.instance)
+    """On the engine's thread, before a pause completes, wait for transfers that may still be in flight; and when an
+    engine is idle, until input arrives or its next deadline is due.
+
+    vLLM is about to block on the input queue without a timeout. It treats a paused engine as idle, although hand-overs
+    with deadlines may be waiting.
+    """
+    core = call.instance
+    tell_who_waits(core)
+    found = list(sides(private(core.scheduler, "connector")))
+    quiet_in_seconds = _quiet_in_seconds(core) if private(core, "_idle_state_callbacks") else 0.0
+    if quiet_in_seconds > 0:
+        # vLLM calls this again when it has done what has entered.
+        if wait_for_input(core, min(quiet_in_seconds, due_in_seconds(found))):
+            return
+        if _quiet_in_seconds(core) > 0:
+            # vLLM is about to wait for input without a timeout.
+            wake_of(core)()
+            return
+    call.proceed()
+    # Elastic expert parallelism: vLLM does not block here while ranks are added or removed.
+    if private(core, "process_input_queue_block"):
+        due = due_in_seconds(found)
+        waits = math.isfinite(due) or any(side.watches_memory for side in found)
+        if waits and not wait_relieving(core, found, due):
+            wake_of(core)()
 
 
 def tell_who_waits(core: Any) -> None:
@@ -272,43 +290,8 @@ class _Guarded:
             future.set_exception(error)
 
 
-def held_back(core: Any) -> bool:
-    """On the engine's thread, before a pause completes, wait for transfers that may still be in flight.
-
-    Returns: whether the engine has to do something else first. It then calls this again.
-    """
-    if not private(core, "_idle_state_callbacks"):
-        return False
-    found = list(sides(private(core.scheduler, "connector")))
-    seconds = _quiet_in_seconds(core)
-    if seconds <= 0:
-        return False
-    if wait_for_input(core, min(seconds, due_in_seconds(found))):
-        return True
-    if _quiet_in_seconds(core) <= 0:
-        return False
-    # Wake vLLM: it is about to wait for input without a timeout.
-    wake_of(core)()
-    return True
-
-
 def _quiet_in_seconds(core: Any) -> float:
     return max((side.revocations.quiet_in_seconds for side in sides(private(core.scheduler, "connector"))), default=0.0)
-
-
-def wait_until_due(core: Any) -> None:
-    """On the engine's thread, wait until input arrives for an idle engine, or until its next deadline.
-
-    vLLM is about to block on the input queue without a timeout. It treats a paused engine as idle, although hand-overs
-    with deadlines may be waiting.
-    """
-    if not private(core, "process_input_queue_block"):
-        # Elastic expert parallelism: vLLM does not block here while ranks are added or removed.
-        return
-    found = list(sides(private(core.scheduler, "connector")))
-    due = due_in_seconds(found)
-    if (math.isfinite(due) or any(side.watches_memory for side in found)) and not wait_relieving(core, found, due):
-        wake_of(core)()
 
 
 @Patch(ENGINE_CORE, "_handle_shutdown", "scheduler", "self").because(

@@ -133,11 +133,7 @@ def stock_scheduler(config: Any, kv_cache_config: Any) -> StockScheduler:
 
 
 def require_complete(registry: Registry, connector: str) -> None:
-    """Decides every patch, and returns only if none was refused.
-
-    Raises:
-        StartRefused: lists everything that was refused in this process.
-    """
+    """Decides every patch. Raises StartRefused, which lists everything that was refused in this process."""
     registry.complete()
     causes = registry.refusals()
     if causes:
@@ -201,11 +197,7 @@ def _config_of(call: Call) -> Any:
 
 
 def _require_startable(cls: type) -> None:
-    """Check the parts of a server's configuration that its connector does not read.
-
-    Raises:
-        SettingsError: with them it may not start.
-    """
+    """Raises SettingsError if a server may not start with what its connector does not read of its configuration."""
     from vllm import envs
 
     if _is_push(cls):

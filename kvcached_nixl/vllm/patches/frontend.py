@@ -19,12 +19,7 @@ import msgspec
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import private
-from kvcached_nixl.vllm.adapter.locate import (
-    INPUT_PROCESSOR,
-    MEDIA_PROCESSING,
-    OUTPUT_PROCESSOR,
-    RENDERER,
-)
+from kvcached_nixl.vllm.adapter.locate import INPUT_PROCESSOR, MEDIA_PROCESSING, OUTPUT_PROCESSOR, RENDERER
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
 from kvcached_nixl.vllm.patches.leaving import REFUSED, generation_error, is_leaving
 from kvcached_nixl.wire.causes import FAILED, STARVED
@@ -59,12 +54,14 @@ def assign_request_id(call: Call) -> None:
     Raises:
         VLLMValidationError: answered with HTTP 400; the message names the field.
     """
+    from vllm.exceptions import VLLMValidationError
+
     core_request = call.argument("request")
     for name, kind in _READABLE.items():
         try:
             msgspec.convert(private(core_request, name), kind)
         except msgspec.ValidationError as error:
-            raise _refusal(f"{name}: {error}. Send a value of that type, or omit the field.") from error
+            raise VLLMValidationError(f"{name}: {error}. Send a value of that type, or omit the field.") from error
     sampling = private(core_request, "sampling_params")
     if sampling is not None:
         try:
@@ -72,18 +69,11 @@ def assign_request_id(call: Call) -> None:
         except (OverflowError, UnicodeError, RecursionError) as error:
             found = "request_id, cache_salt, kv_transfer_params or another field"
             reason = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
-            raise _refusal(f"{found}: {error}; {reason}.") from error
+            raise VLLMValidationError(f"{found}: {error}; {reason}.") from error
         except TypeError:
             # A program that uses vLLM as a library may pass values that only vLLM's own encoder supports, as tensors.
             pass
     call.proceed()
-
-
-def _refusal(reason: str) -> Exception:
-    from vllm.exceptions import VLLMValidationError
-
-    found: Exception = VLLMValidationError(reason)
-    return found
 
 
 @Patch(
@@ -176,8 +166,7 @@ _OTHER_MEDIA = "two servers would identify different images, sounds, ... as equa
 
 
 @Patch(RENDERER, "_process_mm_uuids", "frontend", "self mm_data mm_data_items mm_uuid_items mm_req_id").because(
-    _OTHER_MEDIA,
-    remove_when="vLLM identifies media by their content, with and without caches",
+    _OTHER_MEDIA, remove_when="vLLM identifies media by their content, with and without caches"
 )
 def process_mm_uuids(call: Call) -> Any:
     # vLLM identifies media by counting, not by content, where both caches are off.
@@ -190,8 +179,7 @@ def process_mm_uuids(call: Call) -> Any:
 
 
 @Patch(MEDIA_PROCESSING, "model_id", "frontend", "self", kind="property").because(
-    _OTHER_MEDIA,
-    remove_when="vLLM identifies media by their content alone",
+    _OTHER_MEDIA, remove_when="vLLM identifies media by their content alone"
 )
 def model_id(call: Call) -> str:
     # An engine has one model, and the handshake compares models by their content.

@@ -60,9 +60,7 @@ def withdraw_name() -> tuple[str, ...]:
     """Give this process a placeholder name that no other process has, until an engine owns a name.
 
     Otherwise a process without an engine would use the configured name, and kvcached's client removes the accounting
-    under its name when it ends.
-
-    Returns: a note for the report.
+    under its name when it ends. Returns a note for the report.
     """
     if _NameHolder.held is not None:
         return ()
@@ -86,15 +84,8 @@ def make_executor(call: Call) -> None:
 
 
 def own_engine(executor: Any, config: Any) -> None:
-    """Give the engine of this process a unique kvcached name, before its workers start.
-
-    Args:
-        executor: vLLM's executor, which is being constructed.
-        config: vLLM's configuration. The name is added to it.
-
-    Raises:
-        NameRefused: there can be no such name.
-    """
+    """Give the engine of this process a unique kvcached name, before its workers start, and add it to vLLM's
+    configuration. Raises NameRefused if there can be no such name."""
     _refuse_spread(config.parallel_config)
     _refuse_second()
     utils = importlib.import_module("kvcached.utils")
@@ -157,11 +148,8 @@ def shut_down(call: Call) -> Any:
 
 
 def wants_of(device: str) -> Wants | None:
-    """Where the engine of this process says how much memory it waits for, and hears its neighbours. None without one.
-
-    Args:
-        device: identifies the engine's device.
-    """
+    """Where the engine of this process says how much memory of a device it waits for, and hears its neighbours. None
+    without one."""
     held = _NameHolder.held
     return None if held is None else Wants(held.claim.folder.parent, held.claim.name, device)
 

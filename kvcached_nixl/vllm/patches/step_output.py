@@ -123,13 +123,8 @@ def with_reports(engine_scheduler: Any, model_runner_output: Any, reports: Repor
 
 
 def end_requests(engine_scheduler: Any, outputs: Any, ending: set[str], refused: Iterable[tuple[str, int]]) -> None:
-    """Add to a step's outputs for clients that requests have ended with an error.
-
-    Args:
-        ending: requests that vLLM has to end.
-        refused: (request id, client index) of those that were rejected before they entered the engine. This reports the
-            end of no other request.
-    """
+    """Add to a step's outputs for clients that requests have ended with an error: those that vLLM has to end, and
+    (request id, client index) of those that were refused before they entered the engine."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.request import RequestStatus
 
@@ -153,12 +148,8 @@ def tell_reasons(outputs: Any, told: dict[str, str]) -> None:
 
 
 def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, outputs: Any) -> None:
-    """Remember whether a step has changed anything.
-
-    Args:
-        reports: the reports in its output, after our facades have handled them.
-        outputs: the outputs for clients.
-    """
+    """Remember whether a step has changed anything, by its reports after our facades have handled them, and by its
+    outputs for clients."""
     has_moved = (
         scheduler_output.total_num_scheduled_tokens
         or private(scheduler_output, "preempted_req_ids")

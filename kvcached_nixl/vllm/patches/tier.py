@@ -68,11 +68,8 @@ class Tier:
         return bool(self._jobs)
 
     def ended(self, worker_meta: Any) -> None:
-        """Take what the workers have reported in a step, and free the parked blocks that no job reads any more.
-
-        Raises:
-            RuntimeError: a job is stuck.
-        """
+        """Take what the workers have reported in a step, and free the parked blocks that no job reads any more. Raises
+        RuntimeError if a job is stuck."""
         self._note()
         for told in metadata_in(worker_meta):
             is_of_tier = type(told).__name__ == "OffloadingWorkerMetadata"
@@ -182,11 +179,8 @@ def tier_of(engine_scheduler: Any) -> Tier | None:
 
 
 def serve(connector: Any, nixl: Any, role: str, kv_cache_config: Any) -> None:
-    """Prepare an ``OffloadingConnector`` that was constructed beside a NIXL connector.
-
-    Raises:
-        SettingsError: the model keeps KV in a way that it cannot copy.
-    """
+    """Prepare an ``OffloadingConnector`` that was constructed beside a NIXL connector. Raises SettingsError if the
+    model keeps KV in a way that it cannot copy."""
     require_one_group(kv_cache_config)
     if role == "WORKER":
         connector.register_kv_caches = functools.partial(_register, connector, nixl)

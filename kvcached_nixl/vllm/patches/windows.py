@@ -58,11 +58,8 @@ class Windows:
         self.refusal: UnsupportedVersion | None = None
 
     def contains(self, window: Any, version: str) -> bool:
-        """Whether one of kvcached's windows that does not contain ``version`` does so while they are open.
-
-        Args:
-            window: kvcached's ``VersionRange``.
-        """
+        """Whether one of kvcached's windows (``VersionRange``) that does not contain ``version`` does so while they are
+        open."""
         if not self.is_open or window.range_spec not in _SPECIFIERS:
             return False
         beginning = type(window)(window.range_spec.partition(",")[0])
@@ -115,11 +112,7 @@ PATCH_NAMES = (
 
 
 class Contact(NamedTuple):
-    """A function or method of vLLM.
-
-    Attributes:
-        accepted: names of parameters, in order; several lists where supported versions differ.
-    """
+    """A function or method of vLLM. ``accepted``: names of parameters; several lists where versions differ."""
 
     module: str
     qualname: str
@@ -186,18 +179,18 @@ CONTACTS = tuple(_contacts())
 
 def differences() -> list[str]:
     """What differs in the installed vLLM, before kvcached has changed it; imports the modules, as kvcached does."""
-    return [f"{contact}: {found}" for contact in CONTACTS if (found := _difference(contact))]
-
-
-def _difference(contact: Contact) -> str:
-    try:
-        found: Any = importlib.import_module(contact.module)
-        for part in contact.qualname.split("."):
-            found = inspect.getattr_static(found, part)
-        function = found.__func__ if isinstance(found, classmethod) else found
-        parameters = tuple(inspect.signature(function).parameters)
-    except Exception as error:  # noqa: BLE001 - recorded as a difference; raised here, it would keep kvcached from patching
-        return f"{type(error).__name__}: {error}"
-    if parameters in contact.accepted:
-        return ""
-    return f"parameters ({', '.join(parameters)}); expected ({', '.join(contact.accepted[0])})"
+    differences = []
+    for contact in CONTACTS:
+        try:
+            found: Any = importlib.import_module(contact.module)
+            for part in contact.qualname.split("."):
+                found = inspect.getattr_static(found, part)
+            function = found.__func__ if isinstance(found, classmethod) else found
+            parameters = tuple(inspect.signature(function).parameters)
+        except Exception as error:  # noqa: BLE001 - recorded; raised here, it would keep kvcached from patching
+            differences.append(f"{contact}: {type(error).__name__}: {error}")
+            continue
+        if parameters not in contact.accepted:
+            expected = ", ".join(contact.accepted[0])
+            differences.append(f"{contact}: parameters ({', '.join(parameters)}); expected ({expected})")
+    return differences

@@ -39,6 +39,7 @@ def view(reads: RequestReader | None = None, **fields: Any) -> RequestView:
         "cache_salt": None,
         "skip_reading_prefix_cache": False,
         "resumable": False,
+        "trace_headers": None,
     }
     return (reads or reader())(SimpleNamespace(**made | fields))
 

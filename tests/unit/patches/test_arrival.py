@@ -155,4 +155,6 @@ def test_a_client_cannot_claim_that_a_prompt_is_cut() -> None:
 
 def whole_because(params: Any) -> str:
     """As prefill's scheduler sees it."""
-    return RequestView(SimpleNamespace(kv_transfer_params=params), None).whole_because  # type: ignore[arg-type]
+    names = ("resumable", "abort_immediately", "skip_reading_prefix_cache", "lora_request", "trace_headers")
+    made = SimpleNamespace(request_id="r", kv_transfer_params=params, **dict.fromkeys(names))
+    return RequestView(made, None).whole_because  # type: ignore[arg-type]
