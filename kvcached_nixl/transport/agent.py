@@ -9,10 +9,12 @@ Guarantees that the rest of the package relies on:
 * A notification given to :meth:`Transport.post` with a WRITE arrives after every byte of that WRITE is in place, or not
   at all. It is sent only when the writer polls the state of the finished WRITE: a writer that stops polling never sends
   it.
-* A posted transfer cannot be cancelled (nixl#2067). Until its state is no longer IN_FLIGHT, it may use the memory on
-  both sides. A FAILED transfer may have moved any part of its bytes, and NIXL has not waited for the rest (nixl#2044):
-  it is idle only after its peer was removed, which closes the connection. This holds on the side that posted it; on the
-  other side removing a peer changes nothing (`WriteGate`).
+* A posted transfer cannot be cancelled (nixl#2067), not by removing its peer either: NIXL then calls it failed, while
+  UCX goes on moving its bytes (tests/contract/test_fencing.py). So a peer that is removed stays connected until every
+  transfer to it has ended. Until its state is no longer IN_FLIGHT, a transfer may use the memory on both sides.
+* A FAILED transfer may have moved any part of its bytes, and NIXL has not waited for the rest (nixl#2044): it is idle
+  only after its peer was removed. This holds on the side that posted it; on the other side removing a peer changes
+  nothing (`WriteGate`).
 * Notifications may arrive late, more than once, out of order, or never.
 
 Threads: used by one thread.
@@ -128,6 +130,9 @@ class Transport(_Agent):
         self._peers: dict[str, tuple[str, int]] = {}
         # Kept from a peer's first addition until it is removed.
         self._connections: dict[str, object] = {}
+        self._in_flight: dict[Handle, str] = {}
+        # Removed, and still connected.
+        self._leaving: set[str] = set()
 
     def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
         """Adds a peer's agent, and the memory that its handshake describes ("": this side's memory type); returns its
@@ -138,6 +143,7 @@ class Transport(_Agent):
             raise TransportError(f"the peer's NIXL metadata was not accepted: {error}") from error
         # As NIXL reports senders, whatever it returns here.
         peer = name.decode() if isinstance(name, bytes) else str(name)
+        self._leaving.discard(peer)
         self._peers[peer] = memory_type or self._memory_type, device_id
         self._connections.setdefault(peer, object())
         return peer
@@ -147,13 +153,27 @@ class Transport(_Agent):
         return self._connections.get(peer)
 
     def remove_peer(self, peer: str) -> None:
-        """Removes a peer's agent and closes the connection. Transfers in flight to it fail. Never raises."""
+        """Removes a peer's agent. Nothing more is posted or sent to it, and the connection is closed once no transfer
+        is in flight to it. Never raises."""
         self._connections.pop(peer, None)
         if self._peers.pop(peer, None) is not None:
-            try:
-                self._agent.remove_remote_agent(peer)
-            except Exception as error:  # noqa: BLE001 - NIXL's; it has already removed the peer by itself
-                logger.info("NIXL had already removed the peer %s: %s", peer, error)
+            self._leaving.add(peer)
+            if peer in self._in_flight.values():
+                logger.warning(
+                    "The connection to %s is given up with transfers in flight. Their blocks are held until the peer "
+                    "goes on, its process ends, or UCX finds its host gone.",
+                    peer,
+                )
+            self._close_idle(peer)
+
+    def _close_idle(self, peer: str) -> None:
+        if peer not in self._leaving or peer in self._in_flight.values():
+            return
+        self._leaving.remove(peer)
+        try:
+            self._agent.remove_remote_agent(peer)
+        except Exception as error:  # noqa: BLE001 - NIXL's; it has already removed the peer by itself
+            logger.info("NIXL had already removed the peer %s: %s", peer, error)
 
     def send(self, peer: str, notification: bytes) -> None:
         """Sends a notification without a transfer. Raises `TransportError`: the peer was not added or cannot be
@@ -194,6 +214,7 @@ class Transport(_Agent):
             )
         except Exception as error:
             raise TransportError(f"a {operation} with {peer} was not posted: {error}") from error
+        self._in_flight[handle] = peer
         # If this raises, part of the transfer may have been posted all the same. Its state decides.
         with contextlib.suppress(Exception):
             self._agent.transfer(handle)
@@ -202,9 +223,12 @@ class Transport(_Agent):
     def state(self, handle: Handle) -> TransferState:
         """The state of a transfer. Poll until it is not in flight: the call that returns DONE notifies the peer."""
         try:
-            return _STATES.get(self._agent.check_xfer_state(handle), TransferState.FAILED)
+            found = _STATES.get(self._agent.check_xfer_state(handle), TransferState.FAILED)
         except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
-            return TransferState.FAILED
+            found = TransferState.FAILED
+        if found is not TransferState.IN_FLIGHT and (peer := self._in_flight.pop(handle, None)) is not None:
+            self._close_idle(peer)
+        return found
 
     def move(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rule R13: a writer that was stopped during a WRITE and fenced changes no byte of other requests when it continues.
+"""Rules R2 and R13: a peer that was stopped during a transfer changes no byte of other requests when it continues.
 
 Uses real NIXL and processes that are stopped by signals, over TCP and over the transport that UCX chooses on one host:
 shared memory.
@@ -30,14 +30,14 @@ SECONDS = 120.0
 TRIES = 3
 """A busy machine may stop a writer too late: when it has written everything, or has handed it all to the kernel."""
 
-Run = Callable[[str, str, str], dict[str, Any]]
+Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """What decode has found: (transports, ending, fault)."""
+    """What decode has found: (transports, ending, fault, operation)."""
 
-    def once(folder: Path, transports: str, ending: str, fault: str) -> dict[str, Any]:
+    def once(folder: Path, transports: str, *arguments: str) -> dict[str, Any]:
         folder.mkdir()
         environ = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
         if transports == "tcp":
@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Run:
                 until(lambda: (folder / "prefill").exists() or prefill.poll() is not None)
                 assert prefill.poll() is None
                 done = subprocess.run(
-                    [*program, "decode", str(folder), ending, fault],
+                    [*program, "decode", str(folder), *arguments],
                     env=environ, capture_output=True, text=True, timeout=SECONDS, check=False,
                 )  # fmt: skip
             finally:
@@ -60,12 +60,12 @@ def run(tmp_path: Path) -> Run:
         found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
         return found
 
-    def tried(transports: str, ending: str, fault: str) -> dict[str, Any]:
+    def tried(transports: str, ending: str, fault: str, operation: str = "WRITE") -> dict[str, Any]:
         for number in range(TRIES):
-            found = once(tmp_path / str(number), transports, ending, fault)
+            found = once(tmp_path / str(number), transports, operation, ending, fault)
             if 0 < found["arrived"] < NUM_BLOCKS and (fault == "none" or found["changed"]):
                 return found
-        raise AssertionError(f"no writer was stopped in the middle and, with a planted fault, wrote later: {found}")
+        raise AssertionError(f"no peer was stopped in the middle and, with a planted fault, moved bytes later: {found}")
 
     return tried
 
@@ -84,6 +84,20 @@ def test_over_shared_memory_a_writer_is_held_until_it_answers_or_has_ended(endin
     found = run("", ending, "none")
     assert not found["freed_while_it_stood_still"] and found["freed_afterwards"]
     assert found["changed"] == 0
+
+
+@pytest.mark.parametrize("ending", ["goes on", pytest.param("killed", marks=pytest.mark.long)])
+def test_a_read_is_held_until_its_peer_goes_on_or_has_ended(ending: str, run: Run) -> None:
+    """Its peer was removed meanwhile. NIXL calls such a READ failed, and UCX still moves its bytes."""
+    found = run("tcp", ending, "none", "READ")
+    assert not found["freed_while_it_stood_still"] and found["freed_afterwards"]
+    assert found["changed"] == 0
+
+
+@pytest.mark.long
+def test_what_nixl_calls_failed_when_its_peer_is_removed_goes_on(run: Run) -> None:
+    """A planted fault: if it changes nothing, the case above shows nothing."""
+    assert run("tcp", "fenced", "taken down", "READ")["freed_while_it_stood_still"]
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
+from support.flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Kind, Request, Status
 from support.flow_memory import Shape
 from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, is_right, kind
@@ -467,8 +467,35 @@ def test_prefill_whose_host_is_gone_without_a_word(pair: Pair, end: str) -> None
     pair.nothing_is_left()
 
 
-def test_decode_whose_host_is_gone_without_a_word_costs_prefill_its_blocks_for_a_while(pair: Pair) -> None:
-    in_flight(pair)
+@pytest.mark.parametrize("end", ["it comes back", "it is killed", "its host is gone"])
+def test_blocks_are_held_while_a_transfer_is_in_flight_to_a_peer_that_stands_still(pair: Pair, end: str) -> None:
+    """Whatever was removed by then: NIXL moves the bytes when the peer goes on, and only NIXL knows that it cannot."""
+    found = in_flight(pair)
+    transfers, pushes = pair.transfers, pair.cluster.pushes
+    still = pair.decode if pushes else pair.prefill
+    pair.cluster.vanish(still)
+    if not pushes:
+        pair.decode.abort(found)
+    pair.pass_time(FORGOTTEN_SECONDS)
+    assert not any(worker.agent.peers for engine in pair.cluster.running for worker in engine.workers)
+    assert pair.prefill.requests if pushes else pair.decode.quarantined == 5
+    if end == "it comes back":
+        pair.cluster.come_back(still)
+    elif end == "it is killed":
+        pair.cluster.kill(still)
+    else:
+        for posted in transfers:
+            pair.wire.fail(posted)
+    pair.pass_time(2 * LEASE_SECONDS)
+    assert not (pair.prefill.requests if pushes else pair.decode.quarantined)
+    if end != "its host is gone":
+        pair.nothing_is_left()
+
+
+def test_an_idle_decode_whose_host_is_gone_costs_prefill_its_blocks_for_a_while(pair: Pair) -> None:
+    pair.acquaint()
+    pair.ask_prefill()
+    pair.settle()
     pair.cluster.vanish(pair.decode)
     pair.nothing_is_left()
 
@@ -692,8 +719,12 @@ def test_a_prefill_of_two_names_that_is_gone_is_gone_by_both(pair: Pair, end: st
     if end == "restarts":
         successor = pair.cluster.restart(pair.prefill)
     else:
+        transfers = [] if pair.cluster.pushes else pair.transfers
         pair.cluster.vanish(pair.prefill)
         pair.pass_time(20)
+        for posted in transfers:
+            # NIXL finds out that the host is gone.
+            pair.wire.fail(posted)
         pair.cluster.listening.pop((own.host, own.port))
         pair.cluster.alive.remove(pair.prefill)
         successor = pair.cluster.engine("p", pair.prefill.kind)

@@ -68,6 +68,9 @@ def conversation(test: Callable[..., None], *arguments: object) -> Callable[[], 
 CAUGHT_BY: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
         # What a hand-over says of itself.
+        "transfers_to_a_removed_peer_count_as_ended": case(
+            cases.test_blocks_are_held_while_a_transfer_is_in_flight_to_a_peer_that_stands_still, PULL, "it comes back"
+        ),
         "stages_need_not_have_every_layer": case(
             cases.test_pipeline_stages_that_lack_a_layer_together_are_refused, PULL
         ),

@@ -24,6 +24,7 @@ from kvcached_nixl.scheduler.fetch_request import FetchAttempts, FetchRequest
 from kvcached_nixl.scheduler.giving_way import GivingWay, MemoryPressure
 from kvcached_nixl.scheduler.kept_offers import KeptOffers, StartGate
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
+from kvcached_nixl.transport.agent import TransferState
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Written
@@ -601,6 +602,17 @@ def what_is_cached_is_offered_before_the_workers_know_of_it(patch: Patcher) -> N
         return is_offered
 
     around(patch, SchedulerFacade, "offer_cached", offer)
+
+
+def transfers_to_a_removed_peer_count_as_ended(patch: Patcher) -> None:
+    """As NIXL says it; their bytes are moved all the same."""
+
+    def state(real: Any, self: Any, handle: Any) -> TransferState:
+        found: TransferState = real(self, handle)
+        return found if handle.receiver in self.peers else TransferState.FAILED
+
+    around(patch, MemoryTransport, "state", state)
+    patch.setattr(MemoryTransport, "release", nothing)
 
 
 def what_is_freed_for_others_stays_in_the_cache(patch: Patcher) -> None:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of an engine as a process: the worker's half of a push over real NIXL, without vLLM.
+"""One rank of an engine as a process: the worker's half of a hand-over over real NIXL, without vLLM.
 
 Usage:
 
     python fencing_rank.py prefill FOLDER
-    python fencing_rank.py decode FOLDER ENDING FAULT
+    python fencing_rank.py decode FOLDER OPERATION ENDING FAULT
 
-Prefill writes into decode's memory. Decode stops prefill in the middle (SIGSTOP) and gets no answer from it afterwards:
-prefill's side channel accepts connections and sends nothing. Decode's request fails. When its blocks are free, other
-requests get them and write OTHERS into them, and prefill continues (SIGCONT) or is killed (SIGKILL). Decode prints what
-it found as JSON, after "FOUND ".
+Prefill writes into decode's memory, or decode reads prefill's (OPERATION: WRITE, READ). Decode stops prefill in the
+middle (SIGSTOP) and gets no answer from it afterwards: prefill's side channel accepts connections and sends nothing.
+Decode's request fails. When its blocks are free, other requests get them and write OTHERS into them, and prefill
+continues (SIGCONT) or is killed (SIGKILL). Decode prints what it found as JSON, after "FOUND ".
 
 ENDING: "fenced" (the blocks become free while prefill is stopped), "goes on" or "killed" (they become free after that).
 FAULT: "none"; "reused" (other requests get the blocks as soon as the request has failed); "left open" (the write gate
-counts as closed, but is open).
+counts as closed, but is open); "taken down" (what NIXL calls failed when its peer is removed counts as ended).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Channel:
 class Rank:
     """One rank: agent, memory, write gates and transfer thread. See the module docstring."""
 
-    def __init__(self, role: str, folder: Path) -> None:
+    def __init__(self, role: str, folder: Path, mode: TransferMode = TransferMode.PUSH) -> None:
         self.role = role
         self.memory = np.full((NUM_BLOCKS, BLOCK_BYTES), WRITTEN if role == "prefill" else BEFORE, dtype=np.uint8)
         self.token_table = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
@@ -127,7 +127,7 @@ class Rank:
         self.channel = Channel(folder)
         self.gates = WriteGates(lambda: open_gate(BACKENDS, [(address, self.memory.nbytes)], "DRAM"), background, clock)
         nothing = Content((), ())
-        settings = Settings(TransferMode.PUSH, kv_lease_duration_seconds=300.0, handover_timeout_seconds=300.0)
+        settings = Settings(mode, kv_lease_duration_seconds=300.0, handover_timeout_seconds=300.0)
         context = WorkerContext(
             settings,
             clock,
@@ -165,18 +165,22 @@ def until(found: Callable[[], Any], seconds: float) -> bool:
     return False
 
 
+BLOCKS = tuple(reversed(range(NUM_BLOCKS)))
+"""Prefill's. Reversed, so that each block is a separate descriptor."""
+
+
+def made_by_prefill(groups: tuple[BlockRange, ...]) -> Manifest:
+    return Manifest(PROTOCOL, START, "p", DIGEST, TOKENS, (BLOCK_SIZE,), (1, 1), groups, 300.0, 0)
+
+
 def prefill(folder: Path) -> None:
     rank = Rank("prefill", folder)
-    manifest = Manifest(PROTOCOL, START, "p", DIGEST, TOKENS, (BLOCK_SIZE,), (1, 1), (), 300.0, 0)
-    # Reversed, so that each block is a separate descriptor.
-    blocks = list(reversed(range(NUM_BLOCKS)))
-    rank.thread.submit(
-        OfferUpdate(PrefillRequestId("p"), NAME, DIGEST, TOKENS, (BlockRange(0, tuple(blocks)),), TOKENS, manifest)
-    )
+    groups = (BlockRange(0, BLOCKS),)
+    rank.thread.submit(OfferUpdate(PrefillRequestId("p"), NAME, DIGEST, TOKENS, groups, TOKENS, made_by_prefill(())))
     time.sleep(600)
 
 
-def decode(folder: Path, ending: str, fault: str) -> None:
+def decode(folder: Path, operation: str, ending: str, fault: str) -> None:
     for module, name, value in (
         (fencing, "UNHEARD_SECONDS", 1.0),
         (fencing, "LOOK_SECONDS", 0.5),
@@ -185,15 +189,19 @@ def decode(folder: Path, ending: str, fault: str) -> None:
         (fencing, "DRAIN_SECONDS", 1.0),
     ):
         setattr(module, name, value)
-    rank = Rank("decode", folder)
+    reads = operation == "READ"
+    rank = Rank("decode", folder, TransferMode.PULL if reads else TransferMode.PUSH)
     if fault == "left open":
         WriteGate.close = lambda self: True  # type: ignore[method-assign]
         Host.is_behind_network = lambda self, process: True  # type: ignore[method-assign]
+    if fault == "taken down":
+        Transport._in_flight = property(lambda self: {}, lambda self, value: None)  # type: ignore[assignment]
     pid = int((folder / "pid").read_text())
     target = rank.memory[:, 0]
     groups = (BlockRange(0, tuple(range(NUM_BLOCKS))),)
     where = RemotePrefill("prefill", "prefill", 1, 1)
-    wanted = FetchSpec(ATTEMPT, DecodeRequestId("d"), where, None, NAME, DIGEST, TOKENS, 0, TOKENS, groups)
+    manifest = made_by_prefill((BlockRange(0, BLOCKS),)) if reads else None
+    wanted = FetchSpec(ATTEMPT, DecodeRequestId("d"), where, manifest, NAME, DIGEST, TOKENS, 0, TOKENS, groups)
     rank.thread.submit(wanted, transfer_thread.Reached(transfer_thread.BlocksWritable((ATTEMPT,))))
     end = time.monotonic() + ARRIVING_SECONDS
     sampled = target[:: NUM_BLOCKS // 64]

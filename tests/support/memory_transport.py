@@ -166,9 +166,9 @@ class MemoryTransport:
         return self._peers.get(peer)
 
     def remove_peer(self, peer: str) -> None:
+        """Transfers in flight stay there."""
         self._peers.pop(peer, None)
         self._lost.discard(peer)
-        self._fail_pending(peer)
 
     def lose(self, peer: str) -> None:
         """Breaks the connection, while both agents live: nothing arrives until the peer is removed and added again."""

@@ -243,7 +243,6 @@ class Receiver(PeerListener):
                 for part in attempt.parts:
                     if not part.is_idle:
                         part.stop()
-                        # If the peer does not answer the probe, its connection is taken down, which ends a READ.
                         self._context.peers.probe(part.address)
         return earliest(self._asked_again.first_seconds, due_at, self.gates.turn())
 

@@ -358,8 +358,7 @@ class Writer(PeerListener):
         for key in self._stuck.take_due(now_seconds):
             task = self.tasks.get(key)
             if task is not None:
-                # Decode has given up by now. If it does not answer the probe, its connection is taken down, which ends
-                # what is in flight to it.
+                # Decode has given up by now.
                 self._stuck[key] = now_seconds + PROBE_SECONDS
                 self.stop(task, HandOverFailed(FailureCause.DEADLINE, "prefill did not write it in time"))
                 self._context.peers.probe(task.registration.decode)
