@@ -274,11 +274,14 @@ class StagingRequest(_OfContributor, frozen=True, tag="ready"):
 class Stopped(_OfContributor, frozen=True, tag="stopped"):
     """A contributor has stopped: none of its WRITEs is in flight, and none will be posted.
 
-    ``cause``: a `FailureCause`.
+    Attributes:
+        cause: a `FailureCause`.
+        has_failed: a WRITE has failed. What decode's host has buffered of it may be stored later than this is read.
     """
 
     cause: Count
     reason: str
+    has_failed: bool
 
 
 Message: TypeAlias = Registration | StagingGrant | Withdrawal | Reading | Release | StagingRequest | Written | Stopped

@@ -662,6 +662,17 @@ def test_a_transfer_that_has_failed_is_idle_when_its_peer_was_removed(pair: Pair
     pair.nothing_is_left()
 
 
+def test_blocks_are_held_for_what_the_host_has_buffered_of_a_write_that_has_failed(push: Pair) -> None:
+    """Prefill says so over another connection, which may overtake it."""
+    found = in_flight(push)
+    push.wire.fail(push.transfers[0])
+    push.pass_time(1.0)
+    assert push.causes() == {"lost": 1} and push.decode.quarantined == 5
+    push.pass_time(3 * DEAD_SECONDS)
+    assert push.decode.quarantined == 0 and found.status is Status.STOPPED
+    push.nothing_is_left()
+
+
 def is_idle_once_removed(pair: Pair, transfer: Posted, request: Request) -> None:
     """Fails a transfer whose remaining bytes arrive until its peer is removed. Blocks must be freed only after that."""
     pair.wire.fail(transfer, 0.3, rest=True)
@@ -831,7 +842,11 @@ def test_what_another_agent_says_is_not_believed(push: Pair) -> None:
     while upstream.answer is None:
         push.prefill.step()
     made = convert({**upstream.answer["kvcached_nixl"], "groups": []}, Manifest)
-    for message in (Written(attempt, 0, 0, made), Stopped(attempt, 0, 9, "so what"), Stopped(attempt, 5, 9, "?")):
+    for message in (
+        Written(attempt, 0, 0, made),
+        Stopped(attempt, 0, 9, "so what", False),
+        Stopped(attempt, 5, 9, "?", False),
+    ):
         agent.send(push.decode.workers[0].agent_name, encode(message))
     push.settle()
     assert found.status is Status.REMOTE and push.dropped()["not a contributor"] == 3

@@ -221,7 +221,8 @@ def at_once(patch: Patcher, kind: type) -> None:
 def stopped_is_said_before_it_is_idle(patch: Patcher) -> None:
     def stop(real: Any, self: Any, writing: Any, cause: Any, *, is_answered: bool = True) -> None:
         if writing.stopping is None and is_answered:
-            self._answer(writing.agent, writing.registration.decode, writing.registration.attempt, cause)
+            decode, attempt = writing.registration.decode, writing.registration.attempt
+            self._answer(writing.agent, decode, attempt, cause, has_failed=False)
         real(self, writing, cause, is_answered=is_answered)
 
     around(patch, Writer, "stop", stop)

@@ -97,7 +97,7 @@ class Part:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the agent is a process on this host that has ended."""
+        """Whether the agent is a process on this host that has ended, or has stopped after a WRITE failed."""
         return False
 
     def fence(self) -> bool:

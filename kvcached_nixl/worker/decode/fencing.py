@@ -47,7 +47,8 @@ LOOK_SECONDS = 5.0
 UNHEARD_SECONDS = 20.0
 """A writer that has not answered for so long that it has stopped is fenced."""
 DEAD_SECONDS = 2.0
-"""Wait after a writer's process has ended: NIXL's thread still receives what this host's kernel has buffered of it."""
+"""Wait after a writer's process has ended, or a WRITE of it has failed: NIXL's thread still receives what the kernel of
+this host has buffered."""
 STILL_SECONDS = 1.0
 """If `turn` was not called for so long, this process was stopped, and NIXL's thread with it."""
 

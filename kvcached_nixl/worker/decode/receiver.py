@@ -187,6 +187,8 @@ class Receiver(PeerListener):
                     self._context.dropped["after the end"] += 1
                 else:
                     part.take(message)
+                    if isinstance(message, Stopped):
+                        self._writers.look_after(attempt)
                 return
         self._context.dropped["not a contributor"] += 1
 

@@ -144,6 +144,7 @@ class WritePart(Part):
         self.stage = Stage.CONNECTING
         self._is_begun_again = False
         self._is_read = is_read
+        self._has_failed = False
         self._arrived = ArrivedWrites()
         self._staging_window: StagingWindow | None = None
         self._gate_use: GateUse | None = None
@@ -174,7 +175,7 @@ class WritePart(Part):
     @property
     def is_dead(self) -> bool:
         process = None if self.known is None else self.known.process
-        return process is not None and self._context.host.is_dead(process)
+        return self._has_failed or (process is not None and self._context.host.is_dead(process))
 
     def fence(self) -> bool:
         use, known = self._gate_use, self.known
@@ -203,7 +204,9 @@ class WritePart(Part):
                 self._staging_window.ready(self.address.rank, message.first_token, end_token)
             return
         if isinstance(message, Stopped):
-            self._end(Event.STOPPED)
+            self._has_failed |= message.has_failed
+            if not self._has_failed:
+                self._end(Event.STOPPED)
             cause = FailureCause(message.cause) if message.cause in set(FailureCause) else FailureCause.STOPPED
             if cause is FailureCause.RESTARTED:
                 # The engine at this address has another incarnation than this rank knows.

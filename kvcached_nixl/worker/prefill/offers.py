@@ -53,6 +53,7 @@ class WriteTask:
         awaiting_checksum: those of ``jobs`` whose checksum is being computed, so their bytes are being read.
         stopping: why nothing more is posted; None if it was not stopped.
         tally: of its WRITEs.
+        has_failed: NIXL has said so of one of them.
         windows: slots for its next tokens, where prefill stages and its offer is not parked.
     """
 
@@ -70,6 +71,7 @@ class WriteTask:
     tally: TransferTally = field(default_factory=TransferTally)
     windows: list[Held] = field(default_factory=list)
     is_finished: bool = False
+    has_failed: bool = False
 
     @property
     def key(self) -> WriteKey:

@@ -146,7 +146,7 @@ class Writer(PeerListener):
             return
         # It is finished, or its registration is still on its way: remember it, so that it is dropped when it arrives.
         self._finished.add(key)
-        self._answer(agent, message.decode, message.attempt, _WITHDRAWN)
+        self._answer(agent, message.decode, message.attempt, _WITHDRAWN, has_failed=False)
 
     def advance(self, task: WriteTask) -> None:
         """Make WRITEs of the tokens that are ready and in no WRITE yet, up to a block boundary of both sides."""
@@ -254,6 +254,7 @@ class Writer(PeerListener):
         if task.registration.gate:
             self._context.gate_connections.used(job.peer)
         if failed:
+            task.has_failed = True
             self.stop(task, HandOverFailed(FailureCause.LOST, failed))
         self._end_if_idle(task, True)
         if not task.is_finished:
@@ -323,9 +324,9 @@ class Writer(PeerListener):
             self._stuck[task.key] = self._clock.now_seconds() + PROBE_SECONDS
             self.stop(task, cause)
 
-    def _answer(self, agent: str, decode: Peer, attempt: int, cause: HandOverFailed) -> None:
+    def _answer(self, agent: str, decode: Peer, attempt: int, cause: HandOverFailed, *, has_failed: bool) -> None:
         """Tell a rank of decode that nothing of its attempt is in flight, or will be; ``agent``: the one that asked."""
-        message = Stopped(attempt, self._context.local.tp_rank, int(cause.cause), str(cause)[:1000])
+        message = Stopped(attempt, self._context.local.tp_rank, int(cause.cause), str(cause)[:1000], has_failed)
         self._context.peers.send(decode, encode(message), only=agent)
 
     def _end_if_idle(self, task: WriteTask, is_answered: bool) -> None:
@@ -333,7 +334,8 @@ class Writer(PeerListener):
             return
         task.is_finished = True
         if task.stopping is not None and is_answered:
-            self._answer(task.agent, task.registration.decode, task.registration.attempt, task.stopping)
+            decode, attempt = task.registration.decode, task.registration.attempt
+            self._answer(task.agent, decode, attempt, task.stopping, has_failed=task.has_failed)
         self.source.finished(task)
         del self.tasks[task.key]
         self._finished.add(task.key)

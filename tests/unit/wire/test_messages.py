@@ -53,7 +53,7 @@ MESSAGES: list[Message] = [
     Release("", "request:x", "", 0, 1),
     Written(7, 0, 2),
     Written(MAX_ATTEMPT - 1, 1, 0, MANIFEST),
-    Stopped(0, 1, 8, "no peer"),
+    Stopped(0, 1, 8, "no peer", True),
 ]
 GROUP = {"first_token": 32, "block_ids": [1]}
 ROOM = StagingGrant(7, PEER, 32, 97, (KernelBlockRange(32, (3, 9, 4)), KernelBlockRange(64, (7, 5))))
@@ -159,7 +159,7 @@ WRONG: list[tuple[Message, list[dict[str, Any]]]] = [
             manifest=[{}, msgspec.to_builtins(MANIFEST) | {"num_tokens": 0}],
         ),
     ),
-    (Stopped(7, 0, 2, "w"), each(cause=[-1], reason=[None])),
+    (Stopped(7, 0, 2, "w", False), each(cause=[-1], reason=[None], has_failed=[0])),
     (Withdrawal(7, PEER), each(decode=[None], attempt=[-1])),
     (Release("p", "n", DIGEST, 0, 1), each(tp_rank=[1], tp_size=[0, 1025])),
 ]
@@ -203,7 +203,7 @@ BOUNDS: list[tuple[Message, list[dict[str, Any]]]] = [
         [{"request_id": "", "name": "", "digest": ""}, {"tp_rank": 1023, "tp_size": 1024}],
     ),
     (Written(7, 0, 2, MANIFEST), [{"index": 2**31 - 1, "end_token": 2**31 - 1, "tp_rank": 1023}]),
-    (Stopped(7, 0, 2, "w"), [{"cause": 0, "reason": ""}]),
+    (Stopped(7, 0, 2, "w", False), [{"cause": 0, "reason": ""}]),
 ]
 
 

@@ -239,7 +239,7 @@ def test_wrong_numbers_never_make_a_request_received(push: Decode, said: list[Wr
     push.deliver()
     assert push.failed == {1: FailureCause.PROTOCOL} and not push.over
     assert remote.heard() == [Withdrawal(1, push.side.own)]  # type: ignore[arg-type]
-    remote.say("local", Stopped(1, 0, 255, "for a cause that is not known here"))
+    remote.say("local", Stopped(1, 0, 255, "for a cause that is not known here", False))
     push.deliver()
     assert push.over == [1] and push.is_clean()
 

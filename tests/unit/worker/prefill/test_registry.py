@@ -271,7 +271,7 @@ def test_a_registration_whose_blocks_cannot_be_copied_is_told_why() -> None:
     assert prefill.copies.blocks == [[7]]
     prefill.copies.end("no room")
     prefill.deliver()
-    assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "no room")]
+    assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "no room", False)]
     assert prefill.done == ["p-1"] and prefill.is_clean()
 
 
@@ -300,7 +300,7 @@ def test_a_defect_fails_the_registration_that_it_met(prefill: Prefill, remote: R
     prefill.registry.writer.fail(("remote-0", 1), HandOverFailed(FailureCause.DEFECT, "IndexError: of ours"))
     prefill.registry.writer.fail(("remote-0", 2), HandOverFailed(FailureCause.DEFECT, "unknown"))
     prefill.deliver()
-    assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "IndexError: of ours")]
+    assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "IndexError: of ours", False)]
     assert prefill.is_clean()
 
 
@@ -314,7 +314,7 @@ def test_a_defect_while_a_write_is_made_fails_its_registration(
     prefill.offer(is_finished=True)
     prefill.register(remote)
     prefill.deliver()
-    assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "IndexError: of ours")]
+    assert said(remote) == [Stopped(1, 0, FailureCause.DEFECT, "IndexError: of ours", False)]
     assert prefill.done == ["p-1"] and prefill.is_clean()
 
 
@@ -326,7 +326,7 @@ def test_one_that_finishes_short_lets_decode_down(prefill: Prefill, remote: Remo
     prefill.offer(4, blocks=([7],), is_finished=True)
     prefill.clock.advance(1)
     prefill.deliver()
-    assert said(remote)[-1] == Stopped(1, 0, FailureCause.STOPPED, "prefill computed 4 of 10 tokens")
+    assert said(remote)[-1] == Stopped(1, 0, FailureCause.STOPPED, "prefill computed 4 of 10 tokens", False)
 
 
 @pytest.mark.parametrize("is_offered", [True, False])
