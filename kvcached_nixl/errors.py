@@ -5,6 +5,7 @@ would have happened, what to do.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 
@@ -37,18 +38,13 @@ class Refused(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exception.__reduce__ would call cls(*args), which the keyword-only signature rejects in the receiving process.
-        return _rebuild, (type(self), self.found, self.expected, self.consequence, self.remedy)
+        words = {name: getattr(self, name) for name in ("found", "expected", "consequence", "remedy")}
+        return functools.partial(type(self), **words), ()
 
     @property
     def line(self) -> str:
         """The error text in one line, for tables and logs."""
         return f"found {self.found}; expected {self.expected}. {self.consequence} {self.remedy}"
-
-
-def _rebuild(kind: type[Refused], found: str, expected: str, consequence: str, remedy: str) -> Refused:
-    error = kind.__new__(kind)
-    Refused.__init__(error, found=found, expected=expected, consequence=consequence, remedy=remedy)
-    return error
 
 
 class ContractChanged(Refused):

@@ -12,7 +12,7 @@ import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,10 +107,9 @@ class SideChannelAddress:
             remedy=f"Correct {ADVERTISE_HOST} or {HOST}, or use an address.",
         )
 
-    def doubts(self, leads_to: Sequence[str], own: Collection[str]) -> list[SettingsError]:
-        """What speaks against peers on other hosts reaching it, where ``advertised.host`` leads to these numeric
+    def doubts(self, leads_to: Sequence[str], own: Collection[str]) -> Iterator[SettingsError]:
+        """Yields what speaks against peers on other hosts reaching it, where ``advertised.host`` leads to these numeric
         addresses here, and this host has its ``own``."""
-        found: list[SettingsError] = []
         where = f"the side channel is advertised as {self.advertised} ({self.origin}), which is "
         expected = "an address of this host that servers on other hosts reach"
         remedy = (
@@ -118,35 +117,28 @@ class SideChannelAddress:
             f"0.0.0.0 (or ::) and {ADVERTISE_HOST} to what peers reach."
         )
         if all(map(_is_loopback, leads_to)):
-            found.append(
-                SettingsError(
-                    found=where + "a loopback address",
-                    expected=expected,
-                    consequence="Only servers on this host can hand over KV with this one. With others, hand-overs "
-                    "fail with the cause unreachable.",
-                    remedy=remedy,
-                )
+            yield SettingsError(
+                found=where + "a loopback address",
+                expected=expected,
+                consequence="Only servers on this host can hand over KV with this one. With others, hand-overs fail "
+                "with the cause unreachable.",
+                remedy=remedy,
             )
         elif all(ipaddress.ip_address(one).is_link_local for one in leads_to):
-            found.append(
-                SettingsError(
-                    found=where + "a link-local address",
-                    expected=expected,
-                    consequence="It means another host, or none, in another network, and through another card.",
-                    remedy=remedy,
-                )
+            yield SettingsError(
+                found=where + "a link-local address",
+                expected=expected,
+                consequence="It means another host, or none, in another network, and through another card.",
+                remedy=remedy,
             )
         if not self._may_receive(leads_to, own):
-            found.append(
-                SettingsError(
-                    found=f"the side channel listens at {self.bound} ({', '.join(self.listening)}), and is advertised "
-                    f"as {self.advertised} ({', '.join(leads_to)})",
-                    expected="a listener that receives what is sent to the advertised address",
-                    consequence="Peers find nobody there, unless something on this host forwards to the listener.",
-                    remedy=f"Set {HOST} to the address that is advertised, or to 0.0.0.0 (or :: for IPv6).",
-                )
+            yield SettingsError(
+                found=f"the side channel listens at {self.bound} ({', '.join(self.listening)}), and is advertised "
+                f"as {self.advertised} ({', '.join(leads_to)})",
+                expected="a listener that receives what is sent to the advertised address",
+                consequence="Peers find nobody there, unless something on this host forwards to the listener.",
+                remedy=f"Set {HOST} to the address that is advertised, or to 0.0.0.0 (or :: for IPv6).",
             )
-        return found
 
     def is_elsewhere(self, leads_to: Sequence[str], own: Collection[str]) -> bool:
         """Whether the advertised address does not belong to this host: NAT, a load balancer, or a mistake."""

@@ -265,8 +265,16 @@ class _Pair:
         places: list[Place] = ["elastic", "ordinary"]
         if self._question.memory_type != "DRAM":
             places.append("host")
+        pages, sizes = list(range(PAGES)), ((SMALL_BYTES, PAGE_BYTES // SMALL_BYTES),)
         for _ in range(TRIES):
-            rates = {place: self._rates(place).best_of(found.rates.get(place)) for place in places}
+            rates: dict[Place, Rates] = {}
+            for place in places:
+                ways = ("host" if place == "host" else "ordinary"), self._holder_at[place]
+                read = self._peer.call("move", "READ", *ways, pages)
+                write = self._peer.call("move", "WRITE", *ways, pages)
+                small = self._peer.call("move", "READ", *ways, pages[:1], sizes)
+                one = Rates(PAGES * PAGE_BYTES / read, PAGES * PAGE_BYTES / write, PAGE_BYTES / SMALL_BYTES / small)
+                rates[place] = one.best_of(found.rates.get(place))
             found = msgspec.structs.replace(found, rates=rates)
             if not any(found.is_slow(place) for place in places[1:]):
                 break
@@ -289,15 +297,6 @@ class _Pair:
                 wrong.append(f"{'a peer' if is_peer else 'its own'} {operation}")
         if wrong:
             yield f"{what} ({', '.join(wrong)})"
-
-    def _rates(self, place: Place) -> Rates:
-        pages = list(range(PAGES))
-        here, there = ("host" if place == "host" else "ordinary"), self._holder_at[place]
-        read = self._peer.call("move", "READ", here, there, pages)
-        write = self._peer.call("move", "WRITE", here, there, pages)
-        sizes = ((SMALL_BYTES, PAGE_BYTES // SMALL_BYTES),)
-        small = self._peer.call("move", "READ", here, there, pages[:1], sizes)
-        return Rates(PAGES * PAGE_BYTES / read, PAGES * PAGE_BYTES / write, PAGE_BYTES / SMALL_BYTES / small)
 
 
 def prove_lanes(question: Question) -> Proof:

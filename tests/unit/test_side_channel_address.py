@@ -155,7 +155,7 @@ def test_both_ends_take_the_same_addresses_of_a_name(
 
 def doubts(host: str, leads_to: str, own: Collection[str] = HERE) -> list[str]:
     address = read(host, **{ADVERTISE_HOST: "peer"})
-    found = address.doubts(leads_to.split(), own)
+    found = list(address.doubts(leads_to.split(), own))
     assert all(one.remedy and one.consequence for one in found)
     return [next(word for word in ("loopback", "link-local", "listens at") if word in one.found) for one in found]
 

@@ -49,7 +49,7 @@ class Leases(Deadlines[PrefillRequestId]):
         is called, so a step of prefill may take any time if decode has sent heartbeats meanwhile.
         """
         extended = self._clock.now_seconds() + EXTENSION * self._lease_seconds
-        ends = self._at_seconds.get
+        ends = self.data.get
         self.move({request_id: extended for request_id in request_ids if ends(request_id, extended) < extended})
 
 
