@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcached_nixl.ids import DecodeRequestId
@@ -29,7 +29,7 @@ from kvcached_nixl.scheduler.fetch_request import FetchAttempts, FetchRequest
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import asks, cached_tokens_in, read_fetch
-from kvcached_nixl.wire.step import BlockIds, EndRenewal, UnneededOffer, Withdraw
+from kvcached_nixl.wire.step import BlockIds, EndRenewal, FetchSpec, UnneededOffer, Withdraw
 from kvcached_nixl.wire.timeline import State
 
 __all__ = ["DecodeFetches"]
@@ -42,15 +42,17 @@ class DecodeFetches:
 
     Attributes:
         attempts: those that were given blocks, and the blocks.
+        queued: requests that have no blocks yet.
+        received: requests whose KV has arrived. vLLM resumes them in a later step, which may be long in coming: the
+            engine may be paused, or out of blocks.
     """
 
     def __init__(self, engine: EngineContext) -> None:
         self._engine = engine
         self.attempts = FetchAttempts(engine)
         self._requests: dict[DecodeRequestId, FetchRequest] = {}
-        self._queued: set[DecodeRequestId] = set()
-        # vLLM resumes them in a later step, which may be long in coming: the engine may be paused, or out of blocks.
-        self._received: dict[DecodeRequestId, FetchRequest] = {}
+        self.queued: set[DecodeRequestId] = set()
+        self.received: dict[DecodeRequestId, FetchRequest] = {}
         # By `give_up`, until they are computed here or end.
         self._given_up: set[DecodeRequestId] = set()
         # They wait with their blocks, and vLLM is yet to be told that their KV does not come.
@@ -67,25 +69,17 @@ class DecodeFetches:
         """Whether vLLM has to be told of a failed, aborted or ended request in the next step."""
         return bool(self._failing or self._aborted or self._ending or self._ended)
 
-    @property
-    def num_queued(self) -> int:
-        """Requests that have no blocks yet."""
-        return len(self._queued)
-
-    @property
-    def received(self) -> Collection[DecodeRequestId]:
-        """Requests whose KV has arrived, and which vLLM has not resumed yet."""
-        return self._received.keys()
-
     def waiting_now(self) -> tuple[int, float]:
-        """Returns how many requests wait for KV, with blocks or without, and for how long the first timeout has run.
-        May be called from any thread."""
-        return len(self._queued) + self.attempts.num_waiting, self.attempts.longest_seconds()
+        """Returns how many requests wait for KV, with blocks or without, and for how long the first timeout has run; 0
+        if none does. May be called from any thread."""
+        waiting, now = list(self.attempts.waiting.values()), self._engine.clock.now_seconds()
+        longest_seconds = max([0.0, *(now - one.since_seconds for one in waiting)])
+        return len(self.queued) + len(waiting), longest_seconds
 
     def needs_others(self, request_id: str) -> bool:
         """Whether a request has no blocks, and would wait for KV with them, or has been given up for others."""
         one = DecodeRequestId(request_id)
-        return one in self._queued or one in self._given_up
+        return one in self.queued or one in self._given_up
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
@@ -118,7 +112,7 @@ class DecodeFetches:
         self._requests[one.request_id] = one
         self._engine.timelines.begin(request, State.DECODE_QUEUED)
         if refused is None:
-            self._queued.add(one.request_id)
+            self.queued.add(one.request_id)
             one.renew()
 
     def refuse(self, request: Request, failure: HandOverFailed, *, computes: bool) -> bool:
@@ -131,7 +125,7 @@ class DecodeFetches:
             self._requests[one.request_id] = one
         else:
             one.not_received(failure)
-            self._end_unless_computed(one)
+            self._ending.add(one.request_id)
         return computes
 
     def answered(self, request: Request, params: Mapping[str, Any]) -> None:
@@ -201,7 +195,7 @@ class DecodeFetches:
                 return missing, True
             if one.may_go_on:
                 return 0, False
-            self._end_unless_computed(one)
+            self._ending.add(one.request_id)
         one.is_tried = True
         self._end_renewal(one)
         return 0, False
@@ -220,14 +214,11 @@ class DecodeFetches:
             if one.refused is not None:
                 one.not_received(one.refused)
             if not one.may_go_on:
-                self._end_unless_computed(one)
+                self._ending.add(one.request_id)
             return
-        self._queued.discard(one.request_id)
+        self.queued.discard(one.request_id)
         first_token = one.end_token - num_external_tokens
         try:
-            if one.refused is not None:
-                raise one.refused
-            one.check_adapter()
             groups = one.groups(block_ids, first_token)
         except HandOverFailed as error:
             self._fail(one, error)
@@ -235,7 +226,12 @@ class DecodeFetches:
         request.tell_cached(one.cached_tokens)
         self.attempts.start(one)
         self._engine.timelines.enter(one.request_id, State.DECODE_REPORTING)
-        self._engine.step.tell(one.spec(first_token, groups))
+        assert one.fetch is not None
+        spec = FetchSpec(
+            *(one.attempt, one.request_id, one.fetch.prefill, one.fetch.manifest, one.fetch.name, one.digest),
+            *(one.num_tokens, first_token, one.end_token, groups),
+        )
+        self._engine.step.tell(spec)
 
     def finished(self, request: Request) -> None:
         """A request ended, whether its KV had arrived or not."""
@@ -250,7 +246,7 @@ class DecodeFetches:
             self._aborted.add(request_id)
         if one is None:
             return
-        self._received.pop(request_id, None)
+        self.received.pop(request_id, None)
         self._end_renewal(one)
         if one.is_waiting:
             self._stop(one, "the request has ended")
@@ -290,8 +286,9 @@ class DecodeFetches:
                 self._stop(one, "it has failed")
             self._fail(one, failure)
         late = f"its KV has not come within {self._engine.settings.handover_timeout_seconds:g} s (handover_timeout)"
-        for one in self.attempts.take_due():
-            if one.attempt not in ended:
+        for number in self.attempts.deadlines.take_due(self._engine.clock.now_seconds()):
+            one = self.attempts.find_waiting(number)
+            if one is not None and number not in ended:
                 self._take_away(one, HandOverFailed(FailureCause.DEADLINE, late))
         received = set()
         for number in ended:
@@ -300,7 +297,7 @@ class DecodeFetches:
                 self._engine.step.tell(EndRenewal(arrived.request_id))
                 self._engine.timelines.enter(arrived.request_id, State.DECODE_RESUMING)
                 received.add(arrived.request_id)
-                self._received[arrived.request_id] = arrived
+                self.received[arrived.request_id] = arrived
         failed, self._failing = self._failing, set()
         aborted, self._aborted = self._aborted, set()
         return received | failed | aborted, failed
@@ -311,11 +308,11 @@ class DecodeFetches:
         Args:
             adapter: only requests of this LoRA adapter, or of any adapter (`ANY_ADAPTER`); None for all requests.
         """
-        for one in self.attempts.waiting():
+        for one in list(self.attempts.waiting.values()):
             if is_meant(adapter, one.request.adapter):
                 self._take_away(one, HandOverFailed(FailureCause.REVOKED, reason))
-        for one in [one for one in self._received.values() if is_meant(adapter, one.request.adapter)]:
-            del self._received[one.request_id]
+        for one in [one for one in self.received.values() if is_meant(adapter, one.request.adapter)]:
+            del self.received[one.request_id]
             one.not_received(HandOverFailed(FailureCause.REVOKED, reason))
             # In the next step vLLM would resume the request before it was told of a failure.
             client = self._engine.blocks.let_go(one.request_id, recomputes=one.recomputes)
@@ -330,7 +327,7 @@ class DecodeFetches:
             since_seconds: only those that wait since then.
         """
         enough = self.attempts.num_quarantined_blocks + num_blocks
-        for one in reversed(self.attempts.waiting()):
+        for one in reversed([*self.attempts.waiting.values()]):
             if self.attempts.num_quarantined_blocks >= enough:
                 return
             if one.begun_seconds <= since_seconds:
@@ -341,7 +338,7 @@ class DecodeFetches:
         """These requests are computed in a step, so vLLM has resumed them with their KV."""
         for request_id in map(DecodeRequestId, request_ids):
             self._given_up.discard(request_id)
-            self._received.pop(request_id, None)
+            self.received.pop(request_id, None)
             # One that is about to end is scheduled once more.
             if request_id not in self._ending:
                 self._engine.failures.computed(request_id)
@@ -370,14 +367,10 @@ class DecodeFetches:
         # Who cannot be reached, or refuses, would not hear it.
         if failure.cause not in (FailureCause.REFUSED, FailureCause.UNREACHABLE):
             one.release_computed()
-        self._end_unless_computed(one)
-        self._engine.step.tell(EndRenewal(one.request_id))
-        one.not_received(failure)
-
-    def _end_unless_computed(self, one: FetchRequest) -> None:
-        """The request ends, whatever the policy says, if decode does not have all of its prompt."""
         if not one.may_be_computed:
             self._ending.add(one.request_id)
+        self._engine.step.tell(EndRenewal(one.request_id))
+        one.not_received(failure)
 
     def _stop(self, one: FetchRequest, reason: str) -> None:
         self.attempts.stop_waiting(one)
@@ -385,5 +378,5 @@ class DecodeFetches:
         self._engine.step.tell(Withdraw(one.attempt, reason))
 
     def _end_renewal(self, one: FetchRequest) -> None:
-        self._queued.discard(one.request_id)
+        self.queued.discard(one.request_id)
         self._engine.step.tell(EndRenewal(one.request_id))

@@ -147,8 +147,8 @@ class SchedulerFacade:
         """Seconds until the next hand-over times out, the next offer is revoked, or a request has starved; None if
         there is none."""
         due_at = earliest(
-            *(self.fetching.attempts.due_at_seconds, self.offering.kept.due_at_seconds),
-            *(self.offering.gate.due_at_seconds, self._starvation.due_at_seconds),
+            *(self.fetching.attempts.deadlines.first_seconds, self.offering.kept.revoked_at.first_seconds),
+            *(self.offering.gate.held.first_seconds, self._starvation.due_at_seconds),
             self.asking.due_at_seconds,
         )
         return None if due_at is None else max(0.0, due_at - self.engine.clock.now_seconds())
@@ -205,7 +205,7 @@ class SchedulerFacade:
 
     def holds_back(self, request_id: str) -> bool:
         """Whether a request would not begin whatever blocks are free: see `matched`."""
-        return self.offering.gate.holds(request_id) or self._yields(request_id)
+        return request_id in self.offering.gate.held or self._yields(request_id)
 
     def _yields(self, request_id: str) -> bool:
         return self.fetching.needs_others(request_id) and self._giving_way.yields
@@ -302,7 +302,7 @@ class SchedulerFacade:
             return False
         offered = self.offering.find(request_id)
         is_named = offered is not None and offered.manifest is not None
-        return is_named or self.fetching.attempts.of_request(request_id) is not None
+        return is_named or request_id in self.fetching.attempts.waiting
 
     def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; ``is_whole`` if its whole prompt was computed.

@@ -27,7 +27,7 @@ from kvcached_nixl.wire.lease import is_nameable
 from kvcached_nixl.wire.manifest import BlockRange
 from kvcached_nixl.wire.messages import draw_attempt
 from kvcached_nixl.wire.params import FetchParams
-from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, UnneededOffer
+from kvcached_nixl.wire.step import BlockIds, LeaseRenewal, UnneededOffer
 
 __all__ = ["FetchAttempts", "FetchRequest"]
 
@@ -156,22 +156,18 @@ class FetchRequest:
             )
             self.refused = HandOverFailed(FailureCause.PARAMETERS, reason)
 
-    def check_adapter(self) -> None:
-        """Called when it is given blocks, which may be long after `check`.
-
-        Raises:
-            HandOverFailed: its adapter was replaced meanwhile, and decode goes on with the new one.
-        """
-        if self.request.adapter and self.request.digest(self.num_tokens) != self.digest:
-            raise HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it waited for blocks")
-
     def groups(self, block_ids: BlockIds, first_token: int) -> tuple[BlockRange, ...]:
         """Returns the blocks to fill, per KV-cache group. Blocks that a sliding window has passed are not among them.
+        Called when it is given blocks, which may be long after `check`.
 
         Raises:
-            HandOverFailed: decode has no blocks for some of the tokens, or prefill has not kept theirs.
+            HandOverFailed: its KV is not handed over; its adapter was replaced meanwhile, and decode goes on with the
+                new one; decode has no blocks for some of the tokens, or prefill has not kept theirs.
         """
-        assert self.fetch is not None
+        if self.refused is not None:
+            raise self.refused
+        if self.request.adapter and self.request.digest(self.num_tokens) != self.digest:
+            raise HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it waited for blocks")
         groups = self.engine.groups
         pairs = zip(groups.all, block_ids, strict=True)
         found = [self._range(group, blocks, first_token) for group, blocks in pairs]
@@ -179,7 +175,7 @@ class FetchRequest:
         is_complete = all(one.block_ids or groups.have_windows for one in found)
         if not is_complete or not any(one.block_ids for one in found):
             raise self._no_blocks(first_token)
-        if self.fetch.manifest is not None:
+        if self.fetch is not None and self.fetch.manifest is not None:
             theirs = self.fetch.manifest.groups
             if len(theirs) != len(found):
                 reason = f"prefill has {len(theirs)} KV-cache groups; expected {len(found)}"
@@ -205,14 +201,6 @@ class FetchRequest:
         return HandOverFailed(FailureCause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}")
 
     # ----------------------------------------------------------------------------------- what the workers are told
-
-    def spec(self, first_token: int, groups: tuple[BlockRange, ...]) -> FetchSpec:
-        """What the workers are told to fetch in its attempt; ``groups`` as `groups` returns them."""
-        assert self.fetch is not None
-        return FetchSpec(
-            *(self.attempt, self.request_id, self.fetch.prefill, self.fetch.manifest, self.fetch.name, self.digest),
-            *(self.num_tokens, first_token, self.end_token, groups),
-        )
 
     def renew(self) -> None:
         """Starts renewing the lease of what it fetches, if a heartbeat can name that."""
@@ -264,6 +252,9 @@ class FetchAttempts:
     """Requests that were given blocks, by the numbers of their attempts; see the module.
 
     Attributes:
+        waiting: those that have their blocks and wait only for KV, in the order in which they were given them. Read on
+            other threads, too.
+        deadlines: of those, by the numbers of their attempts.
         num_quarantined_blocks: blocks held for requests that ended without KV.
     """
 
@@ -271,26 +262,10 @@ class FetchAttempts:
         self._engine = engine
         # Those of which not every rank has reported the end.
         self._attempts: dict[int, FetchRequest] = {}
-        self._waiting: dict[DecodeRequestId, FetchRequest] = {}
-        self._deadlines = Deadlines[int]()
+        self.waiting: dict[DecodeRequestId, FetchRequest] = {}
+        self.deadlines = Deadlines[int]()
         self._kept_by_others: dict[DecodeRequestId, set[int]] = {}
         self.num_quarantined_blocks = 0
-
-    @property
-    def due_at_seconds(self) -> float | None:
-        return self._deadlines.first_seconds
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have their blocks and wait only for KV."""
-        return len(self._waiting)
-
-    def waiting(self) -> list[FetchRequest]:
-        """Returns a copy, those that were given blocks first in front: the caller may end them."""
-        return list(self._waiting.values())
-
-    def of_request(self, request_id: str) -> FetchRequest | None:
-        return self._waiting.get(DecodeRequestId(request_id))
 
     def find_waiting(self, number: int) -> FetchRequest | None:
         one = self._attempts.get(number)
@@ -299,34 +274,23 @@ class FetchAttempts:
     def start(self, one: FetchRequest) -> None:
         """A request was given blocks, and waits. Its timeout begins."""
         one.attempt, one.is_waiting = draw_attempt(), True
-        # Before others can see it: `longest_seconds` is called on other threads.
+        # Before others can see it.
         one.begun_seconds = one.since_seconds = self._engine.clock.now_seconds()
-        self._attempts[one.attempt] = self._waiting[one.request_id] = one
-        self._begin_timeout(one)
+        self._attempts[one.attempt] = self.waiting[one.request_id] = one
+        self.known([one.attempt])
 
     def known(self, numbers: Iterable[int]) -> None:
         """Prefill has not computed what these wait for yet, and will: their timeouts begin again."""
+        now = self._engine.clock.now_seconds()
         for one in filter(None, map(self.find_waiting, numbers)):
-            self._begin_timeout(one)
-
-    def _begin_timeout(self, one: FetchRequest) -> None:
-        one.since_seconds = self._engine.clock.now_seconds()
-        self._deadlines[one.attempt] = one.since_seconds + self._engine.settings.handover_timeout_seconds
-
-    def longest_seconds(self) -> float:
-        """Returns for how long the first timeout has run; 0 if none does. May be called from any thread."""
-        since = [one.since_seconds for one in self.waiting()]
-        return max(0.0, self._engine.clock.now_seconds() - min(since)) if since else 0.0
-
-    def take_due(self) -> list[FetchRequest]:
-        """Returns the waiting ones whose time is over. Their deadlines are forgotten."""
-        return [self._attempts[number] for number in self._deadlines.take_due(self._engine.clock.now_seconds())]
+            one.since_seconds = now
+            self.deadlines[one.attempt] = now + self._engine.settings.handover_timeout_seconds
 
     def stop_waiting(self, one: FetchRequest) -> None:
         """The request goes on without its attempt, or has ended."""
         one.is_waiting = False
-        self._deadlines.pop(one.attempt, None)
-        del self._waiting[one.request_id]
+        self.deadlines.pop(one.attempt, None)
+        del self.waiting[one.request_id]
 
     def hold(self, one: FetchRequest) -> None:
         """Takes the blocks from the request, until every rank has reported that nothing is in flight into them."""

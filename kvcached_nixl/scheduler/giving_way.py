@@ -159,7 +159,7 @@ class GivingWay:
     def watches(self) -> bool:
         """Whether an engine that has nothing to compute has to look all the same: it has something to give."""
         blocks = self._engine.blocks
-        waits = self._is_push and (self._fetching.attempts.num_waiting or self._fetching.num_queued)
+        waits = self._is_push and (self._fetching.attempts.waiting or self._fetching.queued)
         return bool(self._offering.kept.num_kept or waits or blocks.num_cached or blocks.has_reserve)
 
     @property
@@ -232,7 +232,7 @@ class GivingWay:
 
     def _give_up(self) -> None:
         """Ends hand-overs that keep the next request waiting in vain."""
-        if not (self._is_push and self._fetching.attempts.num_waiting):
+        if not (self._is_push and self._fetching.attempts.waiting):
             return
         num_blocks, since_seconds = self._impasse.turn(are_peers_waiting=self._offering.are_awaited)
         if num_blocks:
@@ -263,7 +263,7 @@ class GivingWay:
             # none of them, unless this engine, too, has requests that wait for what its peers keep.
             keeps_wanted = False
             if cause is RevocationCause.BLOCKS:
-                is_for_offer = self._offering.find(starved) is not None and not self._fetching.num_queued
+                is_for_offer = self._offering.find(starved) is not None and not self._fetching.queued
                 keeps_wanted = is_for_offer or not blocks.stalled
             elif cause is RevocationCause.NEIGHBOUR:
                 keeps_wanted = not is_neighbour_stalled
@@ -323,7 +323,7 @@ class Starvation:
         """A step was built: notices an engine that stands still, and whose next request gets no blocks any more."""
         blocks = self._engine.blocks
         # KV under way is computed on when it has come, and its blocks are free then (or `Impasse` ends it).
-        waiting = [] if self._fetching.attempts.num_waiting else blocks.stalled
+        waiting = [] if self._fetching.attempts.waiting else blocks.stalled
         self._engine.step.is_stalled = blocks.is_paused or bool(waiting)
         # So are those of offers, when decode has fetched them or their leases end, and of other connectors. Not those
         # of requests that have their KV and wait for more blocks, too: memory may have gone since they were admitted.

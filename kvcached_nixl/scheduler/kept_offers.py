@@ -78,14 +78,18 @@ class _Kept:
 
 
 class KeptOffers:
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        revoked_at: when offers are to be revoked, while the engine is paused.
+    """
 
     def __init__(self, engine: EngineContext) -> None:
         self._engine = engine
         # Oldest first.
         self._kept: dict[PrefillRequestId, _Kept] = {}
         self._closed: str | None = None
-        self._revoked_at = Deadlines[PrefillRequestId]()
+        self.revoked_at = Deadlines[PrefillRequestId]()
         self._numbers = report_numbers()
         # By the numbers of revocations that may be reported as spared.
         self._asked: dict[int, _Kept] = {}
@@ -102,7 +106,7 @@ class KeptOffers:
         num_blocks = sum(len({*group} - {NULL_BLOCK_ID}) for group in block_ids)
         self._kept[request_id] = _Kept(adapter, num_blocks, now, is_taken_back)
         if self._closed is not None and not is_taken_back:
-            self._revoked_at[request_id] = now + GRACE_SECONDS
+            self.revoked_at[request_id] = now + GRACE_SECONDS
 
     def keeps(self, request_id: str) -> bool:
         return PrefillRequestId(request_id) in self._kept
@@ -146,28 +150,23 @@ class KeptOffers:
         """Revokes requests that have ended, or end before `reopen`; each after ``grace_seconds``."""
         self._closed = reason
         due = self._engine.clock.now_seconds() + grace_seconds
-        self._revoked_at.move({request_id: due for request_id in self._kept})
+        self.revoked_at.move({request_id: due for request_id in self._kept})
         self.turn()
 
     def reopen(self) -> None:
         """Undoes `close`: requests that end from now on are kept as long as their leases last."""
         self._closed = None
-        self._revoked_at.clear()
-
-    @property
-    def due_at_seconds(self) -> float | None:
-        """When the next offer is to be revoked; None if none is."""
-        return self._revoked_at.first_seconds
+        self.revoked_at.clear()
 
     def turn(self) -> None:
         """Revokes the offers whose grace has passed."""
-        due = self._revoked_at.take_due(self._engine.clock.now_seconds())
+        due = self.revoked_at.take_due(self._engine.clock.now_seconds())
         self._take_back(due, Revocation(RevocationCause.PAUSED, self._closed or ""))
 
     def _take_back(self, request_ids: Iterable[PrefillRequestId], revocation: Revocation) -> None:
         taken = []
         for request_id in request_ids:
-            self._revoked_at.pop(request_id, None)
+            self.revoked_at.pop(request_id, None)
             if not self._kept[request_id].is_taken_back:
                 self._kept[request_id].is_taken_back = True
                 self._engine.step.tell(Revoke(request_id, revocation))
@@ -250,7 +249,7 @@ class KeptOffers:
             num_for_others += one.num_blocks if one.is_for_others else 0
             for number in one.asked:
                 self._asked.pop(number, None)
-            self._revoked_at.pop(request_id, None)
+            self.revoked_at.pop(request_id, None)
         return num_served, num_for_others
 
 
@@ -263,6 +262,9 @@ class StartGate:
     others wait in vLLM's queue, which asks again in every step, without blocks. Workers report when decode has
     registered, and at once where decode registers only after prefill's answer. They are asked again from time to time,
     and report those that decode does not want any more, too: see `OfferRegistry.await_claim`.
+
+    Attributes:
+        held: prompts that wait, and when workers are to be asked again.
     """
 
     def __init__(self, engine: EngineContext, kept: KeptOffers) -> None:
@@ -271,27 +273,19 @@ class StartGate:
         # `KeptOffers.is_left_waiting`, once it was looked up for the step being built.
         self._needs_claim: bool | None = None
         self._numbers = report_numbers()
-        self._held = Deadlines[PrefillRequestId]()
+        self.held = Deadlines[PrefillRequestId]()
         # Those that may begin, until they do, or end.
         self._claimed: set[PrefillRequestId] = set()
         self._of_number: dict[int, PrefillRequestId] = {}
-
-    @property
-    def due_at_seconds(self) -> float | None:
-        """When workers are to be asked again; None if no prompt waits."""
-        return self._held.first_seconds
-
-    def holds(self, request_id: str) -> bool:
-        return request_id in self._held
 
     def may_start(self, request_id: PrefillRequestId) -> bool:
         """Whether a prompt may begin now. If not, workers are asked to report when decode has registered for it."""
         if self._needs_claim is None:
             self._needs_claim = self._kept.is_left_waiting
         if not self._needs_claim or request_id in self._claimed:
-            self._held.pop(request_id, None)
+            self.held.pop(request_id, None)
             return True
-        if request_id not in self._held:
+        if request_id not in self.held:
             number = next(self._numbers)
             self._of_number[number] = request_id
             self._hold([request_id])
@@ -301,14 +295,14 @@ class StartGate:
     def claimed(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             request_id = self._of_number.pop(number, None)
-            if request_id is not None and self._held.pop(request_id, None) is not None:
+            if request_id is not None and self.held.pop(request_id, None) is not None:
                 self._claimed.add(request_id)
 
     def turn(self, begun: Iterable[str]) -> None:
         """A step was built, which computes the requests ``begun``."""
         self._needs_claim = None
         self.gone(begun)
-        asked = self._held.take_due(self._engine.clock.now_seconds())
+        asked = self.held.take_due(self._engine.clock.now_seconds())
         if asked:
             self._hold(asked)
             again = [AwaitClaim(one, number) for number, one in self._of_number.items() if one in asked]
@@ -316,13 +310,13 @@ class StartGate:
 
     def _hold(self, request_ids: Iterable[PrefillRequestId]) -> None:
         ask_again_seconds = self._engine.clock.now_seconds() + self._engine.allocation_seconds
-        self._held.move(dict.fromkeys(request_ids, ask_again_seconds))
+        self.held.move(dict.fromkeys(request_ids, ask_again_seconds))
 
     def gone(self, request_ids: Iterable[str]) -> None:
-        if not (self._held or self._claimed or self._of_number):
+        if not (self.held or self._claimed or self._of_number):
             return
         gone = set(map(PrefillRequestId, request_ids))
         for request_id in gone:
-            self._held.pop(request_id, None)
+            self.held.pop(request_id, None)
         self._claimed -= gone
         self._of_number = {number: one for number, one in self._of_number.items() if one not in gone}

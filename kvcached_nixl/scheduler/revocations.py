@@ -123,7 +123,7 @@ class Revocations:
     @property
     def has_blocks(self) -> bool:
         """Whether blocks are held, kept for decode, or waiting for KV, although no running request uses them."""
-        return self._keeps_blocks or bool(self._fetching.attempts.num_waiting or self._fetching.received)
+        return self._keeps_blocks or bool(self._fetching.attempts.waiting or self._fetching.received)
 
     @property
     def quiet_in_seconds(self) -> float:

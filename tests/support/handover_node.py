@@ -111,7 +111,7 @@ class Node(engine_node.Node):
     def owes(self) -> bool:
         """Whether the engine keeps or holds blocks, waits for KV, or has something pending."""
         side = self.side_of_engine
-        waits = side.fetching.attempts.num_waiting or side.offering.kept.num_kept or side.engine.holds.num_blocks
+        waits = side.fetching.attempts.waiting or side.offering.kept.num_kept or side.engine.holds.num_blocks
         return bool(waits or side.pending or len(self.registry) or len(self.receiver))
 
     def address(self, request_id: str = "") -> dict[str, Any]:
@@ -316,7 +316,7 @@ def rest(*both: Node) -> None:
 
     def waits_for_leases() -> bool:
         busy = any(
-            len(node.receiver) or node.write_tasks or node.side_of_engine.fetching.attempts.num_waiting for node in both
+            len(node.receiver) or node.write_tasks or node.side_of_engine.fetching.attempts.waiting for node in both
         )
         return not busy and all(node.step() for node in both)
 

@@ -133,7 +133,7 @@ def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     # A compiled grammar and the loads of another connector are found by polling only.
     if "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR" in statuses:
         return False
-    if statuses.count("WAITING_FOR_REMOTE_KVS") > sum(side.fetching.attempts.num_waiting for side in found):
+    if statuses.count("WAITING_FOR_REMOTE_KVS") > sum(len(side.fetching.attempts.waiting) for side in found):
         return False
     return _bring_nothing(core.batch_queue or ())
 

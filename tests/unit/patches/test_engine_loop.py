@@ -61,7 +61,7 @@ class Blocks:
 
 def side(waiting: int = 1, *, pending: bool = False, due_in_seconds: float | None = None) -> SimpleNamespace:
     return SimpleNamespace(
-        fetching=SimpleNamespace(attempts=SimpleNamespace(num_waiting=waiting)),
+        fetching=SimpleNamespace(attempts=SimpleNamespace(waiting=range(waiting))),
         pending=pending,
         due_in_seconds=due_in_seconds,
         watches_memory=False,

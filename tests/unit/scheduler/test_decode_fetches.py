@@ -89,7 +89,7 @@ class Decode:
         (cause,) = self.failures.counts
         assert self.failures.counts == {cause: 1}
         assert self.fetching.has_news
-        assert self.attempts.num_waiting == 0
+        assert not self.attempts.waiting
         assert self.collect() == ({request.request_id}, {request.request_id})
         assert not self.fetching.has_news
         assert self.engine.holds.num_blocks == 0
@@ -229,7 +229,7 @@ def test_an_unknown_attempt_means_nothing() -> None:
     decode = Decode()
     decode.wait(of_decode())
     assert decode.collect(failures=((1, FailureCause.LOST),), overs=(1, 2)) == (set(), set())
-    assert decode.attempts.num_waiting == 1
+    assert len(decode.attempts.waiting) == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- several
@@ -256,7 +256,7 @@ def test_a_prompt_without_its_media_ends_also_where_another_connector_has_loaded
     decode.arrive(request)
     assert decode.match(request) == ALL
     decode.allocate(request, BLOCKS, 0)
-    assert decode.fetching.take_ending() == {request.request_id} and decode.attempts.num_waiting == 0
+    assert decode.fetching.take_ending() == {request.request_id} and not decode.attempts.waiting
 
 
 def test_a_failure_is_one_story(caplog: pytest.LogCaptureFixture) -> None:
