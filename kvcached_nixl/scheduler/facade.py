@@ -217,7 +217,7 @@ class SchedulerFacade:
 
     @property
     def awaits_tokens(self) -> bool:
-        return self.engine.timelines.awaits_tokens or self.asking.local.break_even.awaits_tokens
+        return bool(self.engine.timelines.unanswered or self.asking.local.break_even.begun)
 
     def answered(self, request_ids: Collection[str]) -> None:
         self.engine.timelines.answered(request_ids)

@@ -58,6 +58,7 @@ class Timelines:
         spans: None if nothing is traced.
 
     Attributes:
+        unanswered: hand-overs of decode that vLLM has not answered with a token yet.
         lasted: for the metrics, since `take_lasted` was last called.
     """
 
@@ -66,8 +67,7 @@ class Timelines:
         self._spans = spans
         self._is_push = is_push
         self._followed: dict[str, _Followed] = {}
-        # Those of decode that vLLM has not answered with a token yet.
-        self._unanswered: set[str] = set()
+        self.unanswered: set[str] = set()
         self.lasted: list[Lasted] = []
 
     def begin(self, request: Request, state: State) -> None:
@@ -78,7 +78,7 @@ class Timelines:
             self._followed[request_id] = _Followed(Timeline(), trace)
         self.enter(request_id, state)
         if state is State.DECODE_QUEUED:
-            self._unanswered.add(request_id)
+            self.unanswered.add(request_id)
 
     def enter(self, request_id: str, state: State) -> None:
         """A hand-over is in another state; ignored if it is not followed (any more)."""
@@ -100,24 +100,20 @@ class Timelines:
             self.enter(request_id, State.DECODE_FAILED)
 
     def computed(self, request_ids: Iterable[str]) -> None:
-        for request_id in self._unanswered.intersection(request_ids) if self._unanswered else ():
+        for request_id in self.unanswered.intersection(request_ids) if self.unanswered else ():
             followed = self._followed[request_id]
             if followed.timeline.state is not State.DECODE_FAILED:
                 followed.timeline.enter(State.DECODE_FIRST_TOKEN, self._clock.now_seconds())
 
-    @property
-    def awaits_tokens(self) -> bool:
-        return bool(self._unanswered)
-
     def answered(self, request_ids: Iterable[str]) -> None:
         """Requests have got a token: hand-overs of decode end with the first one."""
-        for request_id in self._unanswered.intersection(request_ids):
+        for request_id in self.unanswered.intersection(request_ids):
             self.end(request_id)
 
     def end(self, request_id: str) -> None:
         """A hand-over has ended here, or its request has; ignored if it is not followed (any more)."""
         followed = self._followed.pop(request_id, None)
-        self._unanswered.discard(request_id)
+        self.unanswered.discard(request_id)
         if followed is None:
             return
         self._take_in(followed)

@@ -84,16 +84,16 @@ class Asking:
     @property
     def num_waiting(self) -> int:
         """Requests that nobody is asked for yet."""
-        return len(self._queue) + self.questions.num_looked_up
+        return len(self._queue) + len(self.questions.looked_up)
 
     @property
     def has_news(self) -> bool:
-        return self._asker.has_answers or self._queue.has_fresh
+        return self._asker.has_answers or bool(self._queue.fresh)
 
     @property
     def due_at_seconds(self) -> float | None:
         """When `turn` has to be called, whatever happens until then; None if it need not."""
-        return earliest(self.servers.silent_at_seconds, self._rested_at_seconds, self._limit.due_at_seconds)
+        return earliest(self.servers.silent_at_seconds, self._rested_at_seconds, self._limit.deadlines.first_seconds)
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
@@ -189,7 +189,7 @@ class Asking:
             self.questions.settled(wanted)
         for params in self.questions.take_unneeded():
             self._fetching.unneeded(params)
-        self.figures.held, self.figures.asked = self.num_waiting, self.questions.num_asked
+        self.figures.held, self.figures.asked = self.num_waiting, len(self.questions.asked)
         self.figures.promised_blocks = self.window.num_promised
         return self.local.turn(blocks, self._fetching.received) or may_begin
 
@@ -203,13 +203,15 @@ class Asking:
         self._wanted[wanted.request.request_id] = wanted
         self._limit.waits(wanted.request.request_id)
         self._engine.timelines.begin(wanted.request, State.DECODE_HELD)
-        self._queue.add(wanted)
+        wanted.stage = Stage.WAITING
+        self._queue.fresh.append(wanted)
 
     def _look_up_fresh(self, *, may_compute: bool) -> bool:
         """Lets those go on that are cached here, or computed here sooner, whatever others wait for. Returns whether any
         goes on now."""
         may_begin = False
-        for wanted in self._queue.take_fresh():
+        fresh, self._queue.fresh = self._queue.fresh, []
+        for wanted in [one for one in fresh if one.stage is Stage.WAITING]:
             choice = self.servers.choose(*wanted.choice) if may_compute else None
             if not self._goes_on_here(wanted, choice):
                 self._queue.push(wanted)
@@ -245,7 +247,7 @@ class Asking:
 
     def _refuse_late(self) -> None:
         """Ends those that have waited to be asked for as long as they may."""
-        for request_id in self._limit.take_late():
+        for request_id in self._limit.deadlines.take_due(self._engine.clock.now_seconds()):
             wanted = self._wanted.get(request_id)
             if wanted is None or wanted.stage not in (Stage.WAITING, Stage.LOOKING):
                 continue
@@ -332,7 +334,7 @@ class Asking:
         server, wanted.stage = choice.server, Stage.ASKED
         self._is_asked_for(wanted, server)
         self._engine.timelines.enter(wanted.request.request_id, State.DECODE_ASKING)
-        self.local.break_even.is_asked_for(wanted.request.request_id, choice.num_tokens)
+        self.local.break_even.begins(wanted.request.request_id, choice.num_tokens, is_local=False)
         question = wanted.question
         # While prefill computes others, this one's blocks are better used here.
         wanted.named = server.engine if self._pushes and not choice.num_before else None

@@ -67,6 +67,9 @@ class BreakEven:
     Args:
         most_tokens: that are computed here of a prompt because it is sooner.
         fixed_tokens: what the operator has set in place of what is measured (``max_local_prefill_tokens``), or None.
+
+    Attributes:
+        begun: requests without a first token: which way they are measured for, their tokens, and since when.
     """
 
     def __init__(self, clock: Clock, most_tokens: int, fixed_tokens: int | None) -> None:
@@ -76,8 +79,7 @@ class BreakEven:
         self._local, self._asked = SecondsByTokens(), SecondsByTokens()
         # No more than twice as much is tried: what is beyond the measurements is a guess.
         self._proven_tokens = FIRST_TOKENS // 2
-        # Requests without a first token: which of the two they are measured for, their tokens, and since when.
-        self._begun: dict[str, tuple[SecondsByTokens, int, float]] = {}
+        self.begun: dict[str, tuple[SecondsByTokens, int, float]] = {}
 
     def computes_here(self, num_missing: int, num_cached: int, num_local: int, num_asked: int) -> bool:
         """Whether the rest of a prompt is computed here sooner than prefill would hand it over.
@@ -107,30 +109,20 @@ class BreakEven:
         """How long it is likely to take until prefill has handed over so many tokens; None if that is not known."""
         return self._asked.expected_seconds(num_tokens, self.clock.now_seconds())
 
-    def begins_here(self, request_id: str, num_tokens: int) -> None:
-        """A request is to be computed here, when so many tokens are."""
-        self._begun[request_id] = self._local, num_tokens, self.clock.now_seconds()
-
-    def is_asked_for(self, request_id: str, num_tokens: int) -> None:
-        """Prefill is asked for a request, and has to compute so many tokens for it."""
-        self._begun[request_id] = self._asked, num_tokens, self.clock.now_seconds()
-
-    @property
-    def awaits_tokens(self) -> bool:
-        return bool(self._begun)
+    def begins(self, request_id: str, num_tokens: int, *, is_local: bool) -> None:
+        """A request is to be computed here, when so many tokens are; or prefill is asked for it, and has to compute so
+        many tokens for it."""
+        self.begun[request_id] = self._local if is_local else self._asked, num_tokens, self.clock.now_seconds()
 
     def answered(self, request_ids: Iterable[str]) -> None:
         now = self.clock.now_seconds()
         for request_id in request_ids:
-            begun = self._begun.pop(request_id, None)
+            begun = self.begun.pop(request_id, None)
             if begun is not None:
                 way, num_tokens, since_seconds = begun
                 way.add(num_tokens, now - since_seconds, now)
                 if way is self._local:
                     self._proven_tokens = max(self._proven_tokens, num_tokens)
-
-    def gone(self, request_id: str) -> None:
-        self._begun.pop(request_id, None)
 
 
 class LocalPrefills:
@@ -164,7 +156,7 @@ class LocalPrefills:
     def add(self, request: Request, order: tuple[int, int], num_tokens: int) -> None:
         """So many tokens of a held request are to be computed here. ``order``: its place among all that were held."""
         self.num_tokens += num_tokens
-        self.break_even.begins_here(request.request_id, self.num_tokens)
+        self.break_even.begins(request.request_id, self.num_tokens, is_local=True)
         self._waiting[request.request_id] = num_tokens, request.num_prompt_tokens
         heapq.heappush(self._queue, (order, request.request_id))
 
@@ -188,7 +180,7 @@ class LocalPrefills:
                 self.num_tokens -= of.pop(request_id)[0]
 
     def gone(self, request_id: str) -> None:
-        self.break_even.gone(request_id)
+        self.break_even.begun.pop(request_id, None)
         for of in (self._begun, self._waiting, self._coming):
             self.num_tokens -= of.pop(request_id, (0, 0))[0]
 

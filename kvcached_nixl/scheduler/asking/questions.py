@@ -50,6 +50,8 @@ class Questions:
         is_required: nothing is computed here because no server answers.
 
     Attributes:
+        asked: by number, the requests whose questions have no answer yet.
+        looked_up: by request, who has not answered yet how much of it is cached.
         figures: for the metrics. Read on another thread, too.
     """
 
@@ -58,21 +60,11 @@ class Questions:
         self._asker = asker
         self._own_engine_id = own_engine_id
         self._is_required = is_required
-        self._asked: dict[int, Wanted] = {}
+        self.asked: dict[int, Wanted] = {}
         self._num_asked = 0
-        # By request: who has not answered yet what it has cached.
-        self._looked_up: dict[str, tuple[Wanted, set[Server]]] = {}
+        self.looked_up: dict[str, tuple[Wanted, set[Server]]] = {}
         self._unneeded: list[Mapping[str, Any]] = []
         self.figures = AskingFigures()
-
-    @property
-    def num_asked(self) -> int:
-        return len(self._asked)
-
-    @property
-    def num_looked_up(self) -> int:
-        """Requests whose servers have not all said how much they have cached."""
-        return len(self._looked_up)
 
     def take_unneeded(self) -> list[Mapping[str, Any]]:
         """Returns offers, since the last call, that nobody fetches."""
@@ -84,7 +76,7 @@ class Questions:
     def ask(self, wanted: Wanted, choice: Choice, question: Question) -> None:
         self._num_asked += 1
         wanted.number = self._num_asked
-        self._asked[wanted.number] = wanted
+        self.asked[wanted.number] = wanted
         self._servers.asked(choice.server, wanted.number, choice.num_missing, wanted.hashes)
         self._asker.ask(wanted.number, choice.server, question)
 
@@ -92,7 +84,7 @@ class Questions:
         """The question for a request, if there is one, is answered, or its answer is not waited for any more."""
         if wanted.number:
             self.figures.ended[ended] += 1
-            del self._asked[wanted.number]
+            del self.asked[wanted.number]
             wanted.tried[-1].asked.pop(wanted.number, None)
             if ended is not Ended.ANSWERED:
                 self._asker.cancel(wanted.number)
@@ -112,7 +104,7 @@ class Questions:
         return found
 
     def _answered(self, number: int, found: Found) -> list[tuple[Wanted, Found]]:
-        wanted = self._asked.get(number)
+        wanted = self.asked.get(number)
         if wanted is None:
             self._unneeded += () if isinstance(found, Outcome) else (found,)
             return []
@@ -129,7 +121,7 @@ class Questions:
         return [*(self._failed(one, lost) for one in overtaken), (wanted, found)]
 
     def _failed(self, number: int, outcome: Outcome) -> tuple[Wanted, Found]:
-        wanted = self._asked[number]
+        wanted = self.asked[number]
         self.close(wanted, outcome.ended)
         self._servers.failed(wanted.tried[-1], outcome)
         return wanted, outcome
@@ -183,7 +175,7 @@ class Questions:
         waited_for = {one for one in asked if one.answers_look_ups}
         if waited_for:
             wanted.stage = Stage.LOOKING
-            self._looked_up[wanted.request.request_id] = wanted, waited_for
+            self.looked_up[wanted.request.request_id] = wanted, waited_for
         return bool(waited_for)
 
     def take_looked_up(self) -> list[Wanted]:
@@ -191,12 +183,12 @@ class Questions:
         ended: list[Wanted] = []
         for request_id, server, params in self._asker.take_looked_up():
             server.answers_look_ups = params is not None
-            wanted, waited_for = self._looked_up.get(request_id, (None, set()))
+            wanted, waited_for = self.looked_up.get(request_id, (None, set()))
             if params is not None:
                 self._has_cached(server, wanted, params)
             waited_for.discard(server)
             if wanted is not None and not waited_for:
-                del self._looked_up[request_id]
+                del self.looked_up[request_id]
                 ended.append(wanted)
         return ended
 
@@ -214,6 +206,6 @@ class Questions:
 
     def settled(self, wanted: Wanted) -> None:
         """What servers have offered of a request's prompt, and is not fetched, is not needed."""
-        self._looked_up.pop(wanted.request.request_id, None)
+        self.looked_up.pop(wanted.request.request_id, None)
         self._unneeded += wanted.offers.values()
         wanted.offers.clear()

@@ -159,17 +159,13 @@ class Servers:
         self._resolver.close()
 
     def take_addresses(self) -> None:
+        """Takes what names stand for now; a server without an address where that is not known."""
         for url, addresses in self._resolver.take().items():
-            self._are_at(url, addresses)
-
-    def _are_at(self, url: str, addresses: Collection[str]) -> None:
-        """The name in a URL stands for these addresses; none if they are not known."""
-        found = addresses or ("",)
-        of_url = {one.address: one for one in (*self._leaving, *self.all) if one.url == url}
-        self.all = [one for one in self.all if one.url != url]
-        self.all += [of_url.get(address) or Server(url, address) for address in found]
-        left = [one for one in (*self._leaving, *of_url.values()) if one not in self.all]
-        self._leaving = [one for one in dict.fromkeys(left) if one.asked]
+            of_url = {one.address: one for one in (*self._leaving, *self.all) if one.url == url}
+            self.all = [one for one in self.all if one.url != url]
+            self.all += [of_url.get(address) or Server(url, address) for address in addresses or ("",)]
+            left = [one for one in (*self._leaving, *of_url.values()) if one not in self.all]
+            self._leaving = [one for one in dict.fromkeys(left) if one.asked]
 
     def choose(
         self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, cached: Mapping[Server, int]

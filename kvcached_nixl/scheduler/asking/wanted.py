@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 from typing import Any
 
 from kvcached_nixl.deadlines import Clock, Deadlines
@@ -94,31 +95,17 @@ class Queue:
 
     Attributes:
         waiting: in the order in which they are asked for.
+        fresh: they have begun to wait, and are yet to be looked up in the prefix cache.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Wanted] = []
-        # Yet to be looked up in the prefix cache.
-        self._fresh: list[Wanted] = []
+        self.fresh: list[Wanted] = []
         # By prefix: the request that is asked for.
         self._leaders: dict[bytes, Wanted] = {}
 
     def __len__(self) -> int:
-        return len(self._fresh) + len(self.waiting) + sum(len(one.followers) for one in self._leaders.values())
-
-    @property
-    def has_fresh(self) -> bool:
-        return bool(self._fresh)
-
-    def add(self, wanted: Wanted) -> None:
-        """A request begins to wait; `take_fresh` returns it once."""
-        wanted.stage = Stage.WAITING
-        self._fresh.append(wanted)
-
-    def take_fresh(self) -> list[Wanted]:
-        """Returns those to be looked up in the prefix cache, since the last call."""
-        fresh, self._fresh = self._fresh, []
-        return [one for one in fresh if one.stage is Stage.WAITING]
+        return len(self.fresh) + len(self.waiting) + sum(len(one.followers) for one in self._leaders.values())
 
     def push(self, wanted: Wanted) -> None:
         """It is not cached, and has to be asked for."""
@@ -164,12 +151,10 @@ class Queue:
             # The others wait for the next one: no step looks at all of them.
             found, found[0].followers = found[:1], found[1:]
             self._leaders[wanted.prefix or b""] = found[0]
-        self._fresh += found
+        self.fresh += found
 
 
-def _order(wanted: Wanted) -> tuple[int, int]:
-    return wanted.order
-
+_order = attrgetter("order")
 
 AHEAD = 0.5
 """Fraction of all blocks that prefill computes ahead of what is free."""
@@ -219,43 +204,38 @@ class QueueLimit:
 
     Args:
         timeout_seconds: infinity for no limit.
+
+    Attributes:
+        deadlines: of those that wait.
     """
 
     def __init__(self, clock: Clock, timeout_seconds: float) -> None:
         self._clock = clock
         self._timeout_seconds = timeout_seconds
-        self._deadlines = Deadlines[str]()
+        self.deadlines = Deadlines[str]()
         # How long those that are asked for have waited, or were asked for.
         self._waited_seconds: dict[str, float] = {}
         self._last_wait_seconds = 0.0
         # Since then somebody waits, and nobody was asked for.
         self._since_seconds = 0.0
 
-    @property
-    def due_at_seconds(self) -> float | None:
-        """When the next request has waited for too long; None if none waits."""
-        return self._deadlines.first_seconds
-
     def waits(self, request_id: str) -> None:
         if self._timeout_seconds < math.inf:
             now = self._clock.now_seconds()
-            if not self._deadlines:
+            if not self.deadlines:
                 self._since_seconds = now
-            self._deadlines[request_id] = now + self._timeout_seconds - self._waited_seconds.pop(request_id, 0.0)
+            self.deadlines[request_id] = now + self._timeout_seconds - self._waited_seconds.pop(request_id, 0.0)
 
     def asked(self, request_id: str) -> None:
-        deadline_seconds = self._deadlines.pop(request_id, None)
+        deadline_seconds = self.deadlines.pop(request_id, None)
         if deadline_seconds is not None:
             self._since_seconds = self._clock.now_seconds()
             self._last_wait_seconds = self._since_seconds - (deadline_seconds - self._timeout_seconds)
             self._waited_seconds[request_id] = self._last_wait_seconds
 
     def gone(self, request_id: str) -> None:
-        self._deadlines.pop(request_id, None)
+        self.deadlines.pop(request_id, None)
         self._waited_seconds.pop(request_id, None)
-
-    def take_late(self) -> list[str]:
-        return self._deadlines.take_due(self._clock.now_seconds())
 
     def refusal(self) -> HandOverFailed:
         waits_seconds = max(self._last_wait_seconds, self._clock.now_seconds() - self._since_seconds)

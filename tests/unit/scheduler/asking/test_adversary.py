@@ -110,7 +110,7 @@ def test_long_prompts_that_find_no_room_cost_a_step_nothing() -> None:
         decode.arrives(f"r{place}", block_hashes=(b"%d" % place,))
     with mock.patch.object(decode.asking.servers, "choose", side_effect=AssertionError("a server was chosen")):
         decode.turn()
-    assert decode.asking.questions.num_asked == 1
+    assert len(decode.asking.questions.asked) == 1
 
 
 def test_a_prompt_that_kills_each_server_is_not_asked_for_for_ever() -> None:

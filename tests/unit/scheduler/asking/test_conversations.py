@@ -64,12 +64,12 @@ def measured(local: dict[int, float], asked: dict[int, float], fixed: int | None
     """After requests of so many tokens have taken so many seconds."""
     clock = Clock()
     found = BreakEven(clock, MOST, fixed)
-    for begins, seconds_by_tokens in ((found.begins_here, local), (found.is_asked_for, asked)):
+    for is_local, seconds_by_tokens in ((True, local), (False, asked)):
         for tokens, seconds in seconds_by_tokens.items():
-            begins("a", tokens)
+            found.begins("a", tokens, is_local=is_local)
             clock.now += seconds
             found.answered(["a", "another"])
-    assert not found.awaits_tokens
+    assert not found.begun
     return found
 
 
@@ -188,12 +188,12 @@ def test_how_long_they_take_is_measured_until_the_first_token() -> None:
     decode.answers("cold")
     decode.clock.now += 1.0
     even.answered(["cold"])
-    assert not even.awaits_tokens and even.asked_seconds(LONG) == pytest.approx(2.0)
+    assert not even.begun and even.asked_seconds(LONG) == pytest.approx(2.0)
     assert not turn(decode, "b", 110, 400), "4 s here, 2 s there"
     turn(decode, "gone", 10)
     decode.asking.gone("gone")
     decode.asking.gone("b")
-    assert not even.awaits_tokens
+    assert not even.begun
 
 
 # -------------------------------------------------------------------------------------------- who is asked for the rest
