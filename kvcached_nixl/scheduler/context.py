@@ -116,6 +116,8 @@ class EngineContext:
         allocation_seconds: how long a request waits for blocks while nothing is under way that frees some.
         step: being built. It is told to the workers with the next step of the engine.
         has_news: the engine has to step soon, whatever ``step`` holds.
+        refused: (request id, client index) of requests that were refused, or ended between two steps. Their clients are
+            told with the next step.
         blocks: the engine's KV-cache blocks, once it ``is_bound``: a request has entered the engine.
     """
 
@@ -138,6 +140,7 @@ class EngineContext:
         self.timelines = Timelines(clock, stock.spans, is_push=self.is_push)
         self.failures = Failures(self.timelines)
         self.has_news = self.is_bound = False
+        self.refused: list[tuple[str, int]] = []
         self.step = self._new_step()
         self._wake: Callable[[], None] | None = None
 

@@ -5,14 +5,13 @@
                                      │                      └──────► failed, withdrawn, or timed out
                                      └─► refused: the request is computed here, or fails
 
-No time is limited while a request waits for its turn and for blocks: vLLM's own requests wait as long (`Starvation`
-ends what nothing else would). The timeout begins when it has blocks. In push it begins again as often as prefill says
-that its request waits for its turn there, or is computed (`Impasse` says for how long others wait for its blocks).
+No time is limited while a request waits for its turn and for blocks, as for vLLM's own requests. The timeout begins
+when it has blocks; in push it begins again as often as prefill says that the request waits for its turn there, or is
+computed. `Starvation` and `Impasse` end what would wait for ever.
 
-The client's result is decided immediately. If a hand-over brings no KV, the request is recomputed here if
-``kv_load_failure_policy`` says so and decode has all of the prompt; else it ends with an error. vLLM is told with the
-next step. Its blocks are handled separately: they are taken from the request and held until no rank has a transfer into
-them in flight (`FetchAttempts`).
+The client's result is decided at once: the request is recomputed here if ``kv_load_failure_policy`` says so and decode
+has all of its prompt, or else ends with an error. Its blocks are held until no rank has a transfer into them in flight
+(`FetchAttempts`).
 """
 
 from __future__ import annotations
@@ -61,13 +60,11 @@ class DecodeFetches:
         self._ending: set[DecodeRequestId] = set()
         # They have ended while they waited, so vLLM is yet to be told that they no longer do.
         self._aborted: set[DecodeRequestId] = set()
-        # They were ended between two steps: with the indices of their clients, which are yet to be told.
-        self._ended: list[tuple[str, int]] = []
 
     @property
     def has_news(self) -> bool:
         """Whether vLLM has to be told of a failed, aborted or ended request in the next step."""
-        return bool(self._failing or self._aborted or self._ending or self._ended)
+        return bool(self._failing or self._aborted or self._ending)
 
     def waiting_now(self) -> tuple[int, float]:
         """Returns how many requests wait for KV, with blocks or without, and for how long the first timeout has run; 0
@@ -84,8 +81,7 @@ class DecodeFetches:
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
     def arrived(self, request: Request, *, computes: bool = True) -> None:
-        """A request has entered the engine. Starts renewing its lease: until it is allocated, more time may pass than
-        one lease lasts.
+        """A request has entered the engine. Starts renewing its lease, which may end before it has blocks.
 
         Args:
             computes: as for `refuse`.
@@ -317,7 +313,7 @@ class DecodeFetches:
             # In the next step vLLM would resume the request before it was told of a failure.
             client = self._engine.blocks.let_go(one.request_id, recomputes=one.recomputes)
             if client is not None:
-                self._ended.append((one.request_id, client))
+                self._engine.refused.append((one.request_id, client))
 
     def give_up(self, num_blocks: int, cause: HandOverFailed, since_seconds: float = math.inf) -> None:
         """Ends hand-overs whose KV has not come, those that were given blocks last first, until they had so many: they
@@ -347,11 +343,6 @@ class DecodeFetches:
         """Requests, since the last call, that end with an error whatever ``kv_load_failure_policy`` says."""
         ending, self._ending = self._ending, set()
         return ending
-
-    def take_ended(self) -> list[tuple[str, int]]:
-        """(Request id, client index) of requests, since the last call, that were ended between two steps."""
-        ended, self._ended = self._ended, []
-        return ended
 
     # -------------------------------------------------------------------------------------------------------- inside
 

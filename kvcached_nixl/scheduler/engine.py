@@ -122,38 +122,22 @@ class BlockPool(Protocol):
         starved: the next request in the queue, and how many more blocks it needs than are free; None if it needs none.
     """
 
-    @property
-    def are_shared(self) -> bool: ...
-    @property
-    def is_copied(self) -> bool: ...
-    @property
-    def is_producer(self) -> bool: ...
-    @property
-    def is_paused(self) -> bool: ...
-    @property
-    def admits(self) -> bool: ...
-    @property
-    def most_running(self) -> int: ...
-    @property
-    def caches_prefixes(self) -> bool: ...
-    @property
-    def goes_by_priority(self) -> bool: ...
-    @property
-    def num_free(self) -> int: ...
-    @property
-    def num_used(self) -> int: ...
-    @property
-    def num_running_blocks(self) -> int: ...
-    @property
-    def num_cached(self) -> int: ...
-    @property
-    def blocks_over_limit(self) -> int: ...
-    @property
-    def has_reserve(self) -> bool: ...
-    @property
-    def stalled(self) -> list[str]: ...
-    @property
-    def starved(self) -> tuple[str, int] | None: ...
+    are_shared: bool
+    is_copied: bool
+    is_producer: bool
+    is_paused: bool
+    admits: bool
+    most_running: int
+    caches_prefixes: bool
+    goes_by_priority: bool
+    num_free: int
+    num_used: int
+    num_running_blocks: int
+    num_cached: int
+    blocks_over_limit: int
+    has_reserve: bool
+    stalled: list[str]
+    starved: tuple[str, int] | None
 
     def num_needed(self, request_id: str) -> int:
         """How many blocks a request needs for its prompt, in addition to those that it has."""

@@ -35,7 +35,7 @@ from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.kv_groups import Keeps
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY, RemotePrefill
 from kvcached_nixl.wire.step import FAILING, BlockIds, FetchSpec, Reports, Step, WakeAddress
-from kvcached_nixl.wire.timeline import attempt_of
+from kvcached_nixl.wire.timeline import Timeline
 
 __all__ = ["SchedulerFacade", "build_scheduler"]
 
@@ -82,7 +82,6 @@ class SchedulerFacade:
         self.side_channel = OwnSideChannel(engine, self.offering, self.fetching, self.revocations, figures)
         self._reported_quarantine = 0
         self._failed: set[str] = set()
-        self._refused: list[tuple[str, int]] = []
         self._calls = deque[Callable[[], None]]()
         # Whom to tell when a step has ended, for the next one, and for those that the workers have.
         self._telling: list[Callable[[], None]] = []
@@ -128,7 +127,7 @@ class SchedulerFacade:
             or self._calls
             or any(self._told)
             or self._giving_way.owes
-            or self._refused
+            or self.engine.refused
             or self.asking.has_news
             or self.fetching.has_news
             or self._starvation.has_news
@@ -180,7 +179,7 @@ class SchedulerFacade:
 
     def refuse(self, request_id: str, client_index: int) -> None:
         """A request has arrived under the id of another one, which goes on. Its client is told with the next step."""
-        self._refused.append((request_id, client_index))
+        self.engine.refused.append((request_id, client_index))
         logger.error(
             "A request has arrived under the id %s of another request, which still runs here or whose blocks are kept "
             "for decode; expected an unused id. It fails, and the other one goes on. Let vLLM make the engine's ids "
@@ -189,8 +188,8 @@ class SchedulerFacade:
         )
 
     def take_refused(self) -> list[tuple[str, int]]:
-        """(id, client index) of each request that was refused, or ended between two steps, since the last call."""
-        refused, self._refused = self._refused + self.fetching.take_ended(), []
+        """Takes `EngineContext.refused`."""
+        refused, self.engine.refused = self.engine.refused, []
         return refused
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -352,33 +351,29 @@ class SchedulerFacade:
         reports.sent |= kept.let_go()
 
     def _take_timelines(self, reports: Reports) -> None:
-        found, others = [], []
+        others = []
         for one in reports.timelines:
-            attempt = attempt_of(one)
-            fetch = self.fetching.attempts.find_waiting(attempt) if attempt else None
-            if attempt and fetch is None:
+            attempt, trace, timeline = Timeline.read(one)
+            fetch = self.fetching.attempts.find_waiting(attempt)
+            if fetch is not None:
+                self.engine.timelines.rank_ended(fetch.request_id, timeline)
+            elif attempt:
                 others.append(one)
             else:
-                found.append(("" if fetch is None else fetch.request_id, one))
-        if found:
-            self.engine.timelines.take(found)
+                self.engine.timelines.add(trace, timeline, {})
+        if len(others) < len(reports.timelines):
             # They came with statistics, which take these along.
             reports.lasted += self.engine.timelines.take_lasted()
         reports.timelines = others
 
     def take_ending(self) -> set[str]:
         """Requests that must end with an error now, whatever they wait for (rule R4)."""
-        failed = {one for one in self.fetching.take_ending() if not self.starts_again(one)}
+        failed = {one for one in self.fetching.take_ending() if not self.asking.may_ask_again(one)}
         return self._starvation.take_ending() | failed
 
     def take_failed(self) -> set[str]:
         failed, self._failed = self._failed, set()
         return failed
-
-    def starts_again(self, request_id: str) -> bool:
-        """Whether a request whose KV has failed to arrive may get it from another server, so that it does not end,
-        whatever ``kv_load_failure_policy`` says. Idempotent."""
-        return self.asking.may_ask_again(request_id)
 
 
 def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: Clock) -> SchedulerFacade:

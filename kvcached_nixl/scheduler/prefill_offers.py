@@ -66,11 +66,6 @@ class OfferRequest:
 
     # ------------------------------------------------------------------------------------------------ its blocks
 
-    def is_past_prompt(self, progress: Progress) -> bool:
-        """Whether its prompt was computed by an earlier step, and this one computes what comes after it."""
-        is_past = progress.num_computed_tokens >= self.num_tokens
-        return self.manifest is not None and not progress.replaces and is_past
-
     def take_blocks(self, progress: Progress) -> None:
         if progress.replaces or not self.block_ids:
             # The first step, or the first one after a preemption.
@@ -235,9 +230,25 @@ class PrefillOffers:
         """Offers the tokens that the step being built computes."""
         for computed in progress:
             self._engine.step.is_idle = False
-            one = self._running.get(PrefillRequestId(computed.request_id))
-            if one is not None:
-                self._advance(one, computed)
+            one = self.find(computed.request_id)
+            if one is None:
+                continue
+            self._engine.timelines.enter(one.request_id, State.PREFILL_COMPUTING)
+            is_past_prompt = computed.num_computed_tokens >= one.num_tokens and not computed.replaces
+            if is_past_prompt and one.manifest is not None:
+                # An earlier step has computed its prompt, and this one computes what comes after it.
+                if self._engine.groups.have_states:
+                    reason = "its states are about to be overwritten by those of later tokens"
+                    self._revoke([one], Revocation(RevocationCause.STATES, reason))
+                continue
+            one.take_blocks(computed)
+            if not one.is_revoked:
+                one.compute(computed.num_computed_tokens)
+                # Tokens that another connector loads may turn out invalid when this step has ended, so they are not
+                # read early.
+                is_held = self.is_read_early and one.is_streamed and not self._engine.blocks.are_shared
+                if is_held or (one.manifest is not None and not self._engine.is_push):
+                    one.offer(is_held=is_held)
 
     def preempted(self, request_id: str) -> None:
         """A request is preempted. If workers may read its blocks, they are held until no rank reads them."""
@@ -325,24 +336,6 @@ class PrefillOffers:
         self._engine.step.tell(Finish(request_id))
         self.kept.keep(request_id, request.adapter, block_ids)
         return one.params()
-
-    # -------------------------------------------------------------------------------------------------------- inside
-
-    def _advance(self, one: OfferRequest, computed: Progress) -> None:
-        self._engine.timelines.enter(one.request_id, State.PREFILL_COMPUTING)
-        if one.is_past_prompt(computed):
-            if self._engine.groups.have_states:
-                reason = "its states are about to be overwritten by those of later tokens"
-                self._revoke([one], Revocation(RevocationCause.STATES, reason))
-            return
-        one.take_blocks(computed)
-        if one.is_revoked:
-            return
-        one.compute(computed.num_computed_tokens)
-        # Tokens that another connector loads may turn out invalid when this step has ended, so they are not read early.
-        is_held = self.is_read_early and one.is_streamed and not self._engine.blocks.are_shared
-        if is_held or (one.manifest is not None and not self._engine.is_push):
-            one.offer(is_held=is_held)
 
     def _revoke(self, running: Iterable[OfferRequest], revocation: Revocation) -> None:
         """Takes back what was offered of requests, which are still computed, and offers no more of them."""

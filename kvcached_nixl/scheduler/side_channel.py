@@ -30,13 +30,6 @@ class HandshakeListener(Protocol):
     def close(self) -> None: ...
 
 
-class Envelope(Protocol):
-    """vLLM's own container for a worker's handshake metadata."""
-
-    compatibility_hash: str
-    agent_metadata_bytes: bytes
-
-
 class OwnSideChannel:
     """See the module. One per engine.
 
@@ -68,12 +61,12 @@ class OwnSideChannel:
         self._queued_tokens = 0
         self._said_until_seconds = 0.0
 
-    def introduce(self, metadata: Mapping[Any, Envelope], listen: Callable[[Answers], HandshakeListener]) -> None:
+    def introduce(self, metadata: Mapping[Any, Any], listen: Callable[[Answers], HandshakeListener]) -> None:
         """Sets the handshakes of this engine's ranks. Called when the workers have registered their memory, and again
         when their weights may have changed. Peers are answered with them until `close`.
 
         Args:
-            metadata: what vLLM has collected from the workers, by (pipeline stage, rank); there is one stage.
+            metadata: vLLM's containers of what the workers have said, by (pipeline stage, rank); there is one stage.
         """
         ranks = {key: read_rank(one.agent_metadata_bytes) for key, one in metadata.items()}
         self._offering.is_read_early |= any(one.is_staged for one in ranks.values())

@@ -18,7 +18,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.engine import Request
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FAILED, STARVED, FailureCause, HandOverFailed
-from kvcached_nixl.wire.timeline import Lasted, Reported, State, Timeline
+from kvcached_nixl.wire.timeline import Lasted, State, Timeline
 
 __all__ = ["Failures", "Spans", "Timelines"]
 
@@ -121,21 +121,13 @@ class Timelines:
         attributes = {"kvcached_nixl.request_id": request_id}
         if followed.cause:
             attributes["kvcached_nixl.cause"] = followed.cause
-        self._add(followed.trace, followed.timeline, attributes)
+        self.add(followed.trace, followed.timeline, attributes)
 
-    def take(self, reported: Iterable[tuple[str, Reported]]) -> None:
-        """Take the timelines of workers.
-
-        Args:
-            reported: with each, the request of decode that its attempt is for; "" if it does not wait any more.
-        """
-        for request_id, one in reported:
-            attempt, trace, timeline = Timeline.read(one)
-            followed = self._followed.get(request_id)
-            if not attempt:
-                self._add(trace, timeline, {})
-            elif followed is not None and _end_of(followed.slowest) <= _end_of(timeline):
-                followed.slowest = timeline
+    def rank_ended(self, request_id: str, timeline: Timeline) -> None:
+        """A rank of decode has ended its part of a hand-over."""
+        followed = self._followed.get(request_id)
+        if followed is not None and _end_of(followed.slowest) <= _end_of(timeline):
+            followed.slowest = timeline
 
     def take_lasted(self) -> list[Lasted]:
         lasted, self.lasted = self.lasted, []
@@ -146,7 +138,8 @@ class Timelines:
         if slowest is not None and followed.timeline.state is State.DECODE_REPORTING:
             followed.timeline.take_in(slowest.marks, _end_of(slowest))
 
-    def _add(self, trace: str, timeline: Timeline, attributes: dict[str, str]) -> None:
+    def add(self, trace: str, timeline: Timeline, attributes: dict[str, str]) -> None:
+        """A timeline has ended, here or on a worker."""
         self.lasted += [(int(state), self._is_push, seconds) for state, seconds in timeline.lasted().items()]
         if trace and self._spans is not None:
             attributes["kvcached_nixl.direction"] = "push" if self._is_push else "pull"

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Interval", "Lasted", "Reported", "State", "Timeline", "attempt_of"]
+__all__ = ["Interval", "Lasted", "Reported", "State", "Timeline"]
 
 MOST_MARKS = 128
 """Of one timeline: an offer may be asked for and given up any number of times."""
@@ -126,10 +126,3 @@ class Timeline:
         assert isinstance(attempt, int) and isinstance(trace, str) and isinstance(marks, list)
         assert isinstance(end_seconds, float)
         return attempt, trace, cls([(State(state), begin) for state, begin in marks], end_seconds)
-
-
-def attempt_of(reported: Reported) -> int:
-    """The attempt that a reported timeline is of; 0 for an offer of prefill."""
-    attempt = reported[0]
-    assert isinstance(attempt, int)
-    return attempt

@@ -911,7 +911,7 @@ class Engine:
         for name in ours:
             assert self.requests[name].status is Status.REMOTE or self.requests[name].status.is_finished
             self.requests[name].num_computed = 0
-        again = {name for name in sorted(ours) if self.handover.starts_again(name) or self.kind.recomputes}
+        again = {name for name in sorted(ours) if self.handover.asking.may_ask_again(name) or self.kind.recomputes}
         self._failed_receiving |= again
         return {name for name in ours - again if not self.requests[name].status.is_finished}
 

@@ -200,7 +200,7 @@ def handle_invalid_blocks(call: Call) -> Any:
         # It may have stored them: its job was made together with the step that has loaded them.
         tier.forget()
     for side in sides(call.instance.connector):
-        failed |= let_load_fail(call.instance, side.take_failed(), side.starts_again)
+        failed |= let_load_fail(call.instance, side.take_failed(), side.asking.may_ask_again)
     return failed
 
 
