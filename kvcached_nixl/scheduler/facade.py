@@ -130,7 +130,7 @@ class SchedulerFacade:
             or self.engine.refused
             or self.asking.has_news
             or self.fetching.has_news
-            or self._starvation.has_news
+            or self._starvation.ending
             or (self.engine.is_bound and self.engine.blocks.is_copied)
             or self.fetching.attempts.num_quarantined_blocks != self._reported_quarantine
             or self.due_in_seconds == 0
@@ -368,8 +368,8 @@ class SchedulerFacade:
 
     def take_ending(self) -> set[str]:
         """Requests that must end with an error now, whatever they wait for (rule R4)."""
-        failed = {one for one in self.fetching.take_ending() if not self.asking.may_ask_again(one)}
-        return self._starvation.take_ending() | failed
+        starved, self._starvation.ending = self._starvation.ending, set()
+        return starved | {one for one in self.fetching.take_ending() if not self.asking.may_ask_again(one)}
 
     def take_failed(self) -> set[str]:
         failed, self._failed = self._failed, set()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode: what one request fetches from prefill, whether that fits its prompt, what the workers are told of it, and its
-attempt to fetch it.
+"""Decode: what one request fetches from prefill, whether that fits its prompt, and its attempt to fetch it.
 
     WAITING ─── every rank has reported ─────────────────────────────────────────► forgotten: the KV has arrived
        │
@@ -53,7 +52,6 @@ class FetchRequest:
         begun_seconds: when it was given them.
         since_seconds: when its timeout began.
         is_waiting: it has blocks, and waits for the KV.
-        is_held: the blocks were taken from it, because they may still be written.
     """
 
     engine: EngineContext
@@ -72,7 +70,6 @@ class FetchRequest:
     begun_seconds: float = 0.0
     since_seconds: float = 0.0
     is_waiting: bool = False
-    is_held: bool = False
 
     def __post_init__(self) -> None:
         self.request_id = DecodeRequestId(self.request.request_id)
@@ -296,7 +293,6 @@ class FetchAttempts:
         """Takes the blocks from the request, until every rank has reported that nothing is in flight into them."""
         before = self._engine.holds.num_blocks
         self._engine.holds.take(one.request_id, one.attempt)
-        one.is_held = True
         self.num_quarantined_blocks += self._engine.holds.num_blocks - before
 
     def all_ranks_ended(self, number: int) -> FetchRequest | None:
@@ -310,13 +306,14 @@ class FetchAttempts:
         if one.is_waiting:
             self.stop_waiting(one)
             return one
-        if one.is_held and number not in self._kept_by_others.get(one.request_id, ()):
+        if number not in self._kept_by_others.get(one.request_id, ()):
             self._give_back(number)
         return None
 
     def kept(self, request_id: DecodeRequestId) -> None:
         """Another connector keeps the blocks of a request that has just ended: they are free when both release them."""
-        held = {one.attempt for one in self._attempts.values() if one.is_held and one.request_id == request_id}
+        attempts = (one for one in self._attempts.values() if one.request_id == request_id and not one.is_waiting)
+        held = {one.attempt for one in attempts}
         if held:
             self._kept_by_others[request_id] = held
 

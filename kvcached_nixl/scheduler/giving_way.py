@@ -5,10 +5,9 @@ thread.
 It tells neighbours what the next request waits for, has idle blocks of the prefix cache and then offers give way
 (`MemoryPressure` says when), and gives kvcached's pages back that were freed for others.
 
-In push decode has blocks before prefill computes. If both are on one device, decode could take all of it, and wait for
-a prefill that has no memory left. So while a neighbour runs nothing for want of memory, decode takes no more blocks for
-KV that has to come yet, and gives up what has waited the shortest, one prompt after the other. For its own requests it
-does so when they have waited in vain (`Impasse`). What nothing could free blocks for, ends (`Starvation`).
+In push decode has blocks before prefill computes, and could take all of a device that both are on. So while a neighbour
+runs nothing for want of memory, decode takes no more blocks for KV that has to come yet, and gives up what has waited
+the shortest, one prompt after the other. For its own requests it does so when they have waited in vain (`Impasse`).
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ UNHEARD_SECONDS = 3.0
 
 
 class MemoryPressure:
-    """When offers that no decode fetches have to give way, because memory is short (rule R12). One per engine, on its
-    thread.
+    """When offers that no decode fetches have to give way, because memory is short (rule R12).
 
     Memory is short if the next request waits for blocks, if the engine uses more than kvcached's limit allows, or if
     another engine on the device waits for memory. As long as decode fetches offers, memory comes back by itself: offers
@@ -81,43 +79,42 @@ VAIN_TIMEOUTS = 10
 
 
 class Impasse:
-    """Push: hand-overs that keep the blocks which the next request needs, and whose KV does not come (rule R4). One per
-    engine, on its thread.
+    """Push: ends hand-overs that keep the blocks which the next request needs, and whose KV does not come (rule R4).
 
     They have blocks before prefill computes, and no time is limited while prefill says that it goes on. Two engines
     that prefill for each other may so wait for each other, each full of what waits for the other one; or a prefill says
     so for ever. Small requests that run meanwhile change nothing about that.
     """
 
-    def __init__(self, engine: EngineContext) -> None:
+    def __init__(self, engine: EngineContext, fetching: DecodeFetches) -> None:
         self._engine = engine
+        self._fetching = fetching
         # The next request, the fewest blocks that it lacked, since when it lacks them, and when that was seen last.
         self._request_id = ""
         self._least_blocks = 0
         self._since_seconds = 0.0
         self._seen_seconds = -math.inf
 
-    def turn(self, *, are_peers_waiting: bool) -> tuple[int, float]:
-        """Returns how many blocks hand-overs have to give up now, and since when they were needed.
-
-        Args:
-            are_peers_waiting: peers may wait for a prompt that has no blocks here.
-        """
+    def turn(self, *, are_peers_waiting: bool) -> None:
+        """``are_peers_waiting``: peers may wait for a prompt that has no blocks here."""
         now, blocks = self._engine.clock.now_seconds(), self._engine.blocks
         request_id, num_missing = blocks.starved or ("", 0)
         is_past = now > self._seen_seconds + STOOD_SECONDS
         # Others may stand in front of it for a moment, by their priority.
         if not num_missing or (request_id != self._request_id and not is_past):
-            return 0, now
+            return
         if is_past or num_missing < self._least_blocks:
             self._request_id, self._least_blocks, self._since_seconds = request_id, num_missing, now
         self._seen_seconds = now
         times = RING_TIMEOUTS if are_peers_waiting else VAIN_TIMEOUTS
         since_seconds = self._since_seconds
         if now < since_seconds + times * self._engine.settings.handover_timeout_seconds:
-            return 0, now
+            return
         self._since_seconds = now
-        return (num_missing if num_missing > blocks.num_running_blocks else 0), since_seconds
+        if num_missing > blocks.num_running_blocks:
+            seconds = now - since_seconds
+            reason = f"its KV has not come, and the next request has waited for its blocks for {seconds:.0f} s"
+            self._fetching.give_up(num_missing, HandOverFailed(FailureCause.DEADLINE, reason), since_seconds)
 
 
 MOST_YIELD_SECONDS = 20.0
@@ -143,7 +140,7 @@ class GivingWay:
         self._offering = offering
         self._fetching = fetching
         self._pressure = MemoryPressure(engine.clock, self._patience_seconds)
-        self._impasse = Impasse(engine)
+        self._impasse = Impasse(engine, fetching)
         # Blocks that were freed for others, and that the prefix cache may still keep.
         self._owed_blocks = 0
         # Steps until pages that were freed for others can be given back; None if there are none.
@@ -206,7 +203,8 @@ class GivingWay:
             self._stalled_seconds = None
         if self.watches:
             num_dropped += self._give_way()
-            self._give_up()
+            if self._is_push and self._fetching.attempts.waiting:
+                self._impasse.turn(are_peers_waiting=self._offering.are_awaited)
         else:
             self._pressure.eased()
         had_yielded, self._had_yielded = self._had_yielded, self.yields
@@ -229,16 +227,6 @@ class GivingWay:
         reason = "another engine on decode's device waits for memory, and its KV has not come yet"
         self._fetching.give_up(1, HandOverFailed(FailureCause.REVOKED, reason))
         return True
-
-    def _give_up(self) -> None:
-        """Ends hand-overs that keep the next request waiting in vain."""
-        if not (self._is_push and self._fetching.attempts.waiting):
-            return
-        num_blocks, since_seconds = self._impasse.turn(are_peers_waiting=self._offering.are_awaited)
-        if num_blocks:
-            seconds = self._engine.clock.now_seconds() - since_seconds
-            reason = f"its KV has not come, and the next request has waited for its blocks for {seconds:.0f} s"
-            self._fetching.give_up(num_blocks, HandOverFailed(FailureCause.DEADLINE, reason), since_seconds)
 
     def _give_way(self) -> int:
         """Returns how many blocks of the prefix cache were freed."""
@@ -296,6 +284,9 @@ class Starvation:
     queue needs. It waits without a limit while anything may free blocks: requests that run, hand-overs under way,
     offers. If there is nothing of that, it ends with an error, once it has waited like that for a time. It need not be
     a hand-over.
+
+    Attributes:
+        ending: requests that have to end with an error.
     """
 
     def __init__(self, engine: EngineContext, fetching: DecodeFetches) -> None:
@@ -307,17 +298,13 @@ class Starvation:
         self._least: tuple[str, int, int] = ("", 0, 0)
         self._looked_at_seconds = 0.0
         self._limit_seconds = 0.0
-        self._ending: set[str] = set()
+        self.ending: set[str] = set()
 
     @property
     def due_at_seconds(self) -> float | None:
         """When the next request has to end; None if none waits in vain."""
         first = next(iter(self._since_seconds.values()), None)
         return None if first is None else first + self._limit_seconds
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self._ending)
 
     def turn(self) -> None:
         """A step was built: notices an engine that stands still, and whose next request gets no blocks any more."""
@@ -335,31 +322,27 @@ class Starvation:
     def _look(self, waiting: list[str]) -> None:
         """Ends the first of these requests if it has waited too long. They wait for blocks, in vLLM's order, and
         nothing is under way that frees some."""
-        now, blocks, num_held_blocks = (
-            self._engine.clock.now_seconds(),
-            self._engine.blocks,
-            self._engine.holds.num_blocks,
-        )
+        engine, blocks, num_held_blocks = self._engine, self._engine.blocks, self._engine.holds.num_blocks
+        now = engine.clock.now_seconds()
         starved = blocks.starved if waiting else None
         if self._has_moved(starved, num_held_blocks) or now > self._looked_at_seconds + STOOD_SECONDS:
             self._since_seconds.clear()
         self._looked_at_seconds = now
-        self._since_seconds = {one: self._since_seconds.get(one, now) for one in waiting if one not in self._ending}
-        engine = self._engine
+        self._since_seconds = {one: self._since_seconds.get(one, now) for one in waiting if one not in self.ending}
         timeout_seconds = engine.settings.handover_timeout_seconds
         self._limit_seconds = timeout_seconds if num_held_blocks else engine.allocation_seconds
         due_at_seconds = self.due_at_seconds
         # vLLM has tried the first one in vain in this step. Those behind one that is about to end get their turn first.
-        if self._ending or due_at_seconds is None or now < due_at_seconds:
+        if self.ending or due_at_seconds is None or now < due_at_seconds:
             return
         request_id = next(iter(self._since_seconds))
         del self._since_seconds[request_id]
         if starved is None or starved[0] != request_id:
             return
-        self._ending.add(request_id)
+        self.ending.add(request_id)
         cause = FailureCause.QUARANTINE if num_held_blocks else FailureCause.NO_BLOCKS
         reason = self._reason(blocks.usage().num_free, starved[1], num_held_blocks)
-        self._engine.failures.starved(request_id, HandOverFailed(cause, reason))
+        engine.failures.starved(request_id, HandOverFailed(cause, reason))
 
     def _has_moved(self, starved: tuple[str, int] | None, num_held_blocks: int) -> bool:
         """Whether blocks have come free since the last step. Those that were free before do not count again."""
@@ -370,10 +353,6 @@ class Starvation:
             return False
         self._least = request_id, min(before[1], num_missing), min(before[2], num_held_blocks)
         return self._least != before
-
-    def take_ending(self) -> set[str]:
-        ending, self._ending = self._ending, set()
-        return ending
 
     def _reason(self, num_free: int, num_missing: int, num_held_blocks: int) -> str:
         found = (
