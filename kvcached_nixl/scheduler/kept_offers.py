@@ -97,11 +97,8 @@ class KeptOffers:
     def keep(
         self, request_id: PrefillRequestId, adapter: int, block_ids: BlockIds, *, is_taken_back: bool = False
     ) -> None:
-        """A request has ended, and vLLM keeps its blocks until `ended` is told of it.
-
-        Args:
-            is_taken_back: decode may not fetch it: its workers may only be reading it yet.
-        """
+        """A request has ended, and vLLM keeps its blocks until `ended` is told of it. If ``is_taken_back``, decode may
+        not fetch it: its workers may only be reading it yet."""
         now = self._engine.clock.now_seconds()
         num_blocks = sum(len({*group} - {NULL_BLOCK_ID}) for group in block_ids)
         self._kept[request_id] = _Kept(adapter, num_blocks, now, is_taken_back)
@@ -138,11 +135,7 @@ class KeptOffers:
     # ------------------------------------------------------------------------------------------------------ revocation
 
     def revoke(self, revocation: Revocation, *, adapter: int | None = None) -> None:
-        """Takes offers back, whether decode fetches them or not.
-
-        Args:
-            adapter: only those computed with this LoRA adapter, or with any adapter (`ANY_ADAPTER`); None for all.
-        """
+        """Takes offers back, whether decode fetches them or not: as `PrefillOffers.revoke`."""
         meant = [request_id for request_id, one in self._kept.items() if is_meant(adapter, one.adapter)]
         self._take_back(meant, revocation)
 
@@ -179,14 +172,8 @@ class KeptOffers:
 
     def give_way(self, cause: RevocationCause, num_blocks: int, *, keeps_wanted: bool = False) -> None:
         """Takes back offers that no rank of decode fetches yet, oldest first, until they have ``num_blocks`` blocks
-        together with those that are being given back already.
-
-        A worker leaves an offer as it is if decode fetches it. If decode has a request that waits for it, the others
-        are taken back first.
-
-        Args:
-            keeps_wanted: those for which decode has a request are not taken back at all.
-        """
+        together with those that are being given back already. Those for which decode has a request are taken back
+        last; if ``keeps_wanted``, not at all."""
         now, step = self._engine.clock.now_seconds(), self._engine.step
         num_blocks -= sum(one.num_blocks for one in self._kept.values() if one.gives_back(now))
         # What the workers are told of in this very step is not old, nor may it follow its revocation.
@@ -257,8 +244,8 @@ class StartGate:
     """Push: which prompts prefill computes before decode has blocks for them.
 
     A router that asks both sides at once has decode register before prefill begins. Where decode has no room, it
-    registers late or never, and prefill would fill its own memory with KV that nobody takes. So while prefill keeps
-    that much (`KeptOffers.is_left_waiting`), it begins only prompts that a rank of decode has registered for. The
+    registers late or never, and prefill would fill its own memory with KV that nobody takes. So while decode leaves
+    that much waiting (`KeptOffers.is_left_waiting`), only prompts begin that a rank of decode has registered for. The
     others wait in vLLM's queue, which asks again in every step, without blocks. Workers report when decode has
     registered, and at once where decode registers only after prefill's answer. They are asked again from time to time,
     and report those that decode does not want any more, too: see `OfferRegistry.await_claim`.
@@ -288,7 +275,7 @@ class StartGate:
         if request_id not in self.held:
             number = next(self._numbers)
             self._of_number[number] = request_id
-            self._hold([request_id])
+            self.held[request_id] = self._engine.clock.now_seconds() + self._engine.allocation_seconds
             self._engine.step.tell(AwaitClaim(request_id, number))
         return False
 
@@ -302,15 +289,12 @@ class StartGate:
         """A step was built, which computes the requests ``begun``."""
         self._needs_claim = None
         self.gone(begun)
-        asked = self.held.take_due(self._engine.clock.now_seconds())
+        now = self._engine.clock.now_seconds()
+        asked = self.held.take_due(now)
         if asked:
-            self._hold(asked)
+            self.held.move(dict.fromkeys(asked, now + self._engine.allocation_seconds))
             again = [AwaitClaim(one, number) for number, one in self._of_number.items() if one in asked]
             self._engine.step.tell(*again)
-
-    def _hold(self, request_ids: Iterable[PrefillRequestId]) -> None:
-        ask_again_seconds = self._engine.clock.now_seconds() + self._engine.allocation_seconds
-        self.held.move(dict.fromkeys(request_ids, ask_again_seconds))
 
     def gone(self, request_ids: Iterable[str]) -> None:
         if not (self.held or self._claimed or self._of_number):

@@ -28,7 +28,7 @@ __all__ = ["OfferRequest", "PrefillOffers"]
 
 @dataclass(eq=False)
 class OfferRequest:
-    """A running request of prefill whose KV is, or will be, offered to decode. Used on the engine's thread only.
+    """A running request of prefill whose KV is, or will be, offered to decode.
 
     Attributes:
         name, digest, num_tokens: what decode may look for it by; ``digest`` covers the first ``num_tokens`` tokens.
@@ -40,10 +40,9 @@ class OfferRequest:
         is_offered: the workers know of it, with or without tokens. Stays true if it is preempted or revoked.
         is_read: the workers know of tokens in blocks that it still has, and may be reading them before it has ended.
         is_revoked: its offer was revoked while it was computed, so decode may fetch none of it any more.
-        is_streamed: tokens are offered as soon as a step has computed them, if workers read early (``is_read_early``).
-            Not after a preemption: its held blocks would not be free for the request that needed them, which would be
-            preempted, too, and so on without end. Nor if blocks leave a sliding window while the prompt is computed:
-            vLLM gives them to other requests immediately.
+        is_streamed: tokens are offered as soon as a step has computed them, if workers read early. Not after a
+            preemption: who needed its held blocks would be preempted, too, and so on without end. Nor if blocks leave
+            a sliding window while the prompt is computed: vLLM gives them to other requests immediately.
     """
 
     engine: EngineContext
@@ -64,8 +63,6 @@ class OfferRequest:
     def __post_init__(self) -> None:
         self.request_id = PrefillRequestId(self.request.request_id)
 
-    # ------------------------------------------------------------------------------------------------ its blocks
-
     def take_blocks(self, progress: Progress) -> None:
         if progress.replaces or not self.block_ids:
             # The first step, or the first one after a preemption.
@@ -83,8 +80,6 @@ class OfferRequest:
         first_tokens = tuple(group.first_token for group in self.manifest.groups)
         now = self.engine.groups.ranges(block_ids, first_tokens, self.manifest.num_tokens)
         return now == self.manifest.groups and not any(NULL_BLOCK_ID in group.block_ids for group in now)
-
-    # ---------------------------------------------------------------------------------------------- its manifest
 
     def compute(self, num_computed_tokens: int) -> None:
         """A step computes it so far. Makes its manifest if that is its whole prompt."""
@@ -116,14 +111,9 @@ class OfferRequest:
             reason = f"its blocks do not match its {self.num_tokens} tokens: {error}"
             self.refused = HandOverFailed(FailureCause.RANGE, reason)
 
-    # --------------------------------------------------------------------------------- what the workers are told
-
     def offer(self, *, is_held: bool = False) -> None:
-        """Tells the workers how far it is computed.
-
-        Args:
-            is_held: they may read its blocks before it has ended: its blocks are held if it loses them.
-        """
+        """Tells the workers how far it is computed. If ``is_held``, they may read its blocks before it has ended: its
+        blocks are held if it loses them."""
         self.is_offered = True
         self.is_read = self.is_read or (is_held and self.ready_tokens > 0)
         ranges: tuple[BlockRange, ...] = ()
@@ -131,10 +121,9 @@ class OfferRequest:
             ranges = self.manifest.groups
         elif self.block_ids:
             ranges = self.engine.groups.growing(self.block_ids, self.num_tokens)
-        trace = self.engine.timelines.trace_of(self.request_id)
         update = OfferUpdate(
             *(self.request_id, self.name, self.digest, self.num_tokens, ranges, self.ready_tokens, self.manifest),
-            *(is_held, trace),
+            *(is_held, self.engine.timelines.trace_of(self.request_id)),
         )
         self.engine.step.tell(update)
 
@@ -269,12 +258,7 @@ class PrefillOffers:
                 self._engine.holds.give_back(hold)
 
     def revoke(
-        self,
-        cause: RevocationCause,
-        reason: str,
-        *,
-        adapter: int | None = None,
-        outdated: Collection[str] = (),
+        self, cause: RevocationCause, reason: str, *, adapter: int | None = None, outdated: Collection[str] = ()
     ) -> None:
         """Revokes offers: ownership tokens are cleared first, then blocks are freed (rule R12). Requests that are still
         computed keep their blocks.
