@@ -61,8 +61,7 @@ class StockScheduler:
 
 
 class Holds:
-    """Blocks taken from their requests, held while transfers may use them (rules R2 and R9), by the number of the hold.
-    vLLM does not know of these blocks."""
+    """Blocks taken from their requests, unknown to vLLM, held while transfers may use them (rules R2 and R9)."""
 
     def __init__(self, engine: EngineContext) -> None:
         self._engine = engine

@@ -78,8 +78,6 @@ class DecodeFetches:
         one = DecodeRequestId(request_id)
         return one in self.queued or one in self._given_up
 
-    # ---------------------------------------------------------------------------------------------- called from vLLM
-
     def arrived(self, request: Request, *, computes: bool = True) -> None:
         """A request has entered the engine. Starts renewing its lease, which may end before it has blocks.
 
@@ -261,8 +259,6 @@ class DecodeFetches:
         self._aborted.discard(ended)
         self.attempts.kept(ended)
 
-    # ------------------------------------------------------------------------------------------------------- results
-
     def collect(
         self, failures: Iterable[tuple[int, HandOverFailed]], finished: Iterable[int]
     ) -> tuple[set[DecodeRequestId], set[DecodeRequestId]]:
@@ -343,8 +339,6 @@ class DecodeFetches:
         """Requests, since the last call, that end with an error whatever ``kv_load_failure_policy`` says."""
         ending, self._ending = self._ending, set()
         return ending
-
-    # -------------------------------------------------------------------------------------------------------- inside
 
     def _take_away(self, one: FetchRequest, cause: HandOverFailed) -> None:
         """Fails the request's attempt, and holds its blocks because transfers into them may be in flight."""

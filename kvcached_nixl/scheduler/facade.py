@@ -88,18 +88,12 @@ class SchedulerFacade:
         self._told = deque[list[Callable[[], None]]]()
         self.num_miscounted_tokens = 0
 
-    # ------------------------------------------------------------------------------------------------ the engine's loop
-
     def close(self) -> None:
         self.side_channel.close()
         self.asking.close()
 
     def relieve(self) -> bool:
-        """Tells neighbours what this engine waits for, and takes back offers that nobody fetches, if memory is short.
-        Looks four times a second, however often it is called.
-
-        Returns: whether the engine has to step.
-        """
+        """Has offers give way if memory is short (`GivingWay.turn`). Returns whether the engine has to step."""
         if not self.engine.is_bound:
             return False
         self.engine.has_news |= self._giving_way.turn()
@@ -152,8 +146,6 @@ class SchedulerFacade:
         )
         return None if due_at is None else max(0.0, due_at - self.engine.clock.now_seconds())
 
-    # ---------------------------------------------------------------------------------------------- called from vLLM
-
     def arrived(self, request: Request, *, may_hold: bool = True) -> bool:
         """A request has entered the engine. Returns whether it is to be held: a prefill server is asked for its KV."""
         self.outdate_renamed()
@@ -169,10 +161,8 @@ class SchedulerFacade:
             self.revocations.renamed(names)
 
     def ask(self) -> bool:
-        """Asks prefill servers, and lets requests begin that they have answered. Called before each step.
-
-        Returns: whether any may begin that could not before.
-        """
+        """Asks prefill servers, and lets requests begin that they have answered. Called before each step. Returns
+        whether any may begin that could not before."""
         if not (self.engine.is_bound and self.asking.servers.all):
             return False
         return self.asking.turn(may_ask=self.engine.blocks.admits and not self._giving_way.yields)
@@ -254,11 +244,7 @@ class SchedulerFacade:
         }
 
     def take_step(self, progress: Iterable[Progress]) -> Step:
-        """Returns all changes for the workers since the last call.
-
-        Args:
-            progress: the requests that the step being built computes.
-        """
+        """Returns all changes for the workers since the last call. ``progress``: what the step being built computes."""
         progress = list(progress)
         request_ids = [one.request_id for one in progress]
         # Where the engine runs in its client's process, nothing else calls it.
@@ -377,11 +363,8 @@ class SchedulerFacade:
 
 
 def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: Clock) -> SchedulerFacade:
-    """Builds the scheduler side of the hand-over. Called once per process, where vLLM constructs its connector.
-
-    Args:
-        address: of this engine's side channel, which starts later.
-    """
+    """Builds the scheduler side. Called once per process, where vLLM constructs its connector; the side channel at
+    ``address`` starts later."""
     settings = Settings.from_extra_config(stock.extra_config)
     if settings.transfer_mode.is_push and stock.window_kinds:
         logger.warning(

@@ -197,8 +197,6 @@ class FetchRequest:
     def _no_blocks(self, first_token: int) -> HandOverFailed:
         return HandOverFailed(FailureCause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}")
 
-    # ----------------------------------------------------------------------------------- what the workers are told
-
     def renew(self) -> None:
         """Starts renewing the lease of what it fetches, if a heartbeat can name that."""
         assert self.fetch is not None

@@ -132,8 +132,6 @@ class KeptOffers:
         num_tokens = sum(one.num_blocks for one in left) * self._engine.groups.tokens_per_block
         return num_tokens >= self._engine.stock.max_num_batched_tokens
 
-    # ------------------------------------------------------------------------------------------------------ revocation
-
     def revoke(self, revocation: Revocation, *, adapter: int | None = None) -> None:
         """Takes offers back, whether decode fetches them or not: as `PrefillOffers.revoke`."""
         meant = [request_id for request_id, one in self._kept.items() if is_meant(adapter, one.adapter)]
@@ -167,8 +165,6 @@ class KeptOffers:
         if taken:
             # An offer that the workers were not told of yet must not reach them before its revocation.
             self._engine.step.withhold(*taken, even_empty=True)
-
-    # ------------------------------------------------------------------------------------------------------ giving way
 
     def give_way(self, cause: RevocationCause, num_blocks: int, *, keeps_wanted: bool = False) -> None:
         """Takes back offers that no rank of decode fetches yet, oldest first, until they have ``num_blocks`` blocks
@@ -204,8 +200,6 @@ class KeptOffers:
             one.asked_until_seconds, one.is_for_others = now, False
             one.spared_until_seconds = now + SPARED_SECONDS
         return bool(found)
-
-    # ------------------------------------------------------------------------------------------------------------- end
 
     def let_go(self) -> set[str]:
         """Revoked requests, since the last call, that vLLM may free; their blocks are held until `ended` names them.

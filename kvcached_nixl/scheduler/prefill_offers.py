@@ -158,8 +158,6 @@ class PrefillOffers:
         self._draining: set[int] = set()
         self.is_read_early = engine.is_push
 
-    # ---------------------------------------------------------------------------------------- what a request is here
-
     def find(self, request_id: str) -> OfferRequest | None:
         """Returns a request that has not ended, if it is to be offered."""
         return self._running.get(PrefillRequestId(request_id))
@@ -179,8 +177,6 @@ class PrefillOffers:
     def are_awaited(self) -> bool:
         """Whether a prompt to be offered has no blocks. Its peer may have them already, and wait."""
         return any(not one.block_ids for one in self._running.values())
-
-    # ---------------------------------------------------------------------------------------------- what becomes of it
 
     def arrived(self, request: Request) -> None:
         """A request has entered the engine. Requests without ``do_remote_decode`` are ignored from here on."""

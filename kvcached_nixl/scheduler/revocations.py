@@ -39,8 +39,6 @@ class Revocations:
         self._quiet_by_seconds = 0.0
         self.is_doubted = False
 
-    # --------------------------------------------------------------------------------------------------------- weights
-
     def identified(self, weights: Mapping[Any, Weights]) -> None:
         """The workers have said which weights they have, by rank."""
         self.is_doubted = False
@@ -49,11 +47,8 @@ class Revocations:
         self._weights = weights
 
     def weights_doubted(self, *, has_changed: bool) -> None:
-        """A call may have changed weights; `identified` follows before the next step.
-
-        Args:
-            has_changed: it has, whatever the workers find.
-        """
+        """A call may have changed weights, or has (``has_changed``), whatever the workers find. `identified` follows
+        before the next step."""
         self.is_doubted, has_news = True, self._engine.has_news
         if has_changed:
             self.weights_changed()
@@ -62,11 +57,7 @@ class Revocations:
 
     def weights_changed(self, adapter: int | None = None) -> None:
         """Revokes every hand-over of KV that was computed with the weights of before, and lets no request that arrives
-        from now on begin with such KV.
-
-        Args:
-            adapter: only the weights of this LoRA adapter have changed; None for the model's.
-        """
+        from now on begin with such KV: of a LoRA adapter, or of the model (None)."""
         reason = "the weights were changed" if adapter is None else "an adapter was loaded again"
         # An idle engine has to step, too, to tell its workers.
         self._engine.has_news = True
@@ -92,13 +83,11 @@ class Revocations:
         # A request of the adapter of before, which begins only now, must not begin with KV of the new one.
         self._engine.blocks.outdate(lambda _, name: name in names, even_waiting=True)
 
-    # ---------------------------------------------------------------------------------------------- a pause, a clearing
-
     def paused(self, *, grace_seconds: float, clears: bool) -> None:
         """The engine is paused until `resumed`. Revokes offers: with blocks kept for peers it would never be idle.
 
         Args:
-            grace_seconds: how long decode still has to fetch from requests that have ended, or end from now on.
+            grace_seconds: how long decode may still fetch what has ended, or ends from now on.
             clears: the cache is cleared, too, so no transfer into it or out of it may be under way.
         """
         self._quiet_by_seconds = self._engine.clock.now_seconds() + grace_seconds + QUIET_SECONDS
@@ -107,11 +96,8 @@ class Revocations:
             self.clear(running=not grace_seconds)
 
     def clear(self, *, running: bool = True) -> None:
-        """The cache is about to be cleared: revokes the hand-overs out of it and into it.
-
-        Args:
-            running: running requests lose what they have computed, so their offers are revoked, too.
-        """
+        """The cache is about to be cleared: revokes the hand-overs out of it and into it. If ``running``, running
+        requests lose what they have computed, so their offers are revoked, too."""
         self._quiet_by_seconds = max(self._quiet_by_seconds, self._engine.clock.now_seconds() + QUIET_SECONDS)
         if running:
             self._offering.revoke(RevocationCause.CLEARED, "prefill's cache is cleared")

@@ -33,9 +33,8 @@ class HandshakeListener(Protocol):
 class OwnSideChannel:
     """See the module. One per engine.
 
-    kvcached 0.1.6 says how much memory is mapped, but has no counters (``operation_counters`` in its
-    ``observability.py``). So the amount is looked at again and again, and its rises and falls are added up. What is
-    mapped and given back between two looks is not counted: both sums are lower bounds, and their difference is exact.
+    kvcached 0.1.6 says how much memory is mapped, but has no counters (``observability.py``). So rises and falls of the
+    amount are added up, look by look: both sums are lower bounds, and their difference is exact.
 
     Threads: the side channel's thread calls `headroom` and `watch_memory`; the engine's thread calls the others.
 
@@ -93,8 +92,6 @@ class OwnSideChannel:
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
-
-    # ---------------------------------------------------------------------------------------------- what it says of it
 
     def headroom(self) -> bytes:
         """Returns this engine's `Headroom`, encoded; empty before its first step."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of an engine's hand-overs, for the metrics, traces, the log and clients. One per engine, on its thread.
 
-A timeline begins here with a request's arrival, and ends here. What a rank does with a hand-over in between is in its
-own timeline, which comes with the statistics of a step; of decode's ranks the slowest one counts, because the request
-waits for it.
+A timeline begins here with a request's arrival, and ends here. What a rank does in between is in its own timeline; of
+decode's ranks the slowest one counts, because the request waits for it.
 """
 
 from __future__ import annotations
@@ -37,13 +36,8 @@ class Spans(Protocol):
 
 @dataclass
 class _Followed:
-    """A request's hand-over.
-
-    Attributes:
-        trace: "" if it is not traced.
-        slowest: the timeline of the rank of decode that ended last.
-        cause: of its failure; "" if it has not failed.
-    """
+    """A request's hand-over: its ``trace``, "" for none; the timeline of the rank of decode that ended last; and the
+    ``cause`` of its failure, "" for none."""
 
     timeline: Timeline
     trace: str
@@ -53,9 +47,6 @@ class _Followed:
 
 class Timelines:
     """See the module.
-
-    Args:
-        spans: None if nothing is traced.
 
     Attributes:
         unanswered: hand-overs of decode that vLLM has not answered with a token yet.
@@ -151,10 +142,8 @@ def _end_of(timeline: Timeline | None) -> float:
 
 
 class Failures:
-    """Why hand-overs brought no KV: counted, logged once, and told to the client under the same label.
-
-    The metric, the log line and the client's error carry the cause's label; the last two also carry the attempt and
-    both requests' ids (`HandOverFailed.tags`). A worker's reason is in the log line only: it may name hosts and ports.
+    """Why hand-overs brought no KV: counted, logged once, and told to the client under the same label, the latter two
+    with `HandOverFailed.tags`. A worker's reason is in the log line only: it may name hosts and ports.
 
     Attributes:
         counts: failures by `FailureCause` since the last step; `SchedulerFacade.take_step` copies and clears them.

@@ -71,8 +71,6 @@ class Questions:
         found, self._unneeded = self._unneeded, []
         return found
 
-    # ---------------------------------------------------------------------------------------------------------- for KV
-
     def ask(self, wanted: Wanted, choice: Choice, question: Question) -> None:
         self._num_asked += 1
         wanted.number = self._num_asked
@@ -155,8 +153,6 @@ class Questions:
         if wanted.named is not None and engine_in(params) != wanted.named:
             return "another engine has answered than that which answered before; it was restarted, or is one of several"
         return ""
-
-    # ------------------------------------------------------------------------------------------- for what is cached
 
     def look_up(self, wanted: Wanted, break_even: BreakEven) -> bool:
         """Asks who has the prefix of a request, once. Returns whether an answer is waited for."""
