@@ -156,9 +156,12 @@ class SchedulerFacade:
         return may_hold and self.asking.arrived(request)
 
     def outdate_renamed(self) -> None:
-        """Nobody finds KV in the prefix cache any more of an adapter whose name another one has got."""
+        """Nobody finds KV in the prefix cache any more of an adapter whose name, which the cache knows it by, another
+        one has got."""
         if names := self.read.take_renamed():
-            self.revocations.renamed(names)
+            # A request of the adapter of before, which begins only now, must not begin with KV of the new one. What is
+            # under way goes on: its digest says which adapter computes it.
+            self.engine.blocks.outdate(lambda _, name: name in names, even_waiting=True)
 
     def ask(self) -> bool:
         """Asks prefill servers, and lets requests begin that they have answered. Called before each step. Returns
@@ -317,9 +320,6 @@ class SchedulerFacade:
         self.relieve()
         self._take_timelines(reports)
         report, kept, attempts = reports.report, self.offering.kept, self.fetching.attempts
-        if kept.spared(report.spared):
-            # Others may give way instead.
-            self._giving_way.look_soon()
         self.offering.gate.claimed(report.claimed)
         # Before it is looked what is late.
         attempts.known(report.known)
@@ -332,8 +332,10 @@ class SchedulerFacade:
         reports.received = {one for one in reports.received if not kept.keeps(one)} | received
         if failed:
             reports.invalid.add(FAILING)
-        self.offering.drained(self._idle.take(report.idle))
-        self._giving_way.ended(*kept.ended(reports.sent))
+        # Blocks of preempted requests, which no rank reads any more.
+        for hold in self._idle.take(report.idle):
+            self.engine.holds.give_back(hold)
+        self._giving_way.reported(report.spared, reports.sent)
         reports.sent |= kept.let_go()
 
     def _take_timelines(self, reports: Reports) -> None:

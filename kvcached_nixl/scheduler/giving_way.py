@@ -13,7 +13,7 @@ the shortest, one prompt after the other. For its own requests it does so when t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.context import EngineContext
@@ -172,15 +172,16 @@ class GivingWay:
         if self._steps_to_trim:
             self._steps_to_trim -= 1
 
-    def ended(self, num_fetched: int, num_blocks: int) -> None:
-        """So many offers have ended that decode has fetched, and so many blocks have been freed for others."""
+    def reported(self, spared: Iterable[int], sent: Iterable[str]) -> None:
+        """Takes in which offers have not given way, by the numbers of their revocations, and which have ended."""
+        kept = self._offering.kept
+        if kept.spared(spared):
+            # Others may give way instead: the next turn looks, whenever the last look was.
+            self._look_at_seconds = 0.0
+        num_fetched, num_blocks = kept.ended(sent)
         self._owed_blocks += num_blocks
         if num_fetched:
             self._pressure.eased()
-
-    def look_soon(self) -> None:
-        """Looks in the next turn, whenever the last look was."""
-        self._look_at_seconds = 0.0
 
     def turn(self) -> bool:
         """Looks every LOOK_SECONDS, however often it is called. Must not be called while vLLM builds a step: what it

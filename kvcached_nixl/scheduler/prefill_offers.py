@@ -154,8 +154,6 @@ class PrefillOffers:
         self.kept = KeptOffers(engine)
         self.gate = StartGate(engine, self.kept)
         self._running: dict[PrefillRequestId, OfferRequest] = {}
-        # Holds with the blocks of preempted requests.
-        self._draining: set[int] = set()
         self.is_read_early = engine.is_push
 
     def find(self, request_id: str) -> OfferRequest | None:
@@ -243,15 +241,7 @@ class PrefillOffers:
         one.block_ids, one.ready_tokens, one.manifest = (), 0, None
         one.is_read = one.is_streamed = False
         hold = self._engine.holds.take(request_id)
-        self._draining.add(hold)
         self._engine.step.tell(Preempt(one.request_id, hold))
-
-    def drained(self, idle_holds: Iterable[int]) -> None:
-        """No rank reads the blocks of these holds any more. Frees those of preempted requests."""
-        for hold in idle_holds:
-            if hold in self._draining:
-                self._draining.remove(hold)
-                self._engine.holds.give_back(hold)
 
     def revoke(
         self, cause: RevocationCause, reason: str, *, adapter: int | None = None, outdated: Collection[str] = ()

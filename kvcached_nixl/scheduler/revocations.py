@@ -76,13 +76,6 @@ class Revocations:
         self._engine.stock.reader.forget(adapter)
         self.weights_changed(adapter or ANY_ADAPTER)
 
-    def renamed(self, names: Collection[str]) -> None:
-        """These names of LoRA adapters were given to others, and the prefix cache knows adapters by their names.
-
-        What is under way goes on: its digest says which adapter computes it."""
-        # A request of the adapter of before, which begins only now, must not begin with KV of the new one.
-        self._engine.blocks.outdate(lambda _, name: name in names, even_waiting=True)
-
     def paused(self, *, grace_seconds: float, clears: bool) -> None:
         """The engine is paused until `resumed`. Revokes offers: with blocks kept for peers it would never be idle.
 

@@ -356,25 +356,22 @@ class Asking:
         self.servers.take_addresses()
         may_begin = False
         for wanted, found in self.questions.take():
-            if isinstance(found, Outcome):
-                self._not_answered(wanted, found)
-            elif wanted.stage is Stage.ASKED:
+            is_held = wanted.stage is Stage.ASKED
+            if is_held and not isinstance(found, Outcome):
                 self._go_on(wanted, found)
                 may_begin = True
-            else:
+            elif not isinstance(found, Outcome):
                 self._fetching.answered(wanted.request, found)
+            elif is_held:
+                self.window.settle(wanted.request.request_id)
+                self.questions.learn(wanted, found)
+                if self.questions.has_tries(wanted):
+                    self._wait(wanted)
+                else:
+                    self._compute_here(wanted)
+            elif wanted.stage is Stage.FETCHING and self._fetching.end(wanted.request, _failure(found)):
+                self._fetched_in_vain(wanted, found)
         return may_begin
-
-    def _not_answered(self, wanted: Wanted, outcome: Outcome) -> None:
-        if wanted.stage is Stage.ASKED:
-            self.window.settle(wanted.request.request_id)
-            self.questions.learn(wanted, outcome)
-            if self.questions.has_tries(wanted):
-                self._wait(wanted)
-            else:
-                self._compute_here(wanted)
-        elif wanted.stage is Stage.FETCHING and self._fetching.end(wanted.request, _failure(outcome)):
-            self._fetched_in_vain(wanted, outcome)
 
     def _fetched_in_vain(self, wanted: Wanted, outcome: Outcome) -> None:
         """The KV of a request that goes on does not come."""

@@ -249,7 +249,7 @@ class Servers:
         not waited for any longer, since it has answered a much later one."""
         now = server.last_sign_seconds = self._clock.now_seconds()
         server.num_refused = 0
-        self.has_queued(server, queued_tokens)
+        server.queued_tokens, server.queued_seconds = queued_tokens, now
         last_seconds = now - VAIN_SILENCES * self._silence_seconds
         return [one for one, (_, at_seconds) in server.asked.items() if one < number and at_seconds < last_seconds]
 

@@ -107,11 +107,11 @@ def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held(
     again = manifest((BlockRange(0, (5, 6, 2)),))
     assert prefill.finish(request, block_ids=([5, 6, 2],))[0]
     assert prefill.take().of(OfferUpdate) == [offered(([5, 6, 2],), TOKENS, again)]
-    prefill.offering.drained([hold + 1])
+    prefill.holds.give_back(hold + 1)
     assert prefill.pool.freed == []
-    prefill.offering.drained([hold])
+    prefill.holds.give_back(hold)
     assert prefill.pool.freed == ["a block"]
-    prefill.offering.drained([hold])
+    prefill.holds.give_back(hold)
     assert prefill.holds.num_blocks == 0
 
 
