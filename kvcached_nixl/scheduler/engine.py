@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package needs from vLLM's scheduler, as protocols that `patches.engine_blocks` implements. No torch."""
+"""What this package needs from vLLM's scheduler. No torch.
+
+`adapter.requests` and `patches.engine_blocks` implement these protocols (`tests/unit/scheduler/test_engine.py`
+compares). Their attributes are properties there: nobody here sets them.
+"""
 
 from __future__ import annotations
 
@@ -34,36 +38,21 @@ class Request(Protocol):
         question: what a prefill server would be asked; None if it cannot be asked for this prompt.
     """
 
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def params(self) -> Mapping[str, Any] | None: ...
-    @property
-    def whole_because(self) -> str: ...
-    @property
-    def ends_in_media(self) -> bool: ...
-    @property
-    def is_session(self) -> bool: ...
-    @property
-    def is_stand_in(self) -> bool: ...
-    @property
-    def computes_prompt(self) -> bool: ...
-    @property
-    def adapter(self) -> int: ...
-    @property
-    def num_media(self) -> int: ...
-    @property
-    def lacks_media(self) -> bool: ...
-    @property
-    def trace_headers(self) -> Mapping[str, str] | None: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def block_hashes(self) -> Sequence[bytes]: ...
-    @property
-    def question(self) -> Question | None: ...
+    request_id: str
+    num_prompt_tokens: int
+    params: Mapping[str, Any] | None
+    whole_because: str
+    ends_in_media: bool
+    is_session: bool
+    is_stand_in: bool
+    computes_prompt: bool
+    adapter: int
+    num_media: int
+    lacks_media: bool
+    trace_headers: Mapping[str, str] | None
+    priority: int
+    block_hashes: Sequence[bytes]
+    question: Question | None
 
     def refuse_prefill(self) -> None:
         """Forgets the prefill server that a client names in its parameters."""
@@ -79,8 +68,8 @@ class Request(Protocol):
 class Reader(Protocol):
     """Reads vLLM's requests, and identifies LoRA adapters by their content."""
 
-    def __call__(self, request: Any) -> Request:
-        """Wraps vLLM's request object."""
+    def __call__(self, request: Any) -> Any:
+        """Wraps vLLM's request object: returns a `Request`."""
 
     def take_renamed(self) -> Collection[str]:
         """Names of adapters under which another adapter has arrived than before, since the last call."""
