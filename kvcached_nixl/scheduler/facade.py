@@ -63,10 +63,7 @@ class SchedulerFacade:
     """
 
     def __init__(
-        self,
-        engine: EngineContext,
-        asks: AskSettings,
-        asker: Callable[[str, Callable[[], None]], Asker] = Asker,
+        self, engine: EngineContext, asks: AskSettings, asker: Callable[[str, Callable[[], None]], Asker] = Asker
     ) -> None:
         self.engine = engine
         self.read = engine.stock.reader

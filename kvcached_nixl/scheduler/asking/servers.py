@@ -137,12 +137,7 @@ class Servers:
     """
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        clock: Clock,
-        silence_seconds: float,
-        block_tokens: int,
-        woken: Callable[[], None],
+        self, urls: Sequence[str], clock: Clock, silence_seconds: float, block_tokens: int, woken: Callable[[], None]
     ) -> None:
         self._clock = clock
         self._block_tokens = block_tokens
