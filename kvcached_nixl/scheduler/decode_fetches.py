@@ -79,11 +79,7 @@ class DecodeFetches:
         return one in self.queued or one in self._given_up
 
     def arrived(self, request: Request, *, computes: bool = True) -> None:
-        """A request has entered the engine. Starts renewing its lease, which may end before it has blocks.
-
-        Args:
-            computes: as for `refuse`.
-        """
+        """A request has entered the engine. Starts renewing its lease, which may end before it has blocks."""
         params = request.params
         if params is None or not asks(params, "do_remote_prefill") or request.request_id in self._requests:
             return
@@ -251,21 +247,17 @@ class DecodeFetches:
             one.release()
 
     def kept(self, request_id: str) -> None:
-        """Another connector keeps the blocks of a request that has just ended: they are free when both release them.
-
-        vLLM frees a request as soon as one connector releases it (vllm#46240). So vLLM is told of the other one only.
-        """
+        """Another connector keeps the blocks of a request that has just ended: they are free when both release them."""
         ended = DecodeRequestId(request_id)
+        # vLLM frees a request as soon as one connector releases it (vllm#46240): it is told of the other one only.
         self._aborted.discard(ended)
         self.attempts.kept(ended)
 
     def collect(
         self, failures: Iterable[tuple[int, HandOverFailed]], finished: Iterable[int]
     ) -> tuple[set[DecodeRequestId], set[DecodeRequestId]]:
-        """Takes what the workers have reported, and ends the requests that have timed out.
-
-        Returns: requests that no longer wait, and those of them whose KV has not arrived.
-        """
+        """Takes what the workers have reported, and ends the requests that have timed out. Returns the requests that no
+        longer wait, and those of them whose KV has not arrived."""
         ended = set(finished)
         for number, failure in failures:
             one = self.attempts.find_waiting(number)
@@ -295,11 +287,8 @@ class DecodeFetches:
         return received | failed | aborted, failed
 
     def revoke(self, reason: str, *, adapter: int | None = None) -> None:
-        """Ends every hand-over that is under way: its request fails, or is recomputed, immediately.
-
-        Args:
-            adapter: only requests of this LoRA adapter, or of any adapter (`ANY_ADAPTER`); None for all requests.
-        """
+        """Ends every hand-over that is under way: its request fails, or is recomputed, immediately. ``adapter``: only
+        those that `is_meant` selects by it."""
         for one in list(self.attempts.waiting.values()):
             if is_meant(adapter, one.request.adapter):
                 self._take_away(one, HandOverFailed(FailureCause.REVOKED, reason))
@@ -312,12 +301,8 @@ class DecodeFetches:
                 self._engine.refused.append((one.request_id, client))
 
     def give_up(self, num_blocks: int, cause: HandOverFailed, since_seconds: float = math.inf) -> None:
-        """Ends hand-overs whose KV has not come, those that were given blocks last first, until they had so many: they
-        fail, or are recomputed later.
-
-        Args:
-            since_seconds: only those that wait since then.
-        """
+        """Ends hand-overs whose KV has not come, and that wait since then, those that were given blocks last first,
+        until they had so many: they fail, or are recomputed later."""
         enough = self.attempts.num_quarantined_blocks + num_blocks
         for one in reversed([*self.attempts.waiting.values()]):
             if self.attempts.num_quarantined_blocks >= enough:

@@ -109,9 +109,7 @@ class SchedulerFacade:
     @property
     def pending(self) -> bool:
         """Whether the engine has to step with nothing to compute: workers have reports, or have to be told of changes.
-
-        vllm#45168: an engine that sleeps takes no reports and frees no blocks.
-        """
+        An engine that sleeps takes no reports and frees no blocks (vllm#45168)."""
         return bool(
             self.engine.has_news
             or self.engine.step.has_news
@@ -183,10 +181,8 @@ class SchedulerFacade:
         return refused
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously.
-
-        None: the request may not begin yet; ask again (`StartGate`, `GivingWay.yields`).
-        """
+        """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously. None: the
+        request may not begin yet; ask again (`StartGate`, `GivingWay.yields`)."""
         may_start = not self._yields(request.request_id) and self.offering.may_start(request.request_id)
         if not may_start or self.asking.holds_again(request):
             return None, False
@@ -223,12 +219,9 @@ class SchedulerFacade:
         self, request: Request, num_tokens: int, block_ids: BlockIds, told: Callable[[Mapping[str, Any]], None]
     ) -> bool:
         """Offers a prompt's beginning, which is cached. Returns whether it can, so that vLLM must keep these blocks
-        until `collect` reports the request as sent.
-
-        Args:
-            told: called with the ``kv_transfer_params`` for the peer when the step has ended that tells the workers. So
-                has the one before, which may compute these blocks: vLLM caches them when it schedules that.
-        """
+        until `collect` reports the request as sent. Calls ``told`` with the ``kv_transfer_params`` for the peer."""
+        # When the step has ended that tells the workers. So has the one before, which may compute these blocks: vLLM
+        # caches them when it schedules that.
         params = self.offering.offer_cached(request, num_tokens, block_ids)
         if params is not None:
             self._telling.append(functools.partial(told, self.look_up(num_tokens) | params))
@@ -290,11 +283,8 @@ class SchedulerFacade:
         return is_named or request_id in self.fetching.attempts.waiting
 
     def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; ``is_whole`` if its whole prompt was computed.
-
-        Returns: whether vLLM must keep its blocks until `collect` reports it as sent, and the ``kv_transfer_params``
-        for decode's request.
-        """
+        """A request ended; ``is_whole`` if its whole prompt was computed. Returns whether vLLM must keep its blocks
+        until `collect` reports it as sent, and the ``kv_transfer_params`` for decode's request."""
         self.offering.gate.gone([request.request_id])
         self.asking.gone(request.request_id)
         self.fetching.finished(request)

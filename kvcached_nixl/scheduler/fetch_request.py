@@ -154,15 +154,15 @@ class FetchRequest:
             self.refused = HandOverFailed(FailureCause.PARAMETERS, reason)
 
     def groups(self, block_ids: BlockIds, first_token: int) -> tuple[BlockRange, ...]:
-        """Returns the blocks to fill, per KV-cache group. Blocks that a sliding window has passed are not among them.
-        Called when it is given blocks, which may be long after `check`.
+        """Returns the blocks to fill, per KV-cache group, but for those that a sliding window has passed.
 
         Raises:
-            HandOverFailed: its KV is not handed over; its adapter was replaced meanwhile, and decode goes on with the
-                new one; decode has no blocks for some of the tokens, or prefill has not kept theirs.
+            HandOverFailed: its KV is not handed over, decode has no blocks for some of the tokens, or prefill has not
+                kept theirs.
         """
         if self.refused is not None:
             raise self.refused
+        # It may be long since `check`, and decode goes on with the new adapter.
         if self.request.adapter and self.request.digest(self.num_tokens) != self.digest:
             raise HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it waited for blocks")
         groups = self.engine.groups
@@ -294,10 +294,8 @@ class FetchAttempts:
         self.num_quarantined_blocks += self._engine.holds.num_blocks - before
 
     def all_ranks_ended(self, number: int) -> FetchRequest | None:
-        """No rank has a transfer of the attempt in flight. Frees its blocks, if they are held.
-
-        Returns: its request, if that still waits: all its KV has arrived.
-        """
+        """No rank has a transfer of the attempt in flight. Frees its blocks, if they are held. Returns its request, if
+        that still waits: all its KV has arrived."""
         one = self._attempts.pop(number, None)
         if one is None:
             return None

@@ -52,11 +52,7 @@ class MemoryPressure:
         self._since_seconds = None
 
     def turn(self, missing_blocks: Mapping[RevocationCause, int]) -> dict[RevocationCause, int]:
-        """Returns how many blocks have to be given back now, by cause.
-
-        Args:
-            missing_blocks: how many are missing at this moment.
-        """
+        """Returns how many of the blocks that are missing at this moment have to be given back now, by cause."""
         now = self._clock.now_seconds()
         missing = {cause: count for cause, count in missing_blocks.items() if count > 0}
         if missing:

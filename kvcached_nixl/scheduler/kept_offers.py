@@ -202,11 +202,8 @@ class KeptOffers:
         return bool(found)
 
     def let_go(self) -> set[str]:
-        """Revoked requests, since the last call, that vLLM may free; their blocks are held until `ended` names them.
-
-        Only while the engine is paused: a pause waits until vLLM has freed all requests, and transfers of a decode
-        engine that has vanished stay in flight for long.
-        """
+        """Revoked requests, since the last call, that vLLM may free; their blocks are held until `ended` names them."""
+        # A pause waits until vLLM has freed all requests, and transfers of a decode that has vanished stay in flight.
         if self._closed is None:
             return set()
         found = {key: one for key, one in self._kept.items() if one.is_taken_back and one.hold is None}
@@ -215,10 +212,8 @@ class KeptOffers:
         return set(found)
 
     def ended(self, sent: Iterable[str]) -> tuple[int, int]:
-        """All ranks have reported that no peer needs these requests; vLLM frees their blocks now.
-
-        Returns: how many offers have ended that were not taken back, and how many blocks are given back to others.
-        """
+        """All ranks have reported that no peer needs these requests; vLLM frees their blocks now. Returns how many
+        offers have ended that were not taken back, and how many blocks are given back to others."""
         num_served, num_for_others, now = 0, 0, self._engine.clock.now_seconds()
         for request_id in map(PrefillRequestId, sent):
             one = self._kept.pop(request_id, None)

@@ -247,12 +247,8 @@ class PrefillOffers:
         self, cause: RevocationCause, reason: str, *, adapter: int | None = None, outdated: Collection[str] = ()
     ) -> None:
         """Revokes offers: ownership tokens are cleared first, then blocks are freed (rule R12). Requests that are still
-        computed keep their blocks.
-
-        Args:
-            adapter: only offers computed with this LoRA adapter, or with any adapter (`ANY_ADAPTER`); None for all.
-            outdated: requests that have blocks, whether they have computed anything here or not.
-        """
+        computed keep their blocks. ``adapter``: only those that `is_meant` selects by it. ``outdated`` ones have KV,
+        whether it was computed here or not."""
         revocation = Revocation(cause, reason)
         self.kept.revoke(revocation, adapter=adapter)
         running = [one for one in self._running.values() if is_meant(adapter, one.request.adapter)]
@@ -261,11 +257,8 @@ class PrefillOffers:
         self._revoke(have_kv, revocation)
 
     def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; ``is_whole`` if its whole prompt was computed.
-
-        Returns: whether vLLM must keep its blocks until `KeptOffers.ended` is told of it, and the parameters for
-            decode's request.
-        """
+        """A request ended; ``is_whole`` if its whole prompt was computed. Returns whether vLLM must keep its blocks
+        until `KeptOffers.ended` is told of it, and the parameters for decode's request."""
         one = self._running.pop(PrefillRequestId(request.request_id), None)
         if one is None:
             return False, None
@@ -289,10 +282,8 @@ class PrefillOffers:
         return one.is_read, None
 
     def offer_cached(self, request: Request, num_tokens: int, block_ids: BlockIds) -> dict[str, Any] | None:
-        """Offers the beginning of a prompt, which is cached, as that of a request that has ended.
-
-        Returns: the parameters for decode's request, when a step has told the workers; None if it cannot be offered.
-        """
+        """Offers the beginning of a prompt, which is cached, as that of a request that has ended. Returns the
+        parameters for decode's request, when a step has told the workers; None if it cannot be offered."""
         if any(num_tokens % group.table_block_size for group in self._engine.groups.all):
             # From 0.33 on vLLM finds beginnings of blocks, too: their request may still fill them.
             return None

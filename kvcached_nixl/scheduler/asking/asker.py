@@ -78,11 +78,8 @@ class Asker:
         return [self._checked.popleft() for _ in range(len(self._checked))]
 
     def look_up(self, server: Server, question: Question, least_tokens: int, most_seconds: float) -> None:
-        """Asks a server how much of a prompt it has cached; `take_looked_up` has the answer, in any case.
-
-        Args:
-            least_tokens: if it has so many, their KV is wanted; 0 if only their number is.
-        """
+        """Asks a server how much of a prompt it has cached; `take_looked_up` has the answer, in any case. If it has
+        ``least_tokens``, their KV is wanted; 0 if only their number is."""
         asked = server, server.address, question, least_tokens, most_seconds
         self._called(self._begin, object(), self._look_up, *asked)
 

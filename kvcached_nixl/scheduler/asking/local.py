@@ -82,13 +82,8 @@ class BreakEven:
         self.begun: dict[str, tuple[SecondsByTokens, int, float]] = {}
 
     def computes_here(self, num_missing: int, num_cached: int, num_local: int, num_asked: int) -> bool:
-        """Whether the rest of a prompt is computed here sooner than prefill would hand it over.
-
-        Args:
-            num_missing, num_cached: tokens of the prompt.
-            num_local: tokens that are to be computed here before.
-            num_asked: tokens that prefill would have to compute, for others before it, too.
-        """
+        """Whether the rest of a prompt is computed here, behind ``num_local`` tokens, sooner than prefill would hand it
+        over, which would have to compute ``num_asked`` tokens, for others before it, too."""
         if self._fixed_tokens is not None:
             return num_missing <= self._fixed_tokens
         if num_missing > min(num_cached, self.longest_tokens):
@@ -185,11 +180,8 @@ class LocalPrefills:
             self.num_tokens -= of.pop(request_id, (0, 0))[0]
 
     def turn(self, blocks: BlockPool, received: Collection[str]) -> bool:
-        """Lets the next ones begin. Called before each step. Returns whether there are any.
-
-        Args:
-            received: requests of which all has come that they fetch.
-        """
+        """Lets the next ones begin, before each step. Returns whether there are any. Those ``received`` have fetched
+        all that they fetch."""
         for request_id in self._coming.keys() & received:
             self._begun[request_id] = self._coming.pop(request_id)
         num_begun, now = len(self._begun), self.break_even.clock.now_seconds()
