@@ -115,8 +115,7 @@ class EngineContext:
         allocation_seconds: how long a request waits for blocks while nothing is under way that frees some.
         step: being built. It is told to the workers with the next step of the engine.
         has_news: the engine has to step soon, whatever ``step`` holds.
-        refused: (request id, client index) of requests that were refused, or ended between two steps. Their clients are
-            told with the next step.
+        refused: as in `Reports`: their clients are told with the next step.
         blocks: the engine's KV-cache blocks, once it ``is_bound``: a request has entered the engine.
     """
 

@@ -42,6 +42,7 @@ class DecodeFetches:
     Attributes:
         attempts: those that were given blocks, and the blocks.
         queued: requests that have no blocks yet.
+        ending: requests that end with an error, whatever ``kv_load_failure_policy`` says.
         received: requests whose KV has arrived. vLLM resumes them in a later step, which may be long in coming: the
             engine may be paused, or out of blocks.
     """
@@ -56,15 +57,14 @@ class DecodeFetches:
         self._given_up: set[DecodeRequestId] = set()
         # They wait with their blocks, and vLLM is yet to be told that their KV does not come.
         self._failing: set[DecodeRequestId] = set()
-        # They end with an error, whatever the policy says.
-        self._ending: set[DecodeRequestId] = set()
+        self.ending: set[DecodeRequestId] = set()
         # They have ended while they waited, so vLLM is yet to be told that they no longer do.
         self._aborted: set[DecodeRequestId] = set()
 
     @property
     def has_news(self) -> bool:
         """Whether vLLM has to be told of a failed, aborted or ended request in the next step."""
-        return bool(self._failing or self._aborted or self._ending)
+        return bool(self._failing or self._aborted or self.ending)
 
     def waiting_now(self) -> tuple[int, float]:
         """Returns how many requests wait for KV, with blocks or without, and for how long the first timeout has run; 0
@@ -115,7 +115,7 @@ class DecodeFetches:
             self._requests[one.request_id] = one
         else:
             one.not_received(failure)
-            self._ending.add(one.request_id)
+            self.ending.add(one.request_id)
         return computes
 
     def answered(self, request: Request, params: Mapping[str, Any]) -> None:
@@ -185,7 +185,7 @@ class DecodeFetches:
                 return missing, True
             if one.may_go_on:
                 return 0, False
-            self._ending.add(one.request_id)
+            self.ending.add(one.request_id)
         one.is_tried = True
         self._end_renewal(one)
         return 0, False
@@ -204,7 +204,7 @@ class DecodeFetches:
             if one.refused is not None:
                 one.not_received(one.refused)
             if not one.may_go_on:
-                self._ending.add(one.request_id)
+                self.ending.add(one.request_id)
             return
         self.queued.discard(one.request_id)
         first_token = one.end_token - num_external_tokens
@@ -229,7 +229,7 @@ class DecodeFetches:
         one = self._requests.pop(request_id, None)
         self._given_up.discard(request_id)
         self._engine.failures.request_ended(request_id)
-        self._ending.discard(request_id)
+        self.ending.discard(request_id)
         # In both cases vLLM has to be told: it may have been aborted before vLLM was told that it failed.
         if (one is not None and one.is_waiting) or request_id in self._failing:
             self._failing.discard(request_id)
@@ -317,13 +317,8 @@ class DecodeFetches:
             self._given_up.discard(request_id)
             self.received.pop(request_id, None)
             # One that is about to end is scheduled once more.
-            if request_id not in self._ending:
+            if request_id not in self.ending:
                 self._engine.failures.computed(request_id)
-
-    def take_ending(self) -> set[DecodeRequestId]:
-        """Requests, since the last call, that end with an error whatever ``kv_load_failure_policy`` says."""
-        ending, self._ending = self._ending, set()
-        return ending
 
     def _take_away(self, one: FetchRequest, cause: HandOverFailed) -> None:
         """Fails the request's attempt, and holds its blocks because transfers into them may be in flight."""
@@ -338,7 +333,7 @@ class DecodeFetches:
         if failure.cause not in (FailureCause.REFUSED, FailureCause.UNREACHABLE):
             one.release_computed()
         if not one.may_be_computed:
-            self._ending.add(one.request_id)
+            self.ending.add(one.request_id)
         self._engine.step.tell(EndRenewal(one.request_id))
         one.not_received(failure)
 

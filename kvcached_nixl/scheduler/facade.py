@@ -175,11 +175,6 @@ class SchedulerFacade:
             request_id,
         )
 
-    def take_refused(self) -> list[tuple[str, int]]:
-        """Takes `EngineContext.refused`."""
-        refused, self.engine.refused = self.engine.refused, []
-        return refused
-
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously. None: the
         request may not begin yet; ask again (`StartGate`, `GivingWay.yields`)."""
@@ -324,6 +319,11 @@ class SchedulerFacade:
             self.engine.holds.give_back(hold)
         self._giving_way.reported(report.spared, reports.sent)
         reports.sent |= kept.let_go()
+        ending, self.fetching.ending = self.fetching.ending, set()
+        reports.ending |= self._starvation.ending | {one for one in ending if not self.asking.may_ask_again(one)}
+        self._starvation.ending = set()
+        reports.refused += self.engine.refused
+        self.engine.refused = []
 
     def _take_timelines(self, reports: Reports) -> None:
         others = []
@@ -340,11 +340,6 @@ class SchedulerFacade:
             # They came with statistics, which take these along.
             reports.lasted += self.engine.timelines.take_lasted()
         reports.timelines = others
-
-    def take_ending(self) -> set[str]:
-        """Requests that must end with an error now, whatever they wait for (rule R4)."""
-        starved, self._starvation.ending = self._starvation.ending, set()
-        return starved | {one for one in self.fetching.take_ending() if not self.asking.may_ask_again(one)}
 
     def take_failed(self) -> set[str]:
         failed, self._failed = self._failed, set()

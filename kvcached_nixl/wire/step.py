@@ -100,6 +100,8 @@ class Reports:
         sent: requests whose blocks vLLM may free.
         received: requests that no longer wait.
         invalid: block ids that hold no valid KV.
+        ending: requests that must end with an error now, whatever they wait for (rule R4).
+        refused: (request id, client index) of requests that were refused, or ended between two steps.
         report: of all ranks.
         timelines: of hand-overs that have ended on a rank.
         lasted: set by `SchedulerFacade.collect`, for the metrics.
@@ -108,6 +110,8 @@ class Reports:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     invalid: set[int] = field(default_factory=set)
+    ending: set[str] = field(default_factory=set)
+    refused: list[tuple[str, int]] = field(default_factory=list)
     report: Report = field(default_factory=Report)
     timelines: list[Reported] = field(default_factory=list)
     lasted: list[Lasted] = field(default_factory=list)

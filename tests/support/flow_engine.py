@@ -852,8 +852,7 @@ class Engine:
         reports = Reports(sent, report=output.report, timelines=output.timelines)
         self.handover.collect(reports)
         self.lasted += reports.lasted
-        starved = self.handover.take_ending()
-        ended = {name for name, _ in self.handover.take_refused()}
+        ended = {name for name, _ in reports.refused}
         assert reports.invalid <= {FAILING}
         sent = {name for name in reports.sent if name in self.requests}
         received = {name for name in reports.received if name in self.requests}
@@ -875,7 +874,7 @@ class Engine:
         for name in sorted(sent):
             assert self.requests[name].status.is_finished, f"{name} is still computed and was sent"
             self._free_blocks(self.requests[name])
-        self._finish([self.requests[name] for name in starved if name in self.requests], Status.ERROR)
+        self._finish([self.requests[name] for name in reports.ending if name in self.requests], Status.ERROR)
         # As `adapter.queues.bring_forward`.
         forward = [one for one in self.skipped if one.request_id in received]
         self.skipped = deque([*forward, *(one for one in self.skipped if one not in forward)])

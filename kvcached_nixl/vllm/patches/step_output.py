@@ -52,17 +52,13 @@ def update_from_output(call: Call) -> Any:
     if tier is not None:
         tier.ended(optional(output.kv_connector_output, "kv_connector_worker_meta"))
     reports = reports_of(output)
-    ending: set[str] = set()
-    refused: list[tuple[str, int]] = []
     found = list(bound_sides(call.instance))
     for side in found:
         side.collect(reports)
-        ending |= side.take_ending()
-        refused += side.take_refused()
         count_rightly(call.instance, side)
     outputs = call.proceed(model_runner_output=with_reports(call.instance, output, reports))
     bring_forward(call.instance, reports.received)
-    end_requests(call.instance, outputs, ending, refused)
+    end_requests(call.instance, outputs, reports.ending, reports.refused)
     for side in found:
         tell_reasons(outputs, side.engine.failures.take_ended())
     note_tokens(found, outputs)

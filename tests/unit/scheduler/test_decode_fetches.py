@@ -256,7 +256,7 @@ def test_a_prompt_without_its_media_ends_also_where_another_connector_has_loaded
     decode.arrive(request)
     assert decode.match(request) == ALL
     decode.allocate(request, BLOCKS, 0)
-    assert decode.fetching.take_ending() == {request.request_id} and not decode.attempts.waiting
+    assert decode.fetching.ending == {request.request_id} and not decode.attempts.waiting
 
 
 def test_a_failure_is_one_story(caplog: pytest.LogCaptureFixture) -> None:
@@ -305,7 +305,7 @@ def test_a_request_that_ends_for_its_hand_over_is_told_though_it_is_scheduled_on
     assert decode.match(request) == ALL
     decode.allocate(request, num_external=0)
     decode.fetching.progressed([request.request_id])
-    assert decode.fetching.take_ending() == {D1}
+    assert decode.fetching.ending == {D1}
     decode.finish(request)
     (told,) = decode.failures.take_ended().values()
     assert told.startswith("KV hand-over failed: cause=media request=d1")
