@@ -78,11 +78,7 @@ class _Kept:
 
 
 class KeptOffers:
-    """See the module.
-
-    Attributes:
-        revoked_at: when offers are to be revoked, while the engine is paused.
-    """
+    """See the module. ``revoked_at``: when offers are to be revoked, while the engine is paused."""
 
     def __init__(self, engine: EngineContext) -> None:
         self._engine = engine

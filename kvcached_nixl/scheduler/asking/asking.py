@@ -82,11 +82,6 @@ class Asking:
         self._limit = QueueLimit(clock, settings.queue_seconds)
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that nobody is asked for yet."""
-        return len(self._queue) + len(self.questions.looked_up)
-
-    @property
     def has_news(self) -> bool:
         return self._asker.has_answers or bool(self._queue.fresh)
 
@@ -189,12 +184,13 @@ class Asking:
             self.questions.settled(wanted)
         for params in self.questions.take_unneeded():
             self._fetching.unneeded(params)
-        self.figures.held, self.figures.asked = self.num_waiting, len(self.questions.asked)
+        self.figures.held = len(self._queue) + len(self.questions.looked_up)
+        self.figures.asked = len(self.questions.asked)
         self.figures.promised_blocks = self.window.num_promised
         return self.local.turn(blocks, self._fetching.received) or may_begin
 
     def close(self) -> None:
-        self.servers.close()
+        self.servers.resolver.close()
         self._asker.close()
 
     # ------------------------------------------------------------------------------------------- before one is asked

@@ -6,8 +6,8 @@ adapter, the media and the salt; the least recently used hashes are forgotten.
 
 A server that cannot be reached, or is busy, rests: it is not asked for a while, which doubles with each failure in a
 row and is jittered. One that fails for one prompt rests only if it has failed for several in a row. One that refuses
-several in a row is asked after the others for a while: clients may be to blame, or it is an odd server that would get
-all prompts, because it has nothing to compute.
+several in a row is asked after the others for a while: it may be an odd server that would get all prompts, because it
+has nothing to compute.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ class Servers:
 
     Attributes:
         all: at this moment.
+        resolver: looks up where they are.
         random: decides between equals, and jitters pauses.
     """
 
@@ -143,19 +144,16 @@ class Servers:
         self._block_tokens = block_tokens
         self._silence_seconds = silence_seconds
         self.random = random.Random()
-        self._resolver = Resolver(urls, woken)
+        self.resolver = Resolver(urls, woken)
         self.all = [Server(url) for url in urls]
         # Not at their name's addresses any more, but they owe answers.
         self._leaving: list[Server] = []
         # With how often the server had failed then: one that was restarted has nothing cached.
         self._known: OrderedDict[bytes, tuple[Server, int]] = OrderedDict()
 
-    def close(self) -> None:
-        self._resolver.close()
-
     def take_addresses(self) -> None:
         """Takes what names stand for now; a server without an address where that is not known."""
-        for url, addresses in self._resolver.take().items():
+        for url, addresses in self.resolver.take().items():
             of_url = {one.address: one for one in (*self._leaving, *self.all) if one.url == url}
             self.all = [one for one in self.all if one.url != url]
             self.all += [of_url.get(address) or Server(url, address) for address in addresses or ("",)]

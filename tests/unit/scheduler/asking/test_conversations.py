@@ -123,7 +123,7 @@ def test_while_a_neighbour_waits_for_memory_no_turn_is_computed() -> None:
     request = decode.blocks.requests["a"] = Request("a", LONG)
     decode.asking.arrived(request)  # type: ignore[arg-type]
     decode.turn(may_ask=False)
-    assert not decode.blocks.released and decode.asking.num_waiting == 1
+    assert not decode.blocks.released and decode.asking.figures.held == 1
     decode.turn()
     assert "a" in decode.blocks.released and not decode.asker.asked
 
@@ -269,7 +269,7 @@ def test_equal_prompts_wait_while_servers_are_asked_and_one_that_leaves_is_follo
     for name in "abc":
         decode.arrives(name, num_prompt_tokens=LONG, block_hashes=(b"same",))
     asked = [(name, server) for name, server in decode.asker.looked_up]
-    assert {name for name, _ in asked} == {"a"} and len(asked) == 3 and decode.asking.num_waiting == 3
+    assert {name for name, _ in asked} == {"a"} and len(asked) == 3 and decode.asking.figures.held == 3
     decode.asker.found += [(name, server, says(0)) for name, server in asked[:2]]
     decode.turn()
     assert not decode.asker.asked, "one has not answered"
@@ -305,7 +305,7 @@ def test_one_that_is_late_while_servers_are_asked_is_refused_and_the_next_equal_
     decode.turn()
     assert decode.is_asked("b") and not decode.is_asked("a")
     decode.asking.gone("a")
-    assert decode.asking.num_waiting == 0
+    assert decode.asking.figures.held == 0
 
 
 def test_while_the_engine_is_paused_nobody_is_asked_with_what_was_found() -> None:
@@ -313,7 +313,7 @@ def test_while_the_engine_is_paused_nobody_is_asked_with_what_was_found() -> Non
     decode.arrives("a", num_prompt_tokens=LONG)
     decode.asker.found += [(name, server, says(0)) for name, server in decode.asker.looked_up]
     decode.turn(may_ask=False)
-    assert not decode.asker.asked and decode.asking.num_waiting == 1 and not decode.asking.window.num_promised
+    assert not decode.asker.asked and decode.asking.figures.held == 1 and not decode.asking.window.num_promised
     decode.turn()
     assert decode.is_asked("a") and counts(decode) == {} and Computed.CACHED in decode.asking.figures.computed
 
