@@ -7,8 +7,8 @@ per engine, on the engine's thread.
       └─ asked to give way, because memory is short ─┬─ every rank has reported it ─────────────────────► free
                                                      └─ spared: decode waits for it or fetches it ──────► kept
 
-What is taken back is revoked whether decode fetches it or not (rule R12). What gives way is not: a worker leaves an
-offer as it is if decode fetches it. In each case blocks are freed only when every rank has reported it (rule R2).
+What is taken back is revoked whether decode fetches it or not (rule R12); what gives way is not, if decode fetches it.
+In each case blocks are freed only when every rank has reported it (rule R2).
 """
 
 from __future__ import annotations

@@ -10,10 +10,8 @@ Meanwhile requests are held: they stay in vLLM's queue, are counted and can be a
 the ``kv_transfer_params`` of the answer they go on. In push a request goes on when it is asked for, so that prefill
 finds its blocks and sends KV while it computes, if it has nothing else to compute, and its engine is known.
 
-After a failure another server is asked, once, or a busy one again. What is not cached here may be too little to ask
-for: the request goes on at once, or in its turn (`BreakEven`). Of several servers the one that has most of the prompt
-is asked; if it has nearly all of it, that is fetched, and the rest is computed here (`Questions`). Of equal prompts one
-is asked for; the others find it cached.
+What is not cached here may be too little to ask for: the request goes on at once, or in its turn (`BreakEven`). Of
+equal prompts one is asked for (`Queue`). After a failure another server is asked, once, or a busy one again.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 the next turns of conversations, if that is sooner than to ask for it.
 
 Both ways are measured, from the decision to the first token: what is computed here, beside the running streams, and
-what is asked for, with prefill's queue and the link. What was measured a minute ago counts half as much. (Dynamo has a
-fixed number of tokens for this, ``max_local_prefill_length``.)
-
-Used on the engine's thread only.
+what is asked for, with prefill's queue and the link. What was measured a minute ago counts half as much. Used on the
+engine's thread only.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ class BreakEven:
 
     Args:
         most_tokens: that are computed here of a prompt because it is sooner.
-        fixed_tokens: what the operator has set in place of what is measured (``max_local_prefill_tokens``), or None.
+        fixed_tokens: ``max_local_prefill_tokens``, which counts in place of what is measured; None to measure.
 
     Attributes:
         begun: requests without a first token: which way they are measured for, their tokens, and since when.
@@ -123,11 +121,8 @@ class BreakEven:
 class LocalPrefills:
     """Prompts that decode computes because no prefill server gives their KV, or because that is sooner.
 
-    Few begin at a time, so that running streams keep their pace: together they have at most as many tokens as a step
-    computes of one of them while others run; one prompt may have more.
-
-    Args:
-        most_tokens: of such prompts that a step computes while other requests run.
+    Few begin at a time, so that running streams keep their pace: together they have at most ``most_tokens``, which a
+    step computes of one of them while others run; one prompt may have more.
 
     Attributes:
         break_even: whether it is sooner.

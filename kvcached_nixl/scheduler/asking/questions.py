@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions to prefill servers. Used on the engine's thread only.
 
-For KV one server is asked. Before that, a few servers that could compute a prompt say how many of its tokens they have
-cached: a conversation that lands here for the first time is in the cache of another decode server, or of a prefill
-server that others have asked. If one has so much that the rest may be computed here, it offers what it has at once,
-without a step of its own.
+For KV one server is asked. Before that, a few that could compute a prompt say how many of its tokens they have cached,
+because a conversation may have been somewhere else before. If one has so much that the rest may be computed here, it
+offers what it has at once, without a step of its own.
 """
 
 from __future__ import annotations
@@ -191,7 +190,7 @@ class Questions:
     def _has_cached(self, server: Server, wanted: Wanted | None, params: Mapping[str, Any]) -> None:
         server.is_own = params.get("remote_engine_id") == self._own_engine_id
         server.has_clients = params.get(HAS_CLIENTS_KEY) is True
-        self._servers.has_queued(server, queued_tokens_in(params))
+        server.queued_tokens, server.queued_seconds = queued_tokens_in(params), self._servers.clock.now_seconds()
         num_offered = 0 if server.is_own else offered_tokens_in(params)
         if wanted is not None:
             wanted.cached[server] = min(num_offered or cached_tokens_in(params), wanted.request.num_prompt_tokens)

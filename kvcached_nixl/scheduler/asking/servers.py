@@ -140,7 +140,7 @@ class Servers:
     def __init__(
         self, urls: Sequence[str], clock: Clock, silence_seconds: float, block_tokens: int, woken: Callable[[], None]
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._block_tokens = block_tokens
         self._silence_seconds = silence_seconds
         self.random = random.Random()
@@ -163,15 +163,10 @@ class Servers:
     def choose(
         self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, cached: Mapping[Server, int]
     ) -> Choice:
-        """Returns the one to ask next for a prompt of these blocks. It does not rest, was not tried yet, and has the
-        fewest tokens to compute, the prompt's with them. The prompt's count twice where they slow a server's own
-        clients. If all rest, it is one that is busy, or rests for the shortest time.
-
-        Args:
-            num_tokens: of the prompt.
-            cached: tokens of the prompt, of those that were asked.
-        """
-        now = self._clock.now_seconds()
+        """Returns the one to ask next for a prompt of so many tokens. It does not rest, was not tried yet, and has the
+        fewest tokens to compute, the prompt's with them, but for those that it has ``cached``. The prompt's count twice
+        where they slow a server's own clients. If all rest, it is one that is busy, or rests for the shortest time."""
+        now = self.clock.now_seconds()
         self.random.shuffle(self.all)
         knowing, num_known = self._find(hashes)
 
@@ -193,15 +188,11 @@ class Servers:
         self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, most: int, rest_tokens: int
     ) -> list[Server]:
         """Returns the servers to ask how much of a prompt they have cached: the one that was asked for most of it, and
-        some others. None if there is no choice; only that one if it has nearly all, and none if no offer is wanted.
-
-        Args:
-            num_tokens: of the prompt.
-            rest_tokens: if a server has all but so many, its offer is wanted.
-        """
+        some others; if it has nearly all, only that one, or none if no offer is wanted. None if there is no choice.
+        If a server has all but ``rest_tokens``, its offer is wanted; 0 if none is."""
         knowing, num_known = self._find(hashes)
         # One that has said to be this engine says so again now and then: others may be behind the same URL.
-        said_seconds = self._clock.now_seconds() - LONGEST_PAUSE_SECONDS
+        said_seconds = self.clock.now_seconds() - LONGEST_PAUSE_SECONDS
         is_own = [one for one in self.all if one.is_own and one.queued_seconds > said_seconds]
         found = [one for one in self.all if not (self.rests(one) or one in is_own or one in tried)]
         nearly_all = num_tokens - max(rest_tokens, STRIDE * self._block_tokens)
@@ -213,11 +204,11 @@ class Servers:
         return sorted(found, key=lambda one: one is not knowing)[:most]
 
     def rests(self, server: Server) -> bool:
-        return server.rests_until_seconds > self._clock.now_seconds()
+        return server.rests_until_seconds > self.clock.now_seconds()
 
     def asked(self, server: Server, number: int, num_tokens: int, hashes: Sequence[bytes]) -> None:
         """A server is asked for a prompt with these blocks, of which so many tokens may not be cached there."""
-        now = self._clock.now_seconds()
+        now = self.clock.now_seconds()
         if not server.asked:
             server.last_sign_seconds = now
         server.asked[number] = num_tokens, now
@@ -240,14 +231,11 @@ class Servers:
     def answered(self, server: Server, number: int, queued_tokens: int = 0) -> list[int]:
         """A server has answered with parameters, and says what is in its queue. Returns the questions whose answers are
         not waited for any longer, since it has answered a much later one."""
-        now = server.last_sign_seconds = self._clock.now_seconds()
+        now = server.last_sign_seconds = self.clock.now_seconds()
         server.num_refused = 0
         server.queued_tokens, server.queued_seconds = queued_tokens, now
         last_seconds = now - VAIN_SILENCES * self._silence_seconds
         return [one for one, (_, at_seconds) in server.asked.items() if one < number and at_seconds < last_seconds]
-
-    def has_queued(self, server: Server, num_tokens: int) -> None:
-        server.queued_tokens, server.queued_seconds = num_tokens, self._clock.now_seconds()
 
     def served(self, server: Server) -> None:
         if server.failure is not None:
@@ -256,7 +244,7 @@ class Servers:
 
     def failed(self, server: Server, failure: Outcome) -> None:
         """A server has not answered with KV. That says nothing of its engine: an API server refuses without it."""
-        now = self._clock.now_seconds()
+        now = self.clock.now_seconds()
         if failure.is_final:
             server.num_refused, server.refused_seconds = server.num_refused + 1, now
             if server.num_refused == FAILURES_IN_A_ROW:
@@ -286,7 +274,7 @@ class Servers:
 
     def take_silent(self) -> list[Server]:
         """Returns servers that owe answers, and have been silent since they answered or were checked last."""
-        now = self._clock.now_seconds()
+        now = self.clock.now_seconds()
         until_seconds = now - self._silence_seconds
         found = [one for one in self._owing if max(one.last_sign_seconds, one.checked_seconds) <= until_seconds]
         for one in found:
@@ -295,7 +283,7 @@ class Servers:
 
     def has_failed(self, server: Server, *, is_well: bool) -> bool:
         """A server was checked. Returns whether the answers that it owes are not waited for any longer."""
-        silent_seconds = self._clock.now_seconds() - server.last_sign_seconds
+        silent_seconds = self.clock.now_seconds() - server.last_sign_seconds
         return silent_seconds >= self._silence_seconds * (VAIN_SILENCES if is_well else 1)
 
     @property
@@ -329,10 +317,8 @@ class Resolver:
     """Looks up the addresses behind host names: a headless Service of Kubernetes, or a scaled service of Compose, is
     one name for all its servers. A thread for each name, because a resolver may hang.
 
-    Where a name has addresses of both families, those of IPv4 count: each server would be there twice.
-
-    Args:
-        woken: called on one of the threads when `take` has something to return.
+    Where a name has addresses of both families, those of IPv4 count: each server would be there twice. ``woken`` is
+    called on one of the threads when `take` has something to return.
     """
 
     def __init__(self, urls: Iterable[str], woken: Callable[[], None]) -> None:

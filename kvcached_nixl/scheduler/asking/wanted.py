@@ -164,8 +164,7 @@ class Window:
     """How much decode asks for at a time: prompts that will find room when their KV can be fetched.
 
     Prompts are asked for as long as those that have no blocks yet fit into what is free, and half of all blocks more:
-    while prefill computes them, others end here. With what is free alone, prefill stands still in the meantime. At
-    least one prompt is always asked for.
+    while prefill computes them, others end here. At least one prompt is always asked for.
 
     Attributes:
         num_promised: blocks that those need which were asked for and have none yet.
@@ -200,13 +199,7 @@ class QueueLimit:
 
     What counts is the time in which nobody is asked for a request, also between two questions. A client is told to come
     again after as long as requests wait now: as the last one that was asked for has waited, or longer, if nobody was
-    asked for since.
-
-    Args:
-        timeout_seconds: infinity for no limit.
-
-    Attributes:
-        deadlines: of those that wait.
+    asked for since. ``deadlines``: of those that wait; none if ``timeout_seconds`` is infinite.
     """
 
     def __init__(self, clock: Clock, timeout_seconds: float) -> None:
