@@ -42,13 +42,8 @@ class Work(Generic[Result]):
 
 
 class Background:
-    """See the module.
-
-    Args:
-        wake: called on the background thread when work has ended; does not block.
-
-    Raises:
-        RuntimeError: the device cannot be used.
+    """See the module. ``wake``: called on the background thread when work has ended; does not block. Raises
+    `RuntimeError`: the device cannot be used.
 
     Threads: `submit`, `turn` and `close` are called by one thread, the transfer thread.
     """
@@ -73,11 +68,8 @@ class Background:
         self._asked.put(work)  # type: ignore[arg-type]
 
     def turn(self) -> None:
-        """Call ``ended`` of the work that has ended.
-
-        Raises:
-            RuntimeError: an internal error has stopped the thread, so it is not known what the device still does.
-        """
+        """Call ``ended`` of the work that has ended. Raises `RuntimeError`: an internal error has stopped the thread,
+        so it is not known what the device still does."""
         if self._defect is not None:
             raise RuntimeError(f"{self._name} has stopped: {self._defect!r}") from self._defect
         while self._ended:

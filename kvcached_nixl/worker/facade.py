@@ -143,9 +143,22 @@ class WorkerFacade:
         self.blocks_zeroed()
         # A previous step that computes is still here only if it raised: vLLM never reported that it was submitted.
         self.end_step(has_failed=self._step is not None and not self._step.is_idle)
-        self._step = step
-        if commands := self._commands(step):
-            self.thread.submit(*commands)
+        self._step, commands = step, list[Command]()
+        if self._incarnation != step.incarnation:
+            self._incarnation, local = step.incarnation, self._local
+            where = local.engine_id, step.host, step.port
+            own = Peer(*where, local.tp_size, local.tp_rank, local.pp_size, local.pp_rank)
+            commands.append(LocalIdentity(own, step.wake_address, step.incarnation))
+        computed = {one.request_id for one in step.of(OfferUpdate) if one.ready_tokens}
+        for one in step.in_order():
+            if isinstance(one, OfferUpdate) and one.ready_tokens:
+                self._offered.append(one)
+            elif isinstance(one, Finish) and one.request_id in computed:
+                self._finished.append(one)
+            else:
+                commands.append(one)
+        self.thread.submit(*commands)
+        self._unwritable += (spec.attempt for spec in step.of(FetchSpec))
         if not self._zeroes_blocks:
             self.blocks_zeroed()
         self._outcomes.computed(step)
@@ -189,9 +202,7 @@ class WorkerFacade:
         """Returns prefill's requests, since the last call, whose blocks are not needed any more.
 
         Does not end a step that computes: a draft model may still compute its part of it. vLLM reports that end itself.
-
-        Raises:
-            ContractChanged: `take_report` was not called for the last steps.
+        Raises `ContractChanged`: `take_report` was not called for the last steps.
         """
         self.thread.engine_computes = False
         if self._step is not None and self._step.is_idle:
@@ -218,25 +229,6 @@ class WorkerFacade:
 
     def close(self) -> None:
         self.thread.close()
-
-    def _commands(self, step: Step) -> list[Command]:
-        """Returns what the transfer thread is told before the step is submitted to the device, in this order."""
-        commands: list[Command] = []
-        if self._incarnation != step.incarnation:
-            self._incarnation, local = step.incarnation, self._local
-            where = local.engine_id, step.host, step.port
-            own = Peer(*where, local.tp_size, local.tp_rank, local.pp_size, local.pp_rank)
-            commands.append(LocalIdentity(own, step.wake_address, step.incarnation))
-        computed = {one.request_id for one in step.of(OfferUpdate) if one.ready_tokens}
-        for one in step.in_order():
-            if isinstance(one, OfferUpdate) and one.ready_tokens:
-                self._offered.append(one)
-            elif isinstance(one, Finish) and one.request_id in computed:
-                self._finished.append(one)
-            else:
-                commands.append(one)
-        self._unwritable += (spec.attempt for spec in step.of(FetchSpec))
-        return commands
 
     def _publish(self, request_id: str, ownership_token: int) -> None:
         if not self.tokens.publish(request_id, ownership_token):

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 
 __all__ = [
-    "LONGEST_AT_ONCE",
     "Registered",
     "SlabLoad",
     "choose",
@@ -54,35 +53,31 @@ def choose(wish: MemoryPath, prove: Callable[[], Proof], staged: MemoryPath = Me
     """
     if wish in (MemoryPath.HOST, MemoryPath.DEVICE):
         return wish
-    if wish is MemoryPath.DIRECT:
-        _require(prove())
-        return MemoryPath.DIRECT
     try:
         proof = prove()
     except Unproved as error:
+        if wish is MemoryPath.DIRECT:
+            raise
         reason = "python -m kvcached_nixl doctor repeats the proof"
         logger.warning("KV is staged (memory_path %s): %s. %s", staged.value, error.found, reason)
         return staged
+    if wish is MemoryPath.DIRECT:
+        if proof.why_not:
+            raise MemoryRefused(
+                found=f"memory_path {wish.value!r}, and " + "; ".join(proof.why_not),
+                expected="transports that move the bytes of the currently mapped page, whenever it was mapped",
+                consequence="Decode would get other bytes than prefill computed, with HTTP 200; the engine stops.",
+                remedy=f"Remove memory_path: KV is then staged through other memory. {proof.remedy}",
+            )
+        for reason in proof.why_slow:
+            logger.warning(
+                "A slow transport may be chosen for hand-overs: %s. See python -m kvcached_nixl doctor", reason
+            )
+        return wish
     if not proof.is_direct:
-        logger.warning(
-            "KV is staged (memory_path %s): %s. %s",
-            proof.memory_path.value,
-            "; ".join((*proof.why_not, *proof.why_slow)),
-            proof.remedy,
-        )
+        reason = "; ".join((*proof.why_not, *proof.why_slow))
+        logger.warning("KV is staged (memory_path %s): %s. %s", proof.memory_path.value, reason, proof.remedy)
     return proof.memory_path
-
-
-def _require(proof: Proof) -> None:
-    if proof.why_not:
-        raise MemoryRefused(
-            found=f"memory_path {MemoryPath.DIRECT.value!r}, and " + "; ".join(proof.why_not),
-            expected="transports that move the bytes of the currently mapped page, whenever it was mapped",
-            consequence="Decode would get other bytes than prefill computed, with HTTP 200; the engine stops.",
-            remedy=f"Remove memory_path: KV is then staged through other memory. {proof.remedy}",
-        )
-    for reason in proof.why_slow:
-        logger.warning("A slow transport may be chosen for hand-overs: %s. See python -m kvcached_nixl doctor", reason)
 
 
 LONGEST_AT_ONCE = 4
@@ -114,10 +109,6 @@ class SlabLoad:
     num_states: int = 0
 
     @property
-    def longest_slots(self) -> int:
-        return sum(-(-self.longest_tokens // size) for size in self.slot_tokens) + self.num_states
-
-    @property
     def fewest_slots(self) -> int:
         """Fewest slots with which a hand-over of blocks of any supported size cannot get stuck."""
         # A peer may have larger blocks in every group, so the first place where all of them end may be later, too.
@@ -128,17 +119,14 @@ class SlabLoad:
 def num_slots(layout: Layout, load: SlabLoad, staging_gib: float | None, *, is_host: bool) -> int:
     """Returns the number of slots; at most the cache's blocks, unless those are fewer than ``load.fewest_slots``.
 
-    Args:
-        staging_gib: the setting; None for the default.
-        is_host: the cache is in host memory. Beside the cache of a device the default is smaller: there is little
-            memory beside it, and vLLM has not reserved any for the slab; nor is it known how much the host can pin.
-
-    Raises:
-        SettingsError: ``staging_gib`` is too small for one block of a peer.
+    ``staging_gib``: the setting; None for the default. ``is_host``: the cache is in host memory. Beside that of a
+    device the default is smaller: there is little memory beside it, and vLLM has not reserved any for the slab; nor is
+    it known how much the host can pin. Raises `SettingsError`: ``staging_gib`` is too small for one block of a peer.
     """
     fewest, most = load.fewest_slots, layout.num_blocks // layout.blocks_per_slot
     if staging_gib is None:
-        wanted = load.longest_slots * min(load.running, LONGEST_AT_ONCE)
+        longest = sum(-(-load.longest_tokens // size) for size in load.slot_tokens) + load.num_states
+        wanted = longest * min(load.running, LONGEST_AT_ONCE)
         return max(fewest, min(wanted, most if is_host else most // _OF_A_DEVICE))
     slot_bytes = sum(region.block_bytes for region in layout.regions) * layout.blocks_per_slot
     found = int(staging_gib * 2**30) // slot_bytes
@@ -221,10 +209,8 @@ def lay_out(worker: WorkerView, kv_caches: Mapping[str, torch.Tensor]) -> tuple[
 def register(
     worker: WorkerView, kv_caches: Mapping[str, torch.Tensor], path: MemoryPath, settings: Settings
 ) -> Registered:
-    """Register ``kv_caches``, kvcached's memory, or a slab in their place.
-
-    Args:
-        kv_caches: layer name -> attention's tensor; of a layer with a state its pages.
+    """Register ``kv_caches``, kvcached's memory, or a slab in their place; layer name -> attention's tensor, or of a
+    layer with a state its pages.
 
     Raises:
         LayoutRefused: the memory cannot be described, or the model is parallelized in a way that is not supported.

@@ -106,10 +106,7 @@ Command: TypeAlias = StepCommand | LocalIdentity | NewWeights | Reached
 
 class TransferThread:
     """The engine's thread submits commands and takes outcomes; everything else runs on the transfer thread.
-
-    Attributes:
-        engine_computes: set by the engine's thread while it submits a step to the device.
-    """
+    ``engine_computes``: set by the engine's thread while it submits a step to the device."""
 
     def __init__(
         self, context: WorkerContext, receiver: Receiver, registry: OfferRegistry, select_device: Callable[[], None]
@@ -181,8 +178,9 @@ class TransferThread:
         """Queue commands for the transfer thread. Returns at once. Raises `RuntimeError`: an internal error has stopped
         that thread."""
         self._raise_defect()
-        self._inbox.extend(commands)
-        self._wake.set()
+        if commands:
+            self._inbox.extend(commands)
+            self._wake.set()
 
     def engine_moves(self) -> None:
         self._moved_at_seconds = self._clock.now_seconds()

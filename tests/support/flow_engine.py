@@ -374,7 +374,7 @@ class Worker:
         )
         self.side: WorkerFacade = assemble(context, self.device, offer, self.gates)  # type: ignore[arg-type]
         self.side.identify(engine.kind.weights)
-        self.context.transfer_queue._budget = engine.kind.transfer_queue
+        self.context.transfer_queue.budget = engine.kind.transfer_queue
 
     @property
     def context(self) -> WorkerContext:

@@ -310,7 +310,7 @@ class Local:
         self.peers, self.gate_connections = self.side.peers, self.side.gate_connections
         self.transfer_queue = self.side.transfer_queue
         if budget is not None:
-            self.transfer_queue._budget = budget
+            self.transfer_queue.budget = budget
         self.listener = Listener(self)
         self.peers.listen(self.listener)
         self.side.incarnation, self.side.weights = START, WEIGHTS

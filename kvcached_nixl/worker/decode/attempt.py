@@ -113,10 +113,7 @@ class Part:
 
 
 class Attempt:
-    """See the module.
-
-    Args:
-        changed: called whenever the attempt may have failed or finished.
+    """See the module. ``changed``: called whenever the attempt may have failed or finished.
 
     Attributes:
         blocks: per KV-cache group, the kernel blocks to fill.
@@ -172,11 +169,8 @@ class Attempt:
 
 class ReadPart(Part):
     """Reads the blocks that one rank of prefill keeps, then the ownership token, which shows that they were still kept.
-    The attempt's specification has a manifest.
-
-    Args:
-        instead: called to replace this part by a `WritePart`: with False where blocks cannot be read because prefill
-            stages, with True where prefill has to send checksums of what was read.
+    The attempt's specification has a manifest. ``instead``: called to replace this part by a `WritePart`: with False
+    where blocks cannot be read because prefill stages, with True where prefill has to send checksums of what was read.
     """
 
     def __init__(

@@ -37,20 +37,15 @@ MOST_DUE = 256
 
 
 class Renewals:
-    """Which leases to renew, and when the next heartbeat of each is due. If several requests want the same request of
-    prefill, its lease is renewed once, as long as one of them wants it."""
+    """Which leases to renew, and when the next heartbeat of each is ``due``. If several requests want the same request
+    of prefill, its lease is renewed once, as long as one of them wants it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lease_of: dict[DecodeRequestId, tuple[RemotePrefill, str]] = {}
         self._wanted_by: dict[tuple[RemotePrefill, str], set[DecodeRequestId]] = {}
         self._interval_seconds: dict[tuple[RemotePrefill, str], float] = {}
-        self._due = Deadlines[tuple[RemotePrefill, str]]()
-
-    @property
-    def first_seconds(self) -> float | None:
-        """When the next heartbeat is due, in the clock's seconds; None if none is."""
-        return self._due.first_seconds
+        self.due = Deadlines[tuple[RemotePrefill, str]]()
 
     def begin(self, renewal: LeaseRenewal) -> None:
         """A request has arrived. Its first heartbeat is due at once: how long it took to arrive is unknown."""
@@ -60,7 +55,7 @@ class Renewals:
         lease = self._lease_of[request_id] = renewal.prefill, renewal.name
         wanting = self._wanted_by.setdefault(lease, set())
         if not wanting:
-            self._due[lease] = self._clock.now_seconds()
+            self.due[lease] = self._clock.now_seconds()
             self._interval_seconds[lease] = max(INTERVAL * lease_seconds, SHORTEST_INTERVAL_SECONDS)
         wanting.add(request_id)
 
@@ -73,14 +68,14 @@ class Renewals:
         wanting.discard(request_id)
         if not wanting:
             del self._wanted_by[lease], self._interval_seconds[lease]
-            self._due.pop(lease, None)
+            self.due.pop(lease, None)
 
     def take_due(self) -> dict[RemotePrefill, list[str]]:
         """Returns the names whose leases are to be renewed now, by the engine that holds them."""
         now = self._clock.now_seconds()
         found: dict[RemotePrefill, list[str]] = {}
-        due = self._due.take_due(now, MOST_DUE)
-        self._due.move({lease: now + self._interval_seconds[lease] for lease in due})
+        due = self.due.take_due(now, MOST_DUE)
+        self.due.move({lease: now + self._interval_seconds[lease] for lease in due})
         for prefill, name in due:
             found.setdefault(prefill, []).append(name)
         return found
@@ -209,7 +204,7 @@ class Receiver(PeerListener):
             for address in (*writers, *others):
                 for heartbeat in heartbeats(names):
                     self._context.peers.send(address, heartbeat)
-        return self.renewals.first_seconds
+        return self.renewals.due.first_seconds
 
     def is_used(self, agent: str) -> bool:
         return bool(self._parts_of(agent))

@@ -84,11 +84,8 @@ NEXT: Mapping[tuple[Stage, Event], Stage] = MappingProxyType(
 
 
 class ArrivedWrites:
-    """WRITEs of one rank, by their numbers.
-
-    Attributes:
-        ranges: the last WRITE of each range, in order, of those before which every WRITE has arrived.
-    """
+    """WRITEs of one rank, by their numbers. ``ranges``: the last WRITE of each range, in order, of those before which
+    every WRITE has arrived."""
 
     def __init__(self) -> None:
         self.ranges: list[Written] = []
@@ -104,11 +101,8 @@ class ArrivedWrites:
         return self._last is not None and self._following > self._last
 
     def take(self, message: Written) -> list[Written]:
-        """Note a WRITE. Returns the ranges that have become complete with it.
-
-        Raises:
-            ValueError: the numbers contradict each other, so the bytes cannot be trusted. The rank may still write.
-        """
+        """Note a WRITE. Returns the ranges that have become complete with it. Raises `ValueError`: the numbers
+        contradict each other, so the bytes cannot be trusted. The rank may still write."""
         last = message.index if message.is_last else self._last
         self._highest = max(self._highest, message.index)
         if last is not None and (self._highest > last or self._last not in (None, last)):

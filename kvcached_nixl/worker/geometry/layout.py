@@ -293,15 +293,10 @@ def _across_layers(
 def group_memory(
     layout: Layout, layers: Collection[str], kernel_blocks_per_block: int, share_of: Callable[[int], HeadShare]
 ) -> GroupMemory:
-    """Describe a KV-cache group.
+    """Describe the KV-cache group of these layers. ``kernel_blocks_per_block``: in one of its logical blocks.
 
-    Args:
-        layers: names of its layers.
-        kernel_blocks_per_block: kernel blocks in one of its logical blocks.
-        share_of: number of KV heads that a layer has on this rank -> which of the model's heads they are; 0 stands for
-            layers that keep a state.
-
-    Raises `LayoutRefused` as `planes_of`.
+    ``share_of``: number of KV heads that a layer has on this rank -> which of the model's heads they are; 0 stands for
+    layers that keep a state. Raises `LayoutRefused` as `planes_of`.
     """
     views = _views(layout, layers)
     if all(layer in layout.state_bytes for layer in views):

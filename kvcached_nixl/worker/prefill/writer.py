@@ -101,11 +101,7 @@ class Writer(PeerListener):
         self._connect(task)
 
     def _find_offer(self, task: WriteTask) -> None:
-        """Join a registration with its offer, or let it wait for that.
-
-        Raises:
-            HandOverFailed: there is none, and none will be.
-        """
+        """Join a registration with its offer, or let it wait for that. Raises `HandOverFailed`: there will be none."""
         registration, matcher = task.registration, self._matcher
         if self._context.incarnation not in ("", registration.incarnation):
             raise HandOverFailed(FailureCause.RESTARTED, _STARTED_AGAIN)

@@ -27,7 +27,7 @@ from kvcached_nixl.wire.messages import MAX_ATTEMPT, KernelBlockRange, Written
 from kvcached_nixl.wire.planes import GroupMemory, Planes, exchanged, moves, shared_planes
 from kvcached_nixl.worker.background import Background, Work
 
-__all__ = ["Checksums", "Content", "Range"]
+__all__ = ["Checksums", "Content"]
 
 _PIECE_BYTES = 32 << 20
 

@@ -267,34 +267,28 @@ class _Writer:
     may_write: bool = True
 
 
+@dataclass(eq=False)
 class StagingWindow:
     """The slots that an attempt's KV arrives in.
 
-    Args:
+    Attributes:
         blocks: per KV-cache group, the kernel blocks to fill.
         step: ranges end at multiples of this many tokens (`LocalRank.step_tokens`).
         num_writers, engine_id: ranks of prefill that have some of the bytes, and their engine.
     """
 
-    def __init__(
-        self,
-        staging: Staging,
-        blocks: Sequence[KernelBlockRange],
-        end_token: int,
-        step: int,
-        num_writers: int,
-        engine_id: str,
-    ) -> None:
-        self._staging = staging
-        self._blocks = blocks
-        self._end_token = end_token
-        self._step = step
-        self._num_writers = num_writers
-        self._engine_id = engine_id
-        self._writers: dict[int, _Writer] = {}
-        self._given: list[Held] = []
-        self._first_token = self._given_token = min(group.first_token for group in blocks)
-        self._is_closed = False
+    staging: Staging
+    blocks: Sequence[KernelBlockRange]
+    end_token: int
+    step: int
+    num_writers: int
+    engine_id: str
+    _writers: dict[int, _Writer] = field(default_factory=dict)
+    _given: list[Held] = field(default_factory=list)
+    _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._first_token = self._given_token = min(group.first_token for group in self.blocks)
 
     @property
     def is_copying(self) -> bool:
@@ -303,7 +297,7 @@ class StagingWindow:
     @property
     def is_filled(self) -> bool:
         """Whether all wanted tokens have been copied into their blocks."""
-        return not self._given and self._given_token >= self._end_token
+        return not self._given and self._given_token >= self.end_token
 
     def join(self, rank: int, give: Callable[[Held], None], changed: Callable[[str], None]) -> None:
         """Add a rank of prefill that is told of the attempt."""
@@ -323,14 +317,14 @@ class StagingWindow:
         for held in self._given:
             if held.end_token <= arrived and held.staged_token < held.end_token and not self._is_closed:
                 held.staged_token = held.end_token
-                self._staging.scatter(held, self._blocks, partial(self._copied, held))
+                self.staging.scatter(held, self.blocks, partial(self._copied, held))
 
     def stop(self) -> None:
         """Grant no more slots, and do not copy what still arrives."""
         self._is_closed = True
         for held in self._given:
-            self._staging.mark_stuck(held)
-        self._staging.forget(Use.RECEIVING, self, self._engine_id)
+            self.staging.mark_stuck(held)
+        self.staging.forget(Use.RECEIVING, self, self.engine_id)
 
     def close(self, rank: int) -> None:
         """A rank does not write any more, and no more tokens are wanted. Frees the slots after the last rank's call."""
@@ -341,12 +335,12 @@ class StagingWindow:
     def _give(self) -> bool:
         """Grant the next range that is ready on all ranks, if there are slots. Returns False if it waits for slots."""
         ready = min(writer.ready_token for writer in self._writers.values())
-        if self._is_closed or len(self._writers) < self._num_writers or self._given_token >= ready:
+        if self._is_closed or len(self._writers) < self.num_writers or self._given_token >= ready:
             return True
-        firsts = [group.first_token for group in self._blocks]
-        held = self._staging.take(Use.RECEIVING, firsts, self._given_token, ready, self._step, owner=self._engine_id)
+        firsts = [group.first_token for group in self.blocks]
+        held = self.staging.take(Use.RECEIVING, firsts, self._given_token, ready, self.step, owner=self.engine_id)
         if held is None:
-            self._staging.wait(Use.RECEIVING, self, self._give_late, self._engine_id)
+            self.staging.wait(Use.RECEIVING, self, self._give_late, self.engine_id)
             return False
         self._given.append(held)
         self._given_token = held.end_token
@@ -367,7 +361,7 @@ class StagingWindow:
 
     def _copied(self, held: Held, failed: str) -> None:
         self._given.remove(held)
-        self._staging.give_back(held)
+        self.staging.give_back(held)
         self._let_go()
         for writer in list(self._writers.values()):
             writer.changed(failed)
@@ -376,4 +370,4 @@ class StagingWindow:
         if self._is_closed and not any(writer.may_write for writer in self._writers.values()):
             for held in [one for one in self._given if not one.copies]:
                 self._given.remove(held)
-                self._staging.give_back(held)
+                self.staging.give_back(held)

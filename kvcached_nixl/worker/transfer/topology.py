@@ -223,33 +223,26 @@ def fits(local: LocalRank, rank: RankHandshake) -> str:
         return f"kernel blocks of {theirs} tokens; expected {local.kernel_block_sizes}, as KV is staged beside states"
     if min(local.pp_size, rank.pp_size) > 1:
         return f"{rank.pp_size} pipeline stages; expected 1, since this engine has {local.pp_size}"
-    misfit = _misfit(local.groups, rank.groups) or _miscounted(local, rank) or _uncovered(local, rank)
+    misfit = _misfit(local.groups, rank.groups) or _uncovered(local, rank)
     if not misfit and local.pp_size == rank.pp_size and named_planes(local.groups) != named_planes(rank.groups):
         misfit = "other layers, or they are in other KV-cache groups; expected those that this rank has"
     return misfit
 
 
-def _miscounted(local: LocalRank, rank: RankHandshake) -> str:
-    """Returns in which group two ranks count copies as no model has them; "" if in none. Decode would wait for heads
-    that no rank moves."""
+def _uncovered(local: LocalRank, rank: RankHandshake) -> str:
+    """Returns in which group two ranks count copies as no model has them, so that decode would wait for heads that no
+    rank moves; or the ranks of a peer with more ranks do not hold all that this rank needs. "" if in none."""
+    writers: tuple[int, ...] = ()
+    if rank.tp_size > local.tp_size:
+        writers, _ = _of_more_ranks(rank.tp_size, local.tp_rank, local.tp_size, local.kv_shares)
     for place, groups in enumerate(zip(local.groups, rank.groups, strict=True)):
         for here, there in zip(*exchanged(*groups), strict=True):
             # The engine with more ranks has as many copies, or more.
             fewer, more = (here, there) if local.tp_size <= rank.tp_size else (there, here)
             if fewer.copies > more.copies or (local.tp_size == rank.tp_size and here.copies != there.copies):
                 return f"in KV-cache group {place} {there.copies} copies of each head; expected another number"
-    return ""
-
-
-def _uncovered(local: LocalRank, rank: RankHandshake) -> str:
-    """Returns why the ranks of a peer with more ranks do not hold all that this rank needs; "" if they do."""
-    if rank.tp_size <= local.tp_size:
-        return ""
-    writers, _ = _of_more_ranks(rank.tp_size, local.tp_rank, local.tp_size, local.kv_shares)
-    for place, groups in enumerate(zip(local.groups, rank.groups, strict=True)):
-        for here, there in zip(*exchanged(*groups), strict=True):
-            differing = sum(rank % spacing(there, here) == 0 for rank in writers)
-            if differing * there.num_heads < here.num_heads:
+            differing = sum(writer % spacing(there, here) == 0 for writer in writers)
+            if writers and differing * there.num_heads < here.num_heads:
                 return (
                     f"in KV-cache group {place} {there.num_heads} heads on each of {differing} ranks that differ; "
                     f"expected {here.num_heads} together"

@@ -124,38 +124,32 @@ class _Lane:
     transfers: int = 0
 
 
+@dataclass(eq=False)
 class TransferQueue(PeerListener):
-    """See the module. ``lost``: called with a peer to which a transfer has failed, before the job's ``ended``. It must
-    remove the peer: only that ends what is left of a failed transfer. ``moved``: called with the bytes of KV of each
-    transfer that has succeeded.
+    """See the module.
 
     Attributes:
+        lost: called with a peer to which a transfer has failed, before the job's ``ended``. It must remove the peer:
+            only that ends what is left of a failed transfer.
+        moved: called with the bytes of KV of each transfer that has succeeded.
         has_more: the last turn ran out of time with budget left and more to post.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        clock: Clock,
-        lost: Callable[[str], None],
-        budget: Budget | None = None,
-        moved: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        self._transport = transport
-        self._clock = clock
-        self._lost = lost
-        self._moved = moved
-        self._budget = Budget() if budget is None else budget
-        self._lanes: dict[str, _Lane] = {}
-        self._active: dict[_Batch, None] = {}
-        self._dropped: dict[_Batch, None] = {}
-        self._dropped_at_seconds = 0.0
-        self._all_bytes = 0
-        self._idle: deque[TransferJob] = deque()
-        self._turns = 0
-        self.has_more = False
-        # When a transfer began or ended last.
-        self._moved_at_seconds = -MOVING_SECONDS
+    transport: Transport
+    clock: Clock
+    lost: Callable[[str], None]
+    budget: Budget = Budget()
+    moved: Callable[[int], None] = lambda _: None
+    has_more: bool = False
+    _lanes: dict[str, _Lane] = field(default_factory=dict)
+    _active: dict[_Batch, None] = field(default_factory=dict)
+    _dropped: dict[_Batch, None] = field(default_factory=dict)
+    _dropped_at_seconds: float = 0.0
+    _all_bytes: int = 0
+    _idle: deque[TransferJob] = field(default_factory=deque)
+    _turns: int = 0
+    # When a transfer began or ended last.
+    _moved_at_seconds: float = -MOVING_SECONDS
 
     def __len__(self) -> int:
         """Transfers in flight whose job was not dropped."""
@@ -171,7 +165,7 @@ class TransferQueue(PeerListener):
         """Whether more is to be posted, with or without budget left, or an ownership token is being read, the last and
         shortest transfer of a hand-over; and a transfer began or ended in the last MOVING_SECONDS. A peer that stands
         still does not count."""
-        if self._clock.now_seconds() >= self._moved_at_seconds + MOVING_SECONDS:
+        if self.clock.now_seconds() >= self._moved_at_seconds + MOVING_SECONDS:
             return False
         return any(lane.queue for lane in self._lanes.values()) or any(batch.job.is_host for batch in self._active)
 
@@ -202,7 +196,7 @@ class TransferQueue(PeerListener):
     def turn(self) -> None:
         """Poll transfers, call ``ended`` of jobs that have ended, and post more within the budget."""
         self._look(list(self._active))
-        now = self._clock.now_seconds()
+        now = self.clock.now_seconds()
         if self._dropped and now >= self._dropped_at_seconds:
             self._dropped_at_seconds = now + DROPPED_POLL_SECONDS
             self._look(list(self._dropped))
@@ -218,20 +212,20 @@ class TransferQueue(PeerListener):
 
     def _look(self, batches: list[_Batch]) -> None:
         for batch in batches:
-            state = self._transport.state(batch.handle)
+            state = self.transport.state(batch.handle)
             if state is TransferState.IN_FLIGHT:
                 continue
             job = batch.job
             if state is TransferState.FAILED:
                 self._fail(job, f"a {job.operation} failed", batch.connection)
-            self._transport.release(batch.handle)
-            now = self._moved_at_seconds = self._clock.now_seconds()
+            self.transport.release(batch.handle)
+            now = self._moved_at_seconds = self.clock.now_seconds()
             job.tally.ended(now)
             if state is TransferState.DONE:
                 job.tally.num_bytes += batch.num_bytes
                 job.tally.descriptors += batch.descriptors
                 if not job.is_host:
-                    self._moved(batch.num_bytes)
+                    self.moved(batch.num_bytes)
             if batch in self._active:
                 self._leave(batch)
             else:
@@ -248,8 +242,8 @@ class TransferQueue(PeerListener):
     def _fail(self, job: TransferJob, reason: str, connection: object) -> None:
         job.failed = job.failed or reason
         # Else it is of an earlier connection, and says nothing of the current one.
-        if self._transport.connection(job.peer) is connection:
-            self._lost(job.peer)
+        if self.transport.connection(job.peer) is connection:
+            self.lost(job.peer)
 
     def _leave(self, batch: _Batch) -> None:
         del self._active[batch]
@@ -267,7 +261,7 @@ class TransferQueue(PeerListener):
         # Begin with another peer each turn, so that none is starved when time runs out.
         self._turns += 1
         waiting.rotate(-self._turns)
-        while waiting and self._clock.now_seconds() < until_seconds:
+        while waiting and self.clock.now_seconds() < until_seconds:
             peer = waiting.popleft()
             lane = self._lanes.get(peer)
             if lane is not None and self._post_one(peer, lane):
@@ -276,7 +270,7 @@ class TransferQueue(PeerListener):
 
     def _post_one(self, peer: str, lane: _Lane) -> bool:
         """Post the next batch of a peer. Returns whether there may be more to post to it."""
-        budget = self._budget
+        budget = self.budget
         while lane.queue and lane.queue[0].is_posted:
             job = lane.queue.popleft()
             if not job.in_flight:
@@ -299,16 +293,16 @@ class TransferQueue(PeerListener):
         notification = b"" if job.notify is None else job.notify(job.index, end == len(job.local))
         num_bytes = int(job.bytes_to_row[end] - job.bytes_to_row[job.row])
         try:
-            handle = self._transport.post(
+            handle = self.transport.post(
                 job.operation, peer, job.local[rows], job.remote[rows], notification, is_host=job.is_host
             )
         except TransportError as error:
-            self._fail(job, str(error), self._transport.connection(peer))
+            self._fail(job, str(error), self.transport.connection(peer))
             return True
         job.row, job.index, job.in_flight = end, job.index + 1, job.in_flight + 1
-        batch = _Batch(job, handle, num_bytes, end - rows.start, self._transport.connection(peer))
+        batch = _Batch(job, handle, num_bytes, end - rows.start, self.transport.connection(peer))
         self._active[batch] = None
-        self._moved_at_seconds = self._clock.now_seconds()
+        self._moved_at_seconds = self.clock.now_seconds()
         job.tally.posted(self._moved_at_seconds)
         lane.num_bytes += num_bytes
         lane.transfers += 1
