@@ -252,7 +252,7 @@ time, and docs/deploy/prometheus/dashboard.png is drawn from the answers.""",
             """\
 every query returns a finite value, and one for a metric that does not exist returns none; decode answers most of the
 requests of each pair; when a pair is idle again, its memory is back""",
-            (_word("--pair", "pairs", f"{KEEPS_LAST}, and most queries return nothing"),),
+            (),
         ),
         "stacks": Experiment(
             "stacks.report",

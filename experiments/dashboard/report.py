@@ -42,7 +42,7 @@ def main(options: argparse.Namespace) -> int:
     logs = RESULTS / stamp
     title = f"queries of the dashboard and of the alerts, vLLM {options.vllm}"
     with Narrator(title) as narrator, scraping(program, logs) as prometheus:
-        loads = [load_pair(one, prometheus, logs, narrator.say) for one in PAIRS if options.pair in one]
+        loads = [load_pair(one, prometheus, logs, narrator.say) for one in PAIRS]
         narrator.say("asking Prometheus")
         queries = [*read_dashboard(FOLDER / "dashboard.json"), *read_alerts(FOLDER / "alerts.yaml")]
         found = run_queries(prometheus, queries)
@@ -54,8 +54,8 @@ def main(options: argparse.Namespace) -> int:
             "loads": [vars(one) for one in loads],
             "queries": [one.as_json() for one in found],
         }
-    draw(found, loads, logs / "dashboard.png" if options.pair else FOLDER / "dashboard.png")
-    path = logs / "results.json" if options.pair else RESULTS / f"{last_name(options.vllm)}.json"
+    draw(found, loads, FOLDER / "dashboard.png")
+    path = RESULTS / f"{last_name(options.vllm)}.json"
     return conclude([table_of(found)], judge(found, loads), path, content)
 
 
