@@ -307,8 +307,7 @@ class WorkerView:
     @property
     def load(self) -> tuple[int, int]:
         """Tokens of the longest request, and most requests that run at a time."""
-        config = self.vllm_config
-        return int(config.model_config.max_model_len), int(config.scheduler_config.max_num_seqs)
+        return int(self._model.max_model_len), int(self.vllm_config.scheduler_config.max_num_seqs)
 
     def question(self, caches: Mapping[str, Any]) -> Question:
         """The question that a proof has to answer before these tensors are registered."""

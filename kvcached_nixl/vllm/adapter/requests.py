@@ -209,7 +209,6 @@ class RequestView:
 
     @property
     def whole_because(self) -> str:
-        """Why the prompt is whole, so that prefill cannot hand over its states; "" if its last token was taken away."""
         return str((self.params or {}).get(WHOLE_BECAUSE, "it did not enter the engine as requests do"))
 
     @property
@@ -249,13 +248,12 @@ class RequestView:
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Of its full blocks at this moment, each with all tokens before it."""
         return tuple(private(self.request, "block_hashes"))
 
     @property
     def question(self) -> Question | None:
-        """What a prefill server would be asked. None for what it cannot be asked for: a prompt that has to be computed
-        here, one whose images, sounds, ... are not here, and one that another server was named for already."""
+        """None for a prompt that has to be computed here, one whose images, sounds, ... are not here, and one that
+        another server was named for already."""
         request = self.request
         params = self.params or {}
         if (
@@ -290,7 +288,6 @@ class RequestView:
             stats.num_cached_tokens = max(stats.num_local_cached_tokens, min(num_tokens, stats.num_prompt_tokens))
 
     def digest(self, num_tokens: int) -> str:
-        """Digest of the first ``num_tokens`` tokens and of everything that their KV depends on."""
         request = self.request
         embeddings = hash_embeddings(request)
         return digest_of(

@@ -107,10 +107,8 @@ class EngineBlocks:
         hold(self._scheduler, private(self._scheduler, "requests")[request_id])
 
     def limit_chunks(self, num_tokens: int) -> None:
-        """Lowers vLLM's own limit (``--long-prefill-token-threshold``), and restores it when ``num_tokens`` is 0.
-
-        Nothing is limited where vLLM may not divide prompts, or only at certain tokens: a request would get no turn.
-        """
+        """By vLLM's own limit (``--long-prefill-token-threshold``). Nothing is limited where vLLM may not divide
+        prompts, or only at certain tokens: a request would get no turn."""
         scheduler = self._scheduler
         config = private(scheduler, "scheduler_config")
         own = vars(scheduler).setdefault(_OWN_THRESHOLD, config.long_prefill_token_threshold)
@@ -144,11 +142,8 @@ class EngineBlocks:
 
     @property
     def starved(self) -> tuple[str, int] | None:
-        """The next request that vLLM would start, and how many more blocks it needs than are free.
-
-        vLLM starts it when all of its prompt fits. Its look-ahead and its reserve for running requests add a few
-        blocks, which count only if nothing runs: otherwise blocks come free.
-        """
+        """vLLM starts a request when all of its prompt fits. Its look-ahead and its reserve for running requests add a
+        few blocks, which count only if nothing runs: otherwise blocks come free."""
         scheduler = self._scheduler
         request = next((one for one in startable(scheduler) if wants_blocks(one)), None)
         num_running = len(private(scheduler, "running"))
@@ -167,8 +162,8 @@ class EngineBlocks:
 
     @property
     def blocks_over_limit(self) -> int:
-        """How many allocated blocks exceed kvcached's limit, whether kvcached has applied it already (it does so when
-        it allocates) or not; at least one if blocks keep more pages in use than the limit has."""
+        """Whether kvcached has applied its limit already (it does so when it allocates) or not; at least one if blocks
+        keep more pages in use than the limit has."""
         # Of the keys or values of one layer. 0 if the limit was never changed.
         limit_bytes = 0 if self._elastic is None else self._pages.get_resize_target()
         if limit_bytes <= 0:
@@ -209,8 +204,7 @@ class EngineBlocks:
         return num_bytes > 0
 
     def wanted_by_neighbours(self) -> tuple[int, bool]:
-        """What other engines lack, in blocks of this one. What they could still map of the device's free memory they
-        have left out."""
+        """What other engines could still map of the device's free memory they have left out."""
         if self._wants is None:
             return 0, False
         want = self._wants.of_others()
@@ -225,7 +219,7 @@ class EngineBlocks:
         return len(optional(self._pool, "_evictable_blocks", ()))
 
     def drop_cached(self, num_blocks: int) -> int:
-        """Free blocks that only the prefix cache keeps, whole pages first."""
+        """Whole pages first."""
         evict = optional(self._pool, "_evict_blocks_from_pool")
         return 0 if evict is None or num_blocks <= 0 else int(evict(num_blocks))
 
@@ -241,10 +235,7 @@ class EngineBlocks:
         return num_bytes // self._block_bytes
 
     def take(self, request_id: str) -> list[Any]:
-        """Take a request's blocks away without freeing them, so that vLLM finds none when it frees the request.
-
-        vLLM's reference count cannot be used: kvcached counts no references without prefix caching.
-        """
+        """vLLM's reference count cannot be used: kvcached counts no references without prefix caching."""
         taken: list[Any] = []
         for manager, table in zip(self._managers, self._tables, strict=True):
             taken += reversed(table.pop(request_id, []))
@@ -256,14 +247,9 @@ class EngineBlocks:
         self._pool.free_blocks(blocks)
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
-        """Between two steps, drop the received KV and the blocks of a request that has computed nothing since.
-
-        vLLM may have noticed the KV already without scheduling the request since (other adapters run, or there are no
-        free blocks). It then counts those tokens as computed, whatever blocks the request has.
-
-        Returns: the index of the client, if the request was ended with an error; None if it is recomputed, or if it
-        runs, has finished or is unknown.
-        """
+        """vLLM may have noticed the KV already without scheduling the request since (other adapters run, or there are
+        no free blocks). It then counts those tokens as computed, whatever blocks the request has. Nothing is done to
+        one that runs, has finished or is unknown."""
         request = private(self._scheduler, "requests").get(request_id)
         if request is None or request.is_finished() or request in private(self._scheduler, "running"):
             return None
@@ -283,11 +269,8 @@ class EngineBlocks:
         return int(request.client_index)
 
     def outdate(self, is_meant: Callable[[int, str], bool], *, even_waiting: bool = False) -> set[str]:
-        """Between two steps, part what was computed so far from what later requests compute.
-
-        A block's hash says nothing of the weights, and knows an adapter by its name. Blocks that only the prefix cache
-        keeps may be of any adapter, so all of them go.
-        """
+        """A block's hash says nothing of the weights, and knows an adapter by its name. Blocks that only the prefix
+        cache keeps may be of any adapter, so all of them go."""
         outdated: set[str] = set()
         kept: set[int] = set()
         for request_id, request in private(self._scheduler, "requests").items():

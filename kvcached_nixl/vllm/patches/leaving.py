@@ -77,7 +77,7 @@ def shut_down(call: Call) -> Any:
     refuses_at_seconds = begun_seconds + (_delay_seconds(config, timeout or 0.0) if waits else 0.0)
     setattr(client, _LEAVING, refuses_at_seconds)
     processor = private(client, "output_processor")
-    # What the engine aborts from now on ends with an error (`frontend.let_fail`).
+    # What the engine aborts from now on ends with an error (`frontend.update_stats_from_finished`).
     setattr(processor, _LEAVING, begun_seconds)
     if timeout and waits:
         logger.info("Shutting down: %d requests are under way", len(private(processor, "request_states")))
