@@ -198,7 +198,7 @@ class TransferThread:
             self._thread.join(2 * CLOSE_SECONDS)
         if self._context.staging is not None:
             self._context.staging.copier.close()
-        self._context.checksums.close()
+        self._context.checksums.background.close(is_dropping=True)
         self._receiver.gates.close()
         self._context.channel.close()
 
@@ -243,7 +243,7 @@ class TransferThread:
         context.peers.turn()
         if context.staging is not None:
             context.staging.turn()
-        context.checksums.turn()
+        context.checksums.background.turn()
         context.transfer_queue.turn()
         is_engine_alive = self._clock.now_seconds() < self._moved_at_seconds + STANDING_SECONDS
         deadlines = [self._registry.turn(is_engine_alive=is_engine_alive), self._receiver.turn()]

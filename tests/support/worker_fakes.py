@@ -330,7 +330,7 @@ class Local:
 
     def turn(self) -> None:
         self.peers.turn()
-        self.side.checksums.turn()
+        self.side.checksums.background.turn()
         self.transfer_queue.turn()
         self.peers.turn()
 

@@ -238,7 +238,7 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     assert staging is not None
     copied, digested = threading.Event(), threading.Event()
     staging.copier.submit(Work("a copy", lambda: None, lambda *_: copied.set()))
-    context.checksums._background.submit(Work("a digest", lambda: None, lambda *_: digested.set()))  # type: ignore[arg-type]
+    context.checksums.background.submit(Work("a digest", lambda: None, lambda *_: digested.set()))  # type: ignore[arg-type]
     assert copied.wait(SECONDS) and digested.wait(SECONDS)
     side.close()
     assert "hears" in platform.did["kvcached-nixl-transfer"]

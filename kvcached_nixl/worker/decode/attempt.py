@@ -237,9 +237,8 @@ class ReadPart(Part):
         if self._attempt.failed is not None:
             return
         self._reached(State.DECODE_VERIFYING)
-        self._buffer = context.token_buffers.take()
+        self._buffer = context.token_buffers.take(self._look)
         if self._buffer is None:
-            context.waiting_for_buffer.append(self._look)
             return
         table, token = known.rank.token_table_address, self._manifest.ownership_token
         bucket = context.token_buffers.ranges(self._buffer, table, token)
@@ -253,9 +252,6 @@ class ReadPart(Part):
         self._job, self._buffer, self._is_idle = None, None, True
         is_kept = not failed and context.token_buffers.holds(buffer, self._manifest.ownership_token)
         context.token_buffers.give_back(buffer)
-        # A loop: a waiting part whose attempt has failed meanwhile takes no buffer.
-        while context.waiting_for_buffer and context.token_buffers.has_room:
-            context.waiting_for_buffer.pop(0)()
         if attempt.failed is not None:
             attempt.settle()
         elif failed:

@@ -128,7 +128,7 @@ class Checksums:
     def __init__(self, sent: Content, received: Content, background: Background, fraction: float) -> None:
         self._sent = sent
         self._received = received
-        self._background = background
+        self.background = background
         self._below = fraction * MAX_ATTEMPT
         # By agent of the other rank.
         self._waiting: dict[str, deque[Work[Any]]] = {}
@@ -193,13 +193,6 @@ class Checksums:
 
         self._submit(agent, do, found)
 
-    def turn(self) -> None:
-        self._background.turn()
-
-    def close(self) -> None:
-        """Stop; work that has not begun is dropped."""
-        self._background.close(is_dropping=True)
-
     def _submit(self, agent: str, do: Callable[[], Result | None], ended: Callable[[Result | None, str], None]) -> None:
         def told(found: Result | None, failed: str) -> None:
             self._is_busy = False
@@ -215,7 +208,7 @@ class Checksums:
         self._served = agent = next((one for one in self._waiting if one != self._served), self._served)
         waiting = self._waiting.pop(agent)
         self._is_busy = True
-        self._background.submit(waiting.popleft())
+        self.background.submit(waiting.popleft())
         if waiting:
             self._waiting[agent] = waiting
 

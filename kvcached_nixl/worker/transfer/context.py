@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -130,7 +130,6 @@ class WorkerContext:
         incarnation: of this engine; "" until the first step.
         weights: what this rank computes with; None until that is known.
         weight_names: of its tensors, as in `Weights.misfit`.
-        waiting_for_buffer: called when a token buffer is free, by parts that still have to read their ownership token.
         dropped: counts messages that were ignored.
         distrusted: (host, port, incarnation) of engines whose bytes did not match their checksums.
     """
@@ -151,7 +150,6 @@ class WorkerContext:
     incarnation: str = ""
     weights: Weights | None = None
     weight_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    waiting_for_buffer: list[Callable[[], None]] = field(default_factory=list)
     distrusted: RecentSet[tuple[str, int, str]] = field(default_factory=RecentSet)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ The token determines its bucket in the table; the table's address is part of the
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 import numpy.typing as npt
@@ -92,18 +92,22 @@ class TokenBuffers:
     def __init__(self, tokens: TokenArray) -> None:
         self._tokens = tokens
         self._free = list(range(len(tokens)))
+        self._waiting: list[Callable[[], None]] = []
 
-    @property
-    def has_room(self) -> bool:
-        return bool(self._free)
-
-    def take(self) -> int | None:
-        return self._free.pop() if self._free else None
+    def take(self, retry: Callable[[], None]) -> int | None:
+        """Returns a buffer; None if there is none now: ``retry`` is called when one is free."""
+        if self._free:
+            return self._free.pop()
+        self._waiting.append(retry)
+        return None
 
     def give_back(self, buffer: int) -> None:
         """Return a buffer that no READ in flight writes into any more."""
         self._tokens[buffer] = 0
         self._free.append(buffer)
+        # A loop: one that waited may need no buffer any more.
+        while self._waiting and self._free:
+            self._waiting.pop(0)()
 
     def ranges(self, buffer: int, table_address: int, ownership_token: int) -> tuple[Ranges, Ranges]:
         """Returns the local and the remote range of a READ of the bucket that would hold ``ownership_token``."""

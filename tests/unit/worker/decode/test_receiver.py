@@ -99,8 +99,8 @@ class Decode(Local):
 
     def is_clean(self) -> bool:
         """Whether no attempt, writer, deadline or transfer is left."""
-        left = leftovers(self.receiver, writers_of(self.receiver))
-        return not (left or self.side.waiting_for_buffer or self.unreleased() or self.transfer_queue.is_busy)
+        left = leftovers(self.receiver, writers_of(self.receiver), self.side.token_buffers, but=("_free",))
+        return not (left or self.unreleased() or self.transfer_queue.is_busy)
 
 
 @pytest.fixture

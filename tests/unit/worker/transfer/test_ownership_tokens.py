@@ -95,7 +95,7 @@ def test_a_table_that_does_not_fit_is_refused(table: TokenArray) -> None:
 def test_the_bucket_that_is_read_is_the_one_the_token_would_be_in(word: int) -> None:
     words, rows = empty(), empty(2)
     token_buffers = TokenBuffers(rows)
-    taken = token_buffers.take()
+    taken = token_buffers.take(lambda: None)
     assert taken is not None
     here, there = token_buffers.ranges(taken, int(words.ctypes.data), word)
     assert here.tolist() == [[rows[taken].ctypes.data, TOKENS_PER_BUCKET * 8]]
@@ -113,8 +113,8 @@ def test_a_token_of_before_is_not_seen_in_a_buffer_that_is_used_again() -> None:
     """If a READ fails silently, the row still holds tokens that were read for another attempt."""
     rows = empty(1)
     token_buffers = TokenBuffers(rows)
-    taken = token_buffers.take()
+    taken = token_buffers.take(lambda: None)
     assert taken is not None
     rows[taken, 3] = 5
     token_buffers.give_back(taken)
-    assert token_buffers.take() == taken and not token_buffers.holds(taken, 5)
+    assert token_buffers.take(lambda: None) == taken and not token_buffers.holds(taken, 5)
