@@ -80,6 +80,20 @@ def test_parameters_that_nobody_expects(mode: str, recomputes: bool, changed: di
     pair.nothing_is_left(2 * (LEASE_SECONDS + TIMEOUT_SECONDS))
 
 
+# ---------------------------------------------------------------------------- requests that may not cost others theirs
+
+
+@DIRECTIONS
+@POLICIES
+def test_ids_that_no_manifest_could_name(mode: str, recomputes: bool) -> None:
+    """A client's X-Request-Id: decode refused its own ids, and charged that to prefill, which rested."""
+    pair = Asks(mode, recomputes=recomputes)
+    pair.cluster.answers_at_once = True
+    found = [pair.arrives(prompt(seed), name="x" * 1001) for seed in range(3)]
+    pair.settle()
+    assert all(map(is_fetched, found)) and not pair.causes()
+
+
 # -------------------------------------------------------------------------------------- servers that are something else
 
 
