@@ -128,7 +128,9 @@ class Questions:
         """The KV of a request that goes on does not come."""
         outcome = Outcome(str(failure), is_of_server=failure.cause in _OF_SERVER)
         self.close(wanted, outcome.ended)
-        if outcome.is_of_server or failure.cause in _OF_PREFILL:
+        # One adapter that differs says nothing of the others, nor of the base model.
+        is_of_adapter = failure.cause is FailureCause.DIGEST and bool(wanted.question.adapter)
+        if outcome.is_of_server or (failure.cause in _OF_PREFILL and not is_of_adapter):
             self._charge(wanted, outcome)
         return outcome
 
