@@ -184,7 +184,7 @@ def model_facts(config: Any) -> dict[str, object]:
         "quantization": model.quantization or "-",
         "implementation": private(model, "model_impl"),
         "window": "off" if private(model, "disable_sliding_window") else "-",
-        "rope": _long_rope(model),
+        **_of_longest_prompt(model),
     }
     if (settings := private(model, "quantization_config")) is not None:
         # vLLM has some besides those of the model.
@@ -213,6 +213,18 @@ def _models(worker: Any) -> dict[str, Any]:
             if model is not None:
                 found["draft "] = model
     return found
+
+
+def _of_longest_prompt(model: Any) -> dict[str, object]:
+    """What a model computes otherwise if the engine allows long prompts (--max-model-len), and its configuration does
+    not say."""
+    text, tunes = model.hf_text_config, "attn_temperature_tuning"
+    facts: dict[str, object] = {"rope": _long_rope(model)}
+    if hasattr(text, tunes):
+        # ``models/llama4.py``: Llama 4 writes it into a copy of its text's configuration.
+        chosen = {**private(model, "try_get_generation_config")(), **private(model, "override_generation_config")}
+        facts["temperature tuning"] = chosen.get(tunes, model.max_model_len > 32_768)
+    return facts
 
 
 def _long_rope(model: Any) -> str:
