@@ -235,10 +235,11 @@ def _long_rope(model: Any) -> str:
     turns = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if "longrope" not in str(turns) and "'su'" not in str(turns):
         return "-"
-    made_for = getattr(text, "original_max_position_embeddings", None) or dict(turns).get(
-        "original_max_position_embeddings", 0
-    )
-    return "long" if model.max_model_len > made_for else "short"
+    made_for = getattr(text, "original_max_position_embeddings", None)
+    # Kinds of layers may have turns of their own.
+    kinds = [one for one in (turns, *turns.values()) if isinstance(one, Mapping)]
+    limits: set[int] = {made_for or one.get("original_max_position_embeddings", 0) for one in kinds}
+    return " ".join("long" if model.max_model_len > one else "short" for one in sorted(limits))
 
 
 def _own_code(models: Iterable[Any]) -> str:

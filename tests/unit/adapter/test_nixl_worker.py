@@ -441,9 +441,20 @@ def test_drafts_that_compute_kv_are_a_fact() -> None:
     assert drafting(layers=1)["drafts"] != drafting(layers=2)["drafts"] and "drafts" not in dict(worker().facts)
 
 
-def test_prompts_that_are_longer_than_a_model_was_made_for_turn_by_other_angles() -> None:
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096},
+        {"rope_parameters": LONG},
+        {"rope_parameters": {"full_attention": LONG, "sliding_attention": {"rope_type": "default"}}},
+    ],
+)
+def test_prompts_that_are_longer_than_a_model_was_made_for_turn_by_other_angles(named: dict[str, Any]) -> None:
     """Phi-3's rope: one server with --max-model-len 4096, and one with 128k."""
-    rope = {"hf_text_config": config_of(rope_scaling={"type": "longrope"}, original_max_position_embeddings=4096)}
+    rope = {"hf_text_config": config_of(**named)}
     assert worker(max_model_len=4096, **rope).facts != worker(max_model_len=8192, **rope).facts
     assert worker(max_model_len=6000, **rope).facts == worker(max_model_len=8192, **rope).facts
 
