@@ -229,9 +229,10 @@ def offered_tokens_in(params: Mapping[str, Any]) -> int:
 
 def read_offer(params: Mapping[str, Any], request_id: str) -> str:
     """Reads a prefill request's parameters, and returns its name, as `name_of` gives it. Raises `HandOverFailed`: a
-    parameter has an unusable value or contradicts another; the message names it."""
+    parameter has an unusable value or contradicts another, or no manifest can name the request; the message says it."""
     require_one_role(params)
     try:
+        _require_nameable(request_id)
         return name_of(params, request_id)
     except Malformed as error:
         raise HandOverFailed(FailureCause.PARAMETERS, f"kv_transfer_params: {error}") from error
@@ -239,24 +240,32 @@ def read_offer(params: Mapping[str, Any], request_id: str) -> str:
 
 def name_of(params: Mapping[str, Any], request_id: str) -> str:
     """The name by which the two requests of a push find each other; equal for both, whatever vLLM added to their ids.
-    Raises `Malformed`: a field has an unusable value, or the request's own id is too long for a manifest."""
+    Raises `Malformed`: a field has an unusable value, or the name is the request's own id, which is too long."""
     return _name_of(_model(params), request_id)
 
 
 def _name_of(names: KvTransferParams, request_id: str) -> str:
-    if len(request_id) > MAX_REQUEST_ID:
-        raise Malformed(f"found a request id of {len(request_id)} characters; expected at most {MAX_REQUEST_ID}")
     # Different prefixes, so that no transfer_id ever equals a name made from a request id.
     if names.transfer_id is not None:
         return f"transfer:{names.transfer_id}"
     theirs = names.remote_request_id
+    if names.manifest is not None:
+        request_id = names.manifest.request_id
     # Some routers set remote_request_id to their own id, which prefill does not know.
-    meant = theirs if theirs is not None and _RANDOM_SUFFIX.search(theirs) else request_id
+    elif theirs is not None and _RANDOM_SUFFIX.search(theirs):
+        request_id = theirs
+    else:
+        _require_nameable(request_id)
+    return f"request:{_RANDOM_SUFFIX.sub('', request_id)}"
+
+
+def _require_nameable(request_id: str) -> None:
+    if len(request_id) > MAX_REQUEST_ID:
+        raise Malformed(f"found a request id of {len(request_id)} characters; expected at most {MAX_REQUEST_ID}")
     try:
-        meant.encode()
+        request_id.encode()
     except UnicodeEncodeError as error:
-        raise Malformed(f"found an id that is no Unicode text: {meant!r:.80}; expected valid Unicode") from error
-    return f"request:{_RANDOM_SUFFIX.sub('', meant)}"
+        raise Malformed(f"found an id that is no Unicode text: {request_id!r:.80}; expected valid Unicode") from error
 
 
 def prefill_params(

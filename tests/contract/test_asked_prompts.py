@@ -226,9 +226,9 @@ def embeddings(width: int = HIDDEN, dtype: torch.dtype = torch.bfloat16) -> byte
     return body_of(request(prompt_token_ids=None, prompt_embeds=torch.zeros((3, width), dtype=dtype)))
 
 
-def ids(*found: int) -> bytes:
+def ids(*found: int, are_tokens: list[bool] | None = None) -> bytes:
     more = {"prompt_embeds": torch.zeros((len(found), HIDDEN), dtype=torch.bfloat16)}
-    return body_of(request(prompt_token_ids=found, prompt_is_token_ids=[True] * len(found), **more))
+    return body_of(request(prompt_token_ids=found, prompt_is_token_ids=are_tokens or [True] * len(found), **more))
 
 
 def image(**more: Any) -> bytes:
@@ -245,6 +245,7 @@ REFUSED = {
     "embeddings of another type": embeddings(dtype=torch.float32),
     "tokens that the model does not have, at which its engine would end": ids(1, 100),
     "tokens that vLLM cannot even copy": ids(1, 2**32 - 1),
+    "what stands for an embedding, and vLLM cannot copy": ids(1, 2**31, are_tokens=[True, False]),
 }
 
 
@@ -253,6 +254,11 @@ def test_what_the_model_does_not_take_is_refused(body: bytes, client: Client, mo
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     reply = post(served(client), body)
     assert reply.status_code == 400 and not client.asked, reply.text
+
+
+def test_what_stands_for_an_embedding_need_be_no_token_of_the_model(client: Client) -> None:
+    """vLLM adds its placeholder to the tokenizer, behind a vocabulary that may be full: 128256 with Llama 3."""
+    assert post(served(client), ids(1, 100, are_tokens=[True, False])).status_code == 200 and client.asked
 
 
 def test_how_much_of_a_prompt_is_cached_is_asked_of_the_engine(client: Client) -> None:

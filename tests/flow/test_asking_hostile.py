@@ -80,6 +80,37 @@ def test_parameters_that_nobody_expects(mode: str, recomputes: bool, changed: di
     pair.nothing_is_left(2 * (LEASE_SECONDS + TIMEOUT_SECONDS))
 
 
+# ---------------------------------------------------------------------------- requests that may not cost others theirs
+
+
+@DIRECTIONS
+@POLICIES
+def test_ids_that_no_manifest_could_name(mode: str, recomputes: bool) -> None:
+    """A client's X-Request-Id: decode refused its own ids, and charged that to prefill, which rested."""
+    pair = Asks(mode, recomputes=recomputes)
+    pair.cluster.answers_at_once = True
+    found = [pair.arrives(prompt(seed), name="x" * 1001) for seed in range(3)]
+    pair.settle()
+    assert all(map(is_fetched, found)) and not pair.causes()
+
+
+@DIRECTIONS
+@POLICIES
+def test_an_adapter_that_differs_costs_only_its_own_requests(mode: str, recomputes: bool) -> None:
+    pair = Asks(mode, recomputes=recomputes)
+    pair.cluster.answers_at_once = True
+    pair.prefill.load_again(1)
+    for seed in range(3):
+        found = pair.arrives(prompt(seed), adapter=1)
+        pair.pass_time(TIMEOUT_SECONDS)
+        assert is_computed(found) if recomputes else found.status is Status.ERROR
+    (server,) = pair.decode.handover.asking.servers.all
+    assert not server.num_failures
+    found = pair.arrives(prompt(9))
+    pair.settle()
+    assert is_fetched(found)
+
+
 # -------------------------------------------------------------------------------------- servers that are something else
 
 

@@ -120,16 +120,24 @@ class Questions:
     def _failed(self, number: int, outcome: Outcome) -> tuple[Wanted, Found]:
         wanted = self.asked[number]
         self.close(wanted, outcome.ended)
-        self._servers.failed(wanted.tried[-1], outcome)
+        self._charge(wanted, outcome)
         return wanted, outcome
 
     def lost(self, wanted: Wanted, failure: HandOverFailed) -> Outcome:
         """The KV of a request that goes on does not come."""
         outcome = Outcome(str(failure), is_of_server=failure.cause in _OF_SERVER)
         self.close(wanted, outcome.ended)
-        if outcome.is_of_server or failure.cause in _OF_PREFILL:
-            self._servers.failed(wanted.tried[-1], outcome)
+        # One adapter that differs says nothing of the others, nor of the base model.
+        is_of_adapter = failure.cause is FailureCause.DIGEST and bool(wanted.question.adapter)
+        if outcome.is_of_server or (failure.cause in _OF_PREFILL and not is_of_adapter):
+            self._charge(wanted, outcome)
         return outcome
+
+    def _charge(self, wanted: Wanted, outcome: Outcome) -> None:
+        *before, server = wanted.tried
+        # A prompt that fails twice is one prompt: with another one like it, a server that is well would rest.
+        if outcome.is_of_server or server not in before:
+            self._servers.failed(server, outcome)
 
     def learn(self, wanted: Wanted, outcome: Outcome) -> None:
         """A request has no use of the server that was asked for it."""

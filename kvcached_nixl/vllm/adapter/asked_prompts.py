@@ -18,6 +18,8 @@ from kvcached_nixl.wire.asked_prompt import MOST_SENT_BYTES, Element, Feature, P
 
 _ASKED = "kvcached_nixl:"
 _DIGITS = 32
+_END = 2**31
+"""Of the ids that vLLM can copy."""
 _SHARED_MEMORY = frozenset({"address", "monotonic_id"})
 """What stands for an image whose data the workers have, with ``--mm-processor-cache-type shm``."""
 
@@ -97,10 +99,12 @@ def engine_prompt(prompt: Prompt, renderer: Any, model_config: Any) -> Any:
         found = prompt.embeddings.shape[1], prompt.embeddings.dtype
         if not model_config.enable_prompt_embeds or found != expected:
             raise ValueError(f"Embeddings {found}; expected {expected}, and a server with --enable-prompt-embeds.")
-        # vLLM looks at the ids of other prompts only. The engine would end at one that the model does not have.
-        if max(token_ids, default=0) >= model_config.get_vocab_size():
-            raise ValueError(f"Token id {max(token_ids)}; the model has {model_config.get_vocab_size()}.")
         are_tokens = None if prompt.are_tokens is None else list(map(bool, prompt.are_tokens))
+        # vLLM looks at the ids of other prompts only. The engine would end at one that the model does not have, but for
+        # what stands for an embedding: vLLM's placeholder is a token behind those of the tokenizer.
+        ends = [model_config.get_vocab_size() if is_token else _END for is_token in are_tokens or ()]
+        if any(one >= end for one, end in zip(token_ids, ends, strict=True)):
+            raise ValueError(f"Token ids up to {max(token_ids)}; the model has {model_config.get_vocab_size()}.")
         return embeds_input(
             _received(prompt.embeddings), cache_salt=salt, prompt_token_ids=token_ids or None, is_token_ids=are_tokens
         )

@@ -184,7 +184,7 @@ def model_facts(config: Any) -> dict[str, object]:
         "quantization": model.quantization or "-",
         "implementation": private(model, "model_impl"),
         "window": "off" if private(model, "disable_sliding_window") else "-",
-        "rope": _long_rope(model),
+        **_of_longest_prompt(model),
     }
     if (settings := private(model, "quantization_config")) is not None:
         # vLLM has some besides those of the model.
@@ -215,6 +215,18 @@ def _models(worker: Any) -> dict[str, Any]:
     return found
 
 
+def _of_longest_prompt(model: Any) -> dict[str, object]:
+    """What a model computes otherwise if the engine allows long prompts (--max-model-len), and its configuration does
+    not say."""
+    text, tunes = model.hf_text_config, "attn_temperature_tuning"
+    facts: dict[str, object] = {"rope": _long_rope(model)}
+    if hasattr(text, tunes):
+        # ``models/llama4.py``: Llama 4 writes it into a copy of its text's configuration.
+        chosen = {**private(model, "try_get_generation_config")(), **private(model, "override_generation_config")}
+        facts["temperature tuning"] = chosen.get(tunes, model.max_model_len > 32_768)
+    return facts
+
+
 def _long_rope(model: Any) -> str:
     """Which rotary angles a longrope model uses: it has others if the engine allows prompts longer than the original
     maximum.
@@ -223,10 +235,11 @@ def _long_rope(model: Any) -> str:
     turns = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if "longrope" not in str(turns) and "'su'" not in str(turns):
         return "-"
-    made_for = getattr(text, "original_max_position_embeddings", None) or dict(turns).get(
-        "original_max_position_embeddings", 0
-    )
-    return "long" if model.max_model_len > made_for else "short"
+    made_for = getattr(text, "original_max_position_embeddings", None)
+    # Kinds of layers may have turns of their own.
+    kinds = [one for one in (turns, *turns.values()) if isinstance(one, Mapping)]
+    limits: set[int] = {made_for or one.get("original_max_position_embeddings", 0) for one in kinds}
+    return " ".join("long" if model.max_model_len > one else "short" for one in sorted(limits))
 
 
 def _own_code(models: Iterable[Any]) -> str:

@@ -314,7 +314,8 @@ READS = (
         "ModelConfig",
         "model revision dtype quantization hf_config hf_text_config is_multimodal_model uses_mrope "
         "multimodal_config trust_remote_code max_model_len get_head_size get_hidden_size enable_prompt_embeds "
-        "get_total_num_kv_heads get_total_num_hidden_layers model_impl disable_sliding_window quantization_config",
+        "get_total_num_kv_heads get_total_num_hidden_layers model_impl disable_sliding_window quantization_config "
+        "try_get_generation_config override_generation_config",
     ),
     _of(
         f"{_CONFIG}.parallel",

@@ -173,6 +173,7 @@ def worker(**changed: Any) -> WorkerView:
         is_multimodal_model=False, multimodal_config=None, trust_remote_code=False, max_model_len=4096,
         get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2,
         model_impl="auto", disable_sliding_window=False, architectures=["Qwen3NextForCausalLM"],
+        try_get_generation_config=dict, override_generation_config={},
     )  # fmt: skip
     for owner in (parallel, cache, model):
         optional = {id(cache): "calculate_kv_scales", id(model): "uses_mrope"}.get(id(owner))
@@ -440,11 +441,43 @@ def test_drafts_that_compute_kv_are_a_fact() -> None:
     assert drafting(layers=1)["drafts"] != drafting(layers=2)["drafts"] and "drafts" not in dict(worker().facts)
 
 
-def test_prompts_that_are_longer_than_a_model_was_made_for_turn_by_other_angles() -> None:
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096},
+        {"rope_parameters": LONG},
+        {"rope_parameters": {"full_attention": LONG, "sliding_attention": {"rope_type": "default"}}},
+    ],
+)
+def test_prompts_that_are_longer_than_a_model_was_made_for_turn_by_other_angles(named: dict[str, Any]) -> None:
     """Phi-3's rope: one server with --max-model-len 4096, and one with 128k."""
-    rope = {"hf_text_config": config_of(rope_scaling={"type": "longrope"}, original_max_position_embeddings=4096)}
+    rope = {"hf_text_config": config_of(**named)}
     assert worker(max_model_len=4096, **rope).facts != worker(max_model_len=8192, **rope).facts
     assert worker(max_model_len=6000, **rope).facts == worker(max_model_len=8192, **rope).facts
+
+
+TUNED = {"attn_temperature_tuning": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_tuned"),
+    [
+        ({"max_model_len": 32_768}, False),
+        ({"max_model_len": 32_769}, True),
+        ({"override_generation_config": TUNED}, True),
+        ({"try_get_generation_config": lambda: TUNED}, True),
+        ({"max_model_len": 40_000, "override_generation_config": {"attn_temperature_tuning": False}}, False),
+    ],
+)
+def test_whether_llama_4_tunes_the_temperature_is_not_what_its_configuration_says(
+    changed: dict[str, Any], is_tuned: bool
+) -> None:
+    """vLLM writes it into a copy: KV of layers without rope differs from token 8191 on."""
+    named = {"hf_text_config": config_of(attn_temperature_tuning=4), "hf_config": config_of(attn_temperature_tuning=4)}
+    assert dict(worker(**named, **changed).facts)["temperature tuning"] == str(is_tuned)
 
 
 @pytest.mark.parametrize(

@@ -217,11 +217,17 @@ def test_a_request_whose_own_id_nobody_can_send_is_refused() -> None:
 def test_a_request_whose_id_no_manifest_can_name_is_refused_on_both_sides() -> None:
     """Otherwise prefill's message with its last WRITE would be malformed, and decode would wait in vain."""
     longest = "cmpl-" + "x" * (MAX_REQUEST_ID - 5)
-    assert name_of({}, longest) and name_of({"transfer_id": "t"}, longest)
-    with pytest.raises(Malformed, match="1001 characters"):
-        name_of({"transfer_id": "t"}, longest + "x")
+    assert read_offer({"do_remote_decode": True}, longest)
+    with pytest.raises(HandOverFailed, match="1001 characters"):
+        read_offer({"do_remote_decode": True, "transfer_id": "t"}, longest + "x")
     with pytest.raises(HandOverFailed, match="1001 characters"):
         read(BOTH_AT_ONCE, may_rendezvous=True, request_id=longest + "x")
+
+
+def test_decodes_id_may_have_any_length_where_something_else_names_the_request() -> None:
+    long = "cmpl-" + "x" * 5000
+    for params in (ANSWER, BOTH_AT_ONCE | T, BOTH_AT_ONCE | {"remote_request_id": PREFILL_ID}):
+        assert len(read(params, may_rendezvous=True, request_id=long).name) < 100
 
 
 # --------------------------------------------------------------------------------------------------------------- answer

@@ -260,9 +260,12 @@ def test_a_server_that_fails_for_several_in_a_row_rests() -> None:
     for one in "ab":
         decode.arrives(one)
         decode.answers(one, ODD)
-    decode.answers("a", ODD)
+        decode.answers(one, ODD)
     decode.arrives("c")
-    assert not decode.is_asked("c") and "c" in decode.fetching.refused
+    assert decode.is_asked("c"), "it has failed for two prompts, twice for each"
+    decode.answers("c", ODD)
+    decode.arrives("d")
+    assert not decode.is_asked("d") and "d" in decode.fetching.refused
 
 
 def silent() -> Decode:
