@@ -114,7 +114,7 @@ class Comparison:
         longest, most = (max(sizes) for sizes in zip(*self.rounds, strict=True))
         turns = itertools.count()
         async with http_client(most) as http:
-            routers = [Router(arm, *pairs[arm.servers], http=http) for arm in self.arms]
+            routers = [Router(arm, *pairs[arm.servers], http=http) for arm in self.arms]  # type: ignore[misc]
             for router in routers:
                 # Not measured: the handshake, both sides' first steps and the first touch of their memory.
                 run.show(f"{router.arm.name}: warming up")

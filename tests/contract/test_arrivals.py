@@ -223,7 +223,7 @@ def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pai
         request = core_request(name)
         request.prompt_token_ids, request.lora_request = prompt(0, tokens), adapter
         core.add_request(*core.preprocess_add_request(request))
-        node.step_until(lambda name=name: name in node.ended)
+        node.step_until(lambda name=name: name in node.ended)  # type: ignore[misc]
     if is_paused:
         node.scheduler.set_pause_state(type(node.scheduler.pause_state).PAUSED_ALL)
     told = {}
@@ -290,11 +290,11 @@ def test_a_session_is_neither_offered_nor_fetched(policy: str, node: Callable[..
     for one, role in ((prefill, {**SEND, **NAME}), (decode, params)):
         for first_token in (0, CHUNK):
             add_input(one, first_token, params=role)
-            until(lambda one=one: one.step() and one.status(PREFILL_ID) == RequestStatus.WAITING_FOR_STREAMING_REQ)
+            until(lambda one=one: one.step() and one.status(PREFILL_ID) == RequestStatus.WAITING_FOR_STREAMING_REQ)  # type: ignore[misc]
             assert one.tokens(PREFILL_ID) >= first_token + CHUNK
         assert one.holds(one.blocks(PREFILL_ID), end=2 * CHUNK)
         add_input(one, 0, is_last=True, params=role)
-        until(lambda one=one: one.step() and PREFILL_ID not in one.scheduler.requests)
+        until(lambda one=one: one.step() and PREFILL_ID not in one.scheduler.requests)  # type: ignore[misc]
         assert PREFILL_ID not in one.transfer_params and PREFILL_ID not in one.sent
     assert decode.log.text.count("streaming session (resumable)") == 2
     until_both(prefill, decode, lambda: "cmpl-p-0-aaaaaaaa" in prefill.sent)

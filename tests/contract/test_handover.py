@@ -87,7 +87,7 @@ def test_usage_names_what_was_cached(pair: tuple[Node, Node]) -> None:
         decode.add(of_decode, {**params, CACHED_TOKENS_KEY: said}, 4, 100 * place)
         decode.step()
         found = decode.scheduler.requests[of_decode].prefill_stats
-        until_both(prefill, decode, lambda name=of_decode: name in decode.ended)
+        until_both(prefill, decode, lambda name=of_decode: name in decode.ended)  # type: ignore[misc]
         assert found.num_cached_tokens == max(cached, has_begun * block), said
         assert found.num_local_cached_tokens + found.num_external_cached_tokens == PROMPT
     rest(prefill, decode)

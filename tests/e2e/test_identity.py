@@ -284,7 +284,7 @@ def test_adapters_are_known_by_their_content(mode: str, tmp_path: Path) -> None:
     allowed = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true"}
     specs = [spec(name, model, mode, *arguments, **allowed) for name in ("prefill", "decode")]
     with running(specs, tmp_path) as (prefill, decode):
-        asyncio.run(_adapters(prefill, decode, *folders, copied=copied))
+        asyncio.run(_adapters(prefill, decode, *folders, copied=copied))  # type: ignore[misc]
         for one in (prefill, decode):
             one.check_alive()
 

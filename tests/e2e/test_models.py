@@ -235,7 +235,7 @@ def test_pipeline_stages_of_prefill_hand_over_their_layers(case: str, tmp_path: 
     specs = [served.side("prefill", prefill_tp, stages), served.side("decode", decode_tp), stock]
     with running(specs, tmp_path) as (prefill, decode, alone):
         said, handed_over, records = asyncio.run(
-            _both_ways(prefill.base_url, decode.base_url, LENGTHS[1:], alone.base_url)
+            _both_ways(prefill.base_url, decode.base_url, alone.base_url, lengths=LENGTHS[1:])
         )
         assert not count([prefill, decode], "kvcached_nixl:handover_failures_total")
     assert [answer.token_ids for answer in said] == [hand_over.answer.token_ids for hand_over in handed_over]

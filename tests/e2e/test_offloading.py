@@ -159,7 +159,7 @@ class Route:
     async def are_kept(self) -> None:
         """Both sides have stored each prompt."""
         for folder in self.folders:
-            await self.until(lambda folder=folder: stored(folder), f"{folder} has not every prompt")
+            await self.until(lambda folder=folder: stored(folder), f"{folder} has not every prompt")  # type: ignore[misc]
 
     def loaded_tokens(self, side: int) -> int:
         return count([self.servers[side]], "vllm:external_prefix_cache_hits_total{")
@@ -224,7 +224,7 @@ def test_answers_are_right_from_either_connector(case: str, expected: dict[int, 
         at_rest = [watch.mapped_bytes() for watch in watches]
         asyncio.run(_all_ways((prefill, decode), folders, mode, expected, is_first))
         for watch, level in zip(watches, at_rest, strict=True):
-            asyncio.run(Route.until(lambda watch=watch, level=level: watch.mapped_bytes() == level, "memory is kept"))
+            asyncio.run(Route.until(lambda watch=watch, level=level: watch.mapped_bytes() == level, "memory is kept"))  # type: ignore[misc]
         for server in (prefill, decode):
             server.check_alive()
 

@@ -62,7 +62,7 @@ def test_rates(contiguous: bool, capsys: pytest.CaptureFixture[str]) -> None:
         rates = []
         for copy, pair in ((slab.gather, (blocks, slots)), (slab.scatter, (slots, blocks))):
             copy(*pair)
-            rates.append(num_gb / min(seconds(lambda copy=copy, pair=pair: copy(*pair)) for _ in range(ROUNDS)))
+            rates.append(num_gb / min(seconds(lambda copy=copy, pair=pair: copy(*pair)) for _ in range(ROUNDS)))  # type: ignore[misc]
         beside = beside_copies(slab, blocks, slots, compute)
         with capsys.disabled():
             print(

@@ -180,7 +180,7 @@ class GroupsNode(Node):
         **more: Any,
     ) -> None:
         if not self.with_states:
-            super().add(request_id, params, max_tokens, first_token, *args, num_tokens=num_tokens, **more)
+            super().add(request_id, params, max_tokens, first_token, *args, num_tokens=num_tokens, **more)  # type: ignore[misc]
             return
         values = {"prompt_token_ids": prompt(first_token, num_tokens), "request_id": request_id, "arrival_time": 0.0}
         values["sampling_params"] = SamplingParams(

@@ -229,7 +229,7 @@ def test_an_engine_that_asks_prefill_says_what_came_of_it(stock: ModuleType, cou
     figures = AskingFigures(held=3, asked=2, promised_blocks=7)
     for answered in (4, 9):
         figures.ended[Ended.ANSWERED] = answered
-        shown.of_engines.say_headroom(0, encode_headroom(Headroom(*numbers, asking=figures)))
+        shown.of_engines.say_headroom(0, encode_headroom(Headroom(*numbers, asking=figures)))  # type: ignore[misc]
     at = ("m", "0")
     assert [made[name] for name in ("held_requests", "asked_requests", "promised_blocks")] == [
         {at: 3},

@@ -26,7 +26,9 @@ def lane(
     """A lane with (READ, WRITE) in GB/s."""
     rates = {"elastic": elastic, "ordinary": ordinary, "host": host}
     return LaneFound(
-        name, name, rates={place: Rates(read * 1e9, write * 1e9, 5e4) for place, (read, write) in rates.items()}
+        name,
+        name,
+        rates={place: Rates(read * 1e9, write * 1e9, 5e4) for place, (read, write) in rates.items()},  # type: ignore[misc]
     )
 
 

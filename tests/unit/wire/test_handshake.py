@@ -181,7 +181,7 @@ def test_mutated_handshakes_raise_nothing_but_malformed(reader: Callable[[bytes]
 def weights(memory: str = "12", loaded: str = "34", files: str = "5", **more: Any) -> Weights:
     """``memory``, ``loaded``: a digit for the layout, and one for the content, if it is known."""
     described = [Tensors(*(one * 32 for one in pair)) for pair in (memory, loaded)]
-    return Weights(*described, files=files * 32, **more)
+    return Weights(*described, files=files * 32, **more)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
