@@ -66,8 +66,7 @@ def read(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Read]:
 
 
 def described(reading: Reading, place: str) -> Tensors:
-    """What peers are told of tensors. Without content if one of them could not be read. The layout depends on
-    ``place``,
+    """What peers are told of tensors. Without content if one of them could not be read. The layout depends on ``place``,
     too: the rank's among those that share the model."""
     names = sorted(reading)
     forms = [(name, *map(str, reading[name][:3])) for name in names]
