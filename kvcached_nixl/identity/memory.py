@@ -66,8 +66,8 @@ def read(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Read]:
 
 
 def described(reading: Reading, place: str) -> Tensors:
-    """What peers are told of tensors. Without content if one of them could not be read. The layout depends on ``place``,
-    too: the rank's among those that share the model."""
+    """What peers are told of tensors. Without content if one of them could not be read. The layout depends on
+    ``place``, too: the rank's among those that share the model."""
     names = sorted(reading)
     forms = [(name, *map(str, reading[name][:3])) for name in names]
     layout = hashlib.blake2b(repr((place, forms)).encode(), digest_size=16)

@@ -13,8 +13,8 @@ Guarantees that the rest of the package relies on:
   UCX goes on moving its bytes (tests/contract/test_fencing.py). So a peer that is removed stays connected until every
   transfer to it has ended. Until its state is no longer IN_FLIGHT, a transfer may use the memory on both sides.
 * A FAILED transfer may have moved any part of its bytes, and NIXL has not waited for the rest (nixl#2044): it is idle
-  only after its peer was removed. This holds on the side that posted it; on the other side removing a peer changes
-  nothing (`WriteGate`).
+  only once the connection to its peer is closed (`is_idle`). This holds on the side that posted it; on the other side
+  removing a peer changes nothing (`WriteGate`).
 * Notifications may arrive late, more than once, out of order, or never.
 
 Threads: used by one thread.
@@ -130,9 +130,11 @@ class Transport(_Agent):
         self._peers: dict[str, tuple[str, int]] = {}
         # Kept from a peer's first addition until it is removed.
         self._connections: dict[str, object] = {}
+        # Transfers in flight, and those that have failed over a connection that is still open.
         self._in_flight: dict[Handle, str] = {}
+        self._failed: dict[Handle, str] = {}
         # Removed, and still connected.
-        self._leaving: set[str] = set()
+        self._leaving: dict[str, object] = {}
 
     def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
         """Adds a peer's agent, and the memory that its handshake describes ("": this side's memory type); returns its
@@ -143,9 +145,12 @@ class Transport(_Agent):
             raise TransportError(f"the peer's NIXL metadata was not accepted: {error}") from error
         # As NIXL reports senders, whatever it returns here.
         peer = name.decode() if isinstance(name, bytes) else str(name)
-        self._leaving.discard(peer)
+        if peer in self._leaving and peer in self._failed.values():
+            raise TransportError(f"a transfer with {peer} has failed, and its connection could not be closed yet")
+        left = self._leaving.pop(peer, None)
         self._peers[peer] = memory_type or self._memory_type, device_id
-        self._connections.setdefault(peer, object())
+        # The same one, if it was not closed: what is in flight belongs to it.
+        self._connections.setdefault(peer, left or object())
         return peer
 
     def connection(self, peer: str) -> object:
@@ -155,9 +160,9 @@ class Transport(_Agent):
     def remove_peer(self, peer: str) -> None:
         """Removes a peer's agent. Nothing more is posted or sent to it, and the connection is closed once no transfer
         is in flight to it. Never raises."""
-        self._connections.pop(peer, None)
+        connection = self._connections.pop(peer, None)
         if self._peers.pop(peer, None) is not None:
-            self._leaving.add(peer)
+            self._leaving[peer] = connection
             if peer in self._in_flight.values():
                 logger.warning(
                     "The connection to %s is given up with transfers in flight. Their blocks are held until the peer "
@@ -169,11 +174,12 @@ class Transport(_Agent):
     def _close_idle(self, peer: str) -> None:
         if peer not in self._leaving or peer in self._in_flight.values():
             return
-        self._leaving.remove(peer)
+        del self._leaving[peer]
         try:
             self._agent.remove_remote_agent(peer)
         except Exception as error:  # noqa: BLE001 - NIXL's; it has already removed the peer by itself
             logger.info("NIXL had already removed the peer %s: %s", peer, error)
+        self._failed = {handle: other for handle, other in self._failed.items() if other != peer}
 
     def send(self, peer: str, notification: bytes) -> None:
         """Sends a notification without a transfer. Raises `TransportError`: the peer was not added or cannot be
@@ -222,13 +228,21 @@ class Transport(_Agent):
 
     def state(self, handle: Handle) -> TransferState:
         """The state of a transfer. Poll until it is not in flight: the call that returns DONE notifies the peer."""
+        if handle in self._failed:
+            return TransferState.FAILED
         try:
             found = _STATES.get(self._agent.check_xfer_state(handle), TransferState.FAILED)
         except Exception:  # noqa: BLE001 - NIXL raises for a transfer that ended with an error
             found = TransferState.FAILED
         if found is not TransferState.IN_FLIGHT and (peer := self._in_flight.pop(handle, None)) is not None:
+            if found is TransferState.FAILED:
+                self._failed[handle] = peer
             self._close_idle(peer)
         return found
+
+    def is_idle(self, handle: Handle) -> bool:
+        """Whether nothing of a FAILED transfer is moved any more. Remove its peer first."""
+        return handle not in self._failed
 
     def move(
         self,

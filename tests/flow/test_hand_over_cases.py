@@ -673,6 +673,35 @@ def test_blocks_are_held_for_what_the_host_has_buffered_of_a_write_that_has_fail
     push.nothing_is_left()
 
 
+def test_who_asks_again_whether_a_failed_write_has_stopped_is_told_that_it_failed(push: Pair) -> None:
+    """The first answer was lost."""
+    in_flight(push)
+    push.wire.fail(push.transfers[0])
+    while not push.messages(Stopped):
+        push.turn()
+    push.wire.drop(push.messages(Stopped)[0])
+    push.decode.abort(next(iter(push.decode.requests.values())))
+    push.settle()
+    assert push.decode.quarantined == 5
+    push.pass_time(3 * DEAD_SECONDS)
+    assert push.decode.quarantined == 0
+    push.nothing_is_left()
+
+
+@pytest.mark.parametrize("end", ["nobody listens", "it was started again"])
+def test_a_client_hears_at_once_that_the_prefill_whose_kv_is_read_is_gone(pull: Pair, end: str) -> None:
+    """Its worker stands still, so NIXL says nothing of the READ, whose blocks stay held."""
+    found = in_flight(pull)
+    before, own = pull.prefill, pull.prefill.own
+    pull.cluster.vanish(before)
+    pull.cluster.listening.pop((own.host, own.port))
+    if end == "it was started again":
+        pull.cluster.alive.remove(before)
+        pull.cluster.engine("p", before.kind)
+    pull.pass_time(2 * LOOK_SECONDS)
+    assert found.status is Status.STOPPED and pull.causes() == {"lost": 1} and pull.decode.quarantined == 5
+
+
 def is_idle_once_removed(pair: Pair, transfer: Posted, request: Request) -> None:
     """Fails a transfer whose remaining bytes arrive until its peer is removed. Blocks must be freed only after that."""
     pair.wire.fail(transfer, 0.3, rest=True)
@@ -681,8 +710,8 @@ def is_idle_once_removed(pair: Pair, transfer: Posted, request: Request) -> None
     for rest in pair.wire.rests:
         # `Cluster.watch` fails if the blocks have another owner by now.
         pair.wire.land(rest)
+    pair.pass_time(1.0)
     assert request.status is not Status.REMOTE
-    pair.settle()
     pair.nothing_is_left()
 
 

@@ -45,12 +45,12 @@ FORGOTTEN_SECONDS = 700.0
 
 
 class Agent(MemoryTransport):
-    """An agent whose failed WRITEs are still in flight: their remaining bytes may arrive until the peer is removed."""
+    """An agent whose failed transfers go on: their remaining bytes may arrive until the connection is closed."""
 
     network: Wire
 
-    def remove_peer(self, peer: str) -> None:
-        super().remove_peer(peer)
+    def closed(self, peer: str) -> None:
+        super().closed(peer)
         self.network.rests = [one for one in self.network.rests if (one.sender, one.receiver) != (self.name, peer)]
 
 

@@ -146,6 +146,9 @@ class MemoryTransport:
         self.keeps_posted = True
         self._peers: dict[str, object] = {}
         self._lost: set[str] = set()
+        self._leaving: dict[str, object] = {}
+        self._in_flight: list[Posted] = []
+        self._failed: list[Posted] = []
 
     @property
     def peers(self) -> frozenset[str]:
@@ -159,16 +162,29 @@ class MemoryTransport:
         name = metadata.decode(errors="replace")
         if name not in self.network.agents:
             raise TransportError(f"found no agent {name!r}")
-        self._peers.setdefault(name, object())
+        if name in self._leaving and any(one.receiver == name for one in self._failed):
+            raise TransportError(f"the connection to {name!r} is not closed yet")
+        self._peers.setdefault(name, self._leaving.pop(name, None) or object())
         return name
 
     def connection(self, peer: str) -> object:
         return self._peers.get(peer)
 
     def remove_peer(self, peer: str) -> None:
-        """Transfers in flight stay there."""
-        self._peers.pop(peer, None)
+        """Transfers in flight stay there, and keep the connection open."""
+        if (connection := self._peers.pop(peer, None)) is not None:
+            self._leaving[peer] = connection
+            self._close_idle(peer)
+
+    def _close_idle(self, peer: str) -> None:
+        if peer in self._leaving and not any(one.receiver == peer for one in self._in_flight):
+            del self._leaving[peer]
+            self.closed(peer)
+
+    def closed(self, peer: str) -> None:
+        """The connection to a peer was closed: what has failed over it moves nothing any more."""
         self._lost.discard(peer)
+        self._failed = [one for one in self._failed if one.receiver != peer]
 
     def lose(self, peer: str) -> None:
         """Breaks the connection, while both agents live: nothing arrives until the peer is removed and added again."""
@@ -199,6 +215,7 @@ class MemoryTransport:
         posted = Posted(self.name, peer, notification, operation, local, remote)
         if self.keeps_posted:
             self.posted.append(posted)
+        self._in_flight.append(posted)
         self.network.post(posted)
         return posted
 
@@ -206,7 +223,15 @@ class MemoryTransport:
         state: TransferState = handle.state
         if state is TransferState.DONE and handle.untold:
             self.network.notify(handle)
+        if state is not TransferState.IN_FLIGHT and handle in self._in_flight:
+            self._in_flight.remove(handle)
+            if state is TransferState.FAILED:
+                self._failed.append(handle)
+            self._close_idle(handle.receiver)
         return state
+
+    def is_idle(self, handle: Handle) -> bool:
+        return handle not in self._failed
 
     def release(self, handle: Handle) -> None:
         if handle.state is TransferState.IN_FLIGHT or handle.released:

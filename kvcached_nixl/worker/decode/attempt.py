@@ -145,8 +145,13 @@ class Attempt:
     def lacks_layers(self, groups: Sequence[GroupMemory]) -> bool:
         """Whether the pipeline stages of prefill do not have all layers of this rank together, so that the KV of some
         was not moved. ``groups``: this rank's."""
-        found = [named_planes(part.known.rank.groups) for part in self.parts if part.known is not None]
-        return self.spec.prefill.pp_size > 1 and frozenset().union(*found) != named_planes(groups)
+        if self.spec.prefill.pp_size == 1:
+            return False
+        of_ranks: dict[int, set[tuple[int, int, int]]] = {}
+        for part in self.parts:
+            planes = of_ranks.setdefault(part.address.tp_rank, set())
+            planes |= named_planes(part.known.rank.groups) if part.known is not None else set()
+        return any(planes != named_planes(groups) for planes in of_ranks.values())
 
     def reached(self, part: Part, state: State) -> None:
         self._states[part.address] = state

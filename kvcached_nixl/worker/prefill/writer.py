@@ -74,7 +74,7 @@ class Writer(PeerListener):
         self._unmatched_seconds = context.settings.handover_timeout_seconds
         self.tasks: dict[WriteKey, WriteTask] = {}
         self.is_asked_at_once = False
-        self._finished = RecentSet[WriteKey]()
+        self._finished, self._failed = RecentSet[WriteKey](), RecentSet[WriteKey]()
         self._stuck = Deadlines[WriteKey]()
         self._renew_seconds = min(RENEW_SECONDS, INTERVAL * self._unmatched_seconds)
         self._renewed = Deadlines[WriteKey]()
@@ -142,7 +142,7 @@ class Writer(PeerListener):
             return
         # It is finished, or its registration is still on its way: remember it, so that it is dropped when it arrives.
         self._finished.add(key)
-        self._answer(agent, message.decode, message.attempt, _WITHDRAWN, has_failed=False)
+        self._answer(agent, message.decode, message.attempt, _WITHDRAWN, has_failed=key in self._failed)
 
     def advance(self, task: WriteTask) -> None:
         """Make WRITEs of the tokens that are ready and in no WRITE yet, up to a block boundary of both sides."""
@@ -335,6 +335,8 @@ class Writer(PeerListener):
         self.source.finished(task)
         del self.tasks[task.key]
         self._finished.add(task.key)
+        if task.has_failed:
+            self._failed.add(task.key)
         self._stuck.pop(task.key, None)
         self._renewed.pop(task.key, None)
         self._matcher.forget(task)

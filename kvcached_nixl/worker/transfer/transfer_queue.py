@@ -218,6 +218,12 @@ class TransferQueue(PeerListener):
             job = batch.job
             if state is TransferState.FAILED:
                 self._fail(job, f"a {job.operation} failed", batch.connection)
+                if not self.transport.is_idle(batch.handle):
+                    # Another transfer keeps its connection open.
+                    if batch in self._active:
+                        self._leave(batch)
+                        self._dropped[batch] = None
+                    continue
             self.transport.release(batch.handle)
             now = self._moved_at_seconds = self.clock.now_seconds()
             job.tally.ended(now)
