@@ -64,7 +64,6 @@ class OfferRegistry:
         self._outcomes = context.outcomes
         self._matcher = OfferMatcher(context)
         self._leases = Leases(context.clock, lease_seconds=settings.kv_lease_duration_seconds)
-        self._turned_at_seconds = context.clock.now_seconds()
         self.writer = Writer(context, self._matcher, self._settle)
 
     def __len__(self) -> int:
@@ -221,11 +220,6 @@ class OfferRegistry:
         """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due.
         ``is_engine_alive``: it computes what waits for its turn, sooner or later."""
         now = self._clock.now_seconds()
-        soon = now + INTERVAL * self._settings.kv_lease_duration_seconds
-        if soon - now < now - self._turned_at_seconds:
-            # This process stood still, and NIXL's thread is yet to read the heartbeats that have come meanwhile.
-            self._leases.move({one: soon for one, at_seconds in self._leases.items() if at_seconds < soon})
-        self._turned_at_seconds = now
         for request_id in self._leases.take_due(now):
             offer = self._matcher.offers.get(request_id)
             # An offer with registrations stays: decode came before the lease expired.

@@ -329,19 +329,6 @@ def test_one_that_finishes_short_lets_decode_down(prefill: Prefill, remote: Remo
     assert said(remote)[-1] == Stopped(1, 0, FailureCause.STOPPED, "prefill computed 4 of 10 tokens", False)
 
 
-def test_heartbeats_that_came_while_it_stood_still_are_read_before_a_lease_ends(prefill: Prefill) -> None:
-    """NIXL's thread stood still, too."""
-    for name in ("p-1", "p-2"):
-        prefill.offer(request_id=PrefillRequestId(name), name=name, is_finished=True)
-    prefill.clock.advance(2 * LEASE)
-    prefill.registry.turn()
-    prefill.registry.renew(["p-2"])
-    for _ in range(6):
-        prefill.clock.advance(1.0)
-        prefill.registry.turn()
-    assert prefill.expired == ["p-1"]
-
-
 @pytest.mark.parametrize("is_offered", [True, False])
 @pytest.mark.parametrize("how", ["stop", "stop, not kept", "revoke", "close"])
 def test_who_may_not_be_fetched_any_more_has_no_ownership_token(prefill: Prefill, how: str, is_offered: bool) -> None:
