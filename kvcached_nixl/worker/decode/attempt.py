@@ -38,7 +38,7 @@ class Part:
     """What one rank of prefill contributes to an attempt.
 
     Attributes:
-        agent: the agent that was told of the blocks; None before that, and for a READ.
+        agent: the agent that was told of the blocks, or is read; None before that.
         known: the rank, once it is connected.
         is_abandoned: another engine answers at the rank's address, so the agent can no longer be asked to stop.
     """
@@ -147,11 +147,11 @@ class Attempt:
         was not moved. ``groups``: this rank's."""
         if self.spec.prefill.pp_size == 1:
             return False
-        of_ranks: dict[int, set[tuple[int, int, int]]] = {}
+        ours, of_ranks = named_planes(groups), dict[int, set[tuple[int, int, int]]]()
         for part in self.parts:
             planes = of_ranks.setdefault(part.address.tp_rank, set())
             planes |= named_planes(part.known.rank.groups) if part.known is not None else set()
-        return any(planes != named_planes(groups) for planes in of_ranks.values())
+        return any(planes != ours for planes in of_ranks.values())
 
     def reached(self, part: Part, state: State) -> None:
         self._states[part.address] = state
@@ -210,7 +210,7 @@ class ReadPart(Part):
         if known.rank.is_staged:
             self._instead(attempt, self, False)
             return
-        self.known = known
+        self.known, self.agent = known, known.agent
         try:
             if manifest.block_sizes != tuple(one.block_size for one in memory) or len(manifest.groups) != len(memory):
                 raise ValueError("the manifest does not fit the handshake (block sizes or groups)")

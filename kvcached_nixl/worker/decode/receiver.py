@@ -223,13 +223,7 @@ class Receiver(PeerListener):
         self._lose(agent, "nobody listens any more at the address of")
 
     def _lose(self, agent: str, what: str) -> None:
-        read = [
-            (attempt, part)
-            for attempt in self._attempts.values()
-            for part in attempt.parts
-            if isinstance(part, ReadPart) and part.known is not None and part.known.agent == agent and not part.is_idle
-        ]
-        for attempt, part in [*self._parts_of(agent), *read]:
+        for attempt, part in self._parts_of(agent):
             attempt.fail(HandOverFailed(FailureCause.LOST, f"{what} rank {part.address.rank} of prefill"))
             self._writers.look_after(attempt)
 
