@@ -90,7 +90,7 @@ def test_the_start_file_activates_at_the_start_or_when_vllm_is_imported(tmp_path
 def test_engines_on_one_emulated_device_know_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's CPU platform identifies no device."""
     monkeypatch.setenv("ENABLE_KVCACHED", "1")
-    code = "from kvcached_nixl.vllm.adapter.platform import device_name; print(device_name(0))"
+    code = "from vllm.platforms import current_platform; print(current_platform.get_device_uuid(0))"
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert finished.stdout.splitlines()[-1:] == ["hostvmm never-opened-by-anyone"], finished.stderr
 
